@@ -1,3 +1,40 @@
 """Distributed training for Keras 3, in the words of `tf.distribute`, on every backend."""
 
+from keras_strategy import config
+from keras_strategy.context import (
+    ReplicaContext,
+    experimental_set_strategy,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
+from keras_strategy.gradients import value_and_grad
+from keras_strategy.strategies.mirrored import MirroredStrategy
+from keras_strategy.strategies.one_device import OneDeviceStrategy
+from keras_strategy.strategy import Strategy, StrategyExtended
+from keras_strategy.values import DistributedValues, Mirrored, PerReplica, ReduceOp
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "DistributedValues",
+    "Mirrored",
+    "MirroredStrategy",
+    "OneDeviceStrategy",
+    "PerReplica",
+    "ReduceOp",
+    "ReplicaContext",
+    "Strategy",
+    "StrategyExtended",
+    "__version__",
+    "config",
+    "experimental_set_strategy",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "value_and_grad",
+]
+
+config.apply_environment()

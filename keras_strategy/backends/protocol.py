@@ -1,0 +1,144 @@
+"""All that an adapter must do, and nothing that the core can do for it.
+
+`Backend` is one engine, once per process. `ReplicaGroup` is the set of devices of
+one strategy on that engine. `Replica` is one of them while a function runs on it.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from keras_strategy.values import DistributedValues, ReduceOp
+
+if TYPE_CHECKING:
+    from keras_strategy.strategy import Strategy
+
+
+class Backend(Protocol):
+    """One engine: its devices, its gradients, its groups of replicas."""
+
+    name: str
+
+    def list_devices(self, device_type: str | None = None) -> list[str]:
+        """Canonical names of the local devices.
+
+        Args:
+            device_type: "cpu", "gpu" or "tpu"; None means the accelerators, or
+                the CPUs where there is none.
+        """
+        ...
+
+    def set_logical_devices(self, device_type: str, count: int) -> None:
+        """Divides the machine's device into `count` logical ones.
+
+        Raises:
+            RuntimeError: If devices are already in use.
+        """
+        ...
+
+    def is_tensor(self, value: Any) -> bool:
+        """Whether `value` is a tensor of this engine."""
+        ...
+
+    def value_and_grad(
+        self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
+    ) -> Callable[..., Any]:
+        """See `keras_strategy.value_and_grad`."""
+        ...
+
+    def install_hooks(self) -> None:
+        """Installs this engine's hooks into Keras; called once."""
+        ...
+
+    def create_group(
+        self, strategy: "Strategy", devices: tuple[str, ...]
+    ) -> "ReplicaGroup":
+        """The replicas of `strategy`, one on each of `devices`."""
+        ...
+
+
+class ReplicaGroup(Protocol):
+    """The replicas of one strategy. With one device it adds nothing to Keras."""
+
+    devices: tuple[str, ...]
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """What must hold while variables of this group are made."""
+        ...
+
+    def adopt(self, variables: Sequence[Any]) -> None:
+        """Mirrors variables that were made outside the scope, keeping values."""
+        ...
+
+    def components(self, variable: Any) -> tuple[Any, ...]:
+        """What each local replica holds of `variable`."""
+        ...
+
+    def run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Calls `fn` on every replica, in replica context.
+
+        Args:
+            fn: The function.
+            args: Its positional arguments, each a structure whose
+                `DistributedValues` give every replica its component.
+            kwargs: Its keyword arguments, likewise.
+
+        Returns:
+            The outputs, joined as `values.regroup` joins them.
+
+        Raises:
+            Exception: What `fn` raised in one replica. The variables are then as
+                before, or the exception carries a note that they are not.
+        """
+        ...
+
+    def reduce(
+        self, reduce_op: ReduceOp, value: DistributedValues, axis: Any
+    ) -> Any:
+        """Combines tensors over the replicas, and over `axis` unless it is None."""
+        ...
+
+    def gather(self, values: Sequence[Any], axis: int) -> Any:
+        """Concatenates tensors of different devices on the first device."""
+        ...
+
+
+class Replica(Protocol):
+    """One replica while a function runs on it."""
+
+    id: Any
+    devices: tuple[str, ...]
+
+    def all_reduce(self, reduce_op: ReduceOp, value: Any) -> Any:
+        """Differentiable: the gradient of a sum is the sum of the gradients.
+
+        In a training step (where the replica has a row weight w) it is
+        (sum over s of w_s * g_s) / w_r, since the optimizer weights it again.
+        """
+        ...
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        """Concatenates in the order of the replicas."""
+        ...
+
+    def merge_call(self, merge_fn: Callable[..., Any], args: tuple, kwargs: dict):
+        """See `ReplicaContext.merge_call`."""
+        ...
+
+    def once(self, fn: Callable[[], Any]) -> None:
+        """Calls `fn` once for all replicas, where variables may be made."""
+        ...
+
+    def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
+        """Sum over the replicas of weight * tensor, without gradients.
+
+        Args:
+            tensors: Tensors of the same shapes on every replica.
+            weight: This replica's row weight; 0 selects zeros, so that a NaN of
+                a replica without rows stays there. None means 1 everywhere.
+        """
+        ...
+
+    def write(self, variable: Any, value: Any) -> None:
+        """Sets this replica's component of `variable`, and no other's."""
+        ...

@@ -1,0 +1,75 @@
+"""One replica: the interface of a group, and nothing added to Keras."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from keras_strategy import context
+from keras_strategy.values import DistributedValues, ReduceOp, select_replica
+
+if TYPE_CHECKING:
+    from keras_strategy.strategy import Strategy
+
+
+class SingleReplica:
+    """The only replica: what it computes is what all of them compute."""
+
+    id = 0
+
+    def __init__(self, strategy: "Strategy", devices: tuple[str, ...]):
+        self._strategy = strategy
+        self.devices = devices
+
+    def all_reduce(self, reduce_op: ReduceOp, value: Any) -> Any:
+        return keras.ops.convert_to_tensor(value)
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        return keras.ops.convert_to_tensor(value)
+
+    def merge_call(self, merge_fn: Callable[..., Any], args: tuple, kwargs: dict):
+        with context.strategy_in_charge(self._strategy):
+            return merge_fn(self._strategy, *args, **kwargs)
+
+    def once(self, fn: Callable[[], Any]) -> None:
+        fn()
+
+    def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
+        return list(tensors)
+
+    def write(self, variable: Any, value: Any) -> None:
+        variable.assign(value)
+
+
+class SingleReplicaGroup:
+    """The group of a strategy of one device, on any backend."""
+
+    def __init__(self, strategy: "Strategy", devices: tuple[str, ...]):
+        self.devices = devices
+        self.context = context.ReplicaContext(
+            strategy, SingleReplica(strategy, devices)
+        )
+
+    def scope(self):
+        return keras.device(self.devices[0])
+
+    def adopt(self, variables: Sequence[Any]) -> None:
+        """Variables stay where they are; Keras moves what it computes with."""
+
+    def components(self, variable: Any) -> tuple[Any, ...]:
+        return (variable.value,)
+
+    def run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        args, kwargs = select_replica((args, kwargs), 0)
+        with context.replica_in_charge(self.context):
+            return fn(*args, **kwargs)
+
+    def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
+        (component,) = value.values
+        if axis is None:
+            return component
+        combine = keras.ops.sum if reduce_op is ReduceOp.SUM else keras.ops.mean
+        return combine(component, axis=axis)
+
+    def gather(self, values: Sequence[Any], axis: int) -> Any:
+        return keras.ops.concatenate(list(values), axis=axis)

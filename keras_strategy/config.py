@@ -1,0 +1,62 @@
+"""Process-wide settings, to be made before devices are used."""
+
+import os
+
+from keras_strategy.backends import get_backend
+
+_LOGICAL_CPUS = "KERAS_STRATEGY_LOGICAL_CPUS"
+
+
+def set_logical_devices(device_type: str, count: int) -> None:
+    """Divides the machine's device of a kind into several logical ones.
+
+    It lets a strategy of several replicas run, and be tested, on a machine that
+    has one device. Call it at the start of the program, before a tensor, a
+    variable or a strategy is made. For CPUs the environment variable
+    `KERAS_STRATEGY_LOGICAL_CPUS` does the same when `keras_strategy` is imported.
+
+    Args:
+        device_type: `"cpu"`, the kind that every backend can divide.
+        count: The number of logical devices, 1 or more.
+
+    Raises:
+        ValueError: If `device_type` or `count` is not one that can be.
+        RuntimeError: If devices are in use already.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    ks.config.set_logical_devices("cpu", 4)
+    assert ks.MirroredStrategy(["cpu:0", "cpu:3"]).num_replicas_in_sync == 2
+    ```
+    """
+    if not isinstance(device_type, str) or device_type.lower() != "cpu":
+        raise ValueError(
+            "Argument `device_type` must be 'cpu': accelerators are used as they "
+            f"are. Received: device_type={device_type!r}"
+        )
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(
+            "Argument `count` must be a whole number of devices, 1 or more. "
+            f"Received: count={count!r}"
+        )
+    get_backend().set_logical_devices("cpu", count)
+
+
+def apply_environment() -> None:
+    """Does what the environment asks for; called when the package is imported.
+
+    Raises:
+        ValueError: If KERAS_STRATEGY_LOGICAL_CPUS is not a number of devices.
+    """
+    count = os.environ.get(_LOGICAL_CPUS)
+    if not count:
+        return
+    if not count.isdecimal() or int(count) < 1:
+        raise ValueError(
+            f"The environment variable {_LOGICAL_CPUS} must be a whole number of "
+            f"devices, 1 or more. Received: {_LOGICAL_CPUS}={count!r}"
+        )
+    set_logical_devices("cpu", int(count))

@@ -1,0 +1,9 @@
+"""The exceptions that only this package raises."""
+
+
+class KerasVersionError(RuntimeError):
+    """A function of Keras that this package extends is not the one it knows."""
+
+
+class UnsupportedBackendError(RuntimeError):
+    """The Keras backend in use cannot train on several devices."""

@@ -1,0 +1,92 @@
+"""Extending a function of Keras only where it is the function we know.
+
+Every hook names the Keras function it replaces and the signature that this
+function had when the hook was written. All of them are checked before the first
+is installed: a Keras that changed is refused as a whole rather than trained with
+half of the hooks.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from keras_strategy.errors import KerasVersionError
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One function of Keras and what takes its place.
+
+    Attributes:
+        owner: The class or module that has the function.
+        name: The function's name in `owner`.
+        signature: Its parameters as `inspect.signature` writes them, several
+            spellings where released Keras versions differ. None for a property.
+        replace: Takes the original function, returns the replacement.
+    """
+
+    owner: Any
+    name: str
+    signature: str | tuple[str, ...] | None
+    replace: Callable[[Any], Any]
+
+    @property
+    def target(self) -> str:
+        owner = getattr(self.owner, "__qualname__", None) or self.owner.__name__
+        return f"{owner}.{self.name}"
+
+    def check(self) -> None:
+        """Raises `KerasVersionError` unless the function is as it was."""
+        original = inspect.getattr_static(self.owner, self.name, None)
+        if original is None:
+            raise self._changed("is gone")
+        if isinstance(original, property):
+            if self.signature is not None:
+                raise self._changed("became a property")
+            return
+        if self.signature is None:
+            raise self._changed("is no longer a property")
+        known = (
+            (self.signature,) if isinstance(self.signature, str) else self.signature
+        )
+        # Annotations come and go between Keras versions and change nothing.
+        parameters = [
+            parameter.replace(annotation=inspect.Parameter.empty)
+            for parameter in inspect.signature(
+                getattr(original, "__func__", original)
+            ).parameters.values()
+        ]
+        found = str(inspect.Signature(parameters))
+        if found not in known:
+            raise self._changed(f"takes {found}, where {' or '.join(known)} is known")
+
+    def install(self) -> None:
+        original = inspect.getattr_static(self.owner, self.name)
+        replacement = self.replace(getattr(original, "__func__", original))
+        if not isinstance(original, property):
+            functools.update_wrapper(
+                replacement, getattr(original, "__func__", original)
+            )
+        if isinstance(original, staticmethod):
+            replacement = staticmethod(replacement)
+        setattr(self.owner, self.name, replacement)
+
+    def _changed(self, what: str) -> KerasVersionError:
+        return KerasVersionError(
+            f"Keras {keras.__version__} changed a function that keras_strategy "
+            f"extends: `{self.target}` {what}. Please upgrade keras_strategy, or "
+            "install a Keras version that it supports."
+        )
+
+
+def install(hooks: Iterable[Hook]) -> None:
+    """Installs all `hooks`, or none of them where one does not fit."""
+    hooks = list(hooks)
+    for hook in hooks:
+        hook.check()
+    for hook in hooks:
+        hook.install()

@@ -1,0 +1,1 @@
+"""The strategies: each is a choice of devices and a few lines."""

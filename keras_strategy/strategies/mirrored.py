@@ -1,0 +1,51 @@
+"""Several devices of one machine, a replica on each."""
+
+from collections.abc import Iterable
+
+from keras_strategy.backends import get_backend
+from keras_strategy.strategy import Strategy, StrategyExtended
+from keras_strategy.topology import resolve_devices
+
+
+class MirroredStrategy(Strategy):
+    """Synchronous training on several devices of one machine.
+
+    Every device holds a copy of the variables and computes on its rows of each
+    batch; the gradients are summed before the optimizer changes the copies, all
+    in the same way. A batch is the global batch, whatever the number of devices.
+
+    Args:
+        devices: A list of device names, such as `["gpu:0", "gpu:1"]`; None for
+            all local accelerators, or all (logical) CPUs where there is none.
+
+    Raises:
+        ValueError: If `devices` is empty, or holds a device that is not there,
+            one twice, or several kinds.
+        UnsupportedBackendError: If the Keras backend in use cannot train.
+
+    Example:
+
+    ```python
+    import keras
+    import numpy as np
+    import keras_strategy as ks
+
+    strategy = ks.MirroredStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+    model.fit(np.ones((10, 3)), np.ones((10, 1)), batch_size=4, verbose=0)
+    ```
+    """
+
+    def __init__(self, devices: Iterable[str] | None = None):
+        available = get_backend().list_devices()
+        if devices is not None and not isinstance(devices, str):
+            # Beside accelerators, the CPUs may be asked for by name.
+            devices = list(devices)
+            available = [*available, *get_backend().list_devices("cpu")]
+            available = list(dict.fromkeys(available))
+        super().__init__(StrategyExtended(self, resolve_devices(devices, available)))
+
+    def __reduce__(self):
+        return type(self), (list(self.extended.worker_devices),)

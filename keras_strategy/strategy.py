@@ -1,0 +1,405 @@
+"""Strategy and StrategyExtended: what people call.
+
+They check the arguments, then ask the replica group of the adapter in use.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+from keras import tree
+
+from keras_strategy import context
+from keras_strategy.backends import get_backend
+from keras_strategy.backends.protocol import ReplicaGroup
+from keras_strategy.backends.single import SingleReplicaGroup
+from keras_strategy.training import keras_hooks
+from keras_strategy.values import DistributedValues, PerReplica, ReduceOp
+
+logger = logging.getLogger("keras_strategy")
+
+
+class Strategy:
+    """A way to run one computation on several devices at once.
+
+    Make one of its subclasses, such as `MirroredStrategy`. What is created in
+    its `scope()` is distributed: variables have a component on each device, and
+    a model that was made there trains on all of them.
+
+    Args:
+        extended: A `StrategyExtended`, which holds the replicas.
+
+    Example:
+
+    ```python
+    import keras
+    import numpy as np
+    import keras_strategy as ks
+
+    strategy = ks.MirroredStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0)
+    ```
+    """
+
+    def __init__(self, extended: "StrategyExtended"):
+        self._extended = extended
+
+    @property
+    def extended(self) -> "StrategyExtended":
+        """The part of the interface that library authors need."""
+        return self._extended
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas whose gradients are summed, over all workers."""
+        return len(self._extended.worker_devices)
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """What knows the cluster's other workers; None for one worker.
+
+        Subclasses may override it.
+        """
+        return None
+
+    def scope(self) -> contextlib.AbstractContextManager["Strategy"]:
+        """Returns a context manager that puts this strategy in charge.
+
+        Inside it variables are mirrored and `keras_strategy.get_strategy()` is
+        this strategy. `fit`, `evaluate` and `predict` of a model that was made
+        inside enter the scope by themselves.
+
+        Returns:
+            A context manager that gives the strategy and may be entered again.
+
+        Raises:
+            RuntimeError: On entering, inside another strategy's scope or inside
+                a function that `run` calls.
+
+        Example:
+
+        ```python
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        with strategy.scope() as inside:
+            assert inside is strategy
+        ```
+        """
+        return _Scope(self)
+
+    def run(
+        self, fn: Callable[..., Any], args: tuple | list = (), kwargs: Any = None
+    ) -> Any:
+        """Calls `fn` once on every replica, each with its part of the arguments.
+
+        What the replicas assign to variables is written when all of them have
+        succeeded: an exception in one comes out of `run` as itself, and the
+        variables are as they were.
+
+        Args:
+            fn: The function. `keras_strategy.get_replica_context()` tells it
+                which replica it runs on.
+            args: A tuple or list of positional arguments. `PerReplica` values
+                in it give every replica its own component, everything else goes
+                to every replica as it is.
+            kwargs: A dict of keyword arguments, or None; likewise.
+
+        Returns:
+            The structure that `fn` returned, with a `PerReplica` value in the
+            place of each tensor; Python constants and None stay what they are.
+            With one replica, what `fn` returned.
+
+        Raises:
+            ValueError: If `args` is neither a tuple nor a list.
+            TypeError: If `fn` cannot be called.
+            RuntimeError: Inside a function that `run` calls, or inside another
+                strategy's scope.
+
+        Example:
+
+        ```python
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        ids = strategy.experimental_distribute_values_from_function(
+            lambda context: context.replica_id_in_sync_group
+        )
+        doubled = strategy.run(lambda i: i * 2, args=(ids,))
+        assert [int(i) for i in strategy.experimental_local_results(doubled)] == [
+            2 * i for i in range(strategy.num_replicas_in_sync)
+        ]
+        ```
+        """
+        if not callable(fn):
+            raise TypeError(
+                "Argument `fn` must be a function. "
+                f"Received: fn={fn!r} of type {type(fn).__name__}"
+            )
+        if not isinstance(args, tuple | list):
+            raise ValueError(
+                "Argument `args` must be a tuple or list of positional arguments, "
+                f"such as (x,). Received: args={args!r} of type {type(args).__name__}"
+            )
+        context.require_cross_replica(self, "run")
+        with self.scope():
+            return self._extended.group.run(fn, tuple(args), dict(kwargs or {}))
+
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: Any, axis: Any = None
+    ) -> Any:
+        """Combines the replicas' values into one.
+
+        Args:
+            reduce_op: A `ReduceOp` or its name in any case.
+            value: A structure of `PerReplica` values, as `run` returns them.
+            axis: None to combine the replicas' tensors elementwise; an int or a
+                tuple of ints to combine these dimensions as well. The mean over
+                `axis=0` of 4 rows on one replica and 2 on the other divides by
+                6.
+
+        Returns:
+            The structure, with one tensor in the place of each value.
+
+        Raises:
+            ValueError: If `reduce_op` is not one, or if a value is the same for
+                all replicas and was asked for its SUM over them.
+            RuntimeError: Inside a function that `run` calls.
+
+        Example:
+
+        ```python
+        import keras
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        ones = strategy.run(lambda: keras.ops.ones((2,)))
+        n = strategy.num_replicas_in_sync
+        assert float(strategy.reduce("SUM", ones, axis=0)) == 2 * n
+        ```
+        """
+        op = ReduceOp.parse(reduce_op)
+        context.require_cross_replica(self, "reduce")
+        with self.scope():
+            return tree.map_structure(lambda x: self._reduce_one(op, x, axis), value)
+
+    def _reduce_one(self, op: ReduceOp, value: Any, axis: Any) -> Any:
+        if isinstance(value, DistributedValues):
+            return self._extended.group.reduce(op, value, axis)
+        if axis is not None:
+            combine = keras.ops.sum if op is ReduceOp.SUM else keras.ops.mean
+            return combine(value, axis=axis)
+        if op is ReduceOp.MEAN or self.num_replicas_in_sync == 1:
+            return value
+        raise ValueError(
+            "Argument `value` holds a value that is not distributed, the same for "
+            "all replicas, so it has no SUM over the replicas. Reduce a value that "
+            "`strategy.run` returned, give `axis`, or multiply by "
+            f"`strategy.num_replicas_in_sync`. Received: {value!r}"
+        )
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """Returns the components of a value that are on this worker.
+
+        Args:
+            value: A structure of distributed values, or a variable.
+
+        Returns:
+            A tuple with one element for each local replica. For a value that is
+            not distributed, a tuple of that value alone.
+
+        Example:
+
+        ```python
+        import keras
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        with strategy.scope():
+            v = keras.Variable(1.0)
+        n = strategy.num_replicas_in_sync
+        assert len(strategy.experimental_local_results(v)) == n
+        assert strategy.experimental_local_results(3) == (3,)
+        ```
+        """
+        if isinstance(value, keras.Variable):
+            if not self._extended.variable_created_in_scope(value):
+                return (value.value,)
+            return self._extended.group.components(value)
+        leaves = [
+            leaf for leaf in tree.flatten(value) if isinstance(leaf, DistributedValues)
+        ]
+        if not leaves:
+            return (value,)
+
+        def component(replica):
+            return tree.map_structure(
+                lambda x: (
+                    x.values[replica] if isinstance(x, DistributedValues) else x
+                ),
+                value,
+            )
+
+        return tuple(component(replica) for replica in range(len(leaves[0].values)))
+
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[["ValueContext"], Any]
+    ) -> Any:
+        """Makes a distributed value out of one value for each replica.
+
+        Args:
+            value_fn: Called once for each local replica with a `ValueContext`.
+
+        Returns:
+            The structure that `value_fn` returned, with a `PerReplica` value in
+            the place of each leaf. With one replica, what `value_fn` returned.
+
+        Raises:
+            RuntimeError: Inside a function that `run` calls.
+
+        Example:
+
+        ```python
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        ids = strategy.experimental_distribute_values_from_function(
+            lambda context: context.replica_id_in_sync_group
+        )
+        n = strategy.num_replicas_in_sync
+        assert strategy.experimental_local_results(ids) == tuple(range(n))
+        ```
+        """
+        context.require_cross_replica(
+            self, "experimental_distribute_values_from_function"
+        )
+        replicas = self.num_replicas_in_sync
+        values = [value_fn(ValueContext(i, replicas)) for i in range(replicas)]
+        if replicas == 1:
+            return values[0]
+        return tree.map_structure(lambda *leaves: PerReplica(leaves), *values)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(devices={list(self._extended.worker_devices)})"
+
+    def __deepcopy__(self, memo: dict) -> "Strategy":
+        # A strategy stands for devices, of which a copy would be the same ones.
+        return self
+
+
+class ValueContext:
+    """Tells a function which replica it makes a value for.
+
+    Args:
+        replica_id_in_sync_group: The replica's number, from 0.
+        num_replicas_in_sync: The number of replicas over all workers.
+    """
+
+    def __init__(self, replica_id_in_sync_group: int = 0, num_replicas_in_sync=1):
+        self._replica_id_in_sync_group = replica_id_in_sync_group
+        self._num_replicas_in_sync = num_replicas_in_sync
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """The replica's number, from 0."""
+        return self._replica_id_in_sync_group
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas over all workers."""
+        return self._num_replicas_in_sync
+
+    def __repr__(self) -> str:
+        return (
+            f"ValueContext(replica_id_in_sync_group={self.replica_id_in_sync_group}, "
+            f"num_replicas_in_sync={self.num_replicas_in_sync})"
+        )
+
+
+class StrategyExtended:
+    """The part of a strategy that library authors need.
+
+    Args:
+        strategy: The strategy that this belongs to.
+        devices: Canonical names of the local devices, one replica each.
+    """
+
+    def __init__(self, strategy: Strategy, devices: Iterable[str]):
+        keras_hooks.install_once()
+        self._strategy = strategy
+        self._devices = tuple(devices)
+        if len(self._devices) == 1:
+            self.group: ReplicaGroup = SingleReplicaGroup(strategy, self._devices)
+        else:
+            self.group = get_backend().create_group(strategy, self._devices)
+        logger.info(
+            "%s: %d replica(s) on %s with the Keras backend '%s'",
+            type(strategy).__name__,
+            len(self._devices),
+            ", ".join(self._devices),
+            keras.backend.backend(),
+        )
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The devices on which the replicas compute, such as `"gpu:0"`."""
+        return self._devices
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The devices on which the variables' components are."""
+        return self._devices
+
+    def variable_created_in_scope(self, v: keras.Variable) -> bool:
+        """Returns whether a variable belongs to this strategy.
+
+        Args:
+            v: A variable.
+
+        Raises:
+            TypeError: If `v` is not a `keras.Variable`.
+
+        Example:
+
+        ```python
+        import keras
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        outside = keras.Variable(1.0)
+        with strategy.scope():
+            inside = keras.Variable(1.0)
+        assert strategy.extended.variable_created_in_scope(inside)
+        assert not strategy.extended.variable_created_in_scope(outside)
+        ```
+        """
+        if not isinstance(v, keras.Variable):
+            raise TypeError(
+                "Argument `v` must be a `keras.Variable`. "
+                f"Received: v={v!r} of type {type(v).__name__}"
+            )
+        return keras_hooks.strategy_of_variable(v) is self._strategy
+
+
+class _Scope(contextlib.AbstractContextManager):
+    """`strategy.scope()`: may be entered several times, and inside itself."""
+
+    def __init__(self, strategy: Strategy):
+        self._strategy = strategy
+        self._entered: list[contextlib.ExitStack] = []
+
+    def __enter__(self) -> Strategy:
+        context.require_cross_replica(self._strategy, "scope")
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(context.strategy_in_charge(self._strategy))
+            stack.enter_context(self._strategy.extended.group.scope())
+            self._entered.append(stack.pop_all())
+        return self._strategy
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.pop().__exit__(*exception)

@@ -1,0 +1,417 @@
+"""Where all backends extend Keras. Installed when the first strategy is made.
+
+Each hook below says which function of Keras it replaces and why. Outside a strategy's
+scope, and with one replica, every one of them calls the original and nothing else.
+`keras_strategy.hooking` refuses a Keras whose functions changed their signatures; the
+equality tests notice one that changed their meaning.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import keras.src.losses.loss as keras_losses
+from keras import ops
+
+from keras_strategy import context, hooking
+from keras_strategy.backends import get_backend
+from keras_strategy.hooking import Hook
+from keras_strategy.training import losses
+from keras_strategy.training.row_weights import distributed_replica
+from keras_strategy.variables import adds_up, assigned
+from keras_strategy.values import ReduceOp
+
+
+@functools.cache
+def install_once() -> None:
+    """Installs the hooks of all backends and those of the backend in use."""
+    backend = get_backend()
+    hooking.install(_hooks())
+    backend.install_hooks()
+
+
+def strategy_of_variable(variable: Any) -> Any:
+    """The strategy in whose scope a variable was made or adopted, or None."""
+    return vars(variable).get("_ks_strategy")
+
+
+def strategy_of_model(model: keras.Model) -> Any:
+    """The strategy that a model trains under, or None.
+
+    A model that was not made in a scope itself (a wrapper of one that was, or one
+    that came out of a pickle) follows its variables.
+    """
+    strategy = vars(model).get("_ks_strategy")
+    if strategy is not None:
+        return strategy
+    for variable in model.variables:
+        strategy = strategy_of_variable(variable)
+        if strategy is not None:
+            return strategy
+    return None
+
+
+def adopt_variables(strategy: Any, model: keras.Model) -> None:
+    """Mirrors what a model needs and what was made outside the scope.
+
+    An optimizer or a metric that was made before the scope was entered, or a layer
+    of a model that was built elsewhere.
+    """
+    variables = [*model.variables, *model.metrics_variables]
+    if getattr(model, "optimizer", None) is not None:
+        variables += model.optimizer.variables
+    adopt(strategy, variables)
+
+
+def adopt(strategy: Any, variables: Any) -> None:
+    """Makes initialized variables that belong to no strategy `strategy`'s.
+
+    Raises:
+        RuntimeError: If one of them belongs to another strategy.
+    """
+    strangers = []
+    for variable in variables:
+        owner = strategy_of_variable(variable)
+        if owner is None and variable._value is not None:
+            strangers.append(variable)
+        elif owner not in (None, strategy):
+            raise RuntimeError(
+                f"Mixing different strategies: the variable '{variable.path}' was "
+                f"made in the scope of {owner!r} and is used under {strategy!r}. "
+                "Make the whole model in one scope."
+            )
+    if strangers:
+        strategy.extended.group.adopt(strangers)
+    for variable in strangers:
+        vars(variable)["_ks_strategy"] = strategy
+
+
+# --- which strategy a model and its variables belong to
+
+
+def _model_new(original: Callable) -> Callable:
+    """`Model.__new__`: a model belongs to the scope that it is made in.
+
+    Every way to make a model ends here: Sequential, functional, subclass,
+    from_config, load_model and clone_model.
+    """
+
+    def __new__(cls, *args, **kwargs):
+        model = original(cls, *args, **kwargs)
+        strategy = context.current_scope()
+        if strategy is not None:
+            vars(model)["_ks_strategy"] = strategy
+        return model
+
+    return __new__
+
+
+def _variable_init(original: Callable) -> Callable:
+    """`Variable.__init__`: a variable belongs to the scope that it is made in."""
+
+    def __init__(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        strategy = context.current_scope()
+        if strategy is not None:
+            vars(self)["_ks_strategy"] = strategy
+
+    return __init__
+
+
+def _in_scope(original: Callable) -> Callable:
+    """`Model.fit` and its like: work in the scope of the model's strategy."""
+    name = original.__name__
+
+    def entry_point(self, *args, **kwargs):
+        strategy = strategy_of_model(self)
+        if strategy is None:
+            current = context.current_scope()
+            if current is None:
+                return original(self, *args, **kwargs)
+            raise ValueError(
+                f"`{name}` was called in the scope of {current!r} on the model "
+                f"'{self.name}', which was made outside of it. Make the model inside "
+                f"`with strategy.scope():`, or call `{name}` outside the scope to "
+                "work on one device."
+            )
+        context.require_cross_replica(strategy, name)
+        with strategy.scope():
+            adopt_variables(strategy, self)
+            return original(self, *args, **kwargs)
+
+    return entry_point
+
+
+def _symbolic_build(original: Callable) -> Callable:
+    """`Model._symbolic_build`: what fit builds may hold metrics from outside."""
+
+    def _symbolic_build(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        strategy = context.current_scope()
+        if strategy is not None:
+            adopt_variables(strategy, self)
+        return result
+
+    return _symbolic_build
+
+
+# --- variables
+
+
+def _assign(original: Callable) -> Callable:
+    """`Variable.assign`: what replicas assign is brought together.
+
+    Inside `optimizer.apply` nothing is: all replicas compute on equal inputs.
+    """
+
+    def assign(self, value):
+        replica = distributed_replica()
+        if replica is None or replica._applying:
+            return original(self, value)
+        value = self._convert_to_tensor(value, dtype=self._dtype)
+        return original(self, assigned(replica, self, value))
+
+    return assign
+
+
+def _assign_add(original: Callable, assign: Callable, sign: int) -> Callable:
+    """`Variable.assign_add`, `assign_sub`: the increments are brought together.
+
+    Keras assigns `self + value`, of which the sum over the replicas would count the
+    variable once for each of them.
+    """
+
+    def assign_add(self, value):
+        replica = distributed_replica()
+        if replica is None or replica._applying or not adds_up(self):
+            return original(self, value)
+        increment = self._convert_to_tensor(value, dtype=self._dtype)
+        op = ReduceOp.parse(self.aggregation)
+        increment = replica._replica.all_reduce(op, increment)
+        return assign(self, ops.add(self.value, ops.multiply(increment, sign)))
+
+    return assign_add
+
+
+# --- optimizers
+
+
+def _apply(original: Callable) -> Callable:
+    """`Optimizer.apply`: first sum the gradients over the replicas, once.
+
+    Then Keras's own code clips, accumulates, scales and applies on every replica, on
+    equal inputs. The outermost optimizer does it: LossScaleOptimizer calls another.
+    """
+
+    def apply(self, grads, trainable_variables=None):
+        replica = distributed_replica()
+        if replica is None or replica._applying:
+            return original(self, grads, trainable_variables)
+        grads = list(grads)
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+        if not self.built and trainable_variables is not None:
+
+            def build():
+                if not self.built:
+                    self.build(trainable_variables)
+                    self.built = True
+
+            replica._replica.once(build)
+        present = [grad for grad in grads if grad is not None]
+        summed = iter(replica._replica.weighted_sum(present, replica._row_weight))
+        grads = [None if grad is None else next(summed) for grad in grads]
+        replica._applying = True
+        try:
+            return original(self, grads, trainable_variables)
+        finally:
+            replica._applying = False
+
+    return apply
+
+
+# --- losses
+
+
+def _reduce_values(original: Callable) -> Callable:
+    """`reduce_values`: a replica's loss has the denominator of all rows."""
+
+    def reduce_values(values, sample_weight=None, reduction="sum_over_batch_size"):
+        replica = distributed_replica()
+        if replica is None:
+            return original(values, sample_weight, reduction)
+        return losses.reduce_values(replica, values, sample_weight, reduction)
+
+    return reduce_values
+
+
+def _apply_mask(original: Callable) -> Callable:
+    """`apply_mask`: valid entries are counted over all rows."""
+
+    def apply_mask(sample_weight, mask, dtype, reduction):
+        replica = distributed_replica()
+        if replica is None:
+            return original(sample_weight, mask, dtype, reduction)
+        return losses.apply_mask(
+            replica, original, sample_weight, mask, dtype, reduction
+        )
+
+    return apply_mask
+
+
+def _unscaled(original: Callable) -> Callable:
+    """`(un)scale_loss_for_distribution`: rows weight the replicas, not 1 / N."""
+
+    def scale(value):
+        return original(value) if distributed_replica() is None else value
+
+    return scale
+
+
+# --- metrics
+
+
+def _mean_update_state(original: Callable) -> Callable:
+    """`Mean.update_state`: a scalar stands for this replica's rows.
+
+    Keras counts a scalar once for each batch, and the batch is all replicas'.
+    """
+
+    def update_state(self, values, sample_weight=None):
+        replica = distributed_replica()
+        if (
+            replica is not None
+            and replica._row_weight is not None
+            and sample_weight is None
+            and not isinstance(values, keras.KerasTensor)
+            and len(ops.shape(values)) == 0
+        ):
+            sample_weight = replica._row_weight
+        return original(self, values, sample_weight)
+
+    return update_state
+
+
+# --- random numbers
+
+
+def _next_seed(original: Callable) -> Callable:
+    """`SeedGenerator.next`: every replica draws its own numbers.
+
+    Only the drawn seed differs; the stored state advances as on one device.
+    """
+
+    def next(self, ordered=True):
+        seed = original(self, ordered)
+        replica = distributed_replica()
+        if replica is None:
+            return seed
+        # A large prime keeps the replicas' seeds apart from each other and from
+        # those of other generators, which users number 0, 1, 2...
+        offset = ops.cast(ops.multiply(replica._replica.id, 1000003), seed.dtype)
+        return seed + ops.stack([offset, ops.zeros_like(offset)])
+
+    return next
+
+
+def _hooks() -> list[Hook]:
+    variable = keras.Variable
+    assign = variable.assign  # the original: increments are aggregated only once
+    entry_points = {
+        "compile": (
+            "(self, optimizer='rmsprop', loss=None, loss_weights=None, metrics=None, "
+            "weighted_metrics=None, run_eagerly=False, steps_per_execution=1, "
+            "jit_compile='auto', auto_scale_loss=True)"
+        ),
+        "fit": (
+            "(self, x=None, y=None, batch_size=None, epochs=1, verbose='auto', "
+            "callbacks=None, validation_split=0.0, validation_data=None, "
+            "shuffle=True, class_weight=None, sample_weight=None, initial_epoch=0, "
+            "steps_per_epoch=None, validation_steps=None, "
+            "validation_batch_size=None, validation_freq=1)"
+        ),
+        "evaluate": (
+            "(self, x=None, y=None, batch_size=None, verbose='auto', "
+            "sample_weight=None, steps=None, callbacks=None, return_dict=False, "
+            "**kwargs)"
+        ),
+        "predict": (
+            "(self, x, batch_size=None, verbose='auto', steps=None, callbacks=None)"
+        ),
+        "train_on_batch": (
+            "(self, x, y=None, sample_weight=None, class_weight=None, "
+            "return_dict=False)"
+        ),
+        "test_on_batch": (
+            "(self, x, y=None, sample_weight=None, return_dict=False)"
+        ),
+        "predict_on_batch": "(self, x)",
+    }
+    return [
+        Hook(keras.Model, "__new__", "(cls, *args, **kwargs)", _model_new),
+        *(
+            Hook(keras.Model, name, signature, _in_scope)
+            for name, signature in entry_points.items()
+        ),
+        Hook(
+            keras.Model,
+            "_symbolic_build",
+            "(self, iterator=None, data_batch=None)",
+            _symbolic_build,
+        ),
+        Hook(
+            variable,
+            "__init__",
+            "(self, initializer, shape=None, dtype=None, trainable=True, "
+            "autocast=True, aggregation='none', synchronization='auto', name=None, "
+            "layout=None, **kwargs)",
+            _variable_init,
+        ),
+        Hook(variable, "assign", "(self, value)", _assign),
+        Hook(
+            variable,
+            "assign_add",
+            "(self, value)",
+            lambda original: _assign_add(original, assign, 1),
+        ),
+        Hook(
+            variable,
+            "assign_sub",
+            "(self, value)",
+            lambda original: _assign_add(original, assign, -1),
+        ),
+        Hook(
+            keras.optimizers.Optimizer,
+            "apply",
+            "(self, grads, trainable_variables=None)",
+            _apply,
+        ),
+        Hook(
+            keras.optimizers.LossScaleOptimizer,
+            "apply",
+            "(self, grads, trainable_variables=None)",
+            _apply,
+        ),
+        Hook(
+            keras_losses,
+            "reduce_values",
+            "(values, sample_weight=None, reduction='sum_over_batch_size')",
+            _reduce_values,
+        ),
+        Hook(
+            keras_losses,
+            "apply_mask",
+            "(sample_weight, mask, dtype, reduction)",
+            _apply_mask,
+        ),
+        Hook(keras_losses, "scale_loss_for_distribution", "(value)", _unscaled),
+        Hook(keras_losses, "unscale_loss_for_distribution", "(value)", _unscaled),
+        Hook(
+            keras.metrics.Mean,
+            "update_state",
+            "(self, values, sample_weight=None)",
+            _mean_update_state,
+        ),
+        Hook(keras.random.SeedGenerator, "next", "(self, ordered=True)", _next_seed),
+    ]

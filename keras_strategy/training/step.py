@@ -1,0 +1,110 @@
+"""A Keras training step as the function that every replica runs.
+
+Keras's own loop stays in charge of epochs, callbacks and logs; the function that it
+calls for a batch becomes `strategy.run` of the model's step, and a merging of what
+the replicas returned.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+from keras import tree
+
+from keras_strategy.context import ReplicaContext
+from keras_strategy.training.row_weights import distributed_replica, weighted_mean
+from keras_strategy.values import select_replica
+from keras_strategy.variables import is_averaged
+
+
+def weighted_step(step: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    """Makes a step of a model into one that a replica can run.
+
+    Args:
+        step: `model.train_step`, `test_step` or `predict_step`: data to outputs.
+
+    Returns:
+        A function of the replica's data and its weight, for `strategy.run`.
+    """
+
+    def replica_step(data, weight):
+        replica = distributed_replica()
+        assert replica is not None
+        replica._row_weight, replica._written = weight, {}
+        try:
+            outputs = step(data)
+            average_written_state(replica)
+            return outputs
+        finally:
+            replica._row_weight, replica._written = None, {}
+
+    return replica_step
+
+
+def average_written_state(replica: ReplicaContext) -> None:
+    """Averages the unannotated state that a step wrote, weighted by rows.
+
+    One flat reduction for all of it.
+    """
+    variables = [v for v in replica._written.values() if is_averaged(v)]
+    if not variables:
+        return
+    values = [keras.ops.convert_to_tensor(v.value) for v in variables]
+    means = replica._replica.weighted_sum(values, replica._row_weight)
+    for variable, mean in zip(variables, means, strict=True):
+        replica._replica.write(variable, mean)
+
+
+def rows_of(data: Any) -> int:
+    """Returns the rows of a batch: the first dimension that its arrays share.
+
+    Args:
+        data: A structure of arrays or tensors, None where something is absent.
+
+    Raises:
+        ValueError: If the arrays have different first dimensions, or none.
+    """
+    shapes = [tuple(leaf.shape) for leaf in tree.flatten(data) if leaf is not None]
+    if not shapes or any(len(shape) == 0 for shape in shapes):
+        raise ValueError(
+            "A batch must be made of arrays whose first dimension is its rows. "
+            f"Received arrays of the shapes {shapes}."
+        )
+    rows = {shape[0] for shape in shapes}
+    if len(rows) > 1:
+        raise ValueError(
+            "The arrays of a batch must have the same number of rows, their first "
+            f"dimension. Received arrays of the shapes {shapes}."
+        )
+    return rows.pop()
+
+
+def merge_logs(
+    model: keras.Model, logs: Any, replicas: int, weights: Sequence[Any]
+) -> Any:
+    """Makes one structure of logs out of what a step returned on every replica.
+
+    Args:
+        model: The model, whose metrics are merged over the replicas when read.
+        logs: What the replicas returned, joined: a dict of scalars, usually.
+        replicas: The number of replicas.
+        weights: Their row weights.
+
+    Returns:
+        The metric where a key names one of the model's, else the mean of the
+        replicas' values, weighted by rows.
+    """
+
+    def mean(structure):
+        parts = [select_replica(structure, replica) for replica in range(replicas)]
+        return tree.map_structure(
+            lambda *values: weighted_mean(values, weights), *parts
+        )
+
+    if not isinstance(logs, dict):
+        return mean(logs)
+    metrics = model.get_metrics_result()
+    return {
+        key: metrics[key] if key in metrics else mean(value)
+        for key, value in logs.items()
+    }

@@ -1,0 +1,150 @@
+"""What a value is when every replica has its own."""
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from keras import tree
+
+
+class ReduceOp(enum.Enum):
+    """How the values of the replicas become one value.
+
+    Wherever a `ReduceOp` is expected, its name in any case does as well:
+    `"sum"`, `"SUM"`, `"Mean"`.
+
+    Attributes:
+        SUM: Add the values.
+        MEAN: Add the values and divide by how many there are.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    assert ks.ReduceOp("SUM") is ks.ReduceOp.SUM
+    ```
+    """
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+    @classmethod
+    def parse(cls, reduce_op: Any) -> "ReduceOp":
+        """Returns the `ReduceOp` that `reduce_op` names.
+
+        Args:
+            reduce_op: A `ReduceOp`, or its name in any case.
+
+        Returns:
+            The `ReduceOp`.
+
+        Raises:
+            ValueError: If `reduce_op` is neither.
+
+        Example:
+
+        ```python
+        import keras_strategy as ks
+
+        assert ks.ReduceOp.parse("mean") is ks.ReduceOp.MEAN
+        ```
+        """
+        if isinstance(reduce_op, cls):
+            return reduce_op
+        # `tf.distribute.ReduceOp` is an enum of the same names.
+        name = reduce_op.name if isinstance(reduce_op, enum.Enum) else reduce_op
+        if isinstance(name, str) and name.upper() in cls.__members__:
+            return cls[name.upper()]
+        raise ValueError(
+            "Argument `reduce_op` must be a `ReduceOp` or one of "
+            f"{sorted(cls.__members__)} in any case. Received: "
+            f"reduce_op={reduce_op!r}"
+        )
+
+
+class DistributedValues:
+    """A value that has one component for each replica of this worker.
+
+    `strategy.run` gives and takes such values; user code seldom makes one
+    except through `strategy.experimental_distribute_values_from_function`.
+    Use `strategy.experimental_local_results` to get at the components.
+
+    Args:
+        values: The components, in the order of the replicas.
+    """
+
+    def __init__(self, values: Sequence[Any]):
+        values = tuple(values)
+        if not values:
+            raise ValueError(
+                "Argument `values` must hold one value for each replica. "
+                f"Received: values={values!r}"
+            )
+        self._values = values
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components of this worker, in the order of the replicas."""
+        return self._values
+
+    def __repr__(self) -> str:
+        parts = (f"  {i}: {value!r}" for i, value in enumerate(self.values))
+        return f"{type(self).__name__}:{{\n" + ",\n".join(parts) + "\n}"
+
+
+class PerReplica(DistributedValues):
+    """A value that may differ from replica to replica."""
+
+
+class Mirrored(DistributedValues):
+    """A value that is the same on every replica."""
+
+
+def select_replica(structure: Any, replica: int) -> Any:
+    """Returns `structure` with replica `replica`'s part of distributed values."""
+    return tree.map_structure(
+        lambda leaf: (
+            leaf.values[replica] if isinstance(leaf, DistributedValues) else leaf
+        ),
+        structure,
+    )
+
+
+def regroup(outputs: Sequence[Any], is_tensor: Callable[[Any], bool]) -> Any:
+    """Joins what the replicas returned into one structure.
+
+    Args:
+        outputs: What each replica returned, in the order of the replicas.
+        is_tensor: Tells the tensors of the backend in use.
+
+    Returns:
+        The structure of one output. Tensors and NumPy values become
+        `PerReplica`; Python constants that are equal on all replicas stay
+        what they are. With one replica, its output as it is.
+
+    Raises:
+        ValueError: If the replicas returned different structures.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    first = outputs[0]
+    for replica, output in enumerate(outputs[1:], start=1):
+        try:
+            tree.assert_same_structure(first, output)
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                "The function given to `strategy.run` must return the same "
+                f"structure on every replica. Received: {first!r} from replica "
+                f"0 and {output!r} from replica {replica}."
+            ) from error
+
+    def join(*leaves):
+        if is_tensor(leaves[0]) or hasattr(leaves[0], "__array__"):
+            return PerReplica(leaves)
+        same = all(leaf is leaves[0] for leaf in leaves)
+        if same or all(leaf == leaves[0] for leaf in leaves):
+            return leaves[0]
+        return PerReplica(leaves)
+
+    return tree.map_structure(join, *outputs)
