@@ -50,9 +50,7 @@ class Hook:
             return
         if self.signature is None:
             raise self._changed("is no longer a property")
-        known = (
-            (self.signature,) if isinstance(self.signature, str) else self.signature
-        )
+        known = (self.signature,) if isinstance(self.signature, str) else self.signature
         # Annotations come and go between Keras versions and change nothing.
         parameters = [
             parameter.replace(annotation=inspect.Parameter.empty)

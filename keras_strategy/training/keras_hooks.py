@@ -343,9 +343,7 @@ def _hooks() -> list[Hook]:
             "(self, x, y=None, sample_weight=None, class_weight=None, "
             "return_dict=False)"
         ),
-        "test_on_batch": (
-            "(self, x, y=None, sample_weight=None, return_dict=False)"
-        ),
+        "test_on_batch": ("(self, x, y=None, sample_weight=None, return_dict=False)"),
         "predict_on_batch": "(self, x)",
     }
     return [
