@@ -81,6 +81,15 @@ class Hook:
         )
 
 
+def defining_class(cls: type, name: str) -> type:
+    """The class among `cls` and its bases that defines `name`.
+
+    Where Keras compares a method with its base's to see whether a user overrode it,
+    a hook must sit where the method is defined.
+    """
+    return next((c for c in cls.__mro__ if name in vars(c)), cls)
+
+
 def install(hooks: Iterable[Hook]) -> None:
     """Installs all `hooks`, or none of them where one does not fit."""
     hooks = list(hooks)

@@ -16,11 +16,11 @@ from keras import ops
 
 from keras_strategy import context, hooking
 from keras_strategy.backends import get_backend
-from keras_strategy.hooking import Hook
+from keras_strategy.hooking import Hook, defining_class
 from keras_strategy.training import losses
 from keras_strategy.training.row_weights import distributed_replica
-from keras_strategy.variables import adds_up, assigned
 from keras_strategy.values import ReduceOp
+from keras_strategy.variables import adds_up, assigned
 
 
 @functools.cache
@@ -349,11 +349,11 @@ def _hooks() -> list[Hook]:
     return [
         Hook(keras.Model, "__new__", "(cls, *args, **kwargs)", _model_new),
         *(
-            Hook(keras.Model, name, signature, _in_scope)
+            Hook(defining_class(keras.Model, name), name, signature, _in_scope)
             for name, signature in entry_points.items()
         ),
         Hook(
-            keras.Model,
+            defining_class(keras.Model, "_symbolic_build"),
             "_symbolic_build",
             "(self, iterator=None, data_batch=None)",
             _symbolic_build,

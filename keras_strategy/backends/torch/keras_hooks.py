@@ -16,7 +16,6 @@ from keras import tree
 from keras.src.backend.common import global_state
 from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell
 
-from keras_strategy import context
 from keras_strategy.backends.torch import components
 from keras_strategy.hooking import Hook
 from keras_strategy.training.keras_hooks import strategy_of_model
