@@ -41,5 +41,7 @@ def test_example(code, monkeypatch):
 
 
 def test_every_public_name_is_documented():
-    missing = [name for name, value in documented().items() if not inspect.getdoc(value)]
+    missing = [
+        name for name, value in documented().items() if not inspect.getdoc(value)
+    ]
     assert missing == []

@@ -28,6 +28,12 @@ def test_a_function_that_is_as_known_is_replaced():
     assert keras().known(1) == 20
 
 
+def test_a_hook_may_rely_on_some_parameters_alone():
+    keras = make()
+    hooking.install([Hook(keras, "known", ("y",), lambda o: lambda self, *a: 7)])
+    assert keras().known(1) == 7
+
+
 def test_a_property_is_replaced():
     keras = make()
 
@@ -42,6 +48,7 @@ def test_a_property_is_replaced():
     ("name", "signature", "says"),
     [
         ("known", "(self, x)", r"takes \(self, x, y=1\), where \(self, x\) is known"),
+        ("known", ("y", "z"), "no longer takes z"),
         ("gone", "(self)", "is gone"),
         ("value", "(self)", "became a property"),
         ("known", None, "no longer a property"),

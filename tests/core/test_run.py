@@ -57,10 +57,8 @@ def test_arguments(two):
 def test_ids(mirrored):
     strategy = mirrored(3)
     ids = strategy.run(
-        lambda: (
-            keras.ops.convert_to_tensor(
-                ks.get_replica_context().replica_id_in_sync_group, "int32"
-            )
+        lambda: keras.ops.convert_to_tensor(
+            ks.get_replica_context().replica_id_in_sync_group, "int32"
         )
     )
     assert results(strategy, ids) == [0, 1, 2]

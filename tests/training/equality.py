@@ -44,7 +44,11 @@ def train(
     history = model.fit(
         x, y, batch_size=batch_size, epochs=epochs, verbose=0, **fit
     ).history
-    logs = {f"{key} of epoch {i}": v for key, vs in history.items() for i, v in enumerate(vs)}
+    logs = {
+        f"{key} of epoch {i}": v
+        for key, vs in history.items()
+        for i, v in enumerate(vs)
+    }
     predictions = model.predict(x, batch_size=batch_size, verbose=0)
     return Trained(
         model=model,

@@ -183,9 +183,7 @@ def test_reading_and_setting_weights(two):
     assert largest(weights, model.get_weights()) == 0
     for variable, weight in zip(model.weights, weights, strict=True):
         for component in two.experimental_local_results(variable):
-            np.testing.assert_array_equal(
-                keras.ops.convert_to_numpy(component), weight
-            )
+            np.testing.assert_array_equal(keras.ops.convert_to_numpy(component), weight)
     plain = sequential()
     plain.set_weights(weights)
     np.testing.assert_allclose(
@@ -226,7 +224,9 @@ def test_stored_seeds_equal_those_of_one_device(two):
             )
             model.compile("adam", "mse")
         model.fit(X, Y, batch_size=8, epochs=2, verbose=0)
-        return [keras.ops.convert_to_numpy(v.value) for v in model.non_trainable_variables]
+        return [
+            keras.ops.convert_to_numpy(v.value) for v in model.non_trainable_variables
+        ]
 
     assert largest(use(None), use(two)) == 0
 

@@ -206,6 +206,30 @@ def test_what_an_optimizer_does_beside_its_rule(optimizer, two):
     assert_equal(train(None, make, x, y), train(two, make, x, y))
 
 
+def test_synchronized_batch_normalization(mirrored):
+    """The statistics of the global batch, on every backend."""
+    x, y = regression()
+
+    def make(synchronized):
+        def compiled():
+            model = keras.Sequential(
+                [
+                    keras.Input((4,)),
+                    keras.layers.Dense(6),
+                    keras.layers.BatchNormalization(synchronized=synchronized),
+                    keras.layers.Dense(1),
+                ]
+            )
+            model.compile("adam", "mse")
+            return model
+
+        return compiled
+
+    one = train(None, make(False), x, y)
+    for replicas in (2, 3):
+        assert_equal(one, train(mirrored(replicas), make(True), x, y))
+
+
 def test_several_inputs_and_outputs(mirrored):
     x, y = regression()
     x2, y2 = regression(21)[0][:, :2], y * 3
