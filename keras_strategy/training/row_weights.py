@@ -58,8 +58,10 @@ def if_any_rows(weight: Any, value: Any, otherwise: Any) -> Any:
     """
     if weight is None:
         return value
-    if isinstance(weight, float):
-        return value if weight > 0.0 else otherwise
+    if isinstance(weight, float) and weight > 0.0:
+        return value
+    # Also where the weight is known to be 0: a replica without rows must stay part of
+    # what the others differentiate, or it would miss the gradient's collectives.
     return keras.ops.where(weight > 0, value, otherwise)
 
 

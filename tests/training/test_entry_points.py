@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
-from tests.training.equality import assert_equal, largest, scope, train
+from keras_strategy.testing.equality.compare import assert_equal, largest, scope, train
 
 RNG = np.random.RandomState(7)
 X = RNG.randn(21, 4).astype("float32")

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.training.equality import assert_equal, train
+from keras_strategy.testing.equality.compare import assert_equal, differences, train
 
 CLASSES = 3
 
@@ -72,13 +72,9 @@ def test_training_equals_one_device(kind, optimizer, mirrored, record_property):
         one = train(None, make, x, y, validation_data=val)
         for replicas in (2, 3, 4):
             many = train(mirrored(replicas), make, x, y, validation_data=val)
-            assert_equal(
-                one,
-                many,
-                lambda what, value, n=replicas, name=name: record_property(
-                    f"{name} {n} replicas {what}", value
-                ),
-            )
+            assert_equal(one, many)
+            for what, value in differences(one, many).items():
+                record_property(f"{name} {replicas} replicas {what}", value)
 
 
 def compiled(loss="mse", optimizer="adam", outputs=1, **compile):

@@ -1,0 +1,1 @@
+"""What this project is tested with, for programs that want to test the same."""

@@ -1,0 +1,122 @@
+"""Prints the equality table of the backend in use.
+
+Each row trains one model on one device and on 2, 3 and 4 replicas, with numbers of
+rows whose last batch splits unevenly, has one row, or leaves replicas empty. The
+column "native" is what Keras does without this package: keras.distribution on JAX,
+tf.distribute.MirroredStrategy on TensorFlow.
+"""
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable
+
+import keras
+
+import keras_strategy as ks
+from keras_strategy.testing.equality import native
+from keras_strategy.testing.equality.cases import Case, all_cases
+from keras_strategy.testing.equality.compare import Trained, differences, train
+
+BATCH = 8
+# The last batch of 8 has 5 rows, 1 row, 2 rows.
+ROWS = (21, 17, 18)
+
+
+def run(case: Case, rows: int, strategy=None) -> Trained:
+    """Trains a case under a strategy, or on one device."""
+    previous = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(case.policy)
+    try:
+        x, y = case.data(rows)
+        return train(strategy, case.make, x, y, BATCH, **case.fit(rows))
+    finally:
+        keras.config.set_dtype_policy(previous)
+
+
+def compare(case: Case, many: Callable[[Case, int], Trained], ones: dict) -> tuple:
+    """The largest differences over several numbers of rows.
+
+    Args:
+        case: The row of the table.
+        many: Trains it with a number of rows on several devices.
+        ones: The trainings on one device by rows, kept for the next cell.
+
+    Returns:
+        The largest difference in weights and in logs.
+    """
+    weights = logs = 0.0
+    for rows in ROWS:
+        if rows not in ones:
+            ones[rows] = run(case, rows)
+        found = differences(ones[rows], many(case, rows))
+        weights = max(weights, found["weights"], found["optimizer"])
+        logs = max(logs, found["logs"], found["predictions"])
+    return weights, logs
+
+
+def cell(case: Case, many: Callable[[Case, int], Trained], ones: dict) -> tuple:
+    """The text of one cell, and whether it is within the tolerances."""
+    try:
+        weights, logs = compare(case, many, ones)
+    except Exception as error:
+        # A row that fails is part of the answer; the others are still asked.
+        first = str(error).strip().splitlines()[:1]
+        print(f"{case.name}: {type(error).__name__}: {first}", file=sys.stderr)
+        return type(error).__name__, False
+    good = weights <= case.weights and logs <= case.logs
+    return f"{weights:.0e} / {logs:.0e}{'' if good else ' (!)'}", good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m keras_strategy.testing.equality")
+    parser.add_argument("--replicas", default="2,3,4", help="such as 2,3,4")
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--native", action="store_true", help="the peer's column too")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+
+    backend = keras.backend.backend()
+    counts = [int(n) for n in options.replicas.split(",")]
+    ks.config.set_logical_devices("cpu", max(counts))
+    strategies = {
+        f"N = {n}": ks.MirroredStrategy([f"cpu:{i}" for i in range(n)]) for n in counts
+    }
+    peer = native.peer(counts[0]) if options.native else None
+    columns = [*strategies, "tolerance"]
+    if peer is not None:
+        columns.insert(-1, f"native, N = {counts[0]}")
+
+    def native_run(case, rows):
+        with peer.scope():
+            return run(case, rows)
+
+    print(f"Keras {keras.__version__}, {backend}: largest difference from one device")
+    print("in weights / in logs and predictions\n")
+    print(f"| row | {' | '.join(columns)} |")
+    print("| --- |" + " --- |" * len(columns), flush=True)
+    passed = failed = 0
+    for case in all_cases():
+        if options.only not in case.name:
+            continue
+        if backend in case.not_on:
+            print(f"| {case.name} | {case.not_on[backend]} |", flush=True)
+            continue
+        ones: dict = {}
+        cells = [
+            cell(case, lambda case, rows, s=s: run(case, rows, s), ones)
+            for s in strategies.values()
+        ]
+        good = all(ok for _, ok in cells)
+        passed, failed = passed + good, failed + (not good)
+        texts = [text for text, _ in cells]
+        if peer is not None:
+            texts.append(cell(case, native_run, ones)[0])
+        texts.append(f"{case.weights:.0e} / {case.logs:.0e}")
+        print(f"| {case.name} | {' | '.join(texts)} |", flush=True)
+    print(f"\n{passed} rows equal one device, {failed} do not")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

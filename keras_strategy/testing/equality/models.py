@@ -1,0 +1,149 @@
+"""Small models and data for the equality table. All of it is made up, from a seed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers, ops
+
+FEATURES, CLASSES, STEPS, WORDS = 4, 3, 6, 5
+
+
+def regression(rows: int) -> tuple[Any, Any]:
+    """Rows of 4 features, and a target that depends on them."""
+    rng = np.random.RandomState(1)
+    x = rng.randn(rows, FEATURES).astype("float32")
+    return x, x[:, :1] * 2 + rng.randn(rows, 1).astype("float32")
+
+
+def classes(rows: int) -> tuple[Any, Any]:
+    """Rows of 4 features, and a class of 3."""
+    rng = np.random.RandomState(2)
+    return (
+        rng.randn(rows, FEATURES).astype("float32"),
+        rng.randint(0, CLASSES, rows),
+    )
+
+
+def words(rows: int) -> tuple[Any, Any]:
+    """Sequences of words, where 0 means no word, and a class for each word."""
+    rng = np.random.RandomState(3)
+    return (
+        rng.randint(0, WORDS, (rows, STEPS)),
+        rng.randint(0, CLASSES, (rows, STEPS)),
+    )
+
+
+def weights_of(shape: int | tuple[int, ...]) -> np.ndarray:
+    """Sample weights: one for each row, or one for each word of each row."""
+    return np.random.RandomState(4).random_sample(shape).astype("float32")
+
+
+def mlp(*middle: Callable[[], layers.Layer], outputs: int = 1) -> keras.Model:
+    """Two dense layers, and others between them."""
+    return keras.Sequential(
+        [
+            keras.Input((FEATURES,)),
+            # Without a bias, whose gradient before a normalization would be pure
+            # rounding noise, which Adam scales up to whole steps.
+            layers.Dense(8, use_bias=False),
+            *(make() for make in middle),
+            layers.Activation("tanh"),
+            layers.Dense(outputs),
+        ]
+    )
+
+
+def compiled(
+    model: keras.Model | None = None,
+    optimizer: Any = None,
+    loss: Any = "mse",
+    **compile: Any,
+) -> keras.Model:
+    """Compiles a model, an MLP with Adam unless told otherwise."""
+    model = mlp() if model is None else model
+    optimizer = keras.optimizers.Adam(0.01) if optimizer is None else optimizer
+    model.compile(optimizer, loss, **compile)
+    return model
+
+
+def sequences(embedding: layers.Layer) -> keras.Model:
+    """Embedded words through an LSTM to a class for each word."""
+    return keras.Sequential(
+        [
+            keras.Input((STEPS,), dtype="int32"),
+            embedding,
+            layers.LSTM(4, return_sequences=True),
+            layers.Dense(CLASSES, "softmax"),
+        ]
+    )
+
+
+def two_outputs() -> keras.Model:
+    """One input, and two outputs "p" and "q"."""
+    inputs = keras.Input((FEATURES,))
+    hidden = layers.Dense(8, "tanh")(inputs)
+    outputs = {name: layers.Dense(1, name=name)(hidden) for name in ("p", "q")}
+    return keras.Model(inputs, outputs)
+
+
+class AddedLoss(layers.Layer):
+    """Adds the mean square of its input to the loss."""
+
+    def call(self, x):
+        self.add_loss(0.1 * ops.mean(ops.square(x)))
+        return x
+
+
+class NotANumberAtZero(layers.Layer):
+    """Changes nothing, but the gradient of its weight is NaN for a row of zeros.
+
+    f = x + 0 * sqrt(w * s) with s = 0 for such a row: the value is x, and
+    df/dw = 0 * s / (2 * sqrt(w * s)) = 0 * 0 / 0.
+    """
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x):
+        s = ops.sum(ops.square(x), axis=-1, keepdims=True)
+        return x + 0.0 * ops.sqrt(self.scale * s)
+
+
+def with_a_row_of_zeros(rows: int) -> tuple[Any, Any]:
+    """Data of which one row in the second batch, the last replica's, is zero."""
+    x, y = regression(rows)
+    x[15] = 0.0
+    return x, y
+
+
+class OwnReduction(keras.Model):
+    """A model whose own `compute_loss` reduces what a loss left unreduced."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = mlp()
+        self.each = keras.losses.MeanSquaredError(reduction="none")
+
+    def call(self, x):
+        return self.body(x)
+
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        return ops.mean(self.each(y, y_pred))
+
+
+class Total(keras.metrics.Metric):
+    """The sum of the absolute targets: a stateful metric of somebody's own."""
+
+    def __init__(self, name="total"):
+        super().__init__(name=name)
+        self.total = self.add_variable((), "zeros", name="total")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(ops.sum(ops.abs(ops.cast(y_true, self.dtype))))
+
+    def result(self):
+        return self.total

@@ -1,0 +1,23 @@
+"""The equality table in its small form: two replicas, and one uneven number of rows.
+
+`python -m keras_strategy.testing.equality` runs it in full.
+"""
+
+import keras
+import pytest
+
+from keras_strategy.testing.equality.__main__ import run
+from keras_strategy.testing.equality.cases import all_cases
+from keras_strategy.testing.equality.compare import assert_equal
+
+# Batches of 8, 8 and 1: the second replica has no rows in the last one.
+ROWS = 17
+
+
+@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
+def test_two_replicas_equal_one_device(case, two):
+    backend = keras.backend.backend()
+    if backend in case.not_on:
+        pytest.skip(case.not_on[backend])
+    one, many = run(case, ROWS), run(case, ROWS, two)
+    assert_equal(one, many, case.weights, case.logs)
