@@ -59,6 +59,7 @@ class TensorFlowGroup:
             [native_name(device) for device in devices],
             tf.distribute.ReductionToOneDevice() if on_cpu else None,
         )
+        self.seed_generator: keras.random.SeedGenerator | None = None
         self._compiled = CompiledRuns(self.call)
 
     def scope(self):

@@ -12,13 +12,17 @@ from typing import Any
 
 import keras
 import keras.src.backend.tensorflow.nn as keras_nn
+import keras.src.random.seed_generator as keras_seeds
 import tensorflow as tf
 
 from keras_strategy import context
 from keras_strategy.backends.tensorflow.replica import TensorFlowReplica
 from keras_strategy.backends.tensorflow.training import TrainingStrategy
 from keras_strategy.hooking import Hook
-from keras_strategy.training.keras_hooks import strategy_of_model
+from keras_strategy.training.keras_hooks import (
+    strategy_of_model,
+    strategy_of_variable,
+)
 from keras_strategy.training.row_weights import distributed_replica
 from keras_strategy.values import ReduceOp
 
@@ -82,6 +86,19 @@ def _initialize(original: Callable) -> Callable:
         replica.group.beside_the_replicas(lambda: original(self, value))
 
     return _initialize
+
+
+def _as_number(original: Callable) -> Callable:
+    """`Variable.__float__`, `__int__`: native mirrored variables lack them."""
+    convert = {"__float__": float, "__int__": int}[original.__name__]
+
+    def method(self):
+        distributed = isinstance(self._value, tf.distribute.DistributedValues)
+        if not distributed or strategy_of_variable(self) is None or self.ndim > 0:
+            return original(self)
+        return convert(self._value.numpy())
+
+    return method
 
 
 # --- optimizers
@@ -203,7 +220,24 @@ def _present(leaf: Any) -> Any:
     return leaf
 
 
-# --- layers
+# --- random numbers and layers
+
+
+def _global_seed_generator(original: Callable) -> Callable:
+    """`global_seed_generator`: one for all replicas of a strategy.
+
+    Keras keeps it per thread, and the replicas' threads end with each run.
+    """
+
+    def global_seed_generator():
+        replica = _replica()
+        if replica is None:
+            return original()
+        if replica.group.seed_generator is None:
+            replica.group.seed_generator = keras.random.SeedGenerator()
+        return replica.group.seed_generator
+
+    return global_seed_generator
 
 
 def _moments_of_all_rows(original: Callable) -> Callable:
@@ -250,6 +284,10 @@ def hooks() -> list[Hook]:
         Hook(keras.Variable, "_direct_assign", "(self, value)", _direct_assign),
         Hook(keras.Variable, "_initialize", "(self, value)", _initialize),
         *(
+            Hook(keras.Variable, name, "(self)", _as_number)
+            for name in ("__float__", "__int__")
+        ),
+        *(
             Hook(optimizer, name, signature, _neutral(name))
             for name, signature in neutral.items()
         ),
@@ -275,6 +313,7 @@ def hooks() -> list[Hook]:
             "(self, iterator=None, data_batch=None)",
             _maybe_symbolic_build,
         ),
+        Hook(keras_seeds, "global_seed_generator", "()", _global_seed_generator),
         Hook(
             keras_nn,
             "_compute_moments_sync",

@@ -128,7 +128,9 @@ class TensorFlowReplica:
             return []
         # A tensor that all replicas got from outside would count once, so each
         # brings its own.
-        own = [t if isinstance(t, tf.IndexedSlices) else tf.identity(t) for t in tensors]
+        own = [
+            t if isinstance(t, tf.IndexedSlices) else tf.identity(t) for t in tensors
+        ]
         return list(self._native.merge_call(merge, args=tuple(own)))
 
     def _merge(self, merge: Callable[..., Any], brought: Any) -> Any:
