@@ -25,6 +25,7 @@ from keras_strategy.training.keras_hooks import (
 )
 from keras_strategy.training.row_weights import distributed_replica
 from keras_strategy.values import ReduceOp
+from keras_strategy.variables import is_on_read
 
 logger = logging.getLogger("keras_strategy")
 
@@ -86,6 +87,21 @@ def _initialize(original: Callable) -> Callable:
         replica.group.beside_the_replicas(lambda: original(self, value))
 
     return _initialize
+
+
+def _map_aggregation(original: Callable) -> Callable:
+    """`Variable._map_aggregation`: native variables never aggregate themselves.
+
+    `Variable.assign` has aggregated before they are written, also what they refuse:
+    the mean of whole numbers.
+    """
+
+    def _map_aggregation(self, aggregation):
+        if _distributed_scope() and not is_on_read(self):
+            aggregation = "none"
+        return original(self, aggregation)
+
+    return _map_aggregation
 
 
 def _as_number(original: Callable) -> Callable:
@@ -266,6 +282,29 @@ def _moments_of_all_rows(original: Callable) -> Callable:
     return _compute_moments_sync
 
 
+def _masked_moments_of_all_rows(original: Callable) -> Callable:
+    """`BatchNormalization._moments`: masked inputs are synchronized as well."""
+
+    def _moments(self, inputs, mask):
+        replica = _replica()
+        if replica is None or mask is None or not self.synchronized:
+            return original(self, inputs, mask)
+        valid = tf.broadcast_to(tf.expand_dims(mask, -1), tf.shape(inputs))
+        valid = tf.cast(valid, inputs.dtype)
+
+        def sum_of(values):
+            total = tf.reduce_sum(values, self._reduction_axes, keepdims=True)
+            return replica.all_reduce(ReduceOp.SUM, total)
+
+        # As Keras's own, which adds epsilon to the number of valid entries.
+        count = sum_of(valid) + keras.config.epsilon()
+        mean = sum_of(inputs * valid) / count
+        variance = sum_of(tf.square(inputs - mean) * valid) / count
+        return tf.squeeze(mean), tf.squeeze(variance)
+
+    return _moments
+
+
 def hooks() -> list[Hook]:
     """All hooks of this backend."""
     optimizer = keras.optimizers.Optimizer
@@ -283,6 +322,9 @@ def hooks() -> list[Hook]:
     return [
         Hook(keras.Variable, "_direct_assign", "(self, value)", _direct_assign),
         Hook(keras.Variable, "_initialize", "(self, value)", _initialize),
+        Hook(
+            keras.Variable, "_map_aggregation", "(self, aggregation)", _map_aggregation
+        ),
         *(
             Hook(keras.Variable, name, "(self)", _as_number)
             for name in ("__float__", "__int__")
@@ -319,5 +361,11 @@ def hooks() -> list[Hook]:
             "_compute_moments_sync",
             "(x, axes, keepdims)",
             _moments_of_all_rows,
+        ),
+        Hook(
+            keras.layers.BatchNormalization,
+            "_moments",
+            "(self, inputs, mask)",
+            _masked_moments_of_all_rows,
         ),
     ]

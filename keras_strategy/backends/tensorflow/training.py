@@ -6,6 +6,8 @@ splits every global batch by rows inside the step's tf.function, runs the step w
 the replicas' row weights, and merges what they return before Keras sees it.
 """
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -91,11 +93,12 @@ def split_batch(data: Any, replicas: int) -> tuple[list[Any], list[Any]]:
         # As `row_weights.split_rows`, with numbers that are known at run time.
         block = (rows + replicas - 1) // replicas
         bounds = [tf.minimum(block * i, rows) for i in range(replicas + 1)]
+        parts = list(itertools.pairwise(bounds))
         shards = [
-            tree.map_structure(lambda leaf: _slice(leaf, begin, end), data)  # noqa: B023
-            for begin, end in zip(bounds, bounds[1:])
+            tree.map_structure(functools.partial(_slice, bounds=part), data)
+            for part in parts
         ]
-        counts = [end - begin for begin, end in zip(bounds, bounds[1:])]
+        counts = [end - begin for begin, end in parts]
     total = tf.cast(tf.add_n(counts), "float32")
     return shards, [tf.cast(count, "float32") / total for count in counts]
 
@@ -119,7 +122,8 @@ def _rows(value: Any) -> Any:
     return tf.shape(value)[0]
 
 
-def _slice(value: Any, begin: Any, end: Any) -> Any:
+def _slice(value: Any, bounds: tuple[Any, Any]) -> Any:
+    begin, end = bounds
     if value is None:
         return None
     if not isinstance(value, tf.SparseTensor):
@@ -128,7 +132,8 @@ def _slice(value: Any, begin: Any, end: Any) -> Any:
     begin, rows = tf.cast(begin, shape.dtype), tf.cast(end - begin, shape.dtype)
     start = tf.concat([[begin], tf.zeros_like(shape[1:])], 0)
     part = tf.sparse.slice(value, start, tf.concat([[rows], shape[1:]], 0))
-    return tf.ensure_shape(part, [None, *value.shape[1:]])
+    part.set_shape([None, *value.shape[1:]])
+    return part
 
 
 def _join_rows(value: Any) -> Any:
