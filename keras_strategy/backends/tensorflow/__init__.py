@@ -1,6 +1,7 @@
 """TensorFlow: native tf.distribute underneath, made exact for Keras."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -23,6 +24,9 @@ class TensorFlowBackend:
 
     def set_logical_devices(self, device_type: str, count: int) -> None:
         devices.set_logical_devices(device_type, count)
+
+    def device_scope(self, device: str) -> AbstractContextManager[Any]:
+        return tf.device(devices.native_name(device))
 
     def is_tensor(self, value: Any) -> bool:
         return tf.is_tensor(value)

@@ -19,7 +19,7 @@ from keras_strategy import context
 from keras_strategy.backends.tensorflow import combine
 from keras_strategy.backends.tensorflow.compiled import CompiledRuns
 from keras_strategy.backends.tensorflow.devices import native_name
-from keras_strategy.backends.tensorflow.replica import TensorFlowReplica
+from keras_strategy.backends.tensorflow.replica import Meeting, TensorFlowReplica
 from keras_strategy.values import (
     DistributedValues,
     ReduceOp,
@@ -99,7 +99,7 @@ class TensorFlowGroup:
         )
         policy = keras.config.dtype_policy()
         outputs: list[Any] = [None] * len(self.devices)
-        meeting: list[Any] = [None] * len(self.devices)
+        meeting = Meeting([None] * len(self.devices))
 
         @tf.autograph.experimental.do_not_convert
         def replica_fn(args, kwargs):

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import keras.src.backend.tensorflow.nn as keras_nn
 import keras.src.random.seed_generator as keras_seeds
 import tensorflow as tf
 
@@ -24,7 +23,6 @@ from keras_strategy.training.keras_hooks import (
     strategy_of_variable,
 )
 from keras_strategy.training.row_weights import distributed_replica
-from keras_strategy.values import ReduceOp
 from keras_strategy.variables import is_on_read
 
 logger = logging.getLogger("keras_strategy")
@@ -236,7 +234,7 @@ def _present(leaf: Any) -> Any:
     return leaf
 
 
-# --- random numbers and layers
+# --- random numbers
 
 
 def _global_seed_generator(original: Callable) -> Callable:
@@ -254,55 +252,6 @@ def _global_seed_generator(original: Callable) -> Callable:
         return replica.group.seed_generator
 
     return global_seed_generator
-
-
-def _moments_of_all_rows(original: Callable) -> Callable:
-    """`_compute_moments_sync`: with the gradient that belongs to a weighted step.
-
-    Also in two passes, as on one device: E(x^2) - E(x)^2 loses digits.
-    """
-
-    def _compute_moments_sync(x, axes, keepdims):
-        replica = _replica()
-        if replica is None:
-            return original(x, axes, keepdims)
-
-        def mean_of(values):
-            total = tf.reduce_sum(values, axes, keepdims=True)
-            return tf.math.divide_no_nan(replica.all_reduce(ReduceOp.SUM, total), n)
-
-        n = tf.reduce_sum(tf.ones_like(x), axes, keepdims=True)
-        n = replica.all_reduce(ReduceOp.SUM, n)
-        mean = mean_of(x)
-        variance = mean_of(tf.square(x - mean))
-        if keepdims:
-            return mean, variance
-        return tf.squeeze(mean, axes), tf.squeeze(variance, axes)
-
-    return _compute_moments_sync
-
-
-def _masked_moments_of_all_rows(original: Callable) -> Callable:
-    """`BatchNormalization._moments`: masked inputs are synchronized as well."""
-
-    def _moments(self, inputs, mask):
-        replica = _replica()
-        if replica is None or mask is None or not self.synchronized:
-            return original(self, inputs, mask)
-        valid = tf.broadcast_to(tf.expand_dims(mask, -1), tf.shape(inputs))
-        valid = tf.cast(valid, inputs.dtype)
-
-        def sum_of(values):
-            total = tf.reduce_sum(values, self._reduction_axes, keepdims=True)
-            return replica.all_reduce(ReduceOp.SUM, total)
-
-        # As Keras's own, which adds epsilon to the number of valid entries.
-        count = sum_of(valid) + keras.config.epsilon()
-        mean = sum_of(inputs * valid) / count
-        variance = sum_of(tf.square(inputs - mean) * valid) / count
-        return tf.squeeze(mean), tf.squeeze(variance)
-
-    return _moments
 
 
 def hooks() -> list[Hook]:
@@ -356,16 +305,4 @@ def hooks() -> list[Hook]:
             _maybe_symbolic_build,
         ),
         Hook(keras_seeds, "global_seed_generator", "()", _global_seed_generator),
-        Hook(
-            keras_nn,
-            "_compute_moments_sync",
-            "(x, axes, keepdims)",
-            _moments_of_all_rows,
-        ),
-        Hook(
-            keras.layers.BatchNormalization,
-            "_moments",
-            "(self, inputs, mask)",
-            _masked_moments_of_all_rows,
-        ),
     ]

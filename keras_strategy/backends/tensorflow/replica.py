@@ -1,5 +1,6 @@
 """One replica while a function runs on it, in a thread of native tf.distribute."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,18 +15,31 @@ if TYPE_CHECKING:
     from keras_strategy.backends.tensorflow.group import TensorFlowGroup
 
 
+@dataclasses.dataclass
+class Meeting:
+    """What the replicas of one run share. They take turns, replica 0 first.
+
+    Attributes:
+        brought: For each replica, what it brings to a merge; then what came of it.
+        made: What `once` has returned so far.
+    """
+
+    brought: list[Any]
+    made: list[Any] = dataclasses.field(default_factory=list)
+
+
 class TensorFlowReplica:
     """See `keras_strategy.backends.protocol.Replica`.
 
     Args:
         group: The group of replicas.
-        meeting: A list that all replicas of this run share, where each puts what it
-            brings to a `merge_call`.
+        meeting: What all replicas of this run share.
     """
 
-    def __init__(self, group: "TensorFlowGroup", meeting: list[Any]):
+    def __init__(self, group: "TensorFlowGroup", meeting: Meeting):
         self.group = group
         self._meeting = meeting
+        self._made = 0
         self._native = tf.distribute.get_replica_context()
         # TensorFlow gives a constant tensor while it traces.
         self.id = int(tf.get_static_value(self._native.replica_id_in_sync_group))
@@ -38,7 +52,7 @@ class TensorFlowReplica:
             total = self._differentiable_sum(tf.convert_to_tensor(value))
         if reduce_op is ReduceOp.SUM:
             return total
-        return combine.divide(total, len(self._meeting))
+        return combine.divide(total, len(self.group.devices))
 
     def all_gather(self, value: Any, axis: int) -> Any:
         back = self._backward()
@@ -67,10 +81,12 @@ class TensorFlowReplica:
 
         return select_replica(self._merge(merge, (args, kwargs)), self.id)
 
-    def once(self, fn: Callable[[], Any]) -> None:
+    def once(self, fn: Callable[[], Any]) -> Any:
         # The replicas take turns, and the first one is here first.
         if self.id == 0:
-            self.group.beside_the_replicas(fn)
+            self._meeting.made.append(self.group.beside_the_replicas(fn))
+        self._made += 1
+        return self._meeting.made[self._made - 1]
 
     def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
         def share(tensor):
@@ -143,12 +159,12 @@ class TensorFlowReplica:
         Returns:
             What `merge` returned, on every replica.
         """
-        self._meeting[self.id] = brought
+        at = self._meeting
+        at.brought[self.id] = brought
 
         def merge_all(native):
             # Native tf.distribute calls the first replica's function, once.
-            result = merge(*self._meeting)
-            self._meeting[:] = [result] * len(self._meeting)
+            at.brought = [merge(*at.brought)] * len(at.brought)
 
         self._native.merge_call(merge_all)
-        return self._meeting[self.id]
+        return at.brought[self.id]
