@@ -305,6 +305,18 @@ def _moments(original: Callable) -> Callable:
     return moments
 
 
+def _masked_moments(original: Callable) -> Callable:
+    """`BatchNormalization._moments`: with a mask, Keras synchronizes nothing."""
+
+    def _moments(self, inputs, mask):
+        replica = distributed_replica()
+        if replica is None or mask is None or not self.synchronized:
+            return original(self, inputs, mask)
+        return normalization.masked_moments(replica, inputs, mask, self._reduction_axes)
+
+    return _moments
+
+
 # --- metrics
 
 
@@ -425,6 +437,12 @@ def _hooks() -> list[Hook]:
             "__init__",
             ("synchronized",),
             _batch_normalization_init,
+        ),
+        Hook(
+            keras.layers.BatchNormalization,
+            "_moments",
+            "(self, inputs, mask)",
+            _masked_moments,
         ),
         Hook(
             keras_backend.nn,

@@ -47,3 +47,34 @@ def moments(
         mean = ops.squeeze(mean, tuple(axes))
         variance = ops.squeeze(variance, tuple(axes))
     return ops.cast(mean, dtype), ops.cast(variance, dtype)
+
+
+def masked_moments(
+    replica: ReplicaContext, x: Any, mask: Any, axes: Sequence[int]
+) -> tuple[Any, Any]:
+    """Mean and variance of the valid entries of all replicas, differentiable.
+
+    As `BatchNormalization` computes them on one device, where epsilon is added to
+    the number of valid entries.
+
+    Args:
+        replica: The replica.
+        x: A tensor.
+        mask: Which entries are valid, for all dimensions but the last.
+        axes: The dimensions to reduce.
+
+    Returns:
+        The mean and the variance, for the dimensions that are left.
+    """
+    valid = ops.broadcast_to(ops.expand_dims(mask, axis=-1), ops.shape(x))
+    valid = ops.cast(valid, "bool")
+
+    def total(tensor):
+        part = ops.sum(ops.where(valid, tensor, 0), axis=tuple(axes), keepdims=True)
+        part = if_any_rows(replica._row_weight, part, ops.zeros_like(part))
+        return replica._replica.all_reduce(ReduceOp.SUM, part)
+
+    count = total(ops.ones_like(x)) + keras.config.epsilon()
+    mean = total(x) / count
+    variance = total(ops.square(x - mean)) / count
+    return ops.squeeze(mean, tuple(axes)), ops.squeeze(variance, tuple(axes))

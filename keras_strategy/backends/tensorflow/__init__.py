@@ -1,0 +1,61 @@
+"""TensorFlow: native tf.distribute underneath, made exact for Keras."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from keras_strategy.backends.tensorflow import devices
+from keras_strategy.values import DistributedValues
+
+if TYPE_CHECKING:
+    from keras_strategy.backends.tensorflow.group import TensorFlowGroup
+    from keras_strategy.strategy import Strategy
+
+
+class TensorFlowBackend:
+    """See `keras_strategy.backends.protocol.Backend`."""
+
+    name = "tensorflow"
+
+    def list_devices(self, device_type: str | None = None) -> list[str]:
+        return devices.list_devices(device_type)
+
+    def set_logical_devices(self, device_type: str, count: int) -> None:
+        devices.set_logical_devices(device_type, count)
+
+    def device_scope(self, device: str) -> AbstractContextManager[Any]:
+        return tf.device(devices.native_name(device))
+
+    def is_tensor(self, value: Any) -> bool:
+        return tf.is_tensor(value)
+
+    def value_and_grad(
+        self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
+    ) -> Callable[..., Any]:
+        from keras_strategy.backends.tensorflow.gradients import value_and_grad
+
+        return value_and_grad(fn, variables, has_aux)
+
+    def install_hooks(self) -> None:
+        from keras_strategy import hooking
+        from keras_strategy.backends.tensorflow import keras_hooks
+
+        hooking.install(keras_hooks.hooks())
+        # tf.nest and tf.function then see the tensors inside distributed values,
+        # so that users' own tf.functions take and return them.
+        DistributedValues.__tf_flatten__ = lambda self: ((), self.values)
+        DistributedValues.__tf_unflatten__ = classmethod(
+            lambda cls, metadata, components: cls(components)
+        )
+
+    def create_group(
+        self, strategy: "Strategy", devices: tuple[str, ...]
+    ) -> "TensorFlowGroup":
+        from keras_strategy.backends.tensorflow.group import TensorFlowGroup
+
+        return TensorFlowGroup(strategy, devices)
+
+
+backend = TensorFlowBackend()

@@ -1,0 +1,133 @@
+"""Joining the tensors of several replicas, after a look at their shapes.
+
+A collective that fails on unequal shapes makes TensorFlow refuse all later ones.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_strategy.values import ReduceOp
+
+
+def check_same_shapes(values: Sequence[Any]) -> None:
+    """Raises `ValueError` if the replicas' tensors differ in shape."""
+    if any(isinstance(value, tf.IndexedSlices) for value in values):
+        return
+    first = values[0].shape
+    if not all(first.is_compatible_with(value.shape) for value in values[1:]):
+        raise ValueError(
+            "The replicas' values must have the same shape to be combined "
+            "elementwise. Give `axis` to combine rows, or use `gather` or "
+            "`all_gather` to join them. Received the shapes "
+            f"{[tuple(value.shape) for value in values]}."
+        )
+
+
+def reduce(reduce_op: ReduceOp, values: Sequence[Any], axis: Any) -> Any:
+    """Sum or mean over the replicas, and over `axis` unless it is None.
+
+    Args:
+        reduce_op: The operation.
+        values: One tensor or number for each replica.
+        axis: None, an int or a tuple of ints.
+
+    Raises:
+        ValueError: If the shapes do not fit.
+    """
+    values = [_tensor(value) for value in values]
+    if axis is None:
+        check_same_shapes(values)
+        total = _add(values)
+        return total if reduce_op is ReduceOp.SUM else divide(total, len(values))
+    axes = [axis] if isinstance(axis, int) else list(axis)
+    for value in values:
+        rank = value.shape.rank
+        if any(not -rank <= a < rank for a in axes):
+            raise ValueError(
+                f"Argument `axis` must name dimensions of the value. Received: "
+                f"axis={axis!r} for a value of the shape {tuple(value.shape)}"
+            )
+    sums = [tf.reduce_sum(value, axes) for value in values]
+    check_same_shapes(sums)
+    total = _add(sums)
+    if reduce_op is ReduceOp.SUM:
+        return total
+    counts = [_count(value, axes) for value in values]
+    return divide(total, sum(counts))
+
+
+def gather(values: Sequence[Any], axis: int) -> Any:
+    """Concatenates the replicas' tensors.
+
+    Args:
+        values: One tensor for each replica.
+        axis: The dimension along which they may differ.
+
+    Raises:
+        ValueError: If they are scalars, or differ in another dimension.
+    """
+    values = [_tensor(value) for value in values]
+    shapes = [value.shape for value in values]
+    received = f"Received: axis={axis!r} for values of the shapes {shapes}"
+    rank = shapes[0].rank
+    if any(shape.rank != rank for shape in shapes) or not -rank <= axis < rank:
+        raise ValueError(
+            "Only tensors of the same rank can be gathered, along a dimension that "
+            f"they have; scalars cannot. {received}"
+        )
+    axis %= rank
+    for i in range(rank):
+        sizes = {shape[i] for shape in shapes if shape[i] is not None}
+        if i != axis and len(sizes) > 1:
+            raise ValueError(
+                f"Tensors that are gathered along axis {axis} must have the same "
+                f"sizes in all other dimensions. {received}"
+            )
+    return tf.concat(values, axis)
+
+
+def divide(total: Any, count: Any) -> Any:
+    """Divides a sum; the mean of whole numbers is a float."""
+    if isinstance(total, tf.IndexedSlices):
+        values = divide(total.values, count)
+        return tf.IndexedSlices(values, total.indices, total.dense_shape)
+    if not total.dtype.is_floating and not total.dtype.is_complex:
+        total = tf.cast(total, tf.float64)
+    return total / tf.cast(count, total.dtype)
+
+
+def _tensor(value: Any) -> Any:
+    if isinstance(value, tf.IndexedSlices):
+        return value
+    try:
+        return tf.convert_to_tensor(value)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            "Only tensors and numbers can be combined over the replicas. "
+            f"Received: {value!r} of type {type(value).__name__}"
+        ) from error
+
+
+def _add(values: Sequence[Any]) -> Any:
+    if not isinstance(values[0], tf.IndexedSlices):
+        if not values[0].dtype.is_numeric:
+            raise ValueError(
+                "Only numbers can be combined over the replicas. Received tensors of "
+                f"the dtype {values[0].dtype.name}."
+            )
+        return tf.add_n(values)
+    return tf.IndexedSlices(
+        tf.concat([value.values for value in values], 0),
+        tf.concat([value.indices for value in values], 0),
+        values[0].dense_shape,
+    )
+
+
+def _count(value: Any, axes: Sequence[int]) -> Any:
+    sizes = [value.shape[axis] for axis in axes]
+    if all(size is not None for size in sizes):
+        return math.prod(sizes)
+    return tf.reduce_prod(tf.gather(tf.shape(value), list(axes)))

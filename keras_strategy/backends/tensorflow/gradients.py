@@ -1,0 +1,30 @@
+"""Gradients by tf.GradientTape, which works in and out of a replica."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+def value_and_grad(
+    fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
+) -> Callable[..., Any]:
+    """See `keras_strategy.value_and_grad`."""
+
+    def compute(*args, **kwargs):
+        with tf.GradientTape() as tape:
+            for variable in variables:
+                if not variable.trainable:
+                    tape.watch(variable._value)
+            result = fn(*args, **kwargs)
+            value, aux = result if has_aux else (result, None)
+            value = tf.convert_to_tensor(value)
+        if value.shape.rank not in (0, None):
+            raise ValueError(
+                "The function given to `value_and_grad` must return a scalar to "
+                f"differentiate. Received a tensor of the shape {value.shape}."
+            )
+        gradients = tape.gradient(value, [variable._value for variable in variables])
+        return ((value, aux) if has_aux else value), gradients
+
+    return compute

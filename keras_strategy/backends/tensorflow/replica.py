@@ -1,0 +1,170 @@
+"""One replica while a function runs on it, in a thread of native tf.distribute."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from keras_strategy import context
+from keras_strategy.backends.tensorflow import combine
+from keras_strategy.training.row_weights import weighted
+from keras_strategy.values import ReduceOp, regroup, select_replica
+
+if TYPE_CHECKING:
+    from keras_strategy.backends.tensorflow.group import TensorFlowGroup
+
+
+@dataclasses.dataclass
+class Meeting:
+    """What the replicas of one run share. They take turns, replica 0 first.
+
+    Attributes:
+        brought: For each replica, what it brings to a merge; then what came of it.
+        made: What `once` has returned so far.
+    """
+
+    brought: list[Any]
+    made: list[Any] = dataclasses.field(default_factory=list)
+
+
+class TensorFlowReplica:
+    """See `keras_strategy.backends.protocol.Replica`.
+
+    Args:
+        group: The group of replicas.
+        meeting: What all replicas of this run share.
+    """
+
+    def __init__(self, group: "TensorFlowGroup", meeting: Meeting):
+        self.group = group
+        self._meeting = meeting
+        self._made = 0
+        self._native = tf.distribute.get_replica_context()
+        # TensorFlow gives a constant tensor while it traces.
+        self.id = int(tf.get_static_value(self._native.replica_id_in_sync_group))
+        self.devices = (group.devices[self.id],)
+
+    def all_reduce(self, reduce_op: ReduceOp, value: Any) -> Any:
+        if isinstance(value, tf.IndexedSlices):
+            total = self._sum([value])[0]
+        else:
+            total = self._differentiable_sum(tf.convert_to_tensor(value))
+        if reduce_op is ReduceOp.SUM:
+            return total
+        return combine.divide(total, len(self.group.devices))
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        back = self._backward()
+
+        @tf.custom_gradient
+        def gather(x):
+            def merge(*parts):
+                return combine.gather(parts, axis), [tf.shape(p)[axis] for p in parts]
+
+            joined, sizes = self._merge(merge, x)
+
+            def gradient(upstream):
+                return tf.split(back(upstream), sizes, axis)[self.id]
+
+            return joined, gradient
+
+        return gather(tf.convert_to_tensor(value))
+
+    def merge_call(self, merge_fn: Callable[..., Any], args: tuple, kwargs: dict):
+        strategy = self.group.strategy
+
+        def merge(*parts):
+            args, kwargs = regroup(parts, tf.is_tensor)
+            with context.strategy_in_charge(strategy):
+                return merge_fn(strategy, *args, **kwargs)
+
+        return select_replica(self._merge(merge, (args, kwargs)), self.id)
+
+    def once(self, fn: Callable[[], Any]) -> Any:
+        # The replicas take turns, and the first one is here first.
+        if self.id == 0:
+            self._meeting.made.append(self.group.beside_the_replicas(fn))
+        self._made += 1
+        return self._meeting.made[self._made - 1]
+
+    def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
+        def share(tensor):
+            if isinstance(tensor, tf.IndexedSlices):
+                values = weighted(tensor.values, weight)
+                return tf.IndexedSlices(values, tensor.indices, tensor.dense_shape)
+            return weighted(tf.convert_to_tensor(tensor), weight)
+
+        return self._sum([share(tensor) for tensor in tensors])
+
+    def write(self, variable: Any, value: Any) -> None:
+        component = self.own(variable._value)
+        component.assign(tf.cast(value, component.dtype))
+
+    def own(self, variable: Any) -> Any:
+        """This replica's component of a native variable."""
+        return self.group.native.experimental_local_results(variable)[self.id]
+
+    def _differentiable_sum(self, tensor: Any) -> Any:
+        back = self._backward()
+
+        @tf.custom_gradient
+        def total(x):
+            return self._sum([x])[0], back
+
+        return total(tensor)
+
+    def _backward(self) -> Callable[[Any], Any]:
+        """The gradient of a sum over the replicas is the sum of their gradients.
+
+        In a training step the optimizer will weight this replica's gradients, so
+        they are weighted and summed here, and divided by this replica's weight.
+        """
+        replica = context.current_replica()
+        weight = None if replica is None else replica._row_weight
+
+        def back(upstream):
+            if weight is None:
+                return self._differentiable_sum(upstream)
+            total = self._sum([weighted(upstream, weight)])[0]
+            return tf.math.divide_no_nan(total, tf.cast(weight, total.dtype))
+
+        return back
+
+    def _sum(self, tensors: Sequence[Any]) -> list[Any]:
+        """Sums over the replicas, by the reduction that native tf.distribute uses."""
+
+        def merge(native, *values):
+            for value in values:
+                combine.check_same_shapes(native.experimental_local_results(value))
+            pairs = [(value, value) for value in values]
+            return native.extended.batch_reduce_to("SUM", pairs)
+
+        if not tensors:
+            return []
+        # A tensor that all replicas got from outside would count once, so each
+        # brings its own.
+        own = [
+            t if isinstance(t, tf.IndexedSlices) else tf.identity(t) for t in tensors
+        ]
+        return list(self._native.merge_call(merge, args=tuple(own)))
+
+    def _merge(self, merge: Callable[..., Any], brought: Any) -> Any:
+        """Calls `merge` once with what every replica brought.
+
+        Args:
+            merge: Gets one argument for each replica.
+            brought: This replica's argument.
+
+        Returns:
+            What `merge` returned, on every replica.
+        """
+        at = self._meeting
+        at.brought[self.id] = brought
+
+        def merge_all(native):
+            # Native tf.distribute calls the first replica's function, once.
+            at.brought = [merge(*at.brought)] * len(at.brought)
+
+        self._native.merge_call(merge_all)
+        return at.brought[self.id]

@@ -1,0 +1,155 @@
+"""fit, evaluate and predict: Keras's own loop over `strategy.run` of a step.
+
+Keras's TensorFlow trainer asks a native strategy to distribute the data and to run
+each step. `TrainingStrategy` stands in for that strategy: it leaves the data whole,
+splits every global batch by rows inside the step's tf.function, runs the step with
+the replicas' row weights, and merges what they return before Keras sees it.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+from keras import tree
+
+from keras_strategy.backends.tensorflow.group import TensorFlowGroup
+from keras_strategy.training.step import merge_logs, weighted_step
+from keras_strategy.values import DistributedValues, PerReplica
+
+if TYPE_CHECKING:
+    from keras_strategy.strategy import Strategy
+
+
+class TrainingStrategy:
+    """What Keras's trainer takes for the native strategy of a model.
+
+    Args:
+        strategy: Our strategy, of several replicas.
+        model: The model that trains.
+    """
+
+    def __init__(self, strategy: "Strategy", model: keras.Model):
+        group = strategy.extended.group
+        assert isinstance(group, TensorFlowGroup)
+        self._group = group
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group.native, name)
+
+    def experimental_distribute_dataset(self, dataset: Any) -> Any:
+        return dataset
+
+    def run(self, step: Callable[[Any], Any], args: tuple = ()) -> Any:
+        """Runs a step of the model on a global batch.
+
+        Args:
+            step: `train_step`, `test_step`, or what predicts.
+            args: The batch, alone in a tuple.
+
+        Returns:
+            The merged logs, or the predictions of all rows.
+        """
+        (data,) = args
+        replicas = len(self._group.devices)
+        shards, weights = split_batch(data, replicas)
+        outputs = self._group.call(
+            weighted_step(step), (PerReplica(shards), PerReplica(weights)), {}
+        )
+        if step in (self._model.train_step, self._model.test_step):
+            return merge_logs(self._model, outputs, replicas, weights)
+        return tree.map_structure(_join_rows, outputs)
+
+
+def split_batch(data: Any, replicas: int) -> tuple[list[Any], list[Any]]:
+    """Splits a global batch by rows.
+
+    Args:
+        data: A structure of tensors or arrays, None where something is absent, or of
+            native distributed values, which are split already.
+        replicas: The number of replicas.
+
+    Returns:
+        The replicas' structures, and their weights: rows over the batch's rows.
+    """
+    leaves = [leaf for leaf in tree.flatten(data) if leaf is not None]
+    if not leaves:
+        raise ValueError("A batch must hold at least one array. Received none.")
+    if isinstance(leaves[0], tf.distribute.DistributedValues):
+
+        def component(replica):
+            return tree.map_structure(
+                lambda leaf: leaf if leaf is None else leaf.values[replica], data
+            )
+
+        shards = [component(replica) for replica in range(replicas)]
+        counts = [_rows(leaves[0].values[replica]) for replica in range(replicas)]
+    else:
+        data = tree.map_structure(_as_tensor, data)
+        rows = _rows(_as_tensor(leaves[0]))
+        # As `row_weights.split_rows`, with numbers that are known at run time.
+        block = (rows + replicas - 1) // replicas
+        bounds = [tf.minimum(block * i, rows) for i in range(replicas + 1)]
+        parts = list(itertools.pairwise(bounds))
+        shards = [
+            tree.map_structure(functools.partial(_slice, bounds=part), data)
+            for part in parts
+        ]
+        counts = [end - begin for begin, end in parts]
+    total = tf.cast(tf.add_n(counts), "float32")
+    return shards, [tf.cast(count, "float32") / total for count in counts]
+
+
+def _as_tensor(value: Any) -> Any:
+    if value is None or tf.is_tensor(value):
+        return value
+    return tf.convert_to_tensor(value)
+
+
+def _rows(value: Any) -> Any:
+    if isinstance(value, tf.RaggedTensor):
+        return tf.cast(value.nrows(), tf.int32)
+    if isinstance(value, tf.SparseTensor):
+        return tf.cast(value.dense_shape[0], tf.int32)
+    if value.shape.rank == 0:
+        raise ValueError(
+            "A batch must be made of arrays whose first dimension is its rows. "
+            "Received a scalar."
+        )
+    return tf.shape(value)[0]
+
+
+def _slice(value: Any, bounds: tuple[Any, Any]) -> Any:
+    begin, end = bounds
+    if value is None:
+        return None
+    if not isinstance(value, tf.SparseTensor):
+        return value[begin:end]
+    shape = value.dense_shape
+    begin, rows = tf.cast(begin, shape.dtype), tf.cast(end - begin, shape.dtype)
+    start = tf.concat([[begin], tf.zeros_like(shape[1:])], 0)
+    part = tf.sparse.slice(value, start, tf.concat([[rows], shape[1:]], 0))
+    part.set_shape([None, *value.shape[1:]])
+    return part
+
+
+def _join_rows(value: Any) -> Any:
+    if not isinstance(value, DistributedValues):
+        return value
+    return join(value.values)
+
+
+def join(parts: Sequence[Any]) -> Any:
+    """The predictions of all rows, in order.
+
+    Args:
+        parts: One tensor for each replica.
+    """
+    if isinstance(parts[0], tf.SparseTensor):
+        return tf.sparse.concat(0, parts)
+    if parts[0].shape.rank == 0:
+        return tf.stack(parts)
+    return tf.concat(parts, 0)

@@ -1,0 +1,453 @@
+"""What is TensorFlow's alone: native tf.distribute as the oracle, and tf.function."""
+
+import gc
+import os
+import weakref
+
+import keras
+import numpy as np
+import pytest
+
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("Tests of the TensorFlow adapter", allow_module_level=True)
+
+os.environ.setdefault("KERAS_STRATEGY_LOGICAL_CPUS", "4")
+
+import tensorflow as tf
+
+import keras_strategy as ks
+from keras_strategy.backends.tensorflow import combine
+from keras_strategy.training import keras_hooks
+
+
+@pytest.fixture(params=[2, 3], ids="{} replicas".format)
+def strategy(request):
+    return ks.MirroredStrategy([f"cpu:{i}" for i in range(request.param)])
+
+
+@pytest.fixture
+def two():
+    return ks.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+@pytest.fixture
+def native():
+    return tf.distribute.MirroredStrategy(
+        ["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice()
+    )
+
+
+def per_replica(*values):
+    return ks.PerReplica(values)
+
+
+def native_per_replica(native, *values):
+    return native.experimental_distribute_values_from_function(
+        lambda context: values[context.replica_id_in_sync_group]
+    )
+
+
+# --- devices
+
+
+def test_set_logical_devices_again():
+    ks.MirroredStrategy()
+    ks.config.set_logical_devices("cpu", 4)
+    with pytest.raises(RuntimeError, match="already initialized 4 cpu"):
+        ks.config.set_logical_devices("cpu", 3)
+
+
+def test_devices_of_a_kind_that_is_not_there():
+    assert keras_hooks.get_backend().list_devices("tpu") == []
+
+
+# --- reduce and gather, with native tf.distribute as the oracle
+
+
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+@pytest.mark.parametrize(
+    ("values", "axis"),
+    [
+        (([1.0, 2.0], [3.0, 5.0]), None),
+        (([1.0, 2.0], [3.0, 5.0]), 0),
+        (([1.0, 2.0, 3.0, 4.0], [5.0, 6.0]), 0),
+        (([1.0, 2.0], []), 0),
+        (([1, 2], [4, 6]), None),
+        (([1, 2], [4, 6]), 0),
+        (([[1.0, 2.0]], [[3.0, 5.0]]), 1),
+        (([[1.0, 2.0]], [[3.0, 5.0]]), (0, 1)),
+    ],
+)
+def test_reduce_is_native(two, native, op, values, axis):
+    dtype = "int32" if isinstance(values[0][0], int) else "float32"
+    values = [tf.constant(value, dtype) for value in values]
+    expected = native.reduce(op, native_per_replica(native, *values), axis=axis)
+    result = two.reduce(op, per_replica(*values), axis=axis)
+    assert result.dtype == expected.dtype
+    np.testing.assert_allclose(result, expected)
+
+
+def test_reduce_sparse(two, native):
+    slices = [
+        tf.IndexedSlices(tf.ones((1, 2)), tf.constant([i]), tf.constant([3, 2]))
+        for i in range(2)
+    ]
+    result = two.reduce("SUM", per_replica(*slices))
+    assert isinstance(result, tf.IndexedSlices)
+    expected = native.reduce("SUM", native_per_replica(native, *slices), axis=None)
+    np.testing.assert_array_equal(
+        tf.convert_to_tensor(result), tf.convert_to_tensor(expected)
+    )
+
+
+def test_reduce_refuses_before_a_collective(two):
+    uneven = per_replica(tf.ones(4), tf.ones(2))
+    with pytest.raises(ValueError, match=r"\(4,\), \(2,\)"):
+        two.reduce("SUM", uneven)
+    with pytest.raises(ValueError, match="axis"):
+        two.reduce("SUM", per_replica(1.0, 3.0), axis=0)
+    with pytest.raises(ValueError, match="numbers"):
+        two.reduce("SUM", per_replica("a", "b"))
+    with pytest.raises(ValueError, match="same shape"):
+        two.run(lambda x: ks.get_replica_context().all_reduce("SUM", x), args=(uneven,))
+    total = two.run(lambda: ks.get_replica_context().all_reduce("SUM", 2.0))
+    assert [float(x) for x in two.experimental_local_results(total)] == [4.0, 4.0]
+
+
+def test_gather():
+    assert combine.gather([tf.ones((2, 1)), tf.zeros((2, 2))], 1).shape == (2, 3)
+    with pytest.raises(ValueError, match="scalars cannot"):
+        combine.gather([tf.constant(1.0), tf.constant(2.0)], 0)
+    with pytest.raises(ValueError, match="all other dimensions"):
+        combine.gather([tf.ones((2, 1)), tf.zeros((2, 2))], 0)
+
+
+# --- run
+
+
+def test_run_compiles_once_per_shape(two):
+    traced = []
+
+    def step(x):
+        traced.append(x)
+        return x * 2, "constant", None
+
+    for _ in range(100):
+        doubled, constant, nothing = two.run(
+            step, args=(per_replica(tf.ones(3), tf.ones(2)),)
+        )
+    assert len(traced) == 2  # once on each replica
+    assert constant == "constant" and nothing is None
+    assert [len(x) for x in two.experimental_local_results(doubled)] == [3, 2]
+
+
+def test_run_compiles_a_method_once(two):
+    class Model:
+        traced = 0
+
+        def step(self, x):
+            self.traced += 1
+            return x
+
+    model = Model()
+    for _ in range(5):
+        two.run(model.step, args=(tf.ones(2),))
+    assert model.traced == 2
+
+
+def test_run_forgets_functions(two):
+    def run_once():
+        fn = lambda x: x * 2  # noqa: E731
+        two.run(fn, args=(tf.ones(2),))
+        return weakref.ref(fn)
+
+    references = [run_once() for _ in range(3)]
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
+
+
+def test_replica_id_is_a_number(strategy):
+    def fn():
+        context = ks.get_replica_context()
+        assert isinstance(context.replica_id_in_sync_group, int)
+        return context.replica_id_in_sync_group, context.devices[0]
+
+    ids, devices = strategy.run(fn)
+    n = strategy.num_replicas_in_sync
+    assert strategy.experimental_local_results(ids) == tuple(range(n))
+    assert strategy.experimental_local_results(devices) == tuple(
+        f"cpu:{i}" for i in range(n)
+    )
+
+
+def test_run_inside_a_tf_function_takes_and_gives_distributed_values(strategy):
+    n = strategy.num_replicas_in_sync
+    x = per_replica(*[tf.ones(i + 1) for i in range(n)])
+
+    @tf.function
+    def double(x):
+        doubled = strategy.run(lambda part: part * 2.0, args=(x,))
+        return doubled, strategy.reduce("SUM", doubled, axis=0)
+
+    for _ in range(2):
+        doubled, total = double(x)
+    assert isinstance(doubled, ks.PerReplica)
+    assert [len(part) for part in doubled.values] == list(range(1, n + 1))
+    assert float(total) == n * (n + 1)
+
+
+def test_autograph_in_a_users_tf_function(two):
+    def absolute(x):
+        if tf.reduce_sum(x) < 0.0:
+            x = -x
+        return x
+
+    @tf.function
+    def run(x):
+        return two.run(absolute, args=(x,))
+
+    result = run(per_replica(tf.constant([-1.0]), tf.constant([2.0])))
+    assert [x.numpy().tolist() for x in result.values] == [[1.0], [2.0]]
+
+
+def test_run_a_tf_function(two):
+    @tf.function
+    def fn(x):
+        return ks.get_replica_context().all_reduce("SUM", x)
+
+    total = two.run(fn, args=(per_replica(tf.constant(1.0), tf.constant(2.0)),))
+    assert [float(x) for x in total.values] == [3.0, 3.0]
+
+
+def test_collectives(strategy):
+    n = strategy.num_replicas_in_sync
+
+    def fn():
+        context = ks.get_replica_context()
+        replica = context.replica_id_in_sync_group
+        rows = tf.fill((replica + 1,), float(replica))
+        merged = context.merge_call(
+            lambda strategy, x: strategy.reduce("SUM", x), args=(tf.constant(2.0),)
+        )
+        each = context.merge_call(lambda strategy, x: x, args=(tf.constant(replica),))
+        mean = context.all_reduce("MEAN", {"a": tf.constant(float(replica))})
+        return context.all_gather(rows, 0), merged, each, mean["a"]
+
+    gathered, merged, each, mean = strategy.run(fn)
+    rows = [float(i) for i in range(n) for _ in range(i + 1)]
+    for replica in range(n):
+        assert gathered.values[replica].numpy().tolist() == rows
+        assert float(merged.values[replica]) == 2.0 * n
+        assert int(each.values[replica]) == replica
+        assert float(mean.values[replica]) == (n - 1) / 2
+
+
+def test_collectives_are_differentiable(strategy):
+    n = strategy.num_replicas_in_sync
+
+    def fn():
+        context = ks.get_replica_context()
+        scale = float(context.replica_id_in_sync_group + 1)
+        x = tf.fill((context.replica_id_in_sync_group + 1,), scale)
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(x)
+            total = context.all_reduce("SUM", tf.reduce_sum(x)) * scale
+            joined = tf.reduce_sum(context.all_gather(x, 0)) * scale
+        return tape.gradient(total, x), tape.gradient(joined, x)
+
+    of_sum, of_gather = strategy.run(fn)
+    expected = n * (n + 1) / 2
+    for gradient in (*of_sum.values, *of_gather.values):
+        np.testing.assert_allclose(gradient, np.full(gradient.shape, expected))
+
+
+def test_exception_leaves_everything_as_it_was(two):
+    with two.scope():
+        v = keras.Variable(1.0)
+
+    def fn():
+        v.assign(2.0)
+        if ks.get_replica_context().replica_id_in_sync_group == 1:
+            raise KeyError("boom")
+
+    with pytest.raises(KeyError, match="boom"):
+        two.run(fn)
+    assert float(v) == 1.0
+    assert not ks.has_strategy() and not tf.distribute.has_strategy()
+    assert [float(x) for x in two.run(lambda: v * 3.0).values] == [3.0, 3.0]
+
+
+def test_error_while_running_says_that_state_may_be_half_written(two):
+    def fn(x):
+        tf.debugging.assert_positive(x)
+        return x
+
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        two.run(fn, args=(per_replica(tf.constant(1.0), tf.constant(-1.0)),))
+    assert "stays assigned" in error.value.__notes__[0]
+    assert not tf.distribute.has_strategy()
+
+
+def test_run_builds_lazily(two):
+    with two.scope():
+        layer = keras.layers.Dense(2)
+        optimizer = keras.optimizers.Adam(0.1)
+        metric = keras.metrics.Mean()
+
+    def step(x):
+        def loss_of(x):
+            return keras.ops.mean(layer(x) ** 2)
+
+        layer(x)
+        grad = ks.value_and_grad(loss_of, layer.trainable_variables)
+        loss, gradients = grad(x)
+        optimizer.apply(gradients, layer.trainable_variables)
+        metric.update_state(loss)
+        return loss, keras.random.uniform((2,))
+
+    for _ in range(2):
+        _, noise = two.run(step, args=(per_replica(tf.ones((3, 4)), tf.ones((2, 4))),))
+    assert len(layer.trainable_variables) == 2
+    for variable in [*layer.variables, *optimizer.variables]:
+        first, second = two.experimental_local_results(variable)
+        np.testing.assert_array_equal(first, second)
+    assert not np.array_equal(*[x.numpy() for x in noise.values])
+    assert int(optimizer.iterations) == 2
+
+
+def test_apply_outside_the_replicas(two):
+    with two.scope():
+        v = keras.Variable(1.0)
+        optimizer = keras.optimizers.SGD(0.1)
+        with pytest.raises(RuntimeError, match="strategy.run"):
+            optimizer.apply([tf.constant(1.0)], [v])
+        with pytest.raises(RuntimeError, match="strategy.run"):
+            optimizer.apply_gradients([(tf.constant(1.0), v)])
+    optimizer = keras.optimizers.SGD(0.1)
+    plain = keras.Variable(1.0)
+    optimizer.apply([tf.constant(1.0)], [plain])
+    assert float(plain) == pytest.approx(0.9)
+
+
+def test_value_and_grad_watches_what_is_not_trainable(two):
+    with two.scope():
+        v = keras.Variable(3.0, trainable=False)
+    compute = ks.value_and_grad(lambda x: (x * v * v, x), [v], has_aux=True)
+    (value, aux), (gradient,) = compute(2.0)
+    assert (float(value), aux, float(gradient)) == (18.0, 2.0, 12.0)
+    (value, _), (gradient,) = two.run(compute, args=(tf.constant(2.0),))
+    assert [float(x) for x in gradient.values] == [12.0, 12.0]
+    with pytest.raises(ValueError, match="scalar"):
+        ks.value_and_grad(lambda x: x * v, [v])(tf.ones(2))
+
+
+# --- variables
+
+
+def test_adopted_variables_keep_value_and_optimizer_slots(two):
+    v = keras.Variable([1.0, 2.0])
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer.apply([tf.ones(2)], [v])
+    before = v.numpy()
+    with two.scope():
+        keras_hooks.adopt(two, [v, *optimizer.variables])
+    np.testing.assert_array_equal(v.numpy(), before)
+    two.run(lambda: optimizer.apply([tf.ones(2)], [v]))
+    # Momentum 0.9 * -0.1 - 0.1 * (sum of the gradients, 2)
+    np.testing.assert_allclose(v.numpy(), before - 0.29, rtol=1e-6)
+    first, second = two.experimental_local_results(v)
+    np.testing.assert_array_equal(first, second)
+
+
+# --- fit
+
+
+def test_batch_normalization_statistics_are_the_same_on_all(strategy):
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((3,)),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile("sgd", "mse")
+    x = np.random.RandomState(0).randn(9, 3).astype("float32")
+    model.fit(x, x[:, :1], batch_size=4, verbose=0)
+    for variable in model.variables:
+        parts = strategy.experimental_local_results(variable)
+        for part in parts:
+            assert np.isfinite(part).all()
+            np.testing.assert_array_equal(part, parts[0])
+
+
+def test_dropout_differs_and_its_state_does_not(two):
+    class Noise(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.dropout = keras.layers.Dropout(0.5, seed=1)
+
+        def call(self, x):
+            return self.dropout(x, training=True)
+
+    with two.scope():
+        model = keras.Sequential([keras.Input((64,)), Noise()])
+    rows = model.predict(np.ones((2, 64), "float32"), verbose=0)
+    assert not np.array_equal(rows[0], rows[1])
+    states = [v for v in model.variables if "seed" in v.path]
+    assert states
+    for state in states:
+        first, second = two.experimental_local_results(state)
+        np.testing.assert_array_equal(first, second)
+
+
+def test_predict_on_a_model_that_is_not_built(two):
+    with two.scope():
+        model = keras.Sequential([keras.layers.Dense(2)])
+    x = np.random.RandomState(0).randn(5, 3).astype("float32")
+    predicted = model.predict(x, batch_size=2, verbose=0)
+    np.testing.assert_allclose(predicted, x @ model.layers[0].kernel, rtol=1e-5)
+    assert len(two.experimental_local_results(model.layers[0].kernel)) == 2
+
+
+def test_jit_compile_warns(two, caplog):
+    with two.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", jit_compile=True)
+    model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
+    assert "jit_compile=True is not used" in caplog.text
+
+
+def test_fit_after_an_exception(two):
+    with two.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError):
+        model.fit(np.ones((4, 5)), np.ones((4, 1)), verbose=0)
+    assert not ks.has_strategy() and not tf.distribute.has_strategy()
+    model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
+
+
+# --- a native strategy of the user's own
+
+
+def test_users_native_strategy_is_left_alone(two, native):
+    """After our hooks are installed, Keras under native tf.distribute is stock."""
+    x = np.random.RandomState(0).randn(8, 3).astype("float32")
+
+    def weights(scope):
+        keras.utils.set_random_seed(0)
+        with scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(0.1, clipnorm=0.01), "mse")
+        model.fit(x, x[:, :1], batch_size=4, shuffle=False, verbose=0)
+        assert model.distribute_strategy is native
+        assert model._distribute_strategy is native
+        return model.get_weights()
+
+    native_weights = weights(native.scope)
+    # Stock Keras clips before it sums: two replicas move farther than one would.
+    step = np.abs(native_weights[1])
+    assert step[0] > 0.1 * 0.01 * 1.5
+    assert native.run(ks.in_cross_replica_context) is False
+    assert ks.get_strategy().num_replicas_in_sync == 1
