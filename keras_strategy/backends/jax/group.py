@@ -4,8 +4,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from keras_strategy.backends.jax import keras_hooks
+import jax.numpy as jnp
+
+from keras_strategy.backends.jax import keras_hooks, on_read
 from keras_strategy.backends.jax.distribution import ReplicaDistribution
+from keras_strategy.backends.jax.runner import Runner
+from keras_strategy.backends.jax.sharded import gathered, reduced, shards
+from keras_strategy.values import DistributedValues, ReduceOp
+from keras_strategy.variables import is_on_read
 
 if TYPE_CHECKING:
     from keras_strategy.strategy import Strategy
@@ -17,7 +23,7 @@ class JaxReplicaGroup:
     def __init__(self, strategy: "Strategy", devices: tuple[str, ...]):
         self.devices = devices
         self.distribution = ReplicaDistribution(devices)
-        self._strategy = strategy
+        self._runner = Runner(strategy, devices, self.distribution)
 
     def scope(self) -> AbstractContextManager[Any]:
         return self.distribution.scope()
@@ -29,12 +35,20 @@ class JaxReplicaGroup:
                 keras_hooks.set_layout(variable, layout)
 
     def components(self, variable: Any) -> tuple[Any, ...]:
-        return self.shards(keras_hooks.array_of(variable))
-
-    def shards(self, array: Any) -> tuple[Any, ...]:
-        """What each device holds of an array, in the order of the replicas."""
-        by_device = {shard.device: shard.data for shard in array.addressable_shards}
-        return tuple(by_device[device] for device in self.distribution.devices)
+        if is_on_read(variable):
+            stacked = on_read.locals_of(variable, self.distribution)
+            return tuple(part[0] for part in shards(stacked, self.distribution))
+        array = keras_hooks.array_of(variable)
+        # Copies, since the next step overwrites the variable's own buffers.
+        return tuple(jnp.copy(part) for part in shards(array, self.distribution))
 
     def run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        raise NotImplementedError
+        return self._runner.run(fn, args, kwargs)
+
+    def reduce(
+        self, reduce_op: ReduceOp, value: DistributedValues, axis: Any
+    ) -> Any:
+        return reduced(reduce_op, value, axis, self.distribution)
+
+    def gather(self, values: Sequence[Any], axis: int) -> Any:
+        return gathered(values, axis, self.distribution)

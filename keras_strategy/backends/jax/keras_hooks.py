@@ -107,15 +107,15 @@ def _global_seed_generator(original: Callable) -> Callable:
     return global_seed_generator
 
 
-def _loss_scale_apply(original: Callable) -> Callable:
-    """`LossScaleOptimizer.apply`: assigns inside a `lax.cond`, which JAX forbids.
+def _common_apply(original: Callable) -> Callable:
+    """`LossScaleOptimizer._common_apply`: it assigns inside a `lax.cond`.
 
-    Keras's trainer calls `stateless_apply` instead, and so does this in `run`. It
-    wraps the neutral hook, which has summed the gradients when it calls us.
+    JAX forbids that. Keras's trainer calls `stateless_apply`, and so does this in
+    `run`, where the gradients have been summed by now.
     """
 
-    def apply(self, grads, trainable_variables=None):
-        if distributed_replica() is None or not self.built:
+    def _common_apply(self, grads, trainable_variables=None):
+        if distributed_replica() is None:
             return original(self, grads, trainable_variables)
         variables = self.variables
         trainable = list(trainable_variables or self._trainable_variables)
@@ -127,7 +127,7 @@ def _loss_scale_apply(original: Callable) -> Callable:
         ):
             write(variable, value)
 
-    return apply
+    return _common_apply
 
 
 @functools.cache
@@ -143,8 +143,12 @@ def hooks() -> list[Hook]:
         Hook(keras.Model, "predict_on_batch", "(self, x)", _predict_on_batch),
         Hook(keras.Model, "__call__", "(self, *args, **kwargs)", _call),
         Hook(
-            seed_generator, "global_seed_generator", "()", _global_seed_generator
+            keras.optimizers.LossScaleOptimizer,
+            "_common_apply",
+            "(self, grads, trainable_variables=None)",
+            _common_apply,
         ),
+        Hook(seed_generator, "global_seed_generator", "()", _global_seed_generator),
     ]
 
 
