@@ -315,6 +315,15 @@ def _next_seed(original: Callable) -> Callable:
     return next
 
 
+def _defining_class(method: str) -> type:
+    """The class from which `keras.Model` inherits a method.
+
+    Keras tells a user's own `compile` from its own by comparing with that class, and
+    a model with its own `compile` is not compiled again when it is loaded.
+    """
+    return next(cls for cls in keras.Model.__mro__ if method in vars(cls))
+
+
 def _hooks() -> list[Hook]:
     variable = keras.Variable
     assign = variable.assign  # the original: increments are aggregated only once
@@ -351,7 +360,7 @@ def _hooks() -> list[Hook]:
     return [
         Hook(keras.Model, "__new__", "(cls, *args, **kwargs)", _model_new),
         *(
-            Hook(keras.Model, name, signature, _in_scope)
+            Hook(_defining_class(name), name, signature, _in_scope)
             for name, signature in entry_points.items()
         ),
         Hook(
