@@ -12,7 +12,12 @@ import numpy as np
 from keras import tree
 
 from keras_strategy.backends.jax.distribution import ReplicaDistribution
-from keras_strategy.backends.jax.sharded import is_array, joined, shapes_of
+from keras_strategy.backends.jax.sharded import (
+    ShardedPerReplica,
+    is_array,
+    joined,
+    shapes_of,
+)
 from keras_strategy.values import DistributedValues
 
 
@@ -98,17 +103,6 @@ class Arguments:
         return tree.map_structure(leaf, self.structure)
 
 
-def differ_in_shape(arguments: Any) -> bool:
-    """Whether some PerReplica value has components of different shapes."""
-    return any(
-        len(set(shapes_of(leaf.values))) > 1
-        for leaf in tree.flatten(arguments)
-        if type(leaf).__name__ != "ShardedPerReplica"
-        and isinstance(leaf, DistributedValues)
-        and all(is_array(component) for component in leaf.values)
-    )
-
-
 def take_apart(arguments: Any, distribution: ReplicaDistribution) -> Arguments:
     """Places the arrays of `(args, kwargs)` and tells them from the rest.
 
@@ -119,8 +113,8 @@ def take_apart(arguments: Any, distribution: ReplicaDistribution) -> Arguments:
 
     def leaf(x):
         if isinstance(x, DistributedValues):
-            if all(is_array(component) for component in x.values):
-                value = joined(x, distribution)
+            if isinstance(x, ShardedPerReplica) or all(map(is_array, x.values)):
+                value = _joined(x, distribution)
                 arrays.append(value.array)
                 return Tensor(split=True, scalar=value.scalars)
             first = x.values[0]
@@ -144,6 +138,27 @@ def take_apart(arguments: Any, distribution: ReplicaDistribution) -> Arguments:
     key += [(array.shape, array.dtype) for array in arrays]
     shape = jax.tree.structure(tree.map_structure(lambda _: 0, structure))
     return Arguments(structure, arrays, (shape, *key))
+
+
+def _joined(
+    value: DistributedValues, distribution: ReplicaDistribution
+) -> ShardedPerReplica:
+    replicas = len(distribution.devices)
+    if len(value.values) != replicas:
+        raise ValueError(
+            f"A PerReplica value of {len(value.values)} components was given to a "
+            f"strategy of {replicas} replicas. Received: {value!r}"
+        )
+    shapes = shapes_of(value.values)
+    if len(set(shapes)) > 1:
+        raise ValueError(
+            "All replicas run one compiled program on JAX, so the components of a "
+            "PerReplica value that `strategy.run` is called with must have the same "
+            f"shape. Received the shapes {shapes}. Drop the rows of a last batch that "
+            "the replicas do not divide, or pad it and give the padding the weight 0. "
+            "(`model.fit` takes such batches as they are.)"
+        )
+    return joined(value, distribution)
 
 
 def _constant_key(value: Any) -> Any:

@@ -45,9 +45,7 @@ class JaxReplicaGroup:
     def run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         return self._runner.run(fn, args, kwargs)
 
-    def reduce(
-        self, reduce_op: ReduceOp, value: DistributedValues, axis: Any
-    ) -> Any:
+    def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
         return reduced(reduce_op, value, axis, self.distribution)
 
     def gather(self, values: Sequence[Any], axis: int) -> Any:

@@ -4,8 +4,9 @@ Hooks first, with the reason for each; then the few private things that the rest
 adapter needs, under names of our own.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -74,8 +75,10 @@ def _call(original: Callable) -> Callable:
 
 
 def _distribution_of(strategy: Any) -> Any:
-    return None if strategy is None else getattr(
-        strategy.extended.group, "distribution", None
+    return (
+        None
+        if strategy is None
+        else getattr(strategy.extended.group, "distribution", None)
     )
 
 
@@ -164,6 +167,18 @@ def initialize_pending() -> None:
     """Initialises variables that were made in a trace; to be called outside."""
     with keras.StatelessScope():
         pass
+
+
+@contextlib.contextmanager
+def outside_of_trace() -> Iterator[None]:
+    """Lets code that a trace calls make variables with values, once and for all."""
+    scope = get_stateless_scope()
+    global_state.set_global_attribute("stateless_scope", None)
+    try:
+        with jax.ensure_compile_time_eval():
+            yield
+    finally:
+        global_state.set_global_attribute("stateless_scope", scope)
 
 
 def write(variable: Any, value: Any) -> None:

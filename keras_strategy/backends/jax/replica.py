@@ -65,7 +65,8 @@ class JaxReplica:
         return tree.map_structure(mine, result)
 
     def once(self, fn: Callable[[], Any]) -> None:
-        fn()
+        with keras_hooks.outside_of_trace():
+            fn()
 
     def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
         return jax.lax.psum([weighted(t, weight) for t in tensors], AXIS)

@@ -115,7 +115,6 @@ class _Function:
         self.written.update(scope.written)
         return before != (len(self.variables), len(self.written))
 
-
     def keep(self, program: "_Program", key: Any, fn: Any) -> None:
         """Keeps a program for the next call of its kind."""
         self.programs[key] = program

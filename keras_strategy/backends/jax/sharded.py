@@ -36,6 +36,9 @@ class ShardedPerReplica(PerReplica):
         parts = shards(self.array, self._distribution)
         return tuple(part.reshape(()) for part in parts) if self.scalars else parts
 
+    def __repr__(self) -> str:
+        return repr(PerReplica(self.values))
+
     def __reduce__(self):
         return PerReplica, (tuple(np.asarray(value) for value in self.values),)
 
@@ -106,8 +109,7 @@ def reduced(
     shapes = shapes_of(values)
     axes = _axes(axis, shapes)
     left = {
-        tuple(size for i, size in enumerate(shape) if i not in axes)
-        for shape in shapes
+        tuple(size for i, size in enumerate(shape) if i not in axes) for shape in shapes
     }
     if len(left) > 1:
         raise ValueError(
