@@ -43,6 +43,30 @@ def _get_distributed_iterator(original: Callable) -> Callable:
     return _get_distributed_iterator
 
 
+def _get_jax_state(original: Callable) -> Callable:
+    """`Model._get_jax_state`: no array twice in what a step may overwrite.
+
+    Variables may share one, as weights and their moving average do after a fit with
+    `use_ema`; JAX cannot donate it twice, and on several devices it crashes.
+    """
+
+    def _get_jax_state(self, *args, **kwargs):
+        state = original(self, *args, **kwargs)
+        if not hasattr(keras.distribution.distribution(), "place"):
+            return state
+        seen: set[int] = set()
+
+        def alone(array):
+            if id(array) in seen:
+                return jax.numpy.copy(array)
+            seen.add(id(array))
+            return array
+
+        return tuple([alone(array) for array in arrays] for arrays in state)
+
+    return _get_jax_state
+
+
 def _predict_on_batch(original: Callable) -> Callable:
     """`Model.predict_on_batch`: Keras forgets to distribute its batch."""
 
@@ -142,6 +166,14 @@ def hooks() -> list[Hook]:
             "_get_distributed_iterator",
             "(self, distribution)",
             _get_distributed_iterator,
+        ),
+        Hook(
+            keras.Model,
+            "_get_jax_state",
+            "(self, trainable_variables=False, non_trainable_variables=False, "
+            "optimizer_variables=False, metrics_variables=False, "
+            "purge_model_variables=False)",
+            _get_jax_state,
         ),
         Hook(keras.Model, "predict_on_batch", "(self, x)", _predict_on_batch),
         Hook(keras.Model, "__call__", "(self, *args, **kwargs)", _call),
