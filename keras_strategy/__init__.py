@@ -1,6 +1,6 @@
 """Distributed training for Keras 3, in the words of `tf.distribute`, on every backend."""
 
-from keras_strategy import config
+from keras_strategy import config, errors
 from keras_strategy.context import (
     ReplicaContext,
     experimental_set_strategy,
@@ -29,6 +29,7 @@ __all__ = [
     "StrategyExtended",
     "__version__",
     "config",
+    "errors",
     "experimental_set_strategy",
     "get_replica_context",
     "get_strategy",

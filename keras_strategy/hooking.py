@@ -24,8 +24,9 @@ class Hook:
     Attributes:
         owner: The class or module that has the function.
         name: The function's name in `owner`.
-        signature: Its parameters as `inspect.signature` writes them, several
-            spellings where released Keras versions differ. None for a property.
+        signature: What the hook relies on. A string: all parameters, as
+            `inspect.signature` writes them. A tuple: the names of some parameters,
+            for a hook that passes the others through. None: it is a property.
         replace: Takes the original function, returns the replacement.
     """
 
@@ -50,9 +51,6 @@ class Hook:
             return
         if self.signature is None:
             raise self._changed("is no longer a property")
-        known = (
-            (self.signature,) if isinstance(self.signature, str) else self.signature
-        )
         # Annotations come and go between Keras versions and change nothing.
         parameters = [
             parameter.replace(annotation=inspect.Parameter.empty)
@@ -60,17 +58,25 @@ class Hook:
                 getattr(original, "__func__", original)
             ).parameters.values()
         ]
+        if isinstance(self.signature, tuple):
+            names = {parameter.name for parameter in parameters}
+            missing = [name for name in self.signature if name not in names]
+            if missing:
+                raise self._changed(f"no longer takes {', '.join(missing)}")
+            return
         found = str(inspect.Signature(parameters))
-        if found not in known:
-            raise self._changed(f"takes {found}, where {' or '.join(known)} is known")
+        if found != self.signature:
+            raise self._changed(f"takes {found}, where {self.signature} is known")
 
     def install(self) -> None:
         original = inspect.getattr_static(self.owner, self.name)
-        replacement = self.replace(getattr(original, "__func__", original))
+        function = getattr(original, "__func__", original)
+        replacement = self.replace(function)
         if not isinstance(original, property):
-            functools.update_wrapper(
-                replacement, getattr(original, "__func__", original)
-            )
+            functools.update_wrapper(replacement, function)
+            # Keras derives configurations from constructors with `getfullargspec`,
+            # which does not look behind a wrapper.
+            replacement.__signature__ = inspect.signature(function)
         if isinstance(original, staticmethod):
             replacement = staticmethod(replacement)
         setattr(self.owner, self.name, replacement)
@@ -81,6 +87,15 @@ class Hook:
             f"extends: `{self.target}` {what}. Please upgrade keras_strategy, or "
             "install a Keras version that it supports."
         )
+
+
+def defining_class(cls: type, name: str) -> type:
+    """The class among `cls` and its bases that defines `name`.
+
+    Where Keras compares a method with its base's to see whether a user overrode it,
+    a hook must sit where the method is defined.
+    """
+    return next((c for c in cls.__mro__ if name in vars(c)), cls)
 
 
 def install(hooks: Iterable[Hook]) -> None:

@@ -150,9 +150,7 @@ class Strategy:
         with self.scope():
             return self._extended.group.run(fn, tuple(args), dict(kwargs or {}))
 
-    def reduce(
-        self, reduce_op: ReduceOp | str, value: Any, axis: Any = None
-    ) -> Any:
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
         """Combines the replicas' values into one.
 
         Args:
@@ -239,9 +237,7 @@ class Strategy:
 
         def component(replica):
             return tree.map_structure(
-                lambda x: (
-                    x.values[replica] if isinstance(x, DistributedValues) else x
-                ),
+                lambda x: x.values[replica] if isinstance(x, DistributedValues) else x,
                 value,
             )
 

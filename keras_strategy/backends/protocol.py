@@ -36,6 +36,10 @@ class Backend(Protocol):
         """
         ...
 
+    def device_scope(self, device: str) -> AbstractContextManager[Any]:
+        """Makes Keras put tensors and variables on `device`, a canonical name."""
+        ...
+
     def is_tensor(self, value: Any) -> bool:
         """Whether `value` is a tensor of this engine."""
         ...
@@ -92,9 +96,7 @@ class ReplicaGroup(Protocol):
         """
         ...
 
-    def reduce(
-        self, reduce_op: ReduceOp, value: DistributedValues, axis: Any
-    ) -> Any:
+    def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
         """Combines tensors over the replicas, and over `axis` unless it is None."""
         ...
 
@@ -125,8 +127,12 @@ class Replica(Protocol):
         """See `ReplicaContext.merge_call`."""
         ...
 
-    def once(self, fn: Callable[[], Any]) -> None:
-        """Calls `fn` once for all replicas, where variables may be made."""
+    def once(self, fn: Callable[[], Any]) -> Any:
+        """Calls `fn` once for all replicas, where variables may be made.
+
+        Returns:
+            What `fn` returned, the same object on every replica.
+        """
         ...
 
     def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:

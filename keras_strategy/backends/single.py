@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from keras_strategy import context
+from keras_strategy.backends import get_backend
 from keras_strategy.values import DistributedValues, ReduceOp, select_replica
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ class SingleReplica:
         with context.strategy_in_charge(self._strategy):
             return merge_fn(self._strategy, *args, **kwargs)
 
-    def once(self, fn: Callable[[], Any]) -> None:
-        fn()
+    def once(self, fn: Callable[[], Any]) -> Any:
+        return fn()
 
     def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
         return list(tensors)
@@ -51,7 +52,7 @@ class SingleReplicaGroup:
         )
 
     def scope(self):
-        return keras.device(self.devices[0])
+        return get_backend().device_scope(self.devices[0])
 
     def adopt(self, variables: Sequence[Any]) -> None:
         """Variables stay where they are; Keras moves what it computes with."""

@@ -11,16 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import keras.src.backend as keras_backend
 import keras.src.losses.loss as keras_losses
 from keras import ops
 
 from keras_strategy import context, hooking
 from keras_strategy.backends import get_backend
-from keras_strategy.hooking import Hook
-from keras_strategy.training import losses
+from keras_strategy.hooking import Hook, defining_class
+from keras_strategy.training import losses, normalization
 from keras_strategy.training.row_weights import distributed_replica
-from keras_strategy.variables import adds_up, assigned
 from keras_strategy.values import ReduceOp
+from keras_strategy.variables import adds_up, assigned
 
 
 @functools.cache
@@ -269,6 +270,41 @@ def _unscaled(original: Callable) -> Callable:
     return scale
 
 
+# --- normalization
+
+
+def _batch_normalization_init(original: Callable) -> Callable:
+    """`BatchNormalization.__init__`: in a scope `synchronized` works everywhere.
+
+    Keras refuses it on JAX and torch, where it has nothing to synchronize with.
+    """
+
+    def __init__(self, *args, synchronized=False, **kwargs):
+        if not synchronized or context.current_scope() is None:
+            return original(self, *args, synchronized=synchronized, **kwargs)
+        original(self, *args, **kwargs)
+        self.synchronized = True
+
+    return __init__
+
+
+def _moments(original: Callable) -> Callable:
+    """`moments`: those of all replicas, if synchronized.
+
+    Outside of replicas all rows are there: one device, or JAX's global program.
+    """
+
+    def moments(x, axes, keepdims=False, synchronized=False):
+        replica = distributed_replica()
+        if synchronized and replica is not None:
+            return normalization.moments(replica, x, axes, keepdims)
+        if context.current_scope() is not None:
+            synchronized = False
+        return original(x, axes, keepdims=keepdims, synchronized=synchronized)
+
+    return moments
+
+
 # --- metrics
 
 
@@ -315,56 +351,26 @@ def _next_seed(original: Callable) -> Callable:
     return next
 
 
-def _defining_class(method: str) -> type:
-    """The class from which `keras.Model` inherits a method.
-
-    Keras tells a user's own `compile` from its own by comparing with that class, and
-    a model with its own `compile` is not compiled again when it is loaded.
-    """
-    return next(cls for cls in keras.Model.__mro__ if method in vars(cls))
-
-
 def _hooks() -> list[Hook]:
     variable = keras.Variable
     assign = variable.assign  # the original: increments are aggregated only once
-    entry_points = {
-        "compile": (
-            "(self, optimizer='rmsprop', loss=None, loss_weights=None, metrics=None, "
-            "weighted_metrics=None, run_eagerly=False, steps_per_execution=1, "
-            "jit_compile='auto', auto_scale_loss=True)"
-        ),
-        "fit": (
-            "(self, x=None, y=None, batch_size=None, epochs=1, verbose='auto', "
-            "callbacks=None, validation_split=0.0, validation_data=None, "
-            "shuffle=True, class_weight=None, sample_weight=None, initial_epoch=0, "
-            "steps_per_epoch=None, validation_steps=None, "
-            "validation_batch_size=None, validation_freq=1)"
-        ),
-        "evaluate": (
-            "(self, x=None, y=None, batch_size=None, verbose='auto', "
-            "sample_weight=None, steps=None, callbacks=None, return_dict=False, "
-            "**kwargs)"
-        ),
-        "predict": (
-            "(self, x, batch_size=None, verbose='auto', steps=None, callbacks=None)"
-        ),
-        "train_on_batch": (
-            "(self, x, y=None, sample_weight=None, class_weight=None, "
-            "return_dict=False)"
-        ),
-        "test_on_batch": (
-            "(self, x, y=None, sample_weight=None, return_dict=False)"
-        ),
-        "predict_on_batch": "(self, x)",
-    }
+    entry_points = (
+        "compile",
+        "fit",
+        "evaluate",
+        "predict",
+        "train_on_batch",
+        "test_on_batch",
+        "predict_on_batch",
+    )
     return [
         Hook(keras.Model, "__new__", "(cls, *args, **kwargs)", _model_new),
         *(
-            Hook(_defining_class(name), name, signature, _in_scope)
-            for name, signature in entry_points.items()
+            Hook(defining_class(keras.Model, name), name, (), _in_scope)
+            for name in entry_points
         ),
         Hook(
-            keras.Model,
+            defining_class(keras.Model, "_symbolic_build"),
             "_symbolic_build",
             "(self, iterator=None, data_batch=None)",
             _symbolic_build,
@@ -372,9 +378,7 @@ def _hooks() -> list[Hook]:
         Hook(
             variable,
             "__init__",
-            "(self, initializer, shape=None, dtype=None, trainable=True, "
-            "autocast=True, aggregation='none', synchronization='auto', name=None, "
-            "layout=None, **kwargs)",
+            (),
             _variable_init,
         ),
         Hook(variable, "assign", "(self, value)", _assign),
@@ -416,6 +420,18 @@ def _hooks() -> list[Hook]:
         ),
         Hook(keras_losses, "scale_loss_for_distribution", "(value)", _unscaled),
         Hook(keras_losses, "unscale_loss_for_distribution", "(value)", _unscaled),
+        Hook(
+            keras.layers.BatchNormalization,
+            "__init__",
+            ("synchronized",),
+            _batch_normalization_init,
+        ),
+        Hook(
+            keras_backend.nn,
+            "moments",
+            "(x, axes, keepdims=False, synchronized=False)",
+            _moments,
+        ),
         Hook(
             keras.metrics.Mean,
             "update_state",

@@ -1,6 +1,7 @@
 """`Backend` on JAX: devices, gradients, groups of replicas."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -23,6 +24,9 @@ class JaxBackend:
 
     def set_logical_devices(self, device_type: str, count: int) -> None:
         devices.set_logical_devices(count)
+
+    def device_scope(self, device: str) -> AbstractContextManager[Any]:
+        return keras.device(device)
 
     def is_tensor(self, value: Any) -> bool:
         return keras.ops.is_tensor(value)

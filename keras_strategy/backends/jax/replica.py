@@ -64,9 +64,9 @@ class JaxReplica:
             result = merge_fn(self._strategy, *args, **kwargs)
         return tree.map_structure(mine, result)
 
-    def once(self, fn: Callable[[], Any]) -> None:
+    def once(self, fn: Callable[[], Any]) -> Any:
         with keras_hooks.outside_of_trace():
-            fn()
+            return fn()
 
     def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
         return jax.lax.psum([weighted(t, weight) for t in tensors], AXIS)

@@ -1,0 +1,44 @@
+"""The torch adapter: one thread per device of this process."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import torch
+
+from keras_strategy import hooking
+from keras_strategy.backends.torch import devices, gradients, keras_hooks
+from keras_strategy.backends.torch.group import TorchGroup
+
+
+class TorchBackend:
+    """torch as the core sees it, see `backends.protocol.Backend`."""
+
+    name = "torch"
+
+    def list_devices(self, device_type: str | None = None) -> list[str]:
+        return devices.list_devices(device_type)
+
+    def set_logical_devices(self, device_type: str, count: int) -> None:
+        devices.set_logical_cpus(count)
+
+    def device_scope(self, device: str):
+        return keras.device(devices.torch_device(device))
+
+    def is_tensor(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor)
+
+    def value_and_grad(
+        self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
+    ) -> Callable[..., Any]:
+        return gradients.value_and_grad(fn, variables, has_aux)
+
+    def install_hooks(self) -> None:
+        hooking.install(keras_hooks.hooks())
+
+    def create_group(self, strategy: Any, names: tuple[str, ...]) -> TorchGroup:
+        devices.use()
+        return TorchGroup(strategy, names)
+
+
+backend = TorchBackend()

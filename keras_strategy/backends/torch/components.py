@@ -1,0 +1,140 @@
+"""The components of a variable: one tensor on each replica's device.
+
+The first is the Parameter that Keras made, so that a variable read outside of the
+replicas, saved or handed to torch code is an ordinary one.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from keras_strategy.variables import is_on_read
+
+_ATTRIBUTE = "_ks_components"
+_lock = threading.RLock()
+
+
+class Components:
+    """The tensors of one variable, and the version of the first.
+
+    Args:
+        variable: A `keras.Variable` that is initialized.
+        devices: torch's names of the replicas' devices.
+    """
+
+    def __init__(self, variable: Any, devices: Sequence[str]):
+        self.first = variable._value
+        self.tensors = [self.first]
+        for device in devices[1:]:
+            with torch.no_grad():
+                tensor = self.first.detach().to(device, copy=True)
+                if is_on_read(variable) and variable.aggregation == "sum":
+                    # The replicas' parts add up to the value that there was.
+                    tensor.zero_()
+            self.tensors.append(
+                torch.nn.Parameter(tensor, requires_grad=self.first.requires_grad)
+            )
+        self.version = self.first._version
+        self._run: object = None
+
+    def enter_run(self, variable: Any, run: object) -> None:
+        """Refreshes the components once in a run, by the replica that comes first.
+
+        Later the first component may be ahead of the others because its replica is.
+
+        Args:
+            variable: The variable.
+            run: What stands for the run.
+        """
+        if self._run is not run:
+            with _lock:
+                if self._run is not run:
+                    self.refresh(variable)
+                    self._run = run
+
+    def refresh(self, variable: Any) -> None:
+        """Copies the first component to the others if somebody wrote to it.
+
+        Code that knows nothing of replicas (an optimizer of torch's, an in-place
+        operation on `variable.value`) writes to the first alone.
+        """
+        if self.first._version == self.version or is_on_read(variable):
+            return
+        with torch.no_grad():
+            for tensor in self.tensors[1:]:
+                tensor.copy_(self.first)
+        self.version = self.first._version
+
+    def assign(self, variable: Any, value: torch.Tensor) -> None:
+        """Writes a value for all replicas, outside of them."""
+        with torch.no_grad():
+            if is_on_read(variable) and variable.aggregation == "sum":
+                self._assign_parts(value)
+            else:
+                for tensor in self.tensors:
+                    tensor.copy_(value)
+        self.version = self.first._version
+
+    def _assign_parts(self, value: torch.Tensor) -> None:
+        count = len(self.tensors)
+        if value.is_floating_point() or value.is_complex():
+            for tensor in self.tensors:
+                tensor.copy_(value / count)
+            return
+        # Whole numbers cannot be halved: the first takes the remainder.
+        part = torch.div(value, count, rounding_mode="trunc")
+        self.first.copy_(value - part * (count - 1))
+        for tensor in self.tensors[1:]:
+            tensor.copy_(part)
+
+    def aggregated(self, variable: Any) -> torch.Tensor:
+        """What an on_read variable is outside of the replicas.
+
+        Raises:
+            ValueError: If its aggregation is "none".
+        """
+        if variable.aggregation == "none":
+            raise ValueError(
+                f"The variable '{variable.path}' has synchronization='on_read' and "
+                "aggregation='none', so it has no value outside of the replicas. "
+                "Read it in `strategy.run`, use `experimental_local_results`, or "
+                "make it with an aggregation."
+            )
+        with torch.no_grad():
+            if variable.aggregation == "only_first_replica":
+                return self.first.detach().clone()
+            total = add(self.tensors)
+            return (
+                total / len(self.tensors) if variable.aggregation == "mean" else total
+            )
+
+
+def add(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of tensors of several devices, on the first one's."""
+    total = tensors[0].detach().clone()
+    for tensor in tensors[1:]:
+        total += tensor.detach().to(total.device)
+    return total
+
+
+def find(variable: Any) -> Components | None:
+    """The components of a variable that replicas have used, or None."""
+    components = vars(variable).get(_ATTRIBUTE)
+    # Keras replaces the tensor of a variable when it initializes it again.
+    if components is None or components.first is not variable._value:
+        return None
+    return components
+
+
+def find_or_make(variable: Any, devices: Sequence[str]) -> Components:
+    """The components of a variable, made when a replica first uses it."""
+    components = find(variable)
+    if components is None:
+        with _lock:
+            components = find(variable)
+            if components is None:
+                components = Components(variable, devices)
+                vars(variable)[_ATTRIBUTE] = components
+    return components

@@ -1,0 +1,189 @@
+"""One replica: a thread, and what it asks of the others."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import torch
+from keras import tree
+
+from keras_strategy import context
+from keras_strategy.backends.torch import keras_hooks
+from keras_strategy.backends.torch.components import add
+from keras_strategy.backends.torch.rendezvous import Rendezvous
+from keras_strategy.backends.torch.staging import MergedScope, ReplicaScope
+from keras_strategy.values import ReduceOp, regroup, select_replica
+
+
+class TorchReplica:
+    """See `backends.protocol.Replica`.
+
+    Args:
+        group: The group of replicas.
+        index: This replica's number.
+        rendezvous: Where the replicas meet.
+        run: Stands for the run, the same object for all its replicas.
+    """
+
+    def __init__(self, group: Any, index: int, rendezvous: Rendezvous, run: object):
+        self.id = index
+        self.devices = (group.devices[index],)
+        self.context = context.ReplicaContext(group.strategy, self)
+        self.scope = ReplicaScope(self.context, index, group.torch_devices, run)
+        self._group = group
+        self._rendezvous = rendezvous
+
+    @property
+    def _row_weight(self) -> float | None:
+        return self.context._row_weight
+
+    def exchange(
+        self, name: str, value: Any, combine: Callable[[list[Any]], Any]
+    ) -> Any:
+        """See `Rendezvous.exchange`."""
+        return self._rendezvous.exchange(self.id, name, value, combine)
+
+    def sum(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the replicas, a tensor of this replica's own."""
+
+        def combine(tensors):
+            shapes = [tuple(t.shape) for t in tensors]
+            if len(set(shapes)) > 1:
+                raise ValueError(
+                    f"`{name}` needs values of the same shape on every replica. "
+                    f"Received the shapes {shapes}, in the order of the replicas. "
+                    "For rows that differ use `all_gather`, or reduce them first."
+                )
+            return add(tensors)
+
+        total = self.exchange(name, tensor.detach(), combine)
+        return total.to(tensor.device, copy=True)
+
+    def all_reduce(self, reduce_op: ReduceOp, value: Any) -> torch.Tensor:
+        tensor = keras.ops.convert_to_tensor(value)
+        total = _AllReduce.apply(tensor, self, self._row_weight)
+        if reduce_op is ReduceOp.MEAN:
+            return total / self._group.num_replicas
+        return total
+
+    def all_gather(self, value: Any, axis: int) -> torch.Tensor:
+        tensor = keras.ops.convert_to_tensor(value)
+        return _AllGather.apply(tensor, self, axis, self._row_weight)
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: tuple, kwargs: dict
+    ) -> Any:
+        strategy = self._group.strategy
+
+        def combine(calls):
+            scopes = [scope for scope, _ in calls]
+            joined = regroup([call for _, call in calls], torch.is_tensor)
+            with (
+                context.strategy_in_charge(strategy),
+                self._group.scope(),
+                MergedScope(scopes),
+            ):
+                return merge_fn(strategy, *joined[0], **joined[1])
+
+        merged = self.exchange("merge_call", (self.scope, (args, kwargs)), combine)
+        mine = select_replica(merged, self.id)
+        device = self._group.torch_devices[self.id]
+        return tree.map_structure(
+            lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, mine
+        )
+
+    def once(self, fn: Callable[[], Any]) -> Any:
+        def combine(_):
+            with (
+                context.strategy_in_charge(self._group.strategy),
+                self._group.scope(),
+                keras_hooks.no_stateless_scope(),
+            ):
+                return fn()
+
+        return self.exchange("build", None, combine)
+
+    def weighted_sum(
+        self, tensors: Sequence[torch.Tensor], weight: float | None
+    ) -> list[torch.Tensor]:
+        summed: list[Any] = [None] * len(tensors)
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        tensors = [keras.ops.convert_to_tensor(tensor) for tensor in tensors]
+        for index, tensor in enumerate(tensors):
+            by_dtype.setdefault(tensor.dtype, []).append(index)
+        with torch.no_grad():
+            for indices in by_dtype.values():
+                parts = [tensors[index] for index in indices]
+                flat = torch._utils._flatten_dense_tensors(parts)
+                if weight is not None:
+                    flat = flat * weight if weight > 0 else torch.zeros_like(flat)
+                flat = self.sum("optimizer.apply", flat)
+                unflat = torch._utils._unflatten_dense_tensors(flat, parts)
+                for index, tensor in zip(indices, unflat, strict=True):
+                    summed[index] = tensor
+        return summed
+
+    def write(self, variable: Any, value: torch.Tensor) -> None:
+        self.scope.add_update((variable, value))
+
+
+def _gradient_of_sum(
+    replica: TorchReplica, name: str, gradient: torch.Tensor, weight: float | None
+) -> torch.Tensor:
+    """The gradient of what every replica received, by what this one gave.
+
+    In a training step the optimizer multiplies by the weight afterwards, so that
+    this replica is given (sum over s of w_s * g_s) / w_r.
+    """
+    if weight is None:
+        return replica.sum(name, gradient)
+    part = gradient * weight if weight > 0 else torch.zeros_like(gradient)
+    total = replica.sum(name, part)
+    return total / weight if weight > 0 else torch.zeros_like(total)
+
+
+class _AllReduce(torch.autograd.Function):
+    """The sum over the replicas, whose gradient is summed as well."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor, replica: TorchReplica, weight: float | None):
+        ctx.replica, ctx.weight = replica, weight
+        return replica.sum("all_reduce", tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        name = "gradient of all_reduce"
+        total = _gradient_of_sum(ctx.replica, name, gradients[0], ctx.weight)
+        return total, None, None
+
+
+class _AllGather(torch.autograd.Function):
+    """The replicas' rows; the gradient of each replica's rows is summed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor, replica: TorchReplica, axis: int, weight: float | None
+    ):
+        def combine(tensors):
+            device = tensors[0].device
+            try:
+                joined = torch.cat([t.to(device) for t in tensors], dim=axis)
+            except (RuntimeError, IndexError) as error:
+                shapes = [tuple(t.shape) for t in tensors]
+                raise ValueError(
+                    "`all_gather` needs values of rank 1 or more whose dimensions "
+                    f"other than axis={axis} are equal. Received the shapes "
+                    f"{shapes}, in the order of the replicas."
+                ) from error
+            return joined, [t.shape[axis] for t in tensors]
+
+        joined, sizes = replica.exchange("all_gather", tensor.detach(), combine)
+        ctx.replica, ctx.axis, ctx.sizes, ctx.weight = replica, axis, sizes, weight
+        return joined.to(tensor.device, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        name = "gradient of all_gather"
+        total = _gradient_of_sum(ctx.replica, name, gradients[0], ctx.weight)
+        mine = total.split(ctx.sizes, dim=ctx.axis)[ctx.replica.id]
+        return mine, None, None, None

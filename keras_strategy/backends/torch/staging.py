@@ -1,0 +1,134 @@
+"""What a replica reads and writes while it runs.
+
+Keras sends every read and assignment of a variable to the `StatelessScope` that a
+thread is in. Ours reads this replica's component, keeps what is assigned, and writes
+it when all replicas have succeeded.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import torch
+
+from keras_strategy.backends.torch.components import Components, add, find_or_make
+from keras_strategy.context import ReplicaContext
+from keras_strategy.variables import is_on_read
+
+
+class ReplicaScope(keras.StatelessScope):
+    """The variables as one replica sees them.
+
+    Args:
+        context: The replica.
+        index: Its number on this worker.
+        devices: torch's names of all replicas' devices.
+        run: Stands for the run, the same object for all its replicas.
+    """
+
+    def __init__(
+        self,
+        context: ReplicaContext,
+        index: int,
+        devices: Sequence[str],
+        run: object,
+    ):
+        super().__init__(collect_losses=True, initialize_variables=False)
+        self.replica = context
+        self.layer_losses: dict[int, list[Any]] = {}
+        self._index = index
+        self._devices = devices
+        self._run = run
+        self._variables: dict[int, Any] = {}
+        self._components: dict[int, Components] = {}
+        # What the optimizer read in a training step, and so changed in place.
+        self.changed_in_place: dict[int, Any] = {}
+
+    def _component(self, variable: Any) -> torch.Tensor:
+        components = self._components.get(id(variable))
+        if components is None:
+            components = find_or_make(variable, self._devices)
+            components.enter_run(variable, self._run)
+            self._components[id(variable)] = components
+            self._variables[id(variable)] = variable
+        tensor = components.tensors[self._index]
+        first = components.first
+        if tensor.requires_grad != first.requires_grad:  # frozen or unfrozen
+            tensor.requires_grad_(first.requires_grad)
+        return tensor
+
+    def get_current_value(self, variable: Any) -> torch.Tensor | None:
+        if variable._value is None:
+            return None
+        staged = self.state_mapping.get(id(variable))
+        if staged is not None:
+            return staged
+        if not self.replica._applying:
+            return self._component(variable)
+        if self.replica._row_weight is None:
+            # Keras's torch optimizers work in place, on what they read here.
+            return self._stage(variable, self._component(variable))
+        # A training step saves itself the copies; see `TorchGroup.run`.
+        self.changed_in_place[id(variable)] = variable
+        return self._component(variable)
+
+    def add_update(self, update: tuple[Any, torch.Tensor]) -> None:
+        variable, value = update
+        if variable._value is None:
+            raise RuntimeError(
+                f"The variable '{variable.path}' is assigned before it has a value. "
+                "Build the layer or model before it is used in `strategy.run`."
+            )
+        if id(variable) in self.changed_in_place:
+            with torch.no_grad():
+                self._component(variable).copy_(value)
+        else:
+            self._stage(variable, value)
+
+    def _stage(self, variable: Any, value: torch.Tensor) -> torch.Tensor:
+        component = self._component(variable)
+        staged = value.detach().to(component.device, component.dtype, copy=True)
+        staged.requires_grad_(component.requires_grad)
+        self.state_mapping[id(variable)] = staged
+        return staged
+
+    def commit(self) -> None:
+        """Writes what this replica staged to its components."""
+        with torch.no_grad():
+            for key, staged in self.state_mapping.items():
+                self._component(self._variables[key]).copy_(staged)
+
+    def note_versions(self) -> None:
+        """Remembers that what was written now was written by the replicas."""
+        for key in [*self.state_mapping, *self.changed_in_place]:
+            components = self._components[key]
+            components.version = components.first._version
+
+
+class MergedScope(keras.StatelessScope):
+    """The variables as a `merge_call` sees them: all replicas' at once.
+
+    Args:
+        scopes: The scopes of the replicas that called it.
+    """
+
+    def __init__(self, scopes: Sequence[ReplicaScope]):
+        super().__init__(initialize_variables=False)
+        self._scopes = scopes
+
+    def get_current_value(self, variable: Any) -> torch.Tensor | None:
+        values = [scope.get_current_value(variable) for scope in self._scopes]
+        if values[0] is None or not is_on_read(variable):
+            return values[0]
+        if variable.aggregation == "sum":
+            return add(values)
+        if variable.aggregation == "mean":
+            return add(values) / len(values)
+        return values[0]
+
+    def add_update(self, update: tuple[Any, torch.Tensor]) -> None:
+        variable, value = update
+        if is_on_read(variable) and variable.aggregation == "sum":
+            value = value / len(self._scopes)
+        for scope in self._scopes:
+            scope.add_update((variable, value))

@@ -1,0 +1,41 @@
+"""Every test runs on the Keras backend in use, on up to 4 logical CPU devices."""
+
+import os
+
+# Before anything asks for devices, which settles how many there are.
+os.environ["KERAS_STRATEGY_LOGICAL_CPUS"] = "4"
+
+import keras
+import pytest
+
+import keras_strategy as ks
+
+
+@pytest.fixture(autouse=True)
+def _clean():
+    """A test starts from the same seed and leaves no strategy in charge."""
+    keras.utils.set_random_seed(0)
+    yield
+    assert not ks.has_strategy(), "the test left a strategy in charge"
+    distribution = keras.distribution.distribution()
+    assert distribution is None, "the test left a Keras distribution in charge"
+
+
+@pytest.fixture(params=[2, 3, 4], ids=lambda n: f"{n}replicas")
+def replicas(request) -> int:
+    return request.param
+
+
+@pytest.fixture
+def mirrored():
+    """Makes the strategy of a number of logical CPU devices."""
+
+    def make(replicas: int) -> ks.MirroredStrategy:
+        return ks.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
+
+    return make
+
+
+@pytest.fixture
+def two(mirrored) -> ks.MirroredStrategy:
+    return mirrored(2)

@@ -1,0 +1,307 @@
+"""fit, evaluate, predict and the `*_on_batch`, however the model came to be."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_strategy as ks
+from tests.training.equality import assert_equal, largest, scope, train
+
+RNG = np.random.RandomState(7)
+X = RNG.randn(21, 4).astype("float32")
+Y = RNG.randn(21, 1).astype("float32")
+
+
+def sequential():
+    return keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(1)]
+    )
+
+
+def deferred():
+    return keras.Sequential([keras.layers.Dense(5, "tanh"), keras.layers.Dense(1)])
+
+
+def functional():
+    inputs = keras.Input((4,))
+    hidden = keras.layers.Dense(5, "tanh")(inputs)
+    return keras.Model(inputs, keras.layers.Dense(1)(hidden))
+
+
+class Subclass(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.hidden = keras.layers.Dense(5, "tanh")
+        self.out = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.out(self.hidden(x))
+
+
+def normalized():
+    return keras.Sequential(
+        [keras.Input((4,)), keras.layers.LayerNormalization(), keras.layers.Dense(1)]
+    )
+
+
+MODELS = [sequential, deferred, functional, Subclass, normalized]
+
+
+@pytest.mark.parametrize("make", MODELS, ids=lambda m: m.__name__)
+def test_kinds_of_models(make, mirrored):
+    def compiled():
+        model = make()
+        model.compile("adam", "mse", metrics=["mae"])
+        return model
+
+    one = train(None, compiled, X, Y)
+    assert_equal(one, train(mirrored(3), compiled, X, Y))
+
+
+def weights_after(strategy, inside: str):
+    """Trains with `compile` or `fit`, or both, inside the scope."""
+    keras.utils.set_random_seed(1)
+    with scope(strategy):
+        model = sequential()
+        if "compile" in inside:
+            model.compile("adam", "mse", metrics=["mae"])
+        if "fit" in inside:
+            model.fit(X, Y, batch_size=8, verbose=0)
+    if "compile" not in inside:
+        model.compile("adam", "mse", metrics=["mae"])
+    if "fit" not in inside:
+        model.fit(X, Y, batch_size=8, verbose=0)
+    return model.get_weights()
+
+
+@pytest.mark.parametrize("inside", ["", "compile", "compile and fit"])
+def test_compile_and_fit_inside_and_outside_of_the_scope(inside, two):
+    assert largest(weights_after(None, inside), weights_after(two, inside)) < 2e-5
+
+
+def test_an_optimizer_and_a_metric_made_outside_of_the_scope(two):
+    def fit(strategy):
+        keras.utils.set_random_seed(1)
+        optimizer = keras.optimizers.Adam(0.01)
+        metric = keras.metrics.MeanAbsoluteError(name="mae")
+        with scope(strategy):
+            model = sequential()
+        model.compile(optimizer, "mse", metrics=[metric])
+        history = model.fit(X, Y, batch_size=8, epochs=2, verbose=0).history
+        return [*model.get_weights(), *history["loss"], *history["mae"]]
+
+    assert largest(fit(None), fit(two)) < 1e-5
+
+
+def test_a_base_model_made_outside_of_the_scope(two):
+    def fit(strategy):
+        keras.utils.set_random_seed(1)
+        base = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5, "tanh")])
+        with scope(strategy):
+            model = keras.Sequential([base, keras.layers.Dense(1)])
+            model.compile("adam", "mse")
+        model.fit(X, Y, batch_size=8, epochs=2, verbose=0)
+        return model.get_weights()
+
+    assert largest(fit(None), fit(two)) < 2e-5
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+def test_on_batch(rows, mirrored):
+    def use(strategy):
+        keras.utils.set_random_seed(1)
+        with scope(strategy):
+            model = sequential()
+            model.compile("adam", "mse", metrics=["mae"])
+        logs = [model.train_on_batch(X[:rows], Y[:rows]) for _ in range(2)]
+        logs.append(model.test_on_batch(X[:rows], Y[:rows]))
+        prediction = model.predict_on_batch(X[:rows])
+        assert isinstance(prediction, np.ndarray) and prediction.shape == (rows, 1)
+        return [*logs, prediction, *model.get_weights()]
+
+    assert largest(use(None), use(mirrored(3))) < 1e-5
+
+
+def test_evaluate_and_predict(mirrored):
+    def use(strategy):
+        keras.utils.set_random_seed(1)
+        with scope(strategy):
+            model = sequential()
+            model.compile("adam", "mse", metrics=["mae"])
+        logs = model.evaluate(X, Y, batch_size=8, verbose=0, return_dict=True)
+        assert set(logs) == {"loss", "mae"}
+        predictions = model.predict(X, batch_size=8, verbose=0)
+        assert isinstance(predictions, np.ndarray) and predictions.shape == (21, 1)
+        return [*logs.values(), predictions]
+
+    assert largest(use(None), use(mirrored(4))) < 1e-5
+
+
+@pytest.mark.parametrize("make", MODELS, ids=lambda m: m.__name__)
+def test_predict_with_a_model_that_was_never_trained(make, two):
+    def use(strategy):
+        keras.utils.set_random_seed(1)
+        with scope(strategy):
+            model = make()
+        return [model.predict(X, batch_size=8, verbose=0), model.predict_on_batch(X)]
+
+    assert largest(use(None), use(two)) < 1e-5
+
+
+def test_tensors_of_the_backend(two):
+    def use(strategy):
+        keras.utils.set_random_seed(1)
+        with scope(strategy):
+            model = sequential()
+            model.compile("adam", "mse")
+        x, y = keras.ops.convert_to_tensor(X), keras.ops.convert_to_tensor(Y)
+        loss = model.train_on_batch(x, y)
+        history = model.fit(x, y, batch_size=8, verbose=0).history
+        predictions = model.predict(x, batch_size=8, verbose=0)
+        return [loss, *history["loss"], predictions, *model.get_weights()]
+
+    assert largest(use(None), use(two)) < 1e-5
+
+
+def test_calling_the_model(two):
+    with two.scope():
+        model = sequential()
+        inside = model(X)
+    model.compile("adam", "mse")
+    model.fit(X, Y, batch_size=8, verbose=0)
+    outside = keras.ops.convert_to_numpy(model(X))
+    assert inside.shape == (21, 1)
+    np.testing.assert_allclose(outside, model.predict(X, verbose=0), atol=1e-6)
+
+
+def test_reading_and_setting_weights(two):
+    with two.scope():
+        model = sequential()
+        model.compile("adam", "mse")
+    weights = [w + 1 for w in model.get_weights()]
+    model.set_weights(weights)
+    assert largest(weights, model.get_weights()) == 0
+    for variable, weight in zip(model.weights, weights, strict=True):
+        for component in two.experimental_local_results(variable):
+            np.testing.assert_array_equal(keras.ops.convert_to_numpy(component), weight)
+    plain = sequential()
+    plain.set_weights(weights)
+    np.testing.assert_allclose(
+        model.predict(X, verbose=0), plain.predict(X, verbose=0), atol=1e-6
+    )
+
+
+def test_components_are_equal_after_training(mirrored):
+    strategy = mirrored(3)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((4,)),
+                keras.layers.Dense(5),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(0.5),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile("adam", "mse")
+    model.fit(X, Y, batch_size=8, epochs=2, verbose=0)
+    for variable in [*model.variables, *model.optimizer.variables]:
+        first, *others = [
+            keras.ops.convert_to_numpy(c)
+            for c in strategy.experimental_local_results(variable)
+        ]
+        assert len(others) == 2 and np.isfinite(first).all()
+        for other in others:
+            np.testing.assert_array_equal(first, other, err_msg=variable.path)
+
+
+def test_stored_seeds_equal_those_of_one_device(two):
+    def use(strategy):
+        keras.utils.set_random_seed(1)
+        with scope(strategy):
+            model = keras.Sequential(
+                [keras.Input((4,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+            )
+            model.compile("adam", "mse")
+        model.fit(X, Y, batch_size=8, epochs=2, verbose=0)
+        return [
+            keras.ops.convert_to_numpy(v.value) for v in model.non_trainable_variables
+        ]
+
+    assert largest(use(None), use(two)) == 0
+
+
+def test_a_users_own_compute_loss(two):
+    class Own(keras.Model):
+        """Counts its steps, and logs what is no metric."""
+
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def compute_loss(
+            self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+        ):
+            return keras.ops.mean(keras.ops.abs(y - y_pred)) + 0.01 * keras.ops.sum(
+                keras.ops.square(self.dense.kernel)
+            )
+
+    def make():
+        model = Own()
+        model.compile("adam", metrics=["mae"])
+        return model
+
+    assert_equal(train(None, make, X, Y), train(two, make, X, Y))
+
+
+def test_two_models_under_two_strategies(mirrored):
+    def compiled():
+        model = sequential()
+        model.compile("adam", "mse")
+        return model
+
+    one = train(None, compiled, X, Y)
+    first, second = mirrored(2), mirrored(4)
+    assert_equal(one, train(first, compiled, X, Y))
+    assert_equal(one, train(second, compiled, X, Y))
+    assert_equal(one, train(first, compiled, X, Y))
+
+
+def test_one_device(two):
+    def compiled():
+        model = sequential()
+        model.compile("adam", "mse", metrics=["mae"])
+        return model
+
+    one = train(None, compiled, X, Y)
+    for strategy in (ks.OneDeviceStrategy("cpu:0"), ks.MirroredStrategy(["cpu:0"])):
+        many = train(strategy, compiled, X, Y)
+        assert largest(one.weights, many.weights) == 0
+        assert largest(list(one.logs.values()), list(many.logs.values())) == 0
+
+
+def test_freezing_between_fits(two):
+    def use(strategy):
+        keras.utils.set_random_seed(1)
+        with scope(strategy):
+            model = sequential()
+        for trainable in (True, False, True):
+            model.layers[0].trainable = trainable
+            model.compile("sgd", "mse")
+            model.fit(X, Y, batch_size=8, verbose=0)
+        return model.get_weights()
+
+    assert largest(use(None), use(two)) < 2e-5
+
+
+def test_run_eagerly(two):
+    def compiled():
+        model = sequential()
+        model.compile("adam", "mse", run_eagerly=True)
+        return model
+
+    one = train(None, compiled, X, Y, epochs=1)
+    assert_equal(one, train(two, compiled, X, Y, epochs=1))
