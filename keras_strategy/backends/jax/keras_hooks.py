@@ -44,25 +44,24 @@ def _get_distributed_iterator(original: Callable) -> Callable:
 
 
 def _get_jax_state(original: Callable) -> Callable:
-    """`Model._get_jax_state`: no array twice in what a step may overwrite.
+    """`Model._get_jax_state`: no two variables share an array that a step overwrites.
 
-    Variables may share one, as weights and their moving average do after a fit with
-    `use_ema`; JAX cannot donate it twice, and on several devices it crashes.
+    Weights and their moving average do after a fit with `use_ema`. JAX cannot donate
+    an array twice (on several devices that crashes), and the variable that does not
+    take part in the step would be left with a deleted one.
     """
 
     def _get_jax_state(self, *args, **kwargs):
-        state = original(self, *args, **kwargs)
-        if not hasattr(keras.distribution.distribution(), "place"):
-            return state
-        seen: set[int] = set()
-
-        def alone(array):
-            if id(array) in seen:
-                return jax.numpy.copy(array)
-            seen.add(id(array))
-            return array
-
-        return tuple([alone(array) for array in arrays] for arrays in state)
+        if hasattr(keras.distribution.distribution(), "place"):
+            variables = [*self.variables, *self.metrics_variables]
+            if getattr(self, "optimizer", None) is not None:
+                variables += self.optimizer.variables
+            seen: dict[int, Any] = {}
+            for variable in variables:
+                other = seen.setdefault(id(variable._value), variable)
+                if other is not variable and variable._value is not None:
+                    variable._value = jax.numpy.copy(variable._value)
+        return original(self, *args, **kwargs)
 
     return _get_jax_state
 
