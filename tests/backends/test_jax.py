@@ -202,7 +202,7 @@ def test_a_branch_on_the_replica_id(two):
             return 1.0
         return 2.0
 
-    with pytest.raises(TypeError, match="keras.ops.where"):
+    with pytest.raises(TypeError, match=r"keras\.ops\.where"):
         two.run(step)
     assert local(two, two.run(lambda: keras.ops.ones(()))) == [1.0, 1.0]
 

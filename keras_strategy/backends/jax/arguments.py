@@ -135,7 +135,7 @@ def take_apart(arguments: Any, distribution: ReplicaDistribution) -> Arguments:
     structure = tree.map_structure(leaf, arguments)
     for x in tree.flatten(structure):
         key.append(_constant_key(x.value) if isinstance(x, Constant) else x)
-    key += [(array.shape, array.dtype) for array in arrays]
+    key += [(array.shape, array.dtype, array.weak_type) for array in arrays]
     shape = jax.tree.structure(tree.map_structure(lambda _: 0, structure))
     return Arguments(structure, arrays, (shape, *key))
 

@@ -262,10 +262,10 @@ class Runner:
                 return Tensor(split=True, scalar=x.ndim == 0)
 
             program.output = tree.map_structure(leaf, result)
-            local = [scope.state_mapping[id(v)] for v in program.local]
+            local = [_strong(scope.state_mapping[id(v)]) for v in program.local]
             return (
                 outputs,
-                [scope.state_mapping[id(v)] for v in program.written],
+                [_strong(scope.state_mapping[id(v)]) for v in program.written],
                 [x[None] for x in local],
                 [
                     on_read.aggregate(v, x)
@@ -322,6 +322,7 @@ class Runner:
 
     def _placed(self, array: jax.Array) -> jax.Array:
         everywhere = self._distribution.everywhere
+        array = _strong(array)
         if array.sharding.is_equivalent_to(everywhere, array.ndim):
             return array
         return jax.device_put(array, everywhere)
@@ -336,6 +337,16 @@ class Runner:
         shared = sys.getrefcount(keras_hooks.array_of(variable)) > _UNSHARED
         array = self._placed(keras_hooks.array_of(variable))
         return jnp.copy(array) if shared else array
+
+
+def _strong(array: Any) -> Any:
+    """An array whose dtype is not weak, as a variable made of a Python number's is.
+
+    A program would be traced once more when the weak dtype is gone after a step.
+    """
+    if not array.weak_type:
+        return array
+    return jax.lax.convert_element_type(array, array.dtype)
 
 
 # How many references to its array `_donated` counts where nobody else holds it.
