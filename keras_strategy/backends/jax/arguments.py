@@ -1,0 +1,172 @@
+"""What a function is called with, taken apart into arrays and everything else."""
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+from keras import tree
+
+from keras_strategy.backends.jax.distribution import ReplicaDistribution
+from keras_strategy.backends.jax.sharded import (
+    ShardedPerReplica,
+    is_array,
+    joined,
+    shapes_of,
+)
+from keras_strategy.values import DistributedValues
+
+
+class Identity:
+    """Makes an object a key by what it is, and keeps it alive as long."""
+
+    __slots__ = ("it",)
+
+    def __init__(self, it: Any):
+        self.it = it
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Identity) and self.it is other.it
+
+    def __hash__(self) -> int:
+        return id(self.it)
+
+
+def fingerprint(fn: Callable[..., Any]) -> Any:
+    """A key that is the same for functions that cannot differ, or None.
+
+    A lambda that is made anew for every step has the same code and encloses the same
+    objects, and need not be compiled again.
+    """
+    if not isinstance(fn, types.FunctionType):
+        return None
+    try:
+        enclosed = [cell.cell_contents for cell in fn.__closure__ or ()]
+    except ValueError:  # an empty cell
+        return None
+    defaults = (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
+    return (
+        fn.__code__,
+        Identity(fn.__globals__),
+        *(Identity(x) for x in (*enclosed, *defaults)),
+    )
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A leaf that the program is compiled for: None, a string, a model, a number."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A leaf that the program is called with.
+
+    Attributes:
+        split: Whether every replica gets its part of it.
+        scalar: Whether that part is a scalar.
+    """
+
+    split: bool
+    scalar: bool = False
+
+
+@dataclass
+class Arguments:
+    """The arguments of one call.
+
+    Attributes:
+        structure: Of `(args, kwargs)`, with a Constant or Tensor for each leaf.
+        arrays: The arrays of the Tensor leaves, in order, placed on the devices.
+        key: Equal for calls that one program can serve.
+    """
+
+    structure: Any
+    arrays: list[jax.Array]
+    key: Any
+
+    def restore(self, tensors: list[Any]) -> tuple[tuple, dict]:
+        """The arguments of one replica, made of what the program got for the arrays."""
+        remaining = iter(tensors)
+
+        def leaf(x):
+            if isinstance(x, Constant):
+                return x.value
+            tensor = next(remaining)
+            return tensor[0] if x.scalar else tensor
+
+        return tree.map_structure(leaf, self.structure)
+
+
+def take_apart(arguments: Any, distribution: ReplicaDistribution) -> Arguments:
+    """Places the arrays of `(args, kwargs)` and tells them from the rest.
+
+    Python numbers are constants, as in tf.function: a function may use them as a
+    range or a shape. A number that changes with every step should be an array.
+    """
+    arrays, key = [], []
+
+    def leaf(x):
+        if isinstance(x, DistributedValues):
+            if isinstance(x, ShardedPerReplica) or all(map(is_array, x.values)):
+                value = _joined(x, distribution)
+                arrays.append(value.array)
+                return Tensor(split=True, scalar=value.scalars)
+            first = x.values[0]
+            if all(c is first or c == first for c in x.values[1:]):
+                return Constant(first)
+            raise ValueError(
+                "All replicas run one compiled program on JAX, so a PerReplica value "
+                "that `strategy.run` is called with must hold tensors or numbers. "
+                f"Received: {x!r}"
+            )
+        # Python numbers are left to the trace, and so are arrays of objects.
+        array = isinstance(x, jax.Array | np.ndarray | np.generic)
+        if array and (isinstance(x, jax.Array) or x.dtype.kind not in "OUSMmV"):
+            arrays.append(jax.device_put(jnp.asarray(x), distribution.everywhere))
+            return Tensor(split=False)
+        return Constant(x)
+
+    structure = tree.map_structure(leaf, arguments)
+    for x in tree.flatten(structure):
+        key.append(_constant_key(x.value) if isinstance(x, Constant) else x)
+    key += [(array.shape, array.dtype, array.weak_type) for array in arrays]
+    shape = jax.tree.structure(tree.map_structure(lambda _: 0, structure))
+    return Arguments(structure, arrays, (shape, *key))
+
+
+def _joined(
+    value: DistributedValues, distribution: ReplicaDistribution
+) -> ShardedPerReplica:
+    replicas = len(distribution.devices)
+    if len(value.values) != replicas:
+        raise ValueError(
+            f"A PerReplica value of {len(value.values)} components was given to a "
+            f"strategy of {replicas} replicas. Received: {value!r}"
+        )
+    shapes = shapes_of(value.values)
+    if len(set(shapes)) > 1:
+        raise ValueError(
+            "All replicas run one compiled program on JAX, so the components of a "
+            "PerReplica value that `strategy.run` is called with must have the same "
+            f"shape. Received the shapes {shapes}. Drop the rows of a last batch that "
+            "the replicas do not divide, or pad it and give the padding the weight 0. "
+            "(`model.fit` takes such batches as they are.)"
+        )
+    return joined(value, distribution)
+
+
+def _constant_key(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return type(value), value
+    return Identity(value)
+
+
+def bare(leaf: Any) -> Any:
+    """A variable's value in the place of the variable."""
+    return leaf.value if isinstance(leaf, keras.Variable) else leaf

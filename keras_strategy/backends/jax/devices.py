@@ -1,0 +1,58 @@
+"""The devices that JAX has, under our names."""
+
+import jax
+
+
+def list_devices(device_type: str | None = None) -> list[str]:
+    """Canonical names of the local devices of a kind.
+
+    Args:
+        device_type: "cpu", "gpu" or "tpu"; None means the accelerators, or the CPUs
+            where there is none.
+
+    Returns:
+        The names, empty where there is no such device.
+    """
+    kind = (device_type or jax.default_backend()).lower()
+    try:
+        devices = jax.local_devices(backend=kind)
+    except RuntimeError:  # JAX's way to say that there is none
+        return []
+    # The kind that was asked for, since `platform` is "cuda" for some "gpu".
+    return [f"{_kind_of(device)}:{device.id}" for device in devices]
+
+
+def device_named(name: str) -> jax.Device:
+    """The device that has the canonical name `name`."""
+    kind, _, index = name.partition(":")
+    for device in jax.local_devices(backend=kind):
+        if device.id == int(index):
+            return device
+    raise ValueError(
+        f"There is no device '{name}'. Available devices: {list_devices(kind)}"
+    )
+
+
+def set_logical_devices(count: int) -> None:
+    """Divides the CPU into `count` devices, before JAX uses any.
+
+    Raises:
+        RuntimeError: If JAX has used its devices already and there are not `count`.
+    """
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError as error:
+        there_are = len(list_devices("cpu"))
+        if there_are == count:
+            return
+        raise RuntimeError(
+            f"The CPU cannot be divided into {count} logical devices any more: JAX is "
+            f"using it as {there_are} already. Call set_logical_devices before the "
+            "first tensor, variable or strategy is made (in a notebook, restart it), "
+            f"or set the environment variable KERAS_STRATEGY_LOGICAL_CPUS={count} "
+            "before Python starts."
+        ) from error
+
+
+def _kind_of(device: jax.Device) -> str:
+    return {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)

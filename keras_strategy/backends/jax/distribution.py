@@ -1,0 +1,67 @@
+"""The layouts by which Keras's own global program works for a group."""
+
+from typing import Any
+
+import jax
+import keras
+
+from keras_strategy.backends.jax.devices import device_named
+
+# The name of the mesh's only axis.
+AXIS = "replica"
+
+
+class ReplicaDistribution(keras.distribution.DataParallel):
+    """Batches split by rows where they can be, variables on every device.
+
+    A batch that the devices do not divide is computed whole on each of them: the
+    result is the same, and no padding gets into a mean.
+
+    Args:
+        devices: Canonical names of the devices.
+    """
+
+    def __init__(self, devices: tuple[str, ...]):
+        # Named as JAX names them, which is what Keras looks for.
+        found = [device_named(name) for name in devices]
+        mesh = keras.distribution.DeviceMesh(
+            (len(found),), [AXIS], [f"{d.platform}:{d.id}" for d in found]
+        )
+        super().__init__(device_mesh=mesh, auto_shard_dataset=False)
+        self.devices = found
+        self.mesh: jax.sharding.Mesh = mesh.backend_mesh
+        self.everywhere = jax.sharding.NamedSharding(
+            self.mesh, jax.sharding.PartitionSpec()
+        )
+        self.split = jax.sharding.NamedSharding(
+            self.mesh, jax.sharding.PartitionSpec(AXIS)
+        )
+
+    def get_data_layout(self, data_shape: Any) -> Any:
+        if len(data_shape) == 0 or data_shape[0] % self.num_model_replicas:
+            return keras.distribution.TensorLayout(
+                [None] * len(data_shape), self.device_mesh
+            )
+        return super().get_data_layout(data_shape)
+
+    def replicated_layout(self, rank: int) -> Any:
+        """The layout of a variable of `rank` dimensions."""
+        return keras.distribution.TensorLayout([None] * rank, self.device_mesh)
+
+    def place_rows(self, array: Any) -> jax.Array:
+        """Puts a batch's array on the devices, split by rows where it can be."""
+        if not hasattr(array, "shape"):
+            array = keras.ops.convert_to_tensor(array)
+        layout = self.get_data_layout(tuple(array.shape))
+        return jax.device_put(array, layout.backend_layout)
+
+    def place(self, value: Any) -> Any:
+        """Puts an array that is bound to other devices on all of ours."""
+        if (
+            isinstance(value, jax.Array)
+            and not isinstance(value, jax.core.Tracer)
+            and value.committed
+            and value.sharding.device_set != self.everywhere.device_set
+        ):
+            return jax.device_put(value, self.everywhere)
+        return value

@@ -1,0 +1,250 @@
+"""Where this adapter touches what Keras does not export.
+
+Hooks first, with the reason for each; then the few private things that the rest of the
+adapter needs, under names of our own.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import keras
+import keras.src.backend.jax.trainer as jax_trainer
+import keras.src.random.seed_generator as seed_generator
+from keras import tree
+from keras.src.backend.common import global_state
+from keras.src.backend.common.stateless_scope import get_stateless_scope
+
+from keras_strategy.hooking import Hook
+from keras_strategy.training.keras_hooks import strategy_of_model
+from keras_strategy.training.row_weights import distributed_replica
+
+
+def _get_distributed_iterator(original: Callable) -> Callable:
+    """`JAXEpochIterator._get_distributed_iterator`: a layout for every batch.
+
+    Keras keeps the layout of the first batch, which a smaller last one may not fit.
+    """
+
+    def _get_distributed_iterator(self, distribution):
+        if not hasattr(distribution, "place"):  # not one of ours
+            yield from original(self, distribution)
+        elif jax.default_backend() == "cpu":
+            for data in self.data_adapter.get_jax_iterator():
+                yield jax_trainer._distribute_data(data)
+        else:
+            # It distributes batch by batch as well, one step ahead.
+            yield from self._one_batch_ahead_iterator(
+                self.data_adapter.get_jax_iterator()
+            )
+
+    return _get_distributed_iterator
+
+
+def _get_jax_state(original: Callable) -> Callable:
+    """`Model._get_jax_state`: no two variables share an array that a step overwrites.
+
+    Weights and their moving average do after a fit with `use_ema`. JAX cannot donate
+    an array twice (on several devices that crashes), and the variable that does not
+    take part in the step would be left with a deleted one.
+    """
+
+    def _get_jax_state(self, *args, **kwargs):
+        if hasattr(keras.distribution.distribution(), "place"):
+            variables = [*self.variables, *self.metrics_variables]
+            if getattr(self, "optimizer", None) is not None:
+                variables += self.optimizer.variables
+            seen: dict[int, Any] = {}
+            for variable in variables:
+                other = seen.setdefault(id(variable._value), variable)
+                if other is not variable and variable._value is not None:
+                    variable._value = jax.numpy.copy(variable._value)
+        return original(self, *args, **kwargs)
+
+    return _get_jax_state
+
+
+def _predict_on_batch(original: Callable) -> Callable:
+    """`Model.predict_on_batch`: Keras forgets to distribute its batch."""
+
+    def predict_on_batch(self, x):
+        distribution = _distribution_of(strategy_of_model(self))
+        if distribution is not None:
+            x = tree.map_structure(
+                lambda leaf: leaf if leaf is None else distribution.place_rows(leaf), x
+            )
+        return original(self, x)
+
+    return predict_on_batch
+
+
+def _call(original: Callable) -> Callable:
+    """`Model.__call__`: an input committed to other devices is moved to the model.
+
+    JAX refuses to compute with arrays that are bound to different sets of devices,
+    such as a component of a PerReplica value and a variable of all replicas.
+    """
+
+    def __call__(self, *args, **kwargs):
+        strategy = vars(self).get("_ks_strategy")
+        distribution = _distribution_of(strategy)
+        if distribution is not None and distributed_replica() is None:
+            args, kwargs = tree.map_structure(distribution.place, (args, kwargs))
+        return original(self, *args, **kwargs)
+
+    return __call__
+
+
+def _distribution_of(strategy: Any) -> Any:
+    return (
+        None
+        if strategy is None
+        else getattr(strategy.extended.group, "distribution", None)
+    )
+
+
+def _global_seed_generator(original: Callable) -> Callable:
+    """`global_seed_generator`: it belongs to the process, not to a strategy.
+
+    Made in a scope it would be bound to the strategy's devices, and every other model
+    of the process would meet it there. And Keras refuses it inside a trace, where its
+    state would become a constant; `run` threads it through like any variable.
+    """
+
+    def global_seed_generator():
+        distribution = keras.distribution.distribution()
+        if not hasattr(distribution, "place"):
+            return original()
+        if distributed_replica() is not None:
+            name = seed_generator.GLOBAL_SEED_GENERATOR
+            generator = global_state.get_global_attribute(name)
+            if generator is None:
+                generator = keras.random.SeedGenerator()
+                global_state.set_global_attribute(name, generator)
+            return generator
+        keras.distribution.set_distribution(None)
+        try:
+            return original()
+        finally:
+            keras.distribution.set_distribution(distribution)
+
+    return global_seed_generator
+
+
+def _common_apply(original: Callable) -> Callable:
+    """`LossScaleOptimizer._common_apply`: it assigns inside a `lax.cond`.
+
+    JAX forbids that. Keras's trainer calls `stateless_apply`, and so does this in
+    `run`, where the gradients have been summed by now.
+    """
+
+    def _common_apply(self, grads, trainable_variables=None):
+        if distributed_replica() is None:
+            return original(self, grads, trainable_variables)
+        variables = self.variables
+        trainable = list(trainable_variables or self._trainable_variables)
+        values, states = self.stateless_apply(
+            [v.value for v in variables], list(grads), [v.value for v in trainable]
+        )
+        for variable, value in zip(
+            [*trainable, *variables], [*values, *states], strict=True
+        ):
+            write(variable, value)
+
+    return _common_apply
+
+
+@functools.cache
+def hooks() -> list[Hook]:
+    """The hooks of this adapter."""
+    return [
+        Hook(
+            jax_trainer.JAXEpochIterator,
+            "_get_distributed_iterator",
+            "(self, distribution)",
+            _get_distributed_iterator,
+        ),
+        Hook(
+            keras.Model,
+            "_get_jax_state",
+            "(self, trainable_variables=False, non_trainable_variables=False, "
+            "optimizer_variables=False, metrics_variables=False, "
+            "purge_model_variables=False)",
+            _get_jax_state,
+        ),
+        Hook(keras.Model, "predict_on_batch", "(self, x)", _predict_on_batch),
+        Hook(keras.Model, "__call__", "(self, *args, **kwargs)", _call),
+        Hook(
+            keras.optimizers.LossScaleOptimizer,
+            "_common_apply",
+            "(self, grads, trainable_variables=None)",
+            _common_apply,
+        ),
+        Hook(seed_generator, "global_seed_generator", "()", _global_seed_generator),
+    ]
+
+
+# --- private state of Keras
+
+
+def stateless_scope() -> Any:
+    """The innermost `keras.StatelessScope` of this thread, or None."""
+    return get_stateless_scope()
+
+
+def initialize_pending() -> None:
+    """Initialises variables that were made in a trace; to be called outside."""
+    with keras.StatelessScope():
+        pass
+
+
+@contextlib.contextmanager
+def outside_of_trace() -> Iterator[None]:
+    """Lets code that a trace calls make variables with values, once and for all."""
+    scope = get_stateless_scope()
+    global_state.set_global_attribute("stateless_scope", None)
+    try:
+        with jax.ensure_compile_time_eval():
+            yield
+    finally:
+        global_state.set_global_attribute("stateless_scope", scope)
+
+
+def write(variable: Any, value: Any) -> None:
+    """Assigns without bringing the replicas together: they have been."""
+    scope = get_stateless_scope()
+    if scope is None:
+        variable._direct_assign(value)
+    else:
+        scope.add_update((variable, value))
+
+
+def array_of(variable: Any) -> Any:
+    """The array that a variable holds, whatever scope this is in."""
+    return variable._value
+
+
+def set_array(variable: Any, array: Any) -> None:
+    """Makes `array`, which has the variable's placement already, its value."""
+    variable._value = array
+
+
+def set_layout(variable: Any, layout: Any) -> None:
+    """Gives a variable a layout, and places its value by it."""
+    variable._layout = layout
+    variable._direct_assign(variable._value)
+
+
+def is_global_seed(variable: Any) -> bool:
+    """Whether a variable is the state of the process's own seed generator."""
+    generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    return generator is not None and generator.state is variable
+
+
+def release(variable: Any, array: Any) -> None:
+    """Makes `array` a variable's value, bound to no devices."""
+    variable._layout = None
+    vars(variable).pop("_ks_strategy", None)
+    variable._value = jax.numpy.asarray(jax.device_get(array))

@@ -1,0 +1,90 @@
+"""One replica as the body of a shard_map sees it."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import keras
+from keras import tree
+
+from keras_strategy import context
+from keras_strategy.backends.jax import keras_hooks
+from keras_strategy.backends.jax.distribution import AXIS
+from keras_strategy.training.row_weights import weighted
+from keras_strategy.values import DistributedValues, PerReplica, ReduceOp
+
+if TYPE_CHECKING:
+    from keras_strategy.strategy import Strategy
+
+
+class JaxReplica:
+    """See `keras_strategy.backends.protocol.Replica`.
+
+    One trace serves all replicas: `id` is a traced scalar, and `devices` are those of
+    all of them.
+    """
+
+    def __init__(self, strategy: "Strategy", devices: tuple[str, ...]):
+        self._strategy = strategy
+        self.devices = devices
+
+    @property
+    def id(self) -> Any:
+        return jax.lax.axis_index(AXIS)
+
+    def all_reduce(self, reduce_op: ReduceOp, value: Any) -> Any:
+        value = keras.ops.convert_to_tensor(value)
+        if reduce_op is ReduceOp.SUM:
+            return jax.lax.psum(value, AXIS)
+        return jax.lax.pmean(value, AXIS)
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        value = keras.ops.convert_to_tensor(value)
+        if not -value.ndim <= axis < value.ndim:
+            raise ValueError(
+                "all_gather joins tensors along one of their dimensions. Received: "
+                f"axis={axis} and a tensor of shape {value.shape}."
+            )
+        return jax.lax.all_gather(value, AXIS, axis=axis % value.ndim, tiled=True)
+
+    def merge_call(self, merge_fn: Callable[..., Any], args: tuple, kwargs: dict):
+        def merged(leaf):
+            return TracedPerReplica(leaf) if keras.ops.is_tensor(leaf) else leaf
+
+        def mine(leaf):
+            if isinstance(leaf, TracedPerReplica):
+                return leaf.component
+            if isinstance(leaf, DistributedValues):
+                stacked = jax.numpy.stack([jax.numpy.asarray(v) for v in leaf.values])
+                return stacked[self.id]
+            return leaf
+
+        args, kwargs = tree.map_structure(merged, (args, kwargs))
+        with context.strategy_in_charge(self._strategy):
+            result = merge_fn(self._strategy, *args, **kwargs)
+        return tree.map_structure(mine, result)
+
+    def once(self, fn: Callable[[], Any]) -> Any:
+        with keras_hooks.outside_of_trace():
+            return fn()
+
+    def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
+        return jax.lax.psum([weighted(t, weight) for t in tensors], AXIS)
+
+    def write(self, variable: Any, value: Any) -> None:
+        keras_hooks.write(variable, value)
+
+
+class TracedPerReplica(PerReplica):
+    """A value of all replicas inside their program, where each sees its own part.
+
+    Args:
+        component: What the replica that is traced holds.
+    """
+
+    def __init__(self, component: Any):
+        self.component = component
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        return tuple(jax.lax.all_gather(self.component, AXIS, axis=0))

@@ -1,0 +1,367 @@
+"""`run`: a function of one replica, compiled into one program for all of them.
+
+Keras variables are state, and a program of JAX has none: it gets the variables' values
+and returns their new ones. Which variables those are is found out by tracing: the
+first trace of a function meets variables that the program does not thread yet, is
+thrown away, and the second trace threads them.
+"""
+
+import inspect
+import logging
+import sys
+import types
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+from jax.sharding import PartitionSpec
+from keras import tree
+
+from keras_strategy import context
+from keras_strategy.backends.jax import keras_hooks, on_read
+from keras_strategy.backends.jax.arguments import (
+    Arguments,
+    Constant,
+    Tensor,
+    bare,
+    fingerprint,
+    take_apart,
+)
+from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution
+from keras_strategy.backends.jax.replica import JaxReplica
+from keras_strategy.backends.jax.sharded import ShardedPerReplica
+from keras_strategy.training.keras_hooks import adopt
+from keras_strategy.variables import is_on_read
+
+if TYPE_CHECKING:
+    from keras_strategy.strategy import Strategy
+
+logger = logging.getLogger("keras_strategy")
+
+# Functions and programs of each that are kept compiled. A function may hold a whole
+# model, so old ones must go.
+FUNCTIONS = 32
+PROGRAMS = 32
+# Beyond so many programs of one function, its Python numbers are suspected.
+MANY_PROGRAMS = 8
+
+try:
+    _shard_map = jax.shard_map
+except AttributeError:  # jax before 0.6
+    from jax.experimental.shard_map import shard_map as _shard_map
+# Its check that outputs are replicated would refuse what each replica writes of its
+# own, and change the gradient of psum.
+_CHECK = (
+    "check_vma"
+    if "check_vma" in inspect.signature(_shard_map).parameters
+    else "check_rep"
+)
+
+
+class RunScope(keras.StatelessScope):
+    """Holds the variables' values in a trace, and notes which ones it meets.
+
+    Args:
+        mapping: Pairs of a variable and its traced value.
+    """
+
+    def __init__(self, mapping: Any):
+        super().__init__(initialize_variables=False)
+        self.met: dict[int, Any] = {}
+        self.written: dict[int, Any] = {}
+        self.state_mapping.update((id(v), value) for v, value in mapping)
+        self._threaded = frozenset(self.state_mapping)
+
+    def get_current_value(self, variable: Any) -> Any:
+        self.met[id(variable)] = variable
+        value = super().get_current_value(variable)
+        if value is None:
+            # This trace will be thrown away; a stand-in keeps the real value from
+            # becoming a constant that Python code could look into.
+            value = jnp.zeros(variable.shape, variable._dtype)
+        return value
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        self.met[id(update[0])] = self.written[id(update[0])] = update[0]
+        super().add_update(update)
+
+    @property
+    def strangers(self) -> list[Any]:
+        """What the trace met and the program does not thread."""
+        return [v for key, v in self.met.items() if key not in self._threaded]
+
+
+class _NewVariables(Exception):
+    """A trace met variables that the program does not thread."""
+
+
+class _Function:
+    """A function, the variables that it uses, and its compiled programs."""
+
+    def __init__(self):
+        self.variables: dict[int, Any] = {}
+        self.written: set[int] = set()
+        self.programs: OrderedDict[Any, _Program] = OrderedDict()
+        self.warned = False
+
+    def learn(self, scope: RunScope) -> bool:
+        """Notes what a trace met; returns whether that was news."""
+        before = len(self.variables), len(self.written)
+        self.variables.update(scope.met)
+        self.written.update(scope.written)
+        return before != (len(self.variables), len(self.written))
+
+    def keep(self, program: "_Program", key: Any, fn: Any) -> None:
+        """Keeps a program for the next call of its kind."""
+        self.programs[key] = program
+        if len(self.programs) > PROGRAMS:
+            self.programs.popitem(last=False)
+        if len(self.programs) > MANY_PROGRAMS and not self.warned:
+            self.warned = True
+            logger.warning(
+                "strategy.run has compiled %r for %d kinds of arguments. It does so "
+                "for every new shape and every new Python number; give it numbers "
+                "that change as arrays.",
+                fn,
+                len(self.programs),
+            )
+
+
+class _Program:
+    """One compiled program and what it threads."""
+
+    call: Callable[..., Any]
+
+    def __init__(self, written: list, read: list, local: list):
+        self.written = written
+        self.read = read
+        self.local = local
+        self.output: Any = None  # the structure that the function returned
+
+
+class Runner:
+    """Compiles and calls functions for the replicas of one group.
+
+    Args:
+        strategy: The strategy.
+        devices: Canonical names of its devices.
+        distribution: Their layouts.
+    """
+
+    def __init__(
+        self,
+        strategy: "Strategy",
+        devices: tuple[str, ...],
+        distribution: ReplicaDistribution,
+    ):
+        self._strategy = strategy
+        self._devices = devices
+        self._distribution = distribution
+        self._functions: OrderedDict[Any, _Function] = OrderedDict()
+        self._fingerprints: dict[Any, Any] = {}
+
+    def run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """See `ReplicaGroup.run`."""
+        arguments = take_apart((args, kwargs), self._distribution)
+        function = self._function(fn)
+        for _ in range(4):
+            program = function.programs.get(arguments.key)
+            new = program is None
+            try:
+                program = program or self._compile(fn, function, arguments)
+                result = self._call(program, arguments)
+                if new:
+                    function.keep(program, arguments.key, fn)
+                return result
+            except _NewVariables:
+                # Those that the trace made are initialised out here.
+                keras_hooks.initialize_pending()
+                made = [v.path for v in function.variables.values()]
+                adopt(
+                    self._strategy,
+                    [
+                        v
+                        for key, v in function.variables.items()
+                        if key in function.written and not keras_hooks.is_global_seed(v)
+                    ],
+                )
+            except _CONCRETE_ERRORS as error:
+                keras_hooks.initialize_pending()
+                raise TypeError(_CONCRETE) from error
+            except BaseException:
+                keras_hooks.initialize_pending()
+                raise
+        raise ValueError(
+            f"The function {fn!r} makes new variables every time it is called, such as "
+            f"'{made[-1]}'. Make layers, metrics and variables once, outside of the "
+            "function that `strategy.run` calls."
+        )
+
+    def _function(self, fn: Callable[..., Any]) -> _Function:
+        try:
+            function = self._functions.get(fn)
+        except TypeError:  # not hashable
+            return _Function()
+        if function is not None:
+            self._functions.move_to_end(fn)
+            return function
+        mark = fingerprint(fn)
+        twin = None if mark is None else self._fingerprints.get(mark)
+        if twin is not None:
+            self._functions.move_to_end(twin)
+            return self._functions[twin]
+        function = self._functions[fn] = _Function()
+        if mark is not None:
+            self._fingerprints[mark] = fn
+        if len(self._functions) > FUNCTIONS:
+            oldest, _ = self._functions.popitem(last=False)
+            self._fingerprints = {
+                mark: fn for mark, fn in self._fingerprints.items() if fn is not oldest
+            }
+        return function
+
+    def _compile(
+        self, fn: Callable[..., Any], function: _Function, arguments: Arguments
+    ) -> _Program:
+        """Makes the program for the variables that are known; see the module."""
+        mirrored = [
+            (key, v) for key, v in function.variables.items() if not is_on_read(v)
+        ]
+        program = _Program(
+            written=[v for key, v in mirrored if key in function.written],
+            read=[v for key, v in mirrored if key not in function.written],
+            local=[v for v in function.variables.values() if is_on_read(v)],
+        )
+
+        def body(written, local, read, tensors):
+            scope = RunScope(
+                [
+                    *zip(program.written, written, strict=True),
+                    *zip(program.local, [x[0] for x in local], strict=True),
+                    *zip(program.read, read, strict=True),
+                ]
+            )
+            replica = JaxReplica(self._strategy, self._devices)
+            place = context.ReplicaContext(self._strategy, replica)
+            args, kwargs = arguments.restore(tensors)
+            with context.replica_in_charge(place), scope:
+                result = tree.map_structure(bare, fn(*args, **kwargs))
+            if function.learn(scope):
+                raise _NewVariables
+            outputs = []
+
+            def leaf(x):
+                if not (keras.ops.is_tensor(x) or isinstance(x, _NUMPY)):
+                    return Constant(x)
+                x = jnp.asarray(x)
+                outputs.append(x[None] if x.ndim == 0 else x)
+                return Tensor(split=True, scalar=x.ndim == 0)
+
+            program.output = tree.map_structure(leaf, result)
+            local = [_strong(scope.state_mapping[id(v)]) for v in program.local]
+            return (
+                outputs,
+                [_strong(scope.state_mapping[id(v)]) for v in program.written],
+                [x[None] for x in local],
+                [
+                    on_read.aggregate(v, x)
+                    for v, x in zip(program.local, local, strict=True)
+                ],
+            )
+
+        split, everywhere = PartitionSpec(AXIS), PartitionSpec()
+        leaves = [x for x in tree.flatten(arguments.structure) if type(x) is Tensor]
+        tensors = [split if leaf.split else everywhere for leaf in leaves]
+        mapped = _shard_map(
+            body,
+            mesh=self._distribution.mesh,
+            in_specs=(everywhere, split, everywhere, tensors),
+            out_specs=(split, everywhere, split, everywhere),
+            **{_CHECK: False},
+        )
+        program.call = jax.jit(mapped, donate_argnums=(0, 1))
+        return program
+
+    def _call(self, program: _Program, arguments: Arguments) -> Any:
+        """Calls a program and writes what it assigned."""
+        written = [self._donated(v) for v in program.written]
+        local = [on_read.locals_of(v, self._distribution) for v in program.local]
+        read = [self._placed(keras_hooks.array_of(v)) for v in program.read]
+        try:
+            outputs, values, local, aggregated = program.call(
+                written, local, read, arguments.arrays
+            )
+        except Exception as error:
+            if any(array.is_deleted() for array in (*written, *local)):
+                error.add_note(
+                    "keras_strategy: the step had begun, and the variables that it "
+                    "assigns are lost. Load them from a checkpoint to go on."
+                )
+            raise
+        for variable, value in zip(program.written, values, strict=True):
+            if keras_hooks.is_global_seed(variable):
+                keras_hooks.release(variable, value)
+            else:
+                keras_hooks.set_array(variable, value)
+        for variable, value, stacked in zip(
+            program.local, aggregated, local, strict=True
+        ):
+            on_read.remember(variable, value, stacked)
+        remaining = iter(outputs)
+
+        def leaf(x):
+            if isinstance(x, Constant):
+                return x.value
+            return ShardedPerReplica(next(remaining), x.scalar, self._distribution)
+
+        return tree.map_structure(leaf, program.output)
+
+    def _placed(self, array: jax.Array) -> jax.Array:
+        everywhere = self._distribution.everywhere
+        array = _strong(array)
+        if array.sharding.is_equivalent_to(everywhere, array.ndim):
+            return array
+        return jax.device_put(array, everywhere)
+
+    def _donated(self, variable: Any) -> jax.Array:
+        """A variable's array that its program may overwrite.
+
+        A copy, if somebody else holds the array: donating it would delete it under
+        their hands, and donating one array twice, for two variables that share it,
+        ends the process.
+        """
+        shared = sys.getrefcount(keras_hooks.array_of(variable)) > _UNSHARED
+        array = self._placed(keras_hooks.array_of(variable))
+        return jnp.copy(array) if shared else array
+
+
+def _strong(array: Any) -> Any:
+    """An array whose dtype is not weak, as a variable made of a Python number's is.
+
+    A program would be traced once more when the weak dtype is gone after a step.
+    """
+    if not array.weak_type:
+        return array
+    return jax.lax.convert_element_type(array, array.dtype)
+
+
+# How many references to its array `_donated` counts where nobody else holds it.
+_UNSHARED = sys.getrefcount(
+    keras_hooks.array_of(types.SimpleNamespace(_value=object()))
+)
+_NUMPY = np.ndarray | np.generic
+_CONCRETE_ERRORS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+_CONCRETE = (
+    "The function given to `strategy.run` made a Python decision on a tensor, such as "
+    "`if`, `int()` or `range()` of a value or of the replica id. On JAX one compiled "
+    "program serves all replicas, and it has no values yet while Python runs. Use "
+    "`keras.ops.where` or `keras.ops.cond` instead."
+)

@@ -1,0 +1,168 @@
+"""Values of all replicas as one array, and what can be computed of them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution
+from keras_strategy.backends.jax.replica import TracedPerReplica
+from keras_strategy.values import DistributedValues, PerReplica, ReduceOp
+
+
+class ShardedPerReplica(PerReplica):
+    """A PerReplica value whose components are the shards of one array.
+
+    The replicas' tensors are joined along their first dimension; scalars become a
+    vector. So each shard is a component as it is, and is not looked at before
+    somebody asks for it.
+
+    Args:
+        array: The array, split over the devices along its first dimension.
+        scalars: Whether the components are scalars.
+        distribution: The layouts of the group.
+    """
+
+    def __init__(self, array: jax.Array, scalars: bool, distribution: Any):
+        self.array = array
+        self.scalars = scalars
+        self._distribution = distribution
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        parts = shards(self.array, self._distribution)
+        return tuple(part.reshape(()) for part in parts) if self.scalars else parts
+
+    def __repr__(self) -> str:
+        return repr(PerReplica(self.values))
+
+    def __reduce__(self):
+        return PerReplica, (tuple(np.asarray(value) for value in self.values),)
+
+
+def shards(array: jax.Array, distribution: ReplicaDistribution) -> tuple[Any, ...]:
+    """What each device holds of an array, in the order of the replicas."""
+    by_device = {shard.device: shard.data for shard in array.addressable_shards}
+    return tuple(by_device[device] for device in distribution.devices)
+
+
+def shapes_of(values: Sequence[Any]) -> list[tuple[int, ...]]:
+    """The shapes of the components of a value."""
+    return [tuple(np.shape(value)) for value in values]
+
+
+def is_array(value: Any) -> bool:
+    """Whether a component is a tensor or a number."""
+    if isinstance(value, keras.Variable):
+        return False
+    return isinstance(value, jax.Array | np.ndarray | np.generic | int | float)
+
+
+def joined(
+    value: DistributedValues, distribution: ReplicaDistribution
+) -> ShardedPerReplica:
+    """Puts the components of a value on their devices, as one array.
+
+    Args:
+        value: Components of equal shapes.
+        distribution: The layouts of the group.
+    """
+    if (
+        isinstance(value, ShardedPerReplica)
+        and value._distribution.devices == distribution.devices
+    ):
+        return value
+    values = list(value.values)
+    scalars = np.ndim(values[0]) == 0
+    if scalars:
+        values = [jnp.reshape(jnp.asarray(v), (1,)) for v in values]
+    dtype = jnp.result_type(*values)
+    # dtype first: int64 of NumPy becomes what JAX makes of it.
+    parts = [
+        jax.device_put(jnp.asarray(v, dtype=dtype), device)
+        for v, device in zip(values, distribution.devices, strict=True)
+    ]
+    shape = (len(parts) * parts[0].shape[0], *parts[0].shape[1:])
+    array = jax.make_array_from_single_device_arrays(shape, distribution.split, parts)
+    return ShardedPerReplica(array, scalars, distribution)
+
+
+def reduced(
+    reduce_op: ReduceOp,
+    value: DistributedValues,
+    axis: Any,
+    distribution: ReplicaDistribution,
+) -> Any:
+    """See `ReplicaGroup.reduce`."""
+    if isinstance(value, TracedPerReplica):
+        return _reduced_in_program(reduce_op, value.component, axis)
+    values = value.values
+    if not all(is_array(component) for component in values):
+        kinds = sorted({type(component).__name__ for component in values})
+        raise ValueError(
+            "Only tensors and numbers can be reduced. Received a PerReplica value of "
+            f"{', '.join(kinds)}: {value!r}"
+        )
+    shapes = shapes_of(values)
+    axes = _axes(axis, shapes)
+    left = {
+        tuple(size for i, size in enumerate(shape) if i not in axes) for shape in shapes
+    }
+    if len(left) > 1:
+        raise ValueError(
+            "Values of different shapes cannot be combined elementwise. Received: "
+            f"axis={axis} and a PerReplica value of the shapes {shapes}. Give the "
+            "`axis` in which they differ, or use `gather`."
+        )
+    # Each replica reduces its own; what crosses the devices is small then.
+    parts = [jnp.sum(jnp.asarray(v), axis=axes) if axes else v for v in values]
+    whole = joined(PerReplica(parts), distribution).array
+    shape = (len(parts), *left.pop())
+    total = jnp.sum(jnp.reshape(whole, shape), axis=0)
+    if reduce_op is ReduceOp.MEAN:
+        count = sum(int(np.prod([s[i] for i in axes])) for s in shapes)
+        total = total / count
+    return jax.device_put(total, distribution.everywhere)
+
+
+def gathered(
+    values: Sequence[Any], axis: int, distribution: ReplicaDistribution
+) -> Any:
+    """See `ReplicaGroup.gather`; the result is on every device of the group.
+
+    There it can meet the variables as well as what `reduce` returned.
+    """
+    shapes = shapes_of(values)
+    _axes(axis, shapes)
+    first = distribution.devices[0]
+    whole = jnp.concatenate([jax.device_put(v, first) for v in values], axis=axis)
+    return jax.device_put(whole, distribution.everywhere)
+
+
+def _reduced_in_program(reduce_op: ReduceOp, component: Any, axis: Any) -> Any:
+    """`reduce` inside `merge_call`: one collective of the replicas' program."""
+    axes = _axes(axis, [tuple(component.shape)])
+    if axes:
+        combine = jnp.sum if reduce_op is ReduceOp.SUM else jnp.mean
+        component = combine(component, axis=axes)
+    if reduce_op is ReduceOp.SUM:
+        return jax.lax.psum(component, AXIS)
+    return jax.lax.pmean(component, AXIS)
+
+
+def _axes(axis: Any, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """The dimensions to reduce, checked against every shape."""
+    if axis is None:
+        return ()
+    ranks = {len(shape) for shape in shapes}
+    given = axis if isinstance(axis, tuple | list) else (axis,)
+    rank = min(ranks)
+    if len(ranks) > 1 or not all(-rank <= i < rank for i in given):
+        raise ValueError(
+            f"Argument `axis` must name dimensions of the values. Received: axis={axis}"
+            f" and values of the shapes {shapes}."
+        )
+    return tuple(i % rank for i in given)

@@ -1,0 +1,282 @@
+"""What is JAX's alone: placement, donation, tracing."""
+
+import gc
+import weakref
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_strategy as ks
+
+if keras.backend.backend() != "jax":
+    pytest.skip("tests of the JAX adapter", allow_module_level=True)
+
+import jax
+
+X = np.random.default_rng(0).normal(size=(21, 6)).astype("float32")
+Y = np.random.default_rng(1).normal(size=(21, 1)).astype("float32")
+
+
+def per_replica(strategy, *values):
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: values[context.replica_id_in_sync_group]
+    )
+
+
+def local(strategy, value):
+    return [np.array(v).tolist() for v in strategy.experimental_local_results(value)]
+
+
+def small_model(optimizer="sgd"):
+    model = keras.Sequential(
+        [keras.Input((6,)), layers.Dense(4, activation="relu"), layers.Dense(1)]
+    )
+    model.compile(optimizer, "mse")
+    return model
+
+
+# --- fit
+
+
+def test_a_batch_is_split_where_it_can_be(two):
+    distribution = two.extended.group.distribution
+    assert distribution.get_data_layout((8, 3)).axes == ("replica", None)
+    assert distribution.get_data_layout((7, 3)).axes == (None, None)
+    assert distribution.get_data_layout(()).axes == ()
+
+
+def test_the_scope_leaves_no_distribution_behind(two, mirrored):
+    before = keras.distribution.distribution()
+    with pytest.raises(KeyError), two.scope():
+        raise KeyError
+    with two.scope():
+        model = small_model()
+
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        model.fit(X, Y, verbose=0, callbacks=[Fails()])
+    assert keras.distribution.distribution() is before
+    model.fit(X, Y, batch_size=8, verbose=0)
+    with mirrored(3).scope():
+        other = small_model()
+    other.fit(X, Y, batch_size=8, verbose=0)
+    assert keras.distribution.distribution() is before
+
+
+def test_a_distribution_of_the_user_comes_back(two):
+    theirs = keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"])
+    with theirs.scope():
+        with two.scope():
+            assert keras.distribution.distribution() is not theirs
+        assert keras.distribution.distribution() is theirs
+
+
+def test_predict_on_batch_is_distributed(two, monkeypatch):
+    with two.scope():
+        model = small_model()
+    model.predict_on_batch(X[:8])
+    seen = []
+    function = model.predict_function
+
+    def spy(state, iterator):
+        (batch,) = next(iterator)
+        seen.append(batch.sharding)
+        return function(state, iter([(batch,)]))
+
+    monkeypatch.setattr(model, "predict_function", spy)
+    result = model.predict_on_batch(X[:8])
+    assert isinstance(result, np.ndarray) and result.shape == (8, 1)
+    assert seen[0].spec[0] == "replica"
+
+
+def test_calling_a_model_on_an_array_of_another_device(two, mirrored):
+    with two.scope():
+        model = small_model()
+    far = jax.device_put(X, jax.devices()[3])
+    expected = np.array(model(X))
+    np.testing.assert_allclose(np.array(model(far)), expected, atol=1e-6)
+    with two.scope():
+        np.testing.assert_allclose(np.array(model(far)), expected, atol=1e-6)
+    with mirrored(3).scope():
+        other = small_model()
+    assert other(layers.Dense(6)(model(X))).shape == (21, 1)
+
+
+def test_an_average_of_the_weights_shares_no_array_with_them(two):
+    with two.scope():
+        model = small_model(keras.optimizers.SGD(0.1, use_ema=True))
+    for _ in range(2):
+        model.fit(X, Y, batch_size=8, verbose=0)
+        model.predict(X, verbose=0)
+        model.train_on_batch(X[:5], Y[:5])
+
+
+def test_the_global_seed_generator_belongs_to_no_strategy(two):
+    with two.scope():
+        keras.random.normal((2,))
+    assert not keras.random.normal((2,)).committed
+    first = two.run(lambda: keras.random.normal((2,)))
+    second = two.run(lambda: keras.random.normal((2,)))
+    drawn = local(two, first) + local(two, second)
+    assert len({tuple(numbers) for numbers in drawn}) == 4
+    assert not keras.random.normal((2,)).committed
+
+
+def test_logical_devices_are_settled(two):
+    ks.config.set_logical_devices("cpu", 4)
+    with pytest.raises(RuntimeError, match="3 logical devices any more"):
+        ks.config.set_logical_devices("cpu", 3)
+
+
+# --- run
+
+
+def test_a_function_is_compiled_once(two):
+    with two.scope():
+        v = keras.Variable(1.0)
+    traces = []
+
+    def step(x):
+        traces.append(1)
+        v.assign_add(keras.ops.sum(x) * 0.0 + 1.0)
+        return x + v
+
+    for i in range(20):
+        two.run(step, args=(per_replica(two, *[np.full(2, i, "float32")] * 2),))
+    # The first trace finds the variable, the second one threads it.
+    assert len(traces) == 2
+    assert float(v.value) == 21.0
+
+
+def test_fresh_lambdas(two):
+    traces = []
+    x = np.ones(2, "float32")
+    for _ in range(10):
+        two.run(lambda x: (traces.append(1), x)[1], args=(x,))
+    assert len(traces) == 1
+
+
+def test_functions_are_forgotten(two):
+    class Big:
+        scale = 2.0
+
+    def enclosing(big):
+        return lambda x: x * big.scale
+
+    big = Big()
+    gone = weakref.ref(big)
+    two.run(enclosing(big), args=(np.ones(2, "float32"),))
+    del big
+    for i in range(40):
+        two.run(lambda x, i=i: x + i, args=(np.ones(2, "float32"),))
+    gc.collect()
+    assert gone() is None
+
+
+def test_donation_spares_what_others_hold(two):
+    with two.scope():
+        a = keras.Variable(np.ones(3, "float32"))
+        b = keras.Variable(np.zeros(3, "float32"))
+    b.assign(a.value)  # now they share one array
+    held, seen = a.value, np.asarray(a.value)
+
+    def step():
+        a.assign_add(np.ones(3, "float32"))
+        b.assign_add(np.full(3, 2.0, "float32"))
+
+    for _ in range(3):
+        two.run(step)
+    assert a.numpy().tolist() == [4.0] * 3
+    assert b.numpy().tolist() == [7.0] * 3
+    assert np.array(held).tolist() == seen.tolist() == [1.0] * 3
+
+
+def test_a_branch_on_the_replica_id(two):
+    def step():
+        if ks.get_replica_context().replica_id_in_sync_group == 0:
+            return 1.0
+        return 2.0
+
+    with pytest.raises(TypeError, match=r"keras\.ops\.where"):
+        two.run(step)
+    assert local(two, two.run(lambda: keras.ops.ones(()))) == [1.0, 1.0]
+
+
+def test_components_of_unequal_shapes(two):
+    value = per_replica(two, np.ones(4), np.ones(2))
+    with pytest.raises(ValueError, match=r"\(4,\), \(2,\)"):
+        two.run(lambda x: x, args=(value,))
+
+
+def test_variables_made_in_every_call(two):
+    with pytest.raises(ValueError, match="makes new variables every time"):
+        two.run(lambda x: layers.Dense(2)(x), args=(np.ones((1, 2), "float32"),))
+
+
+def test_on_read_variables(two):
+    with two.scope():
+        v = keras.Variable(0.0, aggregation="sum", synchronization="on_read")
+    one_and_three = per_replica(two, 1.0, 3.0)
+    for total in (4.0, 8.0):
+        two.run(lambda x: v.assign_add(x), args=(one_and_three,))
+        assert float(v.value) == total
+        assert local(two, v) == [total / 4, total * 3 / 4]
+    v.assign(10.0)
+    assert local(two, v) == [5.0, 5.0]
+    two.run(lambda x: v.assign_add(x), args=(one_and_three,))
+    assert float(v.value) == 14.0
+
+
+def test_the_gradient_of_all_reduce_is_all_reduced(two):
+    with two.scope():
+        v = keras.Variable(7.0)
+
+    def step(x):
+        def loss():
+            return ks.get_replica_context().all_reduce("SUM", x * v * v)
+
+        _, (gradient,) = ks.value_and_grad(loss, [v])()
+        return gradient
+
+    assert local(two, two.run(step, args=(per_replica(two, 1.0, 3.0),))) == [28.0, 84.0]
+
+
+def test_loss_scaling_in_run(two):
+    with two.scope():
+        v = keras.Variable([1.0, 2.0])
+        optimizer = keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(0.5), initial_scale=4.0
+        )
+
+    def step(x):
+        def loss():
+            return optimizer.scale_loss(keras.ops.sum(v * x))
+
+        _, gradients = ks.value_and_grad(loss, [v])()
+        optimizer.apply(gradients, [v])
+
+    # The first trace builds the optimizer, so that the second one scales.
+    two.run(step, args=(per_replica(two, 1.0, 3.0),))
+    np.testing.assert_allclose(v.numpy(), [-1.0, 0.0])
+    two.run(step, args=(per_replica(two, 1.0, float("nan")),))
+    np.testing.assert_allclose(v.numpy(), [-1.0, 0.0])
+    assert float(optimizer.dynamic_scale.value) == 2.0
+
+
+def test_what_an_exception_leaves_behind(two):
+    with two.scope():
+        v = keras.Variable(1.0)
+
+    def fails():
+        v.assign(5.0)
+        raise KeyError("boom")
+
+    for _ in range(2):
+        with pytest.raises(KeyError, match="boom"):
+            two.run(fails)
+        assert float(v.value) == 1.0 and local(two, v) == [1.0, 1.0]
