@@ -280,3 +280,29 @@ def test_what_an_exception_leaves_behind(two):
         with pytest.raises(KeyError, match="boom"):
             two.run(fails)
         assert float(v.value) == 1.0 and local(two, v) == [1.0, 1.0]
+
+
+class Failing(layers.Layer):
+    fail = False
+
+    def call(self, x):
+        if Failing.fail:
+            raise ArithmeticError("a layer failed")
+        return x
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_an_error_in_the_first_step_keeps_the_weights(method, two, monkeypatch):
+    with two.scope():
+        model = keras.Sequential([keras.Input((6,)), Failing(), layers.Dense(1)])
+        model.compile("sgd", "mse", run_eagerly=True)
+    data = (X,) if method == "predict" else (X, Y)
+    getattr(model, method)(*data, verbose=0)  # builds the metrics
+    before = model.get_weights()
+    with monkeypatch.context() as patch:
+        patch.setattr(Failing, "fail", True)
+        with pytest.raises(ArithmeticError):
+            getattr(model, method)(*data, verbose=0)
+    for a, b in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    getattr(model, method)(*data, verbose=0)

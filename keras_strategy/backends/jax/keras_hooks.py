@@ -17,6 +17,7 @@ from keras import tree
 from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
+from keras_strategy import hooking
 from keras_strategy.hooking import Hook
 from keras_strategy.training.keras_hooks import strategy_of_model
 from keras_strategy.training.row_weights import distributed_replica
@@ -49,10 +50,14 @@ def _get_jax_state(original: Callable) -> Callable:
     Weights and their moving average do after a fit with `use_ema`. JAX cannot donate
     an array twice (on several devices that crashes), and the variable that does not
     take part in the step would be left with a deleted one.
+
+    And the state that it takes out of the variables is noted, since Keras forgets it
+    where the first step fails, and the model with it.
     """
 
-    def _get_jax_state(self, *args, **kwargs):
-        if hasattr(keras.distribution.distribution(), "place"):
+    def _get_jax_state(self, purge_model_variables=False, **taken):
+        ours = hasattr(keras.distribution.distribution(), "place")
+        if ours:
             variables = [*self.variables, *self.metrics_variables]
             if getattr(self, "optimizer", None) is not None:
                 variables += self.optimizer.variables
@@ -61,9 +66,31 @@ def _get_jax_state(original: Callable) -> Callable:
                 other = seen.setdefault(id(variable._value), variable)
                 if other is not variable and variable._value is not None:
                     variable._value = jax.numpy.copy(variable._value)
-        return original(self, *args, **kwargs)
+        state = original(self, purge_model_variables=purge_model_variables, **taken)
+        if ours and purge_model_variables:
+            names = (name for name, wanted in taken.items() if wanted)
+            self._jax_state = dict(zip(names, state, strict=True))
+        return state
 
     return _get_jax_state
+
+
+def _keeps_state(original: Callable) -> Callable:
+    """`Model.evaluate`, `predict`: an exception leaves the variables their values.
+
+    Keras takes them out of the model for the time of the loop, and only `fit` puts
+    them back whatever happens.
+    """
+
+    def entry_point(self, *args, **kwargs):
+        try:
+            return original(self, *args, **kwargs)
+        except BaseException:
+            if _distribution_of(strategy_of_model(self)) is not None:
+                self.jax_state_sync()
+            raise
+
+    return entry_point
 
 
 def _predict_on_batch(original: Callable) -> Callable:
@@ -173,6 +200,10 @@ def hooks() -> list[Hook]:
             "optimizer_variables=False, metrics_variables=False, "
             "purge_model_variables=False)",
             _get_jax_state,
+        ),
+        *(
+            Hook(hooking.defining_class(keras.Model, name), name, (), _keeps_state)
+            for name in ("evaluate", "predict")
         ),
         Hook(keras.Model, "predict_on_batch", "(self, x)", _predict_on_batch),
         Hook(keras.Model, "__call__", "(self, *args, **kwargs)", _call),

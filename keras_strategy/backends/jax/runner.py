@@ -74,7 +74,6 @@ class RunScope(keras.StatelessScope):
         self.met: dict[int, Any] = {}
         self.written: dict[int, Any] = {}
         self.state_mapping.update((id(v), value) for v, value in mapping)
-        self._threaded = frozenset(self.state_mapping)
 
     def get_current_value(self, variable: Any) -> Any:
         self.met[id(variable)] = variable
@@ -88,11 +87,6 @@ class RunScope(keras.StatelessScope):
     def add_update(self, update: tuple[Any, Any]) -> None:
         self.met[id(update[0])] = self.written[id(update[0])] = update[0]
         super().add_update(update)
-
-    @property
-    def strangers(self) -> list[Any]:
-        """What the trace met and the program does not thread."""
-        return [v for key, v in self.met.items() if key not in self._threaded]
 
 
 class _NewVariables(Exception):
@@ -168,6 +162,7 @@ class Runner:
         """See `ReplicaGroup.run`."""
         arguments = take_apart((args, kwargs), self._distribution)
         function = self._function(fn)
+        made = [""]
         for _ in range(4):
             program = function.programs.get(arguments.key)
             new = program is None
