@@ -1,0 +1,21 @@
+"""Cluster resolvers: who am I, and who else is there."""
+
+from keras_strategy.cluster_resolver.base import ClusterResolver
+from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
+from keras_strategy.cluster_resolver.mpi import MPIClusterResolver
+from keras_strategy.cluster_resolver.sagemaker import SageMakerClusterResolver
+from keras_strategy.cluster_resolver.simple import SimpleClusterResolver
+from keras_strategy.cluster_resolver.tf_config import TFConfigClusterResolver
+from keras_strategy.cluster_resolver.torchrun import TorchrunClusterResolver
+from keras_strategy.cluster_resolver.union import UnionResolver
+
+__all__ = [
+    "ClusterResolver",
+    "ClusterSpec",
+    "MPIClusterResolver",
+    "SageMakerClusterResolver",
+    "SimpleClusterResolver",
+    "TFConfigClusterResolver",
+    "TorchrunClusterResolver",
+    "UnionResolver",
+]
