@@ -24,7 +24,6 @@ class ClusterResolver(abc.ABC):
     - `rpc_layer` is the protocol in front of the addresses that `master` gives.
 
     Example:
-
     ```python
     from keras_strategy.cluster_resolver import ClusterResolver, ClusterSpec
 

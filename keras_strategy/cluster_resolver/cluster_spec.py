@@ -27,7 +27,6 @@ class ClusterSpec:
             twice.
 
     Example:
-
     ```python
     from keras_strategy.cluster_resolver import ClusterSpec
 

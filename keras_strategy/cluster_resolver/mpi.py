@@ -65,7 +65,6 @@ class MPIClusterResolver(EnvironmentClusterResolver):
         rpc_layer: The protocol between workers.
 
     Example:
-
     ```python
     import os
 

@@ -30,7 +30,6 @@ class SageMakerClusterResolver(EnvironmentClusterResolver):
         environment: What `environment` gives.
 
     Example:
-
     ```python
     import os
 

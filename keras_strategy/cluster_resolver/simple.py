@@ -26,7 +26,6 @@ class SimpleClusterResolver(ClusterResolver):
             a string.
 
     Example:
-
     ```python
     from keras_strategy.cluster_resolver import ClusterSpec, SimpleClusterResolver
 

@@ -29,7 +29,6 @@ class TFConfigClusterResolver(EnvironmentClusterResolver):
         environment: What `environment` gives.
 
     Example:
-
     ```python
     import json
     import os

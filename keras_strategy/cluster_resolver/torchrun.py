@@ -35,7 +35,6 @@ class TorchrunClusterResolver(EnvironmentClusterResolver):
         rpc_layer: The protocol between workers.
 
     Example:
-
     ```python
     import os
 

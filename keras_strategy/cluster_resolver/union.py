@@ -24,7 +24,6 @@ class UnionResolver(ClusterResolver):
         ValueError: If there is no resolver, or an unknown keyword.
 
     Example:
-
     ```python
     from keras_strategy.cluster_resolver import (
         ClusterSpec, SimpleClusterResolver, UnionResolver)
