@@ -47,6 +47,7 @@ def build_service(
         version,
         http=_authorized_http(credentials, extra, who),
         cache_discovery=False,
+        num_retries=0,
         **options,
     )
 

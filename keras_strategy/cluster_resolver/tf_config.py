@@ -62,7 +62,11 @@ class TFConfigClusterResolver(EnvironmentClusterResolver):
         if task_type in cluster.jobs and task_id is not None:
             indices = cluster.task_indices(task_type)
             if task_id not in indices:
-                raise _wrong("task.index", f"one of cluster.{task_type}'s indices {indices}", task_id)
+                raise _wrong(
+                    "task.index",
+                    f"one of cluster.{task_type}'s indices {indices}",
+                    task_id,
+                )
         return Description(
             cluster,
             task_type,

@@ -126,7 +126,8 @@ class Server:
 
     def _answer(self, request):
         path = request.path.partition("?")[0]
-        self.requests.append((request.path, dict(request.headers)))
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        self.requests.append((request.path, headers))
         answer = self.answers.get(path, self.default)
         if answer is self.HANG:
             self._released.wait(30)

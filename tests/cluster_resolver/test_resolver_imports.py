@@ -15,13 +15,13 @@ from keras_strategy.cluster_resolver import (
     TPUClusterResolver,
 )
 
+ENGINES = ("jax", "torch", "tensorflow")
+CLIENTS = ("kubernetes", "googleapiclient", "google.auth", "hostlist")
 ROOT = str(Path(keras_strategy.__file__).parents[1])
 
 
 def test_nothing_heavy_is_imported():
-    heavy = (
-        "jax torch tensorflow kubernetes googleapiclient google.auth hostlist"
-    ).split()
+    heavy = [*ENGINES, *CLIENTS]
     code = (
         "import sys\n"
         "import keras_strategy\n"
