@@ -7,6 +7,7 @@ import dataclasses
 import os
 
 from keras_strategy.cluster_resolver.base import ClusterResolver, format_master_url
+from keras_strategy.cluster_resolver.checks import as_int, join_host_port, port_number
 from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
 
 
@@ -152,18 +153,6 @@ def required_int(name: str, who: str, minimum: int = 0) -> int:
     return as_int(value, name, minimum)
 
 
-def as_int(value: str, name: str, minimum: int = 0) -> int:
-    """The integer that an environment variable holds."""
-    if not (value.isascii() and value.isdecimal() and len(value) < 10) or (
-        int(value) < minimum
-    ):
-        raise ValueError(
-            f"Expected the environment variable {name} to be an integer >= "
-            f"{minimum}. Received: {value!r}"
-        )
-    return int(value)
-
-
 def rank_and_size(rank_name: str, size_name: str, who: str) -> tuple[int, int]:
     """A rank and the number of ranks, which must fit together."""
     size = required_int(size_name, who, minimum=1)
@@ -174,21 +163,6 @@ def rank_and_size(rank_name: str, size_name: str, who: str) -> tuple[int, int]:
             f"{rank}"
         )
     return rank, size
-
-
-def port_number(value: str | int, name: str) -> int:
-    """A TCP port that others can connect to."""
-    port = as_int(str(value), name, minimum=1)
-    if port > 65535:
-        raise ValueError(f"Expected {name} to be a port up to 65535. Received: {port}")
-    return port
-
-
-def join_host_port(host: str, port: int) -> str:
-    """`host:port`, with the brackets that an IPv6 address needs."""
-    if ":" in host and not host.startswith("["):
-        host = f"[{host}]"
-    return f"{host}:{port}"
 
 
 def ranked_workers(size: int, known: int, host: str, port: int) -> ClusterSpec:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from keras_strategy.cluster_resolver.base import ClusterResolver
+from keras_strategy.cluster_resolver.checks import join_host_port, port_number
 from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
-from keras_strategy.cluster_resolver.from_environment import join_host_port, port_number
 from keras_strategy.cluster_resolver.google_api import build_service, summarize
 
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keras_strategy.cluster_resolver.base import ClusterResolver
+from keras_strategy.cluster_resolver.checks import join_host_port, port_number
 from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
 from keras_strategy.cluster_resolver.extras import import_extra
-from keras_strategy.cluster_resolver.from_environment import join_host_port, port_number
 
 _WHO = "KubernetesClusterResolver"
 _CONNECT_AND_READ_SECONDS = (3.0, 5.0)
@@ -195,11 +195,14 @@ def _make_client(location: KubernetesExecutableLocation) -> Any:
                 config_file=os.environ.get("KUBECONFIG") or None,
                 client_configuration=configuration,
             )
-    except config.ConfigException as error:
+    except Exception as error:
+        # A file that is no YAML is quoted in its error, with the token in it.
+        known = isinstance(error, config.ConfigException)
+        reason = str(error) if known else type(error).__name__
         raise RuntimeError(
             f"Expected a Kubernetes configuration for {location}; pass "
             "`executable_location` WITHIN_CLUSTER in a pod and OFF_CLUSTER elsewhere, "
-            f"where KUBECONFIG names the file. Received: {error}"
+            f"where KUBECONFIG names the file. Received: {reason}"
         ) from None
     # The default of three retries would make of one time limit four.
     configuration.retries = 1

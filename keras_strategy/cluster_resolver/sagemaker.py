@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 
+from keras_strategy.cluster_resolver.checks import join_host_port, port_number
 from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
 from keras_strategy.cluster_resolver.from_environment import (
     Description,
     EnvironmentClusterResolver,
-    join_host_port,
-    port_number,
     required,
 )
 

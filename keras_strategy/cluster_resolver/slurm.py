@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from keras_strategy.cluster_resolver import slurm_environment
 from keras_strategy.cluster_resolver.base import ClusterResolver
+from keras_strategy.cluster_resolver.checks import join_host_port, port_number
 from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
-from keras_strategy.cluster_resolver.from_environment import join_host_port, port_number
 
 logger = logging.getLogger("keras_strategy")
 
@@ -39,8 +40,9 @@ class SlurmClusterResolver(ClusterResolver):
         rpc_layer: The protocol between tasks.
 
     Raises:
-        RuntimeError: If a variable is missing (then this is not a job step), or
-            more GPUs or tasks are asked for than there are.
+        RuntimeError: If a variable is missing (then this is not a job step),
+            more GPUs or tasks are asked for than there are, or the ranks do not
+            follow the node list.
         ValueError: If a variable cannot be understood.
         ImportError: If the extra `slurm` is not installed.
 
@@ -94,7 +96,33 @@ class SlurmClusterResolver(ClusterResolver):
             if self._rank in ranks:
                 self._task_type = job_name
                 self._task_id = ranks.index(self._rank)
+        self._check_distribution()
         self._share_gpus(gpus_per_node, gpus_per_task)
+
+    def _check_distribution(self) -> None:
+        """Refuses ranks that do not follow the node list.
+
+        With `srun --distribution=cyclic` every address would be another task's.
+        """
+        if not os.environ.get("SLURM_LOCALID"):
+            return
+        found = slurm_environment.integer("SLURM_LOCALID")
+        _, expected = self._placement()[self._rank]
+        if found != expected:
+            raise RuntimeError(
+                f"Expected task {self._rank} to be number {expected} on its node, by "
+                "the numbers of tasks per node. Received: SLURM_LOCALID="
+                f"{found}. Start with `srun --distribution=block`, or correct "
+                "`tasks_per_node`"
+            )
+
+    def _placement(self) -> list[tuple[str, int]]:
+        """The host of every rank, and its number on that host."""
+        return [
+            (host, local_rank)
+            for host, num_tasks in self._nodes.items()
+            for local_rank in range(num_tasks)
+        ]
 
     def _share_gpus(self, per_node: int | None, per_task: int | None) -> None:
         most_tasks = max(self._nodes.values())
@@ -134,14 +162,13 @@ class SlurmClusterResolver(ClusterResolver):
         Returns:
             A `ClusterSpec`.
         """
-        addresses: list[str] = []
-        local_ranks: list[int] = []
-        for host, num_tasks in self._nodes.items():
-            for local_rank in range(num_tasks):
-                addresses.append(join_host_port(host, self._port_base + local_rank))
-                local_ranks.append(local_rank)
+        placement = self._placement()
+        addresses = [
+            join_host_port(host, self._port_base + local_rank)
+            for host, local_rank in placement
+        ]
         if self._auto_set_gpu and self._gpus_per_node:
-            first = local_ranks[self._rank] * self._gpus_per_task
+            first = placement[self._rank][1] * self._gpus_per_task
             slurm_environment.narrow_gpus(
                 self._gpu_ids or [], first, self._gpus_per_task
             )

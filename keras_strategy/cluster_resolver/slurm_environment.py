@@ -6,8 +6,8 @@ import os
 import re
 import subprocess
 
+from keras_strategy.cluster_resolver.checks import as_int
 from keras_strategy.cluster_resolver.extras import import_extra
-from keras_strategy.cluster_resolver.from_environment import as_int
 
 _CUDA = "CUDA_VISIBLE_DEVICES"
 _REPEATED = re.compile(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,5})\))?", re.ASCII)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
+from keras_strategy.cluster_resolver.checks import port_number
 from keras_strategy.cluster_resolver.from_environment import (
     Description,
     EnvironmentClusterResolver,
-    port_number,
     rank_and_size,
     ranked_workers,
     required,

@@ -14,8 +14,8 @@ from keras_strategy.cluster_resolver.base import (
     format_master_url,
     local_device_kinds,
 )
+from keras_strategy.cluster_resolver.checks import as_int
 from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
-from keras_strategy.cluster_resolver.from_environment import as_int
 from keras_strategy.cluster_resolver.tpu_topology import (
     TPUHardwareFeature,
     TPUSystemMetadata,

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from keras_strategy.cluster_resolver import metadata
-from keras_strategy.cluster_resolver.from_environment import join_host_port, port_number
+from keras_strategy.cluster_resolver.checks import join_host_port, port_number
 from keras_strategy.cluster_resolver.tpu_source import (
     PORT,
     TPUVM,

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, Protocol
 
 from keras_strategy.cluster_resolver import metadata
-from keras_strategy.cluster_resolver.from_environment import join_host_port, port_number
+from keras_strategy.cluster_resolver.checks import join_host_port, port_number
 from keras_strategy.cluster_resolver.google_api import build_service, summarize
 
 PORT = 8470

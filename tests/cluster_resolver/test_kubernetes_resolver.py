@@ -249,6 +249,16 @@ def test_without_a_configuration(monkeypatch, tmp_path):
         )
 
 
+def test_a_configuration_that_is_garbage_is_not_quoted(monkeypatch, tmp_path):
+    (tmp_path / "config").write_text(f"users: [token: {TOKEN}: [")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    with pytest.raises(RuntimeError, match="OFF_CLUSTER; pass.*Error") as caught:
+        KubernetesClusterResolver(
+            executable_location=KubernetesExecutableLocation.OFF_CLUSTER
+        )
+    assert "SECRET" not in "".join(traceback.format_exception(caught.value))
+
+
 def test_refused(api):
     with pytest.raises(ValueError, match="`executable_location`.*'here'"):
         KubernetesClusterResolver(executable_location="here")

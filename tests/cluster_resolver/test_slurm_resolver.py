@@ -71,6 +71,14 @@ def test_tasks_per_node(env):
     assert resolver.cluster_spec().task_address("worker", 0) == "b:8888"
 
 
+def test_ranks_that_do_not_follow_the_node_list(env):
+    env(SLURM_LOCALID="1")
+    assert SlurmClusterResolver().task_id == 3
+    env(SLURM_LOCALID="0")
+    with pytest.raises(RuntimeError, match="SLURM_LOCALID=0.*--distribution=block"):
+        SlurmClusterResolver()
+
+
 def test_every_task_gets_its_gpus(env):
     for rank, gpus in enumerate(["0,1", "2,3", "0,1", "2,3", "0,1"]):
         env(SLURM_PROCID=str(rank), CUDA_VISIBLE_DEVICES=None)
