@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from keras_strategy.cluster_resolver import slurm_environment
+from keras_strategy.cluster_resolver import slurm_environment, slurm_gpus
 from keras_strategy.cluster_resolver.base import ClusterResolver
 from keras_strategy.cluster_resolver.checks import join_host_port, port_number
 from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
-
-logger = logging.getLogger("keras_strategy")
 
 
 class SlurmClusterResolver(ClusterResolver):
@@ -22,6 +19,10 @@ class SlurmClusterResolver(ClusterResolver):
     and SLURM_STEP_TASKS_PER_NODE are read where the arguments leave them open.
     Ranks follow the order of the node list; tasks on one node get consecutive
     ports. Needs the extra `slurm`, unless `tasks_per_node` is a dict.
+
+    The GPUs of a node are shared out evenly among its tasks. Where Slurm itself
+    has given each task its own (`--gpus-per-task`, `--gpu-bind`), they are left
+    as they are.
 
     Args:
         jobs: A dict from job name to its number of tasks. The ranks are dealt
@@ -97,7 +98,10 @@ class SlurmClusterResolver(ClusterResolver):
                 self._task_type = job_name
                 self._task_id = ranks.index(self._rank)
         self._check_distribution()
-        self._share_gpus(gpus_per_node, gpus_per_task)
+        _, local_rank = self._placement()[self._rank]
+        self._gpus = slurm_gpus.share(
+            gpus_per_node, gpus_per_task, max(self._nodes.values()), local_rank
+        )
 
     def _check_distribution(self) -> None:
         """Refuses ranks that do not follow the node list.
@@ -124,54 +128,21 @@ class SlurmClusterResolver(ClusterResolver):
             for local_rank in range(num_tasks)
         ]
 
-    def _share_gpus(self, per_node: int | None, per_task: int | None) -> None:
-        most_tasks = max(self._nodes.values())
-        # The ids are needed even if the number is given: Slurm may have granted
-        # this job GPUs 2 and 3.
-        self._gpu_ids = slurm_environment.visible_gpus()
-        if per_node is None:
-            if self._gpu_ids is None:
-                self._gpu_ids = slurm_environment.installed_gpus()
-            per_node = len(self._gpu_ids)
-        if self._gpu_ids is None or len(self._gpu_ids) != per_node:
-            self._gpu_ids = [str(index) for index in range(per_node)]
-        if per_task is None:
-            per_task = per_node // most_tasks
-            if per_node and not per_task:
-                logger.warning(
-                    "%d tasks on one node share %d GPU(s), so no task gets one; pass "
-                    "gpus_per_task or start fewer tasks per node.",
-                    most_tasks,
-                    per_node,
-                )
-        if most_tasks * per_task > per_node:
-            raise RuntimeError(
-                f"Requested more GPUs per node than available. Expected at most "
-                f"{per_node} for {most_tasks} tasks of a node. Received: "
-                f"gpus_per_task={per_task}"
-            )
-        self._gpus_per_node = per_node
-        self._gpus_per_task = per_task
-
     def cluster_spec(self) -> ClusterSpec:
         """Returns the cluster, and gives this task its GPUs.
 
-        Sets CUDA_VISIBLE_DEVICES if `auto_set_gpu` is true and the node has
-        GPUs.
+        Sets CUDA_VISIBLE_DEVICES if `auto_set_gpu` is true and there are GPUs
+        to share out.
 
         Returns:
             A `ClusterSpec`.
         """
-        placement = self._placement()
         addresses = [
             join_host_port(host, self._port_base + local_rank)
-            for host, local_rank in placement
+            for host, local_rank in self._placement()
         ]
-        if self._auto_set_gpu and self._gpus_per_node:
-            first = placement[self._rank][1] * self._gpus_per_task
-            slurm_environment.narrow_gpus(
-                self._gpu_ids or [], first, self._gpus_per_task
-            )
+        if self._auto_set_gpu:
+            self._gpus.take()
         return ClusterSpec(
             {
                 job_name: [addresses[rank] for rank in ranks]
@@ -225,7 +196,7 @@ class SlurmClusterResolver(ClusterResolver):
             A dict such as `{"GPU": 2}`.
         """
         del task_type, task_id, config_proto
-        return {"GPU": self._gpus_per_task}
+        return {"GPU": self._gpus.per_task}
 
 
 def _tasks_of_nodes(tasks_per_node: int | Mapping[str, int] | None) -> dict[str, int]:

@@ -1,23 +1,15 @@
-"""What a Slurm job step and its node say: variables, host lists, GPUs."""
+"""What a Slurm job step says: variables, and the lists in them."""
 
 from __future__ import annotations
 
 import os
 import re
-import subprocess
 
 from keras_strategy.cluster_resolver.checks import as_int
 from keras_strategy.cluster_resolver.extras import import_extra
 
-_CUDA = "CUDA_VISIBLE_DEVICES"
 _REPEATED = re.compile(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,5})\))?", re.ASCII)
 _MAX_NODES = 100_000
-_NVIDIA_SMI_SECONDS = 10
-
-# What CUDA_VISIBLE_DEVICES was before we narrowed it, by what we made of it: a
-# second resolver in the process must share out the node's GPUs again, not the
-# first one's share.
-_before_narrowing: dict[str, list[str]] = {}
 
 
 def variable(name: str) -> str:
@@ -91,38 +83,3 @@ def expand_tasks_per_node(text: str) -> list[int]:
             )
         result.extend([int(match[1])] * int(match[2] or 1))
     return result
-
-
-def visible_gpus() -> list[str] | None:
-    """The GPUs in CUDA_VISIBLE_DEVICES, or `None` if it is not set."""
-    value = os.environ.get(_CUDA)
-    if value is None:
-        return None
-    if value in _before_narrowing:
-        return list(_before_narrowing[value])
-    return [gpu.strip() for gpu in value.split(",") if gpu.strip()]
-
-
-def installed_gpus() -> list[str]:
-    """The GPUs that nvidia-smi lists; none where it is not there or fails."""
-    try:
-        output = subprocess.run(
-            ["nvidia-smi", "--list-gpus"],
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=_NVIDIA_SMI_SECONDS,
-            check=True,
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    lines = [line for line in output.splitlines() if line.startswith("GPU ")]
-    return [str(index) for index in range(len(lines))]
-
-
-def narrow_gpus(ids: list[str], first: int, count: int) -> None:
-    """Sets CUDA_VISIBLE_DEVICES to `count` of the node's GPUs."""
-    value = ",".join(ids[first : first + count])
-    if os.environ.get(_CUDA) != value:
-        _before_narrowing[value] = list(ids)
-        os.environ[_CUDA] = value

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keras_strategy.cluster_resolver import SlurmClusterResolver, slurm_environment
+from keras_strategy.cluster_resolver import SlurmClusterResolver, slurm_gpus
 from keras_strategy.cluster_resolver.slurm_environment import (
     expand_hostlist,
     expand_tasks_per_node,
@@ -28,7 +28,7 @@ STEP = {
 def env(monkeypatch, tmp_path):
     # No nvidia-smi but the one a test makes.
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(slurm_environment, "_before_narrowing", {})
+    monkeypatch.setattr(slurm_gpus, "_before_narrowing", {})
 
     def set_to(**changes):
         for name, value in {**STEP, **changes}.items():
@@ -122,12 +122,36 @@ def test_without_gpus_nothing_is_set(env):
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
-def test_too_few_gpus_are_said(env, caplog):
+def test_too_few_gpus_to_share_out_are_left_alone(env, caplog):
+    env(CUDA_VISIBLE_DEVICES="7")
     with caplog.at_level(logging.WARNING, "keras_strategy"):
-        resolver = SlurmClusterResolver(gpus_per_node=1)
-    assert "2 tasks on one node share 1 GPU(s)" in caplog.text
+        resolver = SlurmClusterResolver()
+    assert "2 tasks on one node see 1 GPU(s)" in caplog.text
     resolver.cluster_spec()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
+
+
+def test_no_gpus_for_a_task_that_shall_have_none(env):
+    SlurmClusterResolver(gpus_per_node=2, gpus_per_task=0).cluster_spec()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@pytest.mark.parametrize(
+    "binding, gpus",
+    [
+        ({"SLURM_GPUS_PER_TASK": "2"}, "0,1"),
+        ({"SLURM_TRES_PER_TASK": "cpu=2,gres/gpu=2"}, "0,1"),
+        ({"SLURM_GPU_BIND": "single:1"}, "0,1"),
+        ({"SLURM_GPUS_PER_TASK": "2", "SLURM_GPU_BIND": "none"}, "1"),
+        ({"SLURM_TRES_PER_TASK": "cpu=2"}, "1"),
+    ],
+)
+def test_gpus_that_slurm_gave_to_the_task(env, binding, gpus):
+    env(CUDA_VISIBLE_DEVICES="0,1", **binding)
+    resolver = SlurmClusterResolver()
+    resolver.cluster_spec()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == gpus
+    assert resolver.num_accelerators() == {"GPU": len(gpus.split(","))}
 
 
 def nvidia_smi(folder, text):
@@ -144,7 +168,7 @@ def test_gpus_from_nvidia_smi(env, tmp_path):
 def test_an_nvidia_smi_that_fails_or_hangs(env, tmp_path, monkeypatch):
     nvidia_smi(tmp_path, "echo 'GPU 0: A'; exit 9")
     assert SlurmClusterResolver().num_accelerators() == {"GPU": 0}
-    monkeypatch.setattr(slurm_environment, "_NVIDIA_SMI_SECONDS", 0.2)
+    monkeypatch.setattr(slurm_gpus, "_NVIDIA_SMI_SECONDS", 0.2)
     nvidia_smi(tmp_path, "exec /bin/sleep 20")
     assert SlurmClusterResolver().num_accelerators() == {"GPU": 0}
 
