@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import time
 import urllib.error
 import urllib.request
 
@@ -57,7 +58,7 @@ def get(path: str) -> str:
                     "an answer without its header Metadata-Flavor; set "
                     "GCE_METADATA_HOST if it is elsewhere"
                 )
-            body = response.read(_MAX_BYTES)
+            body = _read(response)
         return body.decode("utf-8").strip()
     except urllib.error.HTTPError as error:
         error.close()
@@ -78,6 +79,19 @@ def get(path: str) -> str:
             f"No Google Cloud metadata server at {host} ({reason}); is this a Google "
             "Cloud machine?"
         ) from None
+
+
+def _read(response: http.client.HTTPResponse) -> bytes:
+    """The body, within the time limit as a whole and not for each piece."""
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
+    body = b""
+    while piece := response.read1(_MAX_BYTES):
+        body += piece
+        if len(body) > _MAX_BYTES:
+            raise ValueError("the answer is too long")
+        if time.monotonic() > deadline:
+            raise TimeoutError("timed out")
+    return body
 
 
 def get_or_none(path: str) -> str | None:

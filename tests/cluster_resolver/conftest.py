@@ -1,5 +1,6 @@
 """A clean environment, a network that ends at this machine, and local servers."""
 
+import contextlib
 import http.server
 import os
 import socket
@@ -84,10 +85,12 @@ class Server:
     """A local HTTP server that answers what a test tells it to.
 
     `answers` maps a path (without the query) to a body, or to (status, body) or
-    (status, body, headers). `HANG` never answers, `GARBAGE` is no HTTP.
+    (status, body, headers). `HANG` never answers, `DRIP` does so without end,
+    `GARBAGE` is no HTTP.
     """
 
     HANG = object()
+    DRIP = object()
     GARBAGE = object()
 
     def __init__(self, tls_context=None):
@@ -132,6 +135,12 @@ class Server:
         if answer is self.HANG:
             self._released.wait(30)
             request.close_connection = True
+            return
+        if answer is self.DRIP:
+            request.wfile.write(b"HTTP/1.0 200 OK\r\nMetadata-Flavor: Google\r\n\r\n")
+            with contextlib.suppress(OSError):
+                while not self._released.wait(0.02):
+                    request.wfile.write(b"x")
             return
         if answer is self.GARBAGE:
             request.wfile.write(b"\x00\xffthis is no HTTP\r\n\r\n")

@@ -35,6 +35,8 @@ WRONG = {
     "not text": lambda server: b"\xff\xfe",
     "garbage": lambda server: server.GARBAGE,
     "hang": lambda server: server.HANG,
+    "drip": lambda server: server.DRIP,
+    "too long": lambda server: b"x" * (metadata._MAX_BYTES + 1),
 }
 WORDS = {
     "missing": "HTTP 404 for instance/zone",
@@ -44,6 +46,8 @@ WORDS = {
     "not text": "did not answer with text",
     "garbage": "No Google Cloud metadata server at 127.0.0.1",
     "hang": "No Google Cloud metadata server.*timed out",
+    "drip": "No Google Cloud metadata server.*timed out",
+    "too long": "the answer is too long",
 }
 
 
