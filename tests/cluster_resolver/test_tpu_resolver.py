@@ -401,7 +401,11 @@ def test_default_credentials_that_are_not_there(monkeypatch, tmp_path):
         TPUClusterResolver("my-tpu", "zone", "project").cluster_spec()
 
 
-def test_connect_looks_up_at_once(tpu_api):
+def test_connect_looks_up_at_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+    TPUClusterResolver("my-tpu", "zone", "project")
+    with pytest.raises(ValueError, match="Could not lookup TPU metadata"):
+        TPUClusterResolver.connect("my-tpu", "zone", "project")
     resolver = TPUClusterResolver.connect("grpc://10.0.0.1:8470")
     assert resolver.master() == "grpc://10.0.0.1:8470"
     with resolver as entered:
@@ -432,6 +436,20 @@ def test_topology():
     assert feature.num_embedding_devices_per_chip == 4
     with pytest.raises(ValueError, match="`serialized_tpu_topology`"):
         resolver.set_tpu_topology(b"\xff")
+
+
+def test_topology_with_fields_of_later_versions():
+    unknown = b"\x39" + 8 * b"\x2a" + b"\x45" + 4 * b"\x2a"
+    feature = b"\x2a\x02\x08\x01"
+    assert tpu_topology.hardware_feature(unknown + feature) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x2a\x09\x08\x01", b"\x39\x00", b"\x2b", b"\x28\x01"]
+)
+def test_a_malformed_topology(data):
+    with pytest.raises(ValueError, match="`serialized_tpu_topology`"):
+        tpu_topology.hardware_feature(data)
 
 
 @given(st.binary(max_size=40))
