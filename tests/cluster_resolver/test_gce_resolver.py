@@ -47,6 +47,8 @@ def test_running_machines_in_order(server, resolver):
     assert resolver.master() == "grpc://10.0.0.1:8470"
     assert resolver.master("worker", 1, "x") == "x://10.0.0.2:8470"
     assert "orderBy=name" in server.requests[0][0]
+    resolver.task_id = None
+    assert resolver.master() == ""
 
 
 def test_several_pages(server, build):
