@@ -19,7 +19,6 @@ class MetadataError(RuntimeError):
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, req, fp, code, msg, headers, newurl):
         """A metadata server never redirects: what does is not one."""
-        return None
 
 
 # No proxy: the question is for this machine's own server, and no one else's.

@@ -6,7 +6,7 @@ import ipaddress
 import os
 import socket
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 from keras_strategy.cluster_resolver import metadata, tpu_locate, tpu_source
 from keras_strategy.cluster_resolver.base import (
@@ -128,7 +128,7 @@ class TPUClusterResolver(ClusterResolver):
         resolver.cluster_spec()
         return resolver
 
-    def __enter__(self) -> TPUClusterResolver:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
