@@ -1,0 +1,173 @@
+"""`ClusterResolver`: the questions every kind of cluster answers."""
+
+from __future__ import annotations
+
+import abc
+import re
+from typing import Any
+
+from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
+
+_DEVICE_NAME = re.compile(r"([a-z]+):\d+")
+
+
+class ClusterResolver(abc.ABC):
+    """Tells a process who it is in its cluster, and who else is there.
+
+    A subclass answers for one kind of cluster. It implements `cluster_spec` and
+    `master`, and sets `self._task_type`, `self._task_id` and `self._rpc_layer`
+    (or overrides the properties) where its cluster tells them.
+
+    - `task_type` is the name of this process's job ("chief", "worker", "ps",
+      "evaluator");
+    - `task_id` is its index in that job;
+    - `rpc_layer` is the protocol in front of the addresses that `master` gives.
+
+    Example:
+    ```python
+    from keras_strategy.cluster_resolver import ClusterResolver, ClusterSpec
+
+    class TwoHosts(ClusterResolver):
+        def __init__(self, task_id):
+            self._task_type, self._task_id = "worker", task_id
+
+        def cluster_spec(self):
+            return ClusterSpec({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]})
+
+        def master(self, task_type=None, task_id=None, rpc_layer=None):
+            return self.cluster_spec().task_address("worker", 0)
+
+    assert TwoHosts(task_id=1).task_id == 1
+    ```
+    """
+
+    _task_type: str | None
+    _task_id: int | None
+    _rpc_layer: str | None
+
+    @abc.abstractmethod
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the cluster as it is now.
+
+        Implementations ask the cluster's manager on every call, and cache
+        nothing that can change.
+
+        Returns:
+            A `ClusterSpec`.
+        """
+        raise NotImplementedError
+
+    @abc.abstractmethod
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Returns the address of a task, with the protocol in front.
+
+        Args:
+            task_type: The job of the task. Defaults to this process's.
+            task_id: The index of the task. Defaults to this process's.
+            rpc_layer: The protocol, such as `"grpc"`. Defaults to the
+                resolver's.
+
+        Returns:
+            A string such as `"grpc://10.0.0.1:2222"`; empty where there is no
+            cluster.
+        """
+        raise NotImplementedError
+
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: Any = None,
+    ) -> dict[str, int]:
+        """Returns the number of accelerators of each kind per worker.
+
+        The backend in use is asked for the devices of this process; all workers
+        are taken to be alike.
+
+        Args:
+            task_type: Unused; a process sees only its own devices.
+            task_id: Unused, likewise.
+            config_proto: Unused.
+
+        Returns:
+            A dict such as `{"GPU": 2}`; empty where there are only CPUs.
+        """
+        del task_type, task_id, config_proto
+        counts: dict[str, int] = {}
+        for kind in local_device_kinds():
+            if kind != "CPU":
+                counts[kind] = counts.get(kind, 0) + 1
+        return counts
+
+    @property
+    def environment(self) -> str | None:
+        """The kind of environment; always `""` outside Google's own."""
+        return ""
+
+    @property
+    def task_type(self) -> str | None:
+        """The job of this process, or `None` where the cluster does not tell."""
+        return getattr(self, "_task_type", None)
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """The index of this process in its job, or `None` where not known."""
+        return getattr(self, "_task_id", None)
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """The protocol between tasks, such as `"grpc"`, or `None`."""
+        return getattr(self, "_rpc_layer", None)
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+    def _task_master(
+        self, task_type: str | None, task_id: int | None, rpc_layer: str | None
+    ) -> str:
+        """The address of the given task, or of this one; empty if not known."""
+        # The spec comes first: some resolvers learn who they are from it.
+        spec = self.cluster_spec()
+        task_type = task_type if task_type is not None else self.task_type
+        task_id = task_id if task_id is not None else self.task_id
+        if task_type is None or task_id is None:
+            return ""
+        return format_master_url(
+            spec.task_address(task_type, task_id), rpc_layer or self.rpc_layer
+        )
+
+
+def format_master_url(master: str, rpc_layer: str | None = None) -> str:
+    """Puts the protocol, if any, in front of an address."""
+    return f"{rpc_layer}://{master}" if rpc_layer else master
+
+
+def local_device_kinds() -> list[str]:
+    """The kind of each device of this process: "CPU", "GPU" or "TPU"."""
+    # Imported here: to ask who is in the cluster must not start a backend.
+    from keras_strategy.backends import get_backend
+
+    kinds = []
+    for name in get_backend().list_devices():
+        match = _DEVICE_NAME.fullmatch(name)
+        if match is None:
+            raise ValueError(
+                'Expected the backend to name its devices like "gpu:0". Received: '
+                f"{name!r}"
+            )
+        kinds.append(match.group(1).upper())
+    return kinds

@@ -1,0 +1,207 @@
+"""`ClusterSpec`: which tasks a cluster has, and where they listen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class ClusterSpec:
+    """The tasks of a cluster, grouped into jobs.
+
+    A task is one process, a job a named group of tasks ("chief", "worker",
+    "ps", "evaluator"). An address is what the cluster's manager says, usually
+    `"host:port"`; it is the empty string where the manager tells how many tasks
+    there are, but not where (see `TorchrunClusterResolver`).
+
+    Args:
+        cluster: A mapping from job names to the addresses of their tasks: a
+            list, or a mapping from task index to address where only some tasks
+            are known. Also another `ClusterSpec`, or any object whose
+            `as_dict()` returns such a mapping, as `tf.train.ClusterSpec` does.
+
+    Raises:
+        TypeError: If `cluster` is none of these, or a job name or an address
+            is not a string.
+        ValueError: If a task index is not a non-negative integer, or is given
+            twice.
+
+    Example:
+    ```python
+    from keras_strategy.cluster_resolver import ClusterSpec
+
+    spec = ClusterSpec({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"],
+                        "ps": {1: "10.0.0.9:2222"}})
+    assert spec.num_tasks("worker") == 2
+    assert spec.task_address("ps", 1) == "10.0.0.9:2222"
+    ```
+    """
+
+    def __init__(self, cluster: Mapping[str, Any] | ClusterSpec | Any) -> None:
+        if not isinstance(cluster, Mapping) and hasattr(cluster, "as_dict"):
+            cluster = cluster.as_dict()
+        if not isinstance(cluster, Mapping):
+            raise TypeError(
+                "Expected `cluster` to be a dict from job names to lists of "
+                f"addresses, or a ClusterSpec. Received: {cluster!r} (of type "
+                f"{type(cluster).__name__})"
+            )
+        self._jobs: dict[str, dict[int, str]] = {}
+        for job_name, tasks in cluster.items():
+            name = _text(job_name, "every job name in `cluster`")
+            self._jobs[name] = _tasks(name, tasks)
+
+    def __bool__(self) -> bool:
+        return bool(self._jobs)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, ClusterSpec):
+            return self._jobs == other._jobs
+        return self._jobs == other
+
+    # The jobs of two equal specs may come in another order; like
+    # tf.train.ClusterSpec, a spec is not a key.
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def __repr__(self) -> str:
+        jobs = ", ".join(
+            f"{name!r}: {tasks!r}" for name, tasks in sorted(self.as_dict().items())
+        )
+        return f"ClusterSpec({{{jobs}}})"
+
+    def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
+        """Returns the jobs as a dict that `ClusterSpec` accepts.
+
+        Returns:
+            A dict from job name to a list of addresses, or to a dict from task
+            index to address where the indices have gaps or there are none.
+        """
+        return {
+            name: list(tasks.values())
+            if tasks and list(tasks) == list(range(len(tasks)))
+            else dict(tasks)
+            for name, tasks in self._jobs.items()
+        }
+
+    @property
+    def jobs(self) -> list[str]:
+        """The names of the jobs, in the order in which they were given."""
+        return list(self._jobs)
+
+    def num_tasks(self, job_name: str) -> int:
+        """Returns the number of tasks in a job.
+
+        Args:
+            job_name: The name of the job.
+
+        Returns:
+            The number of tasks; gaps in the indices do not count.
+
+        Raises:
+            ValueError: If there is no such job.
+        """
+        return len(self._job(job_name))
+
+    def task_indices(self, job_name: str) -> list[int]:
+        """Returns the indices of a job's tasks, in ascending order.
+
+        Args:
+            job_name: The name of the job.
+
+        Returns:
+            A list of integers.
+
+        Raises:
+            ValueError: If there is no such job.
+        """
+        return list(self._job(job_name))
+
+    def task_address(self, job_name: str, task_index: int) -> str:
+        """Returns the address of one task.
+
+        Args:
+            job_name: The name of the job.
+            task_index: The index of the task in the job.
+
+        Returns:
+            The address, as it was given.
+
+        Raises:
+            ValueError: If there is no such job, or no such task in it.
+        """
+        tasks = self._job(job_name)
+        if task_index not in tasks:
+            raise ValueError(
+                f"No task with index {task_index!r} in job {job_name!r}. Expected "
+                f"one of {list(tasks)}."
+            )
+        return tasks[task_index]
+
+    def job_tasks(self, job_name: str) -> list[str | None]:
+        """Returns the addresses of a job, each at its task's index.
+
+        Args:
+            job_name: The name of the job.
+
+        Returns:
+            A list of addresses, with `None` for each gap in the indices.
+
+        Raises:
+            ValueError: If there is no such job.
+        """
+        tasks = self._job(job_name)
+        return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
+
+    def _job(self, job_name: str) -> dict[int, str]:
+        if job_name not in self._jobs:
+            raise ValueError(
+                f"No such job in cluster: {job_name!r}. Expected one of {self.jobs}."
+            )
+        return self._jobs[job_name]
+
+
+def _tasks(job_name: str, tasks: Any) -> dict[int, str]:
+    """The tasks of one job by index, in ascending order."""
+    if isinstance(tasks, (list, tuple)):
+        items: list[tuple[Any, Any]] = list(enumerate(tasks))
+    elif isinstance(tasks, Mapping):
+        items = list(tasks.items())
+    else:
+        raise TypeError(
+            f"Expected the tasks of job {job_name!r} to be a list of addresses or "
+            f"a dict from index to address. Received: {tasks!r}"
+        )
+    result: dict[int, str] = {}
+    for key, address in items:
+        index = task_index(key, f"every task index of job {job_name!r}")
+        if index in result:
+            raise ValueError(
+                f"Expected every task index of job {job_name!r} once. Received: "
+                f"{index} twice"
+            )
+        result[index] = _text(address, f"the address of task {index} of {job_name!r}")
+    return dict(sorted(result.items()))
+
+
+def task_index(value: Any, what: str) -> int:
+    """A task index from an integer, or from the string JSON makes of one."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    # isdecimal() alone lets other alphabets' digits through; the length is
+    # bounded because int() refuses very long strings with its own words.
+    if (
+        isinstance(value, str)
+        and value.isascii()
+        and value.isdecimal()
+        and len(value) < 10
+    ):
+        return int(value)
+    raise ValueError(f"Expected {what} to be an integer >= 0. Received: {value!r}")
+
+
+def _text(value: Any, what: str) -> str:
+    if isinstance(value, (bytes, bytearray)):
+        return value.decode("utf-8")
+    if isinstance(value, str):
+        return value
+    raise TypeError(f"Expected {what} to be a string. Received: {value!r}")

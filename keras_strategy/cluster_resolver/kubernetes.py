@@ -1,0 +1,247 @@
+"""`KubernetesClusterResolver`: the pods that a label selector finds."""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from keras_strategy.cluster_resolver.base import ClusterResolver
+from keras_strategy.cluster_resolver.checks import join_host_port, port_number
+from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
+from keras_strategy.cluster_resolver.extras import import_extra
+
+_WHO = "KubernetesClusterResolver"
+_CONNECT_AND_READ_SECONDS = (3.0, 5.0)
+_INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
+
+RBAC_RULE = '{apiGroups: [""], resources: ["pods"], verbs: ["list"]}'
+
+
+class KubernetesExecutableLocation(enum.Enum):
+    """Where this program runs, which decides how to reach the Kubernetes API.
+
+    `WITHIN_CLUSTER` is a pod of the cluster, with its service account;
+    `OFF_CLUSTER` is any other machine, with its kubeconfig file.
+
+    Example:
+    ```python
+    from keras_strategy.cluster_resolver import KubernetesExecutableLocation
+
+    assert KubernetesExecutableLocation.WITHIN_CLUSTER.value == 0
+    ```
+    """
+
+    WITHIN_CLUSTER = 0
+    OFF_CLUSTER = 1
+
+
+class KubernetesClusterResolver(ClusterResolver):
+    """Asks the Kubernetes API for the pods of each job.
+
+    A task's address is its pod's IP address. The pods of one selector come in
+    the order of their completion index, if they are of an Indexed Job, and else
+    of their names. The API does not tell which pod this one is: set `task_type`
+    and `task_id`, in an Indexed Job from the variable JOB_COMPLETION_INDEX.
+    Needs the extra `kubernetes`, unless an `override_client` is given.
+
+    The service account must be allowed to list pods in all namespaces: a
+    ClusterRole with the rule
+    `{apiGroups: [""], resources: ["pods"], verbs: ["list"]}`, and a
+    ClusterRoleBinding.
+
+    Args:
+        job_to_label_mapping: A dict from job name to a list of label selectors.
+            Defaults to `{"worker": ["job-name=tensorflow"]}`.
+        tf_server_port: The port that every task listens on.
+        rpc_layer: The protocol between tasks.
+        override_client: A `kubernetes.client.CoreV1Api` to use. Its
+            configuration is then yours to load.
+        executable_location: Where this program runs.
+
+    Raises:
+        ImportError: If the extra `kubernetes` is not installed and no
+            `override_client` is given.
+        RuntimeError: If there is no configuration for the given location.
+        ValueError: If `executable_location` is none.
+
+    Example:
+    ```python
+    from kubernetes import client
+
+    from keras_strategy.cluster_resolver import KubernetesClusterResolver
+
+    resolver = KubernetesClusterResolver(
+        {"worker": ["job-name=train"]},
+        override_client=client.CoreV1Api())  # leave out in a pod
+    resolver.task_type, resolver.task_id = "worker", 0
+    ```
+    """
+
+    def __init__(
+        self,
+        job_to_label_mapping: Mapping[str, Sequence[str]] | None = None,
+        tf_server_port: int = 8470,
+        rpc_layer: str | None = "grpc",
+        override_client: Any = None,
+        executable_location: KubernetesExecutableLocation = (
+            KubernetesExecutableLocation.WITHIN_CLUSTER
+        ),
+    ) -> None:
+        self._selectors = dict(
+            job_to_label_mapping or {"worker": ["job-name=tensorflow"]}
+        )
+        for job_name, selectors in self._selectors.items():
+            # A string would be taken for a list of one-letter selectors.
+            if isinstance(selectors, str):
+                raise ValueError(
+                    "Expected `job_to_label_mapping` to map each job to a list of "
+                    f"selectors. Received: {selectors!r} for {job_name!r}"
+                )
+        self._port = port_number(tf_server_port, "`tf_server_port`")
+        self._rpc_layer = rpc_layer
+        self._client = override_client or _make_client(executable_location)
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the pods as they are now.
+
+        Returns:
+            A `ClusterSpec`.
+
+        Raises:
+            RuntimeError: If the API cannot be asked, a selector finds no pod,
+                or a pod is not running.
+        """
+        pods = {
+            job_name: [pod for selector in selectors for pod in self._pods(selector)]
+            for job_name, selectors in self._selectors.items()
+        }
+        waiting = [
+            f'pod "{pod.metadata.name}" is not running; phase: "{pod.status.phase}"'
+            for job_pods in pods.values()
+            for pod in job_pods
+            if pod.status.phase != "Running"
+        ]
+        if waiting:
+            raise RuntimeError(
+                "Expected every pod of the cluster to be running. Received: "
+                + ", ".join(waiting)
+            )
+        return ClusterSpec(
+            {
+                job_name: [join_host_port(_address(pod), self._port) for pod in found]
+                for job_name, found in pods.items()
+            }
+        )
+
+    def _pods(self, selector: str) -> list[Any]:
+        try:
+            found = self._client.list_pod_for_all_namespaces(
+                label_selector=selector, _request_timeout=_CONNECT_AND_READ_SECONDS
+            ).items
+        except Exception as error:
+            raise RuntimeError(_explain(error, selector)) from None
+        if not found:
+            raise RuntimeError(
+                "Expected `job_to_label_mapping` to have selectors of running pods. "
+                f"Received: {selector!r}, which finds none"
+            )
+        return sorted(found, key=_order)
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Returns the address of a task, with the protocol in front.
+
+        Args:
+            task_type: The job of the task. Defaults to the one that was set.
+            task_id: The index of the task. Defaults to the one that was set.
+            rpc_layer: The protocol. Defaults to the resolver's.
+
+        Returns:
+            A string such as `"grpc://10.0.0.1:8470"`; empty if no task is named
+            here or was set.
+
+        Raises:
+            RuntimeError: As `cluster_spec()`.
+            ValueError: If the cluster has no such task.
+        """
+        if None in (
+            self.task_type if task_type is None else task_type,
+            self.task_id if task_id is None else task_id,
+        ):
+            return ""
+        return self._task_master(task_type, task_id, rpc_layer)
+
+
+def _make_client(location: KubernetesExecutableLocation) -> Any:
+    if not isinstance(location, KubernetesExecutableLocation):
+        raise ValueError(
+            "Expected `executable_location` to be a KubernetesExecutableLocation. "
+            f"Received: {location!r}"
+        )
+    config = import_extra("kubernetes.config", "kubernetes", _WHO)
+    client = import_extra("kubernetes.client", "kubernetes", _WHO)
+    configuration = client.Configuration()
+    try:
+        if location is KubernetesExecutableLocation.WITHIN_CLUSTER:
+            config.load_incluster_config(client_configuration=configuration)
+        else:
+            config.load_kube_config(
+                config_file=os.environ.get("KUBECONFIG") or None,
+                client_configuration=configuration,
+            )
+    except Exception as error:
+        # A file that is no YAML is quoted in its error, with the token in it.
+        known = isinstance(error, config.ConfigException)
+        reason = str(error) if known else type(error).__name__
+        raise RuntimeError(
+            f"Expected a Kubernetes configuration for {location}; pass "
+            "`executable_location` WITHIN_CLUSTER in a pod and OFF_CLUSTER elsewhere, "
+            f"where KUBECONFIG names the file. Received: {reason}"
+        ) from None
+    # The default of three retries would make of one time limit four.
+    configuration.retries = 1
+    return client.CoreV1Api(client.ApiClient(configuration))
+
+
+def _order(pod: Any) -> tuple[bool, int, str]:
+    annotations = getattr(pod.metadata, "annotations", None) or {}
+    index = annotations.get(_INDEX_ANNOTATION)
+    # By number: by name, pod 10 would come before pod 2.
+    if isinstance(index, str) and index.isascii() and index.isdecimal():
+        return False, int(index), pod.metadata.name
+    return True, 0, pod.metadata.name
+
+
+def _address(pod: Any) -> str:
+    # tf.distribute takes the node's address (host_ip), where nothing listens
+    # unless the pod uses the node's network; the two are then the same.
+    for name in ("pod_ip", "host_ip"):
+        address = getattr(pod.status, name, None)
+        if isinstance(address, str) and address:
+            return address
+    raise RuntimeError(
+        "Expected a running pod to have an address. Received: pod "
+        f'"{pod.metadata.name}" without one'
+    )
+
+
+def _explain(error: Exception, selector: str) -> str:
+    """What may be told: the client's own text holds the server's answer."""
+    status = getattr(error, "status", None)
+    if status in (401, 403):
+        return (
+            f"The Kubernetes API refused to list the pods of {selector!r} (HTTP "
+            f"{status}). The service account needs a ClusterRole with the rule "
+            f"{RBAC_RULE}, and a ClusterRoleBinding"
+        )
+    detail = f"HTTP {status}" if status else type(error).__name__
+    return (
+        f"Could not ask the Kubernetes API for the pods of {selector!r}: {detail}. "
+        "Please check that it can be reached from here, and the selector"
+    )

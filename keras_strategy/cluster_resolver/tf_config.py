@@ -1,0 +1,147 @@
+"""`TFConfigClusterResolver`: the cluster in the TF_CONFIG variable."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec, task_index
+from keras_strategy.cluster_resolver.from_environment import (
+    Description,
+    EnvironmentClusterResolver,
+)
+
+VARIABLE = "TF_CONFIG"
+
+
+class TFConfigClusterResolver(EnvironmentClusterResolver):
+    """Reads the cluster from the environment variable TF_CONFIG.
+
+    TF_CONFIG is a JSON object. Its `"cluster"` maps job names to the addresses
+    of their tasks; its `"task"` says which of them this process is, by `"type"`
+    and `"index"`. The variable is read anew on every question.
+
+    Args:
+        task_type: Overrides the task's type.
+        task_id: Overrides the task's index.
+        rpc_layer: Overrides the `"rpc_layer"`.
+        environment: What `environment` gives.
+
+    Example:
+    ```python
+    import json
+    import os
+
+    from keras_strategy.cluster_resolver import TFConfigClusterResolver
+
+    os.environ["TF_CONFIG"] = json.dumps({
+        "cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]},
+        "task": {"type": "worker", "index": 1},
+    })
+    resolver = TFConfigClusterResolver()
+    assert resolver.cluster_spec().num_tasks("worker") == 2
+    assert (resolver.task_type, resolver.task_id) == ("worker", 1)
+    del os.environ["TF_CONFIG"]
+    ```
+    """
+
+    _task_hint = f'"task" of the environment variable {VARIABLE}'
+
+    def _describe(self) -> Description:
+        config = _object(_load(), "")
+        cluster = _cluster(config.get("cluster", {}))
+        task = _object(config.get("task", {}), "task")
+        task_type = _optional_text(task, "type", "task.type")
+        task_id = None
+        if "index" in task:
+            try:
+                task_id = task_index(task["index"], "the index")
+            except ValueError:
+                raise _wrong("task.index", "an integer >= 0", task["index"]) from None
+        if task_type in cluster.jobs and task_id is not None:
+            indices = cluster.task_indices(task_type)
+            if task_id not in indices:
+                raise _wrong(
+                    "task.index",
+                    f"one of cluster.{task_type}'s indices {indices}",
+                    task_id,
+                )
+        return Description(
+            cluster,
+            task_type,
+            task_id,
+            _optional_text(config, "rpc_layer", "rpc_layer"),
+            _optional_text(config, "session_master", "session_master"),
+        )
+
+
+def _load() -> Any:
+    text = os.environ.get(VARIABLE) or "{}"
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError(
+            f"Expected the environment variable {VARIABLE} to be JSON of a cluster. "
+            "Received: JSON nested too deeply"
+        ) from None
+    except ValueError as error:
+        # JSONDecodeError tells the place, and is a ValueError; so is the
+        # refusal of a number with thousands of digits.
+        raise ValueError(
+            f"Expected the environment variable {VARIABLE} to be valid JSON. "
+            f"Received: {_short(text)} ({error})"
+        ) from None
+
+
+def _cluster(value: Any) -> ClusterSpec:
+    cluster: dict[str, dict[int, str]] = {}
+    for job_name, tasks in _object(value, "cluster").items():
+        place = f"cluster.{job_name}"
+        if isinstance(tasks, dict):
+            items = list(tasks.items())
+        elif isinstance(tasks, list):
+            items = list(enumerate(tasks))
+        else:
+            raise _wrong(place, "a list of addresses, or an object", tasks)
+        addresses: dict[int, str] = {}
+        for key, address in items:
+            try:
+                index = task_index(key, "the index")
+            except ValueError:
+                raise _wrong(place, "indices that are integers >= 0", key) from None
+            if index in addresses:
+                raise _wrong(place, "each index once", tasks)
+            if not isinstance(address, str) or not address:
+                raise _wrong(f"{place}[{index}]", 'an address "host:port"', address)
+            addresses[index] = address
+        cluster[job_name] = addresses
+    return ClusterSpec(cluster)
+
+
+def _object(value: Any, place: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _wrong(place, "an object", value)
+    return value
+
+
+def _optional_text(parent: dict[str, Any], key: str, place: str) -> str | None:
+    value = parent.get(key)
+    # An explicit null is as good as none, except for the task's type, which
+    # would silently be the type "None" in TensorFlow.
+    if value is None and not (key in parent and key == "type"):
+        return None
+    if not isinstance(value, str):
+        raise _wrong(place, "a string", value)
+    return value
+
+
+def _wrong(place: str, expected: str, value: Any) -> ValueError:
+    where = f"{VARIABLE}: {place}" if place else VARIABLE
+    return ValueError(
+        f"Expected {where} to be {expected}. Received: {_short(repr(value))}"
+    )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else text[:200] + "..."

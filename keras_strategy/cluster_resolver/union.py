@@ -1,0 +1,178 @@
+"""`UnionResolver`: several resolvers as one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras_strategy.cluster_resolver.base import ClusterResolver, format_master_url
+from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
+
+
+class UnionResolver(ClusterResolver):
+    """Merges the clusters of several resolvers into one.
+
+    Everything but the cluster (`task_type`, `task_id`, `rpc_layer`,
+    `environment`, `num_accelerators()`) is the first resolver's, unless it is
+    overridden here.
+
+    Args:
+        *args: The `ClusterResolver`s, at least one.
+        **kwargs: Overrides, any of `task_type`, `task_id` and `rpc_layer`.
+
+    Raises:
+        TypeError: If an argument is not a `ClusterResolver`.
+        ValueError: If there is no resolver, or an unknown keyword.
+
+    Example:
+    ```python
+    from keras_strategy.cluster_resolver import (
+        ClusterSpec, SimpleClusterResolver, UnionResolver)
+
+    workers = SimpleClusterResolver(
+        ClusterSpec({"worker": ["10.0.0.1:2222"]}), task_type="worker", task_id=0)
+    servers = SimpleClusterResolver(ClusterSpec({"ps": ["10.0.0.9:2222"]}))
+    union = UnionResolver(workers, servers)
+    assert union.cluster_spec().jobs == ["worker", "ps"]
+    assert union.task_type == "worker"
+    ```
+    """
+
+    def __init__(self, *args: ClusterResolver, **kwargs: Any) -> None:
+        self._rpc_layer = kwargs.pop("rpc_layer", None)
+        self._task_type = kwargs.pop("task_type", None)
+        self._task_id = kwargs.pop("task_id", None)
+        if kwargs:
+            raise ValueError(
+                "Expected no keywords but `task_type`, `task_id` and `rpc_layer`. "
+                f"Received: {sorted(kwargs)}"
+            )
+        if not args:
+            raise ValueError("Expected at least one ClusterResolver. Received: none")
+        for resolver in args:
+            if not isinstance(resolver, ClusterResolver):
+                raise TypeError(
+                    "Expected every argument to be a ClusterResolver. Received: "
+                    f"{resolver!r} (of type {type(resolver).__name__})"
+                )
+        self._resolvers = args
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the union of the resolvers' clusters.
+
+        Where all resolvers give a job as a list, the lists are joined in order.
+        Where one gives it as a dict (its indices have gaps), all are merged by
+        index.
+
+        Returns:
+            A `ClusterSpec`.
+
+        Raises:
+            KeyError: If two resolvers give the same index of a job that is
+                merged by index.
+        """
+        # Asked once each: a resolver may go to the network for its answer.
+        parts: dict[str, list[list[str] | dict[int, str]]] = {}
+        for resolver in self._resolvers:
+            for job_name, tasks in resolver.cluster_spec().as_dict().items():
+                parts.setdefault(job_name, []).append(tasks)
+        return ClusterSpec({name: _merge(name, jobs) for name, jobs in parts.items()})
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Returns the address of the named task, or the first resolver's master.
+
+        Args:
+            task_type: The job of the task.
+            task_id: The index of the task. Both are needed to name one.
+            rpc_layer: The protocol.
+
+        Returns:
+            The address, with the protocol in front where there is one.
+
+        Raises:
+            ValueError: If the cluster has no such task.
+        """
+        if task_type is not None and task_id is not None:
+            master = self.cluster_spec().task_address(task_type, task_id)
+            return format_master_url(master, rpc_layer or self._rpc_layer)
+        return self._resolvers[0].master(rpc_layer=rpc_layer)
+
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: Any = None,
+    ) -> dict[str, int]:
+        """Returns what the first resolver gives.
+
+        Args:
+            task_type: Handed to the first resolver.
+            task_id: Handed to the first resolver.
+            config_proto: Handed to the first resolver.
+
+        Returns:
+            A dict such as `{"GPU": 2}`.
+        """
+        return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
+
+    @property
+    def environment(self) -> str | None:
+        """The first resolver's environment."""
+        return self._resolvers[0].environment
+
+    # An override of 0 is an override: tests are against None, not for truth.
+
+    @property
+    def task_type(self) -> str | None:
+        """The override, or the first resolver's task type."""
+        if self._task_type is not None:
+            return self._task_type
+        return self._resolvers[0].task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """The override, or the first resolver's task id."""
+        if self._task_id is not None:
+            return self._task_id
+        return self._resolvers[0].task_id
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """The override, or the first resolver's protocol."""
+        if self._rpc_layer is not None:
+            return self._rpc_layer
+        return self._resolvers[0].rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+
+def _merge(
+    job_name: str, parts: list[list[str] | dict[int, str]]
+) -> list[str] | dict[int, str]:
+    if all(isinstance(part, list) for part in parts):
+        return [address for part in parts for address in part]  # pyright: ignore
+    merged: dict[int, str] = {}
+    for part in parts:
+        tasks = dict(enumerate(part)) if isinstance(part, list) else part
+        twice = sorted(merged.keys() & tasks.keys())
+        if twice:
+            raise KeyError(
+                f"Expected every task of job {job_name!r} from one resolver only. "
+                f"Received: indices {twice} more than once"
+            )
+        merged.update(tasks)
+    return merged

@@ -1,0 +1,83 @@
+import sys
+import types
+
+import keras
+import pytest
+
+from keras_strategy.cluster_resolver import (
+    ClusterSpec,
+    SimpleClusterResolver,
+    TFConfigClusterResolver,
+    TPUClusterResolver,
+    UnionResolver,
+)
+
+
+@pytest.fixture
+def devices(monkeypatch):
+    """Puts a backend with the given devices in the place of the one in use."""
+
+    def have(*names):
+        module = types.ModuleType("keras_strategy.backends")
+        backend = types.SimpleNamespace(list_devices=lambda device_type=None: names)
+        module.get_backend = lambda: backend
+        monkeypatch.setitem(sys.modules, "keras_strategy.backends", module)
+
+    return have
+
+
+@pytest.mark.parametrize(
+    "names, expected",
+    [
+        ((), {}),
+        (("cpu:0",), {}),
+        (("cpu:0", "cpu:1"), {}),
+        (("gpu:0", "gpu:1"), {"GPU": 2}),
+        (("cpu:0", "gpu:0"), {"GPU": 1}),
+        (("tpu:0", "tpu:1"), {"TPU": 2}),
+    ],
+)
+def test_the_backend_in_use_is_asked(devices, names, expected):
+    devices(*names)
+    resolver = TFConfigClusterResolver()
+    assert resolver.num_accelerators() == expected
+    assert resolver.num_accelerators("worker", 3) == expected
+    assert UnionResolver(resolver).num_accelerators() == expected
+
+
+@pytest.mark.parametrize("name", ["GPU:0", "cuda:0:1", "/gpu:0", "gpu", ""])
+def test_other_names_are_refused(devices, name):
+    devices("gpu:0", name)
+    with pytest.raises(ValueError, match=f"like \"gpu:0\". Received: '{name}'"):
+        TFConfigClusterResolver().num_accelerators()
+
+
+def test_what_was_given_is_not_asked_for(devices):
+    devices("gpu:0")
+    resolver = SimpleClusterResolver(ClusterSpec({}), num_accelerators={"GPU": 8})
+    assert resolver.num_accelerators() == {"GPU": 8}
+
+
+def test_tpus(devices):
+    devices("tpu:0", "tpu:1", "tpu:2", "tpu:3")
+    resolver = TPUClusterResolver("grpc://10.0.0.1:1,grpc://10.0.0.2:1")
+    assert resolver.num_accelerators() == {"TPU": 4}
+    metadata = resolver.get_tpu_system_metadata()
+    assert (metadata.num_cores, metadata.num_hosts) == (8, 2)
+    assert metadata.num_of_cores_per_host == 4
+    assert metadata.devices == ("tpu:0", "tpu:1", "tpu:2", "tpu:3")
+    assert TPUClusterResolver("local").get_tpu_system_metadata().num_hosts == 1
+    devices("cpu:0")
+    assert resolver.num_accelerators() == {"TPU": 0}
+
+
+def test_the_real_backend():
+    """On a machine without accelerators, and like TensorFlow where it can be asked."""
+    found = TFConfigClusterResolver().num_accelerators()
+    assert set(found) <= {"GPU", "TPU"}
+    assert all(count > 0 for count in found.values())
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        native = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+        assert found == dict(native.num_accelerators())

@@ -1,0 +1,80 @@
+import importlib.util
+import time
+
+import pytest
+
+from keras_strategy.cluster_resolver import metadata
+
+ZONE = "/computeMetadata/v1/instance/zone"
+
+
+def test_asks_as_google_wants_to_be_asked(metadata_server):
+    assert metadata.get("instance/zone") == "projects/1/zones/us-central1-b"
+    ((path, headers),) = metadata_server.requests
+    assert path == ZONE
+    assert headers["metadata-flavor"] == "Google"
+
+
+def test_the_older_variable(metadata_server, monkeypatch):
+    monkeypatch.delenv("GCE_METADATA_HOST")
+    monkeypatch.setenv("GCE_METADATA_IP", metadata_server.host)
+    assert metadata.get("project/project-id") == "my-project"
+
+
+def test_a_proxy_is_not_asked(metadata_server, make_server, monkeypatch):
+    proxy = make_server()
+    monkeypatch.setenv("http_proxy", proxy.url)
+    # A copy of its own: which proxy to use is settled when a module is loaded.
+    spec = importlib.util.spec_from_file_location("metadata_copy", metadata.__file__)
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    assert copy.get("project/project-id") == "my-project"
+    assert proxy.requests == []
+
+
+WRONG = {
+    "missing": lambda server: (404, "no"),
+    "error": lambda server: (500, "no"),
+    "redirect": lambda server: (302, "", {"Location": f"{server.url}/x"}),
+    "impostor": lambda server: (200, "a", {"Metadata-Flavor": None}),
+    "not text": lambda server: b"\xff\xfe",
+    "garbage": lambda server: server.GARBAGE,
+    "hang": lambda server: server.HANG,
+    "drip": lambda server: server.DRIP,
+    "too long": lambda server: b"x" * (metadata._MAX_BYTES + 1),
+}
+WORDS = {
+    "missing": "HTTP 404 for instance/zone",
+    "error": "HTTP 500",
+    "redirect": "HTTP 302",
+    "impostor": "header Metadata-Flavor",
+    "not text": "did not answer with text",
+    "garbage": "No Google Cloud metadata server at 127.0.0.1",
+    "hang": "No Google Cloud metadata server.*timed out",
+    "drip": "No Google Cloud metadata server.*timed out",
+    "too long": "the answer is too long",
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_anything_else_is_an_error_in_time(metadata_server, monkeypatch, case):
+    monkeypatch.setattr(metadata, "_TIMEOUT_SECONDS", 0.2)
+    metadata_server.answers[ZONE] = WRONG[case](metadata_server)
+    started = time.monotonic()
+    with pytest.raises(metadata.MetadataError, match=WORDS[case]):
+        metadata.get("instance/zone")
+    assert time.monotonic() - started < 5
+    assert metadata.get_or_none("instance/zone") is None
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1:1", "127.0.0.1:no-port", "[", "127.0.0.1 x"]
+)
+def test_no_server(monkeypatch, host):
+    monkeypatch.setenv("GCE_METADATA_HOST", host)
+    with pytest.raises(metadata.MetadataError, match="No Google Cloud metadata server"):
+        metadata.get("instance/zone")
+
+
+def test_the_time_limit_is_a_few_seconds():
+    assert 0 < metadata._TIMEOUT_SECONDS <= 5

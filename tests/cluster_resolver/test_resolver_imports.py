@@ -1,0 +1,77 @@
+"""Asking who is in the cluster starts no engine and needs no client library."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import keras_strategy
+from keras_strategy.cluster_resolver import (
+    GCEClusterResolver,
+    KubernetesClusterResolver,
+    SlurmClusterResolver,
+    TPUClusterResolver,
+)
+
+ENGINES = ("jax", "torch", "tensorflow")
+CLIENTS = ("kubernetes", "googleapiclient", "google.auth", "hostlist")
+ROOT = str(Path(keras_strategy.__file__).parents[1])
+
+
+def test_nothing_heavy_is_imported():
+    heavy = [*ENGINES, *CLIENTS]
+    code = (
+        "import sys\n"
+        "import keras_strategy\n"
+        "before = set(sys.modules)\n"
+        "from keras_strategy.cluster_resolver import detect, TPUClusterResolver\n"
+        "detect().resolver()\n"
+        "TPUClusterResolver('grpc://127.0.0.1:8470').cluster_spec()\n"
+        f"print([name for name in {heavy!r} if name in set(sys.modules) - before])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": ROOT},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize(
+    "module, extra, use",
+    [
+        ("kubernetes", "kubernetes", lambda: KubernetesClusterResolver()),
+        (
+            "googleapiclient",
+            "tpu",
+            lambda: TPUClusterResolver("name", "zone", "project").cluster_spec(),
+        ),
+        ("googleapiclient", "gce", lambda: GCEClusterResolver("p", "z", "g", 8470)),
+        ("hostlist", "slurm", lambda: SlurmClusterResolver(gpus_per_node=0)),
+    ],
+)
+def test_a_missing_library_names_its_extra(monkeypatch, module, extra, use):
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "n1")
+    for name in list(sys.modules):
+        if name == module or name.startswith(module + "."):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=rf'pip install "keras-strategy\[{extra}\]"'):
+        use()
+
+
+def test_a_tpu_known_by_address_or_with_a_service_needs_no_library(monkeypatch):
+    for name in list(sys.modules):
+        if name.split(".")[0] in ("googleapiclient", "httplib2"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "googleapiclient", None)
+    TPUClusterResolver("grpc://127.0.0.1:8470").cluster_spec()
+    TPUClusterResolver("local").cluster_spec()
+    TPUClusterResolver("name", "zone", "project", service=object())
