@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras import tree
 
 from keras_strategy.backends.tensorflow.group import TensorFlowGroup
-from keras_strategy.training.step import merge_logs, weighted_step
+from keras_strategy.training.step import merge_logs, rows_of, weighted_step
 from keras_strategy.values import DistributedValues, PerReplica
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def split_batch(data: Any, replicas: int) -> tuple[list[Any], list[Any]]:
         counts = [_rows(leaves[0].values[replica]) for replica in range(replicas)]
     else:
         data = tree.map_structure(_as_tensor, data)
-        rows = _rows(_as_tensor(leaves[0]))
+        rows = _common_rows([_as_tensor(leaf) for leaf in leaves])
         # As `row_weights.split_rows`, with numbers that are known at run time.
         block = (rows + replicas - 1) // replicas
         bounds = [tf.minimum(block * i, rows) for i in range(replicas + 1)]
@@ -104,6 +104,18 @@ def split_batch(data: Any, replicas: int) -> tuple[list[Any], list[Any]]:
             shards.append(tree.map_structure(take, data))
     total = tf.cast(tf.add_n(counts), "float32")
     return shards, [tf.cast(count, "float32") / total for count in counts]
+
+
+def _common_rows(leaves: Sequence[Any]) -> Any:
+    """The rows of a batch, as a tensor; arrays that differ in rows are refused."""
+    if all(leaf.shape.rank and leaf.shape[0] is not None for leaf in leaves):
+        rows_of(leaves)
+        return _rows(leaves[0])
+    rows, *others = [_rows(leaf) for leaf in leaves]
+    message = "The arrays of a batch must have the same number of rows."
+    checks = [tf.debugging.assert_equal(rows, other, message) for other in others]
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return tf.identity(rows)  # nothing is computed from the batch before
 
 
 def _as_tensor(value: Any) -> Any:
