@@ -410,6 +410,26 @@ def test_predict_on_a_model_that_is_not_built(two):
     assert len(two.experimental_local_results(model.layers[0].kernel)) == 2
 
 
+def test_a_replica_without_rows_does_not_abort_the_process(strategy):
+    """oneDNN's convolution and pooling do, when they get no row at all."""
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((6, 6, 1)),
+                keras.layers.Conv2D(4, 3, activation="relu"),
+                keras.layers.MaxPooling2D(),
+                keras.layers.Flatten(),
+                keras.layers.Dense(2),
+            ]
+        )
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    x = np.random.RandomState(0).randn(9, 6, 6, 1).astype("float32")
+    model.fit(x, x[:, 0, :2, 0], batch_size=4, verbose=0)
+    predicted = model.predict(x, batch_size=4, verbose=0)
+    assert predicted.shape == (9, 2)
+    np.testing.assert_allclose(predicted, model(x), rtol=1e-4, atol=1e-5)
+
+
 def test_jit_compile_warns(two, caplog):
     with two.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])

@@ -23,6 +23,7 @@ from keras_strategy.training.keras_hooks import (
     strategy_of_variable,
 )
 from keras_strategy.training.row_weights import distributed_replica
+from keras_strategy.training.step import rows_of
 from keras_strategy.variables import is_on_read
 
 logger = logging.getLogger("keras_strategy")
@@ -221,6 +222,11 @@ def _maybe_symbolic_build(original: Callable) -> Callable:
             for _, _, batches in iterator:
                 data_batch = next(batches)
                 break
+        elif all(
+            leaf is None or hasattr(leaf, "shape")
+            for leaf in keras.tree.flatten(data_batch)
+        ):
+            rows_of(data_batch)  # raises where a tf.function would find out late
         self._symbolic_build(data_batch=keras.tree.map_structure(_present, data_batch))
 
     return _maybe_symbolic_build

@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras import tree
 
 from keras_strategy.backends.tensorflow.group import TensorFlowGroup
-from keras_strategy.training.step import merge_logs, weighted_step
+from keras_strategy.training.step import merge_logs, rows_of, weighted_step
 from keras_strategy.values import DistributedValues, PerReplica
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class TrainingStrategy:
         )
         if step in (self._model.train_step, self._model.test_step):
             return merge_logs(self._model, outputs, replicas, weights)
-        return tree.map_structure(_join_rows, outputs)
+        return tree.map_structure(lambda value: join(value, weights), outputs)
 
 
 def split_batch(data: Any, replicas: int) -> tuple[list[Any], list[Any]]:
@@ -73,7 +73,8 @@ def split_batch(data: Any, replicas: int) -> tuple[list[Any], list[Any]]:
         replicas: The number of replicas.
 
     Returns:
-        The replicas' structures, and their weights: rows over the batch's rows.
+        The replicas' structures, each of one row or more, and their weights: rows
+        over the batch's rows.
     """
     leaves = [leaf for leaf in tree.flatten(data) if leaf is not None]
     if not leaves:
@@ -89,18 +90,32 @@ def split_batch(data: Any, replicas: int) -> tuple[list[Any], list[Any]]:
         counts = [_rows(leaves[0].values[replica]) for replica in range(replicas)]
     else:
         data = tree.map_structure(_as_tensor, data)
-        rows = _rows(_as_tensor(leaves[0]))
+        rows = _common_rows([_as_tensor(leaf) for leaf in leaves])
         # As `row_weights.split_rows`, with numbers that are known at run time.
         block = (rows + replicas - 1) // replicas
         bounds = [tf.minimum(block * i, rows) for i in range(replicas + 1)]
-        parts = list(itertools.pairwise(bounds))
-        shards = [
-            tree.map_structure(functools.partial(_slice, bounds=part), data)
-            for part in parts
-        ]
-        counts = [end - begin for begin, end in parts]
+        counts = [end - begin for begin, end in itertools.pairwise(bounds)]
+        shards = []
+        for begin, end in itertools.pairwise(bounds):
+            # A replica without rows works on a stand-in, of weight 0: some of
+            # TensorFlow's kernels abort the process when there is no row at all.
+            first = tf.maximum(tf.minimum(begin, rows - 1), 0)
+            take = functools.partial(_slice, bounds=(first, tf.maximum(end, first + 1)))
+            shards.append(tree.map_structure(take, data))
     total = tf.cast(tf.add_n(counts), "float32")
     return shards, [tf.cast(count, "float32") / total for count in counts]
+
+
+def _common_rows(leaves: Sequence[Any]) -> Any:
+    """The rows of a batch, as a tensor; arrays that differ in rows are refused."""
+    if all(leaf.shape.rank and leaf.shape[0] is not None for leaf in leaves):
+        rows_of(leaves)
+        return _rows(leaves[0])
+    rows, *others = [_rows(leaf) for leaf in leaves]
+    message = "The arrays of a batch must have the same number of rows."
+    checks = [tf.debugging.assert_equal(rows, other, message) for other in others]
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return tf.identity(rows)  # nothing is computed from the batch before
 
 
 def _as_tensor(value: Any) -> Any:
@@ -136,20 +151,25 @@ def _slice(value: Any, bounds: tuple[Any, Any]) -> Any:
     return part
 
 
-def _join_rows(value: Any) -> Any:
-    if not isinstance(value, DistributedValues):
-        return value
-    return join(value.values)
-
-
-def join(parts: Sequence[Any]) -> Any:
+def join(value: Any, weights: Sequence[Any]) -> Any:
     """The predictions of all rows, in order.
 
     Args:
-        parts: One tensor for each replica.
+        value: What the replicas returned.
+        weights: Their weights; a replica of weight 0 predicted a stand-in.
+
+    Returns:
+        One tensor, if the replicas returned tensors.
     """
-    if isinstance(parts[0], tf.SparseTensor):
-        return tf.sparse.concat(0, parts)
+    if not isinstance(value, DistributedValues):
+        return value
+    parts = value.values
     if parts[0].shape.rank == 0:
         return tf.stack(parts)
-    return tf.concat(parts, 0)
+    real = [
+        _slice(part, (0, tf.where(weight > 0, _rows(part), 0)))
+        for part, weight in zip(parts, weights, strict=True)
+    ]
+    if isinstance(parts[0], tf.SparseTensor):
+        return tf.sparse.concat(0, real)
+    return tf.concat(real, 0)
