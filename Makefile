@@ -14,7 +14,7 @@ export BACKENDS
 
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test lint docs clean
+.PHONY: help demo test lint ruff format pyright imports docs clean
 
 help:
 	@echo "make demo   train on two devices and on one, on every backend"
@@ -32,10 +32,19 @@ demo: $(STAMP)
 test: $(STAMP)
 	@$(VENV)/bin/python tools/run_tests.py $(ARGS)
 
-lint: $(STAMP)
+# Four targets, so that make -k runs the others when one fails.
+lint: ruff format pyright imports
+
+ruff: $(STAMP)
 	$(VENV)/bin/ruff check .
+
+format: $(STAMP)
 	$(VENV)/bin/ruff format --check .
+
+pyright: $(STAMP)
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+
+imports: $(STAMP)
 	$(VENV)/bin/lint-imports --no-logo
 
 docs: $(STAMP)
