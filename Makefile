@@ -1,0 +1,61 @@
+# Each target sets up what it needs in $(VENV), from constraints.txt.
+PYTHON ?= python3
+VENV ?= .venv
+BACKENDS ?= jax torch tensorflow
+# Further arguments for pytest: make test ARGS="tests/test_values.py -x"
+ARGS ?=
+
+# XLA sizes the thread pool that runs its CPU devices by NPROC, else by the number of
+# cores. On two cores the pool can be too small for several logical devices that wait
+# for each other: the process then aborts with "rendezvous ... termination timeout".
+export NPROC ?= 8
+export TF_CPP_MIN_LOG_LEVEL ?= 2
+export BACKENDS
+
+STAMP := $(VENV)/.installed
+
+.PHONY: help demo test lint ruff format pyright imports docs clean
+
+help:
+	@echo "make demo   train on two devices and on one, on every backend"
+	@echo "make test   run the test suite on every backend"
+	@echo "make lint   ruff, pyright and the import rules"
+	@echo "make docs   build the documentation into site/"
+	@echo "make clean  remove the virtual environment and what was built"
+
+demo: $(STAMP)
+	@set -e; for backend in $(BACKENDS); do \
+	    echo "=== $$backend ==="; \
+	    KERAS_BACKEND=$$backend $(VENV)/bin/python examples/fit_digits.py; \
+	done
+
+test: $(STAMP)
+	@$(VENV)/bin/python tools/run_tests.py $(ARGS)
+
+# Four targets, so that make -k runs the others when one fails.
+lint: ruff format pyright imports
+
+ruff: $(STAMP)
+	$(VENV)/bin/ruff check .
+
+format: $(STAMP)
+	$(VENV)/bin/ruff format --check .
+
+pyright: $(STAMP)
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+
+imports: $(STAMP)
+	$(VENV)/bin/lint-imports --no-logo
+
+docs: $(STAMP)
+	$(VENV)/bin/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "Installing into $(VENV) (some minutes the first time)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install -qq -c constraints.txt -e '.[dev,docs]'
+	@touch $@
