@@ -1,6 +1,6 @@
-"""Distributed training for Keras 3, in the words of `tf.distribute`, on every backend."""
+"""Distributed training for Keras 3, in the words of tf.distribute, on any backend."""
 
-from keras_strategy import config, errors
+from keras_strategy import cluster_resolver, config, errors
 from keras_strategy.context import (
     ReplicaContext,
     experimental_set_strategy,
@@ -28,6 +28,7 @@ __all__ = [
     "Strategy",
     "StrategyExtended",
     "__version__",
+    "cluster_resolver",
     "config",
     "errors",
     "experimental_set_strategy",

@@ -74,16 +74,12 @@ def train(
         for key, values in history.items()
         for epoch, value in enumerate(values)
     }
+    # Before predict: on JAX, Keras gives weights away there that averages of an
+    # optimizer may share.
+    weights = [np.array(w) for w in model.get_weights()]
+    optimizer = [keras.ops.convert_to_numpy(v.value) for v in model.optimizer.variables]
     predictions = model.predict(x, batch_size=batch_size, verbose=0)
-    return Trained(
-        model=model,
-        weights=[np.array(w) for w in model.get_weights()],
-        optimizer=[
-            keras.ops.convert_to_numpy(v.value) for v in model.optimizer.variables
-        ],
-        logs=logs,
-        predictions=predictions,
-    )
+    return Trained(model, weights, optimizer, logs, predictions)
 
 
 def differences(one: Trained, many: Trained) -> dict[str, float]:

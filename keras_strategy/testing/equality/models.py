@@ -146,4 +146,4 @@ class Total(keras.metrics.Metric):
         self.total.assign_add(ops.sum(ops.abs(ops.cast(y_true, self.dtype))))
 
     def result(self):
-        return self.total
+        return ops.cast(self.total, self.dtype)
