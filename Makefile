@@ -14,11 +14,12 @@ export BACKENDS
 
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test lint ruff format pyright imports docs clean
+.PHONY: help demo test lint ruff format pyright imports docs clean equality
 
 help:
 	@echo "make demo   train on two devices and on one, on every backend"
 	@echo "make test   run the test suite on every backend"
+	@echo "make equality  the table of what equals one device, on every backend"
 	@echo "make lint   ruff, pyright and the import rules"
 	@echo "make docs   build the documentation into site/"
 	@echo "make clean  remove the virtual environment and what was built"
@@ -31,6 +32,12 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@$(VENV)/bin/python tools/run_tests.py $(ARGS)
+
+equality: $(STAMP)
+	@set -e; for backend in $(BACKENDS); do \
+	    KERAS_BACKEND=$$backend $(VENV)/bin/python \
+	        -m keras_strategy.testing.equality --native; \
+	done
 
 # Four targets, so that make -k runs the others when one fails.
 lint: ruff format pyright imports

@@ -9,7 +9,11 @@ from keras_strategy.context import (
     has_strategy,
     in_cross_replica_context,
 )
-from keras_strategy.gradients import value_and_grad
+from keras_strategy.gradients import (
+    compute_average_loss,
+    scale_regularization_loss,
+    value_and_grad,
+)
 from keras_strategy.strategies.mirrored import MirroredStrategy
 from keras_strategy.strategies.one_device import OneDeviceStrategy
 from keras_strategy.strategy import Strategy, StrategyExtended
@@ -29,6 +33,7 @@ __all__ = [
     "StrategyExtended",
     "__version__",
     "cluster_resolver",
+    "compute_average_loss",
     "config",
     "errors",
     "experimental_set_strategy",
@@ -36,6 +41,7 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "scale_regularization_loss",
     "value_and_grad",
 ]
 

@@ -241,7 +241,7 @@ def get_replica_context() -> ReplicaContext | None:
     ```
     """
     if current_scope() is None:
-        return default_strategy().extended.only_replica
+        return default_strategy().extended.group.context
     return _place.replica
 
 

@@ -37,6 +37,7 @@ class Hook:
 
     @property
     def target(self) -> str:
+        """The function's name with its owner's."""
         owner = getattr(self.owner, "__qualname__", None) or self.owner.__name__
         return f"{owner}.{self.name}"
 
@@ -69,6 +70,7 @@ class Hook:
             raise self._changed(f"takes {found}, where {self.signature} is known")
 
     def install(self) -> None:
+        """Puts the replacement in the function's place."""
         original = inspect.getattr_static(self.owner, self.name)
         function = getattr(original, "__func__", original)
         replacement = self.replace(function)

@@ -2,6 +2,9 @@
 
 import os
 
+# Without it XLA's CPU devices can starve each other on a machine of few cores; make
+# sets it too.
+os.environ.setdefault("NPROC", "8")
 # Before anything asks for devices, which settles how many there are.
 os.environ["KERAS_STRATEGY_LOGICAL_CPUS"] = "4"
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from keras_strategy.values import DistributedValues, ReduceOp
 
 if TYPE_CHECKING:
+    from keras_strategy.context import ReplicaContext
     from keras_strategy.strategy import Strategy
 
 
@@ -54,6 +55,14 @@ class Backend(Protocol):
         """Installs this engine's hooks into Keras; called once."""
         ...
 
+    def native_strategy(self, devices: tuple[str, ...]) -> Any:
+        """What Keras offers for several devices by itself, to be compared with.
+
+        Returns:
+            Something with a `scope()` to make and train a model in, or None.
+        """
+        ...
+
     def create_group(
         self, strategy: "Strategy", devices: tuple[str, ...]
     ) -> "ReplicaGroup":
@@ -65,6 +74,11 @@ class ReplicaGroup(Protocol):
     """The replicas of one strategy. With one device it adds nothing to Keras."""
 
     devices: tuple[str, ...]
+
+    @property
+    def context(self) -> "ReplicaContext | None":
+        """The only replica's context, where there is only one."""
+        ...
 
     def scope(self) -> AbstractContextManager[Any]:
         """What must hold while variables of this group are made."""

@@ -4,7 +4,6 @@ import contextlib
 
 from keras_strategy.backends import get_backend
 from keras_strategy.backends.single import SingleReplicaGroup
-from keras_strategy.context import ReplicaContext
 from keras_strategy.strategy import Strategy, StrategyExtended
 from keras_strategy.topology import canonical_device, resolve_devices
 
@@ -59,20 +58,18 @@ class DefaultExtended(StrategyExtended):
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
+        """The device that the backend takes by itself."""
         return (get_backend().list_devices()[0],)
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
+        """The same."""
         return self.worker_devices
-
-    @property
-    def only_replica(self) -> ReplicaContext:
-        """The context of code that runs outside every scope."""
-        return self.group.context
 
 
 class DefaultGroup(SingleReplicaGroup):
     """Leaves the choice of the device to Keras."""
 
     def scope(self):
+        """Changes nothing."""
         return contextlib.nullcontext()

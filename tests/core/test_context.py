@@ -51,11 +51,11 @@ def test_a_scope_inside_itself_and_entered_again(two):
 
 def test_another_strategys_scope(mirrored):
     first, second = mirrored(2), mirrored(3)
+    mixing = pytest.raises(RuntimeError, match="Mixing different strategies")
     with first.scope():
-        with pytest.raises(RuntimeError, match="Mixing different strategies"):
-            with second.scope():
-                pass
-        with pytest.raises(RuntimeError, match="Mixing different strategies"):
+        with mixing, second.scope():
+            pass
+        with mixing:
             second.run(lambda: 1)
         assert ks.get_strategy() is first
     assert not ks.has_strategy()

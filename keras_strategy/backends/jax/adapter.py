@@ -42,6 +42,9 @@ class JaxBackend:
 
         hooking.install(keras_hooks.hooks())
 
+    def native_strategy(self, devices: tuple[str, ...]) -> Any:
+        return keras.distribution.DataParallel(devices=list(devices))
+
     def create_group(
         self, strategy: "Strategy", devices: tuple[str, ...]
     ) -> "JaxReplicaGroup":

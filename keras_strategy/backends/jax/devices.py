@@ -1,5 +1,7 @@
 """The devices that JAX has, under our names."""
 
+from typing import Any
+
 import jax
 
 
@@ -22,7 +24,7 @@ def list_devices(device_type: str | None = None) -> list[str]:
     return [f"{_kind_of(device)}:{device.id}" for device in devices]
 
 
-def device_named(name: str) -> jax.Device:
+def device_named(name: str) -> Any:
     """The device that has the canonical name `name`."""
     kind, _, index = name.partition(":")
     for device in jax.local_devices(backend=kind):
@@ -54,5 +56,6 @@ def set_logical_devices(count: int) -> None:
         ) from error
 
 
-def _kind_of(device: jax.Device) -> str:
-    return {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
+def _kind_of(device: Any) -> str:
+    platform = str(device.platform)
+    return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)

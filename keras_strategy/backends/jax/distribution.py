@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import keras
+from jax.core import Tracer
 
 from keras_strategy.backends.jax.devices import device_named
 
@@ -59,7 +60,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         """Puts an array that is bound to other devices on all of ours."""
         if (
             isinstance(value, jax.Array)
-            and not isinstance(value, jax.core.Tracer)
+            and not isinstance(value, Tracer)
             and value.committed
             and value.sharding.device_set != self.everywhere.device_set
         ):

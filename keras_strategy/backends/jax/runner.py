@@ -271,7 +271,8 @@ class Runner:
         split, everywhere = PartitionSpec(AXIS), PartitionSpec()
         leaves = [x for x in tree.flatten(arguments.structure) if type(x) is Tensor]
         tensors = [split if leaf.split else everywhere for leaf in leaves]
-        mapped = _shard_map(
+        shard_map: Any = _shard_map  # whose parameters differ between versions
+        mapped = shard_map(
             body,
             mesh=self._distribution.mesh,
             in_specs=(everywhere, split, everywhere, tensors),

@@ -7,11 +7,16 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_strategy.backends.tensorflow import devices
+from keras_strategy.backends.tensorflow.devices import native_name
 from keras_strategy.values import DistributedValues
 
 if TYPE_CHECKING:
     from keras_strategy.backends.tensorflow.group import TensorFlowGroup
     from keras_strategy.strategy import Strategy
+
+
+def _unflatten(cls: Any, metadata: Any, components: Sequence[Any]) -> Any:
+    return cls(components)
 
 
 class TensorFlowBackend:
@@ -26,7 +31,7 @@ class TensorFlowBackend:
         devices.set_logical_devices(device_type, count)
 
     def device_scope(self, device: str) -> AbstractContextManager[Any]:
-        return tf.device(devices.native_name(device))
+        return tf.device(native_name(device))
 
     def is_tensor(self, value: Any) -> bool:
         return tf.is_tensor(value)
@@ -45,10 +50,13 @@ class TensorFlowBackend:
         hooking.install(keras_hooks.hooks())
         # tf.nest and tf.function then see the tensors inside distributed values,
         # so that users' own tf.functions take and return them.
-        DistributedValues.__tf_flatten__ = lambda self: ((), self.values)
-        DistributedValues.__tf_unflatten__ = classmethod(
-            lambda cls, metadata, components: cls(components)
-        )
+        protocol: Any = DistributedValues
+        protocol.__tf_flatten__ = lambda self: ((), self.values)
+        protocol.__tf_unflatten__ = classmethod(_unflatten)
+
+    def native_strategy(self, devices: tuple[str, ...]) -> Any:
+        names = [native_name(device) for device in devices]
+        return tf.distribute.MirroredStrategy(names)
 
     def create_group(
         self, strategy: "Strategy", devices: tuple[str, ...]

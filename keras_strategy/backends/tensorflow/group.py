@@ -93,7 +93,7 @@ class TensorFlowGroup:
         """
         if isinstance(fn, tf.types.experimental.GenericFunction):
             # The replicas cannot meet inside a tf.function of each.
-            fn = fn.python_function
+            fn = fn.python_function  # pyright: ignore[reportAttributeAccessIssue]
         fn = tf.__internal__.autograph.tf_convert(
             fn, tf.__internal__.autograph.control_status_ctx(), False
         )

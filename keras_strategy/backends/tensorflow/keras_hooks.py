@@ -179,11 +179,13 @@ def _apply(original: Callable) -> Callable:
 
 def _distribute_strategy(original: property) -> property:
     """`Model.distribute_strategy`: Keras's loop gets ours in place of the native."""
+    get = original.fget
+    assert get is not None
 
     def distribute_strategy(self):
         strategy = strategy_of_model(self)
         if strategy is None or strategy.num_replicas_in_sync == 1:
-            return original.fget(self)
+            return get(self)
         return TrainingStrategy(strategy, self)
 
     return property(distribute_strategy)

@@ -36,6 +36,9 @@ class TorchBackend:
     def install_hooks(self) -> None:
         hooking.install(keras_hooks.hooks())
 
+    def native_strategy(self, names: tuple[str, ...]) -> None:
+        return None  # Keras has none on torch
+
     def create_group(self, strategy: Any, names: tuple[str, ...]) -> TorchGroup:
         devices.use()
         return TorchGroup(strategy, names)

@@ -103,13 +103,15 @@ def _variable_value(original: property) -> property:
 
     With no replica's scope in the thread, Keras would read the first component.
     """
+    get = original.fget
+    assert get is not None
 
     def value(self):
         if not is_on_read(self) or keras_scope() is not None:
-            return original.fget(self)
+            return get(self)
         own = components.find(self)
         if own is None:
-            return original.fget(self)
+            return get(self)
         return self._maybe_autocast(own.aggregated(self))
 
     return property(value, original.fset, original.fdel, original.__doc__)

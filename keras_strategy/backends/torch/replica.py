@@ -114,13 +114,13 @@ class TorchReplica:
         with torch.no_grad():
             for indices in by_dtype.values():
                 parts = [tensors[index] for index in indices]
-                flat = torch._utils._flatten_dense_tensors(parts)
+                flat = torch.cat([part.reshape(-1) for part in parts])
                 if weight is not None:
                     flat = flat * weight if weight > 0 else torch.zeros_like(flat)
                 flat = self.sum("optimizer.apply", flat)
-                unflat = torch._utils._unflatten_dense_tensors(flat, parts)
-                for index, tensor in zip(indices, unflat, strict=True):
-                    summed[index] = tensor
+                pieces = flat.split([part.numel() for part in parts])
+                for index, part, piece in zip(indices, parts, pieces, strict=True):
+                    summed[index] = piece.view_as(part)
         return summed
 
     def write(self, variable: Any, value: torch.Tensor) -> None:

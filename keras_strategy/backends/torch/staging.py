@@ -117,13 +117,12 @@ class MergedScope(keras.StatelessScope):
         self._scopes = scopes
 
     def get_current_value(self, variable: Any) -> torch.Tensor | None:
-        values = [scope.get_current_value(variable) for scope in self._scopes]
-        if values[0] is None or not is_on_read(variable):
-            return values[0]
-        if variable.aggregation == "sum":
-            return add(values)
-        if variable.aggregation == "mean":
-            return add(values) / len(values)
+        if variable._value is None:
+            return None
+        values: list[Any] = [s.get_current_value(variable) for s in self._scopes]
+        if is_on_read(variable) and variable.aggregation in ("sum", "mean"):
+            total = add(values)
+            return total / len(values) if variable.aggregation == "mean" else total
         return values[0]
 
     def add_update(self, update: tuple[Any, torch.Tensor]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import keras
 
 import keras_strategy as ks
-from keras_strategy.testing.equality import native
+from keras_strategy.backends import get_backend
 from keras_strategy.testing.equality.cases import Case, all_cases
 from keras_strategy.testing.equality.compare import Trained, differences, train
 
@@ -69,6 +69,7 @@ def cell(case: Case, many: Callable[[Case, int], Trained], ones: dict) -> tuple:
 
 
 def main() -> int:
+    """Prints the table; returns 1 if a row does not equal one device."""
     parser = argparse.ArgumentParser(prog="python -m keras_strategy.testing.equality")
     parser.add_argument("--replicas", default="2,3,4", help="such as 2,3,4")
     parser.add_argument("--only", default="", help="rows whose name contains this")
@@ -82,12 +83,14 @@ def main() -> int:
     strategies = {
         f"N = {n}": ks.MirroredStrategy([f"cpu:{i}" for i in range(n)]) for n in counts
     }
-    peer = native.peer(counts[0]) if options.native else None
+    devices = tuple(f"cpu:{i}" for i in range(counts[0]))
+    peer = get_backend().native_strategy(devices) if options.native else None
     columns = [*strategies, "tolerance"]
     if peer is not None:
         columns.insert(-1, f"native, N = {counts[0]}")
 
     def native_run(case, rows):
+        assert peer is not None
         with peer.scope():
             return run(case, rows)
 

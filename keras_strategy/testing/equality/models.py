@@ -63,6 +63,7 @@ def compiled(
 ) -> keras.Model:
     """Compiles a model, an MLP with Adam unless told otherwise."""
     model = mlp() if model is None else model
+    assert model is not None
     optimizer = keras.optimizers.Adam(0.01) if optimizer is None else optimizer
     model.compile(optimizer, loss, **compile)
     return model
