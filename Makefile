@@ -17,12 +17,12 @@ STAMP := $(VENV)/.installed
 .PHONY: help demo test lint ruff format pyright imports docs clean equality
 
 help:
-	@echo "make demo   train on two devices and on one, on every backend"
-	@echo "make test   run the test suite on every backend"
+	@echo "make demo      train on two devices and on one, on every backend"
+	@echo "make test      run the test suite on every backend"
 	@echo "make equality  the table of what equals one device, on every backend"
-	@echo "make lint   ruff, pyright and the import rules"
-	@echo "make docs   build the documentation into site/"
-	@echo "make clean  remove the virtual environment and what was built"
+	@echo "make lint      ruff, pyright and the import rules"
+	@echo "make docs      build the documentation into site/"
+	@echo "make clean     remove the virtual environment and what was built"
 
 demo: $(STAMP)
 	@set -e; for backend in $(BACKENDS); do \

@@ -201,6 +201,46 @@ class Strategy:
             f"`strategy.num_replicas_in_sync`. Received: {value!r}"
         )
 
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenates the replicas' values.
+
+        Args:
+            value: A structure of `PerReplica` values, as `run` returns them, of rank
+                1 or more. Sizes along `axis` may differ, the others must agree.
+            axis: The dimension along which the values are joined, in the order of
+                the replicas.
+
+        Returns:
+            The structure, with one tensor in the place of each distributed value.
+            A value that is not distributed stays what it is.
+
+        Raises:
+            ValueError: If the values cannot be joined along `axis`.
+            RuntimeError: Inside a function that `run` calls.
+
+        Example:
+
+        ```python
+        import keras
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        ones = strategy.run(lambda: keras.ops.ones((2,)))
+        rows = strategy.gather(ones, axis=0)
+        assert rows.shape[0] == 2 * strategy.num_replicas_in_sync
+        ```
+        """
+        context.require_cross_replica(self, "gather")
+
+        def gather_one(x):
+            if not isinstance(x, DistributedValues):
+                return x
+            _check_gatherable(x, axis)
+            return self._extended.group.gather(x.values, axis)
+
+        with self.scope():
+            return tree.map_structure(gather_one, value)
+
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Returns the components of a value that are on this worker.
 
@@ -286,6 +326,22 @@ class Strategy:
     def __deepcopy__(self, memo: dict) -> "Strategy":
         # A strategy stands for devices, of which a copy would be the same ones.
         return self
+
+
+def _check_gatherable(value: DistributedValues, axis: int) -> None:
+    """Raises ValueError unless the components can be joined along `axis`."""
+    shapes = [tuple(keras.ops.shape(component)) for component in value.values]
+    ranks = {len(shape) for shape in shapes}
+    rank = min(ranks)
+    if len(ranks) == 1 and -rank <= axis < rank:
+        others = {shape[: axis % rank] + shape[axis % rank + 1 :] for shape in shapes}
+        if len(others) == 1:
+            return
+    raise ValueError(
+        "`gather` joins values of rank 1 or more whose dimensions other than `axis` "
+        f"agree. Received: axis={axis!r}, and values of the shapes {shapes} in the "
+        "order of the replicas."
+    )
 
 
 class ValueContext:

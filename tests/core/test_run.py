@@ -122,6 +122,28 @@ def test_reduce_of_what_is_not_distributed(two):
     assert number(ks.OneDeviceStrategy("cpu:0").reduce("SUM", plain)) == [1.0, 2.0]
 
 
+def test_gather(two):
+    even = per_replica(two, *floats([1, 2], [3, 5]))
+    uneven = per_replica(two, *floats([1, 2, 3, 4], [5, 6]))
+    assert number(two.gather(even, axis=0)) == [1.0, 2.0, 3.0, 5.0]
+    assert number(two.gather({"a": uneven}, axis=0)["a"]) == [1, 2, 3, 4, 5, 6]
+    columns = per_replica(two, *floats(np.ones((2, 1)), np.zeros((2, 2))))
+    assert number(two.gather(columns, axis=1)) == [[1, 0, 0]] * 2
+    assert number(two.gather(columns, axis=-1)) == [[1, 0, 0]] * 2
+    assert two.gather(3, axis=0) == 3
+
+
+def test_gather_refuses(two):
+    with pytest.raises(ValueError, match=r"\(2, 1\), \(2, 2\)"):
+        two.gather(per_replica(two, *floats(np.ones((2, 1)), np.ones((2, 2)))), 0)
+    with pytest.raises(ValueError, match="rank 1 or more"):
+        two.gather(per_replica(two, *floats(1.0, 3.0)), axis=0)
+    with pytest.raises(RuntimeError, match=r"all_gather\(\)"):
+        two.run(lambda: two.gather(keras.ops.ones((1,)), axis=0))
+    ones = per_replica(two, *floats([1.0], [1.0]))
+    assert number(two.gather(ones, axis=0)) == [1.0, 1.0]
+
+
 def test_collectives(two):
     x = per_replica(two, *floats([1, 2], [3, 5]))
     context = ks.get_replica_context
