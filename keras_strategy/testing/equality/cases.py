@@ -70,11 +70,16 @@ _OPTIMIZERS_OF_OTHERS = {"LossScaleOptimizer", "MultiOptimizer"}
 
 def optimizer_cases() -> Iterator[Case]:
     """Every optimizer that Keras ships."""
+
+    def built(cls):
+        model = compiled(optimizer=cls(learning_rate=0.01))
+        # Built while it is traced, ScheduleFreeAdamW would on TensorFlow copy the
+        # weights into its averages in every step, on one device.
+        model.optimizer.build(model.trainable_variables)
+        return model
+
     for cls in shipped(optimizers, optimizers.Optimizer, _OPTIMIZERS_OF_OTHERS):
-        yield Case(
-            f"optimizer {cls.__name__}",
-            lambda cls=cls: compiled(optimizer=cls(learning_rate=0.01)),
-        )
+        yield Case(f"optimizer {cls.__name__}", functools.partial(built, cls))
 
 
 def beside_the_rule() -> Iterator[Case]:
