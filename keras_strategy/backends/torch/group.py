@@ -14,6 +14,7 @@ from keras_strategy.backends.torch.components import add, find_or_make
 from keras_strategy.backends.torch.devices import torch_device
 from keras_strategy.backends.torch.rendezvous import Rendezvous, ReplicaStopped
 from keras_strategy.backends.torch.replica import TorchReplica
+from keras_strategy.backends.torch.run import Run
 from keras_strategy.backends.torch.workers import Workers
 from keras_strategy.values import DistributedValues, ReduceOp, regroup, select_replica
 
@@ -61,7 +62,7 @@ class TorchGroup:
     def _run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         if self._workers is None:
             self._workers = Workers([f"keras_strategy {name}" for name in self.devices])
-        run = object()
+        run = Run()
         replicas = [
             TorchReplica(self, index, self._rendezvous, run)
             for index in range(self.num_replicas)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import keras.src.backend.torch.random as keras_random
 import keras.src.random.seed_generator as keras_seeds
 import torch
 from keras import tree
@@ -17,6 +18,7 @@ from keras.src.backend.common import global_state
 from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell
 
 from keras_strategy.backends.torch import components
+from keras_strategy.backends.torch.run import process_generator
 from keras_strategy.hooking import Hook
 from keras_strategy.training.keras_hooks import strategy_of_model
 from keras_strategy.training.row_weights import distributed_replica
@@ -93,6 +95,49 @@ def _global_seed_generator(original: Callable) -> Callable:
         return generator
 
     return global_seed_generator
+
+
+def _dropout(original: Callable) -> Callable:
+    """`keras.random.dropout`: without a seed it draws from the process's generator.
+
+    Also for a `SeedGenerator` without one, whose state it leaves as it is.
+    """
+
+    def dropout(inputs, rate, noise_shape=None, seed=None):
+        replica = distributed_replica()
+        seeded = seed is not None and getattr(seed, "_initial_seed", seed) is not None
+        if (
+            replica is None
+            or seeded
+            or noise_shape is not None
+            or inputs.device.type == "meta"
+            or not 0 < rate < 1
+        ):
+            return original(inputs, rate, noise_shape, seed)
+        keep = 1.0 - rate
+        generator = replica._replica.generator(inputs.device)
+        mask = torch.empty_like(inputs, requires_grad=False)
+        return inputs * mask.bernoulli_(keep, generator=generator).div_(keep)
+
+    return dropout
+
+
+def _one_at_a_time(original: Callable) -> Callable:
+    """`keras.random.gamma` and its like: they seed the process's generator.
+
+    torch samples these distributions from no other; Keras puts its state back.
+    """
+
+    def draw(*args, **kwargs):
+        if distributed_replica() is None:
+            return original(*args, **kwargs)
+        if kwargs.get("seed") is None:
+            # The replicas meet to make it, which they could not while one has the lock.
+            kwargs["seed"] = keras_seeds.global_seed_generator()
+        with process_generator:
+            return original(*args, **kwargs)
+
+    return draw
 
 
 # --- variables
@@ -247,6 +292,16 @@ def hooks() -> list[Hook]:
         setattr(DropoutRNNCell, name, _per_replica_attribute(name))
     return [
         Hook(keras_seeds, "global_seed_generator", "()", _global_seed_generator),
+        Hook(
+            keras_random,
+            "dropout",
+            "(inputs, rate, noise_shape=None, seed=None)",
+            _dropout,
+        ),
+        *(
+            Hook(keras_random, name, ("seed",), _one_at_a_time)
+            for name in ("gamma", "beta", "binomial")
+        ),
         Hook(keras.Variable, "value", None, _variable_value),
         Hook(keras.Variable, "_direct_assign", "(self, value)", _direct_assign),
         Hook(keras.Layer, "add_loss", "(self, loss)", _add_loss),

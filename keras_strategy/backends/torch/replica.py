@@ -11,6 +11,7 @@ from keras_strategy import context
 from keras_strategy.backends.torch import keras_hooks
 from keras_strategy.backends.torch.components import add
 from keras_strategy.backends.torch.rendezvous import Rendezvous
+from keras_strategy.backends.torch.run import Run
 from keras_strategy.backends.torch.staging import MergedScope, ReplicaScope
 from keras_strategy.values import ReduceOp, regroup, select_replica
 
@@ -22,16 +23,18 @@ class TorchReplica:
         group: The group of replicas.
         index: This replica's number.
         rendezvous: Where the replicas meet.
-        run: Stands for the run, the same object for all its replicas.
+        run: The run, the same object for all its replicas.
     """
 
-    def __init__(self, group: Any, index: int, rendezvous: Rendezvous, run: object):
+    def __init__(self, group: Any, index: int, rendezvous: Rendezvous, run: Run):
         self.id = index
         self.devices = (group.devices[index],)
         self.context = context.ReplicaContext(group.strategy, self)
         self.scope = ReplicaScope(self.context, index, group.torch_devices, run)
         self._group = group
         self._rendezvous = rendezvous
+        self._run = run
+        self._generators: dict[torch.device, torch.Generator] = {}
 
     @property
     def _row_weight(self) -> float | None:
@@ -125,6 +128,12 @@ class TorchReplica:
 
     def write(self, variable: Any, value: torch.Tensor) -> None:
         self.scope.add_update((variable, value))
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """This replica's part in place of torch's process-wide generator."""
+        if device not in self._generators:
+            self._generators[device] = self._run.generator(self.id, device)
+        return self._generators[device]
 
 
 def _gradient_of_sum(

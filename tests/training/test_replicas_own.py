@@ -1,0 +1,150 @@
+"""What replicas do not share by nature: random numbers, and their own statistics."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_strategy.testing.equality.compare import largest, scope
+
+X = np.random.RandomState(7).randn(21, 4).astype("float32")
+Y = np.random.RandomState(8).randn(21, 1).astype("float32")
+JAX = keras.backend.backend() == "jax"
+
+RANDOM = {
+    "Dropout": lambda: keras.layers.Dropout(0.5),
+    "GaussianNoise": lambda: keras.layers.GaussianNoise(0.5),
+    "SpatialDropout": lambda: keras.layers.SpatialDropout1D(0.5),
+}
+
+
+def random_model(name):
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Reshape((4, 1)),
+            RANDOM[name](),
+            keras.layers.Flatten(),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile("adam", "mse")
+    return model
+
+
+def fitted(strategy, name):
+    keras.utils.set_random_seed(1)
+    with scope(strategy):
+        model = random_model(name)
+    model.fit(X, Y, batch_size=8, epochs=2, verbose=0)
+    return model
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_layers_are_reproducible(name, mirrored):
+    first, second = (fitted(mirrored(3), name) for _ in range(2))
+    assert largest(first.get_weights(), second.get_weights()) == 0
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_stored_seeds_are_those_of_one_device(name, mirrored):
+    strategy = mirrored(3)
+    one, many = fitted(None, name), fitted(strategy, name)
+    states = [v for v in many.non_trainable_variables if "seed" in v.name]
+    assert len(states) == 1
+    expected = [v for v in one.non_trainable_variables if "seed" in v.name]
+    for component in strategy.experimental_local_results(states[0]):
+        np.testing.assert_array_equal(
+            keras.ops.convert_to_numpy(component),
+            keras.ops.convert_to_numpy(expected[0].value),
+        )
+
+
+@pytest.mark.parametrize("name", ["Dropout", "GaussianNoise"])
+def test_replicas_draw_different_numbers(name, two):
+    with two.scope():
+        layer = RANDOM[name]()
+    ones = np.ones((1, 64), "float32")
+    drawn = two.run(lambda: layer(keras.ops.convert_to_tensor(ones), training=True))
+    first, second = map(
+        keras.ops.convert_to_numpy, two.experimental_local_results(drawn)
+    )
+    assert not np.array_equal(first, second)
+
+
+@pytest.mark.parametrize("name", ["gamma", "beta", "binomial"])
+def test_distributions_are_reproducible(name, two):
+    draw = getattr(keras.random, name)
+
+    def draws():
+        generator = keras.random.SeedGenerator(3)
+        drawn = two.run(lambda: draw((64,), 5.0, 0.5, seed=generator))
+        return [
+            keras.ops.convert_to_numpy(part)
+            for part in two.experimental_local_results(drawn)
+        ]
+
+    if name == "gamma":
+        draw = lambda shape, _, alpha, seed: keras.random.gamma(shape, alpha, seed=seed)
+    with two.scope():
+        (first, second), again = draws(), draws()
+    np.testing.assert_array_equal([first, second], again)
+    assert not np.array_equal(first, second)
+
+
+def test_statistics_of_unsynchronized_batch_normalization(mirrored):
+    """The row-weighted mean of the replicas'; on JAX fit is one program."""
+    rows, replicas = 9, 4  # 3, 3, 3 and no rows
+    strategy = mirrored(replicas)
+    with strategy.scope():
+        layer = keras.layers.BatchNormalization(momentum=0.0)
+        model = keras.Sequential([keras.Input((4,)), layer, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.train_on_batch(X[:rows], Y[:rows])
+    shards = [X[:rows]] if JAX else [X[0:3], X[3:6], X[6:9]]
+    weights = [len(shard) / rows for shard in shards]
+    mean = sum(w * s.mean(0) for w, s in zip(weights, shards, strict=True))
+    variance = sum(w * s.var(0) for w, s in zip(weights, shards, strict=True))
+    for variable, expected in [
+        (layer.moving_mean, mean),
+        (layer.moving_variance, variance),
+    ]:
+        for component in strategy.experimental_local_results(variable):
+            np.testing.assert_allclose(
+                keras.ops.convert_to_numpy(component), expected, atol=1e-5
+            )
+
+
+class OwnLogs(keras.Model):
+    """A test_step that returns a tensor of its own beside the metrics."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def test_step(self, *args):
+        if JAX:
+            logs, state = super().test_step(*args)
+            _, data = args
+        else:
+            (data,) = args
+            logs = super().test_step(data)
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        logs = {**logs, "mean of x": keras.ops.mean(x)}
+        return (logs, state) if JAX else logs
+
+
+@pytest.mark.parametrize("rows", [7, 8, 1])
+def test_logs_of_ones_own_are_weighted_by_rows(rows, mirrored):
+    def evaluate(strategy):
+        keras.utils.set_random_seed(1)
+        with scope(strategy):
+            model = OwnLogs()
+            model.compile("sgd", "mse", metrics=["mae"])
+        return model.test_on_batch(X[:rows], Y[:rows], return_dict=True)
+
+    one, many = evaluate(None), evaluate(mirrored(3))
+    assert one.keys() == many.keys() == {"loss", "mae", "mean of x"}
+    assert largest(list(one.values()), list(many.values())) < 1e-6
