@@ -20,4 +20,4 @@ def test_two_replicas_equal_one_device(case, two):
     if backend in case.not_on:
         pytest.skip(case.not_on[backend])
     one, many = run(case, ROWS), run(case, ROWS, two)
-    assert_equal(one, many, case.weights, case.logs)
+    assert_equal(one, many, case.weights, case.logs, case.predictions)

@@ -123,6 +123,7 @@ def assert_equal(
     many: Trained,
     weights: float = WEIGHTS,
     logs: float = LOGS,
+    predictions: float = LOGS,
 ) -> None:
     """Asserts that two trainings are the same.
 
@@ -130,10 +131,11 @@ def assert_equal(
         one: The training on one device.
         many: The training on several.
         weights: The largest difference allowed in a weight or optimizer variable.
-        logs: The largest difference allowed in a log or a prediction.
+        logs: The largest difference allowed in a log.
+        predictions: The largest difference allowed in a prediction.
     """
     found = differences(one, many)
     assert found["weights"] <= weights, found
     assert found["optimizer"] <= weights, found
     assert found["logs"] <= logs, found
-    assert found["predictions"] <= logs, found
+    assert found["predictions"] <= predictions, found
