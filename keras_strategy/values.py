@@ -4,6 +4,7 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from keras import tree
 
 
@@ -99,6 +100,12 @@ class PerReplica(DistributedValues):
 
 class Mirrored(DistributedValues):
     """A value that is the same on every replica."""
+
+
+def is_numeric_array(value: Any) -> bool:
+    """Whether `value` is of NumPy and can become a tensor: no text, no objects."""
+    is_array = isinstance(value, np.ndarray | np.generic)
+    return is_array and value.dtype.kind in "biufc"
 
 
 def select_replica(structure: Any, replica: int) -> Any:

@@ -4,13 +4,32 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
+from keras import tree
 
 from keras_strategy import context
 from keras_strategy.backends import get_backend
-from keras_strategy.values import DistributedValues, ReduceOp, select_replica
+from keras_strategy.values import (
+    DistributedValues,
+    ReduceOp,
+    is_numeric_array,
+    select_replica,
+)
 
 if TYPE_CHECKING:
     from keras_strategy.strategy import Strategy
+
+
+def tensors_of_arrays(structure: Any) -> Any:
+    """A structure with tensors in the place of NumPy's arrays of numbers.
+
+    Not every backend computes with NumPy's arrays and its own tensors together.
+    """
+    return tree.map_structure(
+        lambda leaf: (
+            keras.ops.convert_to_tensor(leaf) if is_numeric_array(leaf) else leaf
+        ),
+        structure,
+    )
 
 
 class SingleReplica:
@@ -61,7 +80,7 @@ class SingleReplicaGroup:
         return (variable.value,)
 
     def run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        args, kwargs = select_replica((args, kwargs), 0)
+        args, kwargs = tensors_of_arrays(select_replica((args, kwargs), 0))
         with context.replica_in_charge(self.context):
             return fn(*args, **kwargs)
 

@@ -8,6 +8,7 @@ reads as what replica 0 holds (tf.distribute refuses to read it).
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -37,6 +38,17 @@ def remember(variable: Any, value: jax.Array, stacked: jax.Array) -> None:
     vars(variable)["_ks_locals"] = (value, stacked)
 
 
+def remember_parts(
+    variable: Any, parts: Sequence[Any], distribution: ReplicaDistribution
+) -> None:
+    """Notes what each replica holds, given one array on each device."""
+    stacked = jax.make_array_from_single_device_arrays(
+        (len(parts), *parts[0].shape), distribution.split, [x[None] for x in parts]
+    )
+    value = _joined(distribution.everywhere)(stacked, variable.aggregation)
+    remember(variable, value, stacked)
+
+
 def aggregate(variable: Any, local: Any) -> Any:
     """What reading outside gives, computed in the replicas' program."""
     if variable.aggregation == "sum":
@@ -45,6 +57,18 @@ def aggregate(variable: Any, local: Any) -> Any:
         return jax.lax.pmean(local, AXIS).astype(local.dtype)
     first = keras.ops.equal(jax.lax.axis_index(AXIS), 0)
     return jax.lax.psum(jnp.where(first, local, jnp.zeros_like(local)), AXIS)
+
+
+@functools.cache
+def _joined(everywhere: Any) -> Any:
+    def joined(stacked, aggregation):
+        if aggregation == "sum":
+            return jnp.sum(stacked, axis=0, dtype=stacked.dtype)
+        if aggregation == "mean":
+            return jnp.mean(stacked, axis=0).astype(stacked.dtype)
+        return stacked[0]
+
+    return jax.jit(joined, static_argnums=1, out_shardings=everywhere)
 
 
 @functools.cache
