@@ -6,6 +6,7 @@ what does not depend on torch. Outside of replicas each hook calls the original.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import keras
 import keras.src.backend.torch.random as keras_random
