@@ -16,7 +16,13 @@ from keras_strategy.backends.torch.components import add, find_or_make
 from keras_strategy.backends.torch.devices import torch_device
 from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.backends.torch.run import Run
-from keras_strategy.values import DistributedValues, ReduceOp, regroup, select_replica
+from keras_strategy.values import (
+    DistributedValues,
+    ReduceOp,
+    is_numeric_array,
+    regroup,
+    select_replica,
+)
 
 _HALF_WRITTEN = (
     "keras_strategy: the training step had begun to update the variables. They are "
@@ -132,6 +138,11 @@ class TorchGroup:
         self, reduce_op: ReduceOp, value: DistributedValues, axis: Any
     ) -> torch.Tensor:
         device = self.torch_devices[0]
+        if not all(_is_number(component) for component in value.values):
+            raise ValueError(
+                "Only tensors and numbers can be reduced. Received a PerReplica value "
+                f"of other things: {value!r}"
+            )
         values = [keras.ops.convert_to_tensor(v).to(device) for v in value.values]
         if axis is not None:
             return _reduce_axes(reduce_op, values, axis)
@@ -148,6 +159,12 @@ class TorchGroup:
     def gather(self, values: Sequence[Any], axis: int) -> torch.Tensor:
         device = self.torch_devices[0]
         return torch.cat([v.to(device) for v in values], dim=axis)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor | int | float):
+        return True
+    return is_numeric_array(value)
 
 
 def _reduce_axes(
