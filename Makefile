@@ -14,12 +14,13 @@ export BACKENDS
 
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test lint ruff format pyright imports docs clean equality
+.PHONY: help demo test lint ruff format pyright imports docs clean equality peer
 
 help:
 	@echo "make demo      train on two devices and on one, on every backend"
 	@echo "make test      run the test suite on every backend"
 	@echo "make equality  the table of what equals one device, on every backend"
+	@echo "make peer      Keras's own trainer tests inside a scope, on every backend"
 	@echo "make lint      ruff, pyright and the import rules"
 	@echo "make docs      build the documentation into site/"
 	@echo "make clean     remove the virtual environment and what was built"
@@ -38,6 +39,9 @@ equality: $(STAMP)
 	    KERAS_BACKEND=$$backend $(VENV)/bin/python \
 	        -m keras_strategy.testing.equality --native; \
 	done
+
+peer: $(STAMP)
+	@$(VENV)/bin/python tools/keras_trainer_tests.py $(ARGS)
 
 # Four targets, so that make -k runs the others when one fails.
 lint: ruff format pyright imports

@@ -91,13 +91,21 @@ class Hook:
         )
 
 
-def defining_class(cls: type, name: str) -> type:
-    """The class among `cls` and its bases that defines `name`.
+def model_hook(name: str, signature: Any, replace: Callable[[Any], Any]) -> Hook:
+    """A hook on a method of models, in the class that defines it.
 
-    Where Keras compares a method with its base's to see whether a user overrode it,
-    a hook must sit where the method is defined.
+    That is the trainer of the backend for most: a layer may inherit from one without
+    being a model. And where Keras compares a method with its base's to see whether a
+    user overrode it, a hook must sit where the method is defined.
+
+    Args:
+        name: The method's name.
+        signature: See `Hook`.
+        replace: See `Hook`.
     """
-    return next((c for c in cls.__mro__ if name in vars(c)), cls)
+    mro = keras.Model.__mro__
+    owner = next((c for c in mro if name in vars(c)), keras.Model)
+    return Hook(owner, name, signature, replace)
 
 
 def install(hooks: Iterable[Hook]) -> None:

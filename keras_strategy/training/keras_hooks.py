@@ -17,7 +17,7 @@ from keras import ops
 
 from keras_strategy import context, hooking
 from keras_strategy.backends import get_backend
-from keras_strategy.hooking import Hook, defining_class
+from keras_strategy.hooking import Hook, model_hook
 from keras_strategy.training import losses, normalization
 from keras_strategy.training.row_weights import distributed_replica
 from keras_strategy.values import ReduceOp
@@ -91,19 +91,20 @@ def adopt(strategy: Any, variables: Any) -> None:
 # --- which strategy a model and its variables belong to
 
 
-def _model_new(original: Callable) -> Callable:
-    """`Model.__new__`: a model belongs to the scope that it is made in.
+def _layer_new(original: Callable) -> Callable:
+    """`Layer.__new__`: a model belongs to the scope that it is made in.
 
     Every way to make a model ends here: Sequential, functional, subclass,
-    from_config, load_model and clone_model.
+    from_config, load_model and clone_model. And a layer may be trained as a model is,
+    if its class is one of Keras's trainers too.
     """
 
     def __new__(cls, *args, **kwargs):
-        model = original(cls, *args, **kwargs)
+        layer = original(cls, *args, **kwargs)
         strategy = context.current_scope()
         if strategy is not None:
-            vars(model)["_ks_strategy"] = strategy
-        return model
+            vars(layer)["_ks_strategy"] = strategy
+        return layer
 
     return __new__
 
@@ -376,13 +377,9 @@ def _hooks() -> list[Hook]:
         "predict_on_batch",
     )
     return [
-        Hook(keras.Model, "__new__", "(cls, *args, **kwargs)", _model_new),
-        *(
-            Hook(defining_class(keras.Model, name), name, (), _in_scope)
-            for name in entry_points
-        ),
-        Hook(
-            defining_class(keras.Model, "_symbolic_build"),
+        Hook(keras.Layer, "__new__", "(cls, *args, **kwargs)", _layer_new),
+        *(model_hook(name, (), _in_scope) for name in entry_points),
+        model_hook(
             "_symbolic_build",
             "(self, iterator=None, data_batch=None)",
             _symbolic_build,

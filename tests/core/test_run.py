@@ -4,6 +4,8 @@ The expectations are those of native tf.distribute, which were recorded with
 TensorFlow 2.21 on two logical CPUs.
 """
 
+import threading
+
 import keras
 import numpy as np
 import pytest
@@ -275,6 +277,30 @@ def test_an_exception_comes_out_as_itself_and_changes_nothing(two):
     assert number(v.value) == 1.0 and results(two, v) == [1.0, 1.0]
     assert two.run(lambda: 1) == 1
     assert not ks.has_strategy()
+
+
+def test_strategies_of_two_threads(mirrored):
+    """Each of them sees its own contexts, and their collectives do not mix."""
+    seen = {}
+
+    def work(replicas):
+        strategy = mirrored(replicas)
+
+        def count():
+            context = ks.get_replica_context()
+            assert context.strategy is strategy
+            return context.all_reduce("SUM", keras.ops.ones(()))
+
+        counts = [results(strategy, strategy.run(count)) for _ in range(10)]
+        with strategy.scope():
+            seen[replicas] = (counts, ks.get_strategy() is strategy)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in (2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == {n: ([[float(n)] * n] * 10, True) for n in (2, 3)}
 
 
 def test_arguments_that_are_refused(two):

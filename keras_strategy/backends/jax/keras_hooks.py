@@ -17,9 +17,8 @@ from keras import tree
 from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
-from keras_strategy import hooking
 from keras_strategy.backends.threads import keras_hooks as thread_hooks
-from keras_strategy.hooking import Hook
+from keras_strategy.hooking import Hook, model_hook
 from keras_strategy.training.keras_hooks import strategy_of_model
 from keras_strategy.training.row_weights import distributed_replica
 
@@ -194,19 +193,15 @@ def hooks() -> list[Hook]:
             "(self, distribution)",
             _get_distributed_iterator,
         ),
-        Hook(
-            keras.Model,
+        model_hook(
             "_get_jax_state",
             "(self, trainable_variables=False, non_trainable_variables=False, "
             "optimizer_variables=False, metrics_variables=False, "
             "purge_model_variables=False)",
             _get_jax_state,
         ),
-        *(
-            Hook(hooking.defining_class(keras.Model, name), name, (), _keeps_state)
-            for name in ("evaluate", "predict")
-        ),
-        Hook(keras.Model, "predict_on_batch", "(self, x)", _predict_on_batch),
+        *(model_hook(name, (), _keeps_state) for name in ("evaluate", "predict")),
+        model_hook("predict_on_batch", "(self, x)", _predict_on_batch),
         Hook(keras.Model, "__call__", "(self, *args, **kwargs)", _call),
         Hook(
             keras.optimizers.LossScaleOptimizer,

@@ -9,6 +9,7 @@ thrown away, and the second trace threads them.
 import contextlib
 import inspect
 import sys
+import threading
 import types
 from collections import OrderedDict
 from collections.abc import Callable
@@ -49,6 +50,9 @@ from keras_strategy.variables import is_on_read
 if TYPE_CHECKING:
     from keras_strategy.strategy import Strategy
 
+# Programs of two Python threads must reach all their devices in the same order: each
+# would wait for the other's collectives else.
+_dispatch = threading.Lock()
 # Functions that are kept compiled. One may hold a whole model, so old ones must go.
 FUNCTIONS = 32
 
@@ -249,9 +253,10 @@ class Runner:
         """Calls a program and writes what it assigned."""
         written, local, read = self._state(program)
         try:
-            outputs, values, local, aggregated = program.call(
-                written, local, read, arguments.arrays
-            )
+            with _dispatch:
+                outputs, values, local, aggregated = program.call(
+                    written, local, read, arguments.arrays
+                )
         except Exception as error:
             if any(array.is_deleted() for array in (*written, *local)):
                 error.add_note(

@@ -17,7 +17,7 @@ import tensorflow as tf
 from keras_strategy import context
 from keras_strategy.backends.tensorflow.replica import TensorFlowReplica
 from keras_strategy.backends.tensorflow.training import TrainingStrategy
-from keras_strategy.hooking import Hook
+from keras_strategy.hooking import Hook, model_hook
 from keras_strategy.training.keras_hooks import (
     strategy_of_model,
     strategy_of_variable,
@@ -221,9 +221,14 @@ def _maybe_symbolic_build(original: Callable) -> Callable:
         if not _distributed_scope():
             return original(self, iterator, data_batch)
         if iterator is not None:
-            for _, _, batches in iterator:
-                data_batch = next(batches)
-                break
+            # What a batch is made of, without a look at the first: one device leaves
+            # the state of what shuffles the data alone here, too.
+            spec = iterator._distributed_dataset.element_spec
+            data_batch = keras.tree.map_structure(_present, spec)
+            if any(leaf.shape.rank is None for leaf in _leaves(data_batch)):
+                for _, _, batches in iterator:
+                    data_batch = next(batches)
+                    break
         elif all(
             leaf is None or hasattr(leaf, "shape")
             for leaf in keras.tree.flatten(data_batch)
@@ -235,11 +240,18 @@ def _maybe_symbolic_build(original: Callable) -> Callable:
 
 
 def _present(leaf: Any) -> Any:
-    if isinstance(leaf, tf.experimental.Optional):
+    if leaf is None or isinstance(leaf, tf.experimental.Optional | tf.NoneTensorSpec):
+        return None
+    if isinstance(leaf, tf.OptionalSpec):
         return None
     if isinstance(leaf, tf.distribute.DistributedValues):
         return leaf.values[0]
-    return leaf
+    # Native tf.distribute has no public name for what describes such a value.
+    return getattr(leaf, "_value_specs", (leaf,))[0]
+
+
+def _leaves(structure: Any) -> list[Any]:
+    return [leaf for leaf in keras.tree.flatten(structure) if leaf is not None]
 
 
 # --- random numbers
@@ -297,17 +309,16 @@ def hooks() -> list[Hook]:
         Hook(optimizer, "apply", apply, _apply),
         Hook(scaled, "apply", apply, _apply),
         Hook(scaled, "_tf_apply", apply, _tf_apply),
-        Hook(keras.Model, "distribute_strategy", None, _distribute_strategy),
+        model_hook("distribute_strategy", None, _distribute_strategy),
         *(
-            Hook(keras.Model, name, "(self, force=False)", _make_function)
+            model_hook(name, "(self, force=False)", _make_function)
             for name in (
                 "make_train_function",
                 "make_test_function",
                 "make_predict_function",
             )
         ),
-        Hook(
-            keras.Model,
+        model_hook(
             "_maybe_symbolic_build",
             "(self, iterator=None, data_batch=None)",
             _maybe_symbolic_build,

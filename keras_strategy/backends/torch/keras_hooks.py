@@ -16,7 +16,7 @@ import torch
 from keras_strategy.backends.threads import keras_hooks as thread_hooks
 from keras_strategy.backends.torch import components
 from keras_strategy.backends.torch.run import process_generator
-from keras_strategy.hooking import Hook
+from keras_strategy.hooking import Hook, model_hook
 from keras_strategy.training.keras_hooks import strategy_of_model
 from keras_strategy.training.row_weights import distributed_replica
 from keras_strategy.variables import is_on_read
@@ -162,8 +162,7 @@ def hooks() -> list[Hook]:
         Hook(keras.Variable, "_direct_assign", "(self, value)", _direct_assign),
         Hook(keras.Layer, "zero_grad", "(self, set_to_none=True)", _zero_grad),
         *(
-            Hook(
-                keras.Model,
+            model_hook(
                 f"make_{kind}_function",
                 "(self, force=False)",
                 _make_function(kind),

@@ -1,0 +1,209 @@
+"""Every input that fit, evaluate and predict take gives what it gives on one device."""
+
+import importlib.util
+
+import keras
+import numpy as np
+import pytest
+
+from keras_strategy.testing.equality.compare import assert_equal, largest, scope, train
+
+BACKEND = keras.backend.backend()
+BATCH, ROWS = 4, 13  # the last batch has one row
+X = np.random.RandomState(0).randn(ROWS, 3).astype("float32")
+Y = np.random.RandomState(1).randn(ROWS, 1).astype("float32")
+WEIGHTS = np.random.RandomState(2).rand(ROWS).astype("float32")
+
+
+def compiled():
+    model = keras.Sequential(
+        [keras.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
+    )
+    model.compile("adam", "mse", metrics=["mae"], weighted_metrics=["mse"])
+    return model
+
+
+def batches(*arrays):
+    for begin in range(0, ROWS, BATCH):
+        yield tuple(array[begin : begin + BATCH] for array in arrays)
+
+
+class Rows(keras.utils.PyDataset):
+    """The rows as a PyDataset."""
+
+    def __init__(self, *arrays, **options):
+        super().__init__(**options)
+        self.arrays = arrays
+
+    def __len__(self):
+        return -(-ROWS // BATCH)
+
+    def __getitem__(self, index):
+        rows = slice(index * BATCH, (index + 1) * BATCH)
+        return tuple(array[rows] for array in self.arrays)
+
+
+def tf_data(*arrays):
+    import tensorflow as tf
+
+    return tf.data.Dataset.from_tensor_slices(arrays).batch(BATCH)
+
+
+def loader(*arrays):
+    import torch
+
+    data = torch.utils.data.TensorDataset(*map(torch.tensor, arrays))
+    return torch.utils.data.DataLoader(data, batch_size=BATCH)
+
+
+def iterable_loader(*arrays):
+    import torch
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(zip(*arrays, strict=True))
+
+    return torch.utils.data.DataLoader(Stream(), batch_size=BATCH)
+
+
+def shuffled_loader(*arrays):
+    import torch
+
+    data = torch.utils.data.TensorDataset(*map(torch.tensor, arrays))
+    torch.manual_seed(5)
+    return torch.utils.data.DataLoader(data, batch_size=BATCH, shuffle=True)
+
+
+def grain_data(*arrays):
+    import grain
+
+    rows = list(zip(*arrays, strict=True))
+    return grain.MapDataset.source(rows).batch(BATCH, drop_remainder=False)
+
+
+SOURCES = {
+    "tf.data": tf_data,
+    "torch DataLoader": loader,
+    "torch DataLoader of a stream": iterable_loader,
+    "torch DataLoader that shuffles": shuffled_loader,
+    "PyDataset": Rows,
+    "PyDataset of 2 threads": lambda *a: Rows(*a, workers=2),
+    "grain": grain_data,
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "sample weights"])
+def test_fit_evaluate_and_predict(name, weighted, mirrored):
+    arrays = (X, Y, WEIGHTS) if weighted else (X, Y)
+
+    def trained(strategy):
+        keras.utils.set_random_seed(1)
+        with scope(strategy):
+            model = compiled()
+        data = SOURCES[name](*arrays)
+        history = model.fit(data, epochs=2, validation_data=data, verbose=0).history
+        logs = model.evaluate(data, verbose=0)
+        only_x = SOURCES[name](X)
+        return model.get_weights(), [*history.values(), logs, model.predict(only_x)]
+
+    one, many = trained(None), trained(mirrored(3))
+    assert largest(one[0], many[0]) < 2e-5
+    if "shuffles" in name:  # what is predicted is in another order each time
+        one[1].pop(), many[1].pop()
+    assert largest(one[1], many[1]) < 1e-5
+
+
+def test_a_generator(mirrored):
+    """Used up after an epoch; and an endless one, with steps_per_epoch."""
+
+    def endless():
+        while True:
+            yield from batches(X, Y)
+
+    def trained(strategy):
+        keras.utils.set_random_seed(1)
+        with scope(strategy):
+            model = compiled()
+        logs = [
+            model.fit(batches(X, Y), verbose=0).history,
+            model.fit(endless(), steps_per_epoch=5, epochs=2, verbose=0).history,
+        ]
+        predictions = model.predict(batches(X), verbose=0)
+        return model.get_weights(), [v for h in logs for v in h.values()], predictions
+
+    one, many = trained(None), trained(mirrored(3))
+    assert largest(one[0], many[0]) < 2e-5
+    assert largest(one[1], many[1]) < 1e-5
+    assert largest([one[2]], [many[2]]) < 1e-5
+
+
+ARRAYS = {
+    "validation_split": {"validation_split": 0.3},
+    "shuffle": {"shuffle": True},
+    "class_weight": {},
+    "steps_per_epoch": {"steps_per_epoch": 2},
+}
+
+
+@pytest.mark.parametrize("name", ["validation_split", "shuffle", "steps_per_epoch"])
+def test_arguments_of_fit(name, mirrored):
+    one = train(None, compiled, X, Y, BATCH, **ARRAYS[name])
+    assert_equal(one, train(mirrored(3), compiled, X, Y, BATCH, **ARRAYS[name]))
+
+
+def test_pandas(mirrored):
+    pandas = pytest.importorskip("pandas")
+    x, y = pandas.DataFrame(X), pandas.Series(Y[:, 0])
+    one = train(None, compiled, x, y, BATCH)
+    assert_equal(one, train(mirrored(3), compiled, x, y, BATCH))
+
+
+def test_tensors(mirrored):
+    x, y = keras.ops.convert_to_tensor(X), keras.ops.convert_to_tensor(Y)
+    one = train(None, compiled, x, y, BATCH)
+    assert_equal(one, train(mirrored(3), compiled, x, y, BATCH))
+
+
+def test_sparse_matrices(mirrored):
+    scipy = pytest.importorskip("scipy.sparse")
+    x = scipy.csr_matrix(np.where(X > 0, X, 0))
+    one = train(None, compiled, x, Y, BATCH)
+    assert_equal(one, train(mirrored(3), compiled, x, Y, BATCH))
+
+
+def nested():
+    """Two inputs in a structure, two outputs by name."""
+    inputs = {"a": keras.Input((3,), name="a"), "b": [keras.Input((3,), name="b")]}
+    both = keras.layers.Concatenate()([inputs["a"], inputs["b"][0]])
+    outputs = {
+        "p": keras.layers.Dense(1, name="p")(both),
+        "q": keras.layers.Dense(2, name="q")(both),
+    }
+    model = keras.Model(inputs, outputs)
+    model.compile("adam", {"p": "mse", "q": "mae"}, metrics={"p": ["mae"]})
+    return model
+
+
+def test_nested_inputs_and_outputs(mirrored):
+    x = {"a": X, "b": [X[::-1].copy()]}
+    y = {"p": Y, "q": np.concatenate([Y, -Y], axis=1)}
+    one = train(None, nested, x, y, BATCH)
+    assert_equal(one, train(mirrored(3), nested, x, y, BATCH))
+
+
+def test_a_dataset_of_two_processes(mirrored):
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("reads with torch's worker processes")
+    import torch
+
+    def trained(strategy):
+        keras.utils.set_random_seed(1)
+        with scope(strategy):
+            model = compiled()
+        data = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
+        reader = torch.utils.data.DataLoader(data, batch_size=BATCH, num_workers=2)
+        model.fit(reader, verbose=0)
+        return model.get_weights()
+
+    assert largest(trained(None), trained(mirrored(3))) < 2e-5
