@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 from keras import tree
 
 from keras_strategy import context
@@ -14,7 +15,12 @@ from keras_strategy.input_options import (
     InputOptions,
     InputReplicationMode,
 )
-from keras_strategy.input_sources import as_array, batches_of, has_fixed_shapes
+from keras_strategy.input_sources import (
+    as_array,
+    batches_of,
+    has_fixed_shapes,
+    is_tf_dataset,
+)
 from keras_strategy.training.row_weights import split_rows
 from keras_strategy.training.step import rows_of
 from keras_strategy.values import PerReplica
@@ -55,15 +61,12 @@ class DistributedDataset:
     ```
     """
 
-    def __init__(
-        self,
-        strategy: "Strategy",
-        start: Callable[[], Iterator[Parts]],
-        global_batches: Any,
-    ):
+    # What `fit` reads in its place: see `for_keras`.
+    _global_batches: Any = None
+
+    def __init__(self, strategy: "Strategy", start: Callable[[], Iterator[Parts]]):
         self._strategy = strategy
         self._start = start
-        self._global_batches = global_batches
         self._opened: DistributedIterator | None = None
 
     def __iter__(self) -> "DistributedIterator":
@@ -257,15 +260,15 @@ def distribute(
         )
     start = batches_of(dataset, argument)
     native = get_backend().distribute_natively(strategy, [dataset], True, options)
-    if native is not None:
-        return native
     replicas = strategy.num_replicas_in_sync
 
     def parts() -> Iterator[Parts]:
         batches = start()
         return (_split(batch, replicas, argument) for batch in batches)
 
-    return DistributedDataset(strategy, parts, dataset)
+    result = native or DistributedDataset(strategy, parts)
+    result._global_batches = dataset if is_tf_dataset(dataset) else start
+    return result
 
 
 def distribute_from_function(
@@ -294,8 +297,6 @@ def distribute_from_function(
         _check(strategy, "distribute_datasets_from_function", None, dataset, argument)
     starts = [batches_of(dataset, argument) for dataset in datasets]
     native = get_backend().distribute_natively(strategy, datasets, False, options)
-    if native is not None:
-        return native
     partial = not all(map(has_fixed_shapes, datasets))
 
     def parts() -> Iterator[Parts]:
@@ -303,7 +304,37 @@ def distribute_from_function(
         turns = iterators if per_replica else iterators * replicas
         return _rounds(turns, partial, argument)
 
-    return DistributedDataset(strategy, parts, None)
+    result = native or DistributedDataset(strategy, parts)
+    result._global_batches = lambda: map(_joined, parts())
+    return result
+
+
+def for_keras(dataset: Any, strategy: "Strategy | None", method: str) -> Any:
+    """What Keras's `fit` and its like read in the place of a distributed dataset.
+
+    They split global batches themselves.
+
+    Args:
+        dataset: Any argument of `fit`, which is returned if it is not distributed.
+        strategy: The strategy of the model, None for none.
+        method: "fit" or the like.
+
+    Returns:
+        A `tf.data.Dataset` of global batches, or a function that starts to read them.
+
+    Raises:
+        ValueError: If another strategy distributed the dataset.
+    """
+    if not isinstance(dataset, DistributedDataset):
+        return dataset
+    if dataset._strategy is not (strategy or context.default_strategy()):
+        raise ValueError(
+            f"`{method}` was given a dataset that {dataset._strategy!r} distributed, "
+            f"and the model belongs to {strategy or 'no strategy'!r}. Give `{method}` "
+            "the dataset as it was before, or make the model in the scope of that "
+            "strategy."
+        )
+    return dataset._global_batches
 
 
 def _check(
@@ -370,6 +401,19 @@ def _rounds(
         empty = tree.map_structure(_without_rows, there[0])
         real = iter(there)
         yield [empty if e is missing else next(real) for e in elements]
+
+
+def _joined(parts: Parts) -> Any:
+    """The global batch of all replicas' parts."""
+
+    def join(*leaves):
+        if leaves[0] is None:
+            return None
+        if isinstance(leaves[0], np.ndarray):
+            return np.concatenate(leaves)
+        return keras.ops.concatenate(leaves)
+
+    return tree.map_structure(join, *parts)
 
 
 def _without_rows(leaf: Any) -> Any:

@@ -141,6 +141,7 @@ class InputOptions(_Fields):
         experimental_place_dataset_on_device: bool = False,
         experimental_per_replica_buffer_size: int = 1,
     ):
+        """Checks the options."""
         if experimental_fetch_to_device is None:
             experimental_fetch_to_device = True
         # `tf.distribute.InputReplicationMode` is an enum of the same names.

@@ -29,7 +29,7 @@ def batches_of(dataset: Any, argument: str) -> Callable[[], Iterator[Any]]:
     if isinstance(dataset, keras.utils.PyDataset):
         return lambda: _epoch(dataset)
     if isinstance(dataset, Iterator):
-        return _Once(dataset, argument)
+        return ReadOnce(dataset, argument)
     if not _is_batch(dataset) and (
         isinstance(dataset, Iterable) or hasattr(dataset, "__getitem__")
     ):
@@ -93,7 +93,7 @@ def _epoch(dataset: keras.utils.PyDataset) -> Iterator[Any]:
     dataset.on_epoch_end()
 
 
-class _Once:
+class ReadOnce:
     """An iterator or generator, whose batches are gone when they have been read."""
 
     def __init__(self, iterator: Iterator[Any], argument: str):
@@ -102,6 +102,11 @@ class _Once:
         self._ended = False
 
     def __call__(self) -> Iterator[Any]:
+        """Goes on reading.
+
+        Raises:
+            RuntimeError: If it has ended.
+        """
         if self._ended:
             raise RuntimeError(
                 f"{self._argument} was an iterator or a generator, which gives its "
@@ -112,7 +117,9 @@ class _Once:
         return self._read()
 
     def _read(self) -> Iterator[Any]:
-        yield from self._iterator
+        # Not `yield from`, which closes a generator when its reader is given up.
+        for batch in self._iterator:  # noqa: UP028
+            yield batch
         self._ended = True
 
 

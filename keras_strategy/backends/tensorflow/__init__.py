@@ -11,9 +11,9 @@ from keras_strategy.backends.tensorflow.devices import native_name
 from keras_strategy.values import DistributedValues
 
 if TYPE_CHECKING:
+    from keras_strategy.backends.tensorflow.group import TensorFlowGroup
     from keras_strategy.datasets import DistributedDataset
     from keras_strategy.input_options import InputOptions
-    from keras_strategy.backends.tensorflow.group import TensorFlowGroup
     from keras_strategy.strategy import Strategy
 
 
