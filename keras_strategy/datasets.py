@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -20,6 +21,7 @@ from keras_strategy.input_sources import (
     batches_of,
     has_fixed_shapes,
     is_tf_dataset,
+    number_of_batches,
 )
 from keras_strategy.training.row_weights import split_rows
 from keras_strategy.training.step import rows_of
@@ -267,7 +269,11 @@ def distribute(
         return (_split(batch, replicas, argument) for batch in batches)
 
     result = native or DistributedDataset(strategy, parts)
-    result._global_batches = dataset if is_tf_dataset(dataset) else start
+    result._global_batches = (
+        dataset
+        if is_tf_dataset(dataset)
+        else GlobalBatches(start, number_of_batches(dataset))
+    )
     return result
 
 
@@ -305,8 +311,28 @@ def distribute_from_function(
         return _rounds(turns, partial, argument)
 
     result = native or DistributedDataset(strategy, parts)
-    result._global_batches = lambda: map(_joined, parts())
+    counts = [number_of_batches(dataset) for dataset in datasets]
+    known = [count for count in counts if count is not None]
+    rounds = None
+    if len(known) == len(counts) and per_replica:
+        rounds = max(known) if partial else min(known)
+    elif len(known) == len(counts):
+        rounds = (known[0] + (replicas - 1 if partial else 0)) // replicas
+    result._global_batches = GlobalBatches(lambda: map(_joined, parts()), rounds)
     return result
+
+
+@dataclass
+class GlobalBatches:
+    """The batches of all replicas, for Keras's own loop.
+
+    Attributes:
+        start: Starts to read them.
+        number: How many there are, None if that is not known.
+    """
+
+    start: Callable[[], Iterator[Any]]
+    number: int | None
 
 
 def for_keras(dataset: Any, strategy: "Strategy | None", method: str) -> Any:
@@ -320,7 +346,7 @@ def for_keras(dataset: Any, strategy: "Strategy | None", method: str) -> Any:
         method: "fit" or the like.
 
     Returns:
-        A `tf.data.Dataset` of global batches, or a function that starts to read them.
+        A `tf.data.Dataset` of global batches, or `GlobalBatches`.
 
     Raises:
         ValueError: If another strategy distributed the dataset.

@@ -50,6 +50,16 @@ def is_tf_dataset(dataset: Any) -> bool:
     )
 
 
+def number_of_batches(dataset: Any) -> int | None:
+    """How many batches a dataset has, None if that is not known or endless."""
+    try:
+        if isinstance(dataset, keras.utils.PyDataset):
+            return dataset.num_batches
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
 def has_fixed_shapes(dataset: Any) -> bool:
     """Whether a dataset promises that all its elements have the same shapes."""
     if not is_tf_dataset(dataset):

@@ -7,7 +7,7 @@ equality tests notice one that changed their meaning.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -152,26 +152,31 @@ def _in_scope(original: Callable) -> Callable:
 
 def _data_for_keras(argument: Any, strategy: Any, method: str) -> Any:
     data = datasets.for_keras(argument, strategy, method)
-    return _Batches(data) if data is not argument and callable(data) else data
+    return _Batches(data) if isinstance(data, datasets.GlobalBatches) else data
 
 
 class _Batches(GeneratorDataAdapter):
     """Lets Keras's loop read the global batches of a distributed dataset.
 
     Args:
-        start: Starts to read them; every epoch does so anew.
+        data: The batches; every epoch starts to read them anew.
     """
 
-    def __init__(self, start: Callable[[], Iterator[Any]]):
+    def __init__(self, data: datasets.GlobalBatches):
         def batches():
-            for batch in start():
+            for batch in data.start():
                 batch = tree.map_structure(lambda leaf: as_array(leaf, "it"), batch)
                 batch = tuple(batch) if isinstance(batch, list) else batch
                 yield batch if isinstance(batch, tuple) else (batch,)
 
         super().__init__(batches())
-        if not isinstance(start, ReadOnce):
+        self._number = data.number
+        if not isinstance(data.start, ReadOnce):
             self.generator = batches
+
+    @property
+    def num_batches(self):
+        return self._number
 
 
 def _symbolic_build(original: Callable) -> Callable:
