@@ -145,7 +145,7 @@ class InputOptions(_Fields):
         if experimental_fetch_to_device is None:
             experimental_fetch_to_device = True
         # `tf.distribute.InputReplicationMode` is an enum of the same names.
-        mode = getattr(experimental_replication_mode, "name", None)
+        mode = str(getattr(experimental_replication_mode, "name", None))
         if mode not in InputReplicationMode.__members__:
             raise ValueError(
                 "Argument `experimental_replication_mode` must be an "

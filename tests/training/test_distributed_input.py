@@ -1,5 +1,7 @@
 """Training loops of one's own over distributed datasets, and `fit` of one."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -58,33 +60,33 @@ def fit(strategy, x, epochs=2, **arguments):
     return [*model.get_weights(), *history.values()]
 
 
-def test_a_loop_over_whole_batches_is_the_same_on_one_device(two):
+@functools.cache
+def plain_fit(epochs=2):
+    """Weights and losses of Keras without a strategy."""
+    return fit(None, X, epochs, y=Y, batch_size=BATCH)
+
+
+@functools.cache
+def loop_on_one_device():
     one = ks.OneDeviceStrategy("cpu:0")
-    run = [
-        loop(strategy, strategy.experimental_distribute_dataset(batches(16)), 2, (8, 8))
-        for strategy in (one, two)
-    ]
-    assert largest(*run) < 2e-5
+    return loop(one, one.experimental_distribute_dataset(batches()))
 
 
-def test_a_loop_is_the_same_on_one_device_and_as_fit(replicas, mirrored):
-    """The last batch has 5 rows: 3 + 2, 2 + 2 + 1, or 2 + 2 + 1 + 0."""
-    one, many = ks.OneDeviceStrategy("cpu:0"), mirrored(replicas)
-    run = [
-        loop(strategy, strategy.experimental_distribute_dataset(batches()))
-        for strategy in (one, many)
-    ]
-    assert largest(*run) < 2e-5
-    *weights, losses = run[1]
-    fitted = fit(None, X, y=Y, batch_size=BATCH)
-    assert largest(fitted[: len(weights)], weights) < 2e-5
+def test_a_loop_on_one_device_is_the_same_as_fit():
+    *weights, losses = loop_on_one_device()
+    *fitted, history = plain_fit()
+    assert largest(fitted, weights) < 2e-5
     # What fit logs is the mean over the rows of an epoch.
-    sizes = [8, 8, 5]
-    epochs = [
-        np.average(losses[:3], weights=sizes),
-        np.average(losses[3:], weights=sizes),
-    ]
-    np.testing.assert_allclose(fitted[-1], epochs, atol=1e-5)
+    means = [np.average(losses[i : i + 3], weights=[8, 8, 5]) for i in (0, 3)]
+    np.testing.assert_allclose(history, means, atol=1e-5)
+
+
+@pytest.mark.parametrize("replicas", [3, 4])
+def test_a_loop_is_the_same_on_one_device(replicas, mirrored):
+    """The last batch has 5 rows: 2 + 2 + 1, or 2 + 2 + 1 + 0."""
+    strategy = mirrored(replicas)
+    dataset = strategy.experimental_distribute_dataset(batches())
+    assert largest(loop_on_one_device(), loop(strategy, dataset)) < 2e-5
 
 
 def test_a_loop_over_batches_of_each_replica(two):
@@ -96,66 +98,80 @@ def test_a_loop_over_batches_of_each_replica(two):
         return [(X[i : i + size], Y[i : i + size]) for i in range(0, rows, size)]
 
     one = ks.OneDeviceStrategy("cpu:0")
-    data = [(X[i : i + BATCH], Y[i : i + BATCH]) for i in (0, 8)]
-    data.append((X[16:20], Y[16:20]))
-    sizes = (8, 8, 4)
-    expected = loop(one, one.experimental_distribute_dataset(data), sizes=sizes)
+    data = [(X[i:end], Y[i:end]) for i, end in ((0, 8), (8, 16), (16, 20))]
+    whole = one.experimental_distribute_dataset(data)
+    expected = loop(one, whole, epochs=1, sizes=(8, 8, 4))
     dataset = two.distribute_datasets_from_function(dataset_fn)
-    assert largest(expected, loop(two, dataset, sizes=sizes)) < 2e-5
+    assert largest(expected, loop(two, dataset, 1, (8, 8, 4))) < 2e-5
+
+
+def test_a_loop_over_whole_batches(two):
+    """As before, with the same rows on every replica."""
+    one = ks.OneDeviceStrategy("cpu:0")
+    run = [
+        loop(strategy, strategy.experimental_distribute_dataset(batches(16)), 1, (8, 8))
+        for strategy in (one, two)
+    ]
+    assert largest(*run) < 2e-5
 
 
 # --- fit of what is distributed already
 
 
-@pytest.mark.parametrize("kind", ["list", "py_dataset", "tf", "function"])
-def test_fit_evaluate_and_predict(kind, two):
-    class Batches(keras.utils.PyDataset):
-        def __len__(self):
-            return 3
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 3
 
-        def __getitem__(self, index):
-            return batches()[index]
+    def __getitem__(self, index):
+        return batches()[index]
 
+
+def distributed(strategy, kind):
     if kind == "list":
-        dataset = two.experimental_distribute_dataset(batches())
-    elif kind == "py_dataset":
-        dataset = two.experimental_distribute_dataset(Batches())
-    elif kind == "tf":
+        return strategy.experimental_distribute_dataset(batches())
+    if kind == "py_dataset":
+        return strategy.experimental_distribute_dataset(Batches())
+    if kind == "tf":
         tf = pytest.importorskip("tensorflow")
         source = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
-        dataset = two.experimental_distribute_dataset(source)
-    else:
-        parts = [
-            (part_x, part_y)
-            for x, y in batches()
-            for part_x, part_y in ((x[:4], y[:4]), (x[4:], y[4:]))
-        ]
-        dataset = two.distribute_datasets_from_function(lambda _: parts)
+        return strategy.experimental_distribute_dataset(source)
+    parts = [
+        (part_x, part_y)
+        for x, y in batches()
+        for part_x, part_y in ((x[:4], y[:4]), (x[4:], y[4:]))
+    ]
+    return strategy.distribute_datasets_from_function(lambda _: parts)
 
-    validation = {"validation_data": (X, Y), "validation_batch_size": BATCH}
-    expected = fit(None, X, y=Y, batch_size=BATCH, **validation)
-    assert largest(expected, fit(two, dataset, validation_data=dataset)) < 2e-5
+
+@pytest.mark.parametrize("kind", ["list", "py_dataset", "tf", "function"])
+def test_fit(kind, two):
+    assert largest(plain_fit(), fit(two, distributed(two, kind))) < 2e-5
+
+
+def test_validation_evaluate_and_predict(two):
+    dataset = distributed(two, "list")
     model, plain = make(two), make(None)
-    rows = model.predict(dataset, verbose=0)
-    assert rows.shape == (21, 1)
-    assert largest([plain.predict(X, verbose=0)], [rows]) < 1e-5
     loss = plain.evaluate(X, Y, batch_size=BATCH, verbose=0)
+    rows = plain.predict(X, verbose=0)
     assert abs(loss - model.evaluate(dataset, verbose=0)) < 1e-5
+    found = model.predict(dataset, verbose=0)
+    assert found.shape == (21, 1) and largest([rows], [found]) < 1e-5
+    model.optimizer.learning_rate = 0.0
+    history = model.fit(dataset, validation_data=dataset, verbose=0).history
+    assert abs(history["val_loss"][0] - loss) < 1e-5
 
 
 def test_fit_of_a_generator(two):
     dataset = two.experimental_distribute_dataset(batch for batch in batches())
-    expected = fit(None, X, y=Y, batch_size=BATCH, epochs=1)
-    assert largest(expected, fit(two, dataset, epochs=1)) < 2e-5
+    assert largest(plain_fit(1), fit(two, dataset, epochs=1)) < 2e-5
 
 
 def test_fit_with_one_replica():
     one = ks.OneDeviceStrategy("cpu:0")
-    expected = fit(None, X, y=Y, batch_size=BATCH)
     dataset = one.experimental_distribute_dataset(batches())
-    assert largest(expected, fit(one, dataset)) < 2e-5
+    assert largest(plain_fit(1), fit(one, dataset, epochs=1)) < 2e-5
     dataset = ks.get_strategy().experimental_distribute_dataset(batches())
-    assert largest(expected, fit(None, dataset)) < 2e-5
+    assert largest(plain_fit(1), fit(None, dataset, epochs=1)) < 2e-5
 
 
 def test_fit_of_what_another_strategy_distributed(mirrored):
