@@ -26,7 +26,7 @@ def make(strategy):
         model = keras.Sequential(
             [keras.Input((4,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(1)]
         )
-        model.compile(keras.optimizers.Adam(0.01), "mse")
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
     return model
 
 
