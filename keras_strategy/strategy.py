@@ -11,10 +11,11 @@ from typing import Any
 import keras
 from keras import tree
 
-from keras_strategy import context, datasets
+from keras_strategy import context, input_splitting
 from keras_strategy.backends import get_backend
 from keras_strategy.backends.protocol import ReplicaGroup
 from keras_strategy.backends.single import SingleReplicaGroup
+from keras_strategy.datasets import DistributedDataset
 from keras_strategy.input_options import InputContext, InputOptions
 from keras_strategy.training import keras_hooks
 from keras_strategy.values import DistributedValues, PerReplica, ReduceOp
@@ -324,7 +325,7 @@ class Strategy:
 
     def experimental_distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None
-    ) -> datasets.DistributedDataset:
+    ) -> DistributedDataset:
         """Distributes a dataset of global batches.
 
         Every batch is split by rows, in order: with N replicas each gets
@@ -361,13 +362,13 @@ class Strategy:
         assert float(total) == 4.0
         ```
         """
-        return datasets.distribute(self, dataset, options)
+        return input_splitting.distribute(self, dataset, options)
 
     def distribute_datasets_from_function(
         self,
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
-    ) -> datasets.DistributedDataset:
+    ) -> DistributedDataset:
         """Distributes a dataset whose batches are those of one replica each.
 
         The replicas take the batches in turn. Those that find none left at the end
@@ -407,13 +408,13 @@ class Strategy:
         assert len(steps) == 2
         ```
         """
-        return datasets.distribute_from_function(self, dataset_fn, options)
+        return input_splitting.distribute_from_function(self, dataset_fn, options)
 
     def experimental_distribute_datasets_from_function(
         self,
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
-    ) -> datasets.DistributedDataset:
+    ) -> DistributedDataset:
         """The old name of `distribute_datasets_from_function`."""
         return self.distribute_datasets_from_function(dataset_fn, options)
 

@@ -18,7 +18,7 @@ from keras.src.trainers.data_adapters.generator_data_adapter import (
     GeneratorDataAdapter,
 )
 
-from keras_strategy import context, datasets, hooking
+from keras_strategy import context, hooking, input_splitting
 from keras_strategy.backends import get_backend
 from keras_strategy.hooking import Hook, defining_class
 from keras_strategy.input_sources import ReadOnce, as_array
@@ -151,8 +151,8 @@ def _in_scope(original: Callable) -> Callable:
 
 
 def _data_for_keras(argument: Any, strategy: Any, method: str) -> Any:
-    data = datasets.for_keras(argument, strategy, method)
-    return _Batches(data) if isinstance(data, datasets.GlobalBatches) else data
+    data = input_splitting.for_keras(argument, strategy, method)
+    return _Batches(data) if isinstance(data, input_splitting.GlobalBatches) else data
 
 
 class _Batches(GeneratorDataAdapter):
@@ -162,7 +162,7 @@ class _Batches(GeneratorDataAdapter):
         data: The batches; every epoch starts to read them anew.
     """
 
-    def __init__(self, data: datasets.GlobalBatches):
+    def __init__(self, data: input_splitting.GlobalBatches):
         def batches():
             for batch in data.start():
                 batch = tree.map_structure(lambda leaf: as_array(leaf, "it"), batch)

@@ -81,10 +81,9 @@ def test_a_loop_on_one_device_is_the_same_as_fit():
     np.testing.assert_allclose(history, means, atol=1e-5)
 
 
-@pytest.mark.parametrize("replicas", [3, 4])
-def test_a_loop_is_the_same_on_one_device(replicas, mirrored):
-    """The last batch has 5 rows: 2 + 2 + 1, or 2 + 2 + 1 + 0."""
-    strategy = mirrored(replicas)
+def test_a_loop_is_the_same_on_one_device(mirrored):
+    """The last batch has 5 rows: 2 + 2 + 1 + 0."""
+    strategy = mirrored(4)
     dataset = strategy.experimental_distribute_dataset(batches())
     assert largest(loop_on_one_device(), loop(strategy, dataset)) < 2e-5
 
