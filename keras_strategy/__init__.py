@@ -9,10 +9,16 @@ from keras_strategy.context import (
     has_strategy,
     in_cross_replica_context,
 )
+from keras_strategy.datasets import DistributedDataset, DistributedIterator
 from keras_strategy.gradients import (
     compute_average_loss,
     scale_regularization_loss,
     value_and_grad,
+)
+from keras_strategy.input_options import (
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
 )
 from keras_strategy.strategies.mirrored import MirroredStrategy
 from keras_strategy.strategies.one_device import OneDeviceStrategy
@@ -22,7 +28,12 @@ from keras_strategy.values import DistributedValues, Mirrored, PerReplica, Reduc
 __version__ = "0.1.0"
 
 __all__ = [
+    "DistributedDataset",
+    "DistributedIterator",
     "DistributedValues",
+    "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
     "Mirrored",
     "MirroredStrategy",
     "OneDeviceStrategy",

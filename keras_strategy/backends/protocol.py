@@ -12,6 +12,8 @@ from keras_strategy.values import DistributedValues, ReduceOp
 
 if TYPE_CHECKING:
     from keras_strategy.context import ReplicaContext
+    from keras_strategy.datasets import DistributedDataset
+    from keras_strategy.input_options import InputOptions
     from keras_strategy.strategy import Strategy
 
 
@@ -60,6 +62,35 @@ class Backend(Protocol):
 
         Returns:
             Something with a `scope()` to make and train a model in, or None.
+        """
+        ...
+
+    def distribute_natively(
+        self,
+        strategy: "Strategy",
+        datasets: Sequence[Any],
+        split: bool,
+        options: "InputOptions | None",
+    ) -> "DistributedDataset | None":
+        """Distributes datasets with this engine's own input pipeline.
+
+        Args:
+            strategy: The strategy.
+            datasets: What the user gave: one dataset, or one for each replica.
+            split: Whether its elements are global batches, to be split by rows;
+                else the replicas take them in turn.
+            options: The user's options, or None.
+
+        Returns:
+            None if a dataset is not one of this engine's.
+        """
+        ...
+
+    def require_loop_in_python(self) -> None:
+        """Raises where a Python loop over data would be compiled, and unrolled.
+
+        Raises:
+            RuntimeError: There.
         """
         ...
 
@@ -116,6 +147,21 @@ class ReplicaGroup(Protocol):
 
     def gather(self, values: Sequence[Any], axis: int) -> Any:
         """Concatenates tensors of different devices on the first device."""
+        ...
+
+    def place(self, parts: Sequence[Any]) -> Any:
+        """Puts each replica's part of the data on its device.
+
+        Args:
+            parts: One array or tensor for each replica, whose rows may differ. They
+                are copied: whoever gave them may overwrite them.
+
+        Returns:
+            A `PerReplica` of tensors; with one replica the tensor.
+
+        Raises:
+            TypeError: If this engine has no tensors of that dtype; or a ValueError.
+        """
         ...
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 from keras import tree
 
 from keras_strategy import context
@@ -93,3 +94,10 @@ class SingleReplicaGroup:
 
     def gather(self, values: Sequence[Any], axis: int) -> Any:
         return keras.ops.concatenate(list(values), axis=axis)
+
+    def place(self, parts: Sequence[Any]) -> Any:
+        (part,) = parts
+        with self.scope():
+            if isinstance(part, np.ndarray):
+                part = np.copy(part)
+            return keras.ops.convert_to_tensor(part)

@@ -13,11 +13,15 @@ from typing import Any
 import keras
 import keras.src.backend as keras_backend
 import keras.src.losses.loss as keras_losses
-from keras import ops
+from keras import ops, tree
+from keras.src.trainers.data_adapters.generator_data_adapter import (
+    GeneratorDataAdapter,
+)
 
-from keras_strategy import context, hooking
+from keras_strategy import context, hooking, input_splitting
 from keras_strategy.backends import get_backend
 from keras_strategy.hooking import Hook, model_hook
+from keras_strategy.input_sources import ReadOnce, as_array
 from keras_strategy.training import losses, normalization
 from keras_strategy.training.row_weights import distributed_replica
 from keras_strategy.values import ReduceOp
@@ -127,6 +131,8 @@ def _in_scope(original: Callable) -> Callable:
 
     def entry_point(self, *args, **kwargs):
         strategy = strategy_of_model(self)
+        args = [_data_for_keras(x, strategy, name) for x in args]
+        kwargs = {k: _data_for_keras(x, strategy, name) for k, x in kwargs.items()}
         if strategy is None:
             current = context.current_scope()
             if current is None:
@@ -143,6 +149,35 @@ def _in_scope(original: Callable) -> Callable:
             return original(self, *args, **kwargs)
 
     return entry_point
+
+
+def _data_for_keras(argument: Any, strategy: Any, method: str) -> Any:
+    data = input_splitting.for_keras(argument, strategy, method)
+    return _Batches(data) if isinstance(data, input_splitting.GlobalBatches) else data
+
+
+class _Batches(GeneratorDataAdapter):
+    """Lets Keras's loop read the global batches of a distributed dataset.
+
+    Args:
+        data: The batches; every epoch starts to read them anew.
+    """
+
+    def __init__(self, data: input_splitting.GlobalBatches):
+        def batches():
+            for batch in data.start():
+                batch = tree.map_structure(lambda leaf: as_array(leaf, "it"), batch)
+                batch = tuple(batch) if isinstance(batch, list) else batch
+                yield batch if isinstance(batch, tuple) else (batch,)
+
+        super().__init__(batches())
+        self._number = data.number
+        if not isinstance(data.start, ReadOnce):
+            self.generator = batches
+
+    @property
+    def num_batches(self):
+        return self._number
 
 
 def _symbolic_build(original: Callable) -> Callable:

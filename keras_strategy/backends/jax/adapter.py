@@ -45,6 +45,14 @@ class JaxBackend:
     def native_strategy(self, devices: tuple[str, ...]) -> Any:
         return keras.distribution.DataParallel(devices=list(devices))
 
+    def distribute_natively(
+        self, strategy: Any, datasets: Sequence[Any], split: bool, options: Any
+    ) -> None:
+        return None  # JAX has no input pipeline
+
+    def require_loop_in_python(self) -> None:
+        """Nothing is compiled by its Python source."""
+
     def create_group(
         self, strategy: "Strategy", devices: tuple[str, ...]
     ) -> "JaxReplicaGroup":

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from keras_strategy.backends.jax import keras_hooks, on_read
 from keras_strategy.backends.jax.distribution import ReplicaDistribution
 from keras_strategy.backends.jax.runner import Runner
-from keras_strategy.backends.jax.sharded import gathered, reduced, shards
+from keras_strategy.backends.jax.sharded import gathered, placed, reduced, shards
 from keras_strategy.values import DistributedValues, ReduceOp
 from keras_strategy.variables import is_on_read
 
@@ -50,3 +50,6 @@ class JaxReplicaGroup:
 
     def gather(self, values: Sequence[Any], axis: int) -> Any:
         return gathered(values, axis, self.distribution)
+
+    def place(self, parts: Sequence[Any]) -> Any:
+        return placed(parts, self.distribution)

@@ -90,6 +90,21 @@ def joined(
     return ShardedPerReplica(array, scalars, distribution)
 
 
+def placed(parts: Sequence[Any], distribution: ReplicaDistribution) -> PerReplica:
+    """See `ReplicaGroup.place`; one array where the parts have one shape."""
+
+    def put(part, device):
+        if isinstance(part, jax.Array):
+            return jax.device_put(part, device)
+        # A copy in NumPy: JAX may go on using the memory of an array that it gets.
+        dtype = jax.dtypes.canonicalize_dtype(part.dtype)
+        return jax.device_put(np.array(part, dtype, copy=True), device)
+
+    arrays = [put(*pair) for pair in zip(parts, distribution.devices, strict=True)]
+    value = PerReplica(arrays)
+    return value if len(set(shapes_of(arrays))) > 1 else joined(value, distribution)
+
+
 def reduced(
     reduce_op: ReduceOp,
     value: DistributedValues,

@@ -12,6 +12,8 @@ from keras_strategy.values import DistributedValues
 
 if TYPE_CHECKING:
     from keras_strategy.backends.tensorflow.group import TensorFlowGroup
+    from keras_strategy.datasets import DistributedDataset
+    from keras_strategy.input_options import InputOptions
     from keras_strategy.strategy import Strategy
 
 
@@ -57,6 +59,28 @@ class TensorFlowBackend:
     def native_strategy(self, devices: tuple[str, ...]) -> Any:
         names = [native_name(device) for device in devices]
         return tf.distribute.MirroredStrategy(names)
+
+    def distribute_natively(
+        self,
+        strategy: "Strategy",
+        datasets: Sequence[Any],
+        split: bool,
+        options: "InputOptions | None",
+    ) -> "DistributedDataset | None":
+        if not all(isinstance(dataset, tf.data.Dataset) for dataset in datasets):
+            return None
+        from keras_strategy.backends.tensorflow.datasets import distribute
+
+        return distribute(strategy, datasets, split, options)
+
+    def require_loop_in_python(self) -> None:
+        if tf.inside_function():
+            raise RuntimeError(
+                "A tf.function iterates over a distributed dataset that is not made "
+                "of a tf.data.Dataset; its Python loop would be unrolled, and its "
+                "data become constants. Distribute a tf.data.Dataset, or keep the "
+                "loop outside of the tf.function."
+            )
 
     def create_group(
         self, strategy: "Strategy", devices: tuple[str, ...]

@@ -22,6 +22,7 @@ from keras_strategy.backends.tensorflow.devices import native_name
 from keras_strategy.backends.tensorflow.replica import Meeting, TensorFlowReplica
 from keras_strategy.values import (
     DistributedValues,
+    PerReplica,
     ReduceOp,
     regroup,
     select_replica,
@@ -153,6 +154,16 @@ class TensorFlowGroup:
     def gather(self, values: Sequence[Any], axis: int) -> Any:
         with tf.device(native_name(self.devices[0])):
             return combine.gather(values, axis)
+
+    def place(self, parts: Sequence[Any]) -> PerReplica:
+        values = []
+        for part, device in zip(parts, self.devices, strict=True):
+            with tf.device(native_name(device)):
+                if not tf.is_tensor(part):
+                    # A constant copies its array; a converted one may share it.
+                    part = tf.constant(part)
+                values.append(tf.identity(part))
+        return PerReplica(values)
 
 
 def _read(value: Any) -> Any:

@@ -39,6 +39,14 @@ class TorchBackend:
     def native_strategy(self, names: tuple[str, ...]) -> None:
         return None  # Keras has none on torch
 
+    def distribute_natively(
+        self, strategy: Any, datasets: Sequence[Any], split: bool, options: Any
+    ) -> None:
+        return None  # a DataLoader is read like any iterable
+
+    def require_loop_in_python(self) -> None:
+        """Nothing is compiled by its Python source."""
+
     def create_group(self, strategy: Any, names: tuple[str, ...]) -> TorchGroup:
         devices.use()
         return TorchGroup(strategy, names)

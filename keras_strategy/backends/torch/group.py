@@ -18,6 +18,7 @@ from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.backends.torch.run import Run
 from keras_strategy.values import (
     DistributedValues,
+    PerReplica,
     ReduceOp,
     is_numeric_array,
     regroup,
@@ -159,6 +160,20 @@ class TorchGroup:
     def gather(self, values: Sequence[Any], axis: int) -> torch.Tensor:
         device = self.torch_devices[0]
         return torch.cat([v.to(device) for v in values], dim=axis)
+
+    def place(self, parts: Sequence[Any]) -> PerReplica:
+        return PerReplica(
+            [
+                _placed(part, device)
+                for part, device in zip(parts, self.torch_devices, strict=True)
+            ]
+        )
+
+
+def _placed(part: Any, device: str) -> torch.Tensor:
+    if isinstance(part, torch.Tensor):
+        return part.detach().to(device, copy=True)
+    return torch.tensor(part, device=device)
 
 
 def _is_number(value: Any) -> bool:

@@ -1,0 +1,172 @@
+"""What a dataset function is told, and how one asks for its data to be handled."""
+
+import enum
+from typing import Any, NamedTuple
+
+
+class InputContext:
+    """Tells a dataset function which part of the input it makes.
+
+    Args:
+        num_input_pipelines: How many pipelines there are, over all workers.
+        input_pipeline_id: The number of this one, from 0.
+        num_replicas_in_sync: The number of replicas over all workers.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    context = ks.InputContext(num_replicas_in_sync=4)
+    assert context.get_per_replica_batch_size(32) == 8
+    ```
+    """
+
+    def __init__(
+        self,
+        num_input_pipelines: int = 1,
+        input_pipeline_id: int = 0,
+        num_replicas_in_sync: int = 1,
+    ):
+        self._num_input_pipelines = num_input_pipelines
+        self._input_pipeline_id = input_pipeline_id
+        self._num_replicas_in_sync = num_replicas_in_sync
+
+    @property
+    def num_input_pipelines(self) -> int:
+        """How many pipelines there are, over all workers."""
+        return self._num_input_pipelines
+
+    @property
+    def input_pipeline_id(self) -> int:
+        """The number of this pipeline, from 0."""
+        return self._input_pipeline_id
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas over all workers."""
+        return self._num_replicas_in_sync
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Returns the rows of one replica's batch.
+
+        Args:
+            global_batch_size: Rows of the batch of all replicas.
+
+        Returns:
+            `global_batch_size` divided by the number of replicas.
+
+        Raises:
+            ValueError: If the replicas do not divide it.
+
+        Example:
+
+        ```python
+        import keras_strategy as ks
+
+        assert ks.InputContext(1, 0, 2).get_per_replica_batch_size(64) == 32
+        ```
+        """
+        if global_batch_size % self._num_replicas_in_sync:
+            raise ValueError(
+                "Argument `global_batch_size` must be a multiple of the "
+                f"{self._num_replicas_in_sync} replicas. Received: "
+                f"global_batch_size={global_batch_size}"
+            )
+        return global_batch_size // self._num_replicas_in_sync
+
+    def __repr__(self) -> str:
+        return (
+            f"InputContext(num_input_pipelines={self.num_input_pipelines}, "
+            f"input_pipeline_id={self.input_pipeline_id}, "
+            f"num_replicas_in_sync={self.num_replicas_in_sync})"
+        )
+
+
+class InputReplicationMode(enum.Enum):
+    """How often a dataset function is called.
+
+    Attributes:
+        PER_WORKER: Once; the replicas take turns in taking its elements.
+        PER_REPLICA: Once for each replica, which takes all elements of its own.
+    """
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+class _Fields(NamedTuple):
+    experimental_fetch_to_device: bool
+    experimental_replication_mode: InputReplicationMode
+    experimental_place_dataset_on_device: bool
+    experimental_per_replica_buffer_size: int
+
+
+class InputOptions(_Fields):
+    """How a dataset is to be distributed.
+
+    The replication mode holds on every backend. The other options are about
+    prefetching by `tf.data` and hold for `tf.data` datasets on TensorFlow; all other
+    data is put on the replicas' devices batch by batch, when the loop asks for it.
+
+    Args:
+        experimental_fetch_to_device: Whether elements are prefetched to the
+            replicas' devices rather than to the host. None means True.
+        experimental_replication_mode: An `InputReplicationMode`. PER_REPLICA is for
+            `distribute_datasets_from_function`.
+        experimental_place_dataset_on_device: Whether the dataset itself runs on the
+            replicas' devices; for PER_REPLICA without fetching to the device.
+        experimental_per_replica_buffer_size: How many elements are prefetched for
+            each replica.
+
+    Raises:
+        ValueError: If the options do not fit together.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    options = ks.InputOptions(experimental_per_replica_buffer_size=2)
+    assert options.experimental_fetch_to_device
+    ```
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        experimental_fetch_to_device: bool | None = None,
+        experimental_replication_mode: Any = InputReplicationMode.PER_WORKER,
+        experimental_place_dataset_on_device: bool = False,
+        experimental_per_replica_buffer_size: int = 1,
+    ):
+        """Checks the options."""
+        if experimental_fetch_to_device is None:
+            experimental_fetch_to_device = True
+        # `tf.distribute.InputReplicationMode` is an enum of the same names.
+        mode = str(getattr(experimental_replication_mode, "name", None))
+        if mode not in InputReplicationMode.__members__:
+            raise ValueError(
+                "Argument `experimental_replication_mode` must be an "
+                "`InputReplicationMode`. Received: experimental_replication_mode="
+                f"{experimental_replication_mode!r}"
+            )
+        mode = InputReplicationMode[mode]
+        if experimental_place_dataset_on_device and (
+            experimental_fetch_to_device or mode is not InputReplicationMode.PER_REPLICA
+        ):
+            raise ValueError(
+                "`experimental_place_dataset_on_device=True` needs "
+                "`experimental_replication_mode=InputReplicationMode.PER_REPLICA` and "
+                "`experimental_fetch_to_device=False`. Received: "
+                f"experimental_replication_mode={experimental_replication_mode}, "
+                f"experimental_fetch_to_device={experimental_fetch_to_device}"
+            )
+        return super().__new__(
+            cls,
+            experimental_fetch_to_device,
+            mode,
+            experimental_place_dataset_on_device,
+            experimental_per_replica_buffer_size,
+        )

@@ -1,0 +1,254 @@
+"""Distributed tf.data datasets: native tf.distribute as the oracle, and tf.function."""
+
+import keras
+import numpy as np
+import pytest
+
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("Tests of the TensorFlow adapter", allow_module_level=True)
+
+import tensorflow as tf
+
+import keras_strategy as ks
+
+
+@pytest.fixture
+def native():
+    return tf.distribute.MirroredStrategy(
+        ["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice()
+    )
+
+
+def read(strategy, dataset):
+    return [
+        [x.numpy().tolist() for x in strategy.experimental_local_results(element)]
+        for element in dataset
+    ]
+
+
+def batched(rows, size, **options):
+    return tf.data.Dataset.range(rows).batch(size, **options)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: batched(5, 3),
+        lambda: batched(3, 1),
+        lambda: batched(9, 4, drop_remainder=True),
+        lambda: batched(0, 4),
+        lambda: batched(9, 4).prefetch(2).map(lambda x: x + 1),
+    ],
+    ids=["5by3", "3by1", "dropped", "none", "9by4 mapped"],
+)
+def test_rows_are_those_of_native_strategies(make, two, native):
+    def from_function(context):
+        return make()
+
+    for mine, theirs in [
+        (
+            two.experimental_distribute_dataset(make()),
+            native.experimental_distribute_dataset(make()),
+        ),
+        (
+            two.distribute_datasets_from_function(from_function),
+            native.distribute_datasets_from_function(from_function),
+        ),
+    ]:
+        rows = read(two, mine)
+        assert rows == read(native, theirs)
+        specs = theirs.element_spec._value_specs
+        if make().cardinality() > 0:
+            assert [spec.shape for spec in mine.element_spec.values] == [
+                spec.shape for spec in specs
+            ]
+
+
+@pytest.mark.parametrize("buffer", [0, 2])
+def test_options_are_those_of_native_strategies(buffer, two, native):
+    def options(module):
+        return module.InputOptions(
+            experimental_fetch_to_device=False,
+            experimental_replication_mode=module.InputReplicationMode.PER_REPLICA,
+            experimental_per_replica_buffer_size=buffer,
+        )
+
+    def from_function(context):
+        start = 100 * context.input_pipeline_id
+        return tf.data.Dataset.range(start, start + 3 + context.input_pipeline_id, 1)
+
+    mine = two.distribute_datasets_from_function(
+        lambda c: from_function(c).batch(2), options(ks)
+    )
+    theirs = native.distribute_datasets_from_function(
+        lambda c: from_function(c).batch(2), options(tf.distribute)
+    )
+    assert read(two, mine) == read(native, theirs)
+
+
+def test_types(two):
+    dataset = two.experimental_distribute_dataset(batched(9, 4))
+    assert isinstance(dataset, ks.DistributedDataset)
+    assert isinstance(dataset, tf.distribute.DistributedDataset)
+    iterator = iter(dataset)
+    assert isinstance(iterator, ks.DistributedIterator)
+    assert isinstance(iterator, tf.distribute.DistributedIterator)
+    assert isinstance(next(iterator), ks.PerReplica)
+    devices = [x.device[-5:] for x in iterator.get_next().values]
+    assert devices == ["CPU:0", "CPU:1"]
+    with two.scope():
+        optional = iterator.get_next_as_optional()
+    assert bool(optional.has_value())
+    assert [x.shape[0] for x in optional.get_value().values] == [1, 0]
+    assert not bool(iterator.get_next_as_optional().has_value())
+    with pytest.raises(StopIteration):
+        iterator.get_next()
+
+
+def test_batches_that_are_not_made_by_batch(two):
+    def batches():
+        yield np.arange(3)
+        yield np.arange(2)
+
+    signature = tf.TensorSpec((None,), tf.int64)
+    source = tf.data.Dataset.from_generator(batches, output_signature=signature)
+    dataset = two.experimental_distribute_dataset(source)
+    assert read(two, dataset) == [[[0, 1], [2]], [[0], [1]]]
+
+
+def test_ragged_and_sparse_batches(two):
+    rows = tf.ragged.constant([[1], [2, 3], []])
+    source = tf.data.Dataset.from_tensors((rows, rows.to_sparse()))
+    ((ragged, sparse),) = two.experimental_distribute_dataset(source)
+    assert [x.to_list() for x in ragged.values] == [[[1], [2, 3]], [[]]]
+    dense = [tf.sparse.to_dense(x).numpy().tolist() for x in sparse.values]
+    assert dense == [[[1, 0], [2, 3]], [[0, 0]]]
+
+
+def test_rows_that_differ(two):
+    source = tf.data.Dataset.from_tensors((np.ones(4), np.ones(3)))
+    with pytest.raises(ValueError, match="same number of rows"):
+        two.experimental_distribute_dataset(source)
+
+
+# --- tf.function
+
+
+@pytest.fixture(params=["two", "one"])
+def strategy(request, two):
+    return two if request.param == "two" else ks.OneDeviceStrategy("cpu:0")
+
+
+def test_an_epoch_in_a_tf_function_is_not_unrolled(strategy):
+    rng = np.random.RandomState(3)
+    x, y = rng.randn(42, 4).astype("float32"), rng.randn(42, 1).astype("float32")
+    source = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    dataset = strategy.experimental_distribute_dataset(source)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+    traces = []
+
+    def step(x, y):
+        traces.append(1)
+
+        def loss_of_batch():
+            losses = tf.square(y - model(x))[:, 0]
+            return ks.compute_average_loss(losses, global_batch_size=4)
+
+        loss, gradients = ks.value_and_grad(loss_of_batch, model.trainable_variables)()
+        optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    @tf.function
+    def epoch(data):
+        total, steps = 0.0, 0
+        for x, y in data:
+            total += strategy.reduce("SUM", strategy.run(step, args=(x, y)))
+            steps += 1
+        return total, steps
+
+    weights = model.get_weights()
+    total, steps = epoch(dataset)
+    assert int(steps) == 11
+    # Once for each replica, and once more where a loop's shapes are found out.
+    assert len(traces) <= 2 * strategy.num_replicas_in_sync
+    traced = len(traces)
+    epoch(dataset)
+    assert len(traces) == traced
+    after = model.get_weights()
+
+    model.set_weights(weights)
+    again = 0.0
+    for _ in range(2):
+        for x, y in dataset:
+            again += strategy.reduce("SUM", strategy.run(step, args=(x, y)))
+    for a, b in zip(after, model.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    assert float(again) > float(total)
+
+
+def test_datasets_and_iterators_as_arguments(strategy):
+    traces = []
+
+    @tf.function
+    def total(data):
+        traces.append(1)
+        result = tf.constant(0, tf.int64)
+        for x in data:
+            result += strategy.reduce("SUM", x, axis=0)
+        return result
+
+    dataset = strategy.experimental_distribute_dataset(batched(9, 4))
+    assert [int(total(iter(dataset))) for _ in range(3)] == [36] * 3
+    assert len(traces) == 1
+    assert [int(total(dataset)) for _ in range(3)] == [36] * 3
+    assert len(traces) == 2
+
+
+def test_get_next_and_optional_in_a_tf_function(strategy):
+    dataset = strategy.experimental_distribute_dataset(batched(9, 4))
+    iterator = iter(dataset)
+
+    @tf.function
+    def first():
+        return strategy.reduce("SUM", iterator.get_next(), axis=0)
+
+    @tf.function
+    def then():
+        optional = iterator.get_next_as_optional()
+        if optional.has_value():
+            result = strategy.reduce("SUM", optional.get_value(), axis=0)
+        else:
+            result = tf.constant(-1, tf.int64)
+        return result
+
+    assert [int(first()), *(int(then()) for _ in range(3))] == [6, 22, 8, -1]
+
+
+def test_element_spec_is_an_input_signature(strategy):
+    dataset = strategy.experimental_distribute_dataset(batched(9, 4))
+    traces = []
+
+    @tf.function(input_signature=[dataset.element_spec])
+    def total(x):
+        traces.append(1)
+        return strategy.reduce("SUM", strategy.run(lambda x: 2 * x, args=(x,)), axis=0)
+
+    assert [int(total(x)) for x in dataset] == [12, 44, 16]
+    assert len(traces) == 1
+
+
+def test_python_batches_in_a_tf_function(strategy):
+    dataset = strategy.experimental_distribute_dataset([np.ones(4)])
+    iterator = iter(dataset)
+
+    @tf.function
+    def loop(data):
+        for _ in data:
+            pass
+
+    for data in (dataset, iterator):
+        with pytest.raises(RuntimeError, match="unrolled"):
+            loop(data)
