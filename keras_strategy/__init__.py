@@ -1,6 +1,6 @@
 """Distributed training for Keras 3, in the words of tf.distribute, on any backend."""
 
-from keras_strategy import cluster_resolver, config, errors
+from keras_strategy import cluster_resolver, config, errors, experimental
 from keras_strategy.context import (
     ReplicaContext,
     experimental_set_strategy,
@@ -9,6 +9,7 @@ from keras_strategy.context import (
     has_strategy,
     in_cross_replica_context,
 )
+from keras_strategy.extended import StrategyExtended
 from keras_strategy.gradients import (
     compute_average_loss,
     scale_regularization_loss,
@@ -16,7 +17,7 @@ from keras_strategy.gradients import (
 )
 from keras_strategy.strategies.mirrored import MirroredStrategy
 from keras_strategy.strategies.one_device import OneDeviceStrategy
-from keras_strategy.strategy import Strategy, StrategyExtended
+from keras_strategy.strategy import Strategy
 from keras_strategy.values import DistributedValues, Mirrored, PerReplica, ReduceOp
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ __all__ = [
     "compute_average_loss",
     "config",
     "errors",
+    "experimental",
     "experimental_set_strategy",
     "get_replica_context",
     "get_strategy",

@@ -1,24 +1,25 @@
-"""Strategy and StrategyExtended: what people call.
+"""Strategy: what people call.
 
-They check the arguments, then ask the replica group of the adapter in use.
+It checks the arguments, then asks the replica group of the adapter in use.
 """
 
 import contextlib
-import logging
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import keras
 from keras import tree
 
 from keras_strategy import context
-from keras_strategy.backends import get_backend
-from keras_strategy.backends.protocol import ReplicaGroup
-from keras_strategy.backends.single import SingleReplicaGroup
-from keras_strategy.training import keras_hooks
-from keras_strategy.values import DistributedValues, PerReplica, ReduceOp
+from keras_strategy.values import (
+    DistributedValues,
+    PerReplica,
+    ReduceOp,
+    ValueContext,
+)
 
-logger = logging.getLogger("keras_strategy")
+if TYPE_CHECKING:
+    from keras_strategy.extended import StrategyExtended
 
 
 class Strategy:
@@ -284,7 +285,7 @@ class Strategy:
         return tuple(component(replica) for replica in range(len(leaves[0].values)))
 
     def experimental_distribute_values_from_function(
-        self, value_fn: Callable[["ValueContext"], Any]
+        self, value_fn: Callable[[ValueContext], Any]
     ) -> Any:
         """Makes a distributed value out of one value for each replica.
 
@@ -342,100 +343,6 @@ def _check_gatherable(value: DistributedValues, axis: int) -> None:
         f"agree. Received: axis={axis!r}, and values of the shapes {shapes} in the "
         "order of the replicas."
     )
-
-
-class ValueContext:
-    """Tells a function which replica it makes a value for.
-
-    Args:
-        replica_id_in_sync_group: The replica's number, from 0.
-        num_replicas_in_sync: The number of replicas over all workers.
-    """
-
-    def __init__(self, replica_id_in_sync_group: int = 0, num_replicas_in_sync=1):
-        self._replica_id_in_sync_group = replica_id_in_sync_group
-        self._num_replicas_in_sync = num_replicas_in_sync
-
-    @property
-    def replica_id_in_sync_group(self) -> int:
-        """The replica's number, from 0."""
-        return self._replica_id_in_sync_group
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """The number of replicas over all workers."""
-        return self._num_replicas_in_sync
-
-    def __repr__(self) -> str:
-        return (
-            f"ValueContext(replica_id_in_sync_group={self.replica_id_in_sync_group}, "
-            f"num_replicas_in_sync={self.num_replicas_in_sync})"
-        )
-
-
-class StrategyExtended:
-    """The part of a strategy that library authors need.
-
-    Args:
-        strategy: The strategy that this belongs to.
-        devices: Canonical names of the local devices, one replica each.
-    """
-
-    def __init__(self, strategy: Strategy, devices: Iterable[str]):
-        keras_hooks.install_once()
-        self._strategy = strategy
-        self._devices = tuple(devices)
-        if len(self._devices) == 1:
-            self.group: ReplicaGroup = SingleReplicaGroup(strategy, self._devices)
-        else:
-            self.group = get_backend().create_group(strategy, self._devices)
-        logger.info(
-            "%s: %d replica(s) on %s with the Keras backend '%s'",
-            type(strategy).__name__,
-            len(self._devices),
-            ", ".join(self._devices),
-            keras.backend.backend(),
-        )
-
-    @property
-    def worker_devices(self) -> tuple[str, ...]:
-        """The devices on which the replicas compute, such as `"gpu:0"`."""
-        return self._devices
-
-    @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        """The devices on which the variables' components are."""
-        return self._devices
-
-    def variable_created_in_scope(self, v: keras.Variable) -> bool:
-        """Returns whether a variable belongs to this strategy.
-
-        Args:
-            v: A variable.
-
-        Raises:
-            TypeError: If `v` is not a `keras.Variable`.
-
-        Example:
-
-        ```python
-        import keras
-        import keras_strategy as ks
-
-        strategy = ks.MirroredStrategy()
-        outside = keras.Variable(1.0)
-        with strategy.scope():
-            inside = keras.Variable(1.0)
-        assert strategy.extended.variable_created_in_scope(inside)
-        assert not strategy.extended.variable_created_in_scope(outside)
-        ```
-        """
-        if not isinstance(v, keras.Variable):
-            raise TypeError(
-                "Argument `v` must be a `keras.Variable`. "
-                f"Received: v={v!r} of type {type(v).__name__}"
-            )
-        return keras_hooks.strategy_of_variable(v) is self._strategy
 
 
 class _Scope(contextlib.AbstractContextManager):

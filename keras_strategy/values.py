@@ -101,6 +101,50 @@ class Mirrored(DistributedValues):
     """A value that is the same on every replica."""
 
 
+class ValueContext:
+    """Tells a function which replica it makes a value for.
+
+    Args:
+        replica_id_in_sync_group: The replica's number, from 0.
+        num_replicas_in_sync: The number of replicas over all workers.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    def rows_of_one_replica(context: ks.experimental.ValueContext):
+        return [context.replica_id_in_sync_group] * context.num_replicas_in_sync
+
+    value = ks.MirroredStrategy().experimental_distribute_values_from_function(
+        rows_of_one_replica
+    )
+    ```
+    """
+
+    def __init__(
+        self, replica_id_in_sync_group: int = 0, num_replicas_in_sync: int = 1
+    ):
+        self._replica_id_in_sync_group = replica_id_in_sync_group
+        self._num_replicas_in_sync = num_replicas_in_sync
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """The replica's number, from 0."""
+        return self._replica_id_in_sync_group
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas over all workers."""
+        return self._num_replicas_in_sync
+
+    def __repr__(self) -> str:
+        return (
+            f"ValueContext(replica_id_in_sync_group={self.replica_id_in_sync_group}, "
+            f"num_replicas_in_sync={self.num_replicas_in_sync})"
+        )
+
+
 def select_replica(structure: Any, replica: int) -> Any:
     """Returns `structure` with replica `replica`'s part of distributed values."""
     return tree.map_structure(

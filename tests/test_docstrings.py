@@ -13,7 +13,7 @@ EXAMPLE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 def documented():
     """Public objects, and the public methods of public classes."""
     public = {name: getattr(ks, name) for name in ks.__all__ if name != "__version__"}
-    for module in ("config", "cluster_resolver"):
+    for module in ("config", "cluster_resolver", "experimental"):
         if module in public:
             for name, value in vars(public[module]).items():
                 if not name.startswith("_") and callable(value):

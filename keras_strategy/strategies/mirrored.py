@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 
 from keras_strategy.backends import get_backend
-from keras_strategy.strategy import Strategy, StrategyExtended
+from keras_strategy.extended import StrategyExtended
+from keras_strategy.strategy import Strategy
 from keras_strategy.topology import resolve_devices
 
 

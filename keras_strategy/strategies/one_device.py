@@ -4,7 +4,8 @@ import contextlib
 
 from keras_strategy.backends import get_backend
 from keras_strategy.backends.single import SingleReplicaGroup
-from keras_strategy.strategy import Strategy, StrategyExtended
+from keras_strategy.extended import StrategyExtended
+from keras_strategy.strategy import Strategy
 from keras_strategy.topology import canonical_device, resolve_devices
 
 
