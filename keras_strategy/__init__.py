@@ -9,12 +9,19 @@ from keras_strategy.context import (
     has_strategy,
     in_cross_replica_context,
 )
+from keras_strategy.cross_device_ops import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
 from keras_strategy.extended import StrategyExtended
 from keras_strategy.gradients import (
     compute_average_loss,
     scale_regularization_loss,
     value_and_grad,
 )
+from keras_strategy.options import RunOptions
 from keras_strategy.strategies.mirrored import MirroredStrategy
 from keras_strategy.strategies.one_device import OneDeviceStrategy
 from keras_strategy.strategy import Strategy
@@ -23,13 +30,18 @@ from keras_strategy.values import DistributedValues, Mirrored, PerReplica, Reduc
 __version__ = "0.1.0"
 
 __all__ = [
+    "CrossDeviceOps",
     "DistributedValues",
+    "HierarchicalCopyAllReduce",
     "Mirrored",
     "MirroredStrategy",
+    "NcclAllReduce",
     "OneDeviceStrategy",
     "PerReplica",
     "ReduceOp",
+    "ReductionToOneDevice",
     "ReplicaContext",
+    "RunOptions",
     "Strategy",
     "StrategyExtended",
     "__version__",

@@ -11,11 +11,13 @@ import keras
 from keras import tree
 
 from keras_strategy import context
+from keras_strategy.options import RunOptions, check_run_options
 from keras_strategy.values import (
     DistributedValues,
     PerReplica,
     ReduceOp,
     ValueContext,
+    sum_of_copies,
 )
 
 if TYPE_CHECKING:
@@ -95,7 +97,11 @@ class Strategy:
         return _Scope(self)
 
     def run(
-        self, fn: Callable[..., Any], args: tuple | list = (), kwargs: Any = None
+        self,
+        fn: Callable[..., Any],
+        args: tuple | list = (),
+        kwargs: Any = None,
+        options: RunOptions | None = None,
     ) -> Any:
         """Calls `fn` once on every replica, each with its part of the arguments.
 
@@ -110,6 +116,7 @@ class Strategy:
                 in it give every replica its own component, everything else goes
                 to every replica as it is.
             kwargs: A dict of keyword arguments, or None; likewise.
+            options: `RunOptions`, or None for the default ones.
 
         Returns:
             The structure that `fn` returned, with a `PerReplica` value in the
@@ -118,7 +125,7 @@ class Strategy:
 
         Raises:
             ValueError: If `args` is neither a tuple nor a list.
-            TypeError: If `fn` cannot be called.
+            TypeError: If `fn` cannot be called, or `options` are none.
             RuntimeError: Inside a function that `run` calls, or inside another
                 strategy's scope.
 
@@ -147,9 +154,12 @@ class Strategy:
                 "Argument `args` must be a tuple or list of positional arguments, "
                 f"such as (x,). Received: args={args!r} of type {type(args).__name__}"
             )
+        options = check_run_options(options)
         context.require_cross_replica(self, "run")
         with self.scope():
-            return self._extended.group.run(fn, tuple(args), dict(kwargs or {}))
+            return self._extended.group.run(
+                fn, tuple(args), dict(kwargs or {}), options
+            )
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
         """Combines the replicas' values into one.
@@ -195,12 +205,7 @@ class Strategy:
             return combine(value, axis=axis)
         if op is ReduceOp.MEAN or self.num_replicas_in_sync == 1:
             return value
-        raise ValueError(
-            "Argument `value` holds a value that is not distributed, the same for "
-            "all replicas, so it has no SUM over the replicas. Reduce a value that "
-            "`strategy.run` returned, give `axis`, or multiply by "
-            f"`strategy.num_replicas_in_sync`. Received: {value!r}"
-        )
+        raise sum_of_copies(value)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenates the replicas' values.
@@ -269,7 +274,7 @@ class Strategy:
         if isinstance(value, keras.Variable):
             if not self._extended.variable_created_in_scope(value):
                 return (value.value,)
-            return self._extended.group.components(value)
+            return self._extended.local_components(value)
         leaves = [
             leaf for leaf in tree.flatten(value) if isinstance(leaf, DistributedValues)
         ]

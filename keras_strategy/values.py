@@ -145,6 +145,16 @@ class ValueContext:
         )
 
 
+def sum_of_copies(value: Any) -> ValueError:
+    """The error for a SUM over replicas that all hold the same value."""
+    return ValueError(
+        "Argument `value` holds a value that is not distributed, the same for "
+        "all replicas, so it has no SUM over the replicas. Reduce a value that "
+        "`strategy.run` returned, or multiply by `strategy.num_replicas_in_sync`. "
+        f"Received: {value!r}"
+    )
+
+
 def select_replica(structure: Any, replica: int) -> Any:
     """Returns `structure` with replica `replica`'s part of distributed values."""
     return tree.map_structure(
@@ -155,17 +165,22 @@ def select_replica(structure: Any, replica: int) -> Any:
     )
 
 
-def regroup(outputs: Sequence[Any], is_tensor: Callable[[Any], bool]) -> Any:
+def regroup(
+    outputs: Sequence[Any],
+    is_tensor: Callable[[Any], bool],
+    kind: type[DistributedValues] = PerReplica,
+) -> Any:
     """Joins what the replicas returned into one structure.
 
     Args:
         outputs: What each replica returned, in the order of the replicas.
         is_tensor: Tells the tensors of the backend in use.
+        kind: What tensors become.
 
     Returns:
         The structure of one output. Tensors and NumPy values become
-        `PerReplica`; Python constants that are equal on all replicas stay
-        what they are. With one replica, its output as it is.
+        distributed values of the kind; Python constants that are equal on all
+        replicas stay what they are. With one replica, its output as it is.
 
     Raises:
         ValueError: If the replicas returned different structures.
@@ -178,17 +193,17 @@ def regroup(outputs: Sequence[Any], is_tensor: Callable[[Any], bool]) -> Any:
             tree.assert_same_structure(first, output)
         except (ValueError, TypeError) as error:
             raise ValueError(
-                "The function given to `strategy.run` must return the same "
-                f"structure on every replica. Received: {first!r} from replica "
+                "A function that is called for every replica must return the same "
+                f"structure for each. Received: {first!r} from replica "
                 f"0 and {output!r} from replica {replica}."
             ) from error
 
     def join(*leaves):
         if is_tensor(leaves[0]) or hasattr(leaves[0], "__array__"):
-            return PerReplica(leaves)
+            return kind(leaves)
         same = all(leaf is leaves[0] for leaf in leaves)
         if same or all(leaf == leaves[0] for leaf in leaves):
             return leaves[0]
-        return PerReplica(leaves)
+        return kind(leaves)
 
     return tree.map_structure(join, *outputs)

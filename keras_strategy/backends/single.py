@@ -7,9 +7,16 @@ import keras
 
 from keras_strategy import context
 from keras_strategy.backends import get_backend
-from keras_strategy.values import DistributedValues, ReduceOp, select_replica
+from keras_strategy.updating import VariableComponent, bare
+from keras_strategy.values import (
+    DistributedValues,
+    Mirrored,
+    ReduceOp,
+    select_replica,
+)
 
 if TYPE_CHECKING:
+    from keras_strategy.options import RunOptions
     from keras_strategy.strategy import Strategy
 
 
@@ -47,6 +54,7 @@ class SingleReplicaGroup:
 
     def __init__(self, strategy: "Strategy", devices: tuple[str, ...]):
         self.devices = devices
+        self._strategy = strategy
         self.context = context.ReplicaContext(
             strategy, SingleReplica(strategy, devices)
         )
@@ -60,7 +68,30 @@ class SingleReplicaGroup:
     def components(self, variable: Any) -> tuple[Any, ...]:
         return (variable.value,)
 
-    def run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    def assign_components(self, variable: Any, values: Sequence[Any]) -> None:
+        variable.assign(values[0])
+
+    def update(
+        self, variable: Any, fn: Callable[..., Any], args: tuple, kwargs: dict
+    ) -> Any:
+        device = self._strategy.extended.worker_devices[0]
+        component = VariableComponent(variable, variable.value, device)
+        args, kwargs = select_replica((args, kwargs), 0)
+        result = bare(fn(component, *args, **kwargs))
+        if component.assigned:
+            self.assign_components(variable, [component.value])
+        return result
+
+    def mirror(self, value: Any) -> Mirrored:
+        return Mirrored([value])
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple,
+        kwargs: dict,
+        options: "RunOptions",
+    ) -> Any:
         args, kwargs = select_replica((args, kwargs), 0)
         with context.replica_in_charge(self.context):
             return fn(*args, **kwargs)

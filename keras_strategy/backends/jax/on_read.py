@@ -8,6 +8,7 @@ reads as what replica 0 holds (tf.distribute refuses to read it).
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -35,6 +36,25 @@ def remember(variable: Any, value: jax.Array, stacked: jax.Array) -> None:
     """Notes what the replicas hold, and its aggregate as the variable's value."""
     keras_hooks.set_array(variable, value)
     vars(variable)["_ks_locals"] = (value, stacked)
+
+
+def assign_locals(
+    variable: Any, values: Sequence[Any], distribution: ReplicaDistribution
+) -> None:
+    """Writes what each replica holds."""
+    parts = [
+        jax.device_put(value[None], device)
+        for value, device in zip(values, distribution.devices, strict=True)
+    ]
+    shape = (len(parts), *parts[0].shape[1:])
+    stacked = jax.make_array_from_single_device_arrays(shape, distribution.split, parts)
+    if variable.aggregation == "sum":
+        value = jnp.sum(stacked, axis=0)
+    elif variable.aggregation == "mean":
+        value = jnp.mean(stacked, axis=0).astype(stacked.dtype)
+    else:
+        value = stacked[0]
+    remember(variable, jax.device_put(value, distribution.everywhere), stacked)
 
 
 def aggregate(variable: Any, local: Any) -> Any:

@@ -9,14 +9,23 @@ import keras
 import torch
 
 from keras_strategy import context
+from keras_strategy.backends import get_backend
 from keras_strategy.backends.torch import keras_hooks
 from keras_strategy.backends.torch.components import add, find_or_make
 from keras_strategy.backends.torch.devices import torch_device
 from keras_strategy.backends.torch.rendezvous import Rendezvous, ReplicaStopped
 from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.backends.torch.run import Run
+from keras_strategy.backends.torch.staging import MergedScope
 from keras_strategy.backends.torch.workers import Workers
-from keras_strategy.values import DistributedValues, ReduceOp, regroup, select_replica
+from keras_strategy.updating import update_components
+from keras_strategy.values import (
+    DistributedValues,
+    Mirrored,
+    ReduceOp,
+    regroup,
+    select_replica,
+)
 
 _HALF_WRITTEN = (
     "keras_strategy: the training step had begun to update the variables. They are "
@@ -50,11 +59,35 @@ class TorchGroup:
             find_or_make(variable, self.torch_devices)
 
     def components(self, variable: Any) -> tuple[torch.Tensor, ...]:
+        scope = keras_hooks.keras_scope()
+        if isinstance(scope, MergedScope):
+            return tuple(tensor.detach() for tensor in scope.components(variable))
         components = find_or_make(variable, self.torch_devices)
         components.refresh(variable)
         return tuple(tensor.detach() for tensor in components.tensors)
 
-    def run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    def assign_components(self, variable: Any, values: Sequence[torch.Tensor]) -> None:
+        scope = keras_hooks.keras_scope()
+        if isinstance(scope, MergedScope):
+            scope.assign_components(variable, values)
+        else:
+            find_or_make(variable, self.torch_devices).assign_each(values)
+
+    def update(
+        self, variable: Any, fn: Callable[..., Any], args: tuple, kwargs: dict
+    ) -> Any:
+        return update_components(self, variable, fn, args, kwargs)
+
+    def mirror(self, value: Any) -> Mirrored:
+        return Mirrored([get_backend().copy_to(value, name) for name in self.devices])
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple,
+        kwargs: dict,
+        options: Any,  # there is nothing to compile
+    ) -> Any:
         # One run at a time: a second one of another Python thread waits.
         with self._lock:
             return self._run(fn, args, kwargs)
@@ -144,7 +177,7 @@ class TorchGroup:
         self, reduce_op: ReduceOp, value: DistributedValues, axis: Any
     ) -> torch.Tensor:
         device = self.torch_devices[0]
-        values = [keras.ops.convert_to_tensor(v).to(device) for v in value.values]
+        values = [_tensor(v).to(device) for v in value.values]
         if axis is not None:
             return _reduce_axes(reduce_op, values, axis)
         shapes = [tuple(v.shape) for v in values]
@@ -160,6 +193,16 @@ class TorchGroup:
     def gather(self, values: Sequence[Any], axis: int) -> torch.Tensor:
         device = self.torch_devices[0]
         return torch.cat([v.to(device) for v in values], dim=axis)
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    try:
+        return keras.ops.convert_to_tensor(value)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            "Only tensors and numbers can be combined over the replicas. "
+            f"Received: {value!r} of type {type(value).__name__}"
+        ) from error
 
 
 def _reduce_axes(

@@ -116,10 +116,20 @@ class MergedScope(keras.StatelessScope):
         super().__init__(initialize_variables=False)
         self._scopes = scopes
 
+    def components(self, variable: Any) -> list[torch.Tensor]:
+        """What each replica holds of a variable."""
+        values: list[Any] = [s.get_current_value(variable) for s in self._scopes]
+        return values
+
+    def assign_components(self, variable: Any, values: Sequence[torch.Tensor]) -> None:
+        """Sets what each replica holds of a variable."""
+        for scope, value in zip(self._scopes, values, strict=True):
+            scope.add_update((variable, value))
+
     def get_current_value(self, variable: Any) -> torch.Tensor | None:
         if variable._value is None:
             return None
-        values: list[Any] = [s.get_current_value(variable) for s in self._scopes]
+        values = self.components(variable)
         if is_on_read(variable) and variable.aggregation in ("sum", "mean"):
             total = add(values)
             return total / len(values) if variable.aggregation == "mean" else total
