@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,10 @@ class StrategyExtended:
         keras_hooks.install_once()
         self._strategy = container_strategy
         self._devices = tuple(devices)
+        # By id: variables are compared elementwise.
+        self.variables: weakref.WeakValueDictionary[int, keras.Variable] = (
+            weakref.WeakValueDictionary()
+        )
         self._containers = Containers()
         if len(self._devices) == 1:
             self.group: ReplicaGroup = SingleReplicaGroup(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 from keras import tree
 
-from keras_strategy import context
+from keras_strategy import config, context, mirror_check
 from keras_strategy.options import RunOptions, check_run_options
 from keras_strategy.values import (
     DistributedValues,
@@ -126,6 +126,8 @@ class Strategy:
         Raises:
             ValueError: If `args` is neither a tuple nor a list.
             TypeError: If `fn` cannot be called, or `options` are none.
+            MirrorError: In the mode of `config.check_mirrored`, if the components of
+                a mirrored variable differ afterwards.
             RuntimeError: Inside a function that `run` calls, or inside another
                 strategy's scope.
 
@@ -157,9 +159,12 @@ class Strategy:
         options = check_run_options(options)
         context.require_cross_replica(self, "run")
         with self.scope():
-            return self._extended.group.run(
+            result = self._extended.group.run(
                 fn, tuple(args), dict(kwargs or {}), options
             )
+            if config.checks_mirrored():
+                mirror_check.check(self, "strategy.run")
+            return result
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
         """Combines the replicas' values into one.

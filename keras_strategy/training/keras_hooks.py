@@ -7,6 +7,7 @@ equality tests notice one that changed their meaning.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ import keras.src.backend as keras_backend
 import keras.src.losses.loss as keras_losses
 from keras import ops
 
-from keras_strategy import context, hooking
+from keras_strategy import config, context, hooking, mirror_check
 from keras_strategy.backends import get_backend
 from keras_strategy.hooking import Hook, defining_class
 from keras_strategy.training import losses, normalization
@@ -53,6 +54,11 @@ def strategy_of_model(model: keras.Model) -> Any:
     return None
 
 
+def _belongs_to(variable: Any, strategy: Any) -> None:
+    vars(variable)["_ks_strategy"] = strategy
+    strategy.extended.variables[id(variable)] = variable
+
+
 def adopt_variables(strategy: Any, model: keras.Model) -> None:
     """Mirrors what a model needs and what was made outside the scope.
 
@@ -85,7 +91,7 @@ def adopt(strategy: Any, variables: Any) -> None:
     if strangers:
         strategy.extended.group.adopt(strangers)
     for variable in strangers:
-        vars(variable)["_ks_strategy"] = strategy
+        _belongs_to(variable, strategy)
 
 
 # --- which strategy a model and its variables belong to
@@ -115,7 +121,7 @@ def _variable_init(original: Callable) -> Callable:
         original(self, *args, **kwargs)
         strategy = context.current_scope()
         if strategy is not None:
-            vars(self)["_ks_strategy"] = strategy
+            _belongs_to(self, strategy)
 
     return __init__
 
@@ -139,7 +145,20 @@ def _in_scope(original: Callable) -> Callable:
         context.require_cross_replica(strategy, name)
         with strategy.scope():
             adopt_variables(strategy, self)
-            return original(self, *args, **kwargs)
+            if not config.checks_mirrored():
+                return original(self, *args, **kwargs)
+            if name == "fit":
+                call = inspect.signature(original).bind(self, *args, **kwargs)
+                callbacks = call.arguments.get("callbacks")
+                if not isinstance(callbacks, keras.callbacks.CallbackList):
+                    call.arguments["callbacks"] = [
+                        *keras.tree.flatten(callbacks or []),
+                        mirror_check.MirrorCheck(strategy),
+                    ]
+                args, kwargs = call.args[1:], call.kwargs
+            result = original(self, *args, **kwargs)
+            mirror_check.check(strategy, name)
+            return result
 
     return entry_point
 
