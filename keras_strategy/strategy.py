@@ -205,9 +205,10 @@ class Strategy:
     def _reduce_one(self, op: ReduceOp, value: Any, axis: Any) -> Any:
         if isinstance(value, DistributedValues):
             return self._extended.group.reduce(op, value, axis)
-        if axis is not None:
-            combine = keras.ops.sum if op is ReduceOp.SUM else keras.ops.mean
-            return combine(value, axis=axis)
+        if axis is not None and op is ReduceOp.MEAN:
+            return keras.ops.mean(value, axis=axis)
+        if axis is not None:  # every replica has it
+            return keras.ops.sum(value, axis=axis) * self.num_replicas_in_sync
         if op is ReduceOp.MEAN or self.num_replicas_in_sync == 1:
             return value
         raise sum_of_copies(value)

@@ -4,6 +4,7 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from keras import tree
 
 
@@ -153,6 +154,12 @@ def sum_of_copies(value: Any) -> ValueError:
         "`strategy.run` returned, or multiply by `strategy.num_replicas_in_sync`. "
         f"Received: {value!r}"
     )
+
+
+def is_numeric_array(value: Any) -> bool:
+    """Whether `value` is of NumPy and can become a tensor: no text, no objects."""
+    is_array = isinstance(value, np.ndarray | np.generic)
+    return is_array and value.dtype.kind in "biufc"
 
 
 def select_replica(structure: Any, replica: int) -> Any:

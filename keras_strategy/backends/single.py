@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
+from keras import tree
 
 from keras_strategy import context
 from keras_strategy.backends import get_backend
@@ -12,12 +13,26 @@ from keras_strategy.values import (
     DistributedValues,
     Mirrored,
     ReduceOp,
+    is_numeric_array,
     select_replica,
 )
 
 if TYPE_CHECKING:
     from keras_strategy.options import RunOptions
     from keras_strategy.strategy import Strategy
+
+
+def tensors_of_arrays(structure: Any) -> Any:
+    """A structure with tensors in the place of NumPy's arrays of numbers.
+
+    Not every backend computes with NumPy's arrays and its own tensors together.
+    """
+    return tree.map_structure(
+        lambda leaf: (
+            keras.ops.convert_to_tensor(leaf) if is_numeric_array(leaf) else leaf
+        ),
+        structure,
+    )
 
 
 class SingleReplica:
@@ -76,7 +91,7 @@ class SingleReplicaGroup:
     ) -> Any:
         device = self._strategy.extended.worker_devices[0]
         component = VariableComponent(variable, variable.value, device)
-        args, kwargs = select_replica((args, kwargs), 0)
+        args, kwargs = tensors_of_arrays(select_replica((args, kwargs), 0))
         result = bare(fn(component, *args, **kwargs))
         if component.assigned:
             self.assign_components(variable, [component.value])
@@ -92,7 +107,7 @@ class SingleReplicaGroup:
         kwargs: dict,
         options: "RunOptions",
     ) -> Any:
-        args, kwargs = select_replica((args, kwargs), 0)
+        args, kwargs = tensors_of_arrays(select_replica((args, kwargs), 0))
         with context.replica_in_charge(self.context):
             return fn(*args, **kwargs)
 

@@ -85,6 +85,32 @@ def test_update_in_merge_call(group, api):
     assert results(s, new)[0] == [-3.0, -5.0]
 
 
+def test_update_in_merge_call_without_compiling(two):
+    with two.scope():
+        v = keras.Variable([1.0, 2.0])
+        own = keras.Variable(
+            0.0, synchronization="on_read", aggregation="sum", trainable=False
+        )
+    x = per_replica(two, [1, 2], [3, 5])
+
+    def merge(strategy, x):
+        total = strategy.extended.reduce_to("SUM", x, destinations=v)
+        strategy.extended.update(v, lambda c, t: c.assign_sub(t), args=(total,))
+        first = ks.PerReplica([value[0] for value in x.values])
+        strategy.extended.update(own, lambda c, x: c.assign_add(x), args=(first,))
+        return strategy.experimental_local_results(v)[0]
+
+    def fn(x):
+        return ks.get_replica_context().merge_call(merge, args=(x,)), v + 0.0
+
+    for run in (1, 2):
+        out, seen = two.run(fn, args=(x,), options=ks.RunOptions(compile=False))
+        expected = [1.0 - 4 * run, 2.0 - 7 * run]
+        for value in (out, seen, v):
+            assert results(two, value) == [expected] * 2
+        assert results(two, own) == [1.0 * run, 3.0 * run]
+
+
 def test_update_of_an_on_read_variable(api):
     s = api.strategy
     v = api.variable(0.0, synchronization="on_read", aggregation="sum", trainable=False)

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
-import numpy as np
 from keras import tree
 
 from keras_strategy.backends.jax.distribution import ReplicaDistribution
@@ -18,7 +17,7 @@ from keras_strategy.backends.jax.sharded import (
     joined,
     shapes_of,
 )
-from keras_strategy.values import DistributedValues
+from keras_strategy.values import DistributedValues, PerReplica, is_numeric_array
 
 
 class Identity:
@@ -54,6 +53,10 @@ def fingerprint(fn: Callable[..., Any]) -> Any:
         Identity(fn.__globals__),
         *(Identity(x) for x in (*enclosed, *defaults)),
     )
+
+
+class NotOneProgram(Exception):
+    """A PerReplica value has components that one program cannot be compiled for."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,10 @@ def take_apart(arguments: Any, distribution: ReplicaDistribution) -> Arguments:
 
     Python numbers are constants, as in tf.function: a function may use them as a
     range or a shape. A number that changes with every step should be an array.
+
+    Raises:
+        NotOneProgram: If the replicas' parts of a value differ in shape, or in what is
+            no tensor.
     """
     arrays, key = [], []
 
@@ -120,14 +127,9 @@ def take_apart(arguments: Any, distribution: ReplicaDistribution) -> Arguments:
             first = x.values[0]
             if all(c is first or c == first for c in x.values[1:]):
                 return Constant(first)
-            raise ValueError(
-                "All replicas run one compiled program on JAX, so a PerReplica value "
-                "that `strategy.run` is called with must hold tensors or numbers. "
-                f"Received: {x!r}"
-            )
+            raise NotOneProgram(x)
         # Python numbers are left to the trace, and so are arrays of objects.
-        array = isinstance(x, jax.Array | np.ndarray | np.generic)
-        if array and (isinstance(x, jax.Array) or x.dtype.kind not in "OUSMmV"):
+        if isinstance(x, jax.Array) or is_numeric_array(x):
             arrays.append(jax.device_put(jnp.asarray(x), distribution.everywhere))
             return Tensor(split=False)
         return Constant(x)
@@ -140,6 +142,18 @@ def take_apart(arguments: Any, distribution: ReplicaDistribution) -> Arguments:
     return Arguments(structure, arrays, (shape, *key))
 
 
+def of_first_replica(arguments: Any, replicas: int) -> Any:
+    """The arguments as they would be if all replicas had those of the first."""
+    return tree.map_structure(
+        lambda x: (
+            PerReplica([x.values[0]] * replicas)
+            if isinstance(x, DistributedValues)
+            else x
+        ),
+        arguments,
+    )
+
+
 def _joined(
     value: DistributedValues, distribution: ReplicaDistribution
 ) -> ShardedPerReplica:
@@ -149,15 +163,8 @@ def _joined(
             f"A PerReplica value of {len(value.values)} components was given to a "
             f"strategy of {replicas} replicas. Received: {value!r}"
         )
-    shapes = shapes_of(value.values)
-    if len(set(shapes)) > 1:
-        raise ValueError(
-            "All replicas run one compiled program on JAX, so the components of a "
-            "PerReplica value that `strategy.run` is called with must have the same "
-            f"shape. Received the shapes {shapes}. Drop the rows of a last batch that "
-            "the replicas do not divide, or pad it and give the padding the weight 0. "
-            "(`model.fit` takes such batches as they are.)"
-        )
+    if len(set(shapes_of(value.values))) > 1:
+        raise NotOneProgram(value)
     return joined(value, distribution)
 
 

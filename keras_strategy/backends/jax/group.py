@@ -20,6 +20,8 @@ from keras_strategy.backends.jax.replica import (
 )
 from keras_strategy.backends.jax.runner import Runner
 from keras_strategy.backends.jax.sharded import gathered, reduced, shards
+from keras_strategy.backends.threads.keras_hooks import keras_scope
+from keras_strategy.backends.threads.scopes import MergedScope
 from keras_strategy.updating import VariableComponent, bare, update_components
 from keras_strategy.values import DistributedValues, Mirrored, ReduceOp
 from keras_strategy.variables import is_on_read
@@ -49,6 +51,9 @@ class JaxReplicaGroup:
     def components(self, variable: Any) -> tuple[Any, ...]:
         if in_program():
             return TracedPerReplica(keras_hooks.traced_value(variable)).values
+        scope = keras_scope()
+        if isinstance(scope, MergedScope):
+            return tuple(scope.components(variable))
         if is_on_read(variable):
             stacked = on_read.locals_of(variable, self.distribution)
             return tuple(part[0] for part in shards(stacked, self.distribution))
@@ -57,9 +62,6 @@ class JaxReplicaGroup:
         return tuple(jnp.copy(part) for part in shards(array, self.distribution))
 
     def assign_components(self, variable: Any, values: Sequence[Any]) -> None:
-        if is_on_read(variable):
-            on_read.assign_locals(variable, values, self.distribution)
-            return
         # Copies: a value may be part of another variable's array, which the next
         # step overwrites.
         devices = self.distribution.devices
@@ -67,6 +69,13 @@ class JaxReplicaGroup:
             jnp.copy(jax.device_put(value, device))
             for value, device in zip(values, devices, strict=True)
         ]
+        scope = keras_scope()
+        if isinstance(scope, MergedScope):
+            scope.assign_components(variable, parts)
+            return
+        if is_on_read(variable):
+            on_read.remember_parts(variable, parts, self.distribution)
+            return
         array = jax.make_array_from_single_device_arrays(
             tuple(variable.shape), self.distribution.everywhere, parts
         )
@@ -102,13 +111,7 @@ class JaxReplicaGroup:
         kwargs: dict,
         options: "RunOptions",
     ) -> Any:
-        if options.compile is False:
-            raise ValueError(
-                "On JAX the function of several replicas is always compiled in this "
-                "version. Use the default options, or run it on one replica, with "
-                f"OneDeviceStrategy, to look into it. Received: options={options!r}"
-            )
-        return self._runner.run(fn, args, kwargs)
+        return self._runner.run(fn, args, kwargs, options.compile is not False)
 
     def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
         return reduced(reduce_op, value, axis, self.distribution)

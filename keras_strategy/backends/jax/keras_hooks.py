@@ -18,6 +18,7 @@ from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from keras_strategy import hooking
+from keras_strategy.backends.threads import keras_hooks as thread_hooks
 from keras_strategy.hooking import Hook
 from keras_strategy.training.keras_hooks import strategy_of_model
 from keras_strategy.training.row_weights import distributed_replica
@@ -214,6 +215,8 @@ def hooks() -> list[Hook]:
             _common_apply,
         ),
         Hook(seed_generator, "global_seed_generator", "()", _global_seed_generator),
+        # Last: a thread asks the others before the hook above makes the generator.
+        *thread_hooks.hooks(),
     ]
 
 

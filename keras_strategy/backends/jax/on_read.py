@@ -38,23 +38,15 @@ def remember(variable: Any, value: jax.Array, stacked: jax.Array) -> None:
     vars(variable)["_ks_locals"] = (value, stacked)
 
 
-def assign_locals(
-    variable: Any, values: Sequence[Any], distribution: ReplicaDistribution
+def remember_parts(
+    variable: Any, parts: Sequence[Any], distribution: ReplicaDistribution
 ) -> None:
-    """Writes what each replica holds."""
-    parts = [
-        jax.device_put(value[None], device)
-        for value, device in zip(values, distribution.devices, strict=True)
-    ]
-    shape = (len(parts), *parts[0].shape[1:])
-    stacked = jax.make_array_from_single_device_arrays(shape, distribution.split, parts)
-    if variable.aggregation == "sum":
-        value = jnp.sum(stacked, axis=0)
-    elif variable.aggregation == "mean":
-        value = jnp.mean(stacked, axis=0).astype(stacked.dtype)
-    else:
-        value = stacked[0]
-    remember(variable, jax.device_put(value, distribution.everywhere), stacked)
+    """Notes what each replica holds, given one array on each device."""
+    stacked = jax.make_array_from_single_device_arrays(
+        (len(parts), *parts[0].shape), distribution.split, [x[None] for x in parts]
+    )
+    value = _joined(distribution.everywhere)(stacked, variable.aggregation)
+    remember(variable, value, stacked)
 
 
 def aggregate(variable: Any, local: Any) -> Any:
@@ -65,6 +57,18 @@ def aggregate(variable: Any, local: Any) -> Any:
         return jax.lax.pmean(local, AXIS).astype(local.dtype)
     first = keras.ops.equal(jax.lax.axis_index(AXIS), 0)
     return jax.lax.psum(jnp.where(first, local, jnp.zeros_like(local)), AXIS)
+
+
+@functools.cache
+def _joined(everywhere: Any) -> Any:
+    def joined(stacked, aggregation):
+        if aggregation == "sum":
+            return jnp.sum(stacked, axis=0, dtype=stacked.dtype)
+        if aggregation == "mean":
+            return jnp.mean(stacked, axis=0).astype(stacked.dtype)
+        return stacked[0]
+
+    return jax.jit(joined, static_argnums=1, out_shardings=everywhere)
 
 
 @functools.cache

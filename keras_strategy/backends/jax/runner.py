@@ -6,8 +6,8 @@ first trace of a function meets variables that the program does not thread yet, 
 thrown away, and the second trace threads them.
 """
 
+import contextlib
 import inspect
-import logging
 import sys
 import types
 from collections import OrderedDict
@@ -26,28 +26,31 @@ from keras_strategy.backends.jax import keras_hooks, on_read
 from keras_strategy.backends.jax.arguments import (
     Arguments,
     Constant,
+    NotOneProgram,
     Tensor,
     bare,
     fingerprint,
+    of_first_replica,
     take_apart,
 )
 from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution
+from keras_strategy.backends.jax.programs import (
+    Function,
+    NewVariables,
+    Program,
+    RunScope,
+)
 from keras_strategy.backends.jax.replica import JaxReplica
 from keras_strategy.backends.jax.sharded import ShardedPerReplica
+from keras_strategy.backends.jax.threaded import ThreadedRunner
 from keras_strategy.training.keras_hooks import adopt
 from keras_strategy.variables import is_on_read
 
 if TYPE_CHECKING:
     from keras_strategy.strategy import Strategy
 
-logger = logging.getLogger("keras_strategy")
-
-# Functions and programs of each that are kept compiled. A function may hold a whole
-# model, so old ones must go.
+# Functions that are kept compiled. One may hold a whole model, so old ones must go.
 FUNCTIONS = 32
-PROGRAMS = 32
-# Beyond so many programs of one function, its Python numbers are suspected.
-MANY_PROGRAMS = 8
 
 try:
     _shard_map = jax.shard_map
@@ -60,81 +63,6 @@ _CHECK = (
     if "check_vma" in inspect.signature(_shard_map).parameters
     else "check_rep"
 )
-
-
-class RunScope(keras.StatelessScope):
-    """Holds the variables' values in a trace, and notes which ones it meets.
-
-    Args:
-        mapping: Pairs of a variable and its traced value.
-    """
-
-    def __init__(self, mapping: Any):
-        super().__init__(initialize_variables=False)
-        self.met: dict[int, Any] = {}
-        self.written: dict[int, Any] = {}
-        self.state_mapping.update((id(v), value) for v, value in mapping)
-
-    def get_current_value(self, variable: Any) -> Any:
-        self.met[id(variable)] = variable
-        value = super().get_current_value(variable)
-        if value is None:
-            # This trace will be thrown away; a stand-in keeps the real value from
-            # becoming a constant that Python code could look into.
-            value = jnp.zeros(variable.shape, variable._dtype)
-        return value
-
-    def add_update(self, update: tuple[Any, Any]) -> None:
-        self.met[id(update[0])] = self.written[id(update[0])] = update[0]
-        super().add_update(update)
-
-
-class _NewVariables(Exception):
-    """A trace met variables that the program does not thread."""
-
-
-class _Function:
-    """A function, the variables that it uses, and its compiled programs."""
-
-    def __init__(self):
-        self.variables: dict[int, Any] = {}
-        self.written: set[int] = set()
-        self.programs: OrderedDict[Any, _Program] = OrderedDict()
-        self.warned = False
-
-    def learn(self, scope: RunScope) -> bool:
-        """Notes what a trace met; returns whether that was news."""
-        before = len(self.variables), len(self.written)
-        self.variables.update(scope.met)
-        self.written.update(scope.written)
-        return before != (len(self.variables), len(self.written))
-
-    def keep(self, program: "_Program", key: Any, fn: Any) -> None:
-        """Keeps a program for the next call of its kind."""
-        self.programs[key] = program
-        if len(self.programs) > PROGRAMS:
-            self.programs.popitem(last=False)
-        if len(self.programs) > MANY_PROGRAMS and not self.warned:
-            self.warned = True
-            logger.warning(
-                "strategy.run has compiled %r for %d kinds of arguments. It does so "
-                "for every new shape and every new Python number; give it numbers "
-                "that change as arrays.",
-                fn,
-                len(self.programs),
-            )
-
-
-class _Program:
-    """One compiled program and what it threads."""
-
-    call: Callable[..., Any]
-
-    def __init__(self, written: list, read: list, local: list):
-        self.written = written
-        self.read = read
-        self.local = local
-        self.output: Any = None  # the structure that the function returned
 
 
 class Runner:
@@ -155,52 +83,91 @@ class Runner:
         self._strategy = strategy
         self._devices = devices
         self._distribution = distribution
-        self._functions: OrderedDict[Any, _Function] = OrderedDict()
+        self._replicas = len(devices)
+        self._threaded = ThreadedRunner(strategy, devices, distribution)
+        self._functions: OrderedDict[Any, Function] = OrderedDict()
         self._fingerprints: dict[Any, Any] = {}
 
-    def run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    def run(
+        self, fn: Callable[..., Any], args: tuple, kwargs: dict, compiled: bool
+    ) -> Any:
         """See `ReplicaGroup.run`."""
-        arguments = take_apart((args, kwargs), self._distribution)
         function = self._function(fn)
-        made = [""]
-        for _ in range(4):
+        arguments = None
+        if compiled:
+            with contextlib.suppress(NotOneProgram):
+                arguments = take_apart((args, kwargs), self._distribution)
+        if arguments is None:
+            self._learn(fn, function, of_first_replica((args, kwargs), self._replicas))
+            return self._threaded.run(fn, args, kwargs)
+
+        def attempt():
             program = function.programs.get(arguments.key)
-            new = program is None
-            try:
-                program = program or self._compile(fn, function, arguments)
-                result = self._call(program, arguments)
-                if new:
-                    function.keep(program, arguments.key, fn)
-                return result
-            except _NewVariables:
-                # Those that the trace made are initialised out here.
-                keras_hooks.initialize_pending()
-                made = [v.path for v in function.variables.values()]
-                adopt(
-                    self._strategy,
-                    [
-                        v
-                        for key, v in function.variables.items()
-                        if key in function.written and not keras_hooks.is_global_seed(v)
-                    ],
-                )
-            except _CONCRETE_ERRORS as error:
-                keras_hooks.initialize_pending()
-                raise TypeError(_CONCRETE) from error
-            except BaseException:
-                keras_hooks.initialize_pending()
-                raise
+            if program is not None:
+                return self._call(program, arguments)
+            program = self._compile(fn, function, arguments)
+            result = self._call(program, arguments)
+            function.keep(program, arguments.key, fn)
+            return result
+
+        try:
+            return self._until_known(fn, function, attempt)
+        except _CONCRETE_ERRORS as error:
+            raise TypeError(_CONCRETE) from error
+
+    def _learn(self, fn: Callable[..., Any], function: Function, first: Any) -> None:
+        """Traces a function for the variables that it makes.
+
+        Replicas in threads would each make their own.
+
+        Args:
+            fn: The function.
+            function: What is known of it.
+            first: Its arguments, the first replica's for all.
+        """
+        if function.known:
+            return
+
+        def attempt():
+            arguments = take_apart(first, self._distribution)
+            program = self._compile(fn, function, arguments)
+            jax.eval_shape(program.call, *self._state(program), arguments.arrays)
+
+        # Whatever is wrong with the function, its run will tell.
+        with contextlib.suppress(Exception):
+            self._until_known(fn, function, attempt)
+        function.known = True
+
+    def _until_known(
+        self, fn: Callable[..., Any], function: Function, attempt: Callable[[], Any]
+    ) -> Any:
+        """Traces until the program threads all variables that it meets."""
+        made = [""]
+        try:
+            for _ in range(4):
+                try:
+                    result = attempt()
+                    function.known = True
+                    return result
+                except NewVariables:
+                    # Those that the trace made are initialised out here.
+                    keras_hooks.initialize_pending()
+                    made = [v.path for v in function.variables.values()]
+                    adopt(self._strategy, function.assigned())
+        except BaseException:
+            keras_hooks.initialize_pending()
+            raise
         raise ValueError(
             f"The function {fn!r} makes new variables every time it is called, such as "
             f"'{made[-1]}'. Make layers, metrics and variables once, outside of the "
             "function that `strategy.run` calls."
         )
 
-    def _function(self, fn: Callable[..., Any]) -> _Function:
+    def _function(self, fn: Callable[..., Any]) -> Function:
         try:
             function = self._functions.get(fn)
         except TypeError:  # not hashable
-            return _Function()
+            return Function()
         if function is not None:
             self._functions.move_to_end(fn)
             return function
@@ -209,7 +176,7 @@ class Runner:
         if twin is not None:
             self._functions.move_to_end(twin)
             return self._functions[twin]
-        function = self._functions[fn] = _Function()
+        function = self._functions[fn] = Function()
         if mark is not None:
             self._fingerprints[mark] = fn
         if len(self._functions) > FUNCTIONS:
@@ -220,13 +187,13 @@ class Runner:
         return function
 
     def _compile(
-        self, fn: Callable[..., Any], function: _Function, arguments: Arguments
-    ) -> _Program:
+        self, fn: Callable[..., Any], function: Function, arguments: Arguments
+    ) -> Program:
         """Makes the program for the variables that are known; see the module."""
         mirrored = [
             (key, v) for key, v in function.variables.items() if not is_on_read(v)
         ]
-        program = _Program(
+        program = Program(
             written=[v for key, v in mirrored if key in function.written],
             read=[v for key, v in mirrored if key not in function.written],
             local=[v for v in function.variables.values() if is_on_read(v)],
@@ -246,7 +213,7 @@ class Runner:
             with context.replica_in_charge(place), scope:
                 result = tree.map_structure(bare, fn(*args, **kwargs))
             if function.learn(scope):
-                raise _NewVariables
+                raise NewVariables
             outputs = []
 
             def leaf(x):
@@ -282,11 +249,9 @@ class Runner:
         program.call = jax.jit(mapped, donate_argnums=(0, 1))
         return program
 
-    def _call(self, program: _Program, arguments: Arguments) -> Any:
+    def _call(self, program: Program, arguments: Arguments) -> Any:
         """Calls a program and writes what it assigned."""
-        written = [self._donated(v) for v in program.written]
-        local = [on_read.locals_of(v, self._distribution) for v in program.local]
-        read = [self._placed(keras_hooks.array_of(v)) for v in program.read]
+        written, local, read = self._state(program)
         try:
             outputs, values, local, aggregated = program.call(
                 written, local, read, arguments.arrays
@@ -315,6 +280,14 @@ class Runner:
             return ShardedPerReplica(next(remaining), x.scalar, self._distribution)
 
         return tree.map_structure(leaf, program.output)
+
+    def _state(self, program: Program) -> tuple[list, list, list]:
+        """The values of the variables that a program is called with."""
+        return (
+            [self._donated(v) for v in program.written],
+            [on_read.locals_of(v, self._distribution) for v in program.local],
+            [self._placed(keras_hooks.array_of(v)) for v in program.read],
+        )
 
     def _placed(self, array: jax.Array) -> jax.Array:
         everywhere = self._distribution.everywhere

@@ -30,12 +30,13 @@ class Components:
         for device in devices[1:]:
             with torch.no_grad():
                 tensor = self.first.detach().to(device, copy=True)
-                if is_on_read(variable) and variable.aggregation == "sum":
-                    # The replicas' parts add up to the value that there was.
-                    tensor.zero_()
             self.tensors.append(
                 torch.nn.Parameter(tensor, requires_grad=self.first.requires_grad)
             )
+        if is_on_read(variable) and variable.aggregation == "sum":
+            # The replicas' parts add up to the value that there was.
+            with torch.no_grad():
+                self._assign_parts(self.first.detach().clone())
         self.version = self.first._version
         self._run: object = None
 

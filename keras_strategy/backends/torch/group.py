@@ -10,19 +10,20 @@ import torch
 
 from keras_strategy import context
 from keras_strategy.backends import get_backend
-from keras_strategy.backends.torch import keras_hooks
+from keras_strategy.backends.single import tensors_of_arrays
+from keras_strategy.backends.threads.keras_hooks import ThreadState, keras_scope
+from keras_strategy.backends.threads.scopes import MergedScope
+from keras_strategy.backends.threads.team import Team
 from keras_strategy.backends.torch.components import add, find_or_make
 from keras_strategy.backends.torch.devices import torch_device
-from keras_strategy.backends.torch.rendezvous import Rendezvous, ReplicaStopped
 from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.backends.torch.run import Run
-from keras_strategy.backends.torch.staging import MergedScope
-from keras_strategy.backends.torch.workers import Workers
 from keras_strategy.updating import update_components
 from keras_strategy.values import (
     DistributedValues,
     Mirrored,
     ReduceOp,
+    is_numeric_array,
     regroup,
     select_replica,
 )
@@ -47,8 +48,7 @@ class TorchGroup:
         self.devices = devices
         self.torch_devices = tuple(torch_device(name) for name in devices)
         self.num_replicas = len(devices)
-        self._rendezvous = Rendezvous(len(devices))
-        self._workers: Workers | None = None
+        self._team = Team(devices)
         self._lock = threading.Lock()
 
     def scope(self):
@@ -59,7 +59,7 @@ class TorchGroup:
             find_or_make(variable, self.torch_devices)
 
     def components(self, variable: Any) -> tuple[torch.Tensor, ...]:
-        scope = keras_hooks.keras_scope()
+        scope = keras_scope()
         if isinstance(scope, MergedScope):
             return tuple(tensor.detach() for tensor in scope.components(variable))
         components = find_or_make(variable, self.torch_devices)
@@ -67,7 +67,7 @@ class TorchGroup:
         return tuple(tensor.detach() for tensor in components.tensors)
 
     def assign_components(self, variable: Any, values: Sequence[torch.Tensor]) -> None:
-        scope = keras_hooks.keras_scope()
+        scope = keras_scope()
         if isinstance(scope, MergedScope):
             scope.assign_components(variable, values)
         else:
@@ -93,73 +93,63 @@ class TorchGroup:
             return self._run(fn, args, kwargs)
 
     def _run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        if self._workers is None:
-            self._workers = Workers([f"keras_strategy {name}" for name in self.devices])
         run = Run()
         replicas = [
-            TorchReplica(self, index, self._rendezvous, run)
+            TorchReplica(self, index, self._team.rendezvous, run)
             for index in range(self.num_replicas)
         ]
-        state = keras_hooks.ThreadState.capture()
+        state = ThreadState.capture()
         calls = [
             functools.partial(
                 self._run_replica,
                 replica,
-                functools.partial(fn, *replica_args, **replica_kwargs),
+                fn,
+                select_replica((args, kwargs), replica.id),
                 state,
                 torch.is_grad_enabled(),
             )
             for replica in replicas
-            for replica_args, replica_kwargs in [
-                select_replica((args, kwargs), replica.id)
-            ]
         ]
-        results = self._workers.call(calls, self._rendezvous.abort)
-        errors = [error for _, error in results if error is not None]
-        if errors:
-            self._rendezvous.reset()
-            raise self._failure(errors, replicas)
+        try:
+            outputs = self._team.call(calls)
+        except BaseException as error:
+            self._mend(error, replicas)
+            raise
         replicas[0].scope.note_versions()
         state.keep_global_seed_generator()
-        return results[0][0]
+        return outputs[0]
 
     def _run_replica(
         self,
         replica: TorchReplica,
-        fn: Callable[[], Any],
-        state: "keras_hooks.ThreadState",
+        fn: Callable[..., Any],
+        arguments: tuple[tuple, dict],
+        state: ThreadState,
         gradients: bool,
     ) -> Any:
         device = self.torch_devices[replica.id]
-        try:
-            if device != "cpu":
-                torch.cuda.set_device(device)
-            with (
-                state.applied(),
-                keras.device(device),
-                torch.set_grad_enabled(gradients),
-                context.replica_in_charge(replica.context),
-                replica.scope,
-            ):
-                output = fn()
-                # Nothing is written before every replica has come this far.
-                outputs = replica.exchange(
-                    "the end of the function",
-                    output,
-                    lambda outputs: regroup(outputs, torch.is_tensor),
-                )
-            replica.scope.commit()
-            return outputs
-        except BaseException:
-            self._rendezvous.abort()
-            raise
+        if device != "cpu":
+            torch.cuda.set_device(device)
+        with (
+            state.applied(),
+            keras.device(device),
+            torch.set_grad_enabled(gradients),
+            context.replica_in_charge(replica.context),
+            replica.scope,
+        ):
+            args, kwargs = tensors_of_arrays(arguments)
+            output = fn(*args, **kwargs)
+            # Nothing is written before every replica has come this far.
+            outputs = replica.exchange(
+                "the end of the function",
+                output,
+                lambda outputs: regroup(outputs, torch.is_tensor),
+            )
+        replica.scope.commit()
+        return outputs
 
-    def _failure(
-        self, errors: Sequence[BaseException], replicas: Sequence[TorchReplica]
-    ) -> BaseException:
-        """The error that stopped the others, after the mirror is mended."""
-        causes = [error for error in errors if not isinstance(error, ReplicaStopped)]
-        error = causes[0] if causes else errors[0]
+    def _mend(self, error: BaseException, replicas: Sequence[TorchReplica]) -> None:
+        """Makes the components equal again that some replicas may have written."""
         changed: dict[int, Any] = {}
         for replica in replicas:
             changed.update(replica.scope.changed_in_place)
@@ -171,13 +161,17 @@ class TorchGroup:
             components.version = components.first._version
         if changed:
             error.add_note(_HALF_WRITTEN)
-        return error
 
     def reduce(
         self, reduce_op: ReduceOp, value: DistributedValues, axis: Any
     ) -> torch.Tensor:
         device = self.torch_devices[0]
-        values = [_tensor(v).to(device) for v in value.values]
+        if not all(_is_number(component) for component in value.values):
+            raise ValueError(
+                "Only tensors and numbers can be reduced. Received a PerReplica value "
+                f"of other things: {value!r}"
+            )
+        values = [keras.ops.convert_to_tensor(v).to(device) for v in value.values]
         if axis is not None:
             return _reduce_axes(reduce_op, values, axis)
         shapes = [tuple(v.shape) for v in values]
@@ -195,14 +189,10 @@ class TorchGroup:
         return torch.cat([v.to(device) for v in values], dim=axis)
 
 
-def _tensor(value: Any) -> torch.Tensor:
-    try:
-        return keras.ops.convert_to_tensor(value)
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            "Only tensors and numbers can be combined over the replicas. "
-            f"Received: {value!r} of type {type(value).__name__}"
-        ) from error
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor | int | float):
+        return True
+    return is_numeric_array(value)
 
 
 def _reduce_axes(

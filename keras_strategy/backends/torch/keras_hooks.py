@@ -1,22 +1,19 @@
 """Where the torch adapter extends Keras, beside `training/keras_hooks.py`.
 
-On torch, Keras writes to the variables as it goes, and layers keep tensors of the
-batch on themselves. With a thread for each replica, what belongs to one must be kept
-apart from what belongs to the others. Outside of replicas each hook calls the original.
+On torch, Keras writes to the variables as it goes. What belongs to one replica must be
+kept apart from what belongs to the others; see `backends/threads/keras_hooks.py` for
+what does not depend on torch. Outside of replicas each hook calls the original.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import keras.src.backend.torch.random as keras_random
 import keras.src.random.seed_generator as keras_seeds
 import torch
-from keras import tree
-from keras.src.backend.common import global_state
-from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell
 
+from keras_strategy.backends.threads import keras_hooks as thread_hooks
 from keras_strategy.backends.torch import components
 from keras_strategy.backends.torch.run import process_generator
 from keras_strategy.hooking import Hook
@@ -24,77 +21,7 @@ from keras_strategy.training.keras_hooks import strategy_of_model
 from keras_strategy.training.row_weights import distributed_replica
 from keras_strategy.variables import is_on_read
 
-# --- settings that Keras holds for each thread
-
-_OWN = ("stateless_scope", "current_call_ctx")
-_SEED = "global_seed_generator"
-
-
-class ThreadState:
-    """What the calling thread has set, for the threads that work for it.
-
-    `keras.src.backend.common.global_state` is thread-local: without this a replica
-    would not know the dtype policy, the name scope or the seed generator.
-    """
-
-    def __init__(self, trackers: list[tuple[str, dict[str, Any]]]):
-        self._trackers = trackers
-        self._seed_generator: Any = None
-
-    @classmethod
-    def capture(cls) -> "ThreadState":
-        """Takes the calling thread's settings."""
-        trackers = []
-        # Keras 3.16 has no tracker of settings any more.
-        for name in ("GLOBAL_STATE_TRACKER", "GLOBAL_SETTINGS_TRACKER"):
-            if hasattr(global_state, name):
-                attributes = vars(getattr(global_state, name)).items()
-                trackers.append((name, {k: v for k, v in attributes if k not in _OWN}))
-        return cls(trackers)
-
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        """Gives the settings to this thread."""
-        for name, attributes in self._trackers:
-            tracker = vars(getattr(global_state, name))
-            tracker.clear()
-            for key, value in attributes.items():
-                # Stacks, such as that of name scopes, grow in each thread.
-                tracker[key] = list(value) if isinstance(value, list) else value
-        try:
-            yield
-        finally:
-            self._seed_generator = global_state.get_global_attribute(_SEED)
-
-    def keep_global_seed_generator(self) -> None:
-        """Gives the calling thread the seed generator that the replicas made."""
-        if global_state.get_global_attribute(_SEED) is None:
-            global_state.set_global_attribute(_SEED, self._seed_generator)
-
-
-@contextlib.contextmanager
-def no_stateless_scope() -> Iterator[None]:
-    """Lets this thread make variables that have a value at once."""
-    scope = global_state.get_global_attribute("stateless_scope")
-    global_state.set_global_attribute("stateless_scope", None)
-    try:
-        yield
-    finally:
-        global_state.set_global_attribute("stateless_scope", scope)
-
-
-def _global_seed_generator(original: Callable) -> Callable:
-    """`global_seed_generator`: made once for all replicas, from one seed."""
-
-    def global_seed_generator():
-        replica = distributed_replica()
-        if replica is None or global_state.get_global_attribute(_SEED) is not None:
-            return original()
-        generator = replica._replica.once(original)
-        global_state.set_global_attribute(_SEED, generator)
-        return generator
-
-    return global_seed_generator
+# --- random numbers
 
 
 def _dropout(original: Callable) -> Callable:
@@ -104,7 +31,7 @@ def _dropout(original: Callable) -> Callable:
     """
 
     def dropout(inputs, rate, noise_shape=None, seed=None):
-        replica = distributed_replica()
+        replica: Any = distributed_replica()
         seeded = seed is not None and getattr(seed, "_initial_seed", seed) is not None
         if (
             replica is None
@@ -152,7 +79,7 @@ def _variable_value(original: property) -> property:
     assert get is not None
 
     def value(self):
-        if not is_on_read(self) or keras_scope() is not None:
+        if not is_on_read(self) or thread_hooks.keras_scope() is not None:
             return get(self)
         own = components.find(self)
         if own is None:
@@ -160,11 +87,6 @@ def _variable_value(original: property) -> property:
         return self._maybe_autocast(own.aggregated(self))
 
     return property(value, original.fset, original.fdel, original.__doc__)
-
-
-def keras_scope() -> Any:
-    """The `StatelessScope` that this thread is in, or None."""
-    return global_state.get_global_attribute("stateless_scope")
 
 
 def _direct_assign(original: Callable) -> Callable:
@@ -182,54 +104,6 @@ def _direct_assign(original: Callable) -> Callable:
 # --- layers
 
 
-def _replica_scope() -> Any:
-    from keras_strategy.backends.torch.staging import ReplicaScope
-
-    scope = keras_scope()
-    return scope if isinstance(scope, ReplicaScope) else None
-
-
-def _add_loss(original: Callable) -> Callable:
-    """`Layer.add_loss`: a layer keeps its losses by their ids, on itself."""
-
-    def add_loss(self, loss):
-        scope = _replica_scope()
-        if scope is None:
-            return original(self, loss)
-        losses = tree.flatten(loss)
-        if not all(isinstance(x, torch.Tensor) for x in losses):
-            return original(self, loss)  # which says what is wrong
-        scope.layer_losses.setdefault(id(self), []).extend(losses)
-
-    return add_loss
-
-
-def _get_own_losses(original: Callable) -> Callable:
-    """`Layer._get_own_losses`: those of this replica."""
-
-    def _get_own_losses(self):
-        scope = _replica_scope()
-        if scope is None:
-            return original(self)
-        return list(scope.layer_losses.get(id(self), ()))
-
-    return _get_own_losses
-
-
-def _clear_losses(original: Callable) -> Callable:
-    """`Layer._clear_losses`: those of this replica."""
-
-    def _clear_losses(self):
-        scope = _replica_scope()
-        if scope is None:
-            return original(self)
-        scope.layer_losses.pop(id(self), None)
-        for layer in self._layers:
-            layer._clear_losses()
-
-    return _clear_losses
-
-
 def _zero_grad(original: Callable) -> Callable:
     """`zero_grad`, which Keras's train_step calls: this replica's gradients.
 
@@ -243,22 +117,6 @@ def _zero_grad(original: Callable) -> Callable:
             variable.value.grad = None
 
     return zero_grad
-
-
-def _per_replica_attribute(name: str) -> property:
-    """`DropoutRNNCell` keeps a mask on itself for the time steps of one call."""
-
-    def key():
-        replica = distributed_replica()
-        return name if replica is None else f"{name}_of_replica_{replica._replica.id}"
-
-    def fget(self):
-        return vars(self).get(key())
-
-    def fset(self, value):
-        vars(self)[key()] = value
-
-    return property(fget, fset)
 
 
 # --- the trainer
@@ -288,10 +146,8 @@ def _make_function(kind: str) -> Callable[[Callable], Callable]:
 
 def hooks() -> list[Hook]:
     """The hooks of the torch adapter."""
-    for name in ("_dropout_mask", "_recurrent_dropout_mask"):
-        setattr(DropoutRNNCell, name, _per_replica_attribute(name))
     return [
-        Hook(keras_seeds, "global_seed_generator", "()", _global_seed_generator),
+        *thread_hooks.hooks(),
         Hook(
             keras_random,
             "dropout",
@@ -304,9 +160,6 @@ def hooks() -> list[Hook]:
         ),
         Hook(keras.Variable, "value", None, _variable_value),
         Hook(keras.Variable, "_direct_assign", "(self, value)", _direct_assign),
-        Hook(keras.Layer, "add_loss", "(self, loss)", _add_loss),
-        Hook(keras.Layer, "_get_own_losses", "(self)", _get_own_losses),
-        Hook(keras.Layer, "_clear_losses", "(self)", _clear_losses),
         Hook(keras.Layer, "zero_grad", "(self, set_to_none=True)", _zero_grad),
         *(
             Hook(

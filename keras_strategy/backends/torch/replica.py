@@ -1,22 +1,20 @@
 """One replica: a thread, and what it asks of the others."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import torch
-from keras import tree
 
-from keras_strategy import context
-from keras_strategy.backends.torch import keras_hooks
+from keras_strategy.backends.threads.rendezvous import Rendezvous
+from keras_strategy.backends.threads.replica import ThreadReplica
 from keras_strategy.backends.torch.components import add
-from keras_strategy.backends.torch.rendezvous import Rendezvous
 from keras_strategy.backends.torch.run import Run
-from keras_strategy.backends.torch.staging import MergedScope, ReplicaScope
-from keras_strategy.values import ReduceOp, regroup, select_replica
+from keras_strategy.backends.torch.staging import TorchScope
+from keras_strategy.values import ReduceOp
 
 
-class TorchReplica:
+class TorchReplica(ThreadReplica):
     """See `backends.protocol.Replica`.
 
     Args:
@@ -27,12 +25,9 @@ class TorchReplica:
     """
 
     def __init__(self, group: Any, index: int, rendezvous: Rendezvous, run: Run):
-        self.id = index
-        self.devices = (group.devices[index],)
-        self.context = context.ReplicaContext(group.strategy, self)
-        self.scope = ReplicaScope(self.context, index, group.torch_devices, run)
+        super().__init__(group.strategy, index, group.devices, rendezvous)
+        self.scope = TorchScope(self.context, index, group.torch_devices, run)
         self._group = group
-        self._rendezvous = rendezvous
         self._run = run
         self._generators: dict[torch.device, torch.Generator] = {}
 
@@ -40,26 +35,15 @@ class TorchReplica:
     def _row_weight(self) -> float | None:
         return self.context._row_weight
 
-    def exchange(
-        self, name: str, value: Any, combine: Callable[[list[Any]], Any]
-    ) -> Any:
-        """See `Rendezvous.exchange`."""
-        return self._rendezvous.exchange(self.id, name, value, combine)
+    def here(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.scope.device)
+
+    def add(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return add(tensors)
 
     def sum(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the replicas, a tensor of this replica's own."""
-
-        def combine(tensors):
-            shapes = [tuple(t.shape) for t in tensors]
-            if len(set(shapes)) > 1:
-                raise ValueError(
-                    f"`{name}` needs values of the same shape on every replica. "
-                    f"Received the shapes {shapes}, in the order of the replicas. "
-                    "For rows that differ use `all_gather`, or reduce them first."
-                )
-            return add(tensors)
-
-        total = self.exchange(name, tensor.detach(), combine)
+        total = self.total(name, tensor.detach())
         return total.to(tensor.device, copy=True)
 
     def all_reduce(self, reduce_op: ReduceOp, value: Any) -> torch.Tensor:
@@ -72,39 +56,6 @@ class TorchReplica:
     def all_gather(self, value: Any, axis: int) -> torch.Tensor:
         tensor = keras.ops.convert_to_tensor(value)
         return _AllGather.apply(tensor, self, axis, self._row_weight)
-
-    def merge_call(
-        self, merge_fn: Callable[..., Any], args: tuple, kwargs: dict
-    ) -> Any:
-        strategy = self._group.strategy
-
-        def combine(calls):
-            scopes = [scope for scope, _ in calls]
-            joined = regroup([call for _, call in calls], torch.is_tensor)
-            with (
-                context.strategy_in_charge(strategy),
-                self._group.scope(),
-                MergedScope(scopes),
-            ):
-                return merge_fn(strategy, *joined[0], **joined[1])
-
-        merged = self.exchange("merge_call", (self.scope, (args, kwargs)), combine)
-        mine = select_replica(merged, self.id)
-        device = self._group.torch_devices[self.id]
-        return tree.map_structure(
-            lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, mine
-        )
-
-    def once(self, fn: Callable[[], Any]) -> Any:
-        def combine(_):
-            with (
-                context.strategy_in_charge(self._group.strategy),
-                self._group.scope(),
-                keras_hooks.no_stateless_scope(),
-            ):
-                return fn()
-
-        return self.exchange("build", None, combine)
 
     def weighted_sum(
         self, tensors: Sequence[torch.Tensor], weight: float | None

@@ -8,15 +8,14 @@ it when all replicas have succeeded.
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 import torch
 
-from keras_strategy.backends.torch.components import Components, add, find_or_make
+from keras_strategy.backends.threads.scopes import ReplicaScope, unbuilt
+from keras_strategy.backends.torch.components import Components, find_or_make
 from keras_strategy.context import ReplicaContext
-from keras_strategy.variables import is_on_read
 
 
-class ReplicaScope(keras.StatelessScope):
+class TorchScope(ReplicaScope):
     """The variables as one replica sees them.
 
     Args:
@@ -33,9 +32,8 @@ class ReplicaScope(keras.StatelessScope):
         devices: Sequence[str],
         run: object,
     ):
-        super().__init__(collect_losses=True, initialize_variables=False)
-        self.replica = context
-        self.layer_losses: dict[int, list[Any]] = {}
+        super().__init__(context)
+        self.device = devices[index]
         self._index = index
         self._devices = devices
         self._run = run
@@ -75,10 +73,7 @@ class ReplicaScope(keras.StatelessScope):
     def add_update(self, update: tuple[Any, torch.Tensor]) -> None:
         variable, value = update
         if variable._value is None:
-            raise RuntimeError(
-                f"The variable '{variable.path}' is assigned before it has a value. "
-                "Build the layer or model before it is used in `strategy.run`."
-            )
+            raise unbuilt(variable)
         if id(variable) in self.changed_in_place:
             with torch.no_grad():
                 self._component(variable).copy_(value)
@@ -103,41 +98,3 @@ class ReplicaScope(keras.StatelessScope):
         for key in [*self.state_mapping, *self.changed_in_place]:
             components = self._components[key]
             components.version = components.first._version
-
-
-class MergedScope(keras.StatelessScope):
-    """The variables as a `merge_call` sees them: all replicas' at once.
-
-    Args:
-        scopes: The scopes of the replicas that called it.
-    """
-
-    def __init__(self, scopes: Sequence[ReplicaScope]):
-        super().__init__(initialize_variables=False)
-        self._scopes = scopes
-
-    def components(self, variable: Any) -> list[torch.Tensor]:
-        """What each replica holds of a variable."""
-        values: list[Any] = [s.get_current_value(variable) for s in self._scopes]
-        return values
-
-    def assign_components(self, variable: Any, values: Sequence[torch.Tensor]) -> None:
-        """Sets what each replica holds of a variable."""
-        for scope, value in zip(self._scopes, values, strict=True):
-            scope.add_update((variable, value))
-
-    def get_current_value(self, variable: Any) -> torch.Tensor | None:
-        if variable._value is None:
-            return None
-        values = self.components(variable)
-        if is_on_read(variable) and variable.aggregation in ("sum", "mean"):
-            total = add(values)
-            return total / len(values) if variable.aggregation == "mean" else total
-        return values[0]
-
-    def add_update(self, update: tuple[Any, torch.Tensor]) -> None:
-        variable, value = update
-        if is_on_read(variable) and variable.aggregation == "sum":
-            value = value / len(self._scopes)
-        for scope in self._scopes:
-            scope.add_update((variable, value))

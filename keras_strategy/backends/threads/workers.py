@@ -10,8 +10,8 @@ from typing import Any
 class Workers:
     """Threads that each do one call at a time.
 
-    A thread keeps its replica, because torch and Keras hold settings, caches and the
-    current device for each thread.
+    A thread keeps its replica, because Keras and the engines hold settings, caches and
+    the current device for each thread.
 
     Args:
         names: The threads' names.

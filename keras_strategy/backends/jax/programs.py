@@ -1,0 +1,103 @@
+"""The programs that a function was compiled to, and the variables that it uses."""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import keras
+
+from keras_strategy.backends.jax import keras_hooks
+
+logger = logging.getLogger("keras_strategy")
+
+# Programs of one function that are kept compiled.
+PROGRAMS = 32
+# Beyond so many programs of one function, its Python numbers are suspected.
+MANY_PROGRAMS = 8
+
+
+class RunScope(keras.StatelessScope):
+    """Holds the variables' values in a trace, and notes which ones it meets.
+
+    Args:
+        mapping: Pairs of a variable and its traced value.
+    """
+
+    def __init__(self, mapping: Any):
+        super().__init__(initialize_variables=False)
+        self.met: dict[int, Any] = {}
+        self.written: dict[int, Any] = {}
+        self.state_mapping.update((id(v), value) for v, value in mapping)
+
+    def get_current_value(self, variable: Any) -> Any:
+        self.met[id(variable)] = variable
+        value = super().get_current_value(variable)
+        if value is None:
+            # This trace will be thrown away; a stand-in keeps the real value from
+            # becoming a constant that Python code could look into.
+            value = jnp.zeros(variable.shape, variable._dtype)
+        return value
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        self.met[id(update[0])] = self.written[id(update[0])] = update[0]
+        super().add_update(update)
+
+
+class NewVariables(Exception):
+    """A trace met variables that the program does not thread."""
+
+
+class Function:
+    """A function, the variables that it uses, and its compiled programs."""
+
+    def __init__(self):
+        self.variables: dict[int, Any] = {}
+        self.written: set[int] = set()
+        self.programs: OrderedDict[Any, Program] = OrderedDict()
+        self.warned = False
+        # Whether a trace has met all its variables.
+        self.known = False
+
+    def assigned(self) -> list[Any]:
+        """The variables that it assigns and that belong to a strategy."""
+        return [
+            self.variables[key]
+            for key in self.written
+            if not keras_hooks.is_global_seed(self.variables[key])
+        ]
+
+    def learn(self, scope: RunScope) -> bool:
+        """Notes what a trace met; returns whether that was news."""
+        before = len(self.variables), len(self.written)
+        self.variables.update(scope.met)
+        self.written.update(scope.written)
+        return before != (len(self.variables), len(self.written))
+
+    def keep(self, program: "Program", key: Any, fn: Any) -> None:
+        """Keeps a program for the next call of its kind."""
+        self.programs[key] = program
+        if len(self.programs) > PROGRAMS:
+            self.programs.popitem(last=False)
+        if len(self.programs) > MANY_PROGRAMS and not self.warned:
+            self.warned = True
+            logger.warning(
+                "strategy.run has compiled %r for %d kinds of arguments. It does so "
+                "for every new shape and every new Python number; give it numbers "
+                "that change as arrays.",
+                fn,
+                len(self.programs),
+            )
+
+
+class Program:
+    """One compiled program and what it threads."""
+
+    call: Callable[..., Any]
+
+    def __init__(self, written: list, read: list, local: list):
+        self.written = written
+        self.read = read
+        self.local = local
+        self.output: Any = None  # the structure that the function returned

@@ -1,0 +1,338 @@
+"""`run` where the replicas cannot be one program: a thread for each, not compiled.
+
+Replicas whose batches have different shapes, such as those of a last batch that the
+replicas do not divide, compute the same functions on the same variables here, operation
+by operation. It is slower, and takes what a compiled program cannot: different shapes,
+Python decisions that depend on the replica or on a value, collectives of rows that
+differ.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+from jax.core import Tracer
+from keras import tree
+
+from keras_strategy import context
+from keras_strategy.backends.jax import keras_hooks, on_read
+from keras_strategy.backends.jax.distribution import ReplicaDistribution
+from keras_strategy.backends.jax.sharded import shards
+from keras_strategy.backends.threads.keras_hooks import ThreadState
+from keras_strategy.backends.threads.rendezvous import Rendezvous
+from keras_strategy.backends.threads.replica import ThreadReplica
+from keras_strategy.backends.threads.scopes import ReplicaScope, unbuilt
+from keras_strategy.backends.threads.team import Team
+from keras_strategy.training.keras_hooks import adopt
+from keras_strategy.training.row_weights import weighted
+from keras_strategy.values import (
+    ReduceOp,
+    is_numeric_array,
+    regroup,
+    select_replica,
+)
+from keras_strategy.variables import is_on_read
+
+if TYPE_CHECKING:
+    from keras_strategy.strategy import Strategy
+
+
+class Components:
+    """What the replicas hold of the variables when a run begins.
+
+    Args:
+        distribution: The layouts of the group.
+    """
+
+    def __init__(self, distribution: ReplicaDistribution):
+        self._distribution = distribution
+        self._lock = threading.Lock()
+        self._of: dict[int, tuple[jax.Array, ...]] = {}
+
+    def of(self, variable: Any) -> tuple[jax.Array, ...]:
+        """The arrays of a variable, one for each replica."""
+        with self._lock:
+            if id(variable) not in self._of:
+                self._of[id(variable)] = self._find(variable)
+            return self._of[id(variable)]
+
+    def _find(self, variable: Any) -> tuple[jax.Array, ...]:
+        distribution = self._distribution
+        if is_on_read(variable):
+            stacked = on_read.locals_of(variable, distribution)
+            return tuple(part[0] for part in shards(stacked, distribution))
+        array = keras_hooks.array_of(variable)
+        return shards(jax.device_put(array, distribution.everywhere), distribution)
+
+
+class ThreadScope(ReplicaScope):
+    """The variables as one replica sees them.
+
+    Args:
+        replica: The replica.
+        components: The variables' values when the run began.
+    """
+
+    def __init__(self, replica: context.ReplicaContext, components: Components):
+        super().__init__(replica)
+        self.written: dict[int, Any] = {}
+        self._components = components
+
+    def get_current_value(self, variable: Any) -> jax.Array:
+        if keras_hooks.array_of(variable) is None:
+            raise unbuilt(variable)
+        staged = self.state_mapping.get(id(variable))
+        if staged is not None:
+            return staged
+        return self._components.of(variable)[self.replica._replica.id]
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        self.written[id(update[0])] = update[0]
+        super().add_update(update)
+
+
+class ThreadedReplica(ThreadReplica):
+    """See `keras_strategy.backends.protocol.Replica`.
+
+    Args:
+        strategy: The strategy.
+        index: This replica's number.
+        devices: Canonical names of all replicas' devices.
+        rendezvous: Where the replicas meet.
+        device: This replica's device.
+        components: The variables' values when the run began.
+    """
+
+    def __init__(
+        self,
+        strategy: "Strategy",
+        index: int,
+        devices: Sequence[str],
+        rendezvous: Rendezvous,
+        device: Any,
+        components: Components,
+    ):
+        super().__init__(strategy, index, devices, rendezvous)
+        self.device = device
+        self.scope: ThreadScope = ThreadScope(self.context, components)
+
+    def here(self, tensor: Any) -> jax.Array:
+        return jax.device_put(tensor, self.device)
+
+    def add(self, tensors: Sequence[Any]) -> jax.Array:
+        first, *others = tensors
+        for other in others:
+            first = first + jax.device_put(other, first.sharding)
+        return first
+
+    def exchange(
+        self, name: str, value: Any, combine: Callable[[list[Any]], Any]
+    ) -> Any:
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value)):
+            raise TypeError(
+                f"`{name}` was called inside a function that JAX transforms (a jit, "
+                "a scan, a cond, or a gradient of something other than a sum or a "
+                "gathering), while the replicas' batches have different shapes. "
+                "Call it outside of that function, or give all replicas batches of "
+                "the same shape."
+            )
+        return super().exchange(name, value, combine)
+
+    def all_reduce(self, reduce_op: ReduceOp, value: Any) -> jax.Array:
+        value = keras.ops.convert_to_tensor(value)
+        total = self._sum(value)
+        if reduce_op is ReduceOp.MEAN:
+            return total / len(self._strategy.extended.worker_devices)
+        return total
+
+    def _sum(self, value: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(value.dtype, jnp.inexact):
+            return self.total("all_reduce", value)
+
+        @jax.custom_vjp
+        def total(x):
+            return self.total("all_reduce", x)
+
+        def forward(x):
+            return self.total("all_reduce", x), None
+
+        def backward(_, gradient):
+            return (self.total("gradient of all_reduce", gradient),)
+
+        total.defvjp(forward, backward)
+        return total(value)
+
+    def all_gather(self, value: Any, axis: int) -> jax.Array:
+        value = keras.ops.convert_to_tensor(value)
+
+        def gather(x):
+            joined, sizes = self.exchange(
+                "all_gather", x, functools.partial(_concatenated, axis=axis)
+            )
+            return self.here(joined), sizes
+
+        if not jnp.issubdtype(value.dtype, jnp.inexact):
+            return gather(value)[0]
+
+        @jax.custom_vjp
+        def gathered(x):
+            return gather(x)[0]
+
+        def backward(sizes, gradient):
+            total = self.total("gradient of all_gather", gradient)
+            ends = np.cumsum(sizes)[:-1]
+            return (jnp.split(total, ends, axis=axis)[self.id],)
+
+        gathered.defvjp(gather, backward)
+        return gathered(value)
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: tuple, kwargs: dict
+    ) -> Any:
+        # No gradient is taken through it, as in the compiled program.
+        args, kwargs = tree.map_structure(
+            lambda x: jax.lax.stop_gradient(x) if isinstance(x, jax.Array) else x,
+            (args, kwargs),
+        )
+        return super().merge_call(merge_fn, args, kwargs)
+
+    def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
+        parts = [weighted(keras.ops.convert_to_tensor(t), weight) for t in tensors]
+
+        def combine(replicas):
+            shapes = [[tuple(t.shape) for t in replica] for replica in replicas]
+            if any(shape != shapes[0] for shape in shapes):
+                raise ValueError(
+                    "`optimizer.apply` needs gradients of the same shapes on every "
+                    f"replica. Received the shapes {shapes}, in the order of the "
+                    "replicas."
+                )
+            return [self.add(share) for share in zip(*replicas, strict=True)]
+
+        return [self.here(t) for t in self.exchange("optimizer.apply", parts, combine)]
+
+    def write(self, variable: Any, value: Any) -> None:
+        keras_hooks.write(variable, value)
+
+
+class ThreadedRunner:
+    """Calls functions in a thread for each replica of one group.
+
+    Args:
+        strategy: The strategy.
+        devices: Canonical names of its devices.
+        distribution: Their layouts.
+    """
+
+    def __init__(
+        self,
+        strategy: "Strategy",
+        devices: tuple[str, ...],
+        distribution: ReplicaDistribution,
+    ):
+        self._strategy = strategy
+        self._devices = devices
+        self._distribution = distribution
+        self._team = Team(devices)
+        self._lock = threading.Lock()
+
+    def run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """See `ReplicaGroup.run`."""
+        with self._lock:  # one run at a time
+            components = Components(self._distribution)
+            replicas = [
+                ThreadedReplica(
+                    self._strategy,
+                    index,
+                    self._devices,
+                    self._team.rendezvous,
+                    device,
+                    components,
+                )
+                for index, device in enumerate(self._distribution.devices)
+            ]
+            state = ThreadState.capture()
+            outputs = self._team.call(
+                [
+                    functools.partial(_run_replica, replica, state, fn, args, kwargs)
+                    for replica in replicas
+                ]
+            )
+            self._commit([replica.scope for replica in replicas])
+            state.keep_global_seed_generator()
+        return regroup(outputs, keras.ops.is_tensor)
+
+    def _commit(self, scopes: Sequence[ThreadScope]) -> None:
+        """Writes what the replicas assigned, when all of them have succeeded."""
+        written: dict[int, Any] = {}
+        for scope in scopes:
+            written.update(scope.written)
+        seeds = [v for v in written.values() if keras_hooks.is_global_seed(v)]
+        others = [v for v in written.values() if not keras_hooks.is_global_seed(v)]
+        adopt(self._strategy, others)
+        for variable in seeds:
+            value = scopes[0].get_current_value(variable)
+            keras_hooks.release(variable, value)
+        for variable in others:
+            values = [
+                jax.device_put(
+                    jnp.asarray(scope.get_current_value(variable), variable._dtype),
+                    device,
+                )
+                for scope, device in zip(
+                    scopes, self._distribution.devices, strict=True
+                )
+            ]
+            if is_on_read(variable):
+                on_read.remember_parts(variable, values, self._distribution)
+            else:
+                array = jax.make_array_from_single_device_arrays(
+                    values[0].shape, self._distribution.everywhere, values
+                )
+                keras_hooks.set_array(variable, array)
+
+
+def _run_replica(
+    replica: ThreadedReplica,
+    state: ThreadState,
+    fn: Callable[..., Any],
+    args: tuple,
+    kwargs: dict,
+) -> Any:
+    def place(leaf):
+        if isinstance(leaf, jax.Array) or is_numeric_array(leaf):
+            return replica.here(jnp.asarray(leaf))
+        return leaf
+
+    def bare(leaf):
+        return leaf.value if isinstance(leaf, keras.Variable) else leaf
+
+    with (
+        state.applied(),
+        jax.default_device(replica.device),
+        context.replica_in_charge(replica.context),
+        replica.scope,
+    ):
+        mine = tree.map_structure(place, select_replica((args, kwargs), replica.id))
+        output = tree.map_structure(bare, fn(*mine[0], **mine[1]))
+        # Nothing is written before every replica has come this far.
+        replica.exchange("the end of the function", None, lambda _: None)
+        return output
+
+
+def _concatenated(tensors: Sequence[Any], axis: int) -> tuple[jax.Array, list[int]]:
+    device = tensors[0].sharding
+    try:
+        joined = jnp.concatenate([jax.device_put(t, device) for t in tensors], axis)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            "`all_gather` needs values of rank 1 or more whose dimensions other than "
+            f"axis={axis} are equal. Received the shapes "
+            f"{[tuple(t.shape) for t in tensors]}, in the order of the replicas."
+        ) from error
+    return joined, [t.shape[axis] for t in tensors]

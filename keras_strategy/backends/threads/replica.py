@@ -1,0 +1,98 @@
+"""What one replica that is a thread asks of the others."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+from keras import tree
+
+from keras_strategy import context
+from keras_strategy.backends.threads import keras_hooks
+from keras_strategy.backends.threads.rendezvous import Rendezvous
+from keras_strategy.backends.threads.scopes import MergedScope, ReplicaScope
+from keras_strategy.values import regroup, select_replica
+
+
+class ThreadReplica:
+    """The part of `backends.protocol.Replica` that needs no engine.
+
+    Args:
+        strategy: The strategy.
+        index: This replica's number.
+        devices: Canonical names of all replicas' devices.
+        rendezvous: Where the replicas meet.
+    """
+
+    scope: ReplicaScope
+
+    def __init__(
+        self,
+        strategy: Any,
+        index: int,
+        devices: Sequence[str],
+        rendezvous: Rendezvous,
+    ):
+        self.id = index
+        self.devices = (devices[index],)
+        self.context = context.ReplicaContext(strategy, self)  # pyright: ignore
+        self._strategy = strategy
+        self._rendezvous = rendezvous
+
+    def here(self, tensor: Any) -> Any:
+        """A tensor of another replica on this one's device."""
+        raise NotImplementedError
+
+    def add(self, tensors: Sequence[Any]) -> Any:
+        """The sum of the replicas' tensors, on the first one's device."""
+        raise NotImplementedError
+
+    def exchange(
+        self, name: str, value: Any, combine: Callable[[list[Any]], Any]
+    ) -> Any:
+        """See `Rendezvous.exchange`."""
+        return self._rendezvous.exchange(self.id, name, value, combine)
+
+    def total(self, name: str, tensor: Any) -> Any:
+        """The sum over the replicas, without gradients; it may be shared."""
+
+        def combine(tensors):
+            shapes = [tuple(t.shape) for t in tensors]
+            if len(set(shapes)) > 1:
+                raise ValueError(
+                    f"`{name}` needs values of the same shape on every replica. "
+                    f"Received the shapes {shapes}, in the order of the replicas. "
+                    "For rows that differ use `all_gather`, or reduce them first."
+                )
+            return self.add(tensors)
+
+        return self.here(self.exchange(name, tensor, combine))
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: tuple, kwargs: dict
+    ) -> Any:
+        def combine(calls):
+            scopes = [scope for scope, _ in calls]
+            joined = regroup([call for _, call in calls], keras.ops.is_tensor)
+            with (
+                context.strategy_in_charge(self._strategy),
+                self._strategy.extended.group.scope(),
+                MergedScope(scopes, self.add),
+            ):
+                return merge_fn(self._strategy, *joined[0], **joined[1])
+
+        merged = self.exchange("merge_call", (self.scope, (args, kwargs)), combine)
+        return tree.map_structure(
+            lambda x: self.here(x) if keras.ops.is_tensor(x) else x,
+            select_replica(merged, self.id),
+        )
+
+    def once(self, fn: Callable[[], Any]) -> Any:
+        def combine(_):
+            with (
+                context.strategy_in_charge(self._strategy),
+                self._strategy.extended.group.scope(),
+                keras_hooks.no_stateless_scope(),
+            ):
+                return fn()
+
+        return self.exchange("build", None, combine)

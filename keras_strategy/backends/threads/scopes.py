@@ -1,0 +1,77 @@
+"""The variables as replicas see them that are threads of one process.
+
+Keras sends every read and assignment of a variable to the `StatelessScope` that a
+thread is in.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from keras_strategy.context import ReplicaContext
+from keras_strategy.variables import is_on_read
+
+
+class ReplicaScope(keras.StatelessScope):
+    """The variables and the layers' losses as one replica sees them.
+
+    What a replica assigns stays in `state_mapping` until all of them have succeeded.
+
+    Args:
+        replica: The replica.
+    """
+
+    def __init__(self, replica: ReplicaContext):
+        super().__init__(collect_losses=True, initialize_variables=False)
+        self.replica = replica
+        self.layer_losses: dict[int, list[Any]] = {}
+
+
+class MergedScope(keras.StatelessScope):
+    """The variables as a `merge_call` sees them: all replicas' at once.
+
+    Args:
+        scopes: The scopes of the replicas that called it.
+        add: Adds tensors of the replicas' devices.
+    """
+
+    def __init__(
+        self, scopes: Sequence[ReplicaScope], add: Callable[[Sequence[Any]], Any]
+    ):
+        super().__init__(initialize_variables=False)
+        self._scopes = scopes
+        self._add = add
+
+    def components(self, variable: Any) -> list[Any]:
+        """What each replica holds of a variable."""
+        return [s.get_current_value(variable) for s in self._scopes]
+
+    def assign_components(self, variable: Any, values: Sequence[Any]) -> None:
+        """Sets what each replica holds of a variable."""
+        for scope, value in zip(self._scopes, values, strict=True):
+            scope.add_update((variable, value))
+
+    def get_current_value(self, variable: Any) -> Any:
+        values = self.components(variable)
+        if any(value is None for value in values):
+            return None
+        if is_on_read(variable) and variable.aggregation in ("sum", "mean"):
+            total = self._add(values)
+            return total / len(values) if variable.aggregation == "mean" else total
+        return values[0]
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        if is_on_read(variable) and variable.aggregation == "sum":
+            value = value / len(self._scopes)
+        for scope in self._scopes:
+            scope.add_update((variable, value))
+
+
+def unbuilt(variable: Any) -> RuntimeError:
+    """The error for a variable that a replica made and that has no value yet."""
+    return RuntimeError(
+        f"The variable '{variable.path}' is used before it has a value. "
+        "Build the layer or model before it is used in `strategy.run`."
+    )

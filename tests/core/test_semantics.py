@@ -1,0 +1,385 @@
+"""What programs for tf.distribute rely on: the same from ours and from the native one.
+
+Each case was recorded with native tf.distribute (TensorFlow 2.21, two logical CPUs). On
+TensorFlow the native strategy answers the same questions in the same test; where its
+error is an accident (a bare AssertionError, an AttributeError), ours is asked alone.
+"""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_strategy as ks
+
+TENSORFLOW = keras.backend.backend() == "tensorflow"
+if TENSORFLOW:
+    import tensorflow as tf
+
+
+class Api:
+    """The names of tf.distribute and one strategy of two replicas."""
+
+    def __init__(self, module, strategy, value_types):
+        self.module = module
+        self.s = strategy
+        self.value_types = value_types
+        self.two_rows = self.per_replica([1.0, 2.0], [3.0, 5.0])
+        self.partial = self.per_replica([1.0, 2.0, 3.0, 4.0], [5.0, 6.0])
+        self.scalars = self.per_replica(1.0, 3.0)
+
+    def per_replica(self, *values, dtype="float32"):
+        return self.s.experimental_distribute_values_from_function(
+            lambda c: tensor(values[c.replica_id_in_sync_group], dtype)
+        )
+
+    def rc(self):
+        return self.module.get_replica_context()
+
+    def local(self, value):
+        """The value of each replica, with lists in the place of tensors."""
+        parts = self.s.experimental_local_results(value)
+        return [plain(part) for part in parts] * (2 if len(parts) == 1 else 1)
+
+
+def tensor(value, dtype="float32"):
+    return keras.ops.convert_to_tensor(np.asarray(value, dtype))
+
+
+def plain(value):
+    return keras.tree.map_structure(
+        lambda x: keras.ops.convert_to_numpy(x).tolist() if hasattr(x, "dtype") else x,
+        value,
+    )
+
+
+@pytest.fixture(params=["ours", "native"] if TENSORFLOW else ["ours"])
+def api(request, two):
+    if request.param == "ours":
+        return Api(ks, two, ks.DistributedValues)
+    strategy = tf.distribute.MirroredStrategy(
+        ["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice()
+    )
+    return Api(tf.distribute, strategy, tf.distribute.DistributedValues)
+
+
+REDUCE = {
+    "sum": (lambda a: a.s.reduce("SUM", a.two_rows, axis=None), [4.0, 7.0]),
+    "mean": (lambda a: a.s.reduce("MEAN", a.two_rows, axis=None), [2.0, 3.5]),
+    "sum over rows": (lambda a: a.s.reduce("SUM", a.two_rows, axis=0), 11.0),
+    "mean over rows": (lambda a: a.s.reduce("MEAN", a.two_rows, axis=0), 2.75),
+    "mean over rows that differ": (
+        lambda a: a.s.reduce("MEAN", a.partial, axis=0),
+        3.5,
+    ),
+    "sum over rows that differ": (lambda a: a.s.reduce("SUM", a.partial, axis=0), 21.0),
+    "mean with an empty replica": (
+        lambda a: a.s.reduce("MEAN", a.per_replica([1.0, 2.0], []), axis=0),
+        1.5,
+    ),
+    "lower case": (lambda a: a.s.reduce("sum", a.two_rows, axis=None), [4.0, 7.0]),
+    "mixed case": (lambda a: a.s.reduce("Mean", a.two_rows, axis=None), [2.0, 3.5]),
+    "the enum": (
+        lambda a: a.s.reduce(a.module.ReduceOp.SUM, a.two_rows, axis=None),
+        [4.0, 7.0],
+    ),
+    "mean of what is not distributed": (
+        lambda a: a.s.reduce("MEAN", tensor([1.0, 2.0]), axis=None),
+        [1.0, 2.0],
+    ),
+    "sum over rows of what is not distributed": (
+        # Every replica has it.
+        lambda a: a.s.reduce("SUM", tensor([1.0, 2.0]), axis=0),
+        6.0,
+    ),
+    "mean over rows of what is not distributed": (
+        lambda a: a.s.reduce("MEAN", tensor([1.0, 2.0]), axis=0),
+        1.5,
+    ),
+    "mean of a number": (lambda a: a.s.reduce("MEAN", 2, axis=None), 2),
+    "mean of whole numbers": (
+        lambda a: a.s.reduce("MEAN", a.per_replica(1, 2, dtype="int32"), axis=None),
+        1.5,
+    ),
+    "mean over rows of whole numbers": (
+        lambda a: a.s.reduce(
+            "MEAN", a.per_replica([1, 2], [4, 6], dtype="int32"), axis=0
+        ),
+        3.25,
+    ),
+    "structure": (
+        lambda a: a.s.reduce("SUM", {"x": a.two_rows, "y": (a.scalars,)}, axis=None),
+        {"x": [4.0, 7.0], "y": (4.0,)},
+    ),
+    "of the default strategy": (
+        lambda a: a.module.get_strategy().reduce("SUM", tensor([1.0, 2.0]), axis=0),
+        3.0,
+    ),
+    "gather": (lambda a: a.s.gather(a.two_rows, axis=0), [1.0, 2.0, 3.0, 5.0]),
+    "gather rows that differ": (
+        lambda a: a.s.gather(a.partial, axis=0),
+        [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+    ),
+    "gather columns": (
+        lambda a: a.s.gather(
+            a.per_replica([[1.0], [1.0]], [[0.0, 0.0], [0.0, 0.0]]), axis=1
+        ),
+        [[1.0, 0.0, 0.0]] * 2,
+    ),
+    "gather what is not distributed": (
+        lambda a: a.s.gather(tensor([1.0, 2.0]), axis=0),
+        [1.0, 2.0],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REDUCE)
+def test_reduce_and_gather(case, api):
+    question, answer = REDUCE[case]
+    assert plain(question(api)) == answer
+
+
+RUN = {
+    "ids": (
+        lambda a: lambda: tensor(0, "int32") + a.rc().replica_id_in_sync_group,
+        [0, 1],
+    ),
+    "number of replicas": (lambda a: lambda: a.rc().num_replicas_in_sync, [2, 2]),
+    "all_reduce": (
+        lambda a: lambda: a.rc().all_reduce("SUM", a.mine),
+        [[4.0, 7.0]] * 2,
+    ),
+    "all_reduce mean": (
+        lambda a: lambda: a.rc().all_reduce("mean", a.mine),
+        [[2.0, 3.5]] * 2,
+    ),
+    "all_reduce of a structure": (
+        lambda a: lambda: a.rc().all_reduce("SUM", {"k": a.mine, "l": [a.mine * 2]}),
+        [{"k": [4.0, 7.0], "l": [[8.0, 14.0]]}] * 2,
+    ),
+    "all_gather": (
+        lambda a: lambda: a.rc().all_gather(a.mine, axis=0),
+        [[1.0, 2.0, 3.0, 5.0]] * 2,
+    ),
+    "merge_call": (
+        lambda a: (
+            lambda: a.rc().merge_call(
+                lambda strategy, v: strategy.reduce("SUM", v, axis=None), args=(a.mine,)
+            )
+        ),
+        [[4.0, 7.0]] * 2,
+    ),
+    "contexts": (
+        lambda a: (
+            lambda: (
+                a.module.in_cross_replica_context(),
+                a.module.get_strategy() is a.s,
+                a.rc().strategy is a.s,
+            )
+        ),
+        [(False, True, True)] * 2,
+    ),
+    "nothing": (lambda a: lambda: None, [None, None]),
+    "a constant": (lambda a: lambda: 5, [5, 5]),
+    "a structure": (
+        lambda a: lambda: {"a": a.mine, "b": [a.mine + 1, None], "c": ("s", 3)},
+        [
+            {"a": [1.0, 2.0], "b": [[2.0, 3.0], None], "c": ("s", 3)},
+            {"a": [3.0, 5.0], "b": [[4.0, 6.0], None], "c": ("s", 3)},
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RUN)
+def test_run(case, api):
+    question, answer = RUN[case]
+
+    # The replicas of torch run at once, and would share `api`.
+    def apart(mine):
+        asked = Api.__new__(Api)
+        vars(asked).update({**vars(api), "mine": mine})
+        return question(asked)()
+
+    assert api.local(api.s.run(apart, args=(api.two_rows,))) == answer
+
+
+def test_arguments_of_run(api):
+    add = lambda x, y: x + y  # noqa: E731
+    assert api.local(api.s.run(add, (api.scalars, 1.0))) == [2.0, 4.0]
+    assert api.local(api.s.run(add, [api.scalars, api.scalars])) == [2.0, 6.0]
+    kwargs = {"y": api.scalars}
+    assert api.local(api.s.run(add, (api.scalars,), kwargs)) == [2.0, 6.0]
+    nested = api.s.run(lambda xs: xs[0] + xs[1], ([api.scalars, 1.0],))
+    assert api.local(nested) == [2.0, 4.0]
+    whole = api.s.run(lambda x: x * 2, (tensor([1.0, 2.0]),))
+    assert api.local(whole) == [[2.0, 4.0]] * 2
+    with api.s.scope():
+        assert api.local(api.s.run(lambda: tensor(1.0))) == [1.0, 1.0]
+
+
+ASSIGNED = {
+    # aggregation, synchronization: read outside, the components
+    ("mean", "auto"): (2.0, [2.0, 2.0]),
+    ("sum", "auto"): (4.0, [4.0, 4.0]),
+    ("only_first_replica", "auto"): (1.0, [1.0, 1.0]),
+    ("sum", "on_read"): (4.0, [1.0, 3.0]),
+    ("mean", "on_read"): (2.0, [1.0, 3.0]),
+}
+
+
+@pytest.mark.parametrize("kind", ASSIGNED, ids="-".join)
+def test_assigning_in_a_replica(kind, api):
+    aggregation, synchronization = kind
+    value, components = ASSIGNED[kind]
+    with api.s.scope():
+        v = keras.Variable(
+            0.0,
+            trainable=False,
+            aggregation=aggregation,
+            synchronization=synchronization,
+        )
+
+    def assign(x):
+        v.assign(x)
+
+    api.s.run(assign, args=(api.scalars,))
+    assert plain(keras.ops.convert_to_tensor(v)) == value
+    native = v if api.module is ks else v.value
+    assert api.local(native) == components
+
+
+def test_assigning_an_on_read_variable_outside(api):
+    with api.s.scope():
+        v = keras.Variable(
+            0.0, trainable=False, aggregation="sum", synchronization="on_read"
+        )
+    v.assign(10.0)
+    assert plain(keras.ops.convert_to_tensor(v)) == 10.0
+    assert api.local(v if api.module is ks else v.value) == [5.0, 5.0]
+
+
+def test_a_variable_from_outside_is_read_in_run(api):
+    v = keras.Variable(1.0)
+    assert api.local(api.s.run(lambda: v + 1.0)) == [2.0, 2.0]
+    assert not api.s.extended.variable_created_in_scope(
+        v if api.module is ks else v.value
+    )
+
+
+def test_where_code_is(api):
+    module, s = api.module, api.s
+    context = module.get_replica_context()
+    assert (context.num_replicas_in_sync, context.replica_id_in_sync_group) == (1, 0)
+    assert not module.in_cross_replica_context() and not module.has_strategy()
+    assert module.get_strategy().num_replicas_in_sync == 1
+    with s.scope():
+        assert module.get_replica_context() is None
+        assert module.in_cross_replica_context() and module.has_strategy()
+        with s.scope():
+            assert module.get_strategy() is s
+    module.experimental_set_strategy(s)
+    assert module.get_strategy() is s
+    module.experimental_set_strategy(None)
+    assert not module.has_strategy()
+
+
+def test_values(api):
+    s = api.s
+    assert s.experimental_local_results(3) == (3,)
+    assert plain(s.experimental_local_results(tensor(1.0))) == (1.0,)
+    assert api.local({"a": api.scalars}) == [{"a": 1.0}, {"a": 3.0}]
+    contexts = s.experimental_distribute_values_from_function(
+        lambda c: tensor([c.replica_id_in_sync_group, c.num_replicas_in_sync])
+    )
+    assert api.local(contexts) == [[0.0, 2.0], [1.0, 2.0]]
+    same = s.experimental_distribute_values_from_function(lambda c: 1)
+    assert isinstance(same, api.value_types) and api.local(same) == [1, 1]
+
+
+REFUSED = {
+    "reduce with an unknown op": (
+        lambda a: a.s.reduce("max", a.two_rows, axis=None),
+        ValueError,
+    ),
+    "sum of what is not distributed": (
+        lambda a: a.s.reduce("SUM", tensor([1.0, 2.0]), axis=None),
+        ValueError,
+    ),
+    "sum of a number": (lambda a: a.s.reduce("SUM", 2.0, axis=None), ValueError),
+    "sum of a text": (lambda a: a.s.reduce("SUM", "abc", axis=None), ValueError),
+    "scalars over rows": (
+        lambda a: a.s.reduce("SUM", a.scalars, axis=0),
+        ValueError,
+    ),
+    "arguments that are a tensor": (
+        lambda a: a.s.run(lambda x: x, args=a.scalars),
+        ValueError,
+    ),
+    "something that is no function": (lambda a: a.s.run(3), TypeError),
+    "reduce in a replica": (
+        lambda a: a.s.run(lambda: a.s.reduce("SUM", tensor(1.0), axis=None)),
+        RuntimeError,
+    ),
+    "gather in a replica": (
+        lambda a: a.s.run(lambda: a.s.gather(tensor([1.0]), axis=0)),
+        RuntimeError,
+    ),
+    "run in a replica": (
+        lambda a: a.s.run(lambda: a.s.run(lambda: tensor(1.0))),
+        RuntimeError,
+    ),
+    "a scope in a replica": (
+        lambda a: a.s.run(lambda: a.s.scope().__enter__()),
+        RuntimeError,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case, api):
+    question, error = REFUSED[case]
+    with pytest.raises(error):
+        question(api)
+    # Nothing is left behind: the next collective works.
+    assert not api.module.has_strategy()
+    total = api.s.run(lambda x: api.rc().all_reduce("SUM", x), (api.scalars,))
+    assert api.local(total) == [4.0, 4.0]
+
+
+OURS = {
+    "gather of scalars": (lambda a: a.s.gather(a.scalars, axis=0), ValueError),
+    "reduce with None": (lambda a: a.s.reduce(None, a.two_rows), ValueError),
+    "sum of rows that differ": (
+        lambda a: a.s.reduce("SUM", a.partial, axis=None),
+        ValueError,
+    ),
+    "a distributed text": (
+        lambda a: a.s.reduce("SUM", ks.PerReplica(["a", "b"])),
+        ValueError,
+    ),
+    "gather of other sizes": (
+        lambda a: a.s.gather(a.per_replica([[1.0]], [[0.0, 0.0]]), axis=0),
+        ValueError,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OURS)
+def test_refused_where_native_fails_by_accident(case, two):
+    question, error = OURS[case]
+    api = Api(ks, two, ks.DistributedValues)
+    with pytest.raises(error, match="Received"):
+        question(api)
+    total = two.run(lambda x: api.rc().all_reduce("SUM", x), (api.scalars,))
+    assert api.local(total) == [4.0, 4.0]
+
+
+def test_numbers_that_native_does_not_reduce(two):
+    numbers = ks.PerReplica([1.0, 2.0])
+    assert plain(two.reduce("SUM", numbers, axis=None)) == 3.0
+    assert plain(
+        two.run(lambda: ks.get_replica_context().all_reduce("SUM", 1.0)).values
+    ) == (
+        2.0,
+        2.0,
+    )
