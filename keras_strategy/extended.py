@@ -166,7 +166,7 @@ class StrategyExtended:
         with strategy.scope():
             v = keras.Variable(1.0)
         strategy.extended.update(v, lambda c, x: c.assign_add(x), args=(2.0,))
-        assert float(v.value) == 3.0
+        assert float(v) == 3.0
         ```
         """
         check_variable("var", var)
@@ -250,7 +250,7 @@ class StrategyExtended:
         ones = strategy.run(lambda: keras.ops.ones(()))
         total = strategy.extended.reduce_to("sum", ones, destinations=v)
         strategy.extended.update(v, lambda c, x: c.assign(x), args=(total,))
-        assert int(v.value) == strategy.num_replicas_in_sync
+        assert int(v) == strategy.num_replicas_in_sync
         ```
         """
         op = ReduceOp.parse(reduce_op)

@@ -1,6 +1,7 @@
-"""The examples of public docstrings run as they stand."""
+"""The examples of public docstrings, and of the pages, run as they stand."""
 
 import inspect
+import pathlib
 import re
 
 import pytest
@@ -38,6 +39,14 @@ def test_example(code, monkeypatch):
     for variable in ("TF_CONFIG",):
         monkeypatch.delenv(variable, raising=False)
     exec(compile(code, "<example>", "exec"), {})
+
+
+@pytest.mark.parametrize("page", ["custom_loops"])
+def test_page(page):
+    """A page's blocks are one program."""
+    docs = pathlib.Path(__file__).parents[1] / "docs"
+    code = "\n".join(EXAMPLE.findall((docs / f"{page}.md").read_text()))
+    exec(compile(code, f"<{page}.md>", "exec"), {})
 
 
 def test_every_public_name_is_documented():
