@@ -1,6 +1,6 @@
 """Distributed training for Keras 3, in the words of tf.distribute, on any backend."""
 
-from keras_strategy import cluster_resolver, config, errors
+from keras_strategy import cluster_resolver, config, errors, experimental
 from keras_strategy.context import (
     ReplicaContext,
     experimental_set_strategy,
@@ -9,7 +9,14 @@ from keras_strategy.context import (
     has_strategy,
     in_cross_replica_context,
 )
+from keras_strategy.cross_device_ops import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
 from keras_strategy.datasets import DistributedDataset, DistributedIterator
+from keras_strategy.extended import StrategyExtended
 from keras_strategy.gradients import (
     compute_average_loss,
     scale_regularization_loss,
@@ -20,26 +27,32 @@ from keras_strategy.input_options import (
     InputOptions,
     InputReplicationMode,
 )
+from keras_strategy.options import RunOptions
 from keras_strategy.strategies.mirrored import MirroredStrategy
 from keras_strategy.strategies.one_device import OneDeviceStrategy
-from keras_strategy.strategy import Strategy, StrategyExtended
+from keras_strategy.strategy import Strategy
 from keras_strategy.values import DistributedValues, Mirrored, PerReplica, ReduceOp
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CrossDeviceOps",
     "DistributedDataset",
     "DistributedIterator",
     "DistributedValues",
+    "HierarchicalCopyAllReduce",
     "InputContext",
     "InputOptions",
     "InputReplicationMode",
     "Mirrored",
     "MirroredStrategy",
+    "NcclAllReduce",
     "OneDeviceStrategy",
     "PerReplica",
     "ReduceOp",
+    "ReductionToOneDevice",
     "ReplicaContext",
+    "RunOptions",
     "Strategy",
     "StrategyExtended",
     "__version__",
@@ -47,6 +60,7 @@ __all__ = [
     "compute_average_loss",
     "config",
     "errors",
+    "experimental",
     "experimental_set_strategy",
     "get_replica_context",
     "get_strategy",

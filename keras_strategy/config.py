@@ -45,6 +45,50 @@ def set_logical_devices(device_type: str, count: int) -> None:
     get_backend().set_logical_devices("cpu", count)
 
 
+_checks_mirrored = False
+
+
+def check_mirrored(enabled: bool = True) -> None:
+    """Turns a debug mode on or off, in which lost mirrors are noticed.
+
+    A mirrored variable has the same value on every replica. Code that assigns it
+    something that depends on the replica breaks that, and training goes on with
+    weights that differ. In this mode the components of all mirrored variables are
+    compared after each `strategy.run` and each batch of `fit`, and an error names the
+    variable and the replica. That copies every variable to the host each time; off,
+    as it is in the beginning, it costs nothing. A `run` inside a function that
+    TensorFlow is tracing is not looked at.
+
+    Args:
+        enabled: Whether to compare.
+
+    Raises:
+        TypeError: If `enabled` is neither True nor False.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    ks.config.check_mirrored(True)
+    strategy = ks.MirroredStrategy()
+    strategy.run(lambda: None)
+    ks.config.check_mirrored(False)
+    ```
+    """
+    global _checks_mirrored
+    if not isinstance(enabled, bool):
+        raise TypeError(
+            f"Argument `enabled` must be True or False. Received: enabled={enabled!r}"
+        )
+    _checks_mirrored = enabled
+
+
+def checks_mirrored() -> bool:
+    """Returns whether `check_mirrored` is on."""
+    return _checks_mirrored
+
+
 def apply_environment() -> None:
     """Does what the environment asks for; called when the package is imported.
 

@@ -11,9 +11,11 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import keras
 from keras import tree
 
-from keras_strategy.values import ReduceOp
+from keras_strategy.options import check_communication_options
+from keras_strategy.values import DistributedValues, ReduceOp
 
 if TYPE_CHECKING:
     from keras_strategy.backends.protocol import Replica
@@ -72,23 +74,49 @@ class ReplicaContext:
         """The devices of this replica."""
         return self._replica.devices
 
-    def all_reduce(self, reduce_op: ReduceOp | str, value: Any) -> Any:
+    def all_reduce(
+        self, reduce_op: ReduceOp | str, value: Any, options: Any = None
+    ) -> Any:
         """Combines a value over the replicas; every replica gets the result.
 
-        Differentiable: the gradient of a sum is the sum of the gradients.
+        Differentiable: the gradient of a sum is the sum of the gradients. In `fit`,
+        `evaluate` and `predict` a replica that got no rows of a batch counts nothing.
 
         Args:
             reduce_op: A `ReduceOp` or its name.
             value: A structure of tensors or numbers, of the same shapes on
                 every replica.
+            options: None; there are no communication options yet.
 
         Returns:
             The structure, reduced.
+
+        Raises:
+            ValueError: If `reduce_op` is not one, the shapes differ, or the value is
+                a distributed value.
+            RuntimeError: Outside of this replica.
         """
         op = ReduceOp.parse(reduce_op)
-        return tree.map_structure(lambda x: self._replica.all_reduce(op, x), value)
+        check_communication_options(options)
+        self._check("all_reduce", value)
+        return tree.map_structure(lambda x: self._all_reduce(op, x), value)
 
-    def all_gather(self, value: Any, axis: int) -> Any:
+    def _all_reduce(self, op: ReduceOp, value: Any) -> Any:
+        if self._row_weight is None or self.num_replicas_in_sync == 1:
+            return self._replica.all_reduce(op, value)
+        # A replica without rows works on a stand-in, which nobody may notice.
+        value = keras.ops.convert_to_tensor(value)
+        counts = keras.ops.convert_to_tensor(self._row_weight) > 0
+        value = keras.ops.where(counts, value, keras.ops.zeros_like(value))
+        total = self._replica.all_reduce(ReduceOp.SUM, value)
+        if op is ReduceOp.SUM:
+            return total
+        if "float" not in keras.backend.standardize_dtype(total.dtype):
+            total = keras.ops.cast(total, keras.config.floatx())
+        replicas = keras.ops.cast(counts, total.dtype)
+        return total / self._replica.all_reduce(ReduceOp.SUM, replicas)
+
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """Concatenates the replicas' values; every replica gets the result.
 
         Args:
@@ -97,10 +125,25 @@ class ReplicaContext:
                 compiled), the others must agree.
             axis: The dimension along which the values are joined, in the order
                 of the replicas.
+            options: None; there are no communication options yet.
 
         Returns:
             The structure, gathered.
+
+        Raises:
+            ValueError: If a value has no such dimension, the others differ, or it is
+                a distributed value.
+            RuntimeError: Outside of this replica.
         """
+        check_communication_options(options)
+        self._check("all_gather", value)
+        for leaf in tree.flatten(value):
+            shape = tuple(keras.ops.shape(leaf))
+            if not isinstance(axis, int) or not -len(shape) <= axis < len(shape):
+                raise ValueError(
+                    "`all_gather` joins values of rank 1 or more along one of their "
+                    f"dimensions. Received: axis={axis!r} and a value of shape {shape}"
+                )
         return tree.map_structure(lambda x: self._replica.all_gather(x, axis), value)
 
     def merge_call(
@@ -121,8 +164,35 @@ class ReplicaContext:
         Returns:
             What `merge_fn` returned, with the component of this replica in the
             place of every distributed value.
+
+        Raises:
+            TypeError: If `merge_fn` cannot be called.
+            RuntimeError: Outside of this replica.
         """
+        if not callable(merge_fn):
+            raise TypeError(
+                "Argument `merge_fn` must be a function. "
+                f"Received: merge_fn={merge_fn!r} of type {type(merge_fn).__name__}"
+            )
+        self._check("merge_call", None)
         return self._replica.merge_call(merge_fn, tuple(args), dict(kwargs or {}))
+
+    def _check(self, method: str, value: Any) -> None:
+        """Raises unless this thread is in this replica, with a value of its own."""
+        if get_replica_context() is not self:
+            raise RuntimeError(
+                f"`{method}` was called outside of its replica. Call it in the "
+                "function that `strategy.run` calls, on what "
+                "`keras_strategy.get_replica_context()` gives there; in "
+                "cross-replica context, which `merge_call` leads to, use "
+                "`strategy.reduce` or `strategy.gather`."
+            )
+        if any(isinstance(leaf, DistributedValues) for leaf in tree.flatten(value)):
+            raise ValueError(
+                f"`{method}` takes this replica's value, not a distributed one. Give "
+                "distributed values to `strategy.run` as arguments. Received: "
+                f"value={value!r}"
+            )
 
     def __repr__(self) -> str:
         return (

@@ -5,5 +5,9 @@ class KerasVersionError(RuntimeError):
     """A function of Keras that this package extends is not the one it knows."""
 
 
+class MirrorError(RuntimeError):
+    """The components of a mirrored variable differ; see `config.check_mirrored`."""
+
+
 class UnsupportedBackendError(RuntimeError):
     """The Keras backend in use cannot train on several devices."""

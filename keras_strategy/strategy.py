@@ -1,26 +1,29 @@
-"""Strategy and StrategyExtended: what people call.
+"""Strategy: what people call.
 
-They check the arguments, then ask the replica group of the adapter in use.
+It checks the arguments, then asks the replica group of the adapter in use.
 """
 
 import contextlib
-import logging
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import keras
 from keras import tree
 
-from keras_strategy import context, input_splitting
-from keras_strategy.backends import get_backend
-from keras_strategy.backends.protocol import ReplicaGroup
-from keras_strategy.backends.single import SingleReplicaGroup
+from keras_strategy import config, context, input_splitting, mirror_check
 from keras_strategy.datasets import DistributedDataset
 from keras_strategy.input_options import InputContext, InputOptions
-from keras_strategy.training import keras_hooks
-from keras_strategy.values import DistributedValues, PerReplica, ReduceOp
+from keras_strategy.options import RunOptions, check_run_options
+from keras_strategy.values import (
+    DistributedValues,
+    PerReplica,
+    ReduceOp,
+    ValueContext,
+    sum_of_copies,
+)
 
-logger = logging.getLogger("keras_strategy")
+if TYPE_CHECKING:
+    from keras_strategy.extended import StrategyExtended
 
 
 class Strategy:
@@ -96,7 +99,11 @@ class Strategy:
         return _Scope(self)
 
     def run(
-        self, fn: Callable[..., Any], args: tuple | list = (), kwargs: Any = None
+        self,
+        fn: Callable[..., Any],
+        args: tuple | list = (),
+        kwargs: Any = None,
+        options: RunOptions | None = None,
     ) -> Any:
         """Calls `fn` once on every replica, each with its part of the arguments.
 
@@ -111,6 +118,7 @@ class Strategy:
                 in it give every replica its own component, everything else goes
                 to every replica as it is.
             kwargs: A dict of keyword arguments, or None; likewise.
+            options: `RunOptions`, or None for the default ones.
 
         Returns:
             The structure that `fn` returned, with a `PerReplica` value in the
@@ -119,7 +127,9 @@ class Strategy:
 
         Raises:
             ValueError: If `args` is neither a tuple nor a list.
-            TypeError: If `fn` cannot be called.
+            TypeError: If `fn` cannot be called, or `options` are none.
+            MirrorError: In the mode of `config.check_mirrored`, if the components of
+                a mirrored variable differ afterwards.
             RuntimeError: Inside a function that `run` calls, or inside another
                 strategy's scope.
 
@@ -148,9 +158,15 @@ class Strategy:
                 "Argument `args` must be a tuple or list of positional arguments, "
                 f"such as (x,). Received: args={args!r} of type {type(args).__name__}"
             )
+        options = check_run_options(options)
         context.require_cross_replica(self, "run")
         with self.scope():
-            return self._extended.group.run(fn, tuple(args), dict(kwargs or {}))
+            result = self._extended.group.run(
+                fn, tuple(args), dict(kwargs or {}), options
+            )
+            if config.checks_mirrored():
+                mirror_check.check(self, "strategy.run")
+            return result
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
         """Combines the replicas' values into one.
@@ -197,12 +213,7 @@ class Strategy:
             return keras.ops.sum(value, axis=axis) * self.num_replicas_in_sync
         if op is ReduceOp.MEAN or self.num_replicas_in_sync == 1:
             return value
-        raise ValueError(
-            "Argument `value` holds a value that is not distributed, the same for "
-            "all replicas, so it has no SUM over the replicas. Reduce a value that "
-            "`strategy.run` returned, give `axis`, or multiply by "
-            f"`strategy.num_replicas_in_sync`. Received: {value!r}"
-        )
+        raise sum_of_copies(value)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenates the replicas' values.
@@ -271,7 +282,7 @@ class Strategy:
         if isinstance(value, keras.Variable):
             if not self._extended.variable_created_in_scope(value):
                 return (value.value,)
-            return self._extended.group.components(value)
+            return self._extended.local_components(value)
         leaves = [
             leaf for leaf in tree.flatten(value) if isinstance(leaf, DistributedValues)
         ]
@@ -287,7 +298,7 @@ class Strategy:
         return tuple(component(replica) for replica in range(len(leaves[0].values)))
 
     def experimental_distribute_values_from_function(
-        self, value_fn: Callable[["ValueContext"], Any]
+        self, value_fn: Callable[[ValueContext], Any]
     ) -> Any:
         """Makes a distributed value out of one value for each replica.
 
@@ -440,100 +451,6 @@ def _check_gatherable(value: DistributedValues, axis: int) -> None:
         f"agree. Received: axis={axis!r}, and values of the shapes {shapes} in the "
         "order of the replicas."
     )
-
-
-class ValueContext:
-    """Tells a function which replica it makes a value for.
-
-    Args:
-        replica_id_in_sync_group: The replica's number, from 0.
-        num_replicas_in_sync: The number of replicas over all workers.
-    """
-
-    def __init__(self, replica_id_in_sync_group: int = 0, num_replicas_in_sync=1):
-        self._replica_id_in_sync_group = replica_id_in_sync_group
-        self._num_replicas_in_sync = num_replicas_in_sync
-
-    @property
-    def replica_id_in_sync_group(self) -> int:
-        """The replica's number, from 0."""
-        return self._replica_id_in_sync_group
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """The number of replicas over all workers."""
-        return self._num_replicas_in_sync
-
-    def __repr__(self) -> str:
-        return (
-            f"ValueContext(replica_id_in_sync_group={self.replica_id_in_sync_group}, "
-            f"num_replicas_in_sync={self.num_replicas_in_sync})"
-        )
-
-
-class StrategyExtended:
-    """The part of a strategy that library authors need.
-
-    Args:
-        strategy: The strategy that this belongs to.
-        devices: Canonical names of the local devices, one replica each.
-    """
-
-    def __init__(self, strategy: Strategy, devices: Iterable[str]):
-        keras_hooks.install_once()
-        self._strategy = strategy
-        self._devices = tuple(devices)
-        if len(self._devices) == 1:
-            self.group: ReplicaGroup = SingleReplicaGroup(strategy, self._devices)
-        else:
-            self.group = get_backend().create_group(strategy, self._devices)
-        logger.info(
-            "%s: %d replica(s) on %s with the Keras backend '%s'",
-            type(strategy).__name__,
-            len(self._devices),
-            ", ".join(self._devices),
-            keras.backend.backend(),
-        )
-
-    @property
-    def worker_devices(self) -> tuple[str, ...]:
-        """The devices on which the replicas compute, such as `"gpu:0"`."""
-        return self._devices
-
-    @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        """The devices on which the variables' components are."""
-        return self._devices
-
-    def variable_created_in_scope(self, v: keras.Variable) -> bool:
-        """Returns whether a variable belongs to this strategy.
-
-        Args:
-            v: A variable.
-
-        Raises:
-            TypeError: If `v` is not a `keras.Variable`.
-
-        Example:
-
-        ```python
-        import keras
-        import keras_strategy as ks
-
-        strategy = ks.MirroredStrategy()
-        outside = keras.Variable(1.0)
-        with strategy.scope():
-            inside = keras.Variable(1.0)
-        assert strategy.extended.variable_created_in_scope(inside)
-        assert not strategy.extended.variable_created_in_scope(outside)
-        ```
-        """
-        if not isinstance(v, keras.Variable):
-            raise TypeError(
-                "Argument `v` must be a `keras.Variable`. "
-                f"Received: v={v!r} of type {type(v).__name__}"
-            )
-        return keras_hooks.strategy_of_variable(v) is self._strategy
 
 
 class _Scope(contextlib.AbstractContextManager):

@@ -102,6 +102,60 @@ class Mirrored(DistributedValues):
     """A value that is the same on every replica."""
 
 
+class ValueContext:
+    """Tells a function which replica it makes a value for.
+
+    Args:
+        replica_id_in_sync_group: The replica's number, from 0.
+        num_replicas_in_sync: The number of replicas over all workers.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    def rows_of_one_replica(context: ks.experimental.ValueContext):
+        return [context.replica_id_in_sync_group] * context.num_replicas_in_sync
+
+    value = ks.MirroredStrategy().experimental_distribute_values_from_function(
+        rows_of_one_replica
+    )
+    ```
+    """
+
+    def __init__(
+        self, replica_id_in_sync_group: int = 0, num_replicas_in_sync: int = 1
+    ):
+        self._replica_id_in_sync_group = replica_id_in_sync_group
+        self._num_replicas_in_sync = num_replicas_in_sync
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """The replica's number, from 0."""
+        return self._replica_id_in_sync_group
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas over all workers."""
+        return self._num_replicas_in_sync
+
+    def __repr__(self) -> str:
+        return (
+            f"ValueContext(replica_id_in_sync_group={self.replica_id_in_sync_group}, "
+            f"num_replicas_in_sync={self.num_replicas_in_sync})"
+        )
+
+
+def sum_of_copies(value: Any) -> ValueError:
+    """The error for a SUM over replicas that all hold the same value."""
+    return ValueError(
+        "Argument `value` holds a value that is not distributed, the same for "
+        "all replicas, so it has no SUM over the replicas. Reduce a value that "
+        "`strategy.run` returned, or multiply by `strategy.num_replicas_in_sync`. "
+        f"Received: {value!r}"
+    )
+
+
 def is_numeric_array(value: Any) -> bool:
     """Whether `value` is of NumPy and can become a tensor: no text, no objects."""
     is_array = isinstance(value, np.ndarray | np.generic)
@@ -118,17 +172,22 @@ def select_replica(structure: Any, replica: int) -> Any:
     )
 
 
-def regroup(outputs: Sequence[Any], is_tensor: Callable[[Any], bool]) -> Any:
+def regroup(
+    outputs: Sequence[Any],
+    is_tensor: Callable[[Any], bool],
+    kind: type[DistributedValues] = PerReplica,
+) -> Any:
     """Joins what the replicas returned into one structure.
 
     Args:
         outputs: What each replica returned, in the order of the replicas.
         is_tensor: Tells the tensors of the backend in use.
+        kind: What tensors become.
 
     Returns:
         The structure of one output. Tensors and NumPy values become
-        `PerReplica`; Python constants that are equal on all replicas stay
-        what they are. With one replica, its output as it is.
+        distributed values of the kind; Python constants that are equal on all
+        replicas stay what they are. With one replica, its output as it is.
 
     Raises:
         ValueError: If the replicas returned different structures.
@@ -141,17 +200,17 @@ def regroup(outputs: Sequence[Any], is_tensor: Callable[[Any], bool]) -> Any:
             tree.assert_same_structure(first, output)
         except (ValueError, TypeError) as error:
             raise ValueError(
-                "The function given to `strategy.run` must return the same "
-                f"structure on every replica. Received: {first!r} from replica "
+                "A function that is called for every replica must return the same "
+                f"structure for each. Received: {first!r} from replica "
                 f"0 and {output!r} from replica {replica}."
             ) from error
 
     def join(*leaves):
         if is_tensor(leaves[0]) or hasattr(leaves[0], "__array__"):
-            return PerReplica(leaves)
+            return kind(leaves)
         same = all(leaf is leaves[0] for leaf in leaves)
         if same or all(leaf == leaves[0] for leaf in leaves):
             return leaves[0]
-        return PerReplica(leaves)
+        return kind(leaves)
 
     return tree.map_structure(join, *outputs)

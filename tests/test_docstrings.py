@@ -1,6 +1,7 @@
-"""The examples of public docstrings run as they stand."""
+"""The examples of public docstrings, and of the pages, run as they stand."""
 
 import inspect
+import pathlib
 import re
 
 import pytest
@@ -13,7 +14,7 @@ EXAMPLE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 def documented():
     """Public objects, and the public methods of public classes."""
     public = {name: getattr(ks, name) for name in ks.__all__ if name != "__version__"}
-    for module in ("config", "cluster_resolver"):
+    for module in ("config", "cluster_resolver", "experimental"):
         if module in public:
             for name, value in vars(public[module]).items():
                 if not name.startswith("_") and callable(value):
@@ -38,6 +39,14 @@ def test_example(code, monkeypatch):
     for variable in ("TF_CONFIG",):
         monkeypatch.delenv(variable, raising=False)
     exec(compile(code, "<example>", "exec"), {})
+
+
+@pytest.mark.parametrize("page", ["custom_loops"])
+def test_page(page):
+    """A page's blocks are one program."""
+    docs = pathlib.Path(__file__).parents[1] / "docs"
+    code = "\n".join(EXAMPLE.findall((docs / f"{page}.md").read_text()))
+    exec(compile(code, f"<{page}.md>", "exec"), {})
 
 
 def test_every_public_name_is_documented():

@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from keras_strategy.values import DistributedValues, ReduceOp
+from keras_strategy.values import DistributedValues, Mirrored, ReduceOp
 
 if TYPE_CHECKING:
     from keras_strategy.context import ReplicaContext
+    from keras_strategy.cross_device_ops import CrossDeviceOps
     from keras_strategy.datasets import DistributedDataset
     from keras_strategy.input_options import InputOptions
+    from keras_strategy.options import RunOptions
     from keras_strategy.strategy import Strategy
 
 
@@ -45,6 +47,17 @@ class Backend(Protocol):
 
     def is_tensor(self, value: Any) -> bool:
         """Whether `value` is a tensor of this engine."""
+        ...
+
+    def copy_to(self, value: Any, device: str) -> Any:
+        """A tensor on `device`, a canonical name; `value` itself if it is there.
+
+        In a program that is being compiled for all replicas, `value` itself.
+        """
+        ...
+
+    def in_trace(self) -> bool:
+        """Whether Python runs to be compiled, and tensors have no values yet."""
         ...
 
     def value_and_grad(
@@ -95,9 +108,19 @@ class Backend(Protocol):
         ...
 
     def create_group(
-        self, strategy: "Strategy", devices: tuple[str, ...]
+        self,
+        strategy: "Strategy",
+        devices: tuple[str, ...],
+        cross_device_ops: "CrossDeviceOps | None",
     ) -> "ReplicaGroup":
-        """The replicas of `strategy`, one on each of `devices`."""
+        """The replicas of `strategy`, one on each of `devices`.
+
+        Args:
+            strategy: The strategy.
+            devices: Canonical names of two or more devices.
+            cross_device_ops: How the user wants values to be reduced, or None. An
+                engine that decides that by itself says so in the log.
+        """
         ...
 
 
@@ -123,7 +146,44 @@ class ReplicaGroup(Protocol):
         """What each local replica holds of `variable`."""
         ...
 
-    def run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    def assign_components(self, variable: Any, values: Sequence[Any]) -> None:
+        """Writes what each local replica holds of `variable`.
+
+        Args:
+            variable: A variable of this group.
+            values: One tensor for each replica, of the variable's shape and dtype.
+        """
+        ...
+
+    def update(
+        self, variable: Any, fn: Callable[..., Any], args: tuple, kwargs: dict
+    ) -> Any:
+        """Calls `fn` for each component of `variable`, then writes them.
+
+        Args:
+            variable: A variable of this group.
+            fn: Called with a `VariableComponent` and the arguments.
+            args: Positional arguments; each component gets its part of distributed
+                values.
+            kwargs: Keyword arguments, likewise.
+
+        Returns:
+            What `fn` returned, with `Mirrored` in the place of tensors; with one
+            replica, as it is.
+        """
+        ...
+
+    def mirror(self, value: Any) -> Mirrored:
+        """One copy of a tensor on each device."""
+        ...
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple,
+        kwargs: dict,
+        options: "RunOptions",
+    ) -> Any:
         """Calls `fn` on every replica, in replica context.
 
         Args:
@@ -131,6 +191,7 @@ class ReplicaGroup(Protocol):
             args: Its positional arguments, each a structure whose
                 `DistributedValues` give every replica its component.
             kwargs: Its keyword arguments, likewise.
+            options: Whether to compile it.
 
         Returns:
             The outputs, joined as `values.regroup` joins them.

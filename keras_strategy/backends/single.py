@@ -9,14 +9,17 @@ from keras import tree
 
 from keras_strategy import context
 from keras_strategy.backends import get_backend
+from keras_strategy.updating import VariableComponent, bare
 from keras_strategy.values import (
     DistributedValues,
+    Mirrored,
     ReduceOp,
     is_numeric_array,
     select_replica,
 )
 
 if TYPE_CHECKING:
+    from keras_strategy.options import RunOptions
     from keras_strategy.strategy import Strategy
 
 
@@ -67,6 +70,7 @@ class SingleReplicaGroup:
 
     def __init__(self, strategy: "Strategy", devices: tuple[str, ...]):
         self.devices = devices
+        self._strategy = strategy
         self.context = context.ReplicaContext(
             strategy, SingleReplica(strategy, devices)
         )
@@ -80,7 +84,30 @@ class SingleReplicaGroup:
     def components(self, variable: Any) -> tuple[Any, ...]:
         return (variable.value,)
 
-    def run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    def assign_components(self, variable: Any, values: Sequence[Any]) -> None:
+        variable.assign(values[0])
+
+    def update(
+        self, variable: Any, fn: Callable[..., Any], args: tuple, kwargs: dict
+    ) -> Any:
+        device = self._strategy.extended.worker_devices[0]
+        component = VariableComponent(variable, variable.value, device)
+        args, kwargs = tensors_of_arrays(select_replica((args, kwargs), 0))
+        result = bare(fn(component, *args, **kwargs))
+        if component.assigned:
+            self.assign_components(variable, [component.value])
+        return result
+
+    def mirror(self, value: Any) -> Mirrored:
+        return Mirrored([value])
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple,
+        kwargs: dict,
+        options: "RunOptions",
+    ) -> Any:
         args, kwargs = tensors_of_arrays(select_replica((args, kwargs), 0))
         with context.replica_in_charge(self.context):
             return fn(*args, **kwargs)

@@ -3,7 +3,9 @@
 from collections.abc import Iterable
 
 from keras_strategy.backends import get_backend
-from keras_strategy.strategy import Strategy, StrategyExtended
+from keras_strategy.cross_device_ops import CrossDeviceOps, check_cross_device_ops
+from keras_strategy.extended import StrategyExtended
+from keras_strategy.strategy import Strategy
 from keras_strategy.topology import resolve_devices
 
 
@@ -17,8 +19,12 @@ class MirroredStrategy(Strategy):
     Args:
         devices: A list of device names, such as `["gpu:0", "gpu:1"]`; None for
             all local accelerators, or all (logical) CPUs where there is none.
+        cross_device_ops: How gradients and `all_reduce` add up on TensorFlow, such
+            as `ReductionToOneDevice()`; None lets TensorFlow choose. JAX and torch
+            decide by themselves.
 
     Raises:
+        TypeError: If `cross_device_ops` is none of this package's choices.
         ValueError: If `devices` is empty, or holds a device that is not there,
             one twice, or several kinds.
         UnsupportedBackendError: If the Keras backend in use cannot train.
@@ -38,14 +44,24 @@ class MirroredStrategy(Strategy):
     ```
     """
 
-    def __init__(self, devices: Iterable[str] | None = None):
+    def __init__(
+        self,
+        devices: Iterable[str] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+    ):
+        check_cross_device_ops(cross_device_ops)
+        self._cross_device_ops = cross_device_ops
         available = get_backend().list_devices()
         if devices is not None and not isinstance(devices, str):
             # Beside accelerators, the CPUs may be asked for by name.
             devices = list(devices)
             available = [*available, *get_backend().list_devices("cpu")]
             available = list(dict.fromkeys(available))
-        super().__init__(StrategyExtended(self, resolve_devices(devices, available)))
+        devices = resolve_devices(devices, available)
+        super().__init__(StrategyExtended(self, devices, cross_device_ops))
 
     def __reduce__(self):
-        return type(self), (list(self.extended.worker_devices),)
+        return type(self), (
+            list(self.extended.worker_devices),
+            self._cross_device_ops,
+        )

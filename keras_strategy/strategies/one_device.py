@@ -2,10 +2,15 @@
 
 import contextlib
 
+import keras
+
 from keras_strategy.backends import get_backend
 from keras_strategy.backends.single import SingleReplicaGroup
-from keras_strategy.strategy import Strategy, StrategyExtended
+from keras_strategy.extended import StrategyExtended, check_variable
+from keras_strategy.strategy import Strategy
 from keras_strategy.topology import canonical_device, resolve_devices
+from keras_strategy.training import keras_hooks
+from keras_strategy.updating import Containers
 
 
 class OneDeviceStrategy(Strategy):
@@ -52,9 +57,10 @@ class DefaultStrategy(Strategy):
 class DefaultExtended(StrategyExtended):
     """Installs no hooks and asks for no device, so that a process may just look."""
 
-    def __init__(self, strategy: Strategy):
-        self._strategy = strategy
-        self.group = DefaultGroup(strategy, ())
+    def __init__(self, container_strategy: Strategy):
+        self._strategy = container_strategy
+        self._containers = Containers()
+        self.group = DefaultGroup(container_strategy, ())
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
@@ -65,6 +71,11 @@ class DefaultExtended(StrategyExtended):
     def parameter_devices(self) -> tuple[str, ...]:
         """The same."""
         return self.worker_devices
+
+    def variable_created_in_scope(self, v: keras.Variable) -> bool:
+        """Whether a variable was made outside of every scope."""
+        check_variable("v", v)
+        return keras_hooks.strategy_of_variable(v) is None
 
 
 class DefaultGroup(SingleReplicaGroup):

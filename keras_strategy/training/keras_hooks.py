@@ -7,6 +7,7 @@ equality tests notice one that changed their meaning.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from keras.src.trainers.data_adapters.generator_data_adapter import (
     GeneratorDataAdapter,
 )
 
-from keras_strategy import context, hooking, input_splitting
+from keras_strategy import config, context, hooking, input_splitting, mirror_check
 from keras_strategy.backends import get_backend
 from keras_strategy.hooking import Hook, model_hook
 from keras_strategy.input_sources import ReadOnce, as_array
@@ -57,6 +58,11 @@ def strategy_of_model(model: keras.Model) -> Any:
     return None
 
 
+def _belongs_to(variable: Any, strategy: Any) -> None:
+    vars(variable)["_ks_strategy"] = strategy
+    strategy.extended.variables[id(variable)] = variable
+
+
 def adopt_variables(strategy: Any, model: keras.Model) -> None:
     """Mirrors what a model needs and what was made outside the scope.
 
@@ -89,7 +95,7 @@ def adopt(strategy: Any, variables: Any) -> None:
     if strangers:
         strategy.extended.group.adopt(strangers)
     for variable in strangers:
-        vars(variable)["_ks_strategy"] = strategy
+        _belongs_to(variable, strategy)
 
 
 # --- which strategy a model and its variables belong to
@@ -120,7 +126,7 @@ def _variable_init(original: Callable) -> Callable:
         original(self, *args, **kwargs)
         strategy = context.current_scope()
         if strategy is not None:
-            vars(self)["_ks_strategy"] = strategy
+            _belongs_to(self, strategy)
 
     return __init__
 
@@ -146,7 +152,20 @@ def _in_scope(original: Callable) -> Callable:
         context.require_cross_replica(strategy, name)
         with strategy.scope():
             adopt_variables(strategy, self)
-            return original(self, *args, **kwargs)
+            if not config.checks_mirrored():
+                return original(self, *args, **kwargs)
+            if name == "fit":
+                call = inspect.signature(original).bind(self, *args, **kwargs)
+                callbacks = call.arguments.get("callbacks")
+                if not isinstance(callbacks, keras.callbacks.CallbackList):
+                    call.arguments["callbacks"] = [
+                        *keras.tree.flatten(callbacks or []),
+                        mirror_check.MirrorCheck(strategy),
+                    ]
+                args, kwargs = call.args[1:], call.kwargs
+            result = original(self, *args, **kwargs)
+            mirror_check.check(strategy, name)
+            return result
 
     return entry_point
 

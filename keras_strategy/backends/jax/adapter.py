@@ -4,13 +4,17 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import jax
 import keras
+from jax.core import Tracer
 
 from keras_strategy import hooking
 from keras_strategy.backends.jax import devices, gradients
+from keras_strategy.backends.jax.replica import in_program
 
 if TYPE_CHECKING:
     from keras_strategy.backends.jax.group import JaxReplicaGroup
+    from keras_strategy.cross_device_ops import CrossDeviceOps
     from keras_strategy.strategy import Strategy
 
 
@@ -30,6 +34,19 @@ class JaxBackend:
 
     def is_tensor(self, value: Any) -> bool:
         return keras.ops.is_tensor(value)
+
+    def copy_to(self, value: Any, device: str) -> Any:
+        target = devices.device_named(device)
+        if isinstance(value, Tracer):
+            return value
+        if isinstance(value, jax.Array):
+            for shard in value.addressable_shards:
+                if shard.device == target and shard.data.shape == value.shape:
+                    return shard.data
+        return jax.device_put(value, target)
+
+    def in_trace(self) -> bool:
+        return in_program()
 
     def value_and_grad(
         self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
@@ -54,8 +71,13 @@ class JaxBackend:
         """Nothing is compiled by its Python source."""
 
     def create_group(
-        self, strategy: "Strategy", devices: tuple[str, ...]
+        self,
+        strategy: "Strategy",
+        devices: tuple[str, ...],
+        cross_device_ops: "CrossDeviceOps | None",
     ) -> "JaxReplicaGroup":
         from keras_strategy.backends.jax.group import JaxReplicaGroup
 
+        if cross_device_ops is not None:
+            cross_device_ops.say_that_it_has_no_effect("jax")
         return JaxReplicaGroup(strategy, devices)

@@ -4,16 +4,30 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
+import keras
+from keras import tree
 
+from keras_strategy.backends import get_backend
 from keras_strategy.backends.jax import keras_hooks, on_read
 from keras_strategy.backends.jax.distribution import ReplicaDistribution
+from keras_strategy.backends.jax.replica import (
+    TracedMirrored,
+    TracedPerReplica,
+    in_program,
+    of_this_replica,
+)
 from keras_strategy.backends.jax.runner import Runner
 from keras_strategy.backends.jax.sharded import gathered, placed, reduced, shards
-from keras_strategy.values import DistributedValues, ReduceOp
+from keras_strategy.backends.threads.keras_hooks import keras_scope
+from keras_strategy.backends.threads.scopes import MergedScope
+from keras_strategy.updating import VariableComponent, bare, update_components
+from keras_strategy.values import DistributedValues, Mirrored, ReduceOp
 from keras_strategy.variables import is_on_read
 
 if TYPE_CHECKING:
+    from keras_strategy.options import RunOptions
     from keras_strategy.strategy import Strategy
 
 
@@ -35,6 +49,11 @@ class JaxReplicaGroup:
                 keras_hooks.set_layout(variable, layout)
 
     def components(self, variable: Any) -> tuple[Any, ...]:
+        if in_program():
+            return TracedPerReplica(keras_hooks.traced_value(variable)).values
+        scope = keras_scope()
+        if isinstance(scope, MergedScope):
+            return tuple(scope.components(variable))
         if is_on_read(variable):
             stacked = on_read.locals_of(variable, self.distribution)
             return tuple(part[0] for part in shards(stacked, self.distribution))
@@ -42,8 +61,57 @@ class JaxReplicaGroup:
         # Copies, since the next step overwrites the variable's own buffers.
         return tuple(jnp.copy(part) for part in shards(array, self.distribution))
 
-    def run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        return self._runner.run(fn, args, kwargs)
+    def assign_components(self, variable: Any, values: Sequence[Any]) -> None:
+        # Copies: a value may be part of another variable's array, which the next
+        # step overwrites.
+        devices = self.distribution.devices
+        parts = [
+            jnp.copy(jax.device_put(value, device))
+            for value, device in zip(values, devices, strict=True)
+        ]
+        scope = keras_scope()
+        if isinstance(scope, MergedScope):
+            scope.assign_components(variable, parts)
+            return
+        if is_on_read(variable):
+            on_read.remember_parts(variable, parts, self.distribution)
+            return
+        array = jax.make_array_from_single_device_arrays(
+            tuple(variable.shape), self.distribution.everywhere, parts
+        )
+        keras_hooks.set_array(variable, array)
+
+    def update(
+        self, variable: Any, fn: Callable[..., Any], args: tuple, kwargs: dict
+    ) -> Any:
+        if not in_program():
+            return update_components(self, variable, fn, args, kwargs)
+        # One trace serves all replicas: this replica's component stands for all.
+        value = keras_hooks.traced_value(variable)
+        component = VariableComponent(variable, value, ", ".join(self.devices))
+        args, kwargs = tree.map_structure(of_this_replica, (args, kwargs))
+        result = bare(fn(component, *args, **kwargs))
+        if component.assigned:
+            keras_hooks.write(variable, component.value)
+        return tree.map_structure(
+            lambda leaf: TracedMirrored(leaf) if keras.ops.is_tensor(leaf) else leaf,
+            result,
+        )
+
+    def mirror(self, value: Any) -> Mirrored:
+        value = keras.ops.convert_to_tensor(value)
+        if in_program():
+            return TracedMirrored(value)
+        return Mirrored([get_backend().copy_to(value, name) for name in self.devices])
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple,
+        kwargs: dict,
+        options: "RunOptions",
+    ) -> Any:
+        return self._runner.run(fn, args, kwargs, options.compile is not False)
 
     def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
         return reduced(reduce_op, value, axis, self.distribution)

@@ -250,6 +250,13 @@ def write(variable: Any, value: Any) -> None:
         scope.add_update((variable, value))
 
 
+def traced_value(variable: Any) -> Any:
+    """What a variable is in the program that is being traced."""
+    scope = get_stateless_scope()
+    value = None if scope is None else scope.get_current_value(variable)
+    return variable._value if value is None else value
+
+
 def array_of(variable: Any) -> Any:
     """The array that a variable holds, whatever scope this is in."""
     return variable._value

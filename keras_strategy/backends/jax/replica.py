@@ -11,7 +11,12 @@ from keras_strategy import context
 from keras_strategy.backends.jax import keras_hooks
 from keras_strategy.backends.jax.distribution import AXIS
 from keras_strategy.training.row_weights import weighted
-from keras_strategy.values import DistributedValues, PerReplica, ReduceOp
+from keras_strategy.values import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    ReduceOp,
+)
 
 if TYPE_CHECKING:
     from keras_strategy.strategy import Strategy
@@ -51,18 +56,10 @@ class JaxReplica:
         def merged(leaf):
             return TracedPerReplica(leaf) if keras.ops.is_tensor(leaf) else leaf
 
-        def mine(leaf):
-            if isinstance(leaf, TracedPerReplica):
-                return leaf.component
-            if isinstance(leaf, DistributedValues):
-                stacked = jax.numpy.stack([jax.numpy.asarray(v) for v in leaf.values])
-                return stacked[self.id]
-            return leaf
-
         args, kwargs = tree.map_structure(merged, (args, kwargs))
         with context.strategy_in_charge(self._strategy):
             result = merge_fn(self._strategy, *args, **kwargs)
-        return tree.map_structure(mine, result)
+        return tree.map_structure(of_this_replica, result)
 
     def once(self, fn: Callable[[], Any]) -> Any:
         with keras_hooks.outside_of_trace():
@@ -75,7 +72,7 @@ class JaxReplica:
         keras_hooks.write(variable, value)
 
 
-class TracedPerReplica(PerReplica):
+class Traced(DistributedValues):
     """A value of all replicas inside their program, where each sees its own part.
 
     Args:
@@ -88,3 +85,30 @@ class TracedPerReplica(PerReplica):
     @property
     def values(self) -> tuple[Any, ...]:
         return tuple(jax.lax.all_gather(self.component, AXIS, axis=0))
+
+
+class TracedPerReplica(Traced, PerReplica):
+    """One that may differ from replica to replica."""
+
+
+class TracedMirrored(Traced, Mirrored):
+    """One that is the same on every replica."""
+
+
+def in_program() -> bool:
+    """Whether this code is traced as part of the replicas' program."""
+    try:
+        jax.lax.axis_index(AXIS)
+    except NameError:  # JAX's way to say that there is no such axis here
+        return False
+    return True
+
+
+def of_this_replica(leaf: Any) -> Any:
+    """What the replica that is traced holds of a value."""
+    if isinstance(leaf, Traced):
+        return leaf.component
+    if isinstance(leaf, DistributedValues):
+        stacked = jax.numpy.stack([jax.numpy.asarray(v) for v in leaf.values])
+        return stacked[jax.lax.axis_index(AXIS)]
+    return leaf

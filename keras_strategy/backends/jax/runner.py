@@ -92,12 +92,16 @@ class Runner:
         self._functions: OrderedDict[Any, Function] = OrderedDict()
         self._fingerprints: dict[Any, Any] = {}
 
-    def run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    def run(
+        self, fn: Callable[..., Any], args: tuple, kwargs: dict, compiled: bool
+    ) -> Any:
         """See `ReplicaGroup.run`."""
         function = self._function(fn)
-        try:
-            arguments = take_apart((args, kwargs), self._distribution)
-        except NotOneProgram:
+        arguments = None
+        if compiled:
+            with contextlib.suppress(NotOneProgram):
+                arguments = take_apart((args, kwargs), self._distribution)
+        if arguments is None:
             self._learn(fn, function, of_first_replica((args, kwargs), self._replicas))
             return self._threaded.run(fn, args, kwargs)
 

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution
-from keras_strategy.backends.jax.replica import TracedPerReplica
+from keras_strategy.backends.jax.replica import Traced
 from keras_strategy.values import DistributedValues, PerReplica, ReduceOp
 
 
@@ -112,7 +112,7 @@ def reduced(
     distribution: ReplicaDistribution,
 ) -> Any:
     """See `ReplicaGroup.reduce`."""
-    if isinstance(value, TracedPerReplica):
+    if isinstance(value, Traced):
         return _reduced_in_program(reduce_op, value.component, axis)
     values = value.values
     if not all(is_array(component) for component in values):

@@ -12,6 +12,7 @@ from keras_strategy.values import DistributedValues
 
 if TYPE_CHECKING:
     from keras_strategy.backends.tensorflow.group import TensorFlowGroup
+    from keras_strategy.cross_device_ops import CrossDeviceOps
     from keras_strategy.datasets import DistributedDataset
     from keras_strategy.input_options import InputOptions
     from keras_strategy.strategy import Strategy
@@ -37,6 +38,13 @@ class TensorFlowBackend:
 
     def is_tensor(self, value: Any) -> bool:
         return tf.is_tensor(value)
+
+    def copy_to(self, value: Any, device: str) -> Any:
+        with tf.device(native_name(device)):
+            return tf.identity(value)
+
+    def in_trace(self) -> bool:
+        return tf.inside_function()
 
     def value_and_grad(
         self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
@@ -83,11 +91,14 @@ class TensorFlowBackend:
             )
 
     def create_group(
-        self, strategy: "Strategy", devices: tuple[str, ...]
+        self,
+        strategy: "Strategy",
+        devices: tuple[str, ...],
+        cross_device_ops: "CrossDeviceOps | None",
     ) -> "TensorFlowGroup":
         from keras_strategy.backends.tensorflow.group import TensorFlowGroup
 
-        return TensorFlowGroup(strategy, devices)
+        return TensorFlowGroup(strategy, devices, cross_device_ops)
 
 
 backend = TensorFlowBackend()

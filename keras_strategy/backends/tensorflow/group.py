@@ -16,12 +16,18 @@ import tensorflow as tf
 from keras import tree
 
 from keras_strategy import context
+from keras_strategy.backends import get_backend
 from keras_strategy.backends.tensorflow import combine
 from keras_strategy.backends.tensorflow.compiled import CompiledRuns
+from keras_strategy.backends.tensorflow.cross_device_ops import (
+    native_cross_device_ops,
+)
 from keras_strategy.backends.tensorflow.devices import native_name
 from keras_strategy.backends.tensorflow.replica import Meeting, TensorFlowReplica
+from keras_strategy.updating import update_components
 from keras_strategy.values import (
     DistributedValues,
+    Mirrored,
     PerReplica,
     ReduceOp,
     regroup,
@@ -29,6 +35,8 @@ from keras_strategy.values import (
 )
 
 if TYPE_CHECKING:
+    from keras_strategy.cross_device_ops import CrossDeviceOps
+    from keras_strategy.options import RunOptions
     from keras_strategy.strategy import Strategy
 
 # Strategies of different sizes in one process abort each other's collectives when
@@ -48,17 +56,21 @@ class TensorFlowGroup:
     Args:
         strategy: The strategy.
         devices: Canonical names of two or more devices.
+        cross_device_ops: How gradients and `all_reduce` add up, None for the engine's
+            choice.
     """
 
-    def __init__(self, strategy: "Strategy", devices: tuple[str, ...]):
+    def __init__(
+        self,
+        strategy: "Strategy",
+        devices: tuple[str, ...],
+        cross_device_ops: "CrossDeviceOps | None" = None,
+    ):
         self.devices = devices
         self.strategy = strategy
-        # On CPUs collectives cost more than they save, and they do not work in the
-        # loop that steps_per_execution makes.
-        on_cpu = all(device.startswith("cpu:") for device in devices)
         self.native = _NativeStrategy(
             [native_name(device) for device in devices],
-            tf.distribute.ReductionToOneDevice() if on_cpu else None,
+            native_cross_device_ops(cross_device_ops, devices),
         )
         self.seed_generator: keras.random.SeedGenerator | None = None
         self._compiled = CompiledRuns(self.call)
@@ -79,7 +91,27 @@ class TensorFlowGroup:
     def components(self, variable: Any) -> tuple[Any, ...]:
         return tuple(self.native.experimental_local_results(variable._value))
 
-    def run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    def assign_components(self, variable: Any, values: Sequence[Any]) -> None:
+        for component, value in zip(self.components(variable), values, strict=True):
+            component.assign(value)
+
+    def update(
+        self, variable: Any, fn: Callable[..., Any], args: tuple, kwargs: dict
+    ) -> Any:
+        return update_components(self, variable, fn, args, kwargs)
+
+    def mirror(self, value: Any) -> Mirrored:
+        return Mirrored([get_backend().copy_to(value, name) for name in self.devices])
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple,
+        kwargs: dict,
+        options: "RunOptions",
+    ) -> Any:
+        if options.compile is False:
+            return self.call(fn, args, kwargs)
         if tf.inside_function() or tf.config.functions_run_eagerly():
             return self.call(fn, args, kwargs)
         return self._compiled(fn, args, kwargs)

@@ -102,8 +102,19 @@ class TensorFlowReplica:
         component.assign(tf.cast(value, component.dtype))
 
     def own(self, variable: Any) -> Any:
-        """This replica's component of a native variable."""
-        return self.group.native.experimental_local_results(variable)[self.id]
+        """This replica's component of a native variable.
+
+        Raises:
+            ValueError: If it is not mirrored.
+        """
+        components = self.group.native.experimental_local_results(variable)
+        if len(components) != len(self.group.devices):
+            raise ValueError(
+                f"The variable '{variable.name}' was made outside the scope of "
+                f"{self.group.strategy!r} and is assigned in `strategy.run`. Make it "
+                "inside `with strategy.scope():`."
+            )
+        return components[self.id]
 
     def _differentiable_sum(self, tensor: Any) -> Any:
         back = self._backward()

@@ -43,8 +43,17 @@ class MergedScope(keras.StatelessScope):
         self._scopes = scopes
         self._add = add
 
+    def components(self, variable: Any) -> list[Any]:
+        """What each replica holds of a variable."""
+        return [s.get_current_value(variable) for s in self._scopes]
+
+    def assign_components(self, variable: Any, values: Sequence[Any]) -> None:
+        """Sets what each replica holds of a variable."""
+        for scope, value in zip(self._scopes, values, strict=True):
+            scope.add_update((variable, value))
+
     def get_current_value(self, variable: Any) -> Any:
-        values: list[Any] = [s.get_current_value(variable) for s in self._scopes]
+        values = self.components(variable)
         if any(value is None for value in values):
             return None
         if is_on_read(variable) and variable.aggregation in ("sum", "mean"):

@@ -28,6 +28,14 @@ class TorchBackend:
     def is_tensor(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor)
 
+    def copy_to(self, value: Any, device: str) -> torch.Tensor:
+        target = devices.torch_device(device)
+        with keras.device(target):
+            return keras.ops.convert_to_tensor(value).to(target)
+
+    def in_trace(self) -> bool:
+        return False
+
     def value_and_grad(
         self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
     ) -> Callable[..., Any]:
@@ -47,7 +55,11 @@ class TorchBackend:
     def require_loop_in_python(self) -> None:
         """Nothing is compiled by its Python source."""
 
-    def create_group(self, strategy: Any, names: tuple[str, ...]) -> TorchGroup:
+    def create_group(
+        self, strategy: Any, names: tuple[str, ...], cross_device_ops: Any
+    ) -> TorchGroup:
+        if cross_device_ops is not None:
+            cross_device_ops.say_that_it_has_no_effect("torch")
         devices.use()
         return TorchGroup(strategy, names)
 

@@ -78,6 +78,13 @@ class Components:
                     tensor.copy_(value)
         self.version = self.first._version
 
+    def assign_each(self, values: Sequence[torch.Tensor]) -> None:
+        """Writes a value for each replica, outside of them."""
+        with torch.no_grad():
+            for tensor, value in zip(self.tensors, values, strict=True):
+                tensor.copy_(value)
+        self.version = self.first._version
+
     def _assign_parts(self, value: torch.Tensor) -> None:
         count = len(self.tensors)
         if value.is_floating_point() or value.is_complex():

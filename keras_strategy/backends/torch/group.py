@@ -9,15 +9,19 @@ import keras
 import torch
 
 from keras_strategy import context
+from keras_strategy.backends import get_backend
 from keras_strategy.backends.single import tensors_of_arrays
-from keras_strategy.backends.threads.keras_hooks import ThreadState
+from keras_strategy.backends.threads.keras_hooks import ThreadState, keras_scope
+from keras_strategy.backends.threads.scopes import MergedScope
 from keras_strategy.backends.threads.team import Team
 from keras_strategy.backends.torch.components import add, find_or_make
 from keras_strategy.backends.torch.devices import torch_device
 from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.backends.torch.run import Run
+from keras_strategy.updating import update_components
 from keras_strategy.values import (
     DistributedValues,
+    Mirrored,
     PerReplica,
     ReduceOp,
     is_numeric_array,
@@ -56,11 +60,35 @@ class TorchGroup:
             find_or_make(variable, self.torch_devices)
 
     def components(self, variable: Any) -> tuple[torch.Tensor, ...]:
+        scope = keras_scope()
+        if isinstance(scope, MergedScope):
+            return tuple(tensor.detach() for tensor in scope.components(variable))
         components = find_or_make(variable, self.torch_devices)
         components.refresh(variable)
         return tuple(tensor.detach() for tensor in components.tensors)
 
-    def run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    def assign_components(self, variable: Any, values: Sequence[torch.Tensor]) -> None:
+        scope = keras_scope()
+        if isinstance(scope, MergedScope):
+            scope.assign_components(variable, values)
+        else:
+            find_or_make(variable, self.torch_devices).assign_each(values)
+
+    def update(
+        self, variable: Any, fn: Callable[..., Any], args: tuple, kwargs: dict
+    ) -> Any:
+        return update_components(self, variable, fn, args, kwargs)
+
+    def mirror(self, value: Any) -> Mirrored:
+        return Mirrored([get_backend().copy_to(value, name) for name in self.devices])
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple,
+        kwargs: dict,
+        options: Any,  # there is nothing to compile
+    ) -> Any:
         # One run at a time: a second one of another Python thread waits.
         with self._lock:
             return self._run(fn, args, kwargs)

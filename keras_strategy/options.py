@@ -1,0 +1,75 @@
+"""What a call may ask for beside its arguments."""
+
+import logging
+from typing import Any, NamedTuple
+
+logger = logging.getLogger("keras_strategy")
+
+
+class RunOptions(NamedTuple):
+    """How `strategy.run` calls its function.
+
+    The three experimental ones are for TPUs under TensorFlow. They are accepted
+    everywhere, and have no effect where this package runs; a value other than the
+    default is logged.
+
+    Attributes:
+        experimental_enable_dynamic_batch_size: Has no effect.
+        experimental_bucketizing_dynamic_shape: Has no effect.
+        experimental_xla_options: Has no effect.
+        compile: False calls the function as Python on every call, which is slow and
+            good for looking into it; on JAX each replica then has a thread, and may
+            decide by its number. None and True compile it where the engine does: on
+            TensorFlow and JAX with several replicas.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    strategy = ks.OneDeviceStrategy("cpu:0")
+    options = ks.RunOptions(compile=None)
+    assert strategy.run(lambda: 3, options=options) == 3
+    ```
+    """
+
+    experimental_enable_dynamic_batch_size: bool = True
+    experimental_bucketizing_dynamic_shape: bool = False
+    experimental_xla_options: Any = None
+    compile: bool | None = None
+
+
+def check_run_options(options: Any) -> RunOptions:
+    """Returns the options of a run.
+
+    Args:
+        options: `RunOptions`, or None for the default ones.
+
+    Raises:
+        TypeError: If `options` is something else.
+        ValueError: If one of them has a value that it cannot have.
+    """
+    if options is None:
+        return RunOptions()
+    if not isinstance(options, RunOptions):
+        raise TypeError(
+            "Argument `options` of `run` must be a `keras_strategy.RunOptions` or "
+            f"None. Received: options={options!r} of type {type(options).__name__}"
+        )
+    if options.compile not in (None, True, False):
+        raise ValueError(
+            "`RunOptions.compile` must be None, True or False. Received: "
+            f"compile={options.compile!r}"
+        )
+    if options[:3] != RunOptions()[:3]:
+        logger.info("The experimental ones of %r have no effect here.", options)
+    return options
+
+
+def check_communication_options(options: Any) -> None:
+    """Raises `ValueError` unless `options` of a collective is None."""
+    if options is not None:
+        raise ValueError(
+            "Argument `options` must be None: there are no communication options yet, "
+            f"and the engine decides how values travel. Received: options={options!r}"
+        )

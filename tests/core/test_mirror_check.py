@@ -1,0 +1,132 @@
+"""config.check_mirrored: lost mirrors are noticed, where they are lost."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_strategy as ks
+
+X = np.random.RandomState(0).randn(10, 3).astype("float32")
+
+
+@pytest.fixture(autouse=True)
+def checking():
+    ks.config.check_mirrored(True)
+    yield
+    ks.config.check_mirrored(False)
+
+
+def drift(variable):
+    """Assigns what depends on the replica."""
+    replica = ks.get_replica_context()
+    offset = keras.ops.cast(replica.replica_id_in_sync_group, "float32")
+    variable.assign(keras.ops.ones(variable.shape) + offset)
+
+
+def test_a_variable_that_drifts_in_run(mirrored):
+    strategy = mirrored(3)
+    with strategy.scope():
+        good = keras.Variable([1.0, 2.0], name="good")
+        bad = keras.Variable([1.0, 2.0], name="bad", aggregation="none")
+    strategy.run(lambda: good.assign_add([1.0, 1.0]))
+
+    def step():
+        drift(bad)
+
+    with pytest.raises(ks.errors.MirrorError, match="'bad'.*replica 1.*up to 1"):
+        strategy.run(step)
+    bad.assign([1.0, 2.0])
+    assert strategy.run(lambda: 3) == 3
+
+
+def test_off_means_off(two):
+    with two.scope():
+        bad = keras.Variable([1.0, 2.0], aggregation="none")
+    ks.config.check_mirrored(False)
+
+    def step():
+        drift(bad)
+
+    two.run(step)
+    first, second = two.experimental_local_results(bad)
+    assert float(first[0]) == 1.0 and float(second[0]) == 2.0
+
+
+def test_what_may_differ(two):
+    with two.scope():
+        own = keras.Variable(
+            [1.0, 2.0], synchronization="on_read", aggregation="mean", trainable=False
+        )
+        nan = keras.Variable([float("nan")], aggregation="none", trainable=False)
+        mean = keras.Variable([1.0, 2.0], aggregation="mean", trainable=False)
+
+    def step():
+        drift(own)
+        drift(mean)
+        nan.assign(nan.value * 1.0)
+
+    two.run(step)
+    np.testing.assert_allclose(mean.numpy(), [1.5, 1.5])
+
+
+class Layer(keras.layers.Layer):
+    """Keeps something that must not differ."""
+
+    bad = False
+
+    def build(self, shape):
+        self.steps = self.add_weight(
+            shape=(), initializer="zeros", name="steps", dtype="int32", trainable=False
+        )
+
+    def call(self, x):
+        step = 1
+        replica = ks.get_replica_context()
+        if self.bad and replica is not None:
+            step = keras.ops.cast(replica.replica_id_in_sync_group, "int32")
+        self.steps.assign_add(step)
+        return x
+
+
+@pytest.mark.parametrize("callbacks", [None, "one", "list"])
+def test_fit_of_a_sound_model(callbacks, two):
+    batches = []
+    counting = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: batches.append(batch)
+    )
+    callbacks = {None: None, "one": counting, "list": [counting]}[callbacks]
+    with two.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((3,)),
+                Layer(),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(0.5),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile("adam", "mse", metrics=["mae"])
+    model.fit(X, X[:, :1], 4, 2, 0, callbacks)
+    assert batches == ([] if callbacks is None else [0, 1, 2] * 2)
+    model.train_on_batch(X, X[:, :1])
+    model.evaluate(X, X[:, :1], verbose=0)
+    model.predict(X, verbose=0)
+
+
+def test_fit_of_a_model_that_drifts(two):
+    with two.scope():
+        layer = Layer()
+        model = keras.Sequential([keras.Input((3,)), layer, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    layer.bad = True
+    if keras.backend.backend() == "jax":
+        # One program for all replicas: it has no way to differ.
+        model.fit(X, X[:, :1], verbose=0)
+        return
+    with pytest.raises(ks.errors.MirrorError, match="steps"):
+        model.fit(X, X[:, :1], verbose=0)
+
+
+def test_what_it_takes():
+    with pytest.raises(TypeError, match="enabled=1"):
+        ks.config.check_mirrored(1)

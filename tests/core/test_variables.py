@@ -1,0 +1,113 @@
+"""Variables in replica and cross-replica context, as tf.distribute has them."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_strategy as ks
+from tests.core.apis import APIS, number, per_replica, results
+
+
+@pytest.fixture(params=APIS, ids=lambda cls: cls.name)
+def api(request):
+    return request.param()
+
+
+def assign(variable):
+    def fn(x):
+        variable.assign(x)
+
+    return fn
+
+
+def add(variable):
+    def fn(x):
+        variable.assign_add(x)
+
+    return fn
+
+
+def test_adding_to_a_sum(api):
+    v = api.variable(0.0, aggregation="sum", trainable=False)
+    s = api.strategy
+    s.run(add(v), args=(per_replica(s, 1.0, 3.0),))
+    assert results(s, v) == [4.0, 4.0]
+
+
+def test_without_aggregation_each_replica_writes_its_own(api):
+    v, s = api.variable(1.0), api.strategy
+    s.run(add(v), args=(1.0,))
+    assert results(s, v) == [2.0, 2.0]
+    s.run(assign(v), args=(per_replica(s, 1.0, 3.0),))
+    assert results(s, v) == [1.0, 3.0]
+    v.assign(7.0)
+    assert results(s, v) == [7.0, 7.0]
+    with s.scope():
+        v.assign(8.0)
+    assert results(s, v) == [8.0, 8.0]
+
+
+@pytest.mark.parametrize(("aggregation", "total"), [("sum", 4.0), ("mean", 2.0)])
+def test_on_read(aggregation, total, api):
+    s = api.strategy
+    v = api.variable(
+        0.0, synchronization="on_read", aggregation=aggregation, trainable=False
+    )
+    s.run(add(v), args=(per_replica(s, 1.0, 3.0),))
+    assert results(s, v) == [1.0, 3.0]
+    assert float(v.numpy()) == total
+    seen = s.run(lambda: v + 0.0)
+    assert results(s, seen) == [1.0, 3.0]
+    with s.scope():
+        v.assign(10.0)
+    assert results(s, v) == [5.0, 5.0] if aggregation == "sum" else [10.0, 10.0]
+    assert float(v.numpy()) == 10.0
+
+
+def test_variables_of_nobody_and_of_others_are_read(two, mirrored):
+    outside = keras.Variable(3.0)
+    with mirrored(3).scope():
+        others = keras.Variable(4.0)
+    assert results(two, two.run(lambda: outside + 1.0)) == [4.0, 4.0]
+    assert results(two, two.run(lambda: others + 1.0)) == [5.0, 5.0]
+    assert not two.extended.variable_created_in_scope(outside)
+
+
+def test_local_results_of_a_variable_of_nobody(two):
+    outside = keras.Variable(3.0)
+    (value,) = two.experimental_local_results(outside)
+    assert number(value) == 3.0
+
+
+def test_assigning_a_variable_of_nobody_in_run(two):
+    outside = keras.Variable(1.0)
+
+    def add():
+        outside.assign_add(1.0)
+
+    if keras.backend.backend() == "tensorflow":
+        # What was traced before would go on reading the tensor that it had.
+        with pytest.raises(ValueError, match="made outside the scope"):
+            two.run(add)
+        return
+    two.run(add)
+    assert outside.numpy() == 2.0
+
+
+def test_a_structure_that_depends_on_the_replica(two):
+    def fn():
+        replica = ks.get_replica_context().replica_id_in_sync_group
+        return [np.float32(1)] if replica == 0 else {"a": np.float32(1)}
+
+    with pytest.raises(ValueError, match="same structure"):
+        two.run(fn, options=ks.RunOptions(compile=False))
+
+
+def test_gathering_unequal_rows(api):
+    s = api.strategy
+    rows = per_replica(s, [1, 2, 3, 4], [5, 6])
+
+    def fn(x):
+        return api.get_replica_context().all_gather(x, axis=0)
+
+    assert results(s, s.run(fn, args=(rows,))) == [[1, 2, 3, 4, 5, 6]] * 2
