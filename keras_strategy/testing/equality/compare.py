@@ -81,7 +81,7 @@ def train(
     # Before predict: on JAX, Keras gives weights away there that averages of an
     # optimizer may share.
     weights = [np.array(w) for w in model.get_weights()]
-    optimizer = [keras.ops.convert_to_numpy(v.value) for v in model.optimizer.variables]
+    optimizer = [np.array(v.numpy()) for v in model.optimizer.variables]
     predictions = model.predict(x, batch_size=batch_size, verbose=0)
     return Trained(
         model, weights, optimizer, logs, predictions, replicas_apart(strategy, model)
