@@ -104,7 +104,7 @@ def _dropout(original: Callable) -> Callable:
     """
 
     def dropout(inputs, rate, noise_shape=None, seed=None):
-        replica = distributed_replica()
+        replica: Any = distributed_replica()
         seeded = seed is not None and getattr(seed, "_initial_seed", seed) is not None
         if (
             replica is None
