@@ -52,6 +52,9 @@ class ReplicaContext:
         # The rest is the state of a training step, see training/row_weights.py.
         self._row_weight: Any = None
         self._applying = False
+        # Of the loss that is computed now.
+        self._loss_is_scalar = False
+        self._has_all_rows = False
         self._written: dict[int, Any] = {}
 
     @property

@@ -290,12 +290,54 @@ def _apply(original: Callable) -> Callable:
 # --- losses
 
 
+def _loss_call(original: Callable) -> Callable:
+    """`Loss.__call__`: a loss that gives one number is computed on all rows.
+
+    What it does with the rows is not known: Dice divides sums over all of them. Of the
+    replicas' numbers no mean would be what one device computes.
+    """
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        replica = distributed_replica()
+        if replica is None or replica._row_weight is None or replica._has_all_rows:
+            return original(self, y_true, y_pred, sample_weight)
+        replica._loss_is_scalar = False
+        loss = original(self, y_true, y_pred, sample_weight)
+        if not replica._loss_is_scalar:
+            return loss
+        mask = keras_backend.get_keras_mask(y_pred)
+        y_true, y_pred, sample_weight, mask = losses.rows_of_all(
+            replica, (y_true, y_pred, sample_weight, mask)
+        )
+        if mask is not None:
+            keras_backend.set_keras_mask(y_pred, mask)
+        replica._has_all_rows = True
+        try:
+            return original(self, y_true, y_pred, sample_weight)
+        finally:
+            replica._has_all_rows = False
+
+    return __call__
+
+
+def _reduce_weighted_values(original: Callable) -> Callable:
+    """`reduce_weighted_values`: notes what kind of loss `Loss.__call__` has."""
+
+    def reduce_weighted_values(values, *args, **kwargs):
+        replica = distributed_replica()
+        if replica is not None:
+            replica._loss_is_scalar = len(ops.shape(values)) == 0
+        return original(values, *args, **kwargs)
+
+    return reduce_weighted_values
+
+
 def _reduce_values(original: Callable) -> Callable:
     """`reduce_values`: a replica's loss has the denominator of all rows."""
 
     def reduce_values(values, sample_weight=None, reduction="sum_over_batch_size"):
         replica = distributed_replica()
-        if replica is None:
+        if replica is None or replica._has_all_rows:
             return original(values, sample_weight, reduction)
         return losses.reduce_values(replica, values, sample_weight, reduction)
 
@@ -307,7 +349,7 @@ def _apply_mask(original: Callable) -> Callable:
 
     def apply_mask(sample_weight, mask, dtype, reduction):
         replica = distributed_replica()
-        if replica is None:
+        if replica is None or replica._has_all_rows:
             return original(sample_weight, mask, dtype, reduction)
         return losses.apply_mask(
             replica, original, sample_weight, mask, dtype, reduction
@@ -468,6 +510,18 @@ def _hooks() -> list[Hook]:
             "apply",
             "(self, grads, trainable_variables=None)",
             _apply,
+        ),
+        Hook(
+            keras.losses.Loss,
+            "__call__",
+            "(self, y_true, y_pred, sample_weight=None)",
+            _loss_call,
+        ),
+        Hook(
+            keras_losses,
+            "reduce_weighted_values",
+            ("values",),
+            _reduce_weighted_values,
         ),
         Hook(
             keras_losses,

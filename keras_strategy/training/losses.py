@@ -9,7 +9,7 @@ over the replicas (see row_weights.py) is what one device computes on the whole 
 from collections.abc import Callable
 from typing import Any
 
-from keras import ops
+from keras import ops, tree
 
 from keras_strategy.context import ReplicaContext
 from keras_strategy.training.row_weights import if_any_rows
@@ -90,6 +90,33 @@ def apply_mask(
     # count of valid entries that belong to all replicas. The rest is its code for
     # reductions that do not rescale the mask.
     return original(sample_weight, valid * valid_weight, dtype, "sum")
+
+
+def rows_of_all(replica: ReplicaContext, structure: Any) -> Any:
+    """Gathers arrays that hold a row for each row of this replica, differentiably.
+
+    The gradient of what all replicas compute of them, weighted by the optimizer, is
+    the gradient of what one device computes.
+
+    Args:
+        replica: The replica, in a training step.
+        structure: Tensors, arrays and scalars; None where something is absent.
+
+    Returns:
+        The structure with the rows of the global batch. A scalar stays what it is.
+    """
+
+    def gather(x):
+        if x is None:
+            return None
+        x = ops.convert_to_tensor(x)
+        if len(x.shape) == 0:
+            return x
+        # A replica without rows works on a stand-in, which is none of the batch's.
+        count = if_any_rows(replica._row_weight, ops.shape(x)[0], 0)
+        return replica._replica.all_gather(x[:count], 0)
+
+    return tree.map_structure(gather, structure)
 
 
 def _count(values: Any, dtype: Any) -> Any:

@@ -14,14 +14,16 @@ RANDOM = {
     "Dropout": lambda: keras.layers.Dropout(0.5),
     "GaussianNoise": lambda: keras.layers.GaussianNoise(0.5),
     "SpatialDropout": lambda: keras.layers.SpatialDropout1D(0.5),
+    "RandomFlip": lambda: keras.layers.RandomFlip(),
 }
 
 
 def random_model(name):
+    shape = (2, 2, 1) if name == "RandomFlip" else (4, 1)
     model = keras.Sequential(
         [
             keras.Input((4,)),
-            keras.layers.Reshape((4, 1)),
+            keras.layers.Reshape(shape),
             RANDOM[name](),
             keras.layers.Flatten(),
             keras.layers.Dense(1),
@@ -113,8 +115,33 @@ def test_statistics_of_unsynchronized_batch_normalization(mirrored):
             )
 
 
+def test_unsynchronized_statistics_are_saved_as_they_are_everywhere(two, tmp_path):
+    def make():
+        model = keras.Sequential(
+            [
+                keras.Input((4,)),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile("sgd", "mse")
+        return model
+
+    with two.scope():
+        model = make()
+    model.fit(X, Y, batch_size=8, verbose=0)
+    model.save_weights(tmp_path / "model.weights.h5")
+    plain = make()
+    plain.load_weights(tmp_path / "model.weights.h5")
+    for saved, variable in zip(plain.variables, model.variables, strict=True):
+        for component in two.experimental_local_results(variable):
+            np.testing.assert_array_equal(
+                keras.ops.convert_to_numpy(component), saved.numpy()
+            )
+
+
 class OwnLogs(keras.Model):
-    """A test_step that returns a tensor of its own beside the metrics."""
+    """Steps that return a tensor of their own beside the metrics."""
 
     def __init__(self):
         super().__init__()
@@ -124,26 +151,32 @@ class OwnLogs(keras.Model):
         return self.dense(x)
 
     def test_step(self, *args):
-        if JAX:
-            logs, state = super().test_step(*args)
-            _, data = args
-        else:
-            (data,) = args
-            logs = super().test_step(data)
+        return self._with_logs(super().test_step(*args), args[-1])
+
+    def train_step(self, *args):
+        return self._with_logs(super().train_step(*args), args[-1])
+
+    def _with_logs(self, result, data):
+        # On JAX a step takes and returns the state too.
+        logs = result[0] if JAX else result
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         logs = {**logs, "mean of x": keras.ops.mean(x)}
-        return (logs, state) if JAX else logs
+        return (logs, result[1]) if JAX else logs
 
 
 @pytest.mark.parametrize("rows", [7, 8, 1])
 def test_logs_of_ones_own_are_weighted_by_rows(rows, mirrored):
-    def evaluate(strategy):
+    def logs(strategy):
         keras.utils.set_random_seed(1)
         with scope(strategy):
             model = OwnLogs()
             model.compile("sgd", "mse", metrics=["mae"])
-        return model.test_on_batch(X[:rows], Y[:rows], return_dict=True)
+        batch = X[:rows], Y[:rows]
+        return [
+            model.train_on_batch(*batch, return_dict=True),
+            model.test_on_batch(*batch, return_dict=True),
+        ]
 
-    one, many = evaluate(None), evaluate(mirrored(3))
-    assert one.keys() == many.keys() == {"loss", "mae", "mean of x"}
-    assert largest(list(one.values()), list(many.values())) < 1e-6
+    for one, many in zip(logs(None), logs(mirrored(3)), strict=True):
+        assert one.keys() == many.keys() == {"loss", "mae", "mean of x"}
+        assert largest(list(one.values()), list(many.values())) < 1e-6

@@ -9,6 +9,8 @@ from typing import Any
 import keras
 import numpy as np
 
+import keras_strategy as ks
+
 WEIGHTS = 2e-5
 LOGS = 1e-5
 
@@ -23,6 +25,7 @@ class Trained:
         optimizer: The values of its optimizer's variables.
         logs: Each metric of each epoch.
         predictions: What the model predicts for the training data.
+        apart: The largest difference between the replicas' components of a variable.
     """
 
     model: keras.Model
@@ -30,6 +33,7 @@ class Trained:
     optimizer: list[np.ndarray]
     logs: dict[str, Any]
     predictions: Any
+    apart: float
 
 
 def scope(strategy: Any) -> AbstractContextManager[Any]:
@@ -77,19 +81,41 @@ def train(
     # Before predict: on JAX, Keras gives weights away there that averages of an
     # optimizer may share.
     weights = [np.array(w) for w in model.get_weights()]
-    optimizer = [keras.ops.convert_to_numpy(v.value) for v in model.optimizer.variables]
+    optimizer = [np.array(v.numpy()) for v in model.optimizer.variables]
     predictions = model.predict(x, batch_size=batch_size, verbose=0)
-    return Trained(model, weights, optimizer, logs, predictions)
+    return Trained(
+        model, weights, optimizer, logs, predictions, replicas_apart(strategy, model)
+    )
+
+
+def replicas_apart(strategy: Any, model: keras.Model) -> float:
+    """The largest difference between replicas in a variable that they share."""
+    if not isinstance(strategy, ks.Strategy):
+        return 0.0
+    worst = 0.0
+    for variable in [*model.variables, *model.optimizer.variables]:
+        if variable.synchronization == "on_read":
+            continue
+        first, *others = [
+            keras.ops.convert_to_numpy(component)
+            for component in strategy.experimental_local_results(variable)
+        ]
+        if np.issubdtype(first.dtype, np.number):
+            worst = max(worst, largest([first] * len(others), others))
+    return worst
 
 
 def differences(one: Trained, many: Trained) -> dict[str, float]:
     """The largest differences between two trainings, by what differs.
 
     Raises:
-        ValueError: If there is something that is not finite, or of another shape.
+        ValueError: If there is something that is not finite or of another shape, or
+            if the replicas of the second do not hold the same.
     """
     if one.logs.keys() != many.logs.keys():
         raise ValueError(f"different logs: {set(one.logs) ^ set(many.logs)}")
+    if many.apart:
+        raise ValueError(f"the replicas' variables differ by {many.apart}")
     return {
         "weights": largest(one.weights, many.weights),
         "optimizer": largest(one.optimizer, many.optimizer),

@@ -1,11 +1,13 @@
 """Small models and data for the equality table. All of it is made up, from a seed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 from keras import layers, ops
+
+import keras_strategy as ks
 
 FEATURES, CLASSES, STEPS, WORDS = 4, 3, 6, 5
 
@@ -89,6 +91,35 @@ def two_outputs() -> keras.Model:
     return keras.Model(inputs, outputs)
 
 
+def softmax_outputs(names: Sequence[str]) -> keras.Model:
+    """One input, and the same probabilities of classes under several names."""
+    inputs = keras.Input((FEATURES,))
+    hidden = layers.Dense(8, "tanh")(inputs)
+    softmax = layers.Dense(CLASSES, "softmax")(hidden)
+    return keras.Model(inputs, {n: layers.Identity(name=n)(softmax) for n in names})
+
+
+def steps(rows: int) -> tuple[Any, Any]:
+    """Sequences of 6 steps of which some are all zero, and a target for each step."""
+    rng = np.random.RandomState(5)
+    x = rng.randn(rows, STEPS, 2).astype("float32")
+    return x * (rng.rand(rows, STEPS, 1) > 0.4), rng.randn(rows, STEPS, 1)
+
+
+def masked_steps(*middle: Callable[[], layers.Layer]) -> keras.Model:
+    """Leaves out the steps that are all zero."""
+    return keras.Sequential(
+        [
+            keras.Input((STEPS, 2)),
+            layers.Masking(),
+            layers.Dense(4, use_bias=False),
+            *(make() for make in middle),
+            layers.LSTM(4, return_sequences=True),
+            layers.Dense(1),
+        ]
+    )
+
+
 class AddedLoss(layers.Layer):
     """Adds the mean square of its input to the loss."""
 
@@ -148,3 +179,54 @@ class Total(keras.metrics.Metric):
 
     def result(self):
         return ops.cast(self.total, self.dtype)
+
+
+class Largest(keras.metrics.Metric):
+    """The largest absolute target. Replicas look at each other's, and hold the same.
+
+    A maximum is no sum of the replicas' parts, so it is not left to be added up.
+    """
+
+    def __init__(self, name="largest"):
+        super().__init__(name=name)
+        self.largest = self.add_variable(
+            (), "zeros", aggregation="only_first_replica", name="largest"
+        )
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        largest = ops.max(ops.abs(ops.cast(y_true, self.dtype)), keepdims=True)
+        replica = ks.get_replica_context()
+        if replica is not None:  # else all rows are here
+            largest = replica.all_gather(ops.reshape(largest, (1,)), axis=0)
+        self.largest.assign(ops.maximum(self.largest, ops.max(largest)))
+
+    def result(self):
+        return ops.cast(self.largest, self.dtype)
+
+
+class Choice(layers.Layer):
+    """The most probable class."""
+
+    def call(self, x):
+        return ops.argmax(x, axis=-1)
+
+
+class OwnMetrics(keras.Model):
+    """A model that updates metrics of values itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = mlp()
+        self.rows = keras.metrics.Mean(name="mean of rows")
+        self.scalar = keras.metrics.Mean(name="mean of a scalar")
+        self.total = keras.metrics.Sum(name="sum")
+
+    def call(self, x):
+        return self.body(x)
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        error = ops.abs(y - y_pred)
+        self.rows.update_state(error)
+        self.scalar.update_state(ops.mean(error))
+        self.total.update_state(error)
+        return super().compute_metrics(x, y, y_pred, sample_weight)
