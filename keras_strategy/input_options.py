@@ -109,7 +109,7 @@ class InputOptions(_Fields):
     prefetching by `tf.data` and hold for `tf.data` datasets on TensorFlow; all other
     data is put on the replicas' devices batch by batch, when the loop asks for it.
 
-    Args:
+    Attributes:
         experimental_fetch_to_device: Whether elements are prefetched to the
             replicas' devices rather than to the host. None means True.
         experimental_replication_mode: An `InputReplicationMode`. PER_REPLICA is for

@@ -62,11 +62,11 @@ def assigned(context: ReplicaContext, variable: Any, value: Any) -> Any:
     Returns:
         The value for this replica's component.
     """
+    context._written[id(variable)] = variable
     if is_on_read(variable):
         return if_any_rows(context._row_weight, value, variable.value)
     if variable.aggregation != "none":
         return aggregate(context, variable, value)
-    context._written[id(variable)] = variable
     return value
 
 

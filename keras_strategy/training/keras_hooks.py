@@ -430,7 +430,7 @@ def _mean_update_state(original: Callable) -> Callable:
             and replica._row_weight is not None
             and sample_weight is None
             and not isinstance(values, keras.KerasTensor)
-            and len(ops.shape(values)) == 0
+            and len(getattr(values, "shape", ())) == 0  # a Python number has none
         ):
             sample_weight = replica._row_weight
         return original(self, values, sample_weight)

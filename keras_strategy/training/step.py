@@ -17,11 +17,14 @@ from keras_strategy.values import select_replica
 from keras_strategy.variables import is_averaged
 
 
-def weighted_step(step: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+def weighted_step(
+    step: Callable[[Any], Any], written: set[int]
+) -> Callable[[Any, Any], Any]:
     """Makes a step of a model into one that a replica can run.
 
     Args:
         step: `model.train_step`, `test_step` or `predict_step`: data to outputs.
+        written: Takes the ids of the variables that the step assigns.
 
     Returns:
         A function of the replica's data and its weight, for `strategy.run`.
@@ -33,6 +36,7 @@ def weighted_step(step: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
         replica._row_weight, replica._written = weight, {}
         try:
             outputs = step(data)
+            written.update(replica._written)
             average_written_state(replica)
             return outputs
         finally:
@@ -80,7 +84,11 @@ def rows_of(data: Any) -> int:
 
 
 def merge_logs(
-    model: keras.Model, logs: Any, replicas: int, weights: Sequence[Any]
+    model: keras.Model,
+    logs: Any,
+    replicas: int,
+    weights: Sequence[Any],
+    written: set[int],
 ) -> Any:
     """Makes one structure of logs out of what a step returned on every replica.
 
@@ -89,10 +97,12 @@ def merge_logs(
         logs: What the replicas returned, joined: a dict of scalars, usually.
         replicas: The number of replicas.
         weights: Their row weights.
+        written: The ids of the variables that the step assigned.
 
     Returns:
         The metric where a key names one of the model's, else the mean of the
-        replicas' values, weighted by rows.
+        replicas' values, weighted by rows. Keras's own tracker of the loss is no
+        such metric for a step that leaves it alone and returns its own "loss".
     """
 
     def mean(structure):
@@ -104,6 +114,9 @@ def merge_logs(
     if not isinstance(logs, dict):
         return mean(logs)
     metrics = model.get_metrics_result()
+    for metric in model.metrics:
+        if metric.name == "loss" and not written & {id(v) for v in metric.variables}:
+            metrics.pop("loss", None)
     return {
         key: metrics[key] if key in metrics else mean(value)
         for key, value in logs.items()

@@ -180,3 +180,45 @@ def test_logs_of_ones_own_are_weighted_by_rows(rows, mirrored):
     for one, many in zip(logs(None), logs(mirrored(3)), strict=True):
         assert one.keys() == many.keys() == {"loss", "mae", "mean of x"}
         assert largest(list(one.values()), list(many.values())) < 1e-6
+
+
+class OwnLoss(keras.Model):
+    """A step that returns its loss and leaves Keras's tracker of it alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def test_step(self, *args):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(args[-1])
+        if JAX:
+            trainable, non_trainable, metrics = args[0]
+            predicted, _ = self.stateless_call(trainable, non_trainable, x)
+            return {"loss": keras.ops.mean((predicted - y) ** 2)}, args[0]
+        return {"loss": keras.ops.mean((self(x) - y) ** 2)}
+
+
+def test_a_loss_that_keras_does_not_track(mirrored):
+    def logged(strategy):
+        keras.utils.set_random_seed(1)
+        with scope(strategy):
+            model = OwnLoss()
+            model.compile("sgd", "mse")
+        return model.test_on_batch(X[:7], Y[:7], return_dict=True)
+
+    one, many = logged(None), logged(mirrored(3))
+    assert one["loss"] > 0
+    assert largest([one["loss"]], [many["loss"]]) < 1e-6
+
+
+def test_a_metric_that_is_a_number(mirrored):
+    def logged(strategy):
+        with scope(strategy):
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", metrics=[lambda y, predicted: 3.0])
+        return model.test_on_batch(X[:7], Y[:7])
+
+    assert logged(mirrored(3))[1] == logged(None)[1] == 3.0

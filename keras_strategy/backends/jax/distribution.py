@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import keras
 from jax.core import Tracer
+from jax.experimental.sparse import JAXSparse
 
 from keras_strategy.backends.jax.devices import device_named
 
@@ -49,8 +50,14 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         """The layout of a variable of `rank` dimensions."""
         return keras.distribution.TensorLayout([None] * rank, self.device_mesh)
 
-    def place_rows(self, array: Any) -> jax.Array:
-        """Puts a batch's array on the devices, split by rows where it can be."""
+    def place_rows(self, array: Any) -> Any:
+        """Puts a batch's array on the devices, split by rows where it can be.
+
+        A sparse matrix is computed whole on each of them: what it stores is in no
+        order of rows.
+        """
+        if isinstance(array, JAXSparse):
+            return jax.device_put(array, self.everywhere)
         if not hasattr(array, "shape"):
             array = keras.ops.convert_to_tensor(array)
         layout = self.get_data_layout(tuple(array.shape))

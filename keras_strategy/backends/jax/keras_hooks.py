@@ -44,6 +44,20 @@ def _get_distributed_iterator(original: Callable) -> Callable:
     return _get_distributed_iterator
 
 
+def _distribute_data(original: Callable) -> Callable:
+    """`_distribute_data`: Keras cannot place a sparse matrix on several devices."""
+
+    def _distribute_data(data, layouts=None):
+        distribution: Any = keras.distribution.distribution()
+        if not hasattr(distribution, "place"):  # not one of ours
+            return original(data, layouts)
+        return tree.map_structure(
+            lambda leaf: None if leaf is None else distribution.place_rows(leaf), data
+        )
+
+    return _distribute_data
+
+
 def _get_jax_state(original: Callable) -> Callable:
     """`Model._get_jax_state`: no two variables share an array that a step overwrites.
 
@@ -193,6 +207,7 @@ def hooks() -> list[Hook]:
             "(self, distribution)",
             _get_distributed_iterator,
         ),
+        Hook(jax_trainer, "_distribute_data", "(data, layouts=None)", _distribute_data),
         model_hook(
             "_get_jax_state",
             "(self, trainable_variables=False, non_trainable_variables=False, "

@@ -56,11 +56,12 @@ class TrainingStrategy:
         (data,) = args
         replicas = len(self._group.devices)
         shards, weights = split_batch(data, replicas)
+        written: set[int] = set()
         outputs = self._group.call(
-            weighted_step(step), (PerReplica(shards), PerReplica(weights)), {}
+            weighted_step(step, written), (PerReplica(shards), PerReplica(weights)), {}
         )
         if step in (self._model.train_step, self._model.test_step):
-            return merge_logs(self._model, outputs, replicas, weights)
+            return merge_logs(self._model, outputs, replicas, weights, written)
         return tree.map_structure(lambda value: join(value, weights), outputs)
 
 

@@ -23,20 +23,21 @@ def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callab
     Returns:
         A function of a list of one batch, as the one that Keras makes.
     """
-    step = weighted_step(getattr(model, f"{kind}_step"))
+    written: set[int] = set()
+    step = weighted_step(getattr(model, f"{kind}_step"), written)
 
     def function(data):
         batch, replicas = data[0], strategy.num_replicas_in_sync
         shards, weights = _shard(batch, replicas)
         if kind == "train":
             logs = strategy.run(step, args=(shards, PerReplica(weights)))
-            return merge_logs(model, logs, replicas, weights)
+            return merge_logs(model, logs, replicas, weights, written)
         with torch.no_grad():
             if kind == "predict":
                 _build(model, batch)
             outputs = strategy.run(step, args=(shards, PerReplica(weights)))
             if kind == "test":
-                return merge_logs(model, outputs, replicas, weights)
+                return merge_logs(model, outputs, replicas, weights, written)
         return _rows_in_order(outputs, strategy, weights)
 
     return function
