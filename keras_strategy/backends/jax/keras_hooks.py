@@ -22,6 +22,9 @@ from keras_strategy.hooking import Hook, model_hook
 from keras_strategy.training.keras_hooks import strategy_of_model
 from keras_strategy.training.row_weights import distributed_replica
 
+# Under which name Keras keeps the process's own seed generator.
+_SEED = "global_seed_generator"
+
 
 def _get_distributed_iterator(original: Callable) -> Callable:
     """`JAXEpochIterator._get_distributed_iterator`: a layout for every batch.
@@ -159,11 +162,10 @@ def _global_seed_generator(original: Callable) -> Callable:
         if not hasattr(distribution, "place"):
             return original()
         if distributed_replica() is not None:
-            name = seed_generator.GLOBAL_SEED_GENERATOR
-            generator = global_state.get_global_attribute(name)
+            generator = global_state.get_global_attribute(_SEED)
             if generator is None:
                 generator = keras.random.SeedGenerator()
-                global_state.set_global_attribute(name, generator)
+                global_state.set_global_attribute(_SEED, generator)
             return generator
         keras.distribution.set_distribution(None)
         try:
@@ -290,7 +292,7 @@ def set_layout(variable: Any, layout: Any) -> None:
 
 def is_global_seed(variable: Any) -> bool:
     """Whether a variable is the state of the process's own seed generator."""
-    generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    generator = global_state.get_global_attribute(_SEED)
     return generator is not None and generator.state is variable
 
 

@@ -21,7 +21,7 @@ from keras_strategy.hooking import Hook
 # --- settings that Keras holds for each thread
 
 _OWN = ("stateless_scope", "current_call_ctx", "distribution")
-_SEED = keras_seeds.GLOBAL_SEED_GENERATOR
+_SEED = "global_seed_generator"
 
 
 class ThreadState:
