@@ -47,6 +47,16 @@ def test_a_batch_is_split_where_it_can_be(two):
     assert distribution.get_data_layout(()).axes == ()
 
 
+@pytest.mark.parametrize(("batch_size", "warned"), [(8, False), (7, True)])
+def test_batches_that_are_not_divided_are_warned_about(batch_size, warned, two, caplog):
+    with two.scope():
+        model = small_model()
+    with caplog.at_level("WARNING", "keras_strategy"):
+        model.fit(X, Y, batch_size=batch_size, epochs=2, verbose=0)
+    messages = [r.message for r in caplog.records if "cannot be split" in r.message]
+    assert len(messages) == warned
+
+
 def test_the_scope_leaves_no_distribution_behind(two, mirrored):
     before = keras.distribution.distribution()
     with pytest.raises(KeyError), two.scope():

@@ -1,5 +1,7 @@
 """The layouts by which Keras's own global program works for a group."""
 
+import logging
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ from jax.experimental.sparse import JAXSparse
 
 from keras_strategy.backends.jax.devices import device_named
 
+logger = logging.getLogger("keras_strategy")
 # The name of the mesh's only axis.
 AXIS = "replica"
 
@@ -31,6 +34,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         )
         super().__init__(device_mesh=mesh, auto_shard_dataset=False)
         self.devices = found
+        self._warned = False
         self.mesh: jax.sharding.Mesh = mesh.backend_mesh
         self.everywhere = jax.sharding.NamedSharding(
             self.mesh, jax.sharding.PartitionSpec()
@@ -62,6 +66,28 @@ class ReplicaDistribution(keras.distribution.DataParallel):
             array = keras.ops.convert_to_tensor(array)
         layout = self.get_data_layout(tuple(array.shape))
         return jax.device_put(array, layout.backend_layout)
+
+    def noticing(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches as they are; a warning where the devices do not divide them.
+
+        A last batch that they do not divide is nothing to speak of.
+        """
+        previous = 0
+        for data in batches:
+            if previous % self.num_model_replicas and not self._warned:
+                self._warned = True
+                logger.warning(
+                    "Batches of %d rows cannot be split evenly over %d devices, so "
+                    "every device computes all of their rows: the result is right, "
+                    "and no faster than on one device. Choose a batch size that is a "
+                    "multiple of %d.",
+                    previous,
+                    self.num_model_replicas,
+                    self.num_model_replicas,
+                )
+            yield data
+            leaves = [x for x in keras.tree.flatten(data) if hasattr(x, "shape")]
+            previous = leaves[0].shape[0] if leaves and leaves[0].shape else 0
 
     def place(self, value: Any) -> Any:
         """Puts an array that is bound to other devices on all of ours."""

@@ -35,14 +35,14 @@ def _get_distributed_iterator(original: Callable) -> Callable:
     def _get_distributed_iterator(self, distribution):
         if not hasattr(distribution, "place"):  # not one of ours
             yield from original(self, distribution)
-        elif jax.default_backend() == "cpu":
-            for data in self.data_adapter.get_jax_iterator():
+            return
+        batches = distribution.noticing(self.data_adapter.get_jax_iterator())
+        if jax.default_backend() == "cpu":
+            for data in batches:
                 yield jax_trainer._distribute_data(data)
         else:
             # It distributes batch by batch as well, one step ahead.
-            yield from self._one_batch_ahead_iterator(
-                self.data_adapter.get_jax_iterator()
-            )
+            yield from self._one_batch_ahead_iterator(batches)
 
     return _get_distributed_iterator
 
