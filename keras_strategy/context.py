@@ -208,7 +208,7 @@ class _Place(threading.local):
     """Where this thread is."""
 
     def __init__(self):
-        self.scopes: list[Strategy] = []
+        self.scopes: list[Strategy | None] = []
         self.replica: ReplicaContext | None = None
 
 
@@ -242,8 +242,12 @@ def current_replica() -> ReplicaContext | None:
 
 
 @contextlib.contextmanager
-def strategy_in_charge(strategy: "Strategy") -> Iterator[None]:
-    """Puts this thread into the cross-replica context of `strategy`."""
+def strategy_in_charge(strategy: "Strategy | None") -> Iterator[None]:
+    """Puts this thread into the cross-replica context of `strategy`.
+
+    Args:
+        strategy: The strategy; None for what belongs to no strategy.
+    """
     _place.scopes.append(strategy)
     replica, _place.replica = _place.replica, None
     try:

@@ -13,7 +13,7 @@ from keras_strategy import context
 from keras_strategy.backends import get_backend
 from keras_strategy.backends.protocol import ReplicaGroup
 from keras_strategy.backends.single import SingleReplicaGroup
-from keras_strategy.options import check_communication_options
+from keras_strategy.options import check_call, check_communication_options
 from keras_strategy.topology import resolve_devices
 from keras_strategy.training import keras_hooks
 from keras_strategy.updating import Containers, VariableComponent
@@ -170,16 +170,7 @@ class StrategyExtended:
         ```
         """
         check_variable("var", var)
-        if not callable(fn):
-            raise TypeError(
-                "Argument `fn` must be a function. "
-                f"Received: fn={fn!r} of type {type(fn).__name__}"
-            )
-        if not isinstance(args, tuple | list):
-            raise ValueError(
-                "Argument `args` must be a tuple or list of positional arguments, "
-                f"such as (x,). Received: args={args!r} of type {type(args).__name__}"
-            )
+        check_call(fn, args)
         if isinstance(var, VariableComponent) or not self.variable_created_in_scope(
             var
         ):

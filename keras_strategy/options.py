@@ -1,4 +1,4 @@
-"""What a call may ask for beside its arguments."""
+"""What a call takes: a function, its arguments, and options beside them."""
 
 import logging
 from typing import Any, NamedTuple
@@ -37,6 +37,29 @@ class RunOptions(NamedTuple):
     experimental_bucketizing_dynamic_shape: bool = False
     experimental_xla_options: Any = None
     compile: bool | None = None
+
+
+def check_call(fn: Any, args: Any) -> None:
+    """Checks what is to be called on components or replicas.
+
+    Args:
+        fn: The function.
+        args: Its positional arguments.
+
+    Raises:
+        TypeError: If `fn` cannot be called.
+        ValueError: If `args` is neither a tuple nor a list.
+    """
+    if not callable(fn):
+        raise TypeError(
+            "Argument `fn` must be a function. "
+            f"Received: fn={fn!r} of type {type(fn).__name__}"
+        )
+    if not isinstance(args, tuple | list):
+        raise ValueError(
+            "Argument `args` must be a tuple or list of positional arguments, "
+            f"such as (x,). Received: args={args!r} of type {type(args).__name__}"
+        )
 
 
 def check_run_options(options: Any) -> RunOptions:

@@ -13,7 +13,7 @@ from keras import tree
 from keras_strategy import config, context, input_splitting, mirror_check
 from keras_strategy.datasets import DistributedDataset
 from keras_strategy.input_options import InputContext, InputOptions
-from keras_strategy.options import RunOptions, check_run_options
+from keras_strategy.options import RunOptions, check_call, check_run_options
 from keras_strategy.values import (
     DistributedValues,
     PerReplica,
@@ -148,16 +148,7 @@ class Strategy:
         ]
         ```
         """
-        if not callable(fn):
-            raise TypeError(
-                "Argument `fn` must be a function. "
-                f"Received: fn={fn!r} of type {type(fn).__name__}"
-            )
-        if not isinstance(args, tuple | list):
-            raise ValueError(
-                "Argument `args` must be a tuple or list of positional arguments, "
-                f"such as (x,). Received: args={args!r} of type {type(args).__name__}"
-            )
+        check_call(fn, args)
         options = check_run_options(options)
         context.require_cross_replica(self, "run")
         with self.scope():

@@ -130,3 +130,11 @@ def test_fit_of_a_model_that_drifts(two):
 def test_what_it_takes():
     with pytest.raises(TypeError, match="enabled=1"):
         ks.config.check_mirrored(1)
+
+
+def test_the_seeds_of_the_process_belong_to_no_strategy(two):
+    keras.utils.clear_session()  # forgets the generator that other tests made
+    with two.scope():
+        keras.random.uniform((2,))
+    two.run(lambda: keras.random.uniform((2,)))
+    assert two.run(lambda: 3) == 3

@@ -17,6 +17,7 @@ from keras import tree
 from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
+from keras_strategy import context
 from keras_strategy.backends.threads import keras_hooks as thread_hooks
 from keras_strategy.hooking import Hook, model_hook
 from keras_strategy.training.keras_hooks import strategy_of_model
@@ -164,12 +165,14 @@ def _global_seed_generator(original: Callable) -> Callable:
         if distributed_replica() is not None:
             generator = global_state.get_global_attribute(_SEED)
             if generator is None:
-                generator = keras.random.SeedGenerator()
+                with context.strategy_in_charge(None):
+                    generator = keras.random.SeedGenerator()
                 global_state.set_global_attribute(_SEED, generator)
             return generator
         keras.distribution.set_distribution(None)
         try:
-            return original()
+            with context.strategy_in_charge(None):
+                return original()
         finally:
             keras.distribution.set_distribution(distribution)
 

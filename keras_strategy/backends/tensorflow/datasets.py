@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_strategy import context
 from keras_strategy.backends.tensorflow.devices import native_name
 from keras_strategy.backends.tensorflow.group import TensorFlowGroup
-from keras_strategy.backends.tensorflow.training import _common_rows, _slice
+from keras_strategy.backends.tensorflow.training import common_rows, slice_rows
 from keras_strategy.datasets import (
     DistributedDataset,
     DistributedIterator,
@@ -87,7 +87,7 @@ def split_by_rows(dataset: Any, replicas: int) -> Any:
     def parts(*element):
         element = element if type(spec) is tuple else element[0]
         leaves = [leaf for leaf in tf.nest.flatten(element) if leaf is not None]
-        rows = tf.cast(_common_rows(leaves), tf.int64)
+        rows = tf.cast(common_rows(leaves), tf.int64)
         block = (rows + replicas - 1) // replicas
 
         def part(replica):
@@ -95,7 +95,7 @@ def split_by_rows(dataset: Any, replicas: int) -> Any:
             end = tf.minimum(begin + block, rows)
 
             def rows_of_leaf(leaf):
-                result = _slice(leaf, (begin, end))
+                result = slice_rows(leaf, (begin, end))
                 if fixed is not None and isinstance(result, tf.Tensor):
                     result.set_shape([fixed, *result.shape[1:]])
                 return result

@@ -91,7 +91,7 @@ def split_batch(data: Any, replicas: int) -> tuple[list[Any], list[Any]]:
         counts = [_rows(leaves[0].values[replica]) for replica in range(replicas)]
     else:
         data = tree.map_structure(_as_tensor, data)
-        rows = _common_rows([_as_tensor(leaf) for leaf in leaves])
+        rows = common_rows([_as_tensor(leaf) for leaf in leaves])
         # As `row_weights.split_rows`, with numbers that are known at run time.
         block = (rows + replicas - 1) // replicas
         bounds = [tf.minimum(block * i, rows) for i in range(replicas + 1)]
@@ -101,13 +101,15 @@ def split_batch(data: Any, replicas: int) -> tuple[list[Any], list[Any]]:
             # A replica without rows works on a stand-in, of weight 0: some of
             # TensorFlow's kernels abort the process when there is no row at all.
             first = tf.maximum(tf.minimum(begin, rows - 1), 0)
-            take = functools.partial(_slice, bounds=(first, tf.maximum(end, first + 1)))
+            take = functools.partial(
+                slice_rows, bounds=(first, tf.maximum(end, first + 1))
+            )
             shards.append(tree.map_structure(take, data))
     total = tf.cast(tf.add_n(counts), "float32")
     return shards, [tf.cast(count, "float32") / total for count in counts]
 
 
-def _common_rows(leaves: Sequence[Any]) -> Any:
+def common_rows(leaves: Sequence[Any]) -> Any:
     """The rows of a batch, as a tensor; arrays that differ in rows are refused."""
     if all(leaf.shape.rank and leaf.shape[0] is not None for leaf in leaves):
         rows_of(leaves)
@@ -138,7 +140,13 @@ def _rows(value: Any) -> Any:
     return tf.shape(value)[0]
 
 
-def _slice(value: Any, bounds: tuple[Any, Any]) -> Any:
+def slice_rows(value: Any, bounds: tuple[Any, Any]) -> Any:
+    """Some rows of a tensor, dense, ragged or sparse.
+
+    Args:
+        value: The tensor, or None.
+        bounds: Where the rows begin and end; they may be tensors.
+    """
     begin, end = bounds
     if value is None:
         return None
@@ -168,7 +176,7 @@ def join(value: Any, weights: Sequence[Any]) -> Any:
     if parts[0].shape.rank == 0:
         return tf.stack(parts)
     real = [
-        _slice(part, (0, tf.where(weight > 0, _rows(part), 0)))
+        slice_rows(part, (0, tf.where(weight > 0, _rows(part), 0)))
         for part, weight in zip(parts, weights, strict=True)
     ]
     if isinstance(parts[0], tf.SparseTensor):
