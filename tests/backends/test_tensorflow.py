@@ -1,5 +1,6 @@
 """What is TensorFlow's alone: native tf.distribute as the oracle, and tf.function."""
 
+import contextlib
 import gc
 import os
 import weakref
@@ -471,3 +472,41 @@ def test_users_native_strategy_is_left_alone(two, native):
     assert step[0] > 0.1 * 0.01 * 1.5
     assert native.run(ks.in_cross_replica_context) is False
     assert ks.get_strategy().num_replicas_in_sync == 1
+
+
+def test_gathering_ragged_rows(two):
+    rows = tf.ragged.constant([[1.0], [2.0, 3.0], [], [4.0, 5.0, 6.0]])
+    parts = [rows[:1], rows[1:]]
+    x = two.experimental_distribute_values_from_function(
+        lambda c: parts[c.replica_id_in_sync_group]
+    )
+    gathered = two.run(
+        lambda x: ks.get_replica_context()._replica.all_gather(x, 0), args=(x,)
+    )
+    for value in two.experimental_local_results(gathered):
+        assert value.to_list() == rows.to_list()
+
+
+def test_a_loss_of_ragged_rows_as_a_whole(two):
+    """Its gradient passes through the gathering: d sum(w x) / d w = sum(x)."""
+    rows = tf.ragged.constant([[1.0], [2.0, 3.0], [4.0]])
+
+    class Scaled(keras.layers.Layer):
+        def build(self, shape):
+            self.w = self.add_weight(shape=(), initializer="ones")
+
+        def call(self, x):
+            return x * self.w
+
+    def fitted(scope):
+        with scope:
+            model = keras.Sequential([Scaled()])
+            model.compile(
+                keras.optimizers.SGD(0.1),
+                lambda y, predicted: tf.reduce_sum(predicted),
+            )
+        model.fit(rows, rows, batch_size=3, verbose=0)
+        return float(model.trainable_variables[0])
+
+    assert fitted(two.scope()) == pytest.approx(fitted(contextlib.nullcontext()))
+    assert fitted(two.scope()) == pytest.approx(0.0, abs=1e-6)

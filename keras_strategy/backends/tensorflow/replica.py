@@ -55,6 +55,11 @@ class TensorFlowReplica:
         return combine.divide(total, len(self.group.devices))
 
     def all_gather(self, value: Any, axis: int) -> Any:
+        if isinstance(value, tf.RaggedTensor) and axis == 0:
+            return tf.RaggedTensor.from_nested_row_lengths(
+                self.all_gather(value.flat_values, 0),
+                [self.all_gather(n, 0) for n in value.nested_row_lengths()],
+            )
         back = self._backward()
 
         @tf.custom_gradient
