@@ -55,8 +55,9 @@ class TensorFlowReplica:
         return combine.divide(total, len(self.group.devices))
 
     def all_gather(self, value: Any, axis: int) -> Any:
-        if isinstance(value, tf.RaggedTensor) and axis == 0:
-            return tf.RaggedTensor.from_nested_row_lengths(
+        ragged: Any = tf.RaggedTensor  # TensorFlow's annotations lack its methods
+        if isinstance(value, ragged) and axis == 0:
+            return ragged.from_nested_row_lengths(
                 self.all_gather(value.flat_values, 0),
                 [self.all_gather(n, 0) for n in value.nested_row_lengths()],
             )
