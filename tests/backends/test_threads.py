@@ -1,0 +1,46 @@
+"""The threads that replicas run in, by themselves."""
+
+import subprocess
+import sys
+
+SLOW_TO_RELEASE = """
+import threading, time
+from keras_strategy.backends.threads.workers import Workers
+
+class Slow:
+    def __del__(self):
+        time.sleep(0.3)
+        print("released", flush=True)
+
+kept = threading.local()
+
+def call():
+    kept.value = Slow()
+
+workers = Workers(["replica 0", "replica 1"])
+workers.call([call, call], abort=lambda: None)
+"""
+
+
+def test_the_process_ends_after_its_threads():
+    # A thread that the interpreter ends while it releases a tensor aborts the process.
+    ended = subprocess.run(
+        [sys.executable, "-c", SLOW_TO_RELEASE],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == ["released", "released"]
+
+
+def test_threads_end_with_their_owner():
+    program = SLOW_TO_RELEASE + (
+        "del workers\ntime.sleep(0.2)\nprint(len(threading.enumerate()), flush=True)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+    # They are out of Python, and still waited for.
+    assert ended.stdout.split() == ["1", "released", "released"]
