@@ -29,6 +29,7 @@ from keras_strategy.input_options import (
 )
 from keras_strategy.options import RunOptions
 from keras_strategy.strategies.mirrored import MirroredStrategy
+from keras_strategy.strategies.multi_worker import MultiWorkerMirroredStrategy
 from keras_strategy.strategies.one_device import OneDeviceStrategy
 from keras_strategy.strategy import Strategy
 from keras_strategy.values import DistributedValues, Mirrored, PerReplica, ReduceOp
@@ -46,6 +47,7 @@ __all__ = [
     "InputReplicationMode",
     "Mirrored",
     "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
     "PerReplica",

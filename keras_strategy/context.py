@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 from keras import tree
 
-from keras_strategy.options import check_communication_options
+from keras_strategy.communication import check_communication_options
 from keras_strategy.values import DistributedValues, ReduceOp
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class ReplicaContext:
             reduce_op: A `ReduceOp` or its name.
             value: A structure of tensors or numbers, of the same shapes on
                 every replica.
-            options: None; there are no communication options yet.
+            options: A `CommunicationOptions`, or None.
 
         Returns:
             The structure, reduced.
@@ -128,7 +128,7 @@ class ReplicaContext:
                 compiled), the others must agree.
             axis: The dimension along which the values are joined, in the order
                 of the replicas.
-            options: None; there are no communication options yet.
+            options: A `CommunicationOptions`, or None.
 
         Returns:
             The structure, gathered.

@@ -13,7 +13,8 @@ from keras_strategy import context
 from keras_strategy.backends import get_backend
 from keras_strategy.backends.protocol import ReplicaGroup
 from keras_strategy.backends.single import SingleReplicaGroup
-from keras_strategy.options import check_call, check_communication_options
+from keras_strategy.communication import check_communication_options
+from keras_strategy.options import check_call
 from keras_strategy.topology import resolve_devices
 from keras_strategy.training import keras_hooks
 from keras_strategy.updating import Containers, VariableComponent
@@ -26,6 +27,7 @@ from keras_strategy.values import (
 )
 
 if TYPE_CHECKING:
+    from keras_strategy.cluster import Cluster
     from keras_strategy.cross_device_ops import CrossDeviceOps
     from keras_strategy.strategy import Strategy
 
@@ -41,6 +43,8 @@ class StrategyExtended:
         container_strategy: The strategy that this belongs to.
         devices: Canonical names of the local devices, one replica each.
         cross_device_ops: How values are to be combined, or None.
+        cluster: The workers that train together, each with as many devices; None
+            for this process alone.
     """
 
     def __init__(
@@ -48,16 +52,18 @@ class StrategyExtended:
         container_strategy: "Strategy",
         devices: Iterable[str],
         cross_device_ops: "CrossDeviceOps | None" = None,
+        cluster: "Cluster | None" = None,
     ):
         keras_hooks.install_once()
         self._strategy = container_strategy
         self._devices = tuple(devices)
+        self.cluster = cluster
         # By id: variables are compared elementwise.
         self.variables: weakref.WeakValueDictionary[int, keras.Variable] = (
             weakref.WeakValueDictionary()
         )
         self._containers = Containers()
-        if len(self._devices) == 1:
+        if self.num_replicas == 1:
             self.group: ReplicaGroup = SingleReplicaGroup(
                 container_strategy, self._devices
             )
@@ -65,19 +71,34 @@ class StrategyExtended:
                 cross_device_ops.say_that_it_has_no_effect("one device")
         else:
             self.group = get_backend().create_group(
-                container_strategy, self._devices, cross_device_ops
+                container_strategy, self._devices, cross_device_ops, cluster
             )
-        logger.info(
-            "%s: %d replica(s) on %s with the Keras backend '%s'",
-            type(container_strategy).__name__,
-            len(self._devices),
-            ", ".join(self._devices),
-            keras.backend.backend(),
-        )
+        if cluster is None or cluster.is_chief:
+            logger.info(
+                "%s: %d replica(s), on %s%s with the Keras backend '%s'",
+                type(container_strategy).__name__,
+                self.num_replicas,
+                ", ".join(self._devices),
+                "" if cluster is None else f" of each of {cluster.size} workers",
+                keras.backend.backend(),
+            )
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas, over all workers."""
+        workers = 1 if self.cluster is None else self.cluster.size
+        return len(self._devices) * workers
+
+    @property
+    def local_replicas(self) -> range:
+        """The numbers, among all replicas, of those of this worker."""
+        rank = 0 if self.cluster is None else self.cluster.rank
+        local = len(self._devices)
+        return range(rank * local, (rank + 1) * local)
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """The devices on which the replicas compute, such as `"gpu:0"`."""
+        """The devices of this worker's replicas, such as `"gpu:0"`."""
         return self._devices
 
     @property
@@ -217,7 +238,7 @@ class StrategyExtended:
                 that is the same for all replicas.
             destinations: A variable or a distributed value, whose devices get the
                 result, or a device's name.
-            options: None; there are no communication options yet.
+            options: A `CommunicationOptions`, or None.
 
         Returns:
             A `Mirrored` value, which `update` takes as an argument. One tensor if
@@ -268,7 +289,7 @@ class StrategyExtended:
         Args:
             reduce_op: A `ReduceOp` or its name in any case.
             value_destination_pairs: Pairs of a value and its destinations.
-            options: None; there are no communication options yet.
+            options: A `CommunicationOptions`, or None.
 
         Returns:
             A list with the result for each pair.

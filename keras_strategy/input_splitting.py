@@ -52,10 +52,11 @@ def distribute(
     start = batches_of(dataset, argument)
     native = get_backend().distribute_natively(strategy, [dataset], True, options)
     replicas = strategy.num_replicas_in_sync
+    local = strategy.extended.local_replicas
 
     def parts() -> Iterator[Parts]:
         batches = start()
-        return (_split(batch, replicas, argument) for batch in batches)
+        return (_split(batch, replicas, local, argument) for batch in batches)
 
     result = native or DistributedDataset(strategy, parts)
     result._global_batches = (
@@ -172,8 +173,8 @@ def _check(
         )
 
 
-def _split(batch: Any, replicas: int, argument: str) -> Parts:
-    """Each replica's rows of a global batch."""
+def _split(batch: Any, replicas: int, local: range, argument: str) -> Parts:
+    """The rows of a global batch that each replica of this worker gets."""
     batch = tree.map_structure(lambda leaf: as_array(leaf, argument), batch)
     try:
         bounds = split_rows(rows_of(batch), replicas)
@@ -183,7 +184,7 @@ def _split(batch: Any, replicas: int, argument: str) -> Parts:
         tree.map_structure(
             lambda leaf, b=begin, e=end: None if leaf is None else leaf[b:e], batch
         )
-        for begin, end in bounds
+        for begin, end in bounds[local.start : local.stop]
     ]
 
 

@@ -87,12 +87,3 @@ def check_run_options(options: Any) -> RunOptions:
     if options[:3] != RunOptions()[:3]:
         logger.info("The experimental ones of %r have no effect here.", options)
     return options
-
-
-def check_communication_options(options: Any) -> None:
-    """Raises `ValueError` unless `options` of a collective is None."""
-    if options is not None:
-        raise ValueError(
-            "Argument `options` must be None: there are no communication options yet, "
-            f"and the engine decides how values travel. Received: options={options!r}"
-        )

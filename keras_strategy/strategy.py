@@ -62,7 +62,7 @@ class Strategy:
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas whose gradients are summed, over all workers."""
-        return len(self._extended.worker_devices)
+        return self._extended.num_replicas
 
     @property
     def cluster_resolver(self) -> Any:
@@ -320,7 +320,8 @@ class Strategy:
             self, "experimental_distribute_values_from_function"
         )
         replicas = self.num_replicas_in_sync
-        values = [value_fn(ValueContext(i, replicas)) for i in range(replicas)]
+        local = self._extended.local_replicas
+        values = [value_fn(ValueContext(i, replicas)) for i in local]
         if replicas == 1:
             return values[0]
         return tree.map_structure(lambda *leaves: PerReplica(leaves), *values)

@@ -143,4 +143,4 @@ def update_components(
         components.append(component)
     if any(component.assigned for component in components):
         group.assign_components(variable, [c.value for c in components])
-    return regroup(results, backend.is_tensor, Mirrored)
+    return regroup(results, backend.is_tensor, Mirrored, one_of_many=True)

@@ -176,6 +176,7 @@ def regroup(
     outputs: Sequence[Any],
     is_tensor: Callable[[Any], bool],
     kind: type[DistributedValues] = PerReplica,
+    one_of_many: bool = False,
 ) -> Any:
     """Joins what the replicas returned into one structure.
 
@@ -183,6 +184,8 @@ def regroup(
         outputs: What each replica returned, in the order of the replicas.
         is_tensor: Tells the tensors of the backend in use.
         kind: What tensors become.
+        one_of_many: Whether there are replicas on other workers, so that the output
+            of a single one is distributed too.
 
     Returns:
         The structure of one output. Tensors and NumPy values become
@@ -192,7 +195,7 @@ def regroup(
     Raises:
         ValueError: If the replicas returned different structures.
     """
-    if len(outputs) == 1:
+    if len(outputs) == 1 and not one_of_many:
         return outputs[0]
     first = outputs[0]
     for replica, output in enumerate(outputs[1:], start=1):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from keras_strategy.values import DistributedValues, Mirrored, ReduceOp
 
 if TYPE_CHECKING:
+    from keras_strategy.cluster import Cluster
     from keras_strategy.context import ReplicaContext
     from keras_strategy.cross_device_ops import CrossDeviceOps
     from keras_strategy.datasets import DistributedDataset
@@ -107,19 +108,32 @@ class Backend(Protocol):
         """
         ...
 
+    def connect(self, cluster: "Cluster") -> None:
+        """Connects the engine with those of the other workers.
+
+        Called before any device is asked for; what this worker's devices are may
+        depend on it.
+
+        Raises:
+            RuntimeError: If the engine is in use already, or belongs to others.
+        """
+        ...
+
     def create_group(
         self,
         strategy: "Strategy",
         devices: tuple[str, ...],
         cross_device_ops: "CrossDeviceOps | None",
+        cluster: "Cluster | None",
     ) -> "ReplicaGroup":
         """The replicas of `strategy`, one on each of `devices`.
 
         Args:
             strategy: The strategy.
-            devices: Canonical names of two or more devices.
+            devices: Canonical names of the local devices, one replica each.
             cross_device_ops: How the user wants values to be reduced, or None. An
                 engine that decides that by itself says so in the log.
+            cluster: The workers, to which the engine is connected, or None.
         """
         ...
 
@@ -140,6 +154,10 @@ class ReplicaGroup(Protocol):
 
     def adopt(self, variables: Sequence[Any]) -> None:
         """Mirrors variables that were made outside the scope, keeping values."""
+        ...
+
+    def take_first(self, variables: Sequence[Any]) -> None:
+        """Gives variables that have just got their first value the chief's."""
         ...
 
     def components(self, variable: Any) -> tuple[Any, ...]:

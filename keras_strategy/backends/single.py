@@ -81,6 +81,9 @@ class SingleReplicaGroup:
     def adopt(self, variables: Sequence[Any]) -> None:
         """Variables stay where they are; Keras moves what it computes with."""
 
+    def take_first(self, variables: Sequence[Any]) -> None:
+        """There is one value."""
+
     def components(self, variable: Any) -> tuple[Any, ...]:
         return (variable.value,)
 

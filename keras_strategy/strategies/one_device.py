@@ -59,6 +59,8 @@ class DefaultExtended(StrategyExtended):
 
     def __init__(self, container_strategy: Strategy):
         self._strategy = container_strategy
+        self.cluster = None
+        self._devices = ("",)  # which one is asked for when somebody wants to know
         self._containers = Containers()
         self.group = DefaultGroup(container_strategy, ())
 

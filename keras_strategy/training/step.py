@@ -100,24 +100,42 @@ def merge_logs(
         written: The ids of the variables that the step assigned.
 
     Returns:
-        The metric where a key names one of the model's, else the mean of the
-        replicas' values, weighted by rows. Keras's own tracker of the loss is no
-        such metric for a step that leaves it alone and returns its own "loss".
+        See `chosen_logs`.
     """
-
-    def mean(structure):
-        parts = [select_replica(structure, replica) for replica in range(replicas)]
-        return tree.map_structure(
-            lambda *values: weighted_mean(values, weights), *parts
-        )
-
+    means = mean_logs(logs, replicas, weights)
     if not isinstance(logs, dict):
-        return mean(logs)
-    metrics = model.get_metrics_result()
+        return means
+    return chosen_logs(model, means, model.get_metrics_result(), written)
+
+
+def mean_logs(logs: Any, replicas: int, weights: Sequence[Any]) -> Any:
+    """The mean of what replicas returned, weighted by rows.
+
+    Args:
+        logs: What they returned, joined.
+        replicas: Their number.
+        weights: Their row weights. If these are of some replicas only, what comes out
+            is what these add to the mean.
+    """
+    parts = [select_replica(logs, replica) for replica in range(replicas)]
+    return tree.map_structure(lambda *values: weighted_mean(values, weights), *parts)
+
+
+def chosen_logs(
+    model: keras.Model, means: dict, metrics: dict, written: set[int]
+) -> dict[str, Any]:
+    """The metric where a key of the logs names one of the model's, else the mean.
+
+    Keras's own tracker of the loss is no such metric for a step that leaves it alone
+    and returns its own "loss".
+
+    Args:
+        model: The model.
+        means: The mean of what the replicas returned.
+        metrics: The model's metrics, merged over the replicas.
+        written: The ids of the variables that the step assigned.
+    """
     for metric in model.metrics:
         if metric.name == "loss" and not written & {id(v) for v in metric.variables}:
-            metrics.pop("loss", None)
-    return {
-        key: metrics[key] if key in metrics else mean(value)
-        for key, value in logs.items()
-    }
+            metrics = {key: metrics[key] for key in metrics if key != "loss"}
+    return {key: metrics.get(key, mean) for key, mean in means.items()}

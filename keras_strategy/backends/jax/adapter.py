@@ -14,6 +14,7 @@ from keras_strategy.backends.jax.replica import in_program
 
 if TYPE_CHECKING:
     from keras_strategy.backends.jax.group import JaxReplicaGroup
+    from keras_strategy.cluster import Cluster
     from keras_strategy.cross_device_ops import CrossDeviceOps
     from keras_strategy.strategy import Strategy
 
@@ -70,11 +71,19 @@ class JaxBackend:
     def require_loop_in_python(self) -> None:
         """Nothing is compiled by its Python source."""
 
+    def connect(self, cluster: "Cluster") -> None:
+        raise NotImplementedError(
+            "MultiWorkerMirroredStrategy of several workers is not there yet on the "
+            f"Keras backend '{self.name}'. Use the backend 'torch', or MirroredStrategy "
+            "for the devices of one process."
+        )
+
     def create_group(
         self,
         strategy: "Strategy",
         devices: tuple[str, ...],
         cross_device_ops: "CrossDeviceOps | None",
+        cluster: "Cluster | None",
     ) -> "JaxReplicaGroup":
         from keras_strategy.backends.jax.group import JaxReplicaGroup
 

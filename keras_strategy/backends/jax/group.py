@@ -48,6 +48,9 @@ class JaxReplicaGroup:
                 layout = self.distribution.replicated_layout(len(variable.shape))
                 keras_hooks.set_layout(variable, layout)
 
+    def take_first(self, variables: Sequence[Any]) -> None:
+        """All variables are this process's."""
+
     def components(self, variable: Any) -> tuple[Any, ...]:
         if in_program():
             return TracedPerReplica(keras_hooks.traced_value(variable)).values

@@ -12,6 +12,7 @@ from keras_strategy.values import DistributedValues
 
 if TYPE_CHECKING:
     from keras_strategy.backends.tensorflow.group import TensorFlowGroup
+    from keras_strategy.cluster import Cluster
     from keras_strategy.cross_device_ops import CrossDeviceOps
     from keras_strategy.datasets import DistributedDataset
     from keras_strategy.input_options import InputOptions
@@ -90,11 +91,19 @@ class TensorFlowBackend:
                 "loop outside of the tf.function."
             )
 
+    def connect(self, cluster: "Cluster") -> None:
+        raise NotImplementedError(
+            "MultiWorkerMirroredStrategy of several workers is not there yet on the "
+            f"Keras backend '{self.name}'. Use the backend 'torch', or MirroredStrategy "
+            "for the devices of one process."
+        )
+
     def create_group(
         self,
         strategy: "Strategy",
         devices: tuple[str, ...],
         cross_device_ops: "CrossDeviceOps | None",
+        cluster: "Cluster | None",
     ) -> "TensorFlowGroup":
         from keras_strategy.backends.tensorflow.group import TensorFlowGroup
 

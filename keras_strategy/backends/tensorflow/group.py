@@ -88,6 +88,9 @@ class TensorFlowGroup:
                 # Optimizers know the variables that they were built with by this id.
                 self.components(variable)[0]._unique_id = value._unique_id
 
+    def take_first(self, variables: Sequence[Any]) -> None:
+        """All variables are this process's."""
+
     def components(self, variable: Any) -> tuple[Any, ...]:
         return tuple(self.native.experimental_local_results(variable._value))
 

@@ -18,9 +18,10 @@ class ThreadReplica:
 
     Args:
         strategy: The strategy.
-        index: This replica's number.
+        index: This replica's number on this worker.
         devices: Canonical names of all replicas' devices.
-        rendezvous: Where the replicas meet.
+        rendezvous: Where the replicas of this worker meet.
+        first: The number, among all replicas, of this worker's first one.
     """
 
     scope: ReplicaScope
@@ -31,8 +32,10 @@ class ThreadReplica:
         index: int,
         devices: Sequence[str],
         rendezvous: Rendezvous,
+        first: int = 0,
     ):
-        self.id = index
+        self.id = first + index
+        self.index = index
         self.devices = (devices[index],)
         self.context = context.ReplicaContext(strategy, self)  # pyright: ignore
         self._strategy = strategy
@@ -46,11 +49,15 @@ class ThreadReplica:
         """The sum of the replicas' tensors, on the first one's device."""
         raise NotImplementedError
 
+    def of_all_workers(self, name: str, tensor: Any) -> Any:
+        """The sum of the workers' tensors, called in one of the threads."""
+        return tensor
+
     def exchange(
         self, name: str, value: Any, combine: Callable[[list[Any]], Any]
     ) -> Any:
         """See `Rendezvous.exchange`."""
-        return self._rendezvous.exchange(self.id, name, value, combine)
+        return self._rendezvous.exchange(self.index, name, value, combine)
 
     def total(self, name: str, tensor: Any) -> Any:
         """The sum over the replicas, without gradients; it may be shared."""
@@ -63,28 +70,43 @@ class ThreadReplica:
                     f"Received the shapes {shapes}, in the order of the replicas. "
                     "For rows that differ use `all_gather`, or reduce them first."
                 )
-            return self.add(tensors)
+            return self.of_all_workers(name, self.add(tensors))
 
         return self.here(self.exchange(name, tensor, combine))
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: tuple, kwargs: dict
     ) -> Any:
+        replicas = self.context.num_replicas_in_sync
+
         def combine(calls):
             scopes = [scope for scope, _ in calls]
-            joined = regroup([call for _, call in calls], keras.ops.is_tensor)
+            joined = regroup(
+                [call for _, call in calls], keras.ops.is_tensor, one_of_many=True
+            )
             with (
                 context.strategy_in_charge(self._strategy),
                 self._strategy.extended.group.scope(),
-                MergedScope(scopes, self.add),
+                MergedScope(scopes, self._aggregated, replicas),
             ):
                 return merge_fn(self._strategy, *joined[0], **joined[1])
 
         merged = self.exchange("merge_call", (self.scope, (args, kwargs)), combine)
         return tree.map_structure(
             lambda x: self.here(x) if keras.ops.is_tensor(x) else x,
-            select_replica(merged, self.id),
+            select_replica(merged, self.index),
         )
+
+    def _aggregated(self, variable: Any, values: Sequence[Any]) -> Any:
+        if variable.aggregation == "only_first_replica":
+            # What the other workers add to it is nothing.
+            total = values[0] if self.id == self.index else values[0] * 0
+        else:
+            total = self.add(values)
+        total = self.of_all_workers(f"the value of '{variable.path}'", total)
+        if variable.aggregation == "mean":
+            return total / self.context.num_replicas_in_sync
+        return total
 
     def once(self, fn: Callable[[], Any]) -> Any:
         def combine(_):

@@ -33,15 +33,21 @@ class MergedScope(keras.StatelessScope):
 
     Args:
         scopes: The scopes of the replicas that called it.
-        add: Adds tensors of the replicas' devices.
+        aggregated: Makes the value of an on_read variable out of what each replica
+            of this worker holds of it.
+        replicas: The number of replicas, over all workers.
     """
 
     def __init__(
-        self, scopes: Sequence[ReplicaScope], add: Callable[[Sequence[Any]], Any]
+        self,
+        scopes: Sequence[ReplicaScope],
+        aggregated: Callable[[Any, Sequence[Any]], Any],
+        replicas: int,
     ):
         super().__init__(initialize_variables=False)
         self._scopes = scopes
-        self._add = add
+        self._aggregated = aggregated
+        self._replicas = replicas
 
     def components(self, variable: Any) -> list[Any]:
         """What each replica holds of a variable."""
@@ -56,15 +62,14 @@ class MergedScope(keras.StatelessScope):
         values = self.components(variable)
         if any(value is None for value in values):
             return None
-        if is_on_read(variable) and variable.aggregation in ("sum", "mean"):
-            total = self._add(values)
-            return total / len(values) if variable.aggregation == "mean" else total
+        if is_on_read(variable) and variable.aggregation != "none":
+            return self._aggregated(variable, values)
         return values[0]
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
         if is_on_read(variable) and variable.aggregation == "sum":
-            value = value / len(self._scopes)
+            value = value / self._replicas
         for scope in self._scopes:
             scope.add_update((variable, value))
 

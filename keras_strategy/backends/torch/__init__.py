@@ -7,8 +7,9 @@ import keras
 import torch
 
 from keras_strategy import hooking
-from keras_strategy.backends.torch import devices, gradients, keras_hooks
+from keras_strategy.backends.torch import devices, gradients, keras_hooks, workers
 from keras_strategy.backends.torch.group import TorchGroup
+from keras_strategy.cluster import Cluster
 
 
 class TorchBackend:
@@ -55,13 +56,21 @@ class TorchBackend:
     def require_loop_in_python(self) -> None:
         """Nothing is compiled by its Python source."""
 
+    def connect(self, cluster: Cluster) -> None:
+        workers.connect(cluster)
+
     def create_group(
-        self, strategy: Any, names: tuple[str, ...], cross_device_ops: Any
+        self,
+        strategy: Any,
+        names: tuple[str, ...],
+        cross_device_ops: Any,
+        cluster: Cluster | None,
     ) -> TorchGroup:
         if cross_device_ops is not None:
             cross_device_ops.say_that_it_has_no_effect("torch")
         devices.use()
-        return TorchGroup(strategy, names)
+        connected = None if cluster is None else workers.connect(cluster)
+        return TorchGroup(strategy, names, connected)
 
 
 backend = TorchBackend()

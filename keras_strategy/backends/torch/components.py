@@ -6,14 +6,39 @@ replicas, saved or handed to torch code is an ordinary one.
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from keras_strategy.backends.torch.workers import TorchWorkers
 from keras_strategy.variables import is_on_read
 
 _ATTRIBUTE = "_ks_components"
 _lock = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the replicas of a strategy are.
+
+    Attributes:
+        devices: torch's names of the local replicas' devices.
+        workers: The processes that they belong to, None for this one alone.
+    """
+
+    devices: tuple[str, ...]
+    workers: TorchWorkers | None
+
+    @property
+    def rank(self) -> int:
+        """The number of this worker."""
+        return 0 if self.workers is None else self.workers.rank
+
+    @property
+    def replicas(self) -> int:
+        """The number of replicas, over all workers."""
+        return len(self.devices) * (1 if self.workers is None else self.workers.size)
 
 
 class Components:
@@ -21,13 +46,14 @@ class Components:
 
     Args:
         variable: A `keras.Variable` that is initialized.
-        devices: torch's names of the replicas' devices.
+        layout: Where its strategy's replicas are.
     """
 
-    def __init__(self, variable: Any, devices: Sequence[str]):
+    def __init__(self, variable: Any, layout: Layout):
+        self._layout = layout
         self.first = variable._value
         self.tensors = [self.first]
-        for device in devices[1:]:
+        for device in layout.devices[1:]:
             with torch.no_grad():
                 tensor = self.first.detach().to(device, copy=True)
             self.tensors.append(
@@ -86,19 +112,22 @@ class Components:
         self.version = self.first._version
 
     def _assign_parts(self, value: torch.Tensor) -> None:
-        count = len(self.tensors)
+        count = self._layout.replicas
         if value.is_floating_point() or value.is_complex():
             for tensor in self.tensors:
                 tensor.copy_(value / count)
             return
-        # Whole numbers cannot be halved: the first takes the remainder.
+        # Whole numbers cannot be halved: the first replica takes the remainder.
         part = torch.div(value, count, rounding_mode="trunc")
-        self.first.copy_(value - part * (count - 1))
-        for tensor in self.tensors[1:]:
+        for tensor in self.tensors:
             tensor.copy_(part)
+        if self._layout.rank == 0:
+            self.first.copy_(value - part * (count - 1))
 
     def aggregated(self, variable: Any) -> torch.Tensor:
         """What an on_read variable is outside of the replicas.
+
+        With several workers, all of them have to ask.
 
         Raises:
             ValueError: If its aggregation is "none".
@@ -110,13 +139,22 @@ class Components:
                 "Read it in `strategy.run`, use `experimental_local_results`, or "
                 "make it with an aggregation."
             )
+        part = self.part_of_this_worker(variable)
+        workers = self._layout.workers
+        if workers is None:
+            return part
+        return workers.sum(f"the value of '{variable.path}'", part)
+
+    def part_of_this_worker(self, variable: Any) -> torch.Tensor:
+        """What this worker adds to an on_read variable's value."""
         with torch.no_grad():
             if variable.aggregation == "only_first_replica":
-                return self.first.detach().clone()
+                value = self.first.detach().clone()
+                return value if self._layout.rank == 0 else torch.zeros_like(value)
             total = add(self.tensors)
-            return (
-                total / len(self.tensors) if variable.aggregation == "mean" else total
-            )
+            if variable.aggregation == "mean":
+                return total / self._layout.replicas
+            return total
 
 
 def add(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -136,13 +174,13 @@ def find(variable: Any) -> Components | None:
     return components
 
 
-def find_or_make(variable: Any, devices: Sequence[str]) -> Components:
+def find_or_make(variable: Any, layout: Layout) -> Components:
     """The components of a variable, made when a replica first uses it."""
     components = find(variable)
     if components is None:
         with _lock:
             components = find(variable)
             if components is None:
-                components = Components(variable, devices)
+                components = Components(variable, layout)
                 vars(variable)[_ATTRIBUTE] = components
     return components

@@ -1,6 +1,7 @@
 """The replicas of one strategy: threads that run the same function."""
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,10 +15,11 @@ from keras_strategy.backends.single import tensors_of_arrays
 from keras_strategy.backends.threads.keras_hooks import ThreadState, keras_scope
 from keras_strategy.backends.threads.scopes import MergedScope
 from keras_strategy.backends.threads.team import Team
-from keras_strategy.backends.torch.components import add, find_or_make
+from keras_strategy.backends.torch.components import Layout, add, find_or_make
 from keras_strategy.backends.torch.devices import torch_device
 from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.backends.torch.run import Run
+from keras_strategy.backends.torch.workers import TorchWorkers
 from keras_strategy.updating import update_components
 from keras_strategy.values import (
     DistributedValues,
@@ -41,14 +43,19 @@ class TorchGroup:
 
     Args:
         strategy: The strategy.
-        devices: Canonical names of its devices, one replica each.
+        devices: Canonical names of its local devices, one replica each.
+        workers: The processes that they belong to, or None for this one alone.
     """
 
-    def __init__(self, strategy: Any, devices: tuple[str, ...]):
+    def __init__(
+        self, strategy: Any, devices: tuple[str, ...], workers: TorchWorkers | None
+    ):
         self.strategy = strategy
         self.devices = devices
         self.torch_devices = tuple(torch_device(name) for name in devices)
-        self.num_replicas = len(devices)
+        self.workers = workers
+        self.layout = Layout(self.torch_devices, workers)
+        self.num_replicas = self.layout.replicas
         self._team = Team(devices)
         self._lock = threading.Lock()
 
@@ -56,14 +63,22 @@ class TorchGroup:
         return keras.device(self.torch_devices[0])
 
     def adopt(self, variables: Sequence[Any]) -> None:
+        self.take_first(variables)
         for variable in variables:
-            find_or_make(variable, self.torch_devices)
+            find_or_make(variable, self.layout)
+
+    def take_first(self, variables: Sequence[Any]) -> None:
+        if self.workers is None:
+            return
+        for variable in variables:
+            name = f"the first value of '{variable.path}'"
+            self.workers.broadcast(name, [variable._value])
 
     def components(self, variable: Any) -> tuple[torch.Tensor, ...]:
         scope = keras_scope()
         if isinstance(scope, MergedScope):
             return tuple(tensor.detach() for tensor in scope.components(variable))
-        components = find_or_make(variable, self.torch_devices)
+        components = find_or_make(variable, self.layout)
         components.refresh(variable)
         return tuple(tensor.detach() for tensor in components.tensors)
 
@@ -72,7 +87,7 @@ class TorchGroup:
         if isinstance(scope, MergedScope):
             scope.assign_components(variable, values)
         else:
-            find_or_make(variable, self.torch_devices).assign_each(values)
+            find_or_make(variable, self.layout).assign_each(values)
 
     def update(
         self, variable: Any, fn: Callable[..., Any], args: tuple, kwargs: dict
@@ -97,7 +112,7 @@ class TorchGroup:
         run = Run()
         replicas = [
             TorchReplica(self, index, self._team.rendezvous, run)
-            for index in range(self.num_replicas)
+            for index in range(len(self.devices))
         ]
         state = ThreadState.capture()
         calls = [
@@ -105,7 +120,7 @@ class TorchGroup:
                 self._run_replica,
                 replica,
                 fn,
-                select_replica((args, kwargs), replica.id),
+                select_replica((args, kwargs), replica.index),
                 state,
                 torch.is_grad_enabled(),
             )
@@ -128,7 +143,7 @@ class TorchGroup:
         state: ThreadState,
         gradients: bool,
     ) -> Any:
-        device = self.torch_devices[replica.id]
+        device = self.torch_devices[replica.index]
         if device != "cpu":
             torch.cuda.set_device(device)
         with (
@@ -144,7 +159,7 @@ class TorchGroup:
             outputs = replica.exchange(
                 "the end of the function",
                 output,
-                lambda outputs: regroup(outputs, torch.is_tensor),
+                lambda outputs: regroup(outputs, torch.is_tensor, one_of_many=True),
             )
         replica.scope.commit()
         return outputs
@@ -155,7 +170,7 @@ class TorchGroup:
         for replica in replicas:
             changed.update(replica.scope.changed_in_place)
         for variable in changed.values():
-            components = find_or_make(variable, self.torch_devices)
+            components = find_or_make(variable, self.layout)
             with torch.no_grad():
                 for tensor in components.tensors[1:]:
                     tensor.copy_(components.first)
@@ -174,7 +189,7 @@ class TorchGroup:
             )
         values = [keras.ops.convert_to_tensor(v).to(device) for v in value.values]
         if axis is not None:
-            return _reduce_axes(reduce_op, values, axis)
+            return self._reduce_axes(reduce_op, values, axis)
         shapes = [tuple(v.shape) for v in values]
         if len(set(shapes)) > 1:
             raise ValueError(
@@ -182,12 +197,38 @@ class TorchGroup:
                 f"replica. Received the shapes {shapes}, in the order of the "
                 "replicas. Give the axis along which they differ, or use `gather`."
             )
-        total = add(values)
-        return total / len(values) if reduce_op is ReduceOp.MEAN else total
+        total = self._sum(add(values))
+        return total / self.num_replicas if reduce_op is ReduceOp.MEAN else total
+
+    def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.workers is None:
+            return tensor
+        return self.workers.sum("strategy.reduce", tensor)
+
+    def _reduce_axes(
+        self, reduce_op: ReduceOp, values: Sequence[torch.Tensor], axis: Any
+    ) -> torch.Tensor:
+        axes = axis if isinstance(axis, tuple | list) else (axis,)
+        for v in values:
+            if any(not -v.ndim <= a < v.ndim for a in axes):
+                raise ValueError(
+                    "Argument `axis` must name dimensions that the values have. "
+                    f"Received: axis={axis!r} for a value of shape {tuple(v.shape)}"
+                )
+        total = self._sum(add([v.sum(dim=tuple(axes)) for v in values]))
+        if reduce_op is ReduceOp.SUM:
+            return total
+        # Replicas may have different numbers of rows: count what was added.
+        counts = [math.prod(v.shape[a] for a in axes) for v in values]
+        count = self._sum(torch.tensor(sum(counts), device=total.device))
+        return total / count
 
     def gather(self, values: Sequence[Any], axis: int) -> torch.Tensor:
         device = self.torch_devices[0]
-        return torch.cat([v.to(device) for v in values], dim=axis)
+        joined = torch.cat([v.to(device) for v in values], dim=axis)
+        if self.workers is None:
+            return joined
+        return self.workers.gather("strategy.gather", joined, axis)[0]
 
     def place(self, parts: Sequence[Any]) -> PerReplica:
         return PerReplica(
@@ -208,21 +249,3 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor | int | float):
         return True
     return is_numeric_array(value)
-
-
-def _reduce_axes(
-    reduce_op: ReduceOp, values: Sequence[torch.Tensor], axis: Any
-) -> torch.Tensor:
-    axes = axis if isinstance(axis, tuple | list) else (axis,)
-    for v in values:
-        if any(not -v.ndim <= a < v.ndim for a in axes):
-            raise ValueError(
-                "Argument `axis` must name dimensions that the values have. "
-                f"Received: axis={axis!r} for a value of shape {tuple(v.shape)}"
-            )
-    total = add([v.sum(dim=tuple(axes)) for v in values])
-    if reduce_op is ReduceOp.SUM:
-        return total
-    # Replicas may have different numbers of rows: count what was added.
-    counts = [int(torch.tensor([v.shape[a] for a in axes]).prod()) for v in values]
-    return total / sum(counts)

@@ -13,6 +13,7 @@ import keras.src.backend.torch.random as keras_random
 import keras.src.random.seed_generator as keras_seeds
 import torch
 
+from keras_strategy import context
 from keras_strategy.backends.threads import keras_hooks as thread_hooks
 from keras_strategy.backends.torch import components
 from keras_strategy.backends.torch.run import process_generator
@@ -89,6 +90,18 @@ def _variable_value(original: property) -> property:
     return property(value, original.fset, original.fdel, original.__doc__)
 
 
+def _initialize(original: Callable) -> Callable:
+    """`Variable._initialize`: the first value is the chief's on every worker."""
+
+    def _initialize(self, value):
+        original(self, value)
+        strategy = context.current_scope()
+        if strategy is not None and strategy.extended.cluster is not None:
+            strategy.extended.group.take_first([self])
+
+    return _initialize
+
+
 def _direct_assign(original: Callable) -> Callable:
     """`Variable._direct_assign`: outside of replicas all components are written."""
 
@@ -159,6 +172,7 @@ def hooks() -> list[Hook]:
             for name in ("gamma", "beta", "binomial")
         ),
         Hook(keras.Variable, "value", None, _variable_value),
+        Hook(keras.Variable, "_initialize", "(self, value)", _initialize),
         Hook(keras.Variable, "_direct_assign", "(self, value)", _direct_assign),
         Hook(keras.Layer, "zero_grad", "(self, set_to_none=True)", _zero_grad),
         *(

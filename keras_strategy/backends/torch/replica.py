@@ -11,6 +11,7 @@ from keras_strategy.backends.threads.replica import ThreadReplica
 from keras_strategy.backends.torch.components import add
 from keras_strategy.backends.torch.run import Run
 from keras_strategy.backends.torch.staging import TorchScope
+from keras_strategy.backends.torch.workers import in_one_piece
 from keras_strategy.values import ReduceOp
 
 
@@ -19,14 +20,15 @@ class TorchReplica(ThreadReplica):
 
     Args:
         group: The group of replicas.
-        index: This replica's number.
+        index: This replica's number on this worker.
         rendezvous: Where the replicas meet.
         run: The run, the same object for all its replicas.
     """
 
     def __init__(self, group: Any, index: int, rendezvous: Rendezvous, run: Run):
-        super().__init__(group.strategy, index, group.devices, rendezvous)
-        self.scope = TorchScope(self.context, index, group.torch_devices, run)
+        first = group.layout.rank * len(group.devices)
+        super().__init__(group.strategy, index, group.devices, rendezvous, first)
+        self.scope = TorchScope(self.context, index, group.layout, run)
         self._group = group
         self._run = run
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -40,6 +42,10 @@ class TorchReplica(ThreadReplica):
 
     def add(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return add(tensors)
+
+    def of_all_workers(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        workers = self._group.workers
+        return tensor if workers is None else workers.sum(name, tensor)
 
     def sum(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the replicas, a tensor of this replica's own."""
@@ -60,22 +66,16 @@ class TorchReplica(ThreadReplica):
     def weighted_sum(
         self, tensors: Sequence[torch.Tensor], weight: float | None
     ) -> list[torch.Tensor]:
-        summed: list[Any] = [None] * len(tensors)
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        tensors = [keras.ops.convert_to_tensor(tensor) for tensor in tensors]
-        for index, tensor in enumerate(tensors):
-            by_dtype.setdefault(tensor.dtype, []).append(index)
+        def sum_of_weighted(flat: torch.Tensor) -> torch.Tensor:
+            if weight is not None:
+                flat = flat * weight if weight > 0 else torch.zeros_like(flat)
+            return self.sum("optimizer.apply", flat)
+
         with torch.no_grad():
-            for indices in by_dtype.values():
-                parts = [tensors[index] for index in indices]
-                flat = torch.cat([part.reshape(-1) for part in parts])
-                if weight is not None:
-                    flat = flat * weight if weight > 0 else torch.zeros_like(flat)
-                flat = self.sum("optimizer.apply", flat)
-                pieces = flat.split([part.numel() for part in parts])
-                for index, part, piece in zip(indices, parts, pieces, strict=True):
-                    summed[index] = piece.view_as(part)
-        return summed
+            return in_one_piece(
+                [keras.ops.convert_to_tensor(tensor) for tensor in tensors],
+                sum_of_weighted,
+            )
 
     def write(self, variable: Any, value: torch.Tensor) -> None:
         self.scope.add_update((variable, value))
@@ -135,8 +135,14 @@ class _AllGather(torch.autograd.Function):
                     f"other than axis={axis} are equal. Received the shapes "
                     f"{shapes}, in the order of the replicas."
                 ) from error
-            return joined, [t.shape[axis] for t in tensors]
+            sizes = [t.shape[axis] for t in tensors]
+            if workers is None:
+                return joined, sizes
+            joined, _ = workers.gather("all_gather", joined, axis)
+            every = torch.tensor(sizes, device=joined.device)
+            return joined, workers.gather("all_gather", every, 0)[0].tolist()
 
+        workers = replica._group.workers
         joined, sizes = replica.exchange("all_gather", tensor.detach(), combine)
         ctx.replica, ctx.axis, ctx.sizes, ctx.weight = replica, axis, sizes, weight
         return joined.to(tensor.device, copy=True)

@@ -5,13 +5,12 @@ thread is in. Ours reads this replica's component, keeps what is assigned, and w
 it when all replicas have succeeded.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from keras_strategy.backends.threads.scopes import ReplicaScope, unbuilt
-from keras_strategy.backends.torch.components import Components, find_or_make
+from keras_strategy.backends.torch.components import Components, Layout, find_or_make
 from keras_strategy.context import ReplicaContext
 
 
@@ -21,7 +20,7 @@ class TorchScope(ReplicaScope):
     Args:
         context: The replica.
         index: Its number on this worker.
-        devices: torch's names of all replicas' devices.
+        layout: Where all replicas are.
         run: Stands for the run, the same object for all its replicas.
     """
 
@@ -29,13 +28,13 @@ class TorchScope(ReplicaScope):
         self,
         context: ReplicaContext,
         index: int,
-        devices: Sequence[str],
+        layout: Layout,
         run: object,
     ):
         super().__init__(context)
-        self.device = devices[index]
+        self.device = layout.devices[index]
         self._index = index
-        self._devices = devices
+        self._layout = layout
         self._run = run
         self._variables: dict[int, Any] = {}
         self._components: dict[int, Components] = {}
@@ -45,7 +44,7 @@ class TorchScope(ReplicaScope):
     def _component(self, variable: Any) -> torch.Tensor:
         components = self._components.get(id(variable))
         if components is None:
-            components = find_or_make(variable, self._devices)
+            components = find_or_make(variable, self._layout)
             components.enter_run(variable, self._run)
             self._components[id(variable)] = components
             self._variables[id(variable)] = variable

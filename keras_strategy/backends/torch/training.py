@@ -7,9 +7,17 @@ import keras
 import torch
 from keras import tree
 
+from keras_strategy.backends.torch import components
 from keras_strategy.training.row_weights import split_rows
-from keras_strategy.training.step import merge_logs, rows_of, weighted_step
+from keras_strategy.training.step import (
+    chosen_logs,
+    mean_logs,
+    merge_logs,
+    rows_of,
+    weighted_step,
+)
 from keras_strategy.values import PerReplica
+from keras_strategy.variables import is_on_read
 
 
 def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callable:
@@ -27,17 +35,17 @@ def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callab
     step = weighted_step(getattr(model, f"{kind}_step"), written)
 
     def function(data):
-        batch, replicas = data[0], strategy.num_replicas_in_sync
-        shards, weights = _shard(batch, replicas)
+        batch = data[0]
+        shards, weights = _shard(batch, strategy)
         if kind == "train":
             logs = strategy.run(step, args=(shards, PerReplica(weights)))
-            return merge_logs(model, logs, replicas, weights, written)
+            return _merged(model, logs, strategy, weights, written)
         with torch.no_grad():
             if kind == "predict":
                 _build(model, batch)
             outputs = strategy.run(step, args=(shards, PerReplica(weights)))
             if kind == "test":
-                return merge_logs(model, outputs, replicas, weights, written)
+                return _merged(model, outputs, strategy, weights, written)
         return _rows_in_order(outputs, strategy, weights)
 
     return function
@@ -58,18 +66,19 @@ def _build(model: keras.Model, batch: Any) -> None:
     )
 
 
-def _shard(batch: Any, replicas: int) -> tuple[Any, list[float]]:
+def _shard(batch: Any, strategy: Any) -> tuple[Any, list[float]]:
     """Splits a global batch.
 
     Returns:
         The batch with a `PerReplica` of its rows in the place of each array, and the
-        replicas' weights. A replica without rows gets a stand-in, the first row, and
-        the weight 0: some metrics cannot take a batch of 0 rows.
+        weights, of this worker's replicas. One without rows gets a stand-in, the first
+        row, and the weight 0: some metrics cannot take a batch of 0 rows.
     """
     rows = rows_of(batch)
     if rows == 0:
         raise ValueError("A batch must have 1 row or more. Received a batch of 0 rows.")
-    bounds = split_rows(rows, replicas)
+    local = strategy.extended.local_replicas
+    bounds = split_rows(rows, strategy.num_replicas_in_sync)[local.start : local.stop]
 
     def shard(array):
         if array is None:
@@ -86,12 +95,49 @@ def _shard(batch: Any, replicas: int) -> tuple[Any, list[float]]:
     return tree.map_structure(shard, batch), weights
 
 
+def _merged(
+    model: keras.Model,
+    logs: Any,
+    strategy: Any,
+    weights: list[float],
+    written: set[int],
+) -> Any:
+    """The logs of a step, see `training.step.merge_logs`."""
+    workers = strategy.extended.group.workers
+    if workers is None:
+        return merge_logs(model, logs, len(weights), weights, written)
+    # What this worker adds to the means and metrics travels at once.
+    with torch.no_grad():
+        parts = mean_logs(logs, len(weights), weights)
+        flat = tree.flatten(parts)
+        layout = strategy.extended.group.layout
+        states = [
+            variable
+            for variable in model.metrics_variables
+            if is_on_read(variable) and variable.aggregation != "none"
+        ]
+        mine = [
+            components.find_or_make(variable, layout).part_of_this_worker(variable)
+            for variable in states
+        ]
+        sums = workers.sum_all("logs", [*flat, *mine])
+    means = tree.pack_sequence_as(parts, sums[: len(flat)])
+    if not isinstance(logs, dict):
+        return means
+    merged = list(zip(states, sums[len(flat) :], strict=True))
+    with keras.StatelessScope(state_mapping=merged):
+        metrics = model.get_metrics_result()
+    return chosen_logs(model, means, metrics, written)
+
+
 def _rows_in_order(outputs: Any, strategy: Any, weights: list[float]) -> Any:
     def gather(value):
         if not isinstance(value, PerReplica):
             return value
         pairs = zip(value.values, weights, strict=True)
         values = [component for component, weight in pairs if weight > 0]
+        # A worker without rows still takes part.
+        values = values or [value.values[0][:0]]
         return strategy.extended.group.gather(values, axis=0)
 
     return tree.map_structure(gather, outputs)

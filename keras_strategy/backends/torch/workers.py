@@ -1,0 +1,248 @@
+"""The processes of a cluster, as torch.distributed connects them."""
+
+import contextlib
+import datetime
+import hashlib
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from keras_strategy.cluster import Cluster
+from keras_strategy.communication import CommunicationImplementation
+
+_STORE = "address of torch's store"
+
+
+class TorchWorkers:
+    """Collectives between processes, one call at a time.
+
+    Before values travel the workers compare what they are about to do: torch would
+    hang or end the process where they differ.
+
+    Args:
+        cluster: The workers.
+    """
+
+    def __init__(self, cluster: Cluster):
+        self.cluster = cluster
+        self.rank, self.size = cluster.rank, cluster.size
+        if not dist.is_initialized():
+            _initialize(cluster)
+        if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.size):
+            raise RuntimeError(
+                "torch.distributed was initialized for another cluster: it has rank "
+                f"{dist.get_rank()} of {dist.get_world_size()}, and the cluster "
+                f"resolver says rank {self.rank} of {self.size}. Leave it to the "
+                "strategy, or initialize it for the same workers."
+            )
+
+    def sum(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of the workers' tensors.
+
+        Args:
+            name: What the sum is for.
+            tensor: A tensor of the same shape and dtype on all workers.
+
+        Returns:
+            A new tensor.
+
+        Raises:
+            ValueError: If the shapes or dtypes differ.
+        """
+        self._require_same(name, tensor, tuple(tensor.shape))
+        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if total.dtype == torch.bool:
+            raise TypeError(f"`{name}` adds numbers. Received a tensor of booleans.")
+        with self._waiting(name):
+            dist.all_reduce(total)
+        return total
+
+    def sum_all(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The sums of several tensors, which travel together."""
+        return in_one_piece(tensors, lambda flat: self.sum(name, flat))
+
+    def gather(
+        self, name: str, tensor: torch.Tensor, axis: int
+    ) -> tuple[torch.Tensor, list[int]]:
+        """The workers' tensors, joined in the order of their ranks.
+
+        Args:
+            name: What it is for.
+            tensor: A tensor whose sizes along `axis` may differ between workers.
+            axis: Along which they are joined.
+
+        Returns:
+            The joined tensor, and each worker's size along `axis`.
+
+        Raises:
+            ValueError: If other sizes, or the dtypes, differ.
+        """
+        axis %= max(tensor.ndim, 1)
+        tensor = tensor.detach()
+        others = tuple(tensor.shape[:axis]) + tuple(tensor.shape[axis + 1 :])
+        self._require_same(name, tensor, others, f" other than axis {axis}")
+        size = torch.tensor([tensor.shape[axis]], device=tensor.device)
+        sizes = [torch.empty_like(size) for _ in range(self.size)]
+        with self._waiting(name):
+            dist.all_gather(sizes, size)
+        counts = [int(s) for s in sizes]
+        # The axis comes first, since what is sent is padded to the longest.
+        rows = tensor.movedim(axis, 0)
+        boolean = rows.dtype == torch.bool
+        padded = rows.new_zeros((max(counts), *rows.shape[1:]))
+        padded[: rows.shape[0]] = rows
+        if boolean:
+            padded = padded.to(torch.uint8)
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        with self._waiting(name):
+            dist.all_gather(parts, padded)
+        pieces = zip(parts, counts, strict=True)
+        joined = torch.cat([part[:count] for part, count in pieces])
+        if boolean:
+            joined = joined.to(torch.bool)
+        return joined.movedim(0, axis), counts
+
+    def broadcast(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrites tensors with the chief's.
+
+        Args:
+            name: What it is for.
+            tensors: Tensors of the same shapes and dtypes on all workers.
+
+        Raises:
+            ValueError: If the shapes or dtypes differ.
+        """
+        for tensor in tensors:
+            self._require_same(name, tensor, tuple(tensor.shape))
+            data = tensor.detach()
+            sent = data.to(torch.uint8) if data.dtype == torch.bool else data
+            sent = sent.contiguous()
+            with self._waiting(name):
+                dist.broadcast(sent, src=0)
+            if sent is not data:
+                data.copy_(sent)
+
+    def _require_same(
+        self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], which: str = ""
+    ) -> None:
+        layout = f"{name}|{shape}|{tensor.dtype}"
+        digest = hashlib.blake2b(layout.encode(), digest_size=7).digest()
+        number = int.from_bytes(digest)
+        # The largest of n and of -n are each other's negative if all n are equal.
+        both = torch.tensor([number, -number], device=tensor.device)
+        with self._waiting(name):
+            dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        if int(both[0]) == -int(both[1]):
+            return
+        told = self.cluster.agree(
+            "the comparison of what is sent", [name, list(shape), str(tensor.dtype)]
+        )
+        pairs = list(zip(self.cluster.names, told, strict=True))
+        if len({operation for _, (operation, _, _) in pairs}) > 1:
+            listed = ", ".join(f"{who}: {operation}" for who, (operation, *_) in pairs)
+            raise RuntimeError(
+                "All workers must make the same calls in the same order. They are in "
+                f"different ones ({listed})."
+            )
+        listed = ", ".join(
+            f"{who}: {tuple(dims)} {dtype}" for who, (_, dims, dtype) in pairs
+        )
+        raise ValueError(
+            f"`{name}` needs values whose dtypes and sizes{which} are the same on "
+            f"every worker. Received: {listed}."
+        )
+
+    @contextlib.contextmanager
+    def _waiting(self, name: str) -> Iterator[None]:
+        with self.cluster.member.waiting(name):
+            yield
+
+
+def in_one_piece(
+    tensors: Sequence[torch.Tensor], fn: Callable[[torch.Tensor], torch.Tensor]
+) -> list[torch.Tensor]:
+    """Applies an elementwise function to all tensors of a dtype at once.
+
+    Args:
+        tensors: The tensors.
+        fn: A function of a flat tensor.
+
+    Returns:
+        A tensor for each, of its shape.
+    """
+    results: list[Any] = [None] * len(tensors)
+    by_kind: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(index)
+    for indices in by_kind.values():
+        parts = [tensors[index] for index in indices]
+        flat = fn(torch.cat([part.reshape(-1) for part in parts]))
+        pieces = flat.split([part.numel() for part in parts])
+        for index, part, piece in zip(indices, parts, pieces, strict=True):
+            results[index] = piece.view(part.shape)
+    return results
+
+
+def _initialize(cluster: Cluster) -> None:
+    timeout = datetime.timedelta(seconds=cluster.member.timeout_seconds + 60)
+    implementation = cluster.options.implementation
+    gpus = torch.cuda.is_available()
+    if implementation is CommunicationImplementation.NCCL and not gpus:
+        raise ValueError(
+            "CommunicationImplementation.NCCL needs GPUs, and torch sees none. Use "
+            "AUTO or RING."
+        )
+    nccl = gpus and implementation is not CommunicationImplementation.RING
+    if cluster.is_local:
+        # Otherwise gloo listens on the interface that the host's name stands for.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if nccl else "gloo",
+        store=_store(cluster, timeout),
+        rank=cluster.rank,
+        world_size=cluster.size,
+        timeout=timeout,
+    )
+    # torch ends the process with an error where its threads outlive it.
+    cluster.member.at_leave(_destroy)
+
+
+def _store(cluster: Cluster, timeout: datetime.timedelta) -> TCPStore:
+    arguments: dict[str, Any] = {"wait_for_workers": False, "timeout": timeout}
+    if cluster.is_chief:
+        listener = socket.create_server(
+            ("127.0.0.1" if cluster.is_local else "", 0), backlog=cluster.size + 16
+        )
+        port = listener.getsockname()[1]
+        cluster.member.publish(_STORE, port)
+        return TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            master_listen_fd=listener.detach(),
+            **arguments,
+        )
+    port = int(cluster.member.lookup(_STORE))
+    host = cluster.addresses[0].rpartition(":")[0].strip("[]")
+    return TCPStore(host, port, is_master=False, **arguments)
+
+
+def _destroy() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+_connected: TorchWorkers | None = None
+
+
+def connect(cluster: Cluster) -> TorchWorkers:
+    """Connects this process with the others of a cluster, once."""
+    global _connected
+    if _connected is None:
+        _connected = TorchWorkers(cluster)
+    return _connected
