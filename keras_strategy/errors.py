@@ -1,6 +1,10 @@
 """The exceptions that only this package raises."""
 
 
+class WorkerInputError(ValueError):
+    """Workers that train together were given different data."""
+
+
 class KerasVersionError(RuntimeError):
     """A function of Keras that this package extends is not the one it knows."""
 

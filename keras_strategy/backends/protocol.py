@@ -71,6 +71,14 @@ class Backend(Protocol):
         """Installs this engine's hooks into Keras; called once."""
         ...
 
+    def random_state(self) -> bytes | None:
+        """The state of the process's generator of random numbers, if there is one."""
+        ...
+
+    def set_random_state(self, state: bytes) -> None:
+        """Sets what `random_state` gave, on this worker or another."""
+        ...
+
     def native_strategy(self, devices: tuple[str, ...]) -> Any:
         """What Keras offers for several devices by itself, to be compared with.
 

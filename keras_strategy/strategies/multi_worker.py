@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from keras_strategy import cluster
+from keras_strategy import cluster, seeds
 from keras_strategy.backends import get_backend
 from keras_strategy.cluster_resolver import detect
 from keras_strategy.communication import (
@@ -78,6 +78,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         if workers is not None:
             devices = _own_devices(devices, workers)
             _require_alike(workers, devices)
+            seeds.take_chiefs(workers)
         super().__init__(StrategyExtended(self, devices, cluster=workers))
 
     @property

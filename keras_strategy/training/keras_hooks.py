@@ -19,7 +19,14 @@ from keras.src.trainers.data_adapters.generator_data_adapter import (
     GeneratorDataAdapter,
 )
 
-from keras_strategy import config, context, hooking, input_splitting, mirror_check
+from keras_strategy import (
+    config,
+    context,
+    hooking,
+    input_splitting,
+    mirror_check,
+    seeds,
+)
 from keras_strategy.backends import get_backend
 from keras_strategy.hooking import Hook, model_hook
 from keras_strategy.input_sources import ReadOnce, as_array
@@ -151,6 +158,8 @@ def _in_scope(original: Callable) -> Callable:
             )
         context.require_cross_replica(strategy, name)
         with strategy.scope():
+            if strategy.extended.cluster is not None and name != "compile":
+                seeds.take_chiefs(strategy.extended.cluster)
             adopt_variables(strategy, self)
             if not config.checks_mirrored():
                 return original(self, *args, **kwargs)

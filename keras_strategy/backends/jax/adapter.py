@@ -60,6 +60,12 @@ class JaxBackend:
 
         hooking.install(keras_hooks.hooks())
 
+    def random_state(self) -> None:
+        return None
+
+    def set_random_state(self, state: bytes) -> None:
+        """There is none."""
+
     def native_strategy(self, devices: tuple[str, ...]) -> Any:
         return keras.distribution.DataParallel(devices=list(devices))
 
@@ -73,8 +79,8 @@ class JaxBackend:
 
     def connect(self, cluster: "Cluster") -> None:
         raise NotImplementedError(
-            "MultiWorkerMirroredStrategy of several workers is not there yet on the "
-            f"Keras backend '{self.name}'. Use the backend 'torch', or MirroredStrategy "
+            "MultiWorkerMirroredStrategy of several workers is not there yet with the "
+            f"Keras backend '{self.name}'. Use 'torch', or MirroredStrategy "
             "for the devices of one process."
         )
 

@@ -65,6 +65,12 @@ class TensorFlowBackend:
         protocol.__tf_flatten__ = lambda self: ((), self.values)
         protocol.__tf_unflatten__ = classmethod(_unflatten)
 
+    def random_state(self) -> None:
+        return None
+
+    def set_random_state(self, state: bytes) -> None:
+        """There is none."""
+
     def native_strategy(self, devices: tuple[str, ...]) -> Any:
         names = [native_name(device) for device in devices]
         return tf.distribute.MirroredStrategy(names)
@@ -93,8 +99,8 @@ class TensorFlowBackend:
 
     def connect(self, cluster: "Cluster") -> None:
         raise NotImplementedError(
-            "MultiWorkerMirroredStrategy of several workers is not there yet on the "
-            f"Keras backend '{self.name}'. Use the backend 'torch', or MirroredStrategy "
+            "MultiWorkerMirroredStrategy of several workers is not there yet with the "
+            f"Keras backend '{self.name}'. Use 'torch', or MirroredStrategy "
             "for the devices of one process."
         )
 

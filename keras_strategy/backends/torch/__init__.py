@@ -45,6 +45,12 @@ class TorchBackend:
     def install_hooks(self) -> None:
         hooking.install(keras_hooks.hooks())
 
+    def random_state(self) -> bytes:
+        return torch.get_rng_state().numpy().tobytes()
+
+    def set_random_state(self, state: bytes) -> None:
+        torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
     def native_strategy(self, names: tuple[str, ...]) -> None:
         return None  # Keras has none on torch
 

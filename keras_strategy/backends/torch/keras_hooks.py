@@ -12,6 +12,8 @@ import keras
 import keras.src.backend.torch.random as keras_random
 import keras.src.random.seed_generator as keras_seeds
 import torch
+from keras.src.backend.torch.trainer import TorchEpochIterator
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 from keras_strategy import context
 from keras_strategy.backends.threads import keras_hooks as thread_hooks
@@ -20,6 +22,7 @@ from keras_strategy.backends.torch.run import process_generator
 from keras_strategy.hooking import Hook, model_hook
 from keras_strategy.training.keras_hooks import strategy_of_model
 from keras_strategy.training.row_weights import distributed_replica
+from keras_strategy.training.worker_input import AgreedBatches
 from keras_strategy.variables import is_on_read
 
 # --- random numbers
@@ -157,6 +160,24 @@ def _make_function(kind: str) -> Callable[[Callable], Callable]:
     return replace
 
 
+def _get_iterator(original: Callable) -> Callable:
+    """`TorchEpochIterator._get_iterator`: several workers agree on their batches."""
+
+    def _get_iterator(self):
+        batches = original(self)
+        strategy = context.current_scope()
+        if strategy is None or strategy.extended.cluster is None:
+            return batches
+        adapter = self.data_adapter
+        counts = None
+        if isinstance(adapter, ArrayDataAdapter):
+            counts = [adapter.num_batches, adapter.batch_size]
+            counts.append(adapter.partial_batch_size)
+        return AgreedBatches(batches, strategy.extended.cluster, counts)
+
+    return _get_iterator
+
+
 def hooks() -> list[Hook]:
     """The hooks of the torch adapter."""
     return [
@@ -175,6 +196,7 @@ def hooks() -> list[Hook]:
         Hook(keras.Variable, "_initialize", "(self, value)", _initialize),
         Hook(keras.Variable, "_direct_assign", "(self, value)", _direct_assign),
         Hook(keras.Layer, "zero_grad", "(self, set_to_none=True)", _zero_grad),
+        Hook(TorchEpochIterator, "_get_iterator", "(self)", _get_iterator),
         *(
             model_hook(
                 f"make_{kind}_function",
