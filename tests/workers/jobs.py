@@ -63,9 +63,9 @@ def fit_arrays(alone: bool = False, rows: int = 29, batch_size: int = 8) -> dict
         model = classifier()
     x, y = digits(rows)
     sample_weight = np.linspace(0.5, 2.0, rows).astype("float32")
-    logs: list[dict] = []
-    seen = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, log: logs.append(dict(log))
+    seen: list[dict] = []
+    watch = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(dict(logs))
     )
     history = model.fit(
         x,
@@ -75,12 +75,12 @@ def fit_arrays(alone: bool = False, rows: int = 29, batch_size: int = 8) -> dict
         epochs=3,
         validation_data=digits(7, seed=4),
         verbose=0,
-        callbacks=[seen],
+        callbacks=[watch],
     )
     return {
         "weights": weights(model),
         "history": history.history,
-        "logs": logs,
+        "logs": seen,
         "evaluated": model.evaluate(x, y, batch_size=5, verbose=0, return_dict=True),
         "predicted": model.predict(x, batch_size=batch_size, verbose=0),
         "on_batch": model.train_on_batch(x[:5], y[:5], return_dict=True),
