@@ -94,6 +94,7 @@ class Member:
 
         Raises:
             ClusterError: If they do not come together.
+            WorkerFailedError: If they do, and one fails at once.
             OSError: If the chief cannot open the port.
             ValueError: If an argument is not what it must be.
         """
@@ -268,7 +269,8 @@ class Member:
             )
             watchdog.failed.wait(VERDICT_SECONDS + 1)
         if watchdog.failure is not None:
-            raise ClusterError(watchdog.failure)
+            kind = ClusterError if watchdog.missing else WorkerFailedError
+            raise kind(watchdog.failure)
 
     def _request(self, message: dict[str, Any], name: str) -> tuple[int, bytes]:
         number = next(self._numbers)
@@ -311,7 +313,7 @@ class Member:
 
     def _after(self, error: BaseException | None) -> None:
         """Raises the failure, if there is one, rather than what came of it."""
-        if isinstance(error, WorkerFailedError):
+        if isinstance(error, WorkerFailedError) or self._watchdog.leaving.is_set():
             return
         if isinstance(error, Exception) and not isinstance(
             error, StopIteration | StopAsyncIteration

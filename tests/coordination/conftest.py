@@ -53,9 +53,11 @@ def together(port):
         """What each call returned, or the exception it raised, by rank."""
 
         def one(rank: int) -> Any:
-            member = Member.join(("127.0.0.1", port), rank, names_of(count), timeout)
-            members.append(member)
             try:
+                member = Member.join(
+                    ("127.0.0.1", port), rank, names_of(count), timeout
+                )
+                members.append(member)
                 return function(member, rank)
             except Exception as error:
                 return error
