@@ -270,7 +270,9 @@ class Hub:
         # The one who asked may have got on meanwhile.
         state = states.get(asker)
         if state and state.inside and state.count == question["count"]:
-            self._fail(*verdict.stuck(self._names, states, question["timeout"]))
+            failure = verdict.stuck(self._names, states, question["timeout"])
+            if failure is not None:
+                self._fail(*failure)
 
     def _fail(self, message: str, details: str = "") -> None:
         if self._failure is not None:

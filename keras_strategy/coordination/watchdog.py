@@ -189,6 +189,7 @@ class Watchdog:
                 position.count,
                 position.last,
                 operation[1] if operation else None,
+                time.monotonic() - operation[2] if operation else 0.0,
                 *ending.stack_of(position.thread_id),
             )
             self.send(encode({"type": "state", **dataclasses.asdict(state)}))

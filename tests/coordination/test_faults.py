@@ -4,6 +4,8 @@ import signal
 
 import pytest
 
+from tests.coordination.conftest import SOON
+
 WAIT = """
 import time
 with member.waiting("all_reduce in step 12"):
@@ -52,31 +54,32 @@ def test_a_worker_that_raises_ends_the_others(processes, victim):
 @pytest.mark.parametrize("victim", [0, 2], ids=["chief", "worker"])
 def test_a_worker_that_hangs_ends_the_others(processes, victim):
     scripts = [WAIT_AFTER] * 3
+    scripts[1] = "member.agree('start'); member.agree('all_reduce in step 12')"
     scripts[victim] = BUSY
-    processes.start(scripts, timeout=2)
+    processes.start(scripts, timeout=1)
     for status, errors in processes.end(0, 1, 2):
         assert status == 1
         assert (
-            f"{THREE[victim]} did not reach `all_reduce in step 12` within 2 s; it is "
+            f"{THREE[victim]} did not reach `all_reduce in step 12` within 1 s; it is "
             "in no operation; its main thread is in: <module> (script.py, line 1"
         ) in errors
         assert f"Main thread of {THREE[victim]}" in errors
 
 
 def test_a_stopped_worker_ends_the_others(processes):
-    processes.start([WAIT_AFTER, BUSY], timeout=2)
+    processes.start([WAIT_AFTER, BUSY], timeout=1)
     processes.reached("there", 0)
     processes.signal(1, signal.SIGSTOP)
     ((status, errors),) = processes.end(0)
     assert status == 1
-    assert "worker 0 did not reach `all_reduce in step 12` within 2 s" in errors
+    assert "worker 0 did not reach `all_reduce in step 12` within 1 s" in errors
     assert "does not answer" in errors
     processes.signal(1, signal.SIGCONT)
     assert processes.end(1)[0][0] == 1
 
 
 def test_a_stopped_chief_ends_the_others(processes):
-    processes.start([BUSY, WAIT_AFTER], timeout=2)
+    processes.start([BUSY, WAIT_AFTER], timeout=1)
     processes.reached("there", 1)
     processes.signal(0, signal.SIGSTOP)
     ((status, errors),) = processes.end(1)
@@ -113,7 +116,7 @@ def test_a_fork_of_a_killed_worker_does_not_hide_its_death(processes):
 import os, time
 if os.fork() == 0:
     os.close(1), os.close(2)  # The test reads them until all have closed them.
-    time.sleep(5)
+    time.sleep(10)
     os._exit(0)
 member.agree("start")
 time.sleep(300)
@@ -145,7 +148,7 @@ from keras_strategy.errors import WorkerFailedError
 try:
     with member.waiting("all_reduce in step 12"):
         print("there", flush=True)
-        time.sleep(2)
+        time.sleep(0.5)
 except WorkerFailedError as error:
     assert "worker 0 is gone without a word" in str(error)
     assert "chief was in `all_reduce in step 12`" in str(error)
@@ -170,3 +173,38 @@ with member.waiting("all_reduce in step 12"):
     ((status, errors),) = processes.end(0)
     assert status == 1
     assert "worker 0 is gone without a word" in errors
+
+
+def test_an_exception_in_a_process_that_is_not_ours(processes):
+    raises = """
+import atexit, sys
+hook = sys.excepthook
+def mine(*arguments):
+    print("mine", file=sys.stderr)
+    hook(*arguments)
+sys.excepthook = mine
+atexit.register(lambda: print("ended in its own way", file=sys.stderr))
+member.agree("start")
+raise ValueError("no such row")
+"""
+    processes.start([WAIT_AFTER.replace("300", "1"), raises], exit_process=False)
+    (chief, told), (worker, said) = processes.end(0, 1)
+    assert chief == worker == 1
+    assert "WorkerFailedError: worker 0 raised ValueError: no such row" in told
+    assert said.startswith("mine\nTraceback")
+    assert said.endswith("ValueError: no such row\nended in its own way\n")
+
+
+def test_a_full_pipe_does_not_keep_a_process(processes):
+    """Whoever reads the output of a worker may have stopped to do so."""
+    writes = """
+member.agree("start")
+print("there", flush=True)
+with member.waiting("all_reduce in step 12"):
+    while True:
+        print("x" * 1000, flush=True)
+"""
+    processes.start([writes, BUSY])
+    processes.reached("there", 0)
+    processes.signal(1, signal.SIGKILL)
+    assert processes.workers[0].wait(SOON) == 1

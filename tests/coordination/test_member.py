@@ -138,6 +138,29 @@ def test_lookup_of_what_nobody_publishes(together):
     assert together(2, work) == [[0, 1]] * 2
 
 
+def test_a_failure_wakes_who_looks_up(together):
+    def work(member, rank):
+        if rank == 0:
+            return member.lookup("address")
+        return member.agree(f"step {rank}")
+
+    for error in together(3, work):
+        assert isinstance(error, WorkerFailedError)
+        assert "worker 0: `step 1`, worker 1: `step 2`" in str(error)
+
+
+def test_a_late_worker_is_given_its_time(together):
+    """The time of an operation that all have reached starts with the last one."""
+
+    def work(member, rank):
+        time.sleep(0.6 * rank)
+        with member.waiting("save"):
+            time.sleep(1.4 - 0.6 * rank)
+        return member.agree("end", rank)
+
+    assert together(2, work, timeout=1.0) == [[0, 1]] * 2
+
+
 def test_nothing_is_left_after_leave(port):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         members = list(pool.map(lambda rank: join(port, rank, 2), range(2)))

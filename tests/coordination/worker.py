@@ -20,7 +20,7 @@ from keras_strategy.coordination import (  # noqa: E402
 )
 
 # So that tests need not wait for long.
-hub.ANSWER_SECONDS = watchdog.ANSWER_SECONDS = 2.0
+hub.ANSWER_SECONDS = watchdog.ANSWER_SECONDS = 1.0
 watchdog.LEFT_SECONDS = 1.0
 
 arguments = json.loads(sys.argv[1])
