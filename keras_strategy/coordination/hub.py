@@ -43,7 +43,8 @@ def listen(host: str, port: int) -> socket.socket:
         if is_loopback(host):
             if ":" in host:
                 return socket.create_server((host, port), family=socket.AF_INET6)
-            return socket.create_server(("127.0.0.1", port))
+            name = host.lower().startswith("localhost")
+            return socket.create_server(("127.0.0.1" if name else host, port))
         if socket.has_dualstack_ipv6():
             with contextlib.suppress(OSError):
                 return socket.create_server(

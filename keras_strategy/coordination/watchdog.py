@@ -91,6 +91,8 @@ class Watchdog:
         self._asked: tuple[int, str, float] | None = None
         self._asked_at = 0.0
         self._heard_at = 0.0
+        # When this thread last looked, and since when it has been doing so regularly.
+        self._looked_at = self._awake_since = time.monotonic()
         self._thread = threading.Thread(
             target=self._watch, name="keras_strategy watchdog", daemon=True
         )
@@ -146,12 +148,22 @@ class Watchdog:
         poller = select.poll()
         poller.register(self._connection, select.POLLIN)
         interval = min(1.0, self._timeout / 4)
+        self._looked_at = time.monotonic()
         while not (self.hub_gone and self.leaving.is_set()):
             if self.hub_gone:
                 self.leaving.wait(interval)
-            elif poller.poll(1000 * interval):
+                ready = False
+            else:
+                ready = bool(poller.poll(1000 * interval))
+            now = time.monotonic()
+            # The time during which this process was stopped, as by Ctrl-Z, or its
+            # machine asleep, is nobody's fault.
+            if now - self._looked_at > 3 * interval:
+                self._awake_since = now
+            self._looked_at = now
+            if ready:
                 self._receive()
-            self._look()
+            self._look(now)
 
     def _receive(self) -> None:
         why = "its process was killed or crashed"
@@ -183,25 +195,25 @@ class Watchdog:
             if not self.missing:
                 self.settled.set()
         elif kind == "report":
-            position = self._position
-            operation = position.operation
-            state = State(
-                position.count,
-                position.last,
-                operation[1] if operation else None,
-                time.monotonic() - operation[2] if operation else 0.0,
-                *ending.stack_of(position.thread_id),
-            )
-            self.send(encode({"type": "state", **dataclasses.asdict(state)}))
+            state = dataclasses.asdict(self._state())
+            self.send(encode({"type": "state", **state}))
         elif kind == "left":
             self._ended.append(self._names[message["rank"]])
             self._ended_at = time.monotonic()
         elif kind == "failed":
             self._settle(message["message"], message["details"])
 
-    def _look(self) -> None:
+    def _state(self) -> State:
+        position = self._position
+        operation = position.operation
+        where, stack = ending.stack_of(position.thread_id)
+        if operation is None:
+            return State(position.count, position.last, None, 0.0, where, stack)
+        seconds = time.monotonic() - max(operation[2], self._awake_since)
+        return State(position.count, position.last, operation[1], seconds, where, stack)
+
+    def _look(self, now: float) -> None:
         """Fails when this worker has been waiting for too long."""
-        now = time.monotonic()
         if self._claim is not None:
             if now >= self._claim[0]:
                 self._settle(*self._claim[1:])
@@ -209,7 +221,7 @@ class Watchdog:
         operation = self._position.operation
         if operation is None or self.failure is not None or self.leaving.is_set():
             return
-        _, name, since = operation
+        name, since = operation[1], max(operation[2], self._awake_since)
         if self._ended and now - max(since, self._ended_at) > LEFT_SECONDS:
             gone = " and ".join(self._ended)
             self.fail(f"{gone} ended while {self._name} was waiting for it in `{name}`")
@@ -229,7 +241,7 @@ class Watchdog:
             self._claim_failure(
                 0,
                 f"{self._chief} does not answer, and {self._name} has been in "
-                f"`{operation[1]}` for {now - operation[2]:.0f} s: its process is "
+                f"`{operation[1]}` for more than {self._timeout:g} s: its process is "
                 "stopped, or one long call keeps Python busy",
             )
 

@@ -1,6 +1,7 @@
 """Whatever becomes of a worker, all others end soon and say why. Real processes."""
 
 import signal
+import time
 
 import pytest
 
@@ -85,6 +86,26 @@ def test_a_stopped_chief_ends_the_others(processes):
     ((status, errors),) = processes.end(1)
     assert status == 1
     assert "chief does not answer" in errors and "`all_reduce in step 12`" in errors
+
+
+def test_a_job_that_was_stopped_goes_on(processes):
+    """As by Ctrl-Z: while all are stopped, nobody keeps anybody waiting."""
+    slow = """
+import time
+with member.waiting("all_reduce in step 12"):
+    print("there", flush=True)
+    for _ in range(8):
+        time.sleep(0.1)
+member.agree("end")
+"""
+    processes.start([slow, slow], timeout=2)
+    processes.reached("there", 0, 1)
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for rank in (0, 1):
+            processes.signal(rank, number)
+        if number == signal.SIGSTOP:
+            time.sleep(3)
+    assert processes.end(0, 1) == [(0, ""), (0, "")]
 
 
 @pytest.mark.parametrize(

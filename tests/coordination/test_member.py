@@ -1,6 +1,7 @@
 """Members that meet, agree and look up; each is a thread of this process."""
 
 import concurrent.futures
+import ipaddress
 import json
 import socket
 import threading
@@ -25,6 +26,14 @@ def outcome(function, *arguments, **named):
         return function(*arguments, **named)
     except Exception as error:
         return error
+
+
+def has_ipv6_loopback() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
 
 
 def listening(port: int) -> bool:
@@ -303,6 +312,31 @@ def test_a_taken_port():
             join(port, 0, 2)
     assert f"127.0.0.1:{port}" in str(caught.value)
     assert "KERAS_STRATEGY_PORT" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [("localhost", True), ("127.0.0.2", True), ("::1", True), ("node1", False)],
+)
+def test_where_the_chief_listens(port, host, local):
+    if host == "::1" and not has_ipv6_loopback():
+        pytest.skip("this machine has no IPv6")
+    # Nobody but the chief can find a node of this name.
+    ranks = range(2 if local else 1)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        members = list(
+            pool.map(
+                lambda r: Member.join((host, port), r, names_of(len(ranks)), SOON),
+                ranks,
+            )
+        )
+        assert members[0]._hub is not None
+        at = members[0]._hub._listener.getsockname()[0]
+        assert ipaddress.ip_address(at).is_loopback == local
+        agreed = list(pool.map(lambda m: m.agree("step", m.rank), members))
+        assert agreed == [list(ranks)] * len(ranks)
+    for member in members[::-1]:
+        member.leave()
 
 
 @pytest.mark.parametrize("rank", [-1, 2])

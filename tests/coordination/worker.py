@@ -33,4 +33,4 @@ member = Member.join(
     exit_process=arguments["exit_process"],
 )
 print("joined", flush=True)
-exec(compile(arguments["script"], "script.py", "exec"))
+exec(compile(arguments["script"], "script.py", "exec"), {"member": member})
