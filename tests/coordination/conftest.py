@@ -98,6 +98,7 @@ class Processes:
             self.workers.append(
                 subprocess.Popen(
                     [sys.executable, str(WORKER), json.dumps(arguments)],
+                    stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,

@@ -134,10 +134,10 @@ def test_workers_that_finish_end_in_peace(processes):
 
 def test_a_fork_of_a_killed_worker_does_not_hide_its_death(processes):
     fork = """
-import os, time
+import os, sys, time
 if os.fork() == 0:
     os.close(1), os.close(2)  # The test reads them until all have closed them.
-    time.sleep(10)
+    sys.stdin.read()  # Until the test is over.
     os._exit(0)
 member.agree("start")
 time.sleep(300)
@@ -149,17 +149,20 @@ time.sleep(300)
     assert status == 1 and "worker 0 is gone without a word" in errors
 
 
-def test_a_fork_that_exits_does_not_say_goodbye(processes):
+def test_what_becomes_of_a_fork_is_its_own_affair(processes):
     fork = """
-import os, sys, time
+import os
 if os.fork() == 0:
-    sys.exit()
-os.wait()
-time.sleep(1)
+    raise ValueError("in the fork")
+_, status = os.wait()
+assert os.waitstatus_to_exitcode(status) == 1
 member.agree("after")
 """
     processes.start([fork, fork])
-    assert processes.end(0, 1) == [(0, ""), (0, "")]
+    for status, errors in processes.end(0, 1):
+        assert status == 0
+        assert errors.endswith("ValueError: in the fork\n")
+        assert "ends." not in errors
 
 
 def test_a_process_that_is_not_ours_is_not_ended(processes):
@@ -219,11 +222,12 @@ raise ValueError("no such row")
 def test_a_full_pipe_does_not_keep_a_process(processes):
     """Whoever reads the output of a worker may have stopped to do so."""
     writes = """
+import sys
 member.agree("start")
 print("there", flush=True)
 with member.waiting("all_reduce in step 12"):
     while True:
-        print("x" * 1000, flush=True)
+        print("x" * 1000, file=sys.stderr)
 """
     processes.start([writes, BUSY])
     processes.reached("there", 0)
