@@ -236,6 +236,11 @@ def current_scope() -> "Strategy | None":
     return _process_wide[0][0] if _process_wide else None
 
 
+def depth() -> int:
+    """How many scopes this thread is in, one inside the other."""
+    return len(_place.scopes)
+
+
 def current_replica() -> ReplicaContext | None:
     """The replica that this thread runs for `strategy.run`, or None."""
     return _place.replica

@@ -30,7 +30,7 @@ from keras_strategy import (
 from keras_strategy.backends import get_backend
 from keras_strategy.hooking import Hook, model_hook
 from keras_strategy.input_sources import ReadOnce, as_array
-from keras_strategy.training import losses, normalization, one_writer
+from keras_strategy.training import entry_scope, losses, normalization, one_writer
 from keras_strategy.training.row_weights import distributed_replica
 from keras_strategy.values import ReduceOp
 from keras_strategy.variables import adds_up, assigned
@@ -52,8 +52,8 @@ def strategy_of_variable(variable: Any) -> Any:
 def strategy_of_model(model: keras.Model) -> Any:
     """The strategy that a model trains under, or None.
 
-    A model that was not made in a scope itself (a wrapper of one that was, or one
-    that came out of a pickle) follows its variables.
+    A model that was not made in a scope itself, as a wrapper of one that was, follows
+    its variables.
     """
     strategy = vars(model).get("_ks_strategy")
     if strategy is not None:
@@ -146,6 +146,10 @@ def _in_scope(original: Callable) -> Callable:
         strategy = strategy_of_model(self)
         args = [_data_for_keras(x, strategy, name) for x in args]
         kwargs = {k: _data_for_keras(x, strategy, name) for k, x in kwargs.items()}
+        with entry_scope.left_for(strategy):
+            return in_scope(self, strategy, args, kwargs)
+
+    def in_scope(self, strategy, args, kwargs):
         if strategy is None:
             current = context.current_scope()
             if current is None:
@@ -157,7 +161,7 @@ def _in_scope(original: Callable) -> Callable:
                 "work on one device."
             )
         context.require_cross_replica(strategy, name)
-        with strategy.scope():
+        with entry_scope.entered(strategy):
             adopt_variables(strategy, self)
             cluster = strategy.extended.cluster
             if cluster is None and not config.checks_mirrored():

@@ -78,7 +78,9 @@ def rows_of(data: Any) -> int:
     if len(rows) > 1:
         raise ValueError(
             "The arrays of a batch must have the same number of rows, their first "
-            f"dimension. Received arrays of the shapes {shapes}."
+            f"dimension. Received arrays of the shapes {shapes}. If these are single "
+            "rows, make batches of them first, with `dataset.batch(batch_size)` or "
+            "the like."
         )
     return rows.pop()
 

@@ -9,6 +9,7 @@ from keras_strategy.testing.equality.compare import largest
 
 X = np.random.RandomState(7).randn(13, 4).astype("float32")
 Y = np.random.RandomState(8).randn(13, 1).astype("float32")
+JAX = keras.backend.backend() == "jax"
 
 
 def compiled():
@@ -89,3 +90,168 @@ def test_weights_of_the_wrong_shape(two):
     with pytest.raises(ValueError):
         model.set_weights([np.zeros((2, 2)), np.zeros(1)])
     assert largest(before, model.get_weights()) == 0
+
+
+# --- data that does not fit, and sources that break
+
+
+class Items(keras.utils.PyDataset):
+    """Batches, and exceptions that are raised in their place."""
+
+    def __init__(self, *items, **options):
+        super().__init__(**options)
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        item = self.items[index]
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+
+def breaking():
+    yield X[:4], Y[:4]
+    raise OSError("the source broke")
+
+
+def tf_data(*arrays):
+    tf = pytest.importorskip("tensorflow")
+    return tf.data.Dataset.from_tensor_slices(arrays)
+
+
+def endings():
+    """13 rows in batches of 4, once."""
+    return ((X[i : i + 4], Y[i : i + 4]) for i in range(0, 13, 4))
+
+
+GOOD = X[:4], Y[:4]
+BAD = {
+    "targets of other rows": lambda m: m.fit(b for b in (GOOD, (X[:4], Y[:3]))),
+    "weights of other rows": lambda m: m.fit(b for b in ((*GOOD, np.ones(3)),)),
+    "PyDataset with targets of other rows": lambda m: m.fit(
+        Items(GOOD, (X[:4], Y[:3])), shuffle=False
+    ),
+    "arrays of other rows": lambda m: m.fit(X, Y[:5]),
+    "other features": lambda m: m.fit(X[:, :3], Y),
+    "single rows of tf.data": lambda m: m.fit(tf_data(X, Y)),
+    "single rows of a generator": lambda m: m.fit(b for b in zip(X, Y, strict=True)),
+    "scalars": lambda m: m.fit(b for b in ((1.0, 2.0),)),
+    "empty generator": lambda m: m.fit(b for b in ()),
+    "empty arrays": lambda m: m.fit(X[:0], Y[:0]),
+    "empty arrays to predict": lambda m: m.predict(X[:0]),
+    "empty tf.data": lambda m: m.fit(tf_data(X, Y).batch(4).take(0)),
+    "empty PyDataset": lambda m: m.fit(Items()),
+    "generator that ends in an epoch": lambda m: m.fit(
+        endings(), steps_per_epoch=3, epochs=2
+    ),
+    "tf.data that ends in an epoch": lambda m: m.fit(
+        tf_data(X, Y).batch(4), steps_per_epoch=6
+    ),
+    "generator that breaks": lambda m: m.fit(breaking()),
+    "PyDataset that breaks in a thread": lambda m: m.fit(
+        Items(GOOD, OSError("the source broke"), GOOD, workers=2), shuffle=False
+    ),
+}
+
+
+def outcome(act, model):
+    """The exception that something ends in, or the logs of a fit."""
+    try:
+        history = act(model)
+    except Exception as error:
+        return error
+    return list(history.history.values())
+
+
+def small():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+ORDER = {"batch_size": 4, "shuffle": False, "verbose": 0}
+
+
+@pytest.fixture(scope="module")
+def good():
+    """The weights to begin with, and those after good data, on one device."""
+    model = small()
+    before = model.get_weights()
+    model.fit(X, Y, **ORDER)
+    return before, model.get_weights()
+
+
+@pytest.fixture(scope="module")
+def survivor():
+    """One model on two replicas that goes through all of the tests below."""
+    with ks.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        return small()
+
+
+@pytest.mark.filterwarnings("ignore:.*ran out of data")
+@pytest.mark.parametrize("name", BAD)
+def test_what_one_device_does_or_a_clearer_error(name, good, survivor):
+    """And then training goes on as on one device with good data.
+
+    On JAX Keras's own model may not: an error in the first step loses its variables.
+    """
+    before, after = good
+    plain = small()
+    for model in (plain, survivor):
+        model.train_on_batch(*GOOD)  # Keras fails otherwise while it builds a model
+        model.set_weights(before)
+    one, many = (outcome(BAD[name], model) for model in (plain, survivor))
+    if isinstance(one, Exception):
+        if type(many).__name__ == "InvalidArgumentError":
+            pass  # TensorFlow's, at a step, where it traced shapes of any size before
+        elif type(one) is not type(many):
+            assert isinstance(many, ValueError), many
+            assert "A batch must" in str(many) or "arrays of a batch" in str(many)
+        elif "broke" in str(one):
+            assert str(one) == str(many) == "the source broke"
+    else:
+        assert not isinstance(many, Exception), many
+        if JAX and name == "generator that ends in an epoch":
+            # Keras logs the last epoch's metrics for one without a batch there.
+            one, many = ([values[:1] for values in logs] for logs in (one, many))
+        assert largest(one, many) < 1e-5
+        assert largest(plain.get_weights(), survivor.get_weights()) < 2e-5
+    survivor.set_weights(before)
+    survivor.fit(X, Y, **ORDER)
+    assert largest(after, survivor.get_weights()) < 2e-5
+
+
+def test_rows_that_differ_are_named(two):
+    """Where the shapes are known before the step; a JAX program says so itself."""
+    if JAX:
+        pytest.skip("JAX's own error names the shapes")
+    with two.scope():
+        model = compiled()
+    model.train_on_batch(*GOOD)  # else Keras notices first, while it builds the model
+    with pytest.raises(ValueError, match=r"\(4, 4\), \(3, 1\).*dataset.batch"):
+        model.train_on_batch(X[:4], Y[:3])
+
+
+def test_not_a_number_in_one_row(good, survivor):
+    """It ends the training after the same batch; from good weights it goes on."""
+    x = X.copy()
+    x[7] = np.nan  # the second replica's, in the second batch
+    before, after = good
+    survivor.set_weights(before)
+    seen = []
+    note = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(batch)
+    )
+    stop = keras.callbacks.TerminateOnNaN()
+    for model in (small(), survivor):
+        losses = model.fit(x, Y, epochs=3, callbacks=[note, stop], **ORDER).history
+        assert np.isnan(losses["loss"]).tolist() == [True]
+        assert all(np.isnan(weight).all() for weight in model.get_weights())
+    assert seen == [0, 1, 0, 1]
+    survivor.set_weights(before)
+    survivor.fit(X, Y, **ORDER)
+    assert largest(after, survivor.get_weights()) < 2e-5

@@ -1,0 +1,118 @@
+"""A process that is killed while it trains, and another one that goes on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from keras_strategy.testing.equality.compare import largest
+
+# Trains four epochs of four batches. What it knows of the last run is in the folder.
+PROGRAM = '''
+import json
+import sys
+import time
+
+import keras
+import numpy as np
+
+import keras_strategy as ks
+
+folder, dies = sys.argv[1], sys.argv[2] == "dies"
+X = np.random.RandomState(0).randn(13, 3).astype("float32")
+Y = np.random.RandomState(1).randn(13, 1).astype("float32")
+keras.utils.set_random_seed(1)
+strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+with strategy.scope():
+    model = keras.Sequential(
+        [keras.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
+    )
+    model.compile(keras.optimizers.Adam(0.05, use_ema=True), "mse", metrics=["mae"])
+
+
+class Report(keras.callbacks.Callback):
+    """Tells when the third epoch has begun, and waits there for its end."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if dies and self.epoch == 2 and batch == 1:
+            print("in the third epoch", flush=True)
+            time.sleep(600)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+        begun.append(epoch)
+
+
+begun = []
+history = model.fit(
+    X,
+    Y,
+    batch_size=4,
+    epochs=4,
+    # A shuffle would start anew with the resumed training, on one device too.
+    shuffle=False,
+    validation_data=(X[:5], Y[:5]),
+    callbacks=[keras.callbacks.BackupAndRestore(folder + "/backup"), Report()],
+    verbose=0,
+).history
+variables = [*model.variables, *model.optimizer.variables]
+np.savez(folder + "/weights.npz", *[v.numpy() for v in variables])
+print(json.dumps({"epochs": begun, "logs": history}))
+'''
+
+
+def start(folder: Path, dies: bool) -> subprocess.Popen:
+    environment = {**os.environ, "KERAS_STRATEGY_LOGICAL_CPUS": "2"}
+    how = "dies" if dies else "lives"
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(folder), how],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def finished(process: subprocess.Popen, folder: Path):
+    """What a process that trained to the end said, and the variables it ended with."""
+    out, _ = process.communicate(timeout=200)
+    assert process.returncode == 0
+    with np.load(folder / "weights.npz") as file:
+        variables = [file[name] for name in file.files]
+    return json.loads(out.splitlines()[-1]), variables
+
+
+def kill_in_the_third_epoch(process: subprocess.Popen):
+    try:
+        assert process.stdout is not None
+        assert any("third epoch" in line for line in process.stdout)
+    finally:
+        process.kill()
+        process.wait(60)
+        process.stdout.close()
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_a_killed_training_goes_on(tmp_path):
+    """As if it had never been killed, down to the last bit, but for its lost epoch."""
+    folders = tmp_path / "whole", tmp_path / "killed"
+    for folder in folders:
+        folder.mkdir()
+    processes = start(folders[0], False), start(folders[1], True)
+    try:
+        kill_in_the_third_epoch(processes[1])
+        assert (folders[1] / "backup").is_dir()
+        whole, expected = finished(processes[0], folders[0])
+    finally:
+        processes[0].kill()
+        processes[0].wait(60)
+    resumed, variables = finished(start(folders[1], False), folders[1])
+    assert whole["epochs"] == [0, 1, 2, 3]
+    assert resumed["epochs"] == [2, 3]
+    for name, values in whole["logs"].items():
+        assert resumed["logs"][name] == values[2:], name
+    assert largest(expected, variables) == 0
+    assert not (folders[1] / "backup").exists()  # Keras clears it when all is done
