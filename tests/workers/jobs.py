@@ -5,6 +5,7 @@ one device, in this process: what the workers must equal.
 """
 
 import contextlib
+import pathlib
 import warnings
 from typing import Any
 
@@ -215,4 +216,68 @@ def different_shapes() -> str:
         strategy.reduce("sum", out, axis=None)
     except ValueError as error:
         return str(error)
+    return "no error"
+
+
+def write_everything(folder: str, epochs: int = 3) -> dict:
+    """Trains with callbacks that write, and saves."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = classifier()
+    path = pathlib.Path(folder)
+    # Another worker's folder may be none that this one sees.
+    callbacks = [
+        keras.callbacks.ModelCheckpoint(path / "best.keras", save_best_only=True),
+        keras.callbacks.ModelCheckpoint(
+            str(path / "epoch{epoch}.weights.h5"), save_weights_only=True
+        ),
+        keras.callbacks.CSVLogger(path / "log.csv"),
+        keras.callbacks.BackupAndRestore(path / "backup", delete_checkpoint=False),
+    ]
+    x, y = digits(29)
+    history = model.fit(
+        x,
+        y,
+        batch_size=8,
+        epochs=epochs,
+        validation_data=digits(7, seed=4),
+        callbacks=callbacks,
+        verbose=2,
+    )
+    model.save(path / "last.keras")
+    return {
+        "weights": weights(model),
+        "epochs": history.epoch,
+        "predicted": model.predict(x, verbose=0),
+    }
+
+
+def stop_by_one(folder: str) -> dict:
+    """Worker 1 alone wants to stop, after the second batch of the second epoch."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    rank = strategy.extended.local_replicas.start
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if rank == 1 and self.model.optimizer.iterations >= 6:
+                self.model.stop_training = True
+
+    with strategy.scope():
+        model = classifier()
+    x, y = digits(29)
+    model.fit(x, y, batch_size=8, epochs=5, callbacks=[Stop()], verbose=0)
+    return {"steps": int(model.optimizer.iterations), "weights": weights(model)}
+
+
+def save_where_nobody_can(folder: str) -> str:
+    """The chief cannot write; all workers hear of it."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = classifier()
+    place = pathlib.Path(folder) / "a_file"
+    place.touch()
+    try:
+        model.save(place / "model.keras")
+    except (OSError, ks.errors.WorkerFailedError) as error:
+        return f"{type(error).__name__}: {error}"
     return "no error"
