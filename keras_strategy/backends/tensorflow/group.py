@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from keras_strategy.options import RunOptions
     from keras_strategy.strategy import Strategy
 
+
 class TensorFlowGroup:
     """See `keras_strategy.backends.protocol.ReplicaGroup`.
 
@@ -97,6 +98,17 @@ class TensorFlowGroup:
 
     def components(self, variable: Any) -> tuple[Any, ...]:
         return tuple(self.native.experimental_local_results(variable._value))
+
+    def part_of_this_worker(self, variable: Any) -> Any:
+        """What this worker adds to an on_read variable's value."""
+        components = [tf.convert_to_tensor(c) for c in self.components(variable)]
+        if variable.aggregation == "only_first_replica":
+            value = components[0]
+            return value if self.first == 0 else tf.zeros_like(value)
+        total = combine.add(components)
+        if variable.aggregation == "mean":
+            return combine.divide(total, self.num_replicas)
+        return total
 
     def assign_components(self, variable: Any, values: Sequence[Any]) -> None:
         for component, value in zip(self.components(variable), values, strict=True):

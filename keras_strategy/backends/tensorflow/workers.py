@@ -87,6 +87,9 @@ class TensorFlowWorkers:
         results: list[Any] = list(tensors)
         for indices in self._packs(tensors):
             parts = [tensors[index] for index in indices]
+            if len(parts) == 1:
+                results[indices[0]] = self.sum(name, parts[0], compare)
+                continue
             flat = tf.concat([tf.reshape(part, [-1]) for part in parts], 0)
             pieces = tf.split(
                 self.sum(name, flat, compare), [tf.size(part) for part in parts]
@@ -246,11 +249,12 @@ class TensorFlowWorkers:
         return layouts, [] if check is None else [check]
 
     def _explained(self, message: str) -> Exception | None:
-        found = re.search(rf"{_DIFFERENT}( other than axis \d+)?:\] ([\[\]\s\d-]+)", message)
+        # TensorFlow writes it in one way eagerly and in another in a tf.function.
+        found = re.search(rf"{_DIFFERENT}( other than axis \d+)?:(.*)", message, re.S)
         if found is None:
             return None
         which, text = found.groups()
-        numbers = [int(n) for n in re.findall(r"-?\d+", text)]
+        numbers = [int(number) for number in re.findall(r"-?\d+", text)]
         width = _FIRST_DIMENSION + _MOST_DIMENSIONS
         rows = [numbers[i * width : (i + 1) * width] for i in range(self.size)]
         told = list(zip(self.cluster.names, rows, strict=True))
@@ -273,9 +277,7 @@ class TensorFlowWorkers:
         )
 
 
-def _sendable(
-    tensor: Any, gathered: bool = False
-) -> tuple[Any, Callable[[Any], Any]]:
+def _sendable(tensor: Any, gathered: bool = False) -> tuple[Any, Callable[[Any], Any]]:
     """A tensor of a dtype that collectives take, and the way back."""
     dtype = tensor.dtype
     if dtype == tf.string or dtype == tf.resource or dtype == tf.variant:
