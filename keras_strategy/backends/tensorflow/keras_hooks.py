@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import keras.src.random.seed_generator as keras_seeds
 import tensorflow as tf
+from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
@@ -110,15 +111,43 @@ def _map_aggregation(original: Callable) -> Callable:
     return _map_aggregation
 
 
+def _variable_value(original: property) -> property:
+    """`Variable.value`: the first replica's, of all workers.
+
+    Native tf.distribute reads such an on_read variable from each worker's own first.
+    """
+    get = original.fget
+    assert get is not None
+
+    def value(self):
+        strategy = strategy_of_variable(self)
+        if (
+            strategy is None
+            or strategy.extended.cluster is None
+            or not is_on_read(self)
+            or self.aggregation != "only_first_replica"
+            or _replica() is not None
+            or in_stateless_scope()
+        ):
+            return get(self)
+        group = strategy.extended.group
+        name = f"the value of '{self.path}'"
+        with group.calling(name):
+            part = group.part_of_this_worker(self)
+            return self._maybe_autocast(group.workers.sum(name, part))
+
+    return property(value, original.fset, original.fdel, original.__doc__)
+
+
 def _as_number(original: Callable) -> Callable:
     """`Variable.__float__`, `__int__`: native mirrored variables lack them."""
-    convert = {"__float__": float, "__int__": int}[original.__name__]
+    convert: Any = {"__float__": float, "__int__": int}[original.__name__]
 
     def method(self):
         distributed = isinstance(self._value, tf.distribute.DistributedValues)
         if not distributed or strategy_of_variable(self) is None or self.ndim > 0:
             return original(self)
-        return convert(self._value.numpy())
+        return convert(keras.ops.convert_to_numpy(self.value))
 
     return method
 
@@ -224,7 +253,9 @@ def _make_function(kind: str) -> Callable[[Callable], Callable]:
             if strategy.extended.cluster is not None and function is not before:
                 extended = strategy.extended
                 if kind == "predict":
-                    function = predictions_of_workers(function, extended.group)
+                    function = predictions_of_workers(
+                        function, extended.group, extended.cluster
+                    )
                 else:
                     function = steps_of_workers(
                         function, extended.group, extended.cluster, self, kind
@@ -341,6 +372,7 @@ def hooks() -> list[Hook]:
         Hook(
             keras.Variable, "_map_aggregation", "(self, aggregation)", _map_aggregation
         ),
+        Hook(keras.Variable, "value", None, _variable_value),
         *(
             Hook(keras.Variable, name, "(self)", _as_number)
             for name in ("__float__", "__int__")

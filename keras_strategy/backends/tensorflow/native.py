@@ -8,8 +8,9 @@ import tensorflow as tf
 from tensorflow.python.distribute.collective_all_reduce_strategy import (
     CollectiveAllReduceExtended,
 )
+from tensorflow.python.distribute.values import Mirrored
 
-from keras_strategy.backends.tensorflow import server
+from keras_strategy.backends.tensorflow import combine, server
 from keras_strategy.backends.tensorflow.devices import native_name
 from keras_strategy.backends.tensorflow.workers import TensorFlowWorkers
 
@@ -74,7 +75,7 @@ class _Extended(CollectiveAllReduceExtended):
                 bytes_per_pack=options.bytes_per_pack,
                 timeout_seconds=workers.timeout_seconds,
                 implementation=native.CommunicationImplementation(
-                    options.implementation.value
+                    workers.implementation.value
                 ),
             ),
         )
@@ -83,6 +84,19 @@ class _Extended(CollectiveAllReduceExtended):
         # The native method knows of one CPU device only.
         names = [f"{worker_device}{native_name(name)}" for name in self._ks_devices]
         return tuple(names), self._ks_devices[0].split(":")[0].upper()
+
+    def _reduce_to(self, reduce_op, value, destinations, options):
+        # So native tf.distribute reads an on_read variable, among others.
+        replicas = self._container_strategy().num_replicas_in_sync
+        mean = reduce_op is not tf.distribute.ReduceOp.SUM
+        if not isinstance(destinations, str) or not hasattr(value, "values"):
+            return super()._reduce_to(reduce_op, value, destinations, options)
+        if isinstance(value, Mirrored):
+            return super()._reduce_to(reduce_op, value, destinations, options)
+        total = combine.add([tf.convert_to_tensor(part) for part in value.values])
+        with self._ks_workers.calling("tf.distribute.Strategy.reduce"):
+            total = self._ks_workers.sum("tf.distribute.Strategy.reduce", total)
+        return combine.divide(total, replicas) if mean else total
 
     def _get_variable_creator_initial_value(
         self, replica_id, device, primary_var, **kwargs
@@ -97,7 +111,7 @@ class _Extended(CollectiveAllReduceExtended):
         def initial_value():
             value = kwargs["initial_value"]
             value = value() if callable(value) else value
-            value = getattr(value, "wrapped_value", value)  # of a checkpoint
+            value: Any = getattr(value, "wrapped_value", value)  # of a checkpoint
             value = tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
             name = f"the first value of '{kwargs.get('name')}'"
             return self._ks_workers.chiefs(name, value)

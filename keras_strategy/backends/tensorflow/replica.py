@@ -161,6 +161,7 @@ class TensorFlowReplica:
         workers = self.group.workers
 
         def merge_of_workers(*parts):
+            assert workers is not None
             totals = []
             for values in zip(*parts, strict=True):
                 combine.check_same_shapes(values)

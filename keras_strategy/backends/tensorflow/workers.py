@@ -51,6 +51,7 @@ class TensorFlowWorkers:
                 "CommunicationImplementation.NCCL needs GPUs, and TensorFlow sees "
                 "none. Use AUTO or RING."
             )
+        self.implementation = implementation
         ring = implementation is CommunicationImplementation.RING
         self._accelerator = f"{here}/device:GPU:0" if gpus and not ring else None
         self._hint = implementation.value.lower()
@@ -58,7 +59,7 @@ class TensorFlowWorkers:
         self.timeout_seconds = cluster.member.timeout_seconds + 60
         self._names: dict[int, str] = {}
         with tf.init_scope(), tf.device(self._host):
-            self._count = tf.Variable(0, trainable=False, dtype=tf.int32)
+            self._count = tf.Variable(tf.constant(0), trainable=False)
 
     def sum(self, name: str, tensor: Any, compare: bool = True) -> Any:
         """The sum of the workers' tensors.
@@ -124,8 +125,9 @@ class TensorFlowWorkers:
             others = [i for i in range(sent.shape.rank) if i != axis]
             sent = tf.transpose(sent, [axis, *others])
             longest = tf.maximum(tf.reduce_max(counts), 1)
-            end = longest - tf.shape(sent)[0]
-            sent = tf.pad(sent, [[0, end], *([[0, 0]] * len(others))])
+            missing = longest - tf.shape(sent)[0]
+            paddings = tf.pad([[0, missing]], [[0, len(others)], [0, 0]])
+            sent = tf.pad(sent, paddings)
             parts = tf.split(self._launch("gather", sent), self.size)
         rows = [part[: counts[i]] for i, part in enumerate(parts)]
         order = [*range(1, axis + 1), 0, *range(axis + 1, len(others) + 1)]
