@@ -90,7 +90,7 @@ class TensorFlowBackend:
     ) -> "DistributedDataset | None":
         if not all(isinstance(dataset, tf.data.Dataset) for dataset in datasets):
             return None
-        if strategy.extended.cluster is not None:
+        if strategy.extended.cluster is not None and not split:
             return None
         from keras_strategy.backends.tensorflow.datasets import distribute
 
