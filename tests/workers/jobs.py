@@ -230,7 +230,7 @@ def write_everything(folder: str, epochs: int = 3) -> dict:
     with strategy.scope():
         model = classifier()
     path = pathlib.Path(folder)
-    # Another worker's folder may be none that this one sees.
+    path.mkdir(exist_ok=True)
     callbacks = [
         keras.callbacks.ModelCheckpoint(path / "best.keras", save_best_only=True),
         keras.callbacks.ModelCheckpoint(
