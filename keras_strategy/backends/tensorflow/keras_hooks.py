@@ -147,7 +147,7 @@ def _as_number(original: Callable) -> Callable:
         distributed = isinstance(self._value, tf.distribute.DistributedValues)
         if not distributed or strategy_of_variable(self) is None or self.ndim > 0:
             return original(self)
-        return convert(keras.ops.convert_to_numpy(self.value))
+        return convert(tf.convert_to_tensor(self.value).numpy())
 
     return method
 
