@@ -261,7 +261,9 @@ class TensorFlowWorkers:
         rows = [numbers[i * width : (i + 1) * width] for i in range(self.size)]
         told = list(zip(self.cluster.names, rows, strict=True))
         if len({row[0] for row in rows}) > 1:
-            calls = [(who, self._names.get(row[0], "another")) for who, row in told]
+            own = self._names[rows[self.rank][0]]
+            names = self.cluster.agree("the comparison of what is sent", own)
+            calls = zip(self.cluster.names, names, strict=True)
             listed = ", ".join(f"{who}: {call}" for who, call in calls)
             return RuntimeError(
                 "All workers must make the same calls in the same order. They are in "
