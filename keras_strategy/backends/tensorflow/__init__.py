@@ -1,5 +1,6 @@
 """TensorFlow: native tf.distribute underneath, made exact for Keras."""
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -65,11 +66,16 @@ class TensorFlowBackend:
         protocol.__tf_flatten__ = lambda self: ((), self.values)
         protocol.__tf_unflatten__ = classmethod(_unflatten)
 
-    def random_state(self) -> None:
-        return None
+    def random_state(self) -> bytes:
+        from keras_strategy.backends.tensorflow import server
+
+        return json.dumps(server.random_state()).encode()
 
     def set_random_state(self, state: bytes) -> None:
-        """There is none."""
+        from keras_strategy.backends.tensorflow import server
+
+        seed, (version, numbers, gauss) = json.loads(state)
+        server.set_random_state(seed, (version, tuple(numbers), gauss))
 
     def native_strategy(self, devices: tuple[str, ...]) -> Any:
         names = [native_name(device) for device in devices]
@@ -83,6 +89,8 @@ class TensorFlowBackend:
         options: "InputOptions | None",
     ) -> "DistributedDataset | None":
         if not all(isinstance(dataset, tf.data.Dataset) for dataset in datasets):
+            return None
+        if strategy.extended.cluster is not None and not split:
             return None
         from keras_strategy.backends.tensorflow.datasets import distribute
 
@@ -98,11 +106,9 @@ class TensorFlowBackend:
             )
 
     def connect(self, cluster: "Cluster") -> None:
-        raise NotImplementedError(
-            "MultiWorkerMirroredStrategy of several workers is not there yet with the "
-            f"Keras backend '{self.name}'. Use 'torch', or MirroredStrategy "
-            "for the devices of one process."
-        )
+        from keras_strategy.backends.tensorflow import workers
+
+        workers.connect(cluster)
 
     def create_group(
         self,
@@ -111,9 +117,11 @@ class TensorFlowBackend:
         cross_device_ops: "CrossDeviceOps | None",
         cluster: "Cluster | None",
     ) -> "TensorFlowGroup":
+        from keras_strategy.backends.tensorflow import workers
         from keras_strategy.backends.tensorflow.group import TensorFlowGroup
 
-        return TensorFlowGroup(strategy, devices, cross_device_ops)
+        connected = None if cluster is None else workers.connect(cluster)
+        return TensorFlowGroup(strategy, devices, cross_device_ops, connected)
 
 
 backend = TensorFlowBackend()

@@ -4,7 +4,7 @@ A collective that fails on unequal shapes makes TensorFlow refuse all later ones
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -26,13 +26,21 @@ def check_same_shapes(values: Sequence[Any]) -> None:
         )
 
 
-def reduce(reduce_op: ReduceOp, values: Sequence[Any], axis: Any) -> Any:
+def reduce(
+    reduce_op: ReduceOp,
+    values: Sequence[Any],
+    axis: Any,
+    replicas: int | None = None,
+    of_all: Callable[[Any], Any] = lambda total: total,
+) -> Any:
     """Sum or mean over the replicas, and over `axis` unless it is None.
 
     Args:
         reduce_op: The operation.
-        values: One tensor or number for each replica.
+        values: One tensor or number for each replica of this worker.
         axis: None, an int or a tuple of ints.
+        replicas: The number of replicas, if it is not that of the values.
+        of_all: Makes this worker's sum that of all workers.
 
     Raises:
         ValueError: If the shapes do not fit.
@@ -40,8 +48,10 @@ def reduce(reduce_op: ReduceOp, values: Sequence[Any], axis: Any) -> Any:
     values = [_tensor(value) for value in values]
     if axis is None:
         check_same_shapes(values)
-        total = _add(values)
-        return total if reduce_op is ReduceOp.SUM else divide(total, len(values))
+        total = of_all(add(values))
+        if reduce_op is ReduceOp.SUM:
+            return total
+        return divide(total, len(values) if replicas is None else replicas)
     axes = [axis] if isinstance(axis, int) else list(axis)
     for value in values:
         rank = value.shape.rank
@@ -52,11 +62,11 @@ def reduce(reduce_op: ReduceOp, values: Sequence[Any], axis: Any) -> Any:
             )
     sums = [tf.reduce_sum(value, axes) for value in values]
     check_same_shapes(sums)
-    total = _add(sums)
+    total = of_all(add(sums))
     if reduce_op is ReduceOp.SUM:
         return total
     counts = [_count(value, axes) for value in values]
-    return divide(total, sum(counts))
+    return divide(total, of_all(sum(counts)))
 
 
 def gather(values: Sequence[Any], axis: int) -> Any:
@@ -111,7 +121,12 @@ def _tensor(value: Any) -> Any:
         ) from error
 
 
-def _add(values: Sequence[Any]) -> Any:
+def add(values: Sequence[Any]) -> Any:
+    """The sum of the replicas' tensors.
+
+    Raises:
+        ValueError: If they are not of numbers.
+    """
     if not isinstance(values[0], tf.IndexedSlices):
         if not values[0].dtype.is_numeric:
             raise ValueError(

@@ -38,11 +38,18 @@ def distribute(
     """
     if split:
         (dataset,) = datasets
-        datasets = [split_by_rows(dataset, strategy.num_replicas_in_sync)]
+        datasets = [
+            split_by_rows(
+                dataset,
+                strategy.num_replicas_in_sync,
+                strategy.extended.local_replicas,
+            )
+        ]
     group = strategy.extended.group
     if isinstance(group, TensorFlowGroup):
         native = group.native.distribute_datasets_from_function(
-            lambda context: datasets[context.input_pipeline_id],
+            # Native workers are pipelines too, and this one has its own dataset.
+            lambda context: datasets[context.input_pipeline_id % len(datasets)],
             _native_options(options),
         )
     else:
@@ -53,7 +60,7 @@ def distribute(
     return NativeDataset(strategy, native)
 
 
-def split_by_rows(dataset: Any, replicas: int) -> Any:
+def split_by_rows(dataset: Any, replicas: int, local: range) -> Any:
     """Makes a dataset of the replicas' parts out of one of global batches.
 
     The native way to split, a rewrite of the dataset's graph, knows only datasets that
@@ -62,9 +69,10 @@ def split_by_rows(dataset: Any, replicas: int) -> Any:
     Args:
         dataset: Its elements are global batches.
         replicas: The number of replicas.
+        local: The numbers of this worker's.
 
     Returns:
-        A dataset with as many elements for each batch, one for each replica in turn.
+        A dataset with an element of each batch for each local replica in turn.
 
     Raises:
         ValueError: If the elements are scalars.
@@ -102,14 +110,14 @@ def split_by_rows(dataset: Any, replicas: int) -> Any:
 
             return tf.nest.map_structure(rows_of_leaf, element)
 
-        return tf.data.Dataset.range(replicas).map(part)
+        return tf.data.Dataset.range(local.start, local.stop).map(part)
 
     result = dataset.flat_map(parts)
     count = int(dataset.cardinality())
     if count == tf.data.UNKNOWN_CARDINALITY:
         return result
     if count != tf.data.INFINITE_CARDINALITY:
-        count *= replicas
+        count *= len(local)
     return result.apply(tf.data.experimental.assert_cardinality(count))
 
 
@@ -123,20 +131,24 @@ def _native_options(options: InputOptions | None) -> Any:
     return tf.distribute.InputOptions(*fields)
 
 
-def _ours(element: Any) -> Any:
+def _ours(strategy: "Strategy", element: Any) -> Any:
     """The element with our `PerReplica` in the place of the native ones."""
+    workers = strategy.extended.cluster is not None
 
     def convert(leaf):
         if isinstance(leaf, tf.distribute.DistributedValues):
             return PerReplica(leaf.values)
-        return leaf
+        # On a worker of one device, native tf.distribute leaves tensors what they are.
+        return PerReplica([leaf]) if workers and tf.is_tensor(leaf) else leaf
 
     return tf.nest.map_structure(convert, element)
 
 
-def _our_spec(spec: Any) -> Any:
+def _our_spec(strategy: "Strategy", spec: Any) -> Any:
+    workers = strategy.extended.cluster is not None
+
     def convert(leaf):
-        components = getattr(leaf, "_value_specs", None)
+        components = getattr(leaf, "_value_specs", [leaf] if workers else None)
         return leaf if components is None else PerReplica(components)
 
     return tf.nest.map_structure(convert, spec)
@@ -169,12 +181,13 @@ class NativeDataset(_Flattened, DistributedDataset, tf.distribute.DistributedDat
 
     @property
     def element_spec(self) -> Any:
-        return _our_spec(self._native.element_spec)
+        return _our_spec(self._strategy, self._native.element_spec)
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         context.require_cross_replica(self._strategy, "DistributedDataset.reduce")
         return self._native.reduce(
-            initial_state, lambda state, element: reduce_func(state, _ours(element))
+            initial_state,
+            lambda state, element: reduce_func(state, _ours(self._strategy, element)),
         )
 
 
@@ -190,7 +203,7 @@ class NativeIterator(
     def __next__(self) -> Any:
         context.require_cross_replica(self._strategy, "DistributedIterator.__next__")
         try:
-            return _ours(self._native.get_next())
+            return _ours(self._strategy, self._native.get_next())
         except tf.errors.OutOfRangeError:
             raise StopIteration from None
 
@@ -198,27 +211,28 @@ class NativeIterator(
         context.require_cross_replica(
             self._strategy, "DistributedIterator.get_next_as_optional"
         )
-        return NativeOptional(self._native.get_next_as_optional())
+        return NativeOptional(self._strategy, self._native.get_next_as_optional())
 
     @property
     def element_spec(self) -> Any:
-        return _our_spec(self._native.element_spec)
+        return _our_spec(self._strategy, self._native.element_spec)
 
 
 class NativeOptional(OptionalElement):
     """A native optional element; inside a tf.function `has_value()` is symbolic."""
 
-    def __init__(self, native: Any):
+    def __init__(self, strategy: "Strategy", native: Any):
+        self._strategy = strategy
         self._native = native
 
     def has_value(self) -> Any:
         return self._native.has_value()
 
     def get_value(self) -> Any:
-        return _ours(self._native.get_value())
+        return _ours(self._strategy, self._native.get_value())
 
     def __tf_flatten__(self) -> Any:
-        return (), (self._native,)
+        return (self._strategy,), (self._native,)
 
     @classmethod
     def __tf_unflatten__(cls, metadata: Any, components: Any) -> Any:

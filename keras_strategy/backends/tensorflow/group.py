@@ -1,4 +1,4 @@
-"""The replicas of one strategy: a native tf.distribute.MirroredStrategy.
+"""The replicas of one strategy: native tf.distribute.MirroredStrategy, or its like.
 
 Native tf.distribute mirrors the variables and calls a function once per replica, in
 one thread each. The threads take turns, replica 0 first, and change over only where
@@ -6,9 +6,10 @@ all of them meet (`merge_call`). What this module adds is the context that our c
 asks for, one compiled function per step, and checks before anything is combined.
 """
 
-import itertools
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -18,12 +19,18 @@ from keras import tree
 from keras_strategy import context
 from keras_strategy.backends import get_backend
 from keras_strategy.backends.tensorflow import combine
+from keras_strategy.backends.tensorflow.across import (
+    gather_of_workers,
+    sum_of_workers,
+)
 from keras_strategy.backends.tensorflow.compiled import CompiledRuns
 from keras_strategy.backends.tensorflow.cross_device_ops import (
     native_cross_device_ops,
 )
 from keras_strategy.backends.tensorflow.devices import native_name
+from keras_strategy.backends.tensorflow.native import LocalStrategy, WorkersStrategy
 from keras_strategy.backends.tensorflow.replica import Meeting, TensorFlowReplica
+from keras_strategy.backends.tensorflow.workers import TensorFlowWorkers
 from keras_strategy.updating import update_components
 from keras_strategy.values import (
     DistributedValues,
@@ -39,25 +46,16 @@ if TYPE_CHECKING:
     from keras_strategy.options import RunOptions
     from keras_strategy.strategy import Strategy
 
-# Strategies of different sizes in one process abort each other's collectives when
-# they share a key; users' own native strategies start at 0.
-_collective_keys = itertools.count(100_000, 10_000)
-
-
-class _NativeStrategy(tf.distribute.MirroredStrategy):
-    def __init__(self, devices, cross_device_ops):
-        self._collective_key_base = next(_collective_keys)
-        super().__init__(devices, cross_device_ops)
-
 
 class TensorFlowGroup:
     """See `keras_strategy.backends.protocol.ReplicaGroup`.
 
     Args:
         strategy: The strategy.
-        devices: Canonical names of two or more devices.
+        devices: Canonical names of the local devices.
         cross_device_ops: How gradients and `all_reduce` add up, None for the engine's
-            choice.
+            choice. Between workers it is always the engine's.
+        workers: The processes that the replicas belong to, or None for this one alone.
     """
 
     def __init__(
@@ -65,13 +63,20 @@ class TensorFlowGroup:
         strategy: "Strategy",
         devices: tuple[str, ...],
         cross_device_ops: "CrossDeviceOps | None" = None,
+        workers: TensorFlowWorkers | None = None,
     ):
         self.devices = devices
         self.strategy = strategy
-        self.native = _NativeStrategy(
-            [native_name(device) for device in devices],
-            native_cross_device_ops(cross_device_ops, devices),
-        )
+        self.workers = workers
+        self.num_replicas = len(devices) * (1 if workers is None else workers.size)
+        # The number, among all replicas, of this worker's first.
+        self.first = 0 if workers is None else workers.rank * len(devices)
+        self.native: Any
+        if workers is None:
+            chosen = native_cross_device_ops(cross_device_ops, devices)
+            self.native = LocalStrategy(devices, chosen)
+        else:
+            self.native = WorkersStrategy(devices, workers)
         self.seed_generator: keras.random.SeedGenerator | None = None
         self._compiled = CompiledRuns(self.call)
 
@@ -89,10 +94,21 @@ class TensorFlowGroup:
                 self.components(variable)[0]._unique_id = value._unique_id
 
     def take_first(self, variables: Sequence[Any]) -> None:
-        """All variables are this process's."""
+        """They are the chief's as soon as they are made, see `native`."""
 
     def components(self, variable: Any) -> tuple[Any, ...]:
         return tuple(self.native.experimental_local_results(variable._value))
+
+    def part_of_this_worker(self, variable: Any) -> Any:
+        """What this worker adds to an on_read variable's value."""
+        components = [tf.convert_to_tensor(c) for c in self.components(variable)]
+        if variable.aggregation == "only_first_replica":
+            value = components[0]
+            return value if self.first == 0 else tf.zeros_like(value)
+        total = combine.add(components)
+        if variable.aggregation == "mean":
+            return combine.divide(total, self.num_replicas)
+        return total
 
     def assign_components(self, variable: Any, values: Sequence[Any]) -> None:
         for component, value in zip(self.components(variable), values, strict=True):
@@ -114,10 +130,18 @@ class TensorFlowGroup:
         options: "RunOptions",
     ) -> Any:
         if options.compile is False:
-            return self.call(fn, args, kwargs)
+            with self.calling("strategy.run"):
+                return self.call(fn, args, kwargs)
         if tf.inside_function() or tf.config.functions_run_eagerly():
             return self.call(fn, args, kwargs)
-        return self._compiled(fn, args, kwargs)
+        with self.calling("strategy.run"):
+            return self._compiled(fn, args, kwargs)
+
+    def calling(self, name: str) -> AbstractContextManager[Any]:
+        """See `TensorFlowWorkers.calling`; nothing without other workers."""
+        if self.workers is None:
+            return contextlib.nullcontext()
+        return self.workers.calling(name)
 
     def call(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """`run` without a tf.function of its own.
@@ -144,9 +168,9 @@ class TensorFlowGroup:
             with context.replica_in_charge(
                 context.ReplicaContext(self.strategy, replica)
             ):
-                args, kwargs = select_replica((args, kwargs), replica.id)
+                args, kwargs = select_replica((args, kwargs), replica.index)
                 result = fn(*args, **kwargs)
-                outputs[replica.id] = tree.map_structure(_read, result)
+                outputs[replica.index] = tree.map_structure(_read, result)
 
         try:
             self.native.run(replica_fn, args=(args, kwargs))
@@ -157,7 +181,11 @@ class TensorFlowGroup:
                     "to variables before this error stays assigned."
                 )
             raise
-        return regroup(outputs, tf.is_tensor)
+        return self.regroup(outputs)
+
+    def regroup(self, outputs: Sequence[Any]) -> Any:
+        """Joins what the local replicas returned."""
+        return regroup(outputs, tf.is_tensor, one_of_many=True)
 
     def beside_the_replicas(self, fn: Callable[[], Any]) -> Any:
         """Calls `fn` eagerly in the strategy's scope while the replicas wait.
@@ -183,12 +211,22 @@ class TensorFlowGroup:
             return pool.submit(work).result()
 
     def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
-        with tf.device(native_name(self.devices[0])):
-            return combine.reduce(reduce_op, value.values, axis)
+        with self.calling("strategy.reduce"), tf.device(native_name(self.devices[0])):
+            return combine.reduce(
+                reduce_op, value.values, axis, self.num_replicas, self._of_all
+            )
+
+    def _of_all(self, total: Any) -> Any:
+        if self.workers is None:
+            return total
+        return sum_of_workers(self.workers, "strategy.reduce", [total])[0]
 
     def gather(self, values: Sequence[Any], axis: int) -> Any:
-        with tf.device(native_name(self.devices[0])):
-            return combine.gather(values, axis)
+        with self.calling("strategy.gather"), tf.device(native_name(self.devices[0])):
+            joined = combine.gather(values, axis)
+            if self.workers is None:
+                return joined
+            return gather_of_workers(self.workers, "strategy.gather", joined, axis)
 
     def place(self, parts: Sequence[Any]) -> PerReplica:
         values = []

@@ -13,10 +13,18 @@ from typing import Any
 import keras
 import keras.src.random.seed_generator as keras_seeds
 import tensorflow as tf
+from keras.src.backend.common.stateless_scope import in_stateless_scope
+from keras.src.backend.tensorflow.trainer import TFEpochIterator
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 from keras_strategy import context
 from keras_strategy.backends.tensorflow.replica import TensorFlowReplica
 from keras_strategy.backends.tensorflow.training import TrainingStrategy
+from keras_strategy.backends.tensorflow.worker_steps import (
+    WorkerBatches,
+    predictions_of_workers,
+    steps_of_workers,
+)
 from keras_strategy.hooking import Hook, model_hook
 from keras_strategy.training.keras_hooks import (
     strategy_of_model,
@@ -103,15 +111,43 @@ def _map_aggregation(original: Callable) -> Callable:
     return _map_aggregation
 
 
+def _variable_value(original: property) -> property:
+    """`Variable.value`: the first replica's, of all workers.
+
+    Native tf.distribute reads such an on_read variable from each worker's own first.
+    """
+    get = original.fget
+    assert get is not None
+
+    def value(self):
+        strategy = strategy_of_variable(self)
+        if (
+            strategy is None
+            or strategy.extended.cluster is None
+            or not is_on_read(self)
+            or self.aggregation != "only_first_replica"
+            or _replica() is not None
+            or in_stateless_scope()
+        ):
+            return get(self)
+        group = strategy.extended.group
+        name = f"the value of '{self.path}'"
+        with group.calling(name):
+            part = group.part_of_this_worker(self)
+            return self._maybe_autocast(group.workers.sum(name, part))
+
+    return property(value, original.fset, original.fdel, original.__doc__)
+
+
 def _as_number(original: Callable) -> Callable:
     """`Variable.__float__`, `__int__`: native mirrored variables lack them."""
-    convert = {"__float__": float, "__int__": int}[original.__name__]
+    convert: Any = {"__float__": float, "__int__": int}[original.__name__]
 
     def method(self):
         distributed = isinstance(self._value, tf.distribute.DistributedValues)
         if not distributed or strategy_of_variable(self) is None or self.ndim > 0:
             return original(self)
-        return convert(self._value.numpy())
+        return convert(tf.convert_to_tensor(self.value).numpy())
 
     return method
 
@@ -191,23 +227,65 @@ def _distribute_strategy(original: property) -> property:
     return property(distribute_strategy)
 
 
-def _make_function(original: Callable) -> Callable:
-    """`Model.make_train_function` and its like: XLA compiles for one device only."""
+def _make_function(kind: str) -> Callable[[Callable], Callable]:
+    """`Model.make_train_function` and its like: XLA compiles for one device only.
 
-    def make_function(self, force=False):
-        if strategy_of_model(self) is None or not self.jit_compile:
-            return original(self, force)
-        if strategy_of_model(self).num_replicas_in_sync == 1:
-            return original(self, force)
-        logger.warning(
-            "jit_compile=True is not used for the model '%s': on TensorFlow, XLA "
-            "cannot compile a step of several devices. The results are the same.",
-            self.name,
-        )
-        self.jit_compile = False
-        return original(self, force)
+    And on several workers the function shall take only batches that all have.
+    """
+    attribute = f"{kind}_function"
 
-    return make_function
+    def replace(original: Callable) -> Callable:
+        def make_function(self, force=False):
+            strategy = strategy_of_model(self)
+            if strategy is None or strategy.num_replicas_in_sync == 1:
+                return original(self, force)
+            if self.jit_compile:
+                logger.warning(
+                    "jit_compile=True is not used for the model '%s': on TensorFlow, "
+                    "XLA cannot compile a step of several devices. The results are "
+                    "the same.",
+                    self.name,
+                )
+                self.jit_compile = False
+            before = getattr(self, attribute)
+            original(self, force)
+            function = getattr(self, attribute)
+            if strategy.extended.cluster is not None and function is not before:
+                extended = strategy.extended
+                if kind == "predict":
+                    function = predictions_of_workers(
+                        function, extended.group, extended.cluster
+                    )
+                else:
+                    function = steps_of_workers(
+                        function, extended.group, extended.cluster, self, kind
+                    )
+                setattr(self, attribute, function)
+
+        return make_function
+
+    return replace
+
+
+def _get_iterator(original: Callable) -> Callable:
+    """`TFEpochIterator._get_iterator`: several workers agree on their batches.
+
+    Keras takes them inside a tf.function, where a worker could not ask the others.
+    """
+
+    def _get_iterator(self):
+        dataset = original(self)
+        strategy = context.current_scope()
+        if strategy is None or strategy.extended.cluster is None:
+            return dataset
+        adapter = self.data_adapter
+        counts = None
+        if isinstance(adapter, ArrayDataAdapter):
+            counts = [adapter.num_batches, adapter.batch_size]
+            counts.append(adapter.partial_batch_size)
+        return WorkerBatches(dataset, strategy.extended.cluster, counts)
+
+    return _get_iterator
 
 
 def _maybe_symbolic_build(original: Callable) -> Callable:
@@ -294,6 +372,7 @@ def hooks() -> list[Hook]:
         Hook(
             keras.Variable, "_map_aggregation", "(self, aggregation)", _map_aggregation
         ),
+        Hook(keras.Variable, "value", None, _variable_value),
         *(
             Hook(keras.Variable, name, "(self)", _as_number)
             for name in ("__float__", "__int__")
@@ -311,13 +390,12 @@ def hooks() -> list[Hook]:
         Hook(scaled, "_tf_apply", apply, _tf_apply),
         model_hook("distribute_strategy", None, _distribute_strategy),
         *(
-            model_hook(name, "(self, force=False)", _make_function)
-            for name in (
-                "make_train_function",
-                "make_test_function",
-                "make_predict_function",
+            model_hook(
+                f"make_{kind}_function", "(self, force=False)", _make_function(kind)
             )
+            for kind in ("train", "test", "predict")
         ),
+        Hook(TFEpochIterator, "_get_iterator", "(self)", _get_iterator),
         model_hook(
             "_maybe_symbolic_build",
             "(self, iterator=None, data_batch=None)",

@@ -8,8 +8,9 @@ import tensorflow as tf
 
 from keras_strategy import context
 from keras_strategy.backends.tensorflow import combine
+from keras_strategy.backends.tensorflow.across import sum_of_workers
 from keras_strategy.training.row_weights import weighted
-from keras_strategy.values import ReduceOp, regroup, select_replica
+from keras_strategy.values import ReduceOp, select_replica
 
 if TYPE_CHECKING:
     from keras_strategy.backends.tensorflow.group import TensorFlowGroup
@@ -43,16 +44,17 @@ class TensorFlowReplica:
         self._native = tf.distribute.get_replica_context()
         # TensorFlow gives a constant tensor while it traces.
         self.id = int(tf.get_static_value(self._native.replica_id_in_sync_group))
-        self.devices = (group.devices[self.id],)
+        self.index = self.id - group.first
+        self.devices = (group.devices[self.index],)
 
     def all_reduce(self, reduce_op: ReduceOp, value: Any) -> Any:
         if isinstance(value, tf.IndexedSlices):
-            total = self._sum([value])[0]
+            total = self._sum([value], "all_reduce")[0]
         else:
             total = self._differentiable_sum(tf.convert_to_tensor(value))
         if reduce_op is ReduceOp.SUM:
             return total
-        return combine.divide(total, len(self.group.devices))
+        return combine.divide(total, self.group.num_replicas)
 
     def all_gather(self, value: Any, axis: int) -> Any:
         ragged: Any = tf.RaggedTensor  # TensorFlow's annotations lack its methods
@@ -61,17 +63,23 @@ class TensorFlowReplica:
                 self.all_gather(value.flat_values, 0),
                 [self.all_gather(n, 0) for n in value.nested_row_lengths()],
             )
-        back = self._backward()
+        back = self._backward("gradient of all_gather")
+        workers, replicas = self.group.workers, self.group.num_replicas
 
         @tf.custom_gradient
         def gather(x):
             def merge(*parts):
-                return combine.gather(parts, axis), [tf.shape(p)[axis] for p in parts]
+                joined = combine.gather(parts, axis)
+                sizes = tf.stack([tf.shape(part)[axis] for part in parts])
+                if workers is not None:
+                    joined, _ = workers.gather("all_gather", joined, axis)
+                    sizes, _ = workers.gather("all_gather", sizes, 0)
+                return joined, sizes
 
             joined, sizes = self._merge(merge, x)
 
             def gradient(upstream):
-                return tf.split(back(upstream), sizes, axis)[self.id]
+                return tf.split(back(upstream), sizes, axis, replicas)[self.id]
 
             return joined, gradient
 
@@ -81,15 +89,15 @@ class TensorFlowReplica:
         strategy = self.group.strategy
 
         def merge(*parts):
-            args, kwargs = regroup(parts, tf.is_tensor)
+            args, kwargs = self.group.regroup(parts)
             with context.strategy_in_charge(strategy):
                 return merge_fn(strategy, *args, **kwargs)
 
-        return select_replica(self._merge(merge, (args, kwargs)), self.id)
+        return select_replica(self._merge(merge, (args, kwargs)), self.index)
 
     def once(self, fn: Callable[[], Any]) -> Any:
         # The replicas take turns, and the first one is here first.
-        if self.id == 0:
+        if self.index == 0:
             self._meeting.made.append(self.group.beside_the_replicas(fn))
         self._made += 1
         return self._meeting.made[self._made - 1]
@@ -101,7 +109,7 @@ class TensorFlowReplica:
                 return tf.IndexedSlices(values, tensor.indices, tensor.dense_shape)
             return weighted(tf.convert_to_tensor(tensor), weight)
 
-        return self._sum([share(tensor) for tensor in tensors])
+        return self._sum([share(tensor) for tensor in tensors], "optimizer.apply")
 
     def write(self, variable: Any, value: Any) -> None:
         component = self.own(variable._value)
@@ -120,18 +128,18 @@ class TensorFlowReplica:
                 f"{self.group.strategy!r} and is assigned in `strategy.run`. Make it "
                 "inside `with strategy.scope():`."
             )
-        return components[self.id]
+        return components[self.index]
 
     def _differentiable_sum(self, tensor: Any) -> Any:
-        back = self._backward()
+        back = self._backward("gradient of all_reduce")
 
         @tf.custom_gradient
         def total(x):
-            return self._sum([x])[0], back
+            return self._sum([x], "all_reduce")[0], back
 
         return total(tensor)
 
-    def _backward(self) -> Callable[[Any], Any]:
+    def _backward(self, name: str) -> Callable[[Any], Any]:
         """The gradient of a sum over the replicas is the sum of their gradients.
 
         In a training step the optimizer will weight this replica's gradients, so
@@ -143,13 +151,22 @@ class TensorFlowReplica:
         def back(upstream):
             if weight is None:
                 return self._differentiable_sum(upstream)
-            total = self._sum([weighted(upstream, weight)])[0]
+            total = self._sum([weighted(upstream, weight)], name)[0]
             return tf.math.divide_no_nan(total, tf.cast(weight, total.dtype))
 
         return back
 
-    def _sum(self, tensors: Sequence[Any]) -> list[Any]:
-        """Sums over the replicas, by the reduction that native tf.distribute uses."""
+    def _sum(self, tensors: Sequence[Any], name: str) -> list[Any]:
+        """Sums over the replicas; local ones as native tf.distribute does."""
+        workers = self.group.workers
+
+        def merge_of_workers(*parts):
+            assert workers is not None
+            totals = []
+            for values in zip(*parts, strict=True):
+                combine.check_same_shapes(values)
+                totals.append(combine.add(values))
+            return sum_of_workers(workers, name, totals)
 
         def merge(native, *values):
             for value in values:
@@ -164,6 +181,8 @@ class TensorFlowReplica:
         own = [
             t if isinstance(t, tf.IndexedSlices) else tf.identity(t) for t in tensors
         ]
+        if workers is not None:
+            return list(self._merge(merge_of_workers, own))
         return list(self._native.merge_call(merge, args=tuple(own)))
 
     def _merge(self, merge: Callable[..., Any], brought: Any) -> Any:
@@ -177,11 +196,11 @@ class TensorFlowReplica:
             What `merge` returned, on every replica.
         """
         at = self._meeting
-        at.brought[self.id] = brought
+        at.brought[self.index] = brought
 
         def merge_all(native):
             # Native tf.distribute calls the first replica's function, once.
             at.brought = [merge(*at.brought)] * len(at.brought)
 
         self._native.merge_call(merge_all)
-        return at.brought[self.id]
+        return at.brought[self.index]

@@ -15,9 +15,17 @@ import keras
 import tensorflow as tf
 from keras import tree
 
+from keras_strategy.backends.tensorflow.across import gather_of_workers
 from keras_strategy.backends.tensorflow.group import TensorFlowGroup
-from keras_strategy.training.step import merge_logs, rows_of, weighted_step
+from keras_strategy.training.step import (
+    chosen_logs,
+    mean_logs,
+    merge_logs,
+    rows_of,
+    weighted_step,
+)
 from keras_strategy.values import DistributedValues, PerReplica
+from keras_strategy.variables import is_on_read
 
 if TYPE_CHECKING:
     from keras_strategy.strategy import Strategy
@@ -54,29 +62,78 @@ class TrainingStrategy:
             The merged logs, or the predictions of all rows.
         """
         (data,) = args
-        replicas = len(self._group.devices)
-        shards, weights = split_batch(data, replicas)
+        group = self._group
+        shards, weights = split_batch(data, group)
         written: set[int] = set()
-        outputs = self._group.call(
+        outputs = group.call(
             weighted_step(step, written), (PerReplica(shards), PerReplica(weights)), {}
         )
         if step in (self._model.train_step, self._model.test_step):
-            return merge_logs(self._model, outputs, replicas, weights, written)
-        return tree.map_structure(lambda value: join(value, weights), outputs)
+            if group.workers is not None:
+                return logs_of_workers(self._model, outputs, group, weights, written)
+            return merge_logs(self._model, outputs, len(weights), weights, written)
+
+        def in_order(value):
+            if not isinstance(value, DistributedValues):
+                return value
+            rows = join(value, weights)
+            if group.workers is None:
+                return rows
+            return gather_of_workers(group.workers, "the predictions", rows)
+
+        return tree.map_structure(in_order, outputs)
 
 
-def split_batch(data: Any, replicas: int) -> tuple[list[Any], list[Any]]:
+def logs_of_workers(
+    model: keras.Model,
+    logs: Any,
+    group: TensorFlowGroup,
+    weights: Sequence[Any],
+    written: set[int],
+) -> Any:
+    """The logs of a step on several workers, see `training.step.merge_logs`.
+
+    Args:
+        model: The model.
+        logs: What the local replicas returned, joined.
+        group: All replicas.
+        weights: The row weights of the local replicas.
+        written: The ids of the variables that the step assigned.
+    """
+    assert group.workers is not None
+    # What this worker adds to the means and metrics travels at once.
+    parts = mean_logs(logs, len(weights), weights)
+    flat = tree.flatten(parts)
+    states = [
+        variable
+        for variable in model.metrics_variables
+        if is_on_read(variable) and variable.aggregation != "none"
+    ]
+    mine = [group.part_of_this_worker(variable) for variable in states]
+    sums = group.workers.sum_all("logs", [*flat, *mine], compare=False)
+    means = tree.pack_sequence_as(parts, sums[: len(flat)])
+    if not isinstance(logs, dict):
+        return means
+    merged = list(zip(states, sums[len(flat) :], strict=True))
+    with keras.StatelessScope(state_mapping=merged):
+        metrics = model.get_metrics_result()
+    return chosen_logs(model, means, metrics, written)
+
+
+def split_batch(data: Any, group: TensorFlowGroup) -> tuple[list[Any], list[Any]]:
     """Splits a global batch by rows.
 
     Args:
         data: A structure of tensors or arrays, None where something is absent, or of
             native distributed values, which are split already.
-        replicas: The number of replicas.
+        group: The replicas.
 
     Returns:
-        The replicas' structures, each of one row or more, and their weights: rows
-        over the batch's rows.
+        The local replicas' structures, each of one row or more, and their weights:
+        rows over the batch's rows.
     """
+    replicas = group.num_replicas
+    local = slice(group.first, group.first + len(group.devices))
     leaves = [leaf for leaf in tree.flatten(data) if leaf is not None]
     if not leaves:
         raise ValueError("A batch must hold at least one array. Received none.")
@@ -87,17 +144,23 @@ def split_batch(data: Any, replicas: int) -> tuple[list[Any], list[Any]]:
                 lambda leaf: leaf if leaf is None else leaf.values[replica], data
             )
 
-        shards = [component(replica) for replica in range(replicas)]
-        counts = [_rows(leaves[0].values[replica]) for replica in range(replicas)]
+        own = range(len(group.devices))
+        shards = [component(replica) for replica in own]
+        counts = [_rows(leaves[0].values[replica]) for replica in own]
+        total = tf.add_n(counts)
+        if group.workers is not None:
+            total = group.workers.sum("the rows of a batch", total)
     else:
         data = tree.map_structure(_as_tensor, data)
         rows = common_rows([_as_tensor(leaf) for leaf in leaves])
         # As `row_weights.split_rows`, with numbers that are known at run time.
         block = (rows + replicas - 1) // replicas
-        bounds = [tf.minimum(block * i, rows) for i in range(replicas + 1)]
-        counts = [end - begin for begin, end in itertools.pairwise(bounds)]
+        edges = [tf.minimum(block * i, rows) for i in range(replicas + 1)]
+        bounds = list(itertools.pairwise(edges))[local]
+        counts = [end - begin for begin, end in bounds]
+        total = rows
         shards = []
-        for begin, end in itertools.pairwise(bounds):
+        for begin, end in bounds:
             # A replica without rows works on a stand-in, of weight 0: some of
             # TensorFlow's kernels abort the process when there is no row at all.
             first = tf.maximum(tf.minimum(begin, rows - 1), 0)
@@ -105,7 +168,7 @@ def split_batch(data: Any, replicas: int) -> tuple[list[Any], list[Any]]:
                 slice_rows, bounds=(first, tf.maximum(end, first + 1))
             )
             shards.append(tree.map_structure(take, data))
-    total = tf.cast(tf.add_n(counts), "float32")
+    total = tf.cast(total, "float32")
     return shards, [tf.cast(count, "float32") / total for count in counts]
 
 
@@ -160,18 +223,16 @@ def slice_rows(value: Any, bounds: tuple[Any, Any]) -> Any:
     return part
 
 
-def join(value: Any, weights: Sequence[Any]) -> Any:
-    """The predictions of all rows, in order.
+def join(value: DistributedValues, weights: Sequence[Any]) -> Any:
+    """The predictions of this worker's rows, in order.
 
     Args:
         value: What the replicas returned.
         weights: Their weights; a replica of weight 0 predicted a stand-in.
 
     Returns:
-        One tensor, if the replicas returned tensors.
+        One tensor.
     """
-    if not isinstance(value, DistributedValues):
-        return value
     parts = value.values
     if parts[0].shape.rank == 0:
         return tf.stack(parts)

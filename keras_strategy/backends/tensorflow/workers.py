@@ -1,0 +1,313 @@
+"""Collectives between the processes of a cluster.
+
+They are TensorFlow's own, in a group with one device of each worker. What TensorFlow
+leaves to its caller is the number by which the workers recognise a collective. Here a
+variable counts them, so that the numbers are the same on all workers wherever the
+collective is executed: eagerly, in a tf.function that only some workers have to trace,
+in a loop or in a branch.
+"""
+
+import contextlib
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_strategy.backends.tensorflow import server
+from keras_strategy.cluster import Cluster
+from keras_strategy.communication import CommunicationImplementation
+
+# Groups of collectives; native strategies number theirs from 1, and ours from 100 000.
+_HOST_GROUP, _ACCELERATOR_GROUP = 90_001, 90_002
+_MOST_DIMENSIONS = 12
+# Where the dimensions begin in what the workers compare.
+_FIRST_DIMENSION = 3
+_DIFFERENT = "keras_strategy: the workers bring different values"
+
+
+class TensorFlowWorkers:
+    """Collectives between processes, one after the other.
+
+    Before values travel the workers compare what they are about to do: after a
+    collective that fails, TensorFlow refuses all others.
+
+    Args:
+        cluster: The workers.
+        addresses: The addresses of TensorFlow's servers, by rank.
+    """
+
+    def __init__(self, cluster: Cluster, addresses: Sequence[str]):
+        self.cluster, self.addresses = cluster, tuple(addresses)
+        self.rank, self.size = cluster.rank, cluster.size
+        here = server.worker_device(self.rank)
+        self._host = f"{here}/device:CPU:0"
+        implementation = cluster.options.implementation
+        assert isinstance(implementation, CommunicationImplementation)
+        gpus = tf.config.list_logical_devices("GPU")
+        if implementation is CommunicationImplementation.NCCL and not gpus:
+            raise ValueError(
+                "CommunicationImplementation.NCCL needs GPUs, and TensorFlow sees "
+                "none. Use AUTO or RING."
+            )
+        self.implementation = implementation
+        ring = implementation is CommunicationImplementation.RING
+        self._accelerator = f"{here}/device:GPU:0" if gpus and not ring else None
+        self._hint = implementation.value.lower()
+        # Our watchdog knows who is missing, and shall speak first.
+        self.timeout_seconds = cluster.member.timeout_seconds + 60
+        self._names: dict[int, str] = {}
+        with tf.init_scope(), tf.device(self._host):
+            self._count = tf.Variable(tf.constant(0), trainable=False)
+
+    def sum(self, name: str, tensor: Any, compare: bool = True) -> Any:
+        """The sum of the workers' tensors.
+
+        Args:
+            name: What the sum is for.
+            tensor: A tensor of the same shape and dtype on all workers.
+            compare: Whether to make sure of that.
+
+        Raises:
+            ValueError: If it cannot be summed, or the shapes or dtypes differ. In a
+                tf.function an `InvalidArgumentError`, which `calling` makes one.
+        """
+        tensor = tf.convert_to_tensor(tensor)
+        if not tensor.dtype.is_numeric:
+            raise ValueError(
+                "Only numbers can be combined over the replicas. Received a tensor of "
+                f"the dtype {tensor.dtype.name} for `{name}`."
+            )
+        return self._sum(name, tensor, compare)
+
+    def sum_all(
+        self, name: str, tensors: Sequence[Any], compare: bool = True
+    ) -> list[Any]:
+        """The sums of several tensors; those of a dtype travel together."""
+        results: list[Any] = list(tensors)
+        for indices in self._packs(tensors):
+            parts = [tensors[index] for index in indices]
+            if len(parts) == 1:
+                results[indices[0]] = self.sum(name, parts[0], compare)
+                continue
+            flat = tf.concat([tf.reshape(part, [-1]) for part in parts], 0)
+            pieces = tf.split(
+                self.sum(name, flat, compare), [tf.size(part) for part in parts]
+            )
+            for index, part, piece in zip(indices, parts, pieces, strict=True):
+                results[index] = tf.ensure_shape(
+                    tf.reshape(piece, tf.shape(part)), part.shape
+                )
+        return results
+
+    def gather(self, name: str, tensor: Any, axis: int) -> tuple[Any, Any]:
+        """The workers' tensors, joined in the order of their ranks.
+
+        Args:
+            name: What it is for.
+            tensor: A tensor of rank 1 or more, whose sizes along `axis` may differ
+                between workers.
+            axis: Along which they are joined.
+
+        Returns:
+            The joined tensor, and each worker's size along `axis`.
+
+        Raises:
+            ValueError: See `sum`.
+        """
+        axis %= tensor.shape.rank
+        layouts, same = self._compared(name, tensor, axis)
+        counts = layouts[:, _FIRST_DIMENSION + axis]
+        with tf.control_dependencies(same):
+            # The axis comes first, since what is sent is padded to the longest.
+            sent, back = _sendable(tensor, gathered=True)
+            others = [i for i in range(sent.shape.rank) if i != axis]
+            sent = tf.transpose(sent, [axis, *others])
+            longest = tf.maximum(tf.reduce_max(counts), 1)
+            missing = longest - tf.shape(sent)[0]
+            paddings = tf.pad([[0, missing]], [[0, len(others)], [0, 0]])
+            sent = tf.pad(sent, paddings)
+            parts = tf.split(self._launch("gather", sent), self.size)
+        rows = [part[: counts[i]] for i, part in enumerate(parts)]
+        order = [*range(1, axis + 1), 0, *range(axis + 1, len(others) + 1)]
+        joined = back(tf.transpose(tf.concat(rows, 0), order))
+        dims = tensor.shape.as_list()
+        return tf.ensure_shape(joined, [*dims[:axis], None, *dims[axis + 1 :]]), counts
+
+    def chiefs(self, name: str, tensor: Any) -> Any:
+        """The chief's tensor, on every worker.
+
+        Args:
+            name: What it is.
+            tensor: A tensor of the same shape and dtype on all workers.
+
+        Raises:
+            ValueError: If the shapes or dtypes differ.
+        """
+        if self.rank > 0:
+            tensor = tf.zeros_like(tensor)
+        with self.calling(name):
+            return self._sum(name, tensor, compare=True)
+
+    @contextlib.contextmanager
+    def calling(self, name: str) -> Iterator[None]:
+        """Surrounds what runs collectives, and explains why they were refused.
+
+        Args:
+            name: What messages call it.
+
+        Raises:
+            ValueError: If the workers bring values that do not fit together.
+            RuntimeError: If they make different calls.
+        """
+        if tf.inside_function():
+            yield
+            return
+        with self.cluster.member.waiting(name):
+            try:
+                yield
+            except tf.errors.InvalidArgumentError as error:
+                explained = self._explained(str(error))
+                if explained is None:
+                    raise
+                raise explained from error
+
+    def _sum(self, name: str, tensor: Any, compare: bool) -> Any:
+        sent, back = _sendable(tensor)
+        same = self._compared(name, tensor)[1] if compare else []
+        if sent.shape.num_elements() == 0:
+            return tensor
+        with tf.control_dependencies(same):
+            total = back(self._launch("reduce", tf.identity(sent)))
+        return tf.ensure_shape(total, tensor.shape)
+
+    def _packs(self, tensors: Sequence[Any]) -> Iterator[list[int]]:
+        """Which tensors travel together, by their numbers."""
+        most = self.cluster.options.bytes_per_pack
+        packs: dict[Any, tuple[list[int], int]] = {}
+        for index, tensor in enumerate(tensors):
+            size = (tensor.shape.num_elements() or 0) * tensor.dtype.size
+            indices, so_far = packs.get(tensor.dtype, ([], 0))
+            if indices and most and so_far + size > most:
+                yield indices
+                indices, so_far = [], 0
+            packs[tensor.dtype] = ([*indices, index], so_far + size)
+        for indices, _ in packs.values():
+            yield indices
+
+    def _launch(self, kind: str, tensor: Any) -> Any:
+        # Whole numbers stay with the host: on a GPU they are in its memory, too.
+        on_host = self._accelerator is None or not tensor.dtype.is_floating
+        with tf.device(self._host):
+            number = self._count.assign_add(1)
+        launch: Any = tf.raw_ops.CollectiveGatherV2
+        arguments: dict[str, Any] = {}
+        if kind == "reduce":
+            launch = tf.raw_ops.CollectiveReduceV2
+            arguments = {"merge_op": "Add", "final_op": "Id"}
+        with tf.device(self._host if on_host else self._accelerator):
+            return launch(
+                input=tensor,
+                group_size=self.size,
+                group_key=_HOST_GROUP if on_host else _ACCELERATOR_GROUP,
+                instance_key=number,
+                # Makes a tf.function execute them in the order of the program.
+                ordering_token=[self._count.handle],
+                communication_hint="ring" if on_host else self._hint,
+                timeout_seconds=self.timeout_seconds,
+                **arguments,
+            )
+
+    def _compared(
+        self, name: str, tensor: Any, axis: int | None = None
+    ) -> tuple[Any, list[Any]]:
+        """Every worker's layout, and what fails where they do not fit."""
+        rank = tensor.shape.rank
+        if rank is None or rank > _MOST_DIMENSIONS:
+            raise ValueError(
+                f"`{name}` takes tensors of at most {_MOST_DIMENSIONS} dimensions, "
+                f"whose number is known. Received: {tensor!r}"
+            )
+        key = zlib.crc32(name.encode()) & 0x7FFFFFFF
+        self._names[key] = name
+        with tf.device(self._host):
+            layout = tf.concat(
+                [
+                    [key, tensor.dtype.as_datatype_enum, rank],
+                    tf.shape(tensor, tf.int32),
+                    [-1] * (_MOST_DIMENSIONS - rank),
+                ],
+                0,
+            )
+            layouts = self._launch("gather", layout[tf.newaxis])
+            column = -1 if axis is None else _FIRST_DIMENSION + axis
+            ignored = tf.range(tf.size(layout)) == column
+            same = tf.reduce_all((layouts == layouts[:1]) | ignored)
+            place = "" if axis is None else f" other than axis {axis}"
+            check = tf.debugging.Assert(
+                same, [f"{_DIFFERENT}{place}:", layouts], summarize=10_000
+            )
+        return layouts, [] if check is None else [check]
+
+    def _explained(self, message: str) -> Exception | None:
+        # TensorFlow writes it in one way eagerly and in another in a tf.function.
+        found = re.search(rf"{_DIFFERENT}( other than axis \d+)?:(.*)", message, re.S)
+        if found is None:
+            return None
+        which, text = found.groups()
+        numbers = [int(number) for number in re.findall(r"-?\d+", text)]
+        width = _FIRST_DIMENSION + _MOST_DIMENSIONS
+        rows = [numbers[i * width : (i + 1) * width] for i in range(self.size)]
+        told = list(zip(self.cluster.names, rows, strict=True))
+        if len({row[0] for row in rows}) > 1:
+            own = self._names[rows[self.rank][0]]
+            names = self.cluster.agree("the comparison of what is sent", own)
+            calls = zip(self.cluster.names, names, strict=True)
+            listed = ", ".join(f"{who}: {call}" for who, call in calls)
+            return RuntimeError(
+                "All workers must make the same calls in the same order. They are in "
+                f"different ones ({listed})."
+            )
+
+        def shown(row: list[int]) -> str:
+            dims = row[_FIRST_DIMENSION : _FIRST_DIMENSION + row[2]]
+            return f"{tuple(dims)} {tf.as_dtype(row[1]).name}"
+
+        listed = ", ".join(f"{who}: {shown(row)}" for who, row in told)
+        return ValueError(
+            f"`{self._names[rows[0][0]]}` needs values whose dtypes and sizes"
+            f"{which or ''} are the same on every worker. Received: {listed}."
+        )
+
+
+def _sendable(tensor: Any, gathered: bool = False) -> tuple[Any, Callable[[Any], Any]]:
+    """A tensor of a dtype that collectives take, and the way back."""
+    dtype = tensor.dtype
+    if dtype == tf.string or dtype == tf.resource or dtype == tf.variant:
+        raise ValueError(
+            "Only numbers and booleans travel between workers. Received a tensor of "
+            f"the dtype {dtype.name}."
+        )
+    if dtype.is_complex:
+        parts = tf.stack([tf.math.real(tensor), tf.math.imag(tensor)], -1)
+        return parts, lambda sent: tf.complex(sent[..., 0], sent[..., 1])
+    travels = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+    if dtype in travels or (dtype == tf.bfloat16 and not gathered):
+        return tensor, lambda sent: sent
+    if dtype == tf.uint64:
+        return tf.bitcast(tensor, tf.int64), lambda sent: tf.bitcast(sent, tf.uint64)
+    other = tf.int64 if dtype.is_integer else tf.float32
+    other = tf.int32 if dtype.is_bool else other
+    return tf.cast(tensor, other), lambda sent: tf.cast(sent, dtype)
+
+
+_connected: TensorFlowWorkers | None = None
+
+
+def connect(cluster: Cluster) -> TensorFlowWorkers:
+    """Connects this process with the others of a cluster, once."""
+    global _connected
+    if _connected is None:
+        _connected = TensorFlowWorkers(cluster, server.start(cluster))
+    return _connected

@@ -1,0 +1,62 @@
+"""What is TensorFlow's alone where there are several workers."""
+
+import keras
+import numpy as np
+import pytest
+
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("Tests of the TensorFlow adapter", allow_module_level=True)
+
+from tests.workers import tensorflow_jobs as jobs
+from tests.workers.test_training import equal
+
+
+def test_fit_in_many_ways_equals_one_device(workers):
+    expected = jobs.fit_in_many_ways(alone=True)
+    for result in workers.run(jobs.fit_in_many_ways):
+        assert equal(result, expected)
+
+
+def test_all_workers_shuffle_alike(two_workers):
+    one, other = two_workers.run(jobs.shuffle_without_a_seed)
+    np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(np.sort(one[:, 0]), np.arange(40))
+    assert (np.diff(one[:, 0]) < 0).any()
+
+
+def test_collectives_in_loops(workers):
+    expected = jobs.loops_in_functions(alone=True)
+    for result in workers.run(jobs.loops_in_functions):
+        assert equal(result, expected)
+
+
+def test_variables_and_dtypes(two_workers):
+    results = two_workers.run(jobs.variables_and_dtypes)
+    for result in results:
+        assert result["sum"] == 11
+        assert result["mean"] == 5.5
+        assert result["only_first_replica"] == 5
+        assert result["native"] == 2
+        np.testing.assert_array_equal(result["seeded"], results[0]["seeded"])
+        assert result["bool"] == ("bool", [1] * 4, None)
+        for dtype in ("int8", "uint32", "uint64", "bfloat16", "complex64"):
+            assert result[dtype] == (dtype, [1] * 4, 2)
+
+
+def test_gradient_through_collectives(two_workers):
+    # Each of 2 replicas has 4 + 4 and 2 + 2: twice the derivatives 2 * 2 and 1.
+    for gradients in two_workers.run(jobs.gradient_through_collectives):
+        assert gradients == [10.0]
+
+
+def test_different_values_in_a_run(two_workers):
+    for shapes, rows, calls in two_workers.run(jobs.different_values_in_a_run):
+        assert "worker 0: (2,) float32, worker 1: (3,) float32" in shapes
+        assert "other than axis 0" in rows
+        assert "worker 0: (2, 2) float32, worker 1: (2, 3) float32" in rows
+        assert "worker 0: all_gather, worker 1: all_reduce" in calls
+
+
+def test_a_strategy_that_is_made_too_late(two_workers):
+    for said in two_workers.run(jobs.after_other_use):
+        assert "at the start of the program" in said
