@@ -250,6 +250,28 @@ class _Batches(GeneratorDataAdapter):
         return self._number
 
 
+def _restore(original: Callable) -> Callable:
+    """`BackupAndRestore.on_train_begin`: the chief alone restores.
+
+    The others may not see its folder; they get what it restored when all callbacks
+    have begun. To load makes variables and throws them away: they are not everybody's.
+    """
+
+    def on_train_begin(self, logs=None):
+        strategy = strategy_of_model(self.model)
+        cluster = None if strategy is None else strategy.extended.cluster
+        if cluster is None:
+            return original(self, logs)
+        optimizer = self.model.optimizer
+        if self.model.built and not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        if cluster.is_chief:
+            with entry_scope.left_for(None):
+                original(self, logs)
+
+    return on_train_begin
+
+
 def _symbolic_build(original: Callable) -> Callable:
     """`Model._symbolic_build`: what fit builds may hold metrics from outside."""
 
@@ -530,6 +552,7 @@ def _hooks() -> list[Hook]:
             Hook(keras.Model, name, ("filepath",), _save)
             for name in ("save", "save_weights", "export")
         ),
+        Hook(keras.callbacks.BackupAndRestore, "on_train_begin", ("logs",), _restore),
         model_hook(
             "_symbolic_build",
             "(self, iterator=None, data_batch=None)",

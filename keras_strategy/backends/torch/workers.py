@@ -131,7 +131,9 @@ class TorchWorkers:
     def _require_same(
         self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], which: str = ""
     ) -> None:
-        layout = f"{name}|{shape}|{tensor.dtype}"
+        # Names of variables count what a process has made before, and may differ.
+        kind = name.partition(" '")[0]
+        layout = f"{kind}|{shape}|{tensor.dtype}"
         digest = hashlib.blake2b(layout.encode(), digest_size=7).digest()
         number = int.from_bytes(digest)
         # The largest of n and of -n are each other's negative if all n are equal.
@@ -141,7 +143,7 @@ class TorchWorkers:
         if int(both[0]) == -int(both[1]):
             return
         told = self.cluster.agree(
-            "the comparison of what is sent", [name, list(shape), str(tensor.dtype)]
+            "the comparison of what is sent", [kind, list(shape), str(tensor.dtype)]
         )
         pairs = list(zip(self.cluster.names, told, strict=True))
         if len({operation for _, (operation, _, _) in pairs}) > 1:
