@@ -12,21 +12,25 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import keras.src.backend as keras_backend
-import keras.src.losses.loss as keras_losses
 from keras import ops, tree
-from keras.src.trainers.data_adapters.generator_data_adapter import (
-    GeneratorDataAdapter,
-)
 
 from keras_strategy import config, context, hooking, input_splitting, mirror_check
 from keras_strategy.backends import get_backend
-from keras_strategy.hooking import Hook, model_hook
+from keras_strategy.hooking import Hook, home_of, model_hook
 from keras_strategy.input_sources import ReadOnce, as_array
 from keras_strategy.training import losses, normalization
 from keras_strategy.training.row_weights import distributed_replica
 from keras_strategy.values import ReduceOp
 from keras_strategy.variables import adds_up, assigned
+
+keras_losses = home_of("reduce_weighted_values", "keras.src.losses.loss")
+keras_masking = home_of(
+    "get_keras_mask set_keras_mask", "keras.src.backend.common.masking"
+)
+GeneratorDataAdapter: Any = home_of(
+    "GeneratorDataAdapter",
+    "keras.src.trainers.data_adapters.generator_data_adapter",
+).GeneratorDataAdapter
 
 
 @functools.cache
@@ -305,12 +309,12 @@ def _loss_call(original: Callable) -> Callable:
         loss = original(self, y_true, y_pred, sample_weight)
         if not replica._loss_is_scalar:
             return loss
-        mask = keras_backend.get_keras_mask(y_pred)
+        mask = keras_masking.get_keras_mask(y_pred)
         y_true, y_pred, sample_weight, mask = losses.rows_of_all(
             replica, (y_true, y_pred, sample_weight, mask)
         )
         if mask is not None:
-            keras_backend.set_keras_mask(y_pred, mask)
+            keras_masking.set_keras_mask(y_pred, mask)
         replica._has_all_rows = True
         try:
             return original(self, y_true, y_pred, sample_weight)
@@ -461,6 +465,9 @@ def _next_seed(original: Callable) -> Callable:
 
 
 def _hooks() -> list[Hook]:
+    backend = f"keras.src.backend.{keras.backend.backend()}"
+    # Under `ops` from Keras 3.16 on.
+    keras_nn = home_of("moments", f"{backend}.nn", f"{backend}.ops.nn")
     variable = keras.Variable
     assign = variable.assign  # the original: increments are aggregated only once
     entry_points = (
@@ -550,7 +557,7 @@ def _hooks() -> list[Hook]:
             _masked_moments,
         ),
         Hook(
-            keras_backend.nn,
+            keras_nn,
             "moments",
             "(x, axes, keepdims=False, synchronized=False)",
             _moments,
