@@ -13,7 +13,7 @@ from keras_strategy.values import PerReplica
 
 
 def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callable:
-    """The function that Keras's loop calls for a batch.
+    """The function that Keras's loop calls for a batch, or for several.
 
     Args:
         model: The model.
@@ -21,13 +21,15 @@ def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callab
         strategy: The model's strategy, of several replicas.
 
     Returns:
-        A function of a list of one batch, as the one that Keras makes.
+        A function of a list of batches, as the one that Keras makes. There is more
+        than one of them with `steps_per_execution`, which Keras has on torch from 3.16
+        on.
     """
     written: set[int] = set()
     step = weighted_step(getattr(model, f"{kind}_step"), written)
 
-    def function(data):
-        batch, replicas = data[0], strategy.num_replicas_in_sync
+    def one_batch(batch):
+        replicas = strategy.num_replicas_in_sync
         shards, weights = _shard(batch, replicas)
         if kind == "train":
             logs = strategy.run(step, args=(shards, PerReplica(weights)))
@@ -39,6 +41,12 @@ def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callab
             if kind == "test":
                 return merge_logs(model, outputs, replicas, weights, written)
         return _rows_in_order(outputs, strategy, weights)
+
+    def function(batches):
+        outputs = [one_batch(batch) for batch in batches]
+        if kind == "predict" and len(outputs) > 1:
+            return tree.map_structure(lambda *parts: torch.cat(parts), *outputs)
+        return outputs[-1]
 
     return function
 
