@@ -11,13 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import keras.src.random.seed_generator as keras_seeds
 import tensorflow as tf
 
 from keras_strategy import context
 from keras_strategy.backends.tensorflow.replica import TensorFlowReplica
 from keras_strategy.backends.tensorflow.training import TrainingStrategy
-from keras_strategy.hooking import Hook, model_hook
+from keras_strategy.hooking import Hook, home_of, model_hook
 from keras_strategy.training.keras_hooks import (
     strategy_of_model,
     strategy_of_variable,
@@ -26,6 +25,7 @@ from keras_strategy.training.row_weights import distributed_replica
 from keras_strategy.training.step import rows_of
 from keras_strategy.variables import is_on_read
 
+keras_seeds = home_of("global_seed_generator", "keras.src.random.seed_generator")
 logger = logging.getLogger("keras_strategy")
 
 
@@ -288,6 +288,10 @@ def hooks() -> list[Hook]:
         "_overwrite_model_variables_with_average_value": "(self, trainable_variables)",
         "_backend_increment_gradient_accumulators": "(self, grads, acc_grads)",
     }
+    # Keras 3.16 has it, with a merge_call that fails in the replicas.
+    overwrite = "_backend_maybe_overwrite_model_variables"
+    if hasattr(optimizer, overwrite):
+        neutral[overwrite] = "(self, trainable_variables)"
     return [
         Hook(keras.Variable, "_direct_assign", "(self, value)", _direct_assign),
         Hook(keras.Variable, "_initialize", "(self, value)", _initialize),
