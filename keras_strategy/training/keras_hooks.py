@@ -18,7 +18,7 @@ from keras_strategy import config, context, hooking, input_splitting, mirror_che
 from keras_strategy.backends import get_backend
 from keras_strategy.hooking import Hook, home_of, model_hook
 from keras_strategy.input_sources import ReadOnce, as_array
-from keras_strategy.training import losses, normalization
+from keras_strategy.training import activity_losses, losses, normalization
 from keras_strategy.training.row_weights import distributed_replica
 from keras_strategy.values import ReduceOp
 from keras_strategy.variables import adds_up, assigned
@@ -464,7 +464,7 @@ def _next_seed(original: Callable) -> Callable:
     return next
 
 
-def _hooks() -> list[Hook]:
+def _hooks() -> list[Any]:
     backend = f"keras.src.backend.{keras.backend.backend()}"
     # Under `ops` from Keras 3.16 on.
     keras_nn = home_of("moments", f"{backend}.nn", f"{backend}.ops.nn")
@@ -481,6 +481,7 @@ def _hooks() -> list[Hook]:
     )
     return [
         Hook(keras.Layer, "__new__", "(cls, *args, **kwargs)", _layer_new),
+        *activity_losses.hooks(),
         *(model_hook(name, (), _in_scope) for name in entry_points),
         model_hook(
             "_symbolic_build",
