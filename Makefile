@@ -14,13 +14,15 @@ export BACKENDS
 
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test lint ruff format pyright imports docs clean equality peer
+.PHONY: help demo test lint ruff format pyright imports docs clean equality peer \
+    compat
 
 help:
 	@echo "make demo      train on two devices and on one, on every backend"
 	@echo "make test      run the test suite on every backend"
 	@echo "make equality  the table of what equals one device, on every backend"
 	@echo "make peer      Keras's own trainer tests inside a scope, on every backend"
+	@echo "make compat    the fit tests on other versions of Keras, on every backend"
 	@echo "make lint      ruff, pyright and the import rules"
 	@echo "make docs      build the documentation into site/"
 	@echo "make clean     remove the virtual environment and what was built"
@@ -42,6 +44,11 @@ equality: $(STAMP)
 
 peer: $(STAMP)
 	@$(VENV)/bin/python tools/keras_trainer_tests.py $(ARGS)
+
+# A selection of the tests, and minutes for each version. KERAS_VERSIONS="3.12 nightly"
+# picks some.
+compat: $(STAMP)
+	@$(VENV)/bin/python tools/keras_versions.py $(ARGS)
 
 # Four targets, so that make -k runs the others when one fails.
 lint: ruff format pyright imports

@@ -4,9 +4,13 @@ Every hook names the Keras function it replaces and the signature that this
 function had when the hook was written. All of them are checked before the first
 is installed: a Keras that changed is refused as a whole rather than trained with
 half of the hooks.
+
+Keras moves its modules between versions, too. Where that happened, a hook names the
+function and all its known homes, and takes the one that this Keras has.
 """
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -45,13 +49,13 @@ class Hook:
         """Raises `KerasVersionError` unless the function is as it was."""
         original = inspect.getattr_static(self.owner, self.name, None)
         if original is None:
-            raise self._changed("is gone")
+            raise changed(self.target, "is gone")
         if isinstance(original, property):
             if self.signature is not None:
-                raise self._changed("became a property")
+                raise changed(self.target, "became a property")
             return
         if self.signature is None:
-            raise self._changed("is no longer a property")
+            raise changed(self.target, "is no longer a property")
         # Annotations come and go between Keras versions and change nothing.
         parameters = [
             parameter.replace(annotation=inspect.Parameter.empty)
@@ -63,11 +67,13 @@ class Hook:
             names = {parameter.name for parameter in parameters}
             missing = [name for name in self.signature if name not in names]
             if missing:
-                raise self._changed(f"no longer takes {', '.join(missing)}")
+                raise changed(self.target, f"no longer takes {', '.join(missing)}")
             return
         found = str(inspect.Signature(parameters))
         if found != self.signature:
-            raise self._changed(f"takes {found}, where {self.signature} is known")
+            raise changed(
+                self.target, f"takes {found}, where {self.signature} is known"
+            )
 
     def install(self) -> None:
         """Puts the replacement in the function's place."""
@@ -83,12 +89,50 @@ class Hook:
             replacement = staticmethod(replacement)
         setattr(self.owner, self.name, replacement)
 
-    def _changed(self, what: str) -> KerasVersionError:
-        return KerasVersionError(
-            f"Keras {keras.__version__} changed a function that keras_strategy "
-            f"extends: `{self.target}` {what}. Please upgrade keras_strategy, or "
-            "install a Keras version that it supports."
-        )
+
+def changed(target: str, what: str) -> KerasVersionError:
+    """The error that refuses this Keras.
+
+    Args:
+        target: The function or class of Keras.
+        what: What became of it.
+    """
+    return KerasVersionError(
+        f"Keras {keras.__version__} changed a function that keras_strategy extends: "
+        f"`{target}` {what}. Please upgrade keras_strategy, or install a Keras version "
+        "that it supports."
+    )
+
+
+def home_of(names: str, *modules: str) -> Any:
+    """The first of some modules that has all of some names.
+
+    A module that moved is known by what it provides: a version number says nothing
+    about a development version, nor about a fork.
+
+    Args:
+        names: What is looked for, separated by spaces.
+        *modules: The full names of the modules that had it in some version.
+
+    Raises:
+        KerasVersionError: If this Keras has it in none of them.
+    """
+    wanted = names.split()
+    missing = wanted
+    for module in modules:
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            # A module that is there and lacks an import of its own is another matter.
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise
+            continue
+        missing = [name for name in wanted if not hasattr(found, name)]
+        if not missing:
+            return found
+    raise changed(
+        f"{modules[0]}.{missing[0]}", f"is gone: it is not in {' or '.join(modules)}"
+    )
 
 
 def model_hook(name: str, signature: Any, replace: Callable[[Any], Any]) -> Hook:

@@ -76,8 +76,10 @@ class MirrorCheck(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Raises `MirrorError` if a step made components differ."""
-        # On JAX, Keras keeps the variables' values to itself while it trains.
-        synchronize = getattr(self.model, "jax_state_sync", None)
-        if synchronize is not None:
-            synchronize()
+        # On JAX, Keras keeps the variables' values to itself while it trains. The
+        # method lost its prefix in Keras 3.16.
+        for name in ("state_sync", "jax_state_sync"):
+            if hasattr(self.model, name):
+                getattr(self.model, name)()
+                break
         check(self._strategy, f"fit, batch {batch}")

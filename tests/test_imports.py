@@ -88,3 +88,20 @@ with strategy.scope():
     plain = python(TRAIN)
     beside = python(with_strategy + TRAIN, KERAS_STRATEGY_LOGICAL_CPUS="2")
     assert plain == beside
+
+
+def test_a_keras_that_changed_is_refused_by_name():
+    code = """
+import keras
+del keras.layers.BatchNormalization._moments
+fit, apply = keras.Model.fit, keras.optimizers.Optimizer.apply
+import keras_strategy as ks
+try:
+    ks.MirroredStrategy(["cpu:0"])
+except ks.errors.KerasVersionError as error:
+    untouched = keras.Model.fit is fit and keras.optimizers.Optimizer.apply is apply
+    print(untouched, error)
+"""
+    said = python(code)
+    assert said.startswith(f"True Keras {keras.__version__} changed a function that ")
+    assert "`BatchNormalization._moments` is gone. Please upgrade" in said

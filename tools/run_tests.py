@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,12 +38,24 @@ class Result:
         return f"{line} ({self.note})" if self.note else line
 
 
-def run(backend: str, arguments: list[str], report: Path) -> Result:
-    """Run pytest on one backend and count what it reports."""
+def run(
+    backend: str,
+    arguments: list[str],
+    report: Path,
+    variables: Mapping[str, str] | None = None,
+) -> Result:
+    """Run pytest on one backend and count what it reports.
+
+    Args:
+        backend: The name of the Keras backend.
+        arguments: For pytest.
+        report: The file that pytest writes what happened to.
+        variables: Further environment variables.
+    """
     # What make exports is repeated here for those who call this file directly; the
     # Makefile says why.
     environment = {"NPROC": "8", "TF_CPP_MIN_LOG_LEVEL": "2", **os.environ}
-    environment["KERAS_BACKEND"] = backend
+    environment.update(variables or {}, KERAS_BACKEND=backend)
     command = [sys.executable, "-m", "pytest", f"--junitxml={report}", *arguments]
     print(f"\n=== {backend} ===", flush=True)
     start = time.monotonic()

@@ -12,12 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import keras.src.backend as keras_backend
-import keras.src.losses.loss as keras_losses
 from keras import ops, tree
-from keras.src.trainers.data_adapters.generator_data_adapter import (
-    GeneratorDataAdapter,
-)
 
 from keras_strategy import (
     config,
@@ -28,12 +23,27 @@ from keras_strategy import (
     seeds,
 )
 from keras_strategy.backends import get_backend
-from keras_strategy.hooking import Hook, model_hook
+from keras_strategy.hooking import Hook, home_of, model_hook
 from keras_strategy.input_sources import ReadOnce, as_array
-from keras_strategy.training import entry_scope, losses, normalization, one_writer
+from keras_strategy.training import (
+    activity_losses,
+    entry_scope,
+    losses,
+    normalization,
+    one_writer,
+)
 from keras_strategy.training.row_weights import distributed_replica
 from keras_strategy.values import ReduceOp
 from keras_strategy.variables import adds_up, assigned
+
+keras_losses = home_of("reduce_weighted_values", "keras.src.losses.loss")
+keras_masking = home_of(
+    "get_keras_mask set_keras_mask", "keras.src.backend.common.masking"
+)
+GeneratorDataAdapter: Any = home_of(
+    "GeneratorDataAdapter",
+    "keras.src.trainers.data_adapters.generator_data_adapter",
+).GeneratorDataAdapter
 
 
 @functools.cache
@@ -378,12 +388,12 @@ def _loss_call(original: Callable) -> Callable:
         loss = original(self, y_true, y_pred, sample_weight)
         if not replica._loss_is_scalar:
             return loss
-        mask = keras_backend.get_keras_mask(y_pred)
+        mask = keras_masking.get_keras_mask(y_pred)
         y_true, y_pred, sample_weight, mask = losses.rows_of_all(
             replica, (y_true, y_pred, sample_weight, mask)
         )
         if mask is not None:
-            keras_backend.set_keras_mask(y_pred, mask)
+            keras_masking.set_keras_mask(y_pred, mask)
         replica._has_all_rows = True
         try:
             return original(self, y_true, y_pred, sample_weight)
@@ -533,7 +543,10 @@ def _next_seed(original: Callable) -> Callable:
     return next
 
 
-def _hooks() -> list[Hook]:
+def _hooks() -> list[Any]:
+    backend = f"keras.src.backend.{keras.backend.backend()}"
+    # Under `ops` from Keras 3.16 on.
+    keras_nn = home_of("moments", f"{backend}.nn", f"{backend}.ops.nn")
     variable = keras.Variable
     assign = variable.assign  # the original: increments are aggregated only once
     entry_points = (
@@ -547,6 +560,7 @@ def _hooks() -> list[Hook]:
     )
     return [
         Hook(keras.Layer, "__new__", "(cls, *args, **kwargs)", _layer_new),
+        *activity_losses.hooks(),
         *(model_hook(name, (), _in_scope) for name in entry_points),
         *(
             Hook(keras.Model, name, ("filepath",), _save)
@@ -628,7 +642,7 @@ def _hooks() -> list[Hook]:
             _masked_moments,
         ),
         Hook(
-            keras_backend.nn,
+            keras_nn,
             "moments",
             "(x, axes, keepdims=False, synchronized=False)",
             _moments,

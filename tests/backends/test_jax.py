@@ -15,6 +15,9 @@ if keras.backend.backend() != "jax":
 
 import jax
 
+from keras_strategy.backends.jax import keras_hooks
+from keras_strategy.testing.equality.compare import largest, scope
+
 X = np.random.default_rng(0).normal(size=(21, 6)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(21, 1)).astype("float32")
 
@@ -47,6 +50,13 @@ def test_a_batch_is_split_where_it_can_be(two):
     assert distribution.get_data_layout(()).axes == ()
 
 
+def test_the_rows_behind_the_steps_are_split(two):
+    distribution = two.extended.group.distribution
+    for rows, axis in ((8, "replica"), (7, None)):
+        placed = distribution.place_rows(np.ones((3, rows, 2)), steps_in_front=True)
+        assert placed.sharding.spec == jax.sharding.PartitionSpec(None, axis, None)
+
+
 @pytest.mark.parametrize(("batch_size", "warned"), [(8, False), (7, True)])
 def test_batches_that_are_not_divided_are_warned_about(batch_size, warned, two, caplog):
     with two.scope():
@@ -55,6 +65,28 @@ def test_batches_that_are_not_divided_are_warned_about(batch_size, warned, two, 
         model.fit(X, Y, batch_size=batch_size, epochs=2, verbose=0)
     messages = [r.message for r in caplog.records if "cannot be split" in r.message]
     assert len(messages) == warned
+
+
+def test_batches_are_moved_one_ahead_to_an_accelerator(two, monkeypatch):
+    def weights(strategy):
+        keras.utils.set_random_seed(1)
+        with scope(strategy):
+            model = small_model()
+        model.fit(X, Y, batch_size=8, epochs=2, verbose=0)
+        return model.get_weights()
+
+    expected = weights(None)
+    # That it is none is all that Keras and our hooks ask for.
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert largest(expected, weights(two)) < 2e-5
+
+
+def test_moving_ahead_keeps_the_order_and_waits_for_no_more_than_two():
+    read = []
+    ahead = keras_hooks._one_ahead(read.append(i) or i for i in range(3))
+    assert (next(ahead), read) == (0, [0, 1])
+    assert (list(ahead), read) == ([1, 2], [0, 1, 2])
+    assert list(keras_hooks._one_ahead(iter(()))) == []
 
 
 def test_the_scope_leaves_no_distribution_behind(two, mirrored):

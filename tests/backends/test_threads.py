@@ -3,6 +3,12 @@
 import subprocess
 import sys
 
+import pytest
+
+from keras_strategy import hooking
+from keras_strategy.backends.threads import keras_hooks
+from keras_strategy.errors import KerasVersionError
+
 SLOW_TO_RELEASE = """
 import threading, time
 from keras_strategy.backends.threads.workers import Workers
@@ -10,7 +16,7 @@ from keras_strategy.backends.threads.workers import Workers
 class Slow:
     def __del__(self):
         time.sleep(0.3)
-        print("released", flush=True)
+        print("released\\n", end="", flush=True)  # whole lines, from two threads
 
 kept = threading.local()
 
@@ -44,3 +50,17 @@ def test_threads_end_with_their_owner():
     assert ended.returncode == 0, ended.stderr
     # They are out of Python, and still waited for.
     assert ended.stdout.split() == ["1", "released", "released"]
+
+
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [("reset_dropout_mask", "no longer sets _dropout_mask"), ("forget", "is gone")],
+)
+def test_a_cell_that_keeps_its_mask_elsewhere_is_refused(method, says, monkeypatch):
+    class Cell:
+        pass
+
+    setattr(Cell, method, lambda self: setattr(self, "_mask", None))
+    monkeypatch.setattr(keras_hooks, "DropoutRNNCell", Cell)
+    with pytest.raises(KerasVersionError, match=f"reset_dropout_mask` {says}"):
+        hooking.install(keras_hooks.hooks())

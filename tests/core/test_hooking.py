@@ -1,5 +1,10 @@
 """A Keras that changed is refused, as a whole."""
 
+import re
+import sys
+import types
+
+import keras as installed_keras
 import pytest
 
 from keras_strategy import hooking
@@ -61,3 +66,47 @@ def test_a_changed_function_is_refused_and_nothing_is_installed(name, signature,
     with pytest.raises(KerasVersionError, match=says):
         hooking.install([good, bad])
     assert keras().known(1) == 2
+
+
+def test_a_refusal_says_what_changed_where_and_what_to_do():
+    with pytest.raises(KerasVersionError) as error:
+        Hook(make(), "gone", "(self)", lambda o: o).check()
+    version = re.escape(installed_keras.__version__)
+    assert re.fullmatch(
+        rf"Keras {version} changed a function .*Keras\.gone` is gone\. "
+        r"Please upgrade keras_strategy, or install a Keras version that it supports\.",
+        str(error.value),
+    )
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """Two homes: `home_before` has f and g, `home_now` has g and h."""
+    for name, has in (("home_before", "fg"), ("home_now", "gh")):
+        module = types.ModuleType(name)
+        vars(module).update(dict.fromkeys(has, name))
+        monkeypatch.setitem(sys.modules, name, module)
+    return "home_before", "home_now"
+
+
+@pytest.mark.parametrize(
+    ("names", "home"),
+    [("f g", "home_before"), ("g", "home_before"), ("g h", "home_now")],
+)
+def test_a_module_is_known_by_what_it_provides(names, home, modules):
+    assert hooking.home_of(names, "never.was.there", *modules).__name__ == home
+
+
+def test_a_name_without_a_home_is_refused(modules):
+    homes = r"it is not in home_before or home_now or never\.was"
+    with pytest.raises(KerasVersionError, match=rf"`home_before\.f` is gone: {homes}"):
+        hooking.home_of("f h", *modules, "never.was")
+
+
+def test_a_module_that_lacks_an_import_of_its_own_is_no_moved_one(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "home_broken.py").write_text("import not_installed_here")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="not_installed_here"):
+        hooking.home_of("f", "home_broken")

@@ -102,7 +102,12 @@ def exported(model, folder):
     if BACKEND == "torch":
         import torch
 
-        model.export(folder / "model.pt2", format="torch", verbose=False)
+        try:
+            model.export(folder / "model.pt2", format="torch", verbose=False)
+        except ValueError as error:
+            if "Unrecognized format" not in str(error):
+                raise
+            pytest.skip("this Keras exports no torch program")
         program = torch.export.load(folder / "model.pt2").module()
         # Keras exports a program that takes one row there.
         rows = [program(row[None]) for row in torch.from_numpy(X)]

@@ -305,3 +305,26 @@ def test_run_eagerly(two):
 
     one = train(None, compiled, X, Y, epochs=1)
     assert_equal(one, train(two, compiled, X, Y, epochs=1))
+
+
+def test_several_steps_in_one_execution(mirrored):
+    def use(strategy):
+        keras.utils.set_random_seed(1)
+        with scope(strategy):
+            model = sequential()
+            model.compile("adam", "mse", metrics=["mae"], steps_per_execution=2)
+        # Three batches, of which the last is alone and smaller.
+        fit = model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        evaluated = model.evaluate(X, Y, batch_size=8, verbose=0)
+        prediction = model.predict(X, batch_size=8, verbose=0)
+        logs = [*fit.history["loss"], *fit.history["mae"], *evaluated]
+        return [*logs, prediction, *model.get_weights()]
+
+    try:
+        one = use(None)
+    except ValueError as error:
+        if "`steps_per_execution` must be 1" not in str(error):
+            raise
+        pytest.skip("this Keras computes one step in an execution on this backend")
+    assert largest(one, use(mirrored(2))) < 2e-5
+    assert largest(one, use(mirrored(3))) < 2e-5

@@ -183,7 +183,9 @@ def test_regularizers_and_activity_losses(two):
         model = keras.Sequential(
             [
                 keras.Input((4,)),
-                keras.layers.Dense(8, "tanh", kernel_regularizer="l2"),
+                keras.layers.Dense(
+                    8, "tanh", kernel_regularizer="l2", activity_regularizer="l2"
+                ),
                 keras.layers.Dense(1),
             ]
         )
@@ -230,6 +232,18 @@ def test_what_an_optimizer_does_beside_its_rule(optimizer, two):
 
     def make():
         return compiled(optimizer=keras.optimizers.Adam(0.01, **optimizer))
+
+    assert_equal(train(None, make, x, y), train(two, make, x, y))
+
+
+def test_an_optimizer_that_averages_inside_a_loss_scale(two):
+    """Both are conditions on TensorFlow, where one in the other may not synchronize."""
+    x, y = regression()
+
+    def make():
+        average = {"use_ema": True, "ema_overwrite_frequency": 2}
+        adam = keras.optimizers.Adam(0.01, **average)
+        return compiled(optimizer=keras.optimizers.LossScaleOptimizer(adam))
 
     assert_equal(train(None, make, x, y), train(two, make, x, y))
 

@@ -44,7 +44,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         )
 
     def get_data_layout(self, data_shape: Any) -> Any:
-        if len(data_shape) == 0 or data_shape[0] % self.num_model_replicas:
+        if len(data_shape) == 0 or data_shape[0] % len(self.devices):
             return keras.distribution.TensorLayout(
                 [None] * len(data_shape), self.device_mesh
             )
@@ -54,27 +54,44 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         """The layout of a variable of `rank` dimensions."""
         return keras.distribution.TensorLayout([None] * rank, self.device_mesh)
 
-    def place_rows(self, array: Any) -> Any:
+    def place_rows(self, array: Any, steps_in_front: bool = False) -> Any:
         """Puts a batch's array on the devices, split by rows where it can be.
 
         A sparse matrix is computed whole on each of them: what it stores is in no
         order of rows.
+
+        Args:
+            array: The array.
+            steps_in_front: Whether the rows are the second axis, after the steps that
+                Keras computes in one go.
         """
         if isinstance(array, JAXSparse):
             return jax.device_put(array, self.everywhere)
         if not hasattr(array, "shape"):
             array = keras.ops.convert_to_tensor(array)
-        layout = self.get_data_layout(tuple(array.shape))
+        shape = tuple(array.shape)
+        layout = self.get_data_layout(shape[1:] if steps_in_front else shape)
+        if steps_in_front:
+            layout = keras.distribution.TensorLayout(
+                [None, *layout.axes], self.device_mesh
+            )
         return jax.device_put(array, layout.backend_layout)
 
-    def noticing(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def noticing(
+        self, batches: Iterable[Any], steps_in_front: bool = False
+    ) -> Iterator[Any]:
         """The batches as they are; a warning where the devices do not divide them.
 
         A last batch that they do not divide is nothing to speak of.
+
+        Args:
+            batches: The batches.
+            steps_in_front: See `place_rows`.
         """
         previous = 0
+        rows = 1 if steps_in_front else 0
         for data in batches:
-            if previous % self.num_model_replicas and not self._warned:
+            if previous % len(self.devices) and not self._warned:
                 self._warned = True
                 logger.warning(
                     "Batches of %d rows cannot be split evenly over %d devices, so "
@@ -82,12 +99,13 @@ class ReplicaDistribution(keras.distribution.DataParallel):
                     "and no faster than on one device. Choose a batch size that is a "
                     "multiple of %d.",
                     previous,
-                    self.num_model_replicas,
-                    self.num_model_replicas,
+                    len(self.devices),
+                    len(self.devices),
                 )
             yield data
             leaves = [x for x in keras.tree.flatten(data) if hasattr(x, "shape")]
-            previous = leaves[0].shape[0] if leaves and leaves[0].shape else 0
+            shape = leaves[0].shape if leaves else ()
+            previous = shape[rows] if len(shape) > rows else 0
 
     def place(self, value: Any) -> Any:
         """Puts an array that is bound to other devices on all of ours."""

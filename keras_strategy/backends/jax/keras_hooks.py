@@ -11,17 +11,21 @@ from typing import Any
 
 import jax
 import keras
-import keras.src.backend.jax.trainer as jax_trainer
-import keras.src.random.seed_generator as seed_generator
 from keras import tree
-from keras.src.backend.common import global_state
-from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from keras_strategy import context
 from keras_strategy.backends.threads import keras_hooks as thread_hooks
-from keras_strategy.hooking import Hook, model_hook
+from keras_strategy.backends.threads.keras_hooks import global_state, keras_seeds
+from keras_strategy.hooking import Hook, changed, home_of, model_hook
 from keras_strategy.training.keras_hooks import strategy_of_model
 from keras_strategy.training.row_weights import distributed_replica
+
+jax_trainer = home_of(
+    "JAXEpochIterator _distribute_data", "keras.src.backend.jax.trainer"
+)
+get_stateless_scope = home_of(
+    "get_stateless_scope", "keras.src.backend.common.stateless_scope"
+).get_stateless_scope
 
 # Under which name Keras keeps the process's own seed generator.
 _SEED = "global_seed_generator"
@@ -38,28 +42,69 @@ def _get_distributed_iterator(original: Callable) -> Callable:
             yield from original(self, distribution)
             return
         batches = distribution.noticing(self.data_adapter.get_jax_iterator())
-        if jax.default_backend() == "cpu":
-            for data in batches:
-                yield jax_trainer._distribute_data(data)
-        else:
-            # It distributes batch by batch as well, one step ahead.
-            yield from self._one_batch_ahead_iterator(batches)
+        placed = map(jax_trainer._distribute_data, batches)
+        yield from placed if jax.default_backend() == "cpu" else _one_ahead(placed)
 
     return _get_distributed_iterator
+
+
+def _one_ahead(batches: Iterator[Any]) -> Iterator[Any]:
+    """Starts to move a batch to the devices while they compute the one before.
+
+    Keras does so too, under a name that differs between its versions.
+    """
+    waiting = []
+    for batch in batches:
+        waiting.append(batch)
+        if len(waiting) > 1:
+            yield waiting.pop(0)
+    yield from waiting
+
+
+def _get_iterator(original: Callable) -> Callable:
+    """`JAXEpochIterator._get_iterator`: notices batches that cannot be split.
+
+    In the Keras versions that have a layout for every batch by themselves. There, the
+    batches of `steps_per_execution` steps come as one, with the steps in front.
+    """
+
+    def _get_iterator(self):
+        distribution: Any = keras.distribution.distribution()
+        batches = original(self)
+        if not hasattr(distribution, "place"):  # not one of ours
+            return batches
+        return distribution.noticing(batches, self.steps_per_execution > 1)
+
+    return _get_iterator
 
 
 def _distribute_data(original: Callable) -> Callable:
     """`_distribute_data`: Keras cannot place a sparse matrix on several devices."""
 
-    def _distribute_data(data, layouts=None):
+    def _distribute_data(data, layouts=None, **kind):
         distribution: Any = keras.distribution.distribution()
         if not hasattr(distribution, "place"):  # not one of ours
-            return original(data, layouts)
+            return original(data, layouts, **kind)
+        steps = kind.get("is_super_batch", False)
         return tree.map_structure(
-            lambda leaf: None if leaf is None else distribution.place_rows(leaf), data
+            lambda leaf: None if leaf is None else distribution.place_rows(leaf, steps),
+            data,
         )
 
     return _distribute_data
+
+
+def _iterator_hooks() -> list[Hook]:
+    iterator = jax_trainer.JAXEpochIterator
+    name = "_get_distributed_iterator"
+    # Until Keras 3.15 it has the layout of the first batch for all.
+    if hasattr(iterator, name):
+        data = "(data, layouts=None)"
+        ours = Hook(iterator, name, "(self, distribution)", _get_distributed_iterator)
+    else:
+        data = "(data, layouts=None, is_super_batch=False)"
+        ours = Hook(iterator, "_get_iterator", "(self)", _get_iterator)
+    return [ours, Hook(jax_trainer, "_distribute_data", data, _distribute_data)]
 
 
 def _get_jax_state(original: Callable) -> Callable:
@@ -105,7 +150,7 @@ def _keeps_state(original: Callable) -> Callable:
             return original(self, *args, **kwargs)
         except BaseException:
             if _distribution_of(strategy_of_model(self)) is not None:
-                self.jax_state_sync()
+                synchronize_state(self)
             raise
 
     return entry_point
@@ -206,13 +251,7 @@ def _common_apply(original: Callable) -> Callable:
 def hooks() -> list[Hook]:
     """The hooks of this adapter."""
     return [
-        Hook(
-            jax_trainer.JAXEpochIterator,
-            "_get_distributed_iterator",
-            "(self, distribution)",
-            _get_distributed_iterator,
-        ),
-        Hook(jax_trainer, "_distribute_data", "(data, layouts=None)", _distribute_data),
+        *_iterator_hooks(),
         model_hook(
             "_get_jax_state",
             "(self, trainable_variables=False, non_trainable_variables=False, "
@@ -229,13 +268,26 @@ def hooks() -> list[Hook]:
             "(self, grads, trainable_variables=None)",
             _common_apply,
         ),
-        Hook(seed_generator, "global_seed_generator", "()", _global_seed_generator),
+        Hook(keras_seeds, "global_seed_generator", "()", _global_seed_generator),
         # Last: a thread asks the others before the hook above makes the generator.
         *thread_hooks.hooks(),
     ]
 
 
 # --- private state of Keras
+
+
+def synchronize_state(model: keras.Model) -> None:
+    """Gives the variables the values that Keras keeps to itself while it trains.
+
+    The method lost its prefix in Keras 3.16.
+    """
+    method = getattr(model, "state_sync", None) or getattr(
+        model, "jax_state_sync", None
+    )
+    if method is None:
+        raise changed("Model.jax_state_sync", "is gone, and so is Model.state_sync")
+    method()
 
 
 def stateless_scope() -> Any:

@@ -11,11 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import keras.src.random.seed_generator as keras_seeds
 import tensorflow as tf
-from keras.src.backend.common.stateless_scope import in_stateless_scope
-from keras.src.backend.tensorflow.trainer import TFEpochIterator
-from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 from keras_strategy import context
 from keras_strategy.backends.tensorflow.replica import TensorFlowReplica
@@ -25,7 +21,7 @@ from keras_strategy.backends.tensorflow.worker_steps import (
     predictions_of_workers,
     steps_of_workers,
 )
-from keras_strategy.hooking import Hook, model_hook
+from keras_strategy.hooking import Hook, home_of, model_hook
 from keras_strategy.training.keras_hooks import (
     strategy_of_model,
     strategy_of_variable,
@@ -34,6 +30,16 @@ from keras_strategy.training.row_weights import distributed_replica
 from keras_strategy.training.step import rows_of
 from keras_strategy.variables import is_on_read
 
+keras_seeds = home_of("global_seed_generator", "keras.src.random.seed_generator")
+in_stateless_scope = home_of(
+    "in_stateless_scope", "keras.src.backend.common.stateless_scope"
+).in_stateless_scope
+TFEpochIterator: Any = home_of(
+    "TFEpochIterator", "keras.src.backend.tensorflow.trainer"
+).TFEpochIterator
+ArrayDataAdapter: Any = home_of(
+    "ArrayDataAdapter", "keras.src.trainers.data_adapters.array_data_adapter"
+).ArrayDataAdapter
 logger = logging.getLogger("keras_strategy")
 
 
@@ -366,6 +372,10 @@ def hooks() -> list[Hook]:
         "_overwrite_model_variables_with_average_value": "(self, trainable_variables)",
         "_backend_increment_gradient_accumulators": "(self, grads, acc_grads)",
     }
+    # Keras 3.16 has it, with a merge_call that fails in the replicas.
+    overwrite = "_backend_maybe_overwrite_model_variables"
+    if hasattr(optimizer, overwrite):
+        neutral[overwrite] = "(self, trainable_variables)"
     return [
         Hook(keras.Variable, "_direct_assign", "(self, value)", _direct_assign),
         Hook(keras.Variable, "_initialize", "(self, value)", _initialize),

@@ -7,16 +7,23 @@ Outside of such replicas each hook calls the original.
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import keras
-import keras.src.random.seed_generator as keras_seeds
 from keras import tree
-from keras.src.backend.common import global_state
-from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell
 
 from keras_strategy.backends.threads.scopes import ReplicaScope
-from keras_strategy.hooking import Hook
+from keras_strategy.hooking import Hook, changed, home_of
+
+global_state = home_of(
+    "GLOBAL_STATE_TRACKER get_global_attribute set_global_attribute",
+    "keras.src.backend.common.global_state",
+)
+keras_seeds = home_of("global_seed_generator", "keras.src.random.seed_generator")
+DropoutRNNCell: Any = home_of(
+    "DropoutRNNCell", "keras.src.layers.rnn.dropout_rnn_cell"
+).DropoutRNNCell
 
 # --- settings that Keras holds for each thread
 
@@ -39,7 +46,7 @@ class ThreadState:
     def capture(cls) -> "ThreadState":
         """Takes the calling thread's settings."""
         trackers = []
-        # Keras 3.16 has no tracker of settings any more.
+        # Keras 3.16 keeps what were settings with the rest.
         for name in ("GLOBAL_STATE_TRACKER", "GLOBAL_SETTINGS_TRACKER"):
             if hasattr(global_state, name):
                 attributes = vars(getattr(global_state, name)).items()
@@ -161,29 +168,57 @@ def _clear_losses(original: Callable) -> Callable:
     return _clear_losses
 
 
-def _per_replica_attribute(name: str) -> property:
-    """`DropoutRNNCell` keeps a mask on itself for the time steps of one call."""
+@dataclass(frozen=True)
+class _OwnMask:
+    """`DropoutRNNCell` keeps a mask on itself for the time steps of one call.
 
-    def key():
-        scope = replica_scope()
-        return (
-            name if scope is None else f"{name}_of_replica_{scope.replica._replica.id}"
-        )
+    That is an attribute and no function, so there is no signature to know it by: it is
+    the one that the method sets which forgets the mask.
 
-    def fget(self):
-        return vars(self).get(key())
+    Attributes:
+        name: The attribute's name.
+        reset: The method's.
+    """
 
-    def fset(self, value):
-        vars(self)[key()] = value
+    name: str
+    reset: str
 
-    return property(fget, fset)
+    def check(self) -> None:
+        """Raises `KerasVersionError` unless the mask is where it was."""
+        target = f"DropoutRNNCell.{self.reset}"
+        if not hasattr(DropoutRNNCell, self.reset):
+            raise changed(target, "is gone")
+        if isinstance(vars(DropoutRNNCell).get(self.name), property):
+            return  # ours
+        cell = DropoutRNNCell()
+        getattr(cell, self.reset)()
+        if self.name not in vars(cell):
+            raise changed(target, f"no longer sets {self.name}")
+
+    def install(self) -> None:
+        """Gives each replica a mask of its own."""
+        name = self.name
+
+        def key():
+            scope = replica_scope()
+            if scope is None:
+                return name
+            return f"{name}_of_replica_{scope.replica._replica.id}"
+
+        def fget(cell):
+            return vars(cell).get(key())
+
+        def fset(cell, value):
+            vars(cell)[key()] = value
+
+        setattr(DropoutRNNCell, name, property(fget, fset))
 
 
-def hooks() -> list[Hook]:
+def hooks() -> list[Any]:
     """What every adapter needs whose replicas are threads."""
-    for name in ("_dropout_mask", "_recurrent_dropout_mask"):
-        setattr(DropoutRNNCell, name, _per_replica_attribute(name))
     return [
+        _OwnMask("_dropout_mask", "reset_dropout_mask"),
+        _OwnMask("_recurrent_dropout_mask", "reset_recurrent_dropout_mask"),
         Hook(keras_seeds, "global_seed_generator", "()", _global_seed_generator),
         Hook(keras.Layer, "_maybe_build", "(self, call_spec)", _maybe_build),
         Hook(keras.Layer, "add_loss", "(self, loss)", _add_loss),

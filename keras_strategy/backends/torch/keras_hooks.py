@@ -9,21 +9,27 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import keras.src.backend.torch.random as keras_random
-import keras.src.random.seed_generator as keras_seeds
 import torch
-from keras.src.backend.torch.trainer import TorchEpochIterator
-from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from torch.nn.parallel import DistributedDataParallel
 
 from keras_strategy import context
 from keras_strategy.backends.threads import keras_hooks as thread_hooks
+from keras_strategy.backends.threads.keras_hooks import keras_seeds
 from keras_strategy.backends.torch import components
 from keras_strategy.backends.torch.run import process_generator
-from keras_strategy.hooking import Hook, model_hook
+from keras_strategy.hooking import Hook, changed, home_of, model_hook
 from keras_strategy.training.keras_hooks import strategy_of_model
 from keras_strategy.training.row_weights import distributed_replica
 from keras_strategy.training.worker_input import AgreedBatches
 from keras_strategy.variables import is_on_read
+
+keras_random = home_of("dropout gamma beta binomial", "keras.src.backend.torch.random")
+TorchEpochIterator: Any = home_of(
+    "TorchEpochIterator", "keras.src.backend.torch.trainer"
+).TorchEpochIterator
+ArrayDataAdapter: Any = home_of(
+    "ArrayDataAdapter", "keras.src.trainers.data_adapters.array_data_adapter"
+).ArrayDataAdapter
 
 # --- random numbers
 
@@ -149,7 +155,10 @@ def _make_function(kind: str) -> Callable[[Callable], Callable]:
             before = getattr(self, attribute)
             original(self, force)
             strategy = strategy_of_model(self)
-            if strategy is None or strategy.num_replicas_in_sync == 1:
+            if strategy is None:
+                return
+            _require_unwrapped(self)
+            if strategy.num_replicas_in_sync == 1:
                 return
             if getattr(self, attribute) is not before:
                 function = distributed_function(self, kind, strategy)
@@ -178,10 +187,69 @@ def _get_iterator(original: Callable) -> Callable:
     return _get_iterator
 
 
-def hooks() -> list[Hook]:
+# --- what Keras distributes by itself
+
+
+def _initialize_ddp(original: Callable) -> Callable:
+    """`Model._initialize_ddp`: a model of ours is distributed once, by its strategy.
+
+    From 3.16 on Keras wraps every model in DistributedDataParallel where
+    torch.distributed is initialised. It would broadcast the weights and sum the
+    gradients a second time, and from every replica's thread.
+    """
+
+    def _initialize_ddp(self):
+        if strategy_of_model(self) is None:
+            original(self)
+
+    return _initialize_ddp
+
+
+def _get_metrics_result(neutral: Callable) -> Callable[[Callable], Callable]:
+    """`Model.get_metrics_result`: the metrics of the strategy's replicas alone.
+
+    Where torch.distributed is initialised, Keras sums them over all of its processes.
+    """
+
+    def replace(original: Callable) -> Callable:
+        def get_metrics_result(self):
+            chosen = original if strategy_of_model(self) is None else neutral
+            return chosen(self)
+
+        return get_metrics_result
+
+    return replace
+
+
+def _require_unwrapped(model: keras.Model) -> None:
+    """Raises where Keras wrapped a model of ours in a way that we do not know."""
+    for name, value in vars(model).items():
+        if isinstance(value, DistributedDataParallel):
+            raise changed(
+                "Model.make_train_function",
+                f"wraps a model in DistributedDataParallel (Model.{name}), though it "
+                "is the strategy that distributes it",
+            )
+
+
+def _hooks_on_ddp() -> list[Hook]:
+    """None in a Keras that leaves torch.distributed to its user."""
+    hooks = []
+    if hasattr(keras.Model, "_initialize_ddp"):
+        hooks.append(model_hook("_initialize_ddp", "(self)", _initialize_ddp))
+    name = "get_metrics_result"
+    owners = [cls for cls in keras.Model.__mro__ if name in vars(cls)]
+    if len(owners) > 1:
+        neutral = _get_metrics_result(getattr(owners[-1], name))
+        hooks.append(model_hook(name, "(self)", neutral))
+    return hooks
+
+
+def hooks() -> list[Any]:
     """The hooks of the torch adapter."""
     return [
         *thread_hooks.hooks(),
+        *_hooks_on_ddp(),
         Hook(
             keras_random,
             "dropout",

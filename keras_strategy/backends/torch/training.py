@@ -21,7 +21,7 @@ from keras_strategy.variables import is_on_read
 
 
 def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callable:
-    """The function that Keras's loop calls for a batch.
+    """The function that Keras's loop calls for a batch, or for several.
 
     Args:
         model: The model.
@@ -29,13 +29,14 @@ def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callab
         strategy: The model's strategy, of several replicas.
 
     Returns:
-        A function of a list of one batch, as the one that Keras makes.
+        A function of a list of batches, as the one that Keras makes. There is more
+        than one of them with `steps_per_execution`, which Keras has on torch from 3.16
+        on.
     """
     written: set[int] = set()
     step = weighted_step(getattr(model, f"{kind}_step"), written)
 
-    def function(data):
-        batch = data[0]
+    def one_batch(batch):
         shards, weights = _shard(batch, strategy)
         if kind == "train":
             logs = strategy.run(step, args=(shards, PerReplica(weights)))
@@ -47,6 +48,12 @@ def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callab
             if kind == "test":
                 return _merged(model, outputs, strategy, weights, written)
         return _rows_in_order(outputs, strategy, weights)
+
+    def function(batches):
+        outputs = [one_batch(batch) for batch in batches]
+        if kind == "predict" and len(outputs) > 1:
+            return tree.map_structure(lambda *parts: torch.cat(parts), *outputs)
+        return outputs[-1]
 
     return function
 

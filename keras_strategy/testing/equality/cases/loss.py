@@ -61,8 +61,10 @@ def _targets(classes, rows):
     x, y = models.classes(rows)
     # Not 0, by which some divide.
     one_hot = 0.1 + 0.7 * keras.utils.to_categorical(y, models.CLASSES)
-    whole = {"SparseCategoricalCrossentropy", "CategoricalGeneralizedCrossEntropy"}
-    return x, {cls.__name__: y if cls.__name__ in whole else one_hot for cls in classes}
+    names = [cls.__name__ for cls in classes]
+    whole = {n for n in names if n.startswith("Sparse")}
+    whole.add("CategoricalGeneralizedCrossEntropy")
+    return x, {name: y if name in whole else one_hot for name in names}
 
 
 def _one_hot(rows):

@@ -1,0 +1,187 @@
+"""Run a selection of the tests on other versions of Keras, once per backend.
+
+Each version is installed into a folder of its own under build/, without what it depends
+on: the engines stay those of the virtual environment. In the subprocess, this file is
+the pytest plugin that refuses any other Keras than the one that was asked for.
+
+    python tools/keras_versions.py [pytest arguments]
+
+Arguments without a dash replace the selection. The environment variables KERAS_VERSIONS
+("3.12 nightly") and BACKENDS pick from the table.
+"""
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import run_tests
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build"
+EXPECTED = "KERAS_VERSIONS_FOLDER"
+
+# What pip is asked for. "==3.12.*" is the newest patch release.
+REQUIREMENTS = {
+    "3.12": ["keras==3.12.*"],
+    "3.13": ["keras==3.13.*"],
+    "3.14": ["keras==3.14.*"],
+    "3.15": ["keras==3.15.*"],
+    "nightly": ["--pre", "keras-nightly"],
+}
+
+# What a version of Keras can break: how fit and its like are called, what the hooks
+# replace, and that two replicas still equal one device. A test of each is enough.
+SELECTION = [
+    "tests/core/test_hooking.py",
+    *(
+        f"tests/core/test_custom_loop.py::{test}"
+        for test in (
+            "test_a_loop_equals_one_device[2replicas-partial last-built]",
+            "test_a_loop_equals_one_device[2replicas-partial first-lazily built]",
+            "test_variables_of_uneven_replicas[mean-on_read-3.3333333333333335-components5]",
+            "test_dropout_of_uneven_replicas",
+        )
+    ),
+    *(
+        f"tests/training/test_entry_points.py::{test}"
+        for test in (
+            "test_kinds_of_models[functional]",
+            "test_kinds_of_models[Subclass]",
+            "test_compile_and_fit_inside_and_outside_of_the_scope[]",
+            "test_an_optimizer_and_a_metric_made_outside_of_the_scope",
+            "test_on_batch[5]",
+            "test_evaluate_and_predict",
+            "test_predict_with_a_model_that_was_never_trained[deferred]",
+            "test_calling_the_model",
+            "test_reading_and_setting_weights",
+            "test_stored_seeds_equal_those_of_one_device",
+            "test_one_device",
+            "test_run_eagerly",
+            "test_several_steps_in_one_execution",
+        )
+    ),
+    *(
+        f"tests/training/test_equality.py::{test}"
+        for test in (
+            "test_training_equals_one_device[mlp-adamw]",
+            "test_sample_weight",
+            "test_loss_reductions[mean_with_sample_weight]",
+            "test_a_loss_function_that_returns_a_scalar",
+            "test_regularizers_and_activity_losses",
+            "test_masked_sequences",
+            "test_what_an_optimizer_does_beside_its_rule[global_clipnorm]",
+            "test_what_an_optimizer_does_beside_its_rule[gradient_accumulation_steps]",
+            "test_an_optimizer_that_averages_inside_a_loss_scale",
+            "test_synchronized_batch_normalization",
+            "test_several_inputs_and_outputs",
+            "test_metrics_that_are_not_means",
+        )
+    ),
+    *(
+        f"tests/training/test_replicas_own.py::{test}"
+        for test in (
+            "test_random_layers_are_reproducible[Dropout]",
+            "test_replicas_draw_different_numbers[Dropout]",
+            "test_distributions_are_reproducible[gamma]",
+            "test_statistics_of_unsynchronized_batch_normalization",
+            "test_logs_of_ones_own_are_weighted_by_rows[7]",
+        )
+    ),
+    *(
+        f"tests/training/test_saving.py::{test}"
+        for test in (
+            "test_what_is_saved_is_loaded[True-True-model.keras]",
+            "test_what_is_saved_is_loaded[True-True-model.weights.h5]",
+            "test_training_goes_on_after_loading_on_other_devices",
+        )
+    ),
+]
+
+# The adapters' own tests of what differs between versions.
+OF_BACKEND = {
+    "jax": [
+        "tests/backends/test_jax.py::test_batches_that_are_not_divided_are_warned_about"
+    ],
+    "torch": ["tests/backends/test_torch.py"],
+    "tensorflow": [],
+}
+
+
+def pytest_configure(config):
+    """Ends the run unless Keras is the one in the folder that was asked for."""
+    import keras
+
+    folder = os.environ[EXPECTED]
+    if not Path(keras.__file__).is_relative_to(folder):
+        raise RuntimeError(f"Keras was imported from {keras.__file__}, not {folder}")
+    found, expected = keras.__version__, version_in(Path(folder))
+    if found != expected:
+        raise RuntimeError(f"This is Keras {found}, where {expected} was installed")
+    print(f"Keras {found} on {keras.config.backend()}", flush=True)
+
+
+def version_in(folder: Path) -> str:
+    """The version of the one distribution that `folder` has."""
+    (distribution,) = importlib.metadata.distributions(path=[str(folder)])
+    return distribution.version
+
+
+def install(name: str) -> Path:
+    """Installs a version of Keras, if it is not there, and returns its folder."""
+    folder = BUILD / f"keras-{name}"
+    if not folder.exists():
+        print(f"Installing Keras {name} into {folder.relative_to(ROOT)}", flush=True)
+        BUILD.mkdir(exist_ok=True)
+        # Only a whole installation gets the name that the next run looks for.
+        with tempfile.TemporaryDirectory(dir=BUILD) as unfinished:
+            target = Path(unfinished) / "keras"
+            pip = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps"]
+            subprocess.run(
+                [*pip, f"--target={target}", *REQUIREMENTS[name]], check=True
+            )
+            target.rename(folder)
+    return folder
+
+
+def main(arguments: list[str]) -> int:
+    """Prints a table: a line for each version, a column for each backend."""
+    names = os.environ.get("KERAS_VERSIONS", "").split() or list(REQUIREMENTS)
+    chosen = all(argument.startswith("-") for argument in arguments)
+    table = []
+    bad = False
+    for name in names:
+        folder = install(name)
+        version = version_in(folder)
+        print(f"\n##### Keras {version} #####", flush=True)
+        environment = {
+            EXPECTED: str(folder),
+            # Both this plugin's folder and Keras's come before what is installed.
+            "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "tools")]),
+        }
+        row = [version]
+        for backend in run_tests.BACKENDS:
+            tests = [*SELECTION, *OF_BACKEND[backend]] if chosen else []
+            with tempfile.TemporaryDirectory() as reports:
+                result = run_tests.run(
+                    backend,
+                    ["-q", "-p", "keras_versions", *tests, *arguments],
+                    Path(reports) / "report.xml",
+                    environment,
+                )
+            bad = bad or bool(result.failed) or not result.passed
+            note = f" ({result.note})" if result.note else ""
+            row.append(f"{result.passed} / {result.failed} / {result.skipped}{note}")
+        table.append(row)
+    print("\npassed / failed / skipped\n")
+    print("| Keras | " + " | ".join(run_tests.BACKENDS) + " |")
+    print("| --- |" + " --- |" * len(run_tests.BACKENDS))
+    for row in table:
+        print("| " + " | ".join(row) + " |", flush=True)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
