@@ -15,3 +15,11 @@ class MirrorError(RuntimeError):
 
 class UnsupportedBackendError(RuntimeError):
     """The Keras backend in use cannot train on several devices."""
+
+
+class ClusterError(RuntimeError):
+    """The workers of a cluster did not come together."""
+
+
+class WorkerFailedError(RuntimeError):
+    """The workers of a cluster cannot go on together, since one of them failed."""

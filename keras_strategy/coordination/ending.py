@@ -1,0 +1,122 @@
+"""How a process ends: by an exception, at its exit, or because another one failed."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import traceback
+from types import FrameType, TracebackType
+from typing import NoReturn, Protocol
+
+_FLUSH_SECONDS = 3.0
+_FRAMES = 6
+
+
+class Ending(Protocol):
+    """Who is to know how this process ends."""
+
+    def raised(self, error: BaseException, trace: str) -> None:
+        """An exception that nobody caught has been printed."""
+
+    def leave(self) -> None:
+        """The interpreter is about to exit."""
+
+    def forget(self) -> None:
+        """This is a forked child, which has no part in what its parent does."""
+
+
+_told: list[Ending] = []
+_installed = False
+_at_fork_registered = False
+_previous_hook = sys.excepthook
+
+
+def register(one: Ending) -> None:
+    """Tells `one` from now on when this process ends."""
+    global _at_fork_registered, _installed, _previous_hook
+    if not _told:
+        atexit.register(_at_exit)
+    if not _installed:
+        _installed = True
+        _previous_hook = sys.excepthook
+        sys.excepthook = _excepthook
+    if not _at_fork_registered:
+        _at_fork_registered = True
+        os.register_at_fork(after_in_child=_in_child)
+    _told.append(one)
+
+
+def unregister(one: Ending) -> None:
+    """Undoes `register`."""
+    if one in _told:
+        _told.remove(one)
+        if not _told:
+            _restore()
+
+
+def exit_now(text: str = "") -> NoReturn:
+    """Ends this process with status 1, without the interpreter's own exit.
+
+    That one would wait for the engine's, whose barriers wait for workers that may
+    be gone.
+    """
+    # Another thread may hold a stream's lock for good, say in front of a full pipe.
+    writer = threading.Thread(target=_write, args=(text,), daemon=True)
+    writer.start()
+    writer.join(_FLUSH_SECONDS)
+    os._exit(1)
+
+
+def stack_of(thread_id: int) -> tuple[str, str]:
+    """Where a thread is: in a few words, and its innermost frames."""
+    frame: FrameType | None = sys._current_frames().get(thread_id)
+    if frame is None:
+        return "a thread that has ended", ""
+    frames = traceback.StackSummary.extract(
+        traceback.walk_stack(frame), limit=_FRAMES, lookup_lines=True
+    )
+    frames.reverse()
+    last = frames[-1]
+    where = f"{last.name} ({last.filename}, line {last.lineno}"
+    where += f": {last.line})" if last.line else ")"
+    return where, "".join(frames.format())
+
+
+def _write(text: str) -> None:
+    if text:
+        print(text, file=sys.stderr)
+    for stream in (sys.stderr, sys.stdout):
+        stream.flush()
+
+
+def _excepthook(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    _previous_hook(kind, error, trace)
+    text = "".join(traceback.format_exception(kind, error, trace))
+    for one in list(_told):
+        one.raised(error, text)
+
+
+def _at_exit() -> None:
+    for one in list(_told):
+        one.leave()
+
+
+def _in_child() -> None:
+    for one in _told:
+        one.forget()
+    if _told:
+        _told.clear()
+        _restore()
+
+
+def _restore() -> None:
+    global _installed
+    atexit.unregister(_at_exit)
+    # Somebody may have put a hook of theirs over ours, which then stays below it.
+    if sys.excepthook is _excepthook:
+        sys.excepthook = _previous_hook
+        _installed = False

@@ -1,0 +1,71 @@
+"""Free ports of this machine."""
+
+import contextlib
+import pathlib
+import random
+import re
+import socket
+
+_LOWEST = 10_000
+_EPHEMERAL = pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range")
+# As the C library, Python, torch's store and gRPC say it.
+_TAKEN = re.compile(r"address already in use|EADDRINUSE|ADDRESS_IN_USE", re.IGNORECASE)
+# Not the generator that a program seeds: two programs with one seed would meet.
+_random = random.SystemRandom()
+
+
+def free_ports(count: int) -> list[int]:
+    """Finds ports that nobody uses now.
+
+    They lie below the range from which the system gives ports to connections, so only
+    a server can take one before it is used.
+
+    Args:
+        count: How many.
+
+    Returns:
+        Different ports, in no order.
+
+    Raises:
+        OSError: If there are not as many.
+
+    Example:
+
+    ```python
+    from keras_strategy.launch.ports import free_ports
+
+    assert len(set(free_ports(3))) == 3
+    ```
+    """
+    candidates = range(_LOWEST, _first_ephemeral())
+    ports: list[int] = []
+    # All are held until the last is found, so that none comes twice.
+    with contextlib.ExitStack() as held:
+        for port in _random.sample(candidates, len(candidates)):
+            if len(ports) == count:
+                break
+            probe = held.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                # Every interface: a server that listens on one of them is in the way.
+                probe.bind(("", port))
+                ports.append(port)
+    if len(ports) < count:
+        raise OSError(
+            f"Expected {count} free ports between {candidates.start} and "
+            f"{candidates.stop - 1}. Found: {len(ports)}"
+        )
+    return ports
+
+
+def says_port_taken(output: str) -> bool:
+    """Tells whether a program's output complains about a port that is in use."""
+    return _TAKEN.search(output) is not None
+
+
+def _first_ephemeral() -> int:
+    try:
+        first = int(_EPHEMERAL.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        first = 32_768
+    # A machine may give out nearly all of its ports; then any must do.
+    return first if first > _LOWEST + 1_000 else 60_000

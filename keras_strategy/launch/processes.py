@@ -1,0 +1,127 @@
+"""One worker process: its start, its signals, its end."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_STARTER = str(pathlib.Path(__file__).with_name("starter.py"))
+
+
+class WorkerProcess:
+    """A process in a group of its own, which dies with the one that started it.
+
+    On Linux the kernel kills the process when the *thread* that started it ends: start
+    workers from a thread that outlives them, such as the main one.
+
+    Args:
+        name: What messages call it, such as `"worker 1"`.
+        command: The program and its arguments.
+        environment: All of its environment.
+        stdout: As of `subprocess.Popen`.
+        stderr: As of `subprocess.Popen`.
+
+    Example:
+
+    ```python
+    import os
+    import sys
+
+    from keras_strategy.launch.processes import WorkerProcess
+
+    worker = WorkerProcess("worker 0", [sys.executable, "-c", "exit(3)"], os.environ)
+    assert worker.wait() == 3
+    ```
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        stdout: Any = None,
+        stderr: Any = None,
+    ) -> None:
+        self.name = name
+        self.seconds: float | None = None
+        self._started = time.monotonic()
+        self._popen = subprocess.Popen(
+            [sys.executable, "-I", "-S", _STARTER, str(os.getpid()), *command],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            process_group=0,
+        )
+
+    @property
+    def pid(self) -> int:
+        """The id of the process, and of its group."""
+        return self._popen.pid
+
+    @property
+    def stdout(self) -> Any:
+        """The reading end, if `stdout` was `subprocess.PIPE`."""
+        return self._popen.stdout
+
+    @property
+    def stderr(self) -> Any:
+        """The reading end, if `stderr` was `subprocess.PIPE`."""
+        return self._popen.stderr
+
+    def poll(self) -> int | None:
+        """The exit status, or minus the signal; None while the process runs.
+
+        Whatever a process that ended has left in its group is killed.
+        """
+        if self._popen.returncode is None and self._has_ended():
+            self.seconds = time.monotonic() - self._started
+            self._signal_group(signal.SIGKILL)
+            self._popen.wait()
+        return self._popen.returncode
+
+    def wait(self) -> int:
+        """Waits for the end without a time limit and returns the exit status."""
+        while (status := self.poll()) is None:
+            time.sleep(0.01)
+        return status
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the process and its children, if it still runs."""
+        if self.poll() is None:
+            self._signal_group(number)
+
+    def kill(self) -> int:
+        """Kills the process and its children and returns the exit status."""
+        self.signal(signal.SIGKILL)
+        return self.wait()
+
+    def _has_ended(self) -> bool:
+        if not hasattr(os, "waitid"):
+            return self._popen.poll() is not None
+        # The process stays a zombie, so that its id, which is the group's as well,
+        # cannot have become somebody else's when the group is killed.
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self.pid, options) is not None
+
+    def _signal_group(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+
+def exit_text(status: int | None) -> str:
+    """Says in words how a process ended, such as `"was killed by SIGKILL"`."""
+    if status is None:
+        return "still runs"
+    if status >= 0:
+        return f"ended with exit status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return f"was killed by {name}"

@@ -1,0 +1,396 @@
+"""`WorkerRunner`: real worker processes for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import pickle
+import resource
+import signal
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from keras_strategy.launch.environment import LocalCluster
+from keras_strategy.launch.ports import says_port_taken
+from keras_strategy.launch.processes import WorkerProcess, exit_text
+
+_CALL = str(pathlib.Path(__file__).with_name("worker_call.py"))
+_PACKAGE_ROOT = str(pathlib.Path(__file__).parents[2])
+_TAIL_LINES = 40
+# The stacks of an engine's many threads are longer.
+_STACK_LINES = 400
+_DUMP_SECONDS = 5.0
+_PORT_ATTEMPTS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerEnd:
+    """How a worker ended.
+
+    Attributes:
+        name: Its task, such as `"worker 1"`.
+        exit_status: 0 if all went well; minus the signal that killed it.
+        seconds: From its start until its end was noticed.
+        output: All that it wrote to stdout and stderr.
+    """
+
+    name: str
+    exit_status: int
+    seconds: float
+    output: str
+
+
+class WorkerFailed(RuntimeError):
+    """A worker ended with an error; the message has its last output.
+
+    Attributes:
+        rank: The worker that failed first.
+        ends: A `WorkerEnd` for every worker, by rank.
+    """
+
+    def __init__(self, message: str, rank: int, ends: list[WorkerEnd]) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.ends = ends
+
+
+class WorkerTimeout(WorkerFailed):
+    """The time limit passed; the message has the Python stacks of who still ran."""
+
+
+class WorkerRunner:
+    """Starts real worker processes on this machine and gets their results.
+
+    Each worker is a fresh Python interpreter with the environment that a cluster's
+    worker has: TF_CONFIG, KERAS_STRATEGY_PORT (one port, the same for all), NPROC, and
+    KERAS_STRATEGY_LOGICAL_CPUS. It uses the Keras backend of this process.
+
+    No worker survives the `with` block or this process. Start workers in a thread that
+    outlives them, best the main one: on Linux they die with the thread.
+
+    Args:
+        workers: How many there are.
+        devices_per_worker: The number of logical CPU devices of each.
+        timeout_seconds: How long the workers of one `start` or `run` may take in all.
+            Then the Python stacks of those that still run are dumped, and all are
+            killed.
+        environment: More environment variables for the workers; None removes one.
+        chief: Whether the first of the workers is the task "chief" instead of "worker".
+        grace_seconds: How long `run` lets the others go on when one has failed.
+
+    Example:
+
+    ```python
+    import json
+    import os
+
+    from keras_strategy.testing import WorkerRunner
+
+    with WorkerRunner(workers=2) as runner:
+        configs = runner.run(os.getenv, "TF_CONFIG")
+    assert json.loads(configs[1])["task"] == {"type": "worker", "index": 1}
+    ```
+
+    As a fixture of pytest:
+
+    ```python
+    import pytest
+
+    from keras_strategy.testing import WorkerRunner
+
+    @pytest.fixture
+    def two_workers():
+        with WorkerRunner(workers=2, timeout_seconds=60) as runner:
+            yield runner
+    ```
+    """
+
+    def __init__(
+        self,
+        workers: int = 2,
+        devices_per_worker: int = 1,
+        timeout_seconds: float = 120,
+        environment: Mapping[str, str | None] | None = None,
+        chief: bool = False,
+        grace_seconds: float = 5,
+    ) -> None:
+        for name, value in (
+            ("workers", workers),
+            ("devices_per_worker", devices_per_worker),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(
+                    f"Argument `{name}` must be a whole number, 1 or more. "
+                    f"Received: {name}={value!r}"
+                )
+        if not timeout_seconds > 0:
+            raise ValueError(
+                "Argument `timeout_seconds` must be greater than 0. "
+                f"Received: timeout_seconds={timeout_seconds!r}"
+            )
+        self._workers = workers
+        self._devices_per_worker = devices_per_worker
+        self._timeout_seconds = timeout_seconds
+        self._environment = dict(environment or {})
+        self._chief = chief
+        self._grace_seconds = grace_seconds
+        self._processes: list[WorkerProcess] = []
+        self._folder: tempfile.TemporaryDirectory | None = None
+        self._deadline = 0.0
+
+    def __enter__(self) -> WorkerRunner:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def processes(self) -> tuple[WorkerProcess, ...]:
+        """The workers that were started last, by rank; each has a `pid`."""
+        return tuple(self._processes)
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Calls a function in every worker and waits for all.
+
+        When a worker fails, the others have `grace_seconds` to end before they are
+        killed, since what they say of it may help. When a port turns out to be
+        taken, all workers are started anew on other ports.
+
+        Args:
+            function: A function that a module has at its top level. A worker imports
+                it by name, with the `sys.path` of this process.
+            *args: Its arguments, which must pickle.
+            **kwargs: Its keyword arguments, likewise.
+
+        Returns:
+            What it returned in each worker, by rank. Let it return numbers, strings,
+            NumPy arrays, and lists and dicts of them: a tensor would bring its engine
+            into this process.
+
+        Raises:
+            WorkerFailed: If a worker failed.
+            WorkerTimeout: If the time limit passed.
+        """
+        for attempt in range(_PORT_ATTEMPTS):
+            self.start(function, *args, **kwargs)
+            failed = self._wait(stop_when_one_fails=True)
+            ends = self._ends()
+            if failed is None:
+                return [self._result(rank, ends) for rank in range(self._workers)]
+            taken = any(says_port_taken(end.output) for end in ends)
+            if not taken or attempt == _PORT_ATTEMPTS - 1:
+                raise WorkerFailed(_failure(failed, ends), failed, ends)
+        raise AssertionError("unreachable")
+
+    def start(
+        self, target: Callable[..., Any] | str | os.PathLike, *args: Any, **kwargs: Any
+    ) -> None:
+        """Starts the workers and returns at once; `wait` waits for them.
+
+        Workers that were started before are killed.
+
+        Args:
+            target: A function, as of `run`, or the path of a Python script.
+            *args: Its arguments. Those of a script become texts.
+            **kwargs: Keyword arguments, of a function only.
+        """
+        call = None
+        if callable(target):
+            call = (_importable(target), (args, kwargs))
+        elif kwargs:
+            raise ValueError(f"A script has no keyword arguments. Received: {kwargs}")
+        elif not os.path.isfile(target):
+            raise FileNotFoundError(
+                "Argument `target` must be a function or the path of a script. "
+                f"Received: target={target!r}"
+            )
+        self.close()
+        self._folder = tempfile.TemporaryDirectory(prefix="keras_strategy_")
+        if call is not None:
+            with open(self._path("call"), "wb") as file:
+                for part in (sys.path, *call):
+                    pickle.dump(part, file)
+        cluster = LocalCluster.on_free_ports(
+            self._workers, self._chief, self._devices_per_worker
+        )
+        self._deadline = time.monotonic() + self._timeout_seconds
+        for rank in range(self._workers):
+            if callable(target):
+                # -P: the folder of our own file is no place to import from.
+                program = ["-P", _CALL, self._path("call"), self._path(f"result{rank}")]
+            else:
+                program = [os.fspath(target), *map(str, args)]
+            with open(self._path(f"output{rank}"), "wb") as output:
+                self._processes.append(
+                    WorkerProcess(
+                        cluster.name(rank),
+                        [sys.executable, *program],
+                        self._variables(cluster.variables(rank)),
+                        stdout=output,
+                        stderr=output,
+                    )
+                )
+
+    def wait(self) -> list[WorkerEnd]:
+        """Waits until every worker has ended, well or not.
+
+        Returns:
+            How each of them ended, by rank.
+
+        Raises:
+            WorkerTimeout: If the time limit passed first.
+        """
+        self._wait(stop_when_one_fails=False)
+        return self._ends()
+
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
+        """Sends a signal to a worker and to the processes that it started.
+
+        Args:
+            rank: Which worker.
+            number: The signal.
+        """
+        self._processes[rank].signal(number)
+
+    def output(self, rank: int) -> str:
+        """Returns what a worker has written so far to stdout and stderr."""
+        with open(self._path(f"output{rank}"), "rb") as file:
+            return file.read().decode(errors="replace")
+
+    def close(self) -> None:
+        """Kills what still runs and forgets the output; leaving `with` does it."""
+        for process in self._processes:
+            process.signal(signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+        self._processes = []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _wait(self, stop_when_one_fails: bool) -> int | None:
+        """Waits for all workers; returns the one that failed first, if one did."""
+        failed = None
+        give_up = float("inf")
+        running = set(range(len(self._processes)))
+        while running:
+            for rank in sorted(running):
+                status = self._processes[rank].poll()
+                if status is None:
+                    continue
+                running.discard(rank)
+                if status != 0 and failed is None:
+                    failed = rank
+                    if stop_when_one_fails:
+                        give_up = time.monotonic() + self._grace_seconds
+            now = time.monotonic()
+            if running and now >= give_up:
+                for rank in running:
+                    self._processes[rank].kill()
+            elif running and now >= self._deadline:
+                self._time_out(sorted(running), failed)
+            if running:
+                time.sleep(0.01)
+        return failed
+
+    def _time_out(self, running: list[int], failed: int | None) -> None:
+        for rank in running:
+            with contextlib.suppress(OSError, AttributeError):
+                # SIGABRT would write a core file otherwise.
+                resource.prlimit(
+                    self._processes[rank].pid, resource.RLIMIT_CORE, (0, 0)
+                )
+            # PYTHONFAULTHANDLER makes Python write its stacks. A worker that a test
+            # has stopped must go on for that.
+            self._processes[rank].signal(signal.SIGABRT)
+            self._processes[rank].signal(signal.SIGCONT)
+        until = time.monotonic() + _DUMP_SECONDS
+        while time.monotonic() < until:
+            if all(self._processes[rank].poll() is not None for rank in running):
+                break
+            time.sleep(0.01)
+        for process in self._processes:
+            process.kill()
+        ends = self._ends()
+        names = ", ".join(ends[rank].name for rank in running)
+        parts = [f"The time limit of {self._timeout_seconds} s passed with {names}."]
+        for rank, end in enumerate(ends):
+            if rank not in running:
+                parts.append(f"{end.name} {exit_text(end.exit_status)}.")
+                if end.exit_status == 0:
+                    continue
+            parts.append(_tail(end, _STACK_LINES if rank in running else _TAIL_LINES))
+        first = running[0] if failed is None else failed
+        raise WorkerTimeout("\n".join(parts), first, ends)
+
+    def _ends(self) -> list[WorkerEnd]:
+        return [
+            WorkerEnd(
+                process.name, process.wait(), process.seconds or 0.0, self.output(rank)
+            )
+            for rank, process in enumerate(self._processes)
+        ]
+
+    def _result(self, rank: int, ends: list[WorkerEnd]) -> Any:
+        try:
+            with open(self._path(f"result{rank}"), "rb") as file:
+                return pickle.load(file)
+        except FileNotFoundError:
+            message = f"No result of {ends[rank].name}. {_failure(rank, ends)}"
+            raise WorkerFailed(message, rank, ends) from None
+
+    def _path(self, name: str) -> str:
+        if self._folder is None:
+            raise RuntimeError("No workers were started, or they were closed.")
+        return os.path.join(self._folder.name, name)
+
+    def _variables(self, cluster: Mapping[str, str]) -> dict[str, str]:
+        variables = {**os.environ, **cluster, "PYTHONFAULTHANDLER": "1"}
+        if "keras" in sys.modules:
+            # It may have been chosen by keras.json or by this program.
+            variables["KERAS_BACKEND"] = sys.modules["keras"].backend.backend()
+        if sysconfig.get_path("purelib") != _PACKAGE_ROOT:
+            # A script in another folder finds the checkout that this process uses.
+            old = variables.get("PYTHONPATH")
+            variables["PYTHONPATH"] = os.pathsep.join(
+                filter(None, (_PACKAGE_ROOT, old))
+            )
+        for name, value in self._environment.items():
+            if value is None:
+                variables.pop(name, None)
+            else:
+                variables[name] = value
+        return variables
+
+
+def _importable(function: Callable[..., Any]) -> tuple[str, str]:
+    module = getattr(function, "__module__", None)
+    qualname = getattr(function, "__qualname__", None)
+    if not module or module == "__main__" or not qualname or "<" in qualname:
+        raise ValueError(
+            "Argument `function` must be a function at the top level of a module "
+            "that workers can import: not a lambda, not a function in a function, "
+            f"not one of the main program. Received: function={function!r}"
+        )
+    return module, qualname
+
+
+def _failure(failed: int, ends: list[WorkerEnd]) -> str:
+    end = ends[failed]
+    others = [
+        f"{other.name} {exit_text(other.exit_status)}."
+        for rank, other in enumerate(ends)
+        if rank != failed
+    ]
+    return "\n".join([f"{end.name} {exit_text(end.exit_status)}.", *others, _tail(end)])
+
+
+def _tail(end: WorkerEnd, count: int = _TAIL_LINES) -> str:
+    lines = end.output.splitlines()[-count:]
+    return "\n".join([f"The last output of {end.name}:", *lines])
