@@ -11,7 +11,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -66,6 +66,7 @@ class Member:
         self._timeout = timeout_seconds
         self._exit_process = False
         self._thread_id = threading.get_ident()
+        self._at_leave: list[Callable[[], None]] = []
         # What this worker is doing: (count, operation, since when).
         self._count = 0
         self._last = ""
@@ -177,6 +178,19 @@ class Member:
         """What messages call the workers, by rank."""
         return list(self._names)
 
+    @property
+    def timeout_seconds(self) -> float:
+        """How long a worker waits for the others."""
+        return self._timeout
+
+    def at_leave(self, callback: Callable[[], None]) -> None:
+        """Has something done when this worker leaves, while the others are known.
+
+        Args:
+            callback: Called without arguments; those given later come first.
+        """
+        self._at_leave.append(callback)
+
     def agree(self, operation: str, value: Any = None) -> list[Any]:
         """Exchanges a value with all workers, and waits for them.
 
@@ -256,6 +270,8 @@ class Member:
         """
         if self._leaving.is_set():
             return
+        while self._at_leave:
+            self._at_leave.pop()()
         self._leaving.set()
         ending.unregister(self)
         if self._thread.is_alive():

@@ -30,7 +30,7 @@ from keras_strategy import (
 from keras_strategy.backends import get_backend
 from keras_strategy.hooking import Hook, model_hook
 from keras_strategy.input_sources import ReadOnce, as_array
-from keras_strategy.training import losses, normalization
+from keras_strategy.training import losses, normalization, one_writer
 from keras_strategy.training.row_weights import distributed_replica
 from keras_strategy.values import ReduceOp
 from keras_strategy.variables import adds_up, assigned
@@ -158,25 +158,63 @@ def _in_scope(original: Callable) -> Callable:
             )
         context.require_cross_replica(strategy, name)
         with strategy.scope():
-            if strategy.extended.cluster is not None and name != "compile":
-                seeds.take_chiefs(strategy.extended.cluster)
             adopt_variables(strategy, self)
-            if not config.checks_mirrored():
+            cluster = strategy.extended.cluster
+            if cluster is None and not config.checks_mirrored():
                 return original(self, *args, **kwargs)
-            if name == "fit":
-                call = inspect.signature(original).bind(self, *args, **kwargs)
+            call = inspect.signature(original).bind(self, *args, **kwargs)
+            if cluster is not None and name != "compile":
+                seeds.take_chiefs(cluster)
+                if name in ("fit", "evaluate", "predict"):
+                    lead = functools.partial(_chiefs_lead, strategy)
+                    one_writer.worker_arguments(name, call.arguments, cluster, lead)
+            if config.checks_mirrored() and name == "fit":
                 callbacks = call.arguments.get("callbacks")
                 if not isinstance(callbacks, keras.callbacks.CallbackList):
                     call.arguments["callbacks"] = [
                         *keras.tree.flatten(callbacks or []),
                         mirror_check.MirrorCheck(strategy),
                     ]
-                args, kwargs = call.args[1:], call.kwargs
-            result = original(self, *args, **kwargs)
-            mirror_check.check(strategy, name)
+            result = original(*call.args, **call.kwargs)
+            if config.checks_mirrored():
+                mirror_check.check(strategy, name)
             return result
 
     return entry_point
+
+
+def _chiefs_lead(strategy: Any, every_batch: bool) -> one_writer.ChiefsLead:
+    def give_variables(model):
+        variables = [*model.variables, *model.optimizer.variables]
+        strategy.extended.group.take_first(
+            [variable for variable in variables if variable._value is not None]
+        )
+
+    def set_epoch(model, epoch):
+        model._initial_epoch = epoch
+
+    return one_writer.ChiefsLead(
+        strategy.extended.cluster,
+        give_variables,
+        lambda model: model._initial_epoch,
+        set_epoch,
+        every_batch,
+    )
+
+
+def _save(original: Callable) -> Callable:
+    """`Model.save`, `save_weights` and `export`: the chief writes for all workers."""
+    name = original.__name__
+
+    def save(self, filepath, *args, **kwargs):
+        strategy = strategy_of_model(self)
+        cluster = None if strategy is None else strategy.extended.cluster
+        if cluster is None:
+            return original(self, filepath, *args, **kwargs)
+        with one_writer.saving(cluster, filepath, f"`{name}`") as path:
+            return original(self, path, *args, **kwargs)
+
+    return save
 
 
 def _data_for_keras(argument: Any, strategy: Any, method: str) -> Any:
@@ -484,6 +522,10 @@ def _hooks() -> list[Hook]:
     return [
         Hook(keras.Layer, "__new__", "(cls, *args, **kwargs)", _layer_new),
         *(model_hook(name, (), _in_scope) for name in entry_points),
+        *(
+            Hook(keras.Model, name, ("filepath",), _save)
+            for name in ("save", "save_weights", "export")
+        ),
         model_hook(
             "_symbolic_build",
             "(self, iterator=None, data_batch=None)",

@@ -5,6 +5,7 @@ import datetime
 import hashlib
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -201,6 +202,7 @@ def _initialize(cluster: Cluster) -> None:
     if cluster.is_local:
         # Otherwise gloo listens on the interface that the host's name stands for.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    excepthook = sys.excepthook
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if nccl else "gloo",
         store=_store(cluster, timeout),
@@ -208,7 +210,10 @@ def _initialize(cluster: Cluster) -> None:
         world_size=cluster.size,
         timeout=timeout,
     )
-    # torch ends the process with an error where its threads outlive it.
+    # torch's own holds back what others write about an exception until they return,
+    # and ours ends the process.
+    sys.excepthook = excepthook
+    # torch aborts the process where its threads outlive it.
     cluster.member.at_leave(_destroy)
 
 

@@ -1,0 +1,283 @@
+"""What workers do in these tests: functions that a fresh process imports and calls.
+
+Each returns NumPy arrays and numbers alone. Where `alone` is true it does the same on
+one device, in this process: what the workers must equal.
+"""
+
+import contextlib
+import pathlib
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+
+import keras_strategy as ks
+
+
+def in_charge(alone: bool) -> Any:
+    """The strategy to make a model in, and the scope."""
+    if alone:
+        return None, contextlib.nullcontext()
+    # Alone, it is the chief's seeds that count.
+    strategy = ks.MultiWorkerMirroredStrategy()
+    rank = strategy.extended.local_replicas.start
+    keras.utils.set_random_seed(17 + rank)
+    return strategy, strategy.scope()
+
+
+def digits(rows: int, seed: int = 3) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of 6 numbers, and the class of each among 3."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(rows, 6)).astype("float32")
+    return x, (x @ rng.normal(size=(6, 3))).argmax(axis=1).astype("int32")
+
+
+def classifier(optimizer: Any = None) -> keras.Model:
+    """A model with state of every kind: moving statistics, slots, metrics."""
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(8, activation="relu"),
+            keras.layers.Dense(3),
+        ]
+    )
+    model.compile(
+        optimizer or keras.optimizers.Adam(0.01, global_clipnorm=0.5),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return model
+
+
+def weights(model: keras.Model) -> list[np.ndarray]:
+    """The values of a model's and its optimizer's variables."""
+    variables = [*model.variables, *model.optimizer.variables]
+    return [keras.ops.convert_to_numpy(variable) for variable in variables]
+
+
+def fit_arrays(alone: bool = False, rows: int = 29, batch_size: int = 8) -> dict:
+    """Trains, evaluates and predicts; 29 rows by 8 end with a batch of 5."""
+    keras.utils.set_random_seed(17)
+    _, scope = in_charge(alone)
+    with scope:
+        model = classifier()
+    x, y = digits(rows)
+    sample_weight = np.linspace(0.5, 2.0, rows).astype("float32")
+    seen: list[dict] = []
+    watch = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(dict(logs))
+    )
+    history = model.fit(
+        x,
+        y,
+        sample_weight=sample_weight,
+        batch_size=batch_size,
+        epochs=3,
+        validation_data=digits(7, seed=4),
+        verbose=0,
+        callbacks=[watch],
+    )
+    return {
+        "weights": weights(model),
+        "history": history.history,
+        "logs": seen,
+        "evaluated": model.evaluate(x, y, batch_size=5, verbose=0, return_dict=True),
+        "predicted": model.predict(x, batch_size=batch_size, verbose=0),
+        "on_batch": model.train_on_batch(x[:5], y[:5], return_dict=True),
+    }
+
+
+def collectives() -> dict:
+    """What replicas on different workers tell each other."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    n = strategy.num_replicas_in_sync
+    ids = strategy.experimental_distribute_values_from_function(
+        lambda context: np.float32(context.replica_id_in_sync_group)
+    )
+
+    with strategy.scope():
+        total = keras.Variable(0.0, aggregation="sum")
+        first = keras.Variable(
+            keras.random.normal((2,), seed=None), aggregation="only_first_replica"
+        )
+
+    def step(i):
+        context = ks.get_replica_context()
+        total.assign_add(i + 1.0)
+        row = keras.ops.reshape(i, (1,))
+        return {
+            "id": context.replica_id_in_sync_group + 0 * i,
+            "sum": context.all_reduce("sum", i),
+            "mean": context.all_reduce("mean", i),
+            "gathered": context.all_gather(row, axis=0),
+            "row": row,
+        }
+
+    out = strategy.run(step, args=(ids,))
+
+    def local(value):
+        return [
+            keras.ops.convert_to_numpy(part)
+            for part in strategy.experimental_local_results(value)
+        ]
+
+    return {
+        "replicas": n,
+        "local": {key: local(value) for key, value in out.items()},
+        "sum": float(strategy.reduce("sum", out["row"], axis=0)),
+        "mean": float(strategy.reduce("mean", out["row"], axis=0)),
+        "elementwise": keras.ops.convert_to_numpy(
+            strategy.reduce("sum", out["row"], axis=None)
+        ),
+        "gathered": keras.ops.convert_to_numpy(strategy.gather(out["row"], axis=0)),
+        "total": float(total),
+        "first": keras.ops.convert_to_numpy(first),
+    }
+
+
+def custom_loop(alone: bool = False) -> list[np.ndarray]:
+    """A loop of one's own over a distributed dataset with a last batch of 5 rows."""
+    keras.utils.set_random_seed(17)
+    strategy, _ = in_charge(alone)
+    strategy = strategy or ks.OneDeviceStrategy("cpu:0")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        optimizer.build(model.trainable_variables)
+    x, y = digits(29)
+    batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 29, 8)]
+
+    def step(x, y, rows):
+        def loss_fn(x, y):
+            losses = keras.losses.sparse_categorical_crossentropy(
+                y, model(x), from_logits=True
+            )
+            return keras.ops.sum(losses) / rows
+
+        loss, grads = ks.value_and_grad(loss_fn, model.trainable_variables)(x, y)
+        optimizer.apply(grads, model.trainable_variables)
+        return loss
+
+    losses = []
+    distributed = strategy.experimental_distribute_dataset(batches)
+    for (x, y), batch in zip(distributed, batches, strict=True):
+        loss = strategy.run(step, args=(x, y, float(len(batch[0]))))
+        losses.append(float(strategy.reduce("sum", loss)))
+    values = [keras.ops.convert_to_numpy(v) for v in model.variables]
+    return [np.array(losses), *values]
+
+
+def epochs_of_different_length() -> dict:
+    """Generators of which the last worker's gives one batch less."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    last = strategy.extended.local_replicas.stop == strategy.num_replicas_in_sync
+    with strategy.scope():
+        model = classifier()
+
+    def batches():
+        for _ in range(3 - last):
+            yield digits(8)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(batches(), verbose=0)
+    return {
+        "weights": weights(model),
+        "steps": int(model.optimizer.iterations),
+        "warned": [str(w.message) for w in caught if "has ended" in str(w.message)],
+    }
+
+
+def different_batches() -> str:
+    """Batches of different numbers of rows on the workers."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    rank = strategy.extended.local_replicas.start
+    with strategy.scope():
+        model = classifier()
+    try:
+        model.fit(iter([digits(8 + rank)]), verbose=0)
+    except ValueError as error:
+        said = str(error)
+    else:
+        return "no error"
+    # Nothing is left waiting.
+    model.fit(iter([digits(8)]), verbose=0)
+    return said
+
+
+def different_shapes() -> str:
+    """A collective of values of different shapes on the workers."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    rank = strategy.extended.local_replicas.start
+    value = np.ones((2 + rank,), "float32")
+    out = strategy.experimental_distribute_values_from_function(lambda _: value)
+    try:
+        strategy.reduce("sum", out, axis=None)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def write_everything(folder: str, epochs: int = 3) -> dict:
+    """Trains with callbacks that write, and saves."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = classifier()
+    path = pathlib.Path(folder)
+    # Another worker's folder may be none that this one sees.
+    callbacks = [
+        keras.callbacks.ModelCheckpoint(path / "best.keras", save_best_only=True),
+        keras.callbacks.ModelCheckpoint(
+            str(path / "epoch{epoch}.weights.h5"), save_weights_only=True
+        ),
+        keras.callbacks.CSVLogger(path / "log.csv"),
+        keras.callbacks.BackupAndRestore(path / "backup", delete_checkpoint=False),
+    ]
+    x, y = digits(29)
+    history = model.fit(
+        x,
+        y,
+        batch_size=8,
+        epochs=epochs,
+        validation_data=digits(7, seed=4),
+        callbacks=callbacks,
+        verbose=2,
+    )
+    model.save(path / "last.keras")
+    return {
+        "weights": weights(model),
+        "epochs": history.epoch,
+        "predicted": model.predict(x, verbose=0),
+    }
+
+
+def stop_by_one(folder: str) -> dict:
+    """Worker 1 alone wants to stop, after the second batch of the second epoch."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    rank = strategy.extended.local_replicas.start
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if rank == 1 and self.model.optimizer.iterations >= 6:
+                self.model.stop_training = True
+
+    with strategy.scope():
+        model = classifier()
+    x, y = digits(29)
+    model.fit(x, y, batch_size=8, epochs=5, callbacks=[Stop()], verbose=0)
+    return {"steps": int(model.optimizer.iterations), "weights": weights(model)}
+
+
+def save_where_nobody_can(folder: str) -> str:
+    """The chief cannot write; all workers hear of it."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = classifier()
+    place = pathlib.Path(folder) / "a_file"
+    place.touch()
+    try:
+        model.save(place / "model.keras")
+    except (OSError, ks.errors.WorkerFailedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"

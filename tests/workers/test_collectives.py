@@ -1,0 +1,32 @@
+"""What replicas on different workers tell each other."""
+
+import numpy as np
+
+from tests.workers import jobs
+
+
+def test_collectives(workers):
+    results = workers.run(jobs.collectives)
+    n = results[0]["replicas"]
+    ids = np.arange(n, dtype="float32")
+    for result in results:
+        for part in result["local"]["sum"]:
+            assert part == ids.sum()
+        for part in result["local"]["mean"]:
+            assert part == ids.mean()
+        for part in result["local"]["gathered"]:
+            np.testing.assert_array_equal(part, ids)
+        assert result["sum"] == ids.sum()
+        assert result["mean"] == ids.mean()
+        assert result["elementwise"] == [ids.sum()]
+        np.testing.assert_array_equal(result["gathered"], ids)
+        assert result["total"] == (ids + 1).sum()
+        np.testing.assert_array_equal(result["first"], results[0]["first"])
+    told = np.concatenate([result["local"]["id"] for result in results])
+    np.testing.assert_array_equal(told, ids)
+
+
+def test_values_of_different_shapes(two_workers):
+    for said in two_workers.run(jobs.different_shapes):
+        assert "worker 0: (2,)" in said
+        assert "worker 1: (3,)" in said
