@@ -14,7 +14,7 @@ _TAKEN = re.compile(r"address already in use|EADDRINUSE|ADDRESS_IN_USE", re.IGNO
 _random = random.SystemRandom()
 
 
-def free_ports(count: int) -> list[int]:
+def free_ports(count: int, among: range | None = None) -> list[int]:
     """Finds ports that nobody uses now.
 
     They lie below the range from which the system gives ports to connections, so only
@@ -22,6 +22,7 @@ def free_ports(count: int) -> list[int]:
 
     Args:
         count: How many.
+        among: Where to look instead.
 
     Returns:
         Different ports, in no order.
@@ -37,7 +38,7 @@ def free_ports(count: int) -> list[int]:
     assert len(set(free_ports(3))) == 3
     ```
     """
-    candidates = range(_LOWEST, _first_ephemeral())
+    candidates = among or range(_LOWEST, _first_ephemeral())
     ports: list[int] = []
     # All are held until the last is found, so that none comes twice.
     with contextlib.ExitStack() as held:

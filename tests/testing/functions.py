@@ -45,13 +45,16 @@ def unpicklable():
     return lambda: None
 
 
-def stuck_in_a_place_with_a_name():
+def stuck_in_a_place_with_a_name(folder: str):
+    _tell_ids(folder)
     time.sleep(300)
 
 
-def one_is_stuck():
-    if task()["index"] == 1:
-        stuck_in_a_place_with_a_name()
+def one_ends_and_others_are_stuck(folder: str):
+    if task()["index"] == 2:
+        _tell_ids(folder)
+    else:
+        stuck_in_a_place_with_a_name(folder)
 
 
 def ignore_all_signals(folder: str):

@@ -1,5 +1,6 @@
 """WorkerRunner with real processes; none of them needs Keras."""
 
+import inspect
 import json
 import os
 import pathlib
@@ -14,7 +15,7 @@ import pytest
 
 import keras_strategy.testing
 from keras_strategy.testing import WorkerFailed, WorkerRunner, WorkerTimeout
-from tests.processes import wait_for_pids, wait_until_gone
+from tests.processes import wait_for_pids, wait_until, wait_until_gone
 from tests.testing import functions
 
 
@@ -128,26 +129,31 @@ def test_a_result_that_does_not_pickle(runner):
         runner.run(functions.unpicklable)
 
 
-def test_the_time_limit_dumps_the_stacks_of_who_is_stuck():
-    with WorkerRunner(workers=2, timeout_seconds=2) as runner:
+def test_the_time_limit_dumps_the_stacks_of_who_is_stuck(tmp_path):
+    with WorkerRunner(workers=3, timeout_seconds=5) as runner:
+        runner.start(functions.one_ends_and_others_are_stuck, str(tmp_path))
+        pids = wait_for_pids(tmp_path, 3)
+        wait_until(lambda: runner.processes[2].poll() == 0)
+        # A stopped process cannot write its stack by itself.
+        runner.kill(1, signal.SIGSTOP)
         with pytest.raises(WorkerTimeout) as caught:
-            runner.run(functions.one_is_stuck)
-        pids = [process.pid for process in runner.processes]
-    message = str(caught.value)
-    assert "time limit of 2 s passed with worker 1." in message
-    assert "worker 0 ended with exit status 0." in message
-    assert "in stuck_in_a_place_with_a_name" in message
-    wait_until_gone(*pids)
-
-
-def test_the_stack_of_a_stopped_worker_is_dumped(tmp_path):
-    with WorkerRunner(workers=1, timeout_seconds=3) as runner:
-        runner.start(functions.own_child, str(tmp_path))
-        pids = wait_for_pids(tmp_path, 1)
-        runner.kill(0, signal.SIGSTOP)
-        with pytest.raises(WorkerTimeout, match="in own_child"):
             runner.wait()
+        assert [runner.output(rank) for rank in range(3)] == [
+            end.output for end in caught.value.ends
+        ]
+    message = str(caught.value)
+    assert "The time limit of 5 s passed with worker 0, worker 1." in message
+    assert "worker 2 ended with exit status 0." in message
+    for stuck in caught.value.ends[:2]:
+        assert "in stuck_in_a_place_with_a_name" in stuck.output
+        assert stuck.output in message
     wait_until_gone(*pids)
+
+
+def test_run_has_the_time_limit_too(tmp_path):
+    runner = WorkerRunner(workers=1, timeout_seconds=0.5)
+    with runner, pytest.raises(WorkerTimeout, match="limit of 0.5 s passed with"):
+        runner.run(functions.stuck_in_a_place_with_a_name, str(tmp_path))
 
 
 def test_wait_tells_how_each_worker_ended(runner, tmp_path):
@@ -240,7 +246,8 @@ def test_bad_arguments(runner, tmp_path):
 
 
 def test_examples_of_the_docstring():
-    examples = re.findall(r"```python\n(.*?)```", WorkerRunner.__doc__ or "", re.DOTALL)
+    text = inspect.cleandoc(WorkerRunner.__doc__ or "")
+    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(examples) == 2
     for code in examples:
-        exec(compile(re.sub("(?m)^    ", "", code), "<example>", "exec"), {})
+        exec(compile(code, "<example>", "exec"), {})

@@ -1,0 +1,8 @@
+"""`python -m keras_strategy` is the command `keras-strategy`."""
+
+import sys
+
+from keras_strategy.launch.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""The command line: `keras-strategy run` and `keras-strategy info`."""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+_RUN = """\
+Starts a Python program in several workers on this machine. Each worker finds the
+cluster in TF_CONFIG. When one fails, the others are ended."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Does what the command line says.
+
+    Args:
+        arguments: Those after the program's name; None takes this process's.
+
+    Returns:
+        The exit status.
+    """
+    parser, run = _parsers()
+    options = parser.parse_args(arguments)
+    # What a subcommand needs is imported when it is asked for: `run` must not wait
+    # for Keras.
+    if options.subcommand == "info":
+        from keras_strategy.launch import info
+
+        print(info.text())
+        return 0
+
+    if not options.module and not os.path.exists(options.program):
+        run.error(
+            f"argument program: there is no file {options.program!r}. Give the path of "
+            "a Python script, or -m and the name of a module"
+        )
+
+    from keras_strategy.launch.launcher import Launcher
+
+    program = ["-m", options.program] if options.module else [options.program]
+    try:
+        return Launcher(
+            (sys.executable, *program, *options.arguments),
+            options.workers,
+            options.devices_per_worker,
+            options.max_restarts,
+            options.grace_seconds,
+        ).run()
+    except BrokenPipeError:
+        # Nobody reads any more. Python would complain again when it flushes at exit.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    parser = argparse.ArgumentParser(
+        prog="keras-strategy", description="Distributed training for Keras 3."
+    )
+    commands = parser.add_subparsers(
+        dest="subcommand", required=True, metavar="{run,info}"
+    )
+    commands.add_parser(
+        "info",
+        help="show versions, devices and the cluster that was found",
+        description="Shows versions, devices and the cluster that was found.",
+    )
+    run = commands.add_parser(
+        "run",
+        help="start a program in several local workers",
+        description=_RUN,
+        allow_abbrev=False,
+    )
+    run.add_argument(
+        "--workers",
+        type=_count,
+        required=True,
+        metavar="N",
+        help="how many workers to start",
+    )
+    run.add_argument(
+        "--devices-per-worker",
+        type=_count,
+        metavar="M",
+        help="logical CPU devices of each worker (default: the backend's own)",
+    )
+    run.add_argument(
+        "--max-restarts",
+        type=_count_or_zero,
+        default=0,
+        metavar="R",
+        help="how often all workers are started again after a failure (default: 0)",
+    )
+    run.add_argument(
+        "--grace-seconds",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="time to end after SIGTERM, before SIGKILL (default: 30)",
+    )
+    run.add_argument(
+        "-m",
+        dest="module",
+        action="store_true",
+        help="the program is the name of a module, as for python -m",
+    )
+    run.add_argument("program", type=str, help="the Python script to run")
+    run.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="the arguments of the program"
+    )
+    return parser, run
+
+
+def _count(text: str) -> int:
+    return _whole_number(text, 1)
+
+
+def _count_or_zero(text: str) -> int:
+    return _whole_number(text, 0)
+
+
+def _whole_number(text: str, minimum: int) -> int:
+    if not text.isdecimal() or int(text) < minimum:
+        raise argparse.ArgumentTypeError(
+            f"Expected a whole number, {minimum} or more. Received: {text!r}"
+        )
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(
+            f"Expected a number of seconds, 0 or more. Received: {text!r}"
+        )
+    return seconds
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""The command line itself: bad arguments, `info`, and how it is found."""
+
+import importlib
+import json
+import runpy
+import sys
+import tomllib
+
+import keras
+import pytest
+
+import keras_strategy as ks
+from keras_strategy.backends import get_backend
+from keras_strategy.launch.command import main
+from tests.launch.scripts import ROOT, finish, start
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "required: {run,info}"),
+        (["run", __file__], "required: --workers"),
+        (["run", "--workers", "2"], "required: program"),
+        (
+            ["run", "--workers", "0", __file__],
+            "argument --workers: Expected a whole number, 1 or more. Received: '0'",
+        ),
+        (
+            ["run", "--workers", "two", __file__],
+            "argument --workers: Expected a whole number, 1 or more. Received: 'two'",
+        ),
+        (
+            ["run", "--workers", "1", "--devices-per-worker", "-1", __file__],
+            "argument --devices-per-worker: Expected a whole number, 1 or more. "
+            "Received: '-1'",
+        ),
+        (
+            ["run", "--workers", "1", "--max-restarts", "1.5", __file__],
+            "argument --max-restarts: Expected a whole number, 0 or more. "
+            "Received: '1.5'",
+        ),
+        (
+            ["run", "--workers", "1", "--grace-seconds", "inf", __file__],
+            "argument --grace-seconds: Expected a number of seconds, 0 or more. "
+            "Received: 'inf'",
+        ),
+        (
+            ["run", "--workers", "1", "missing.py"],
+            "argument program: there is no file 'missing.py'. Give the path of a "
+            "Python script, or -m and the name of a module",
+        ),
+        (["run", "--workers", "1", "--unknown", __file__], "--unknown"),
+    ],
+)
+def test_bad_arguments(arguments, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_info(capsys, monkeypatch):
+    config = {
+        "cluster": {"worker": ["127.0.0.1:12345", "127.0.0.1:12346"]},
+        "task": {"type": "worker", "index": 1},
+    }
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    rows = dict(line.split(maxsplit=1) for line in out.split("\n\n")[0].splitlines())
+    backend = keras.backend.backend()
+    engine = importlib.import_module(backend).__version__
+    assert rows["keras_strategy"] == ks.__version__
+    assert rows["keras"] == keras.__version__
+    assert rows["backend"] == f"{backend} {engine}"
+    assert rows["devices"] == ", ".join(get_backend().list_devices())
+    assert rows["cluster"].startswith("TF_CONFIG: this is worker 1 of ")
+    assert "127.0.0.1:12346" in rows["cluster"]
+    assert "torchrun: no" in out
+
+
+def test_info_on_a_process_that_is_on_its_own(capsys, monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    main(["info"])
+    assert "none, this process is on its own" in capsys.readouterr().out
+
+
+def test_info_on_a_cluster_that_cannot_be_used(capsys, monkeypatch):
+    config = {"cluster": {"worker": [7]}, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    assert main(["info"]) == 0
+    assert "TF_CONFIG, which cannot be used: Expected" in capsys.readouterr().out
+
+
+def test_the_installed_command_has_a_whole_package_for_info(monkeypatch):
+    # Also a backend that cannot train; it is the one that is imported fastest.
+    monkeypatch.setenv("KERAS_BACKEND", "numpy")
+    monkeypatch.delenv("KERAS_STRATEGY_LOGICAL_CPUS")
+    done = finish(start("info"))
+    assert done.returncode == 0, done.stderr
+    assert ks.__version__ in done.stdout
+    assert "The backend in use is 'numpy'" in done.stdout
+
+
+def test_python_m(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["keras-strategy", "run", "--help"])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_module("keras_strategy", run_name="__main__")
+    assert caught.value.code == 0
+    assert "--max-restarts" in capsys.readouterr().out
+
+
+def test_the_console_script_exists():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    module, _, name = project["project"]["scripts"]["keras-strategy"].partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert f"{module}.py" in wheel["packages"]

@@ -1,0 +1,37 @@
+import contextlib
+import socket
+
+import pytest
+
+from keras_strategy.launch.ports import free_ports, says_port_taken
+
+
+def test_ports_are_free_and_different():
+    ports = free_ports(20)
+    assert len(set(ports)) == 20
+    with contextlib.ExitStack() as servers:
+        for port in ports:
+            servers.enter_context(socket.create_server(("127.0.0.1", port)))
+
+
+def test_ports_lie_below_those_that_the_system_gives_to_connections():
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        first = int(file.read().split()[0])
+    if first <= 11_000:
+        pytest.skip("this machine gives out nearly all of its ports")
+    assert max(free_ports(50)) < first
+
+
+def test_a_port_in_use_is_left_out():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        with pytest.raises(OSError, match="Expected 1 free ports .* Found: 0"):
+            free_ports(1, among=range(taken, taken + 1))
+
+
+def test_the_complaint_about_a_port_in_use_is_recognised():
+    server = socket.create_server(("127.0.0.1", 0))
+    with server, pytest.raises(OSError) as caught:
+        socket.create_server(server.getsockname())
+    assert says_port_taken(f"some lines\n{caught.value}\n")
+    assert not says_port_taken("Connection refused")
