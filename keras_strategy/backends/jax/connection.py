@@ -102,7 +102,7 @@ def _stay_on_this_machine() -> None:
     """
     try:
         from jax._src import distributed, xla_bridge
-        from jax._src.lib import _jax
+        from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
         make_client = functools.partial(
             _cpu_client,

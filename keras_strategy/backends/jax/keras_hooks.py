@@ -14,6 +14,7 @@ import keras
 import keras.src.backend.jax.distribution_lib as jax_distribution_lib
 import keras.src.backend.jax.trainer as jax_trainer
 import keras.src.random.seed_generator as seed_generator
+from jax.core import Tracer
 from keras import tree
 from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import get_stateless_scope
@@ -149,7 +150,7 @@ def _initialize(original: Callable) -> Callable:
     def _initialize(self, value):
         original(self, value)
         strategy = context.current_scope()
-        if strategy is not None and not isinstance(self._value, jax.core.Tracer):
+        if strategy is not None and not isinstance(self._value, Tracer):
             strategy.extended.group.take_first([self])
 
     return _initialize

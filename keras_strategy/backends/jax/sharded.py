@@ -160,9 +160,9 @@ def _reduced_over_workers(
     total, *others = [jax.device_put(jnp.asarray(part), first) for part in parts]
     for other in others:
         total = total + other
-    total, count = workers.sum_all("strategy.reduce", [total, np.int32(sum(counts))])
+    (total,) = workers.sum_all("strategy.reduce", [total])
     if reduce_op is ReduceOp.MEAN:
-        total = total / count
+        total = total / sum(workers.cluster.agree("strategy.reduce: rows", sum(counts)))
     return put(total, distribution.everywhere)
 
 

@@ -8,7 +8,7 @@ about to send: JAX would hang or end the process where it differs.
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -63,7 +63,8 @@ class JaxWorkers:
         if told is not None:
             raise ValueError(
                 f"`{name}` takes the same batch on all workers, of which each computes "
-                f"its own rows. Received arrays of the shapes {self._listed(told)}."
+                f"its own rows. Received arrays of the shapes "
+                f"{self._listed([[tuple(s) for s in shapes] for shapes in told])}."
             )
 
     def sum_all(self, name: str, tensors: Sequence[Any]) -> list[jax.Array]:
@@ -85,7 +86,7 @@ class JaxWorkers:
         if told is not None:
             raise ValueError(
                 f"`{name}` needs values whose shapes and dtypes are the same on every "
-                f"worker. Received: {self._listed(told)}."
+                f"worker. Received: {self._listed(map(_described, told))}."
             )
         with self.cluster.member.waiting(name):
             stacked = [self._one_for_each_device(tensor) for tensor in tensors]
@@ -117,7 +118,7 @@ class JaxWorkers:
             raise ValueError(
                 f"`{name}` needs values whose dtypes, and sizes other than that of "
                 f"axis {axis}, are the same on every worker. Received: "
-                f"{self._listed(told)}."
+                f"{self._listed(_described([layout]) for layout in told)}."
             )
         counts = [shape[axis] for shape, _ in told]
         devices = self._distribution.devices
@@ -165,7 +166,7 @@ class JaxWorkers:
         if told is not None:
             raise ValueError(
                 f"All workers must make the same variables. Received, for {name}: "
-                f"{self._listed(told)}."
+                f"{self._listed(map(_described, told))}."
             )
         with self.cluster.member.waiting(name):
             return multihost_utils.broadcast_one_to_all(list(arrays))
@@ -183,7 +184,7 @@ class JaxWorkers:
         first = self._distribution.devices[0]
         return next(s.data for s in array.addressable_shards if s.device == first)
 
-    def _listed(self, told: list[Any]) -> str:
+    def _listed(self, told: Iterable[Any]) -> str:
         pairs = zip(self.cluster.names, told, strict=True)
         return ", ".join(f"{name}: {what}" for name, what in pairs)
 
@@ -199,6 +200,10 @@ def _sums(everywhere: Any) -> Any:
 @functools.cache
 def _copies(everywhere: Any) -> Any:
     return jax.jit(lambda x: x, out_shardings=everywhere)
+
+
+def _described(layouts: Iterable[Any]) -> str:
+    return " and ".join(f"{tuple(shape)} {dtype}" for shape, dtype in layouts)
 
 
 def _digest(data: bytes) -> str:
