@@ -14,6 +14,8 @@ from keras_strategy.communication import CommunicationImplementation
 _PORT = "port of JAX's coordinator"
 # Our own watchdog knows sooner who is gone, and says so better. JAX ends the process.
 _LATER_SECONDS = 120
+# A worker that has ended waits for those that still work, for as long as they do.
+_END_SECONDS = 7 * 24 * 3600
 
 
 def connect(cluster: Cluster) -> None:
@@ -43,7 +45,7 @@ def connect(cluster: Cluster) -> None:
                 ),
                 initialization_timeout=seconds,
                 heartbeat_timeout_seconds=seconds,
-                shutdown_timeout_seconds=seconds,
+                shutdown_timeout_seconds=_END_SECONDS,
             )
         except RuntimeError as error:
             if "must be called before" not in str(error):

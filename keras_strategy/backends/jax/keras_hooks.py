@@ -159,7 +159,7 @@ def _initialize(original: Callable) -> Callable:
 def _make_function(kind: str) -> Callable[[Callable], Callable]:
     """`Model.make_train_function` and its like: workers wait for each other in it.
 
-    And what it predicted is brought to all of them, since Keras reads it.
+    And what it returns is brought to all of them, since Keras or a callback reads it.
     """
     attribute = f"{kind}_function"
 
@@ -188,14 +188,16 @@ def _step_of_workers(step: Callable, kind: str, distribution: Any) -> Callable:
             # Python prepares one step while the devices do another.
             jax.block_until_ready(previous)
             outputs, state = step(state, iterator)
+            outputs = tree.map_structure(readable, outputs)
+            previous[:] = [outputs]
             if kind == "predict":
-                outputs = tree.map_structure(
-                    lambda x: put(x, distribution.everywhere), outputs
-                )
                 jax.block_until_ready(outputs)
-            else:
-                previous[:] = [outputs]
         return outputs, state
+
+    def readable(x):
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            return put(x, distribution.everywhere)
+        return x
 
     return function
 
