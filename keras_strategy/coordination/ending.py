@@ -62,7 +62,7 @@ def exit_now(text: str = "") -> NoReturn:
     That one would wait for the engine's, whose barriers wait for workers that may
     be gone.
     """
-    # Another thread may hold a stream's lock for good, say in front of a full pipe.
+    # Nobody may be reading any more: then a full pipe blocks for good.
     writer = threading.Thread(target=_write, args=(text,), daemon=True)
     writer.start()
     writer.join(_FLUSH_SECONDS)

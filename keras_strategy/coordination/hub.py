@@ -43,7 +43,8 @@ def listen(host: str, port: int) -> socket.socket:
         if is_loopback(host):
             if ":" in host:
                 return socket.create_server((host, port), family=socket.AF_INET6)
-            return socket.create_server(("127.0.0.1", port))
+            name = host.lower().startswith("localhost")
+            return socket.create_server(("127.0.0.1" if name else host, port))
         if socket.has_dualstack_ipv6():
             with contextlib.suppress(OSError):
                 return socket.create_server(
@@ -270,7 +271,9 @@ class Hub:
         # The one who asked may have got on meanwhile.
         state = states.get(asker)
         if state and state.inside and state.count == question["count"]:
-            self._fail(*verdict.stuck(self._names, states, question["timeout"]))
+            failure = verdict.stuck(self._names, states, question["timeout"])
+            if failure is not None:
+                self._fail(*failure)
 
     def _fail(self, message: str, details: str = "") -> None:
         if self._failure is not None:

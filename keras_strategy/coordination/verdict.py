@@ -15,6 +15,7 @@ class State:
         count: How many operations it has entered.
         last: The operation that it entered last.
         inside: The operation that it is in, if any.
+        seconds: For how long.
         where: The line of the program that it is at.
         stack: The innermost frames of its main thread.
     """
@@ -22,6 +23,7 @@ class State:
     count: int
     last: str
     inside: str | None
+    seconds: float
     where: str
     stack: str
 
@@ -33,6 +35,7 @@ class State:
             count=int(message.get("count", 0)),
             last=str(message.get("last", "")),
             inside=None if inside is None else str(inside),
+            seconds=float(message.get("seconds", 0)),
             where=str(message.get("where", "")),
             stack=str(message.get("stack", "")),
         )
@@ -52,7 +55,7 @@ def different_operations(names: Sequence[str], operations: Mapping[int, str]) ->
 
 def stuck(
     names: Sequence[str], states: Mapping[int, State], timeout_seconds: float
-) -> tuple[str, str]:
+) -> tuple[str, str] | None:
     """Who keeps the others waiting.
 
     Args:
@@ -61,7 +64,8 @@ def stuck(
         timeout_seconds: How long somebody has been waiting.
 
     Returns:
-        The error, and the stacks of those that it blames.
+        The error, and the stacks of those that it blames; None where all have
+        come, and it is too early to say that they do not get on.
     """
     front = max(states.values(), key=lambda state: state.count)
     blamed, stacks = [], []
@@ -84,6 +88,9 @@ def stuck(
         operations = {rank: state.last for rank, state in states.items()}
         if len(set(operations.values())) > 1:
             blamed.append(different_operations(names, operations))
+        # The last one to come may have come just now.
+        elif min(s.seconds for s in states.values() if s.inside) < timeout_seconds:
+            return None
         else:
             blamed.append(
                 f"all workers reached `{front.last}`, and it did not end within "

@@ -7,7 +7,6 @@ import dataclasses
 import os
 import pathlib
 import pickle
-import resource
 import signal
 import sys
 import sysconfig
@@ -301,8 +300,10 @@ class WorkerRunner:
 
     def _time_out(self, running: list[int], failed: int | None) -> None:
         for rank in running:
-            with contextlib.suppress(OSError, AttributeError):
-                # SIGABRT would write a core file otherwise.
+            # SIGABRT would write a core file otherwise. Linux alone has prlimit.
+            with contextlib.suppress(ImportError, AttributeError, OSError):
+                import resource
+
                 resource.prlimit(
                     self._processes[rank].pid, resource.RLIMIT_CORE, (0, 0)
                 )

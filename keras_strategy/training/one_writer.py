@@ -118,6 +118,8 @@ def worker_arguments(
         arguments["verbose"] = 0
     callbacks = arguments.get("callbacks")
     given = callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else None
+    if given is not None and method != "fit":
+        return  # that of `fit`, which validates
     listed = list(keras.tree.flatten(given.callbacks if given else callbacks or []))
     own_minds = not all(type(c) in _ALIKE_EVERYWHERE for c in listed)
     if not cluster.is_chief:
@@ -130,8 +132,7 @@ def worker_arguments(
         arguments["callbacks"] = listed
         return
     given.callbacks = listed
-    if method == "fit":
-        listed[-1].set_model(arguments["self"])
+    given.set_model(arguments["self"])
 
 
 def _of_this_worker(callback: Any) -> Any:

@@ -38,6 +38,10 @@ class AgreedBatches:
             WorkerInputError: If the workers' batches differ in their numbers of rows,
                 or another worker could not read its batch.
         """
+        # Now, not when the first batch is asked for: to start may draw random numbers.
+        return self._agreed(iter(self._batches))
+
+    def _agreed(self, iterator: Iterator[Any]) -> Iterator[Any]:
         if self._counts is not None:
             told = self._cluster.agree("the start of an epoch", self._counts)
             if any(other != told[0] for other in told):
@@ -46,9 +50,8 @@ class AgreedBatches:
                     "own rows of every batch. Received arrays of other numbers of "
                     f"rows or batches: {self._listed(told)}."
                 )
-            yield from self._batches
+            yield from iterator
             return
-        iterator = iter(self._batches)
         while True:
             batch, rows, error = _next(iterator)
             said = rows if error is None else f"{type(error).__name__}: {error}"

@@ -194,7 +194,9 @@ sys.modules["keras_strategy"] = package
 from tests.testing.functions import start_runner_and_wait
 start_runner_and_wait({str(tmp_path)!r})
 """
-    parent = subprocess.Popen([sys.executable, "-c", code])
+    # Its folder stays, since it is killed: let it be here.
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", code], env=environment)
     try:
         pids = wait_for_pids(tmp_path, 2)
     finally:

@@ -5,7 +5,12 @@ one device, in this process: what the workers must equal.
 """
 
 import contextlib
+import json
+import os
 import pathlib
+import signal
+import sys
+import time
 import warnings
 from typing import Any
 
@@ -225,7 +230,7 @@ def write_everything(folder: str, epochs: int = 3) -> dict:
     with strategy.scope():
         model = classifier()
     path = pathlib.Path(folder)
-    # Another worker's folder may be none that this one sees.
+    path.mkdir(exist_ok=True)
     callbacks = [
         keras.callbacks.ModelCheckpoint(path / "best.keras", save_best_only=True),
         keras.callbacks.ModelCheckpoint(
@@ -281,3 +286,34 @@ def save_where_nobody_can(folder: str) -> str:
     except (OSError, ks.errors.WorkerFailedError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def train_until(fault: str, rank: int) -> None:
+    """Trains for long; on one worker, something happens after its third batch."""
+    own_rank = int(json.loads(os.environ["TF_CONFIG"])["task"]["index"])
+    if fault == "does not arrive" and own_rank == rank:
+        time.sleep(120)
+    strategy = ks.MultiWorkerMirroredStrategy()
+
+    def happen(batch, logs=None):
+        if own_rank != rank or batch != 3:
+            return
+        print("now", flush=True)
+        if fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault == "raises":
+            raise ValueError("the disk is full")
+        elif fault == "hangs":
+            time.sleep(120)
+        elif fault == "leaves":
+            sys.exit(0)
+
+    with strategy.scope():
+        model = classifier()
+    x, y = digits(8)
+    model.fit(
+        *[np.repeat(a, 2000, axis=0) for a in (x, y)],
+        batch_size=8,
+        verbose=0,
+        callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=happen)],
+    )

@@ -1,0 +1,394 @@
+"""Members that meet, agree and look up; each is a thread of this process."""
+
+import concurrent.futures
+import ipaddress
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+from keras_strategy.coordination import Member, default_timeout_seconds, hub_address
+from keras_strategy.coordination.wire import MAX_LINE
+from keras_strategy.errors import ClusterError, WorkerFailedError
+from tests.coordination.conftest import SOON, names_of
+
+
+def join(port: int, rank: int, count: int, timeout: float = SOON, **arguments):
+    address = ("127.0.0.1", port)
+    return Member.join(address, rank, names_of(count), timeout, **arguments)
+
+
+def outcome(function, *arguments, **named):
+    """What a function returns, or the exception that it raises."""
+    try:
+        return function(*arguments, **named)
+    except Exception as error:
+        return error
+
+
+def has_ipv6_loopback() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+def listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_agree_gathers_by_rank(together):
+    values = [{"rows": 3, "name": "é\n"}, [1.5, None], "x" * 10_000]
+
+    def work(member, rank):
+        return [member.agree(f"step {i}", [i, values[rank]]) for i in range(20)]
+
+    expected = [[[i, value] for value in values] for i in range(20)]
+    assert together(3, work) == [expected] * 3
+
+
+def test_one_worker_alone(together):
+    def work(member, rank):
+        with member.waiting("fit step"):
+            return member.agree("shapes", 1)
+
+    assert together(1, work) == [[1]]
+
+
+def test_different_operations(together):
+    def work(member, rank):
+        return member.agree("gather" if rank == 1 else "fit step")
+
+    for error in together(2, work):
+        assert isinstance(error, WorkerFailedError)
+        assert "(chief: `fit step`, worker 0: `gather`)" in str(error)
+
+
+def test_the_same_operation_in_another_order(together):
+    """Nobody can tell before the timeout that the workers will never meet."""
+
+    def work(member, rank):
+        if rank == 1:
+            member.waiting("all_reduce").__enter__()
+            time.sleep(0.1)
+            member.agree("gather")
+        else:
+            member.agree("fit step")
+
+    for error in together(2, work, timeout=0.5):
+        assert isinstance(error, WorkerFailedError)
+        assert "chief" in str(error) and "`fit step`" in str(error)
+
+
+def test_a_collective_that_does_not_end(together):
+    def work(member, rank):
+        with member.waiting("all_reduce in step 2"):
+            member._watchdog.failed.wait(SOON)
+
+    for error in together(2, work, timeout=0.5):
+        assert isinstance(error, WorkerFailedError)
+        assert (
+            "all workers reached `all_reduce in step 2`, and it did not end within "
+            "0.5 s"
+        ) in str(error)
+        assert "Main thread of worker 0" in str(error)
+
+
+def test_a_slow_operation_that_gets_on_is_no_failure(together):
+    def work(member, rank):
+        for step in range(4):
+            with member.waiting(f"step {step}"):
+                time.sleep(0.3)
+        return member.agree("end", rank)
+
+    assert together(2, work, timeout=0.6) == [[0, 1]] * 2
+
+
+def test_values_that_cannot_be_sent(together):
+    def work(member, rank):
+        with pytest.raises(TypeError, match="`value` in 'step' to be a value of JSON"):
+            member.agree("step", object())
+        with pytest.raises(ValueError, match=f"at most {MAX_LINE} bytes"):
+            member.agree("step", "x" * MAX_LINE)
+        # Neither does harm.
+        return member.agree("step", rank)
+
+    assert together(2, work) == [[0, 1]] * 2
+
+
+def test_large_values(together):
+    def work(member, rank):
+        return [len(v) for v in member.agree("step", "x" * (MAX_LINE - 100))]
+
+    assert together(3, work) == [[MAX_LINE - 100] * 3] * 3
+
+
+def test_lookup_waits_for_publish(together):
+    def work(member, rank):
+        if rank == 1:
+            time.sleep(0.2)
+            member.publish("address", ["host", 1])
+        first = member.lookup("address")
+        return first, member.lookup("address")
+
+    assert together(3, work) == [(["host", 1], ["host", 1])] * 3
+
+
+def test_lookup_of_what_nobody_publishes(together):
+    def work(member, rank):
+        with pytest.raises(TimeoutError, match="'address' within 0.2 s"):
+            member.lookup("address", timeout_seconds=0.2)
+        return member.agree("end", rank)
+
+    assert together(2, work) == [[0, 1]] * 2
+
+
+def test_a_failure_wakes_who_looks_up(together):
+    def work(member, rank):
+        if rank == 0:
+            return member.lookup("address")
+        return member.agree(f"step {rank}")
+
+    for error in together(3, work):
+        assert isinstance(error, WorkerFailedError)
+        assert "worker 0: `step 1`, worker 1: `step 2`" in str(error)
+
+
+def test_a_late_worker_is_given_its_time(together):
+    """The time of an operation that all have reached starts with the last one."""
+
+    def work(member, rank):
+        time.sleep(0.6 * rank)
+        with member.waiting("save"):
+            time.sleep(1.4 - 0.6 * rank)
+        return member.agree("end", rank)
+
+    assert together(2, work, timeout=1.0) == [[0, 1]] * 2
+
+
+def test_nothing_is_left_after_leave(port):
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        members = list(pool.map(lambda rank: join(port, rank, 2), range(2)))
+    assert listening(port)
+    for member in members:
+        member.leave()
+        member.leave()
+        with pytest.raises(RuntimeError, match="has left its cluster"):
+            member.agree("step")
+    assert not listening(port)
+    assert not [t for t in threading.enumerate() if "keras_strategy" in t.name]
+    # The next strategy of the same program can use the same port at once.
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        members = list(pool.map(lambda rank: join(port, rank, 2), range(2)))
+        assert list(pool.map(lambda m: m.agree("x", 1), members)) == [[1, 1]] * 2
+    for member in members:
+        member.leave()
+
+
+def test_agreeing_with_one_that_has_left(together):
+    def work(member, rank):
+        if rank == 1:
+            return member.leave()
+        return member.agree("fit step")
+
+    chief, _, last = together(3, work)
+    for error in (chief, last):
+        assert isinstance(error, WorkerFailedError)
+        assert "worker 0 ended while" in str(error) and "`fit step`" in str(error)
+
+
+def test_agreeing_with_a_chief_that_has_left(together):
+    def work(member, rank):
+        if rank == 0:
+            return member.leave()
+        return outcome(member.agree, "fit step"), outcome(member.agree, "fit step")
+
+    _, (first, second) = together(2, work)
+    assert isinstance(first, WorkerFailedError) and "chief" in str(first)
+    assert isinstance(second, WorkerFailedError) and "chief" in str(second)
+
+
+# Who does not come, and who does not belong.
+
+
+def test_a_worker_that_never_arrives(port):
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        errors = list(pool.map(lambda r: outcome(join, port, r, 4, 1.0), (0, 2)))
+    for error in errors:
+        assert isinstance(error, ClusterError)
+        assert "worker 0 and worker 2 have not arrived within 1 s" in str(error)
+    assert not listening(port)
+
+
+def test_a_chief_that_never_arrives(port):
+    with pytest.raises(ClusterError) as caught:
+        join(port, 1, 2, timeout=0.5)
+    assert "chief has not arrived within 0.5 s" in str(caught.value)
+    assert f"127.0.0.1:{port}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rank", "count", "run", "reason"),
+    [
+        (1, 3, "a", "another process has joined as worker 0 before"),
+        (1, 2, "a", "it counts 2 workers in the cluster, and the chief counts 3"),
+        (1, 3, "b", "the chief there belongs to another run"),
+    ],
+    ids=["rank", "count", "run"],
+)
+def test_who_does_not_belong_is_refused_alone(port, rank, count, run, reason):
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        joining = [pool.submit(join, port, r, 3, run_id="a") for r in (0, 1)]
+        joining.append(pool.submit(join, port, rank, count, run_id=run))
+        # Of two that claim the same rank, either may be the first.
+        done, others = concurrent.futures.wait(
+            joining, return_when=concurrent.futures.FIRST_COMPLETED
+        )
+        (refused,) = [future.exception() for future in done]
+        assert isinstance(refused, ClusterError)
+        assert "worker 0 cannot join at 127.0.0.1" in str(refused)
+        assert reason in str(refused)
+        members = [join(port, 2, 3, run_id="a"), *(f.result() for f in others)]
+        agreed = list(pool.map(lambda m: m.agree("x", m.rank), members))
+        assert agreed == [[0, 1, 2]] * 3
+    for member in sorted(members, key=lambda member: -member.rank):
+        member.leave()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x80\x04\x95\n",
+        b"x" * (MAX_LINE * 3),
+        b"[" * 100_000 + b"\n",
+        json.dumps({"type": "bye"}).encode() + b"\n",
+    ],
+    ids=["http", "binary", "endless", "deep", "no hello"],
+)
+def test_strangers_do_no_harm(together, port, sent):
+    def work(member, rank):
+        if rank == 0:
+            with socket.create_connection(
+                ("127.0.0.1", port), timeout=SOON
+            ) as stranger:
+                try:
+                    stranger.sendall(sent)
+                    assert stranger.recv(100) == b""
+                except ConnectionError:
+                    pass  # Closed before all was sent.
+            # One that says nothing keeps nobody waiting.
+            with socket.create_connection(("127.0.0.1", port)):
+                return member.agree("step", rank)
+        return member.agree("step", rank)
+
+    assert together(2, work) == [[0, 1]] * 2
+
+
+def test_what_listens_at_the_address_is_not_the_chief():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(100)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        other = threading.Thread(target=answer)
+        other.start()
+        with pytest.raises(ClusterError, match="not the chief of a run"):
+            join(server.getsockname()[1], 1, 2)
+        other.join()
+
+
+def test_a_taken_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(OSError, match="Address already in use") as caught:
+            join(port, 0, 2)
+    assert f"127.0.0.1:{port}" in str(caught.value)
+    assert "KERAS_STRATEGY_PORT" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [("localhost", True), ("127.0.0.2", True), ("::1", True), ("node1", False)],
+)
+def test_where_the_chief_listens(port, host, local):
+    if host == "::1" and not has_ipv6_loopback():
+        pytest.skip("this machine has no IPv6")
+    # Nobody but the chief can find a node of this name.
+    ranks = range(2 if local else 1)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        members = list(
+            pool.map(
+                lambda r: Member.join((host, port), r, names_of(len(ranks)), SOON),
+                ranks,
+            )
+        )
+        assert members[0]._hub is not None
+        at = members[0]._hub._listener.getsockname()[0]
+        assert ipaddress.ip_address(at).is_loopback == local
+        agreed = list(pool.map(lambda m: m.agree("step", m.rank), members))
+        assert agreed == [list(ranks)] * len(ranks)
+    for member in members[::-1]:
+        member.leave()
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_that_is_not_there(rank):
+    with pytest.raises(ValueError, match=f"from 0 to 1. Received: {rank}"):
+        join(1, rank, 2)
+
+
+# What the environment and the cluster say.
+
+
+@pytest.mark.parametrize(
+    ("addresses", "expected"),
+    [
+        (["10.0.0.1:2222", "10.0.0.2:2222"], ("10.0.0.1", 2223)),
+        (["localhost:2222", "localhost:2223", "127.0.0.1:2224"], ("localhost", 2225)),
+        (["10.0.0.1:2222", "10.0.0.2:2223"], ("10.0.0.1", 2223)),
+        (["node1:2222", ""], ("node1", 2223)),
+        (["[::1]:2222"], ("::1", 2223)),
+    ],
+)
+def test_hub_address(addresses, expected, monkeypatch):
+    monkeypatch.delenv("KERAS_STRATEGY_PORT", raising=False)
+    assert hub_address(addresses) == expected
+    monkeypatch.setenv("KERAS_STRATEGY_PORT", "9999")
+    assert hub_address(addresses) == (expected[0], 9999)
+
+
+def test_addresses_without_a_place_to_meet(monkeypatch):
+    monkeypatch.delenv("KERAS_STRATEGY_PORT", raising=False)
+    with pytest.raises(ValueError, match="'host:port'. Received: ''"):
+        hub_address(["", "10.0.0.2:1"])
+    with pytest.raises(ValueError, match="has no port"):
+        hub_address(["node1"])
+    with pytest.raises(ValueError, match="no port after the chief's"):
+        hub_address(["node1:65535"])
+    monkeypatch.setenv("KERAS_STRATEGY_PORT", "http")
+    with pytest.raises(ValueError, match="KERAS_STRATEGY_PORT.*Received: 'http'"):
+        hub_address(["node1:1"])
+
+
+def test_default_timeout(monkeypatch):
+    monkeypatch.delenv("KERAS_STRATEGY_TIMEOUT_SECONDS", raising=False)
+    assert default_timeout_seconds() == 600
+    monkeypatch.setenv("KERAS_STRATEGY_TIMEOUT_SECONDS", "2.5")
+    assert default_timeout_seconds() == 2.5
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "10 s"])
+def test_a_timeout_that_is_none(monkeypatch, value):
+    monkeypatch.setenv("KERAS_STRATEGY_TIMEOUT_SECONDS", value)
+    with pytest.raises(
+        ValueError, match=f"KERAS_STRATEGY_TIMEOUT_SECONDS.*Received: '{value}'"
+    ):
+        default_timeout_seconds()

@@ -1,0 +1,36 @@
+"""One worker process of a test: joins, and then does what the test's script says.
+
+The package's own __init__ would import Keras, which takes longer than the test.
+"""
+
+import json
+import pathlib
+import sys
+import types
+
+package = types.ModuleType("keras_strategy")
+package.__path__ = [str(pathlib.Path(__file__).parents[2] / "keras_strategy")]
+sys.modules["keras_strategy"] = package
+
+from keras_strategy.coordination import (  # noqa: E402
+    Member,
+    hub,
+    hub_address,
+    watchdog,
+)
+
+# So that tests need not wait for long.
+hub.ANSWER_SECONDS = watchdog.ANSWER_SECONDS = 1.0
+watchdog.LEFT_SECONDS = 1.0
+
+arguments = json.loads(sys.argv[1])
+rank, names = arguments["rank"], arguments["names"]
+member = Member.join(
+    hub_address(arguments["addresses"]),
+    rank,
+    names,
+    arguments["timeout"],
+    exit_process=arguments["exit_process"],
+)
+print("joined", flush=True)
+exec(compile(arguments["script"], "script.py", "exec"), {"member": member})
