@@ -21,7 +21,7 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 from keras_strategy import context
-from keras_strategy.backends.jax.distribution import put
+from keras_strategy.backends.jax.distribution import AXIS, put
 from keras_strategy.backends.threads import keras_hooks as thread_hooks
 from keras_strategy.hooking import Hook, model_hook
 from keras_strategy.training.keras_hooks import strategy_of_model
@@ -136,8 +136,9 @@ def _distribute_tensor(original: Callable) -> Callable:
 
     def distribute_tensor(tensor, layout):
         sharding = getattr(layout, "backend_layout", layout)
-        local = getattr(sharding, "is_fully_addressable", True)
-        if local or not hasattr(keras.distribution.distribution(), "place"):
+        # Also outside of the scope, where a variable may be assigned.
+        ours = getattr(getattr(sharding, "mesh", None), "axis_names", ()) == (AXIS,)
+        if not ours or sharding.is_fully_addressable:
             return original(tensor, layout)
         return put(tensor, sharding)
 
