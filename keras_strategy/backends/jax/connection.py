@@ -1,5 +1,6 @@
 """How the processes of a cluster find each other, by `jax.distributed`."""
 
+import atexit
 import contextlib
 import functools
 import socket
@@ -56,9 +57,9 @@ def connect(cluster: Cluster) -> None:
                 "MultiWorkerMirroredStrategy before the first tensor, variable or "
                 "other strategy, at the top of the program."
             ) from error
-    # The others have to be there for it, so it comes before their watchdogs are told
-    # goodbye: those end whoever waits for a worker that has failed.
-    cluster.member.at_leave(jax.distributed.shutdown)
+    if cluster.is_chief:
+        # Before it says goodbye: the others need what it keeps for them until they end.
+        cluster.member.at_leave(jax.distributed.shutdown)
     if cluster.is_local:
         _stay_on_this_machine()
     nccl = cluster.options.implementation is CommunicationImplementation.NCCL
@@ -67,6 +68,16 @@ def connect(cluster: Cluster) -> None:
             "CommunicationImplementation.NCCL needs GPUs, and JAX's devices are of the "
             f"kind '{jax.default_backend()}'. Use AUTO or RING."
         )
+
+
+@atexit.register
+def _shut_down() -> None:
+    """Waits for the other processes, of which JAX would end those that are alone.
+
+    It is registered before this process joins a cluster, so it comes after the goodbye:
+    who still waits for this worker is told that it has ended.
+    """
+    jax.distributed.shutdown()
 
 
 def _require_same(cluster: Cluster) -> None:
