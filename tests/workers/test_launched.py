@@ -1,0 +1,49 @@
+"""Programs that `keras-strategy run` starts in several workers."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def run(*arguments):
+    """Starts two workers and waits for them."""
+    environment = {k: v for k, v in os.environ.items() if "LOGICAL" not in k}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "keras_strategy", "run", "--workers", "2"]
+        + ["--devices-per-worker", "1", *map(str, arguments)],
+        env={**environment, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+def test_the_example():
+    ended = run(ROOT / "examples" / "multi_worker.py", "--epochs", 2)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "worker 0 | largest weight difference to one device" in ended.stdout
+    assert "on 2 replicas" in ended.stdout
+
+
+def test_a_restart_ends_where_an_uninterrupted_run_does(tmp_path):
+    script = ROOT / "tests" / "workers" / "train_script.py"
+    whole = run(script, tmp_path / "whole.npz", tmp_path / "a", 0)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    resumed = run(
+        "--max-restarts", 1, script, tmp_path / "resumed.npz", tmp_path / "b", 1
+    )
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert (tmp_path / "b.died").exists()
+    with (
+        np.load(tmp_path / "whole.npz") as one,
+        np.load(tmp_path / "resumed.npz") as other,
+    ):
+        assert len(one.files) == len(other.files) > 0
+        for name in one.files:
+            np.testing.assert_array_equal(one[name], other[name])
