@@ -47,6 +47,8 @@ class ReplicaDistribution(keras.distribution.DataParallel):
             (len(found),), [AXIS], [f"{d.platform}:{d.id}" for d in found]
         )
         super().__init__(device_mesh=mesh, auto_shard_dataset=False)
+        # Collectives of two programs at once may starve each other of CPU threads.
+        self.one_at_a_time = cluster is not None and self.devices[0].platform == "cpu"
         self._warned = False
         self.mesh: jax.sharding.Mesh = mesh.backend_mesh
         self.everywhere = jax.sharding.NamedSharding(

@@ -191,7 +191,7 @@ def _step_of_workers(step: Callable, kind: str, distribution: Any) -> Callable:
             outputs, state = step(state, iterator)
             outputs = tree.map_structure(readable, outputs)
             previous[:] = [outputs]
-            if kind == "predict":
+            if kind == "predict" or distribution.one_at_a_time:
                 jax.block_until_ready(outputs)
         return outputs, state
 

@@ -271,6 +271,8 @@ class Runner:
                 outputs, values, local, aggregated = program.call(
                     written, local, read, arguments.arrays
                 )
+                if self._distribution.one_at_a_time:
+                    jax.block_until_ready((outputs, values, local, aggregated))
         except Exception as error:
             if any(array.is_deleted() for array in (*written, *local)):
                 error.add_note(
