@@ -9,7 +9,7 @@ import keras
 from jax.core import Tracer
 
 from keras_strategy import hooking
-from keras_strategy.backends.jax import devices, gradients
+from keras_strategy.backends.jax import connection, devices, gradients
 from keras_strategy.backends.jax.replica import in_program
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ class JaxBackend:
         devices.set_logical_devices(count)
 
     def device_scope(self, device: str) -> AbstractContextManager[Any]:
-        return keras.device(device)
+        # By its name, Keras would take a device of the first process.
+        return keras.device(devices.device_named(device))
 
     def is_tensor(self, value: Any) -> bool:
         return keras.ops.is_tensor(value)
@@ -78,11 +79,7 @@ class JaxBackend:
         """Nothing is compiled by its Python source."""
 
     def connect(self, cluster: "Cluster") -> None:
-        raise NotImplementedError(
-            "MultiWorkerMirroredStrategy of several workers is not there yet with the "
-            f"Keras backend '{self.name}'. Use 'torch', or MirroredStrategy "
-            "for the devices of one process."
-        )
+        connection.connect(cluster)
 
     def create_group(
         self,
@@ -95,4 +92,4 @@ class JaxBackend:
 
         if cross_device_ops is not None:
             cross_device_ops.say_that_it_has_no_effect("jax")
-        return JaxReplicaGroup(strategy, devices)
+        return JaxReplicaGroup(strategy, devices, cluster)

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 from keras import tree
 
-from keras_strategy.backends.jax.distribution import ReplicaDistribution
+from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
 from keras_strategy.backends.jax.sharded import (
     ShardedPerReplica,
     is_array,
@@ -130,7 +131,7 @@ def take_apart(arguments: Any, distribution: ReplicaDistribution) -> Arguments:
             raise NotOneProgram(x)
         # Python numbers are left to the trace, and so are arrays of objects.
         if isinstance(x, jax.Array) or is_numeric_array(x):
-            arrays.append(jax.device_put(jnp.asarray(x), distribution.everywhere))
+            arrays.append(put(jnp.asarray(x), distribution.everywhere))
             return Tensor(split=False)
         return Constant(x)
 
@@ -140,6 +141,30 @@ def take_apart(arguments: Any, distribution: ReplicaDistribution) -> Arguments:
     key += [(array.shape, array.dtype, array.weak_type) for array in arrays]
     shape = jax.tree.structure(tree.map_structure(lambda _: 0, structure))
     return Arguments(structure, arrays, (shape, *key))
+
+
+def described(arguments: Any, distribution: ReplicaDistribution) -> list[Any]:
+    """What all workers must have in common to be one program, in values of JSON."""
+
+    def leaf(x):
+        if isinstance(x, ShardedPerReplica) and x.belongs_to(distribution):
+            return ["all replicas'"]  # out of a program of all workers
+        if isinstance(x, DistributedValues):
+            if not all(map(is_array, x.values)):
+                return ["objects", *(_simple(value) for value in x.values)]
+            dtype = jnp.result_type(*x.values)
+            return ["parts", str(dtype), [list(s) for s in shapes_of(x.values)]]
+        if isinstance(x, jax.Array) or is_numeric_array(x):
+            return ["whole", str(x.dtype), list(np.shape(x))]
+        return ["constant", _simple(x)]
+
+    return [leaf(x) for x in tree.flatten(arguments)]
+
+
+def _simple(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    return type(value).__name__
 
 
 def of_first_replica(arguments: Any, replicas: int) -> Any:
@@ -158,10 +183,12 @@ def _joined(
     value: DistributedValues, distribution: ReplicaDistribution
 ) -> ShardedPerReplica:
     replicas = len(distribution.devices)
+    if isinstance(value, ShardedPerReplica) and value.belongs_to(distribution):
+        return value
     if len(value.values) != replicas:
         raise ValueError(
             f"A PerReplica value of {len(value.values)} components was given to a "
-            f"strategy of {replicas} replicas. Received: {value!r}"
+            f"strategy of {replicas} local replicas. Received: {value!r}"
         )
     if len(set(shapes_of(value.values))) > 1:
         raise NotOneProgram(value)

@@ -1,5 +1,6 @@
 """The devices that JAX has, under our names."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,19 +21,31 @@ def list_devices(device_type: str | None = None) -> list[str]:
         devices = jax.local_devices(backend=kind)
     except RuntimeError:  # JAX's way to say that there is none
         return []
-    # The kind that was asked for, since `platform` is "cuda" for some "gpu".
-    return [f"{_kind_of(device)}:{device.id}" for device in devices]
+    # The kind that was asked for, since `platform` is "cuda" for some "gpu". And not
+    # the device's id, which counts those of all processes.
+    return [f"{_kind_of(device)}:{i}" for i, device in enumerate(devices)]
 
 
 def device_named(name: str) -> Any:
     """The device that has the canonical name `name`."""
     kind, _, index = name.partition(":")
-    for device in jax.local_devices(backend=kind):
-        if device.id == int(index):
-            return device
+    devices = jax.local_devices(backend=kind)
+    if int(index) < len(devices):
+        return devices[int(index)]
     raise ValueError(
         f"There is no device '{name}'. Available devices: {list_devices(kind)}"
     )
+
+
+def devices_of_all_workers(names: Sequence[str]) -> list[Any]:
+    """The devices that have these canonical names on each worker, by rank."""
+    found = []
+    for process in range(jax.process_count()):
+        for name in names:
+            kind, _, index = name.partition(":")
+            there = [d for d in jax.devices(kind) if d.process_index == process]
+            found.append(there[int(index)])
+    return found
 
 
 def set_logical_devices(count: int) -> None:

@@ -1,15 +1,18 @@
 """The layouts by which Keras's own global program works for a group."""
 
+import functools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import keras
+import numpy as np
 from jax.core import Tracer
 from jax.experimental.sparse import JAXSparse
 
-from keras_strategy.backends.jax.devices import device_named
+from keras_strategy.backends.jax.devices import device_named, devices_of_all_workers
+from keras_strategy.cluster import Cluster
 
 logger = logging.getLogger("keras_strategy")
 # The name of the mesh's only axis.
@@ -23,17 +26,29 @@ class ReplicaDistribution(keras.distribution.DataParallel):
     result is the same, and no padding gets into a mean.
 
     Args:
-        devices: Canonical names of the devices.
+        devices: Canonical names of this worker's devices.
+        cluster: The workers, each with as many devices; None for this one alone.
+
+    Attributes:
+        devices: This worker's devices.
+        replicas: The number of devices, over all workers.
+        mesh: The devices of all workers.
+        everywhere: The layout of what every device has whole.
+        split: That of what is split by rows.
     """
 
-    def __init__(self, devices: tuple[str, ...]):
+    def __init__(self, devices: tuple[str, ...], cluster: Cluster | None = None):
+        self.cluster = cluster
+        self.devices = [device_named(name) for name in devices]
+        found = self.devices if cluster is None else devices_of_all_workers(devices)
+        self.replicas = len(found)
         # Named as JAX names them, which is what Keras looks for.
-        found = [device_named(name) for name in devices]
         mesh = keras.distribution.DeviceMesh(
             (len(found),), [AXIS], [f"{d.platform}:{d.id}" for d in found]
         )
         super().__init__(device_mesh=mesh, auto_shard_dataset=False)
-        self.devices = found
+        # Collectives of two programs at once may starve each other of CPU threads.
+        self.one_at_a_time = cluster is not None and self.devices[0].platform == "cpu"
         self._warned = False
         self.mesh: jax.sharding.Mesh = mesh.backend_mesh
         self.everywhere = jax.sharding.NamedSharding(
@@ -44,7 +59,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         )
 
     def get_data_layout(self, data_shape: Any) -> Any:
-        if len(data_shape) == 0 or data_shape[0] % len(self.devices):
+        if len(data_shape) == 0 or data_shape[0] % self.replicas:
             return keras.distribution.TensorLayout(
                 [None] * len(data_shape), self.device_mesh
             )
@@ -66,7 +81,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
                 Keras computes in one go.
         """
         if isinstance(array, JAXSparse):
-            return jax.device_put(array, self.everywhere)
+            return jax.tree.map(lambda x: put(x, self.everywhere), array)
         if not hasattr(array, "shape"):
             array = keras.ops.convert_to_tensor(array)
         shape = tuple(array.shape)
@@ -75,7 +90,14 @@ class ReplicaDistribution(keras.distribution.DataParallel):
             layout = keras.distribution.TensorLayout(
                 [None, *layout.axes], self.device_mesh
             )
-        return jax.device_put(array, layout.backend_layout)
+        return put(array, layout.backend_layout)
+
+    def joined(self, parts: Sequence[jax.Array]) -> jax.Array:
+        """One array, split by rows, of which each of our devices has its part."""
+        rows, *others = parts[0].shape
+        return jax.make_array_from_single_device_arrays(
+            (self.replicas * rows, *others), self.split, list(parts)
+        )
 
     def noticing(
         self, batches: Iterable[Any], steps_in_front: bool = False
@@ -91,7 +113,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         previous = 0
         rows = 1 if steps_in_front else 0
         for data in batches:
-            if previous % len(self.devices) and not self._warned:
+            if previous % self.replicas and not self._warned:
                 self._warned = True
                 logger.warning(
                     "Batches of %d rows cannot be split evenly over %d devices, so "
@@ -99,8 +121,8 @@ class ReplicaDistribution(keras.distribution.DataParallel):
                     "and no faster than on one device. Choose a batch size that is a "
                     "multiple of %d.",
                     previous,
-                    len(self.devices),
-                    len(self.devices),
+                    self.replicas,
+                    self.replicas,
                 )
             yield data
             leaves = [x for x in keras.tree.flatten(data) if hasattr(x, "shape")]
@@ -115,5 +137,40 @@ class ReplicaDistribution(keras.distribution.DataParallel):
             and value.committed
             and value.sharding.device_set != self.everywhere.device_set
         ):
-            return jax.device_put(value, self.everywhere)
+            return put(value, self.everywhere)
         return value
+
+
+def put(value: Any, sharding: Any) -> Any:
+    """`jax.device_put` of a value that every worker has whole.
+
+    JAX would compare it between the workers first, which takes a collective for each
+    value. And it has none for what is on the devices of all workers already.
+    """
+    if isinstance(value, Tracer) or sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    if isinstance(value, jax.Array):
+        if value.sharding.is_equivalent_to(sharding, value.ndim):
+            return value
+        if not value.is_fully_addressable:
+            return _moved(sharding)(value)
+    else:
+        value = np.asarray(value)
+        value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype), copy=False)
+    parts = [
+        # A program may overwrite it, under the hands of who has the value.
+        jax.device_put(_part(value, index), device, may_alias=False)
+        for device, index in sharding.addressable_devices_indices_map(
+            value.shape
+        ).items()
+    ]
+    return jax.make_array_from_single_device_arrays(value.shape, sharding, parts)
+
+
+def _part(value: Any, index: tuple[slice, ...]) -> Any:
+    return value if all(s == slice(None) for s in index) else value[index]
+
+
+@functools.cache
+def _moved(sharding: Any) -> Any:
+    return jax.jit(lambda x: x, out_shardings=sharding)

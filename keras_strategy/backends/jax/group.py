@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 from keras import tree
 
 from keras_strategy.backends import get_backend
 from keras_strategy.backends.jax import keras_hooks, on_read
-from keras_strategy.backends.jax.distribution import ReplicaDistribution
+from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
 from keras_strategy.backends.jax.replica import (
     TracedMirrored,
     TracedPerReplica,
@@ -20,6 +21,7 @@ from keras_strategy.backends.jax.replica import (
 )
 from keras_strategy.backends.jax.runner import Runner
 from keras_strategy.backends.jax.sharded import gathered, placed, reduced, shards
+from keras_strategy.backends.jax.workers import JaxWorkers
 from keras_strategy.backends.threads.keras_hooks import keras_scope
 from keras_strategy.backends.threads.scopes import MergedScope
 from keras_strategy.updating import VariableComponent, bare, update_components
@@ -27,6 +29,7 @@ from keras_strategy.values import DistributedValues, Mirrored, ReduceOp
 from keras_strategy.variables import is_on_read
 
 if TYPE_CHECKING:
+    from keras_strategy.cluster import Cluster
     from keras_strategy.options import RunOptions
     from keras_strategy.strategy import Strategy
 
@@ -34,22 +37,38 @@ if TYPE_CHECKING:
 class JaxReplicaGroup:
     """See `keras_strategy.backends.protocol.ReplicaGroup`."""
 
-    def __init__(self, strategy: "Strategy", devices: tuple[str, ...]):
+    def __init__(
+        self,
+        strategy: "Strategy",
+        devices: tuple[str, ...],
+        cluster: "Cluster | None",
+    ):
         self.devices = devices
-        self.distribution = ReplicaDistribution(devices)
-        self._runner = Runner(strategy, devices, self.distribution)
+        self.distribution = ReplicaDistribution(devices, cluster)
+        self.workers = (
+            None if cluster is None else JaxWorkers(cluster, self.distribution)
+        )
+        self._runner = Runner(strategy, devices, self.distribution, self.workers)
 
     def scope(self) -> AbstractContextManager[Any]:
         return self.distribution.scope()
 
     def adopt(self, variables: Sequence[Any]) -> None:
+        variables = [v for v in variables if not keras_hooks.is_global_seed(v)]
         for variable in variables:
-            if not keras_hooks.is_global_seed(variable):
-                layout = self.distribution.replicated_layout(len(variable.shape))
-                keras_hooks.set_layout(variable, layout)
+            layout = self.distribution.replicated_layout(len(variable.shape))
+            keras_hooks.set_layout(variable, layout)
+        self.take_first(variables)
 
     def take_first(self, variables: Sequence[Any]) -> None:
-        """All variables are this process's."""
+        if self.workers is None or not variables:
+            return
+        first, *others = [variable.path for variable in variables]
+        more = f" and of {len(others)} more variables" if others else ""
+        arrays = [np.asarray(keras_hooks.array_of(v)) for v in variables]
+        chiefs = self.workers.chiefs(f"the first value of '{first}'{more}", arrays)
+        for variable, value in zip(variables, chiefs or (), strict=False):
+            keras_hooks.set_array(variable, put(value, self.distribution.everywhere))
 
     def components(self, variable: Any) -> tuple[Any, ...]:
         if in_program():
@@ -117,10 +136,10 @@ class JaxReplicaGroup:
         return self._runner.run(fn, args, kwargs, options.compile is not False)
 
     def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
-        return reduced(reduce_op, value, axis, self.distribution)
+        return reduced(reduce_op, value, axis, self.distribution, self.workers)
 
     def gather(self, values: Sequence[Any], axis: int) -> Any:
-        return gathered(values, axis, self.distribution)
+        return gathered(values, axis, self.distribution, self.workers)
 
     def place(self, parts: Sequence[Any]) -> Any:
         return placed(parts, self.distribution)

@@ -11,21 +11,30 @@ from typing import Any
 
 import jax
 import keras
+from jax.core import Tracer
 from keras import tree
 
 from keras_strategy import context
+from keras_strategy.backends.jax.distribution import AXIS, put
 from keras_strategy.backends.threads import keras_hooks as thread_hooks
 from keras_strategy.backends.threads.keras_hooks import global_state, keras_seeds
 from keras_strategy.hooking import Hook, changed, home_of, model_hook
 from keras_strategy.training.keras_hooks import strategy_of_model
 from keras_strategy.training.row_weights import distributed_replica
+from keras_strategy.training.worker_input import AgreedBatches
 
 jax_trainer = home_of(
     "JAXEpochIterator _distribute_data", "keras.src.backend.jax.trainer"
 )
+jax_distribution_lib = home_of(
+    "distribute_tensor", "keras.src.backend.jax.distribution_lib"
+)
 get_stateless_scope = home_of(
     "get_stateless_scope", "keras.src.backend.common.stateless_scope"
 ).get_stateless_scope
+ArrayDataAdapter: Any = home_of(
+    "ArrayDataAdapter", "keras.src.trainers.data_adapters.array_data_adapter"
+).ArrayDataAdapter
 
 # Under which name Keras keeps the process's own seed generator.
 _SEED = "global_seed_generator"
@@ -41,7 +50,8 @@ def _get_distributed_iterator(original: Callable) -> Callable:
         if not hasattr(distribution, "place"):  # not one of ours
             yield from original(self, distribution)
             return
-        batches = distribution.noticing(self.data_adapter.get_jax_iterator())
+        batches = self.data_adapter.get_jax_iterator()
+        batches = distribution.noticing(_agreed(batches, self, distribution))
         placed = map(jax_trainer._distribute_data, batches)
         yield from placed if jax.default_backend() == "cpu" else _one_ahead(placed)
 
@@ -73,9 +83,21 @@ def _get_iterator(original: Callable) -> Callable:
         batches = original(self)
         if not hasattr(distribution, "place"):  # not one of ours
             return batches
+        batches = _agreed(batches, self, distribution)
         return distribution.noticing(batches, self.steps_per_execution > 1)
 
     return _get_iterator
+
+
+def _agreed(batches: Any, iterator: Any, distribution: Any) -> Any:
+    """The batches; of several workers, while all of them have one."""
+    if distribution.cluster is None:
+        return batches
+    adapter, counts = iterator.data_adapter, None
+    if isinstance(adapter, ArrayDataAdapter):
+        counts = [adapter.num_batches, adapter.batch_size]
+        counts.append(adapter.partial_batch_size)
+    return AgreedBatches(batches, distribution.cluster, counts)
 
 
 def _distribute_data(original: Callable) -> Callable:
@@ -154,6 +176,114 @@ def _keeps_state(original: Callable) -> Callable:
             raise
 
     return entry_point
+
+
+def _distribute_tensor(original: Callable) -> Callable:
+    """`distribute_tensor`: a variable's value, on the devices of all processes.
+
+    `jax.device_put` first compares what the processes have, by a collective; and it
+    cannot take what is on all their devices already.
+    """
+
+    def distribute_tensor(tensor, layout):
+        sharding = getattr(layout, "backend_layout", layout)
+        # Also outside of the scope, where a variable may be assigned.
+        ours = getattr(getattr(sharding, "mesh", None), "axis_names", ()) == (AXIS,)
+        if not ours or sharding.is_fully_addressable:
+            return original(tensor, layout)
+        return put(tensor, sharding)
+
+    return distribute_tensor
+
+
+def _initialize(original: Callable) -> Callable:
+    """`Variable._initialize`: the first value is the chief's on every worker."""
+
+    def _initialize(self, value):
+        original(self, value)
+        strategy = context.current_scope()
+        if strategy is not None and not isinstance(self._value, Tracer):
+            strategy.extended.group.take_first([self])
+
+    return _initialize
+
+
+def _make_function(kind: str) -> Callable[[Callable], Callable]:
+    """`Model.make_train_function` and its like: workers wait for each other in it.
+
+    And what it returns is brought to all of them, since Keras or a callback reads it.
+    """
+    attribute = f"{kind}_function"
+
+    def replace(original: Callable) -> Callable:
+        def make(self, force=False):
+            before = getattr(self, attribute)
+            result = original(self, force)
+            distribution = _distribution_of(strategy_of_model(self))
+            made = getattr(self, attribute)
+            if made is before or distribution is None or distribution.cluster is None:
+                return result
+            setattr(self, attribute, _step_of_workers(made, kind, distribution))
+            return result
+
+        return make
+
+    return replace
+
+
+def _step_of_workers(step: Callable, kind: str, distribution: Any) -> Callable:
+    member = distribution.cluster.member
+    previous: list[Any] = []
+
+    def function(state, iterator):
+        with member.waiting(f"the {kind} step"):
+            # Python prepares one step while the devices do another.
+            jax.block_until_ready(previous)
+            outputs, state = step(state, iterator)
+            outputs = tree.map_structure(readable, outputs)
+            previous[:] = [outputs]
+            if kind == "predict" or distribution.one_at_a_time:
+                jax.block_until_ready(outputs)
+        return outputs, state
+
+    def readable(x):
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            return put(x, distribution.everywhere)
+        return x
+
+    return function
+
+
+def _get_metrics_result_or_logs(original: Callable) -> Callable:
+    """`Model._get_metrics_result_or_logs`: here `fit` reads what the last step gave."""
+
+    def _get_metrics_result_or_logs(self, logs):
+        distribution = _distribution_of(strategy_of_model(self))
+        if distribution is None or distribution.cluster is None:
+            return original(self, logs)
+        with distribution.cluster.member.waiting("the last step"):
+            jax.block_until_ready(logs)
+        return original(self, logs)
+
+    return _get_metrics_result_or_logs
+
+
+def _same_batch(original: Callable) -> Callable:
+    """`Model.train_on_batch` and its like: all workers must be given one batch.
+
+    Otherwise each would compute on the rows of another.
+    """
+    name = original.__name__
+
+    def on_batch(self, x, *args, **kwargs):
+        strategy = strategy_of_model(self)
+        distribution = _distribution_of(strategy)
+        if distribution is not None and distribution.cluster is not None:
+            data = (x, args[:2], kwargs.get("y"), kwargs.get("sample_weight"))
+            strategy.extended.group.workers.require_same_shapes(name, data)
+        return original(self, x, *args, **kwargs)
+
+    return on_batch
 
 
 def _predict_on_batch(original: Callable) -> Callable:
@@ -261,6 +391,26 @@ def hooks() -> list[Hook]:
         ),
         *(model_hook(name, (), _keeps_state) for name in ("evaluate", "predict")),
         model_hook("predict_on_batch", "(self, x)", _predict_on_batch),
+        Hook(
+            jax_distribution_lib,
+            "distribute_tensor",
+            "(tensor, layout)",
+            _distribute_tensor,
+        ),
+        Hook(keras.Variable, "_initialize", "(self, value)", _initialize),
+        *(
+            model_hook(
+                f"make_{kind}_function", "(self, force=False)", _make_function(kind)
+            )
+            for kind in ("train", "test", "predict")
+        ),
+        model_hook(
+            "_get_metrics_result_or_logs", "(self, logs)", _get_metrics_result_or_logs
+        ),
+        *(
+            model_hook(name, ("x",), _same_batch)
+            for name in ("train_on_batch", "test_on_batch", "predict_on_batch")
+        ),
         Hook(keras.Model, "__call__", "(self, *args, **kwargs)", _call),
         Hook(
             keras.optimizers.LossScaleOptimizer,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import keras
 
 from keras_strategy.backends.jax import keras_hooks
-from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution
+from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution, put
 
 
 def locals_of(variable: Any, distribution: ReplicaDistribution) -> jax.Array:
@@ -26,8 +26,8 @@ def locals_of(variable: Any, distribution: ReplicaDistribution) -> jax.Array:
     # Another array means that the variable was assigned outside since.
     if aggregated is value and stacked.sharding == distribution.split:
         return stacked
-    value = jax.device_put(value, distribution.everywhere)
-    return _spread(distribution.split, len(distribution.devices))(
+    value = put(value, distribution.everywhere)
+    return _spread(distribution.split, distribution.replicas)(
         value, variable.aggregation == "sum"
     )
 
@@ -42,9 +42,7 @@ def remember_parts(
     variable: Any, parts: Sequence[Any], distribution: ReplicaDistribution
 ) -> None:
     """Notes what each replica holds, given one array on each device."""
-    stacked = jax.make_array_from_single_device_arrays(
-        (len(parts), *parts[0].shape), distribution.split, [x[None] for x in parts]
-    )
+    stacked = distribution.joined([x[None] for x in parts])
     value = _joined(distribution.everywhere)(stacked, variable.aggregation)
     remember(variable, value, stacked)
 

@@ -110,5 +110,6 @@ def of_this_replica(leaf: Any) -> Any:
         return leaf.component
     if isinstance(leaf, DistributedValues):
         stacked = jax.numpy.stack([jax.numpy.asarray(v) for v in leaf.values])
-        return stacked[jax.lax.axis_index(AXIS)]
+        # Of this worker's replicas, of which each worker has as many.
+        return stacked[jax.lax.axis_index(AXIS) % len(stacked)]
     return leaf

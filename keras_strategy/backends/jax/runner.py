@@ -12,7 +12,7 @@ import sys
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -30,11 +30,12 @@ from keras_strategy.backends.jax.arguments import (
     NotOneProgram,
     Tensor,
     bare,
+    described,
     fingerprint,
     of_first_replica,
     take_apart,
 )
-from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution
+from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution, put
 from keras_strategy.backends.jax.programs import (
     Function,
     NewVariables,
@@ -44,6 +45,7 @@ from keras_strategy.backends.jax.programs import (
 from keras_strategy.backends.jax.replica import JaxReplica
 from keras_strategy.backends.jax.sharded import ShardedPerReplica
 from keras_strategy.backends.jax.threaded import ThreadedRunner
+from keras_strategy.backends.jax.workers import JaxWorkers
 from keras_strategy.training.keras_hooks import adopt
 from keras_strategy.variables import is_on_read
 
@@ -76,6 +78,7 @@ class Runner:
         strategy: The strategy.
         devices: Canonical names of its devices.
         distribution: Their layouts.
+        workers: The processes that they belong to, or None for this one alone.
     """
 
     def __init__(
@@ -83,12 +86,15 @@ class Runner:
         strategy: "Strategy",
         devices: tuple[str, ...],
         distribution: ReplicaDistribution,
+        workers: JaxWorkers | None,
     ):
         self._strategy = strategy
         self._devices = devices
         self._distribution = distribution
         self._replicas = len(devices)
-        self._threaded = ThreadedRunner(strategy, devices, distribution)
+        self._workers = workers
+        self._threaded = ThreadedRunner(strategy, devices, distribution, workers)
+        self._previous: list[jax.Array] = []
         self._functions: OrderedDict[Any, Function] = OrderedDict()
         self._fingerprints: dict[Any, Any] = {}
 
@@ -98,6 +104,10 @@ class Runner:
         """See `ReplicaGroup.run`."""
         function = self._function(fn)
         arguments = None
+        if compiled and self._workers is not None:
+            # All take the same path: a program needs every worker.
+            mine = described((args, kwargs), self._distribution)
+            compiled = self._workers.told("strategy.run", mine) is None
         if compiled:
             with contextlib.suppress(NotOneProgram):
                 arguments = take_apart((args, kwargs), self._distribution)
@@ -257,10 +267,12 @@ class Runner:
         """Calls a program and writes what it assigned."""
         written, local, read = self._state(program)
         try:
-            with _dispatch:
+            with _dispatch, self._waiting():
                 outputs, values, local, aggregated = program.call(
                     written, local, read, arguments.arrays
                 )
+                if self._distribution.one_at_a_time:
+                    jax.block_until_ready((outputs, values, local, aggregated))
         except Exception as error:
             if any(array.is_deleted() for array in (*written, *local)):
                 error.add_note(
@@ -268,6 +280,8 @@ class Runner:
                     "assigns are lost. Load them from a checkpoint to go on."
                 )
             raise
+        if self._workers is not None:
+            self._previous = outputs
         for variable, value in zip(program.written, values, strict=True):
             if keras_hooks.is_global_seed(variable):
                 keras_hooks.release(variable, value)
@@ -286,6 +300,19 @@ class Runner:
 
         return tree.map_structure(leaf, program.output)
 
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Tells who watches over the workers that they wait for each other here.
+
+        For the outputs of the call before: the devices work while Python prepares.
+        """
+        if self._workers is None:
+            yield
+            return
+        with self._workers.cluster.member.waiting("strategy.run"):
+            jax.block_until_ready(self._previous)
+            yield
+
     def _state(self, program: Program) -> tuple[list, list, list]:
         """The values of the variables that a program is called with."""
         return (
@@ -299,7 +326,7 @@ class Runner:
         array = _strong(array)
         if array.sharding.is_equivalent_to(everywhere, array.ndim):
             return array
-        return jax.device_put(array, everywhere)
+        return put(array, everywhere)
 
     def _donated(self, variable: Any) -> jax.Array:
         """A variable's array that its program may overwrite.

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution
+from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution, put
 from keras_strategy.backends.jax.replica import Traced
+from keras_strategy.backends.jax.workers import JaxWorkers
 from keras_strategy.values import DistributedValues, PerReplica, ReduceOp
 
 
@@ -31,6 +32,10 @@ class ShardedPerReplica(PerReplica):
         self.scalars = scalars
         self._distribution = distribution
 
+    def belongs_to(self, distribution: ReplicaDistribution) -> bool:
+        """Whether the components are on the devices of a group, one on each."""
+        return self._distribution.mesh == distribution.mesh
+
     @property
     def values(self) -> tuple[Any, ...]:
         parts = shards(self.array, self._distribution)
@@ -44,7 +49,7 @@ class ShardedPerReplica(PerReplica):
 
 
 def shards(array: jax.Array, distribution: ReplicaDistribution) -> tuple[Any, ...]:
-    """What each device holds of an array, in the order of the replicas."""
+    """What each of our devices holds of an array, in the order of the replicas."""
     by_device = {shard.device: shard.data for shard in array.addressable_shards}
     return tuple(by_device[device] for device in distribution.devices)
 
@@ -70,10 +75,7 @@ def joined(
         value: Components of equal shapes.
         distribution: The layouts of the group.
     """
-    if (
-        isinstance(value, ShardedPerReplica)
-        and value._distribution.devices == distribution.devices
-    ):
+    if isinstance(value, ShardedPerReplica) and value.belongs_to(distribution):
         return value
     values = list(value.values)
     scalars = np.ndim(values[0]) == 0
@@ -85,9 +87,7 @@ def joined(
         jax.device_put(jnp.asarray(v, dtype=dtype), device)
         for v, device in zip(values, distribution.devices, strict=True)
     ]
-    shape = (len(parts) * parts[0].shape[0], *parts[0].shape[1:])
-    array = jax.make_array_from_single_device_arrays(shape, distribution.split, parts)
-    return ShardedPerReplica(array, scalars, distribution)
+    return ShardedPerReplica(distribution.joined(parts), scalars, distribution)
 
 
 def placed(parts: Sequence[Any], distribution: ReplicaDistribution) -> PerReplica:
@@ -102,7 +102,10 @@ def placed(parts: Sequence[Any], distribution: ReplicaDistribution) -> PerReplic
 
     arrays = [put(*pair) for pair in zip(parts, distribution.devices, strict=True)]
     value = PerReplica(arrays)
-    return value if len(set(shapes_of(arrays))) > 1 else joined(value, distribution)
+    if distribution.cluster is not None or len(set(shapes_of(arrays))) > 1:
+        # What shapes the other workers have is found out when they are used.
+        return value
+    return joined(value, distribution)
 
 
 def reduced(
@@ -110,6 +113,7 @@ def reduced(
     value: DistributedValues,
     axis: Any,
     distribution: ReplicaDistribution,
+    workers: JaxWorkers | None,
 ) -> Any:
     """See `ReplicaGroup.reduce`."""
     if isinstance(value, Traced):
@@ -132,19 +136,41 @@ def reduced(
             f"axis={axis} and a PerReplica value of the shapes {shapes}. Give the "
             "`axis` in which they differ, or use `gather`."
         )
+    counts = [int(np.prod([s[i] for i in axes])) for s in shapes]
     # Each replica reduces its own; what crosses the devices is small then.
     parts = [jnp.sum(jnp.asarray(v), axis=axes) if axes else v for v in values]
+    if workers is not None:
+        return _reduced_over_workers(reduce_op, parts, counts, distribution, workers)
     whole = joined(PerReplica(parts), distribution).array
     shape = (len(parts), *left.pop())
     total = jnp.sum(jnp.reshape(whole, shape), axis=0)
     if reduce_op is ReduceOp.MEAN:
-        count = sum(int(np.prod([s[i] for i in axes])) for s in shapes)
-        total = total / count
+        total = total / sum(counts)
     return jax.device_put(total, distribution.everywhere)
 
 
+def _reduced_over_workers(
+    reduce_op: ReduceOp,
+    parts: Sequence[Any],
+    counts: Sequence[int],
+    distribution: ReplicaDistribution,
+    workers: JaxWorkers,
+) -> Any:
+    first = distribution.devices[0]
+    total, *others = [jax.device_put(jnp.asarray(part), first) for part in parts]
+    for other in others:
+        total = total + other
+    (total,) = workers.sum_all("strategy.reduce", [total])
+    if reduce_op is ReduceOp.MEAN:
+        total = total / sum(workers.cluster.agree("strategy.reduce: rows", sum(counts)))
+    return put(total, distribution.everywhere)
+
+
 def gathered(
-    values: Sequence[Any], axis: int, distribution: ReplicaDistribution
+    values: Sequence[Any],
+    axis: int,
+    distribution: ReplicaDistribution,
+    workers: JaxWorkers | None,
 ) -> Any:
     """See `ReplicaGroup.gather`; the result is on every device of the group.
 
@@ -154,7 +180,9 @@ def gathered(
     _axes(axis, shapes)
     first = distribution.devices[0]
     whole = jnp.concatenate([jax.device_put(v, first) for v in values], axis=axis)
-    return jax.device_put(whole, distribution.everywhere)
+    if workers is not None:
+        whole, _ = workers.gather("strategy.gather", whole, axis)
+    return put(whole, distribution.everywhere)
 
 
 def _reduced_in_program(reduce_op: ReduceOp, component: Any, axis: Any) -> Any:

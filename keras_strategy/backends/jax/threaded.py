@@ -21,8 +21,9 @@ from keras import tree
 
 from keras_strategy import context
 from keras_strategy.backends.jax import keras_hooks, on_read
-from keras_strategy.backends.jax.distribution import ReplicaDistribution
+from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
 from keras_strategy.backends.jax.sharded import shards
+from keras_strategy.backends.jax.workers import JaxWorkers
 from keras_strategy.backends.threads.keras_hooks import ThreadState
 from keras_strategy.backends.threads.rendezvous import Rendezvous
 from keras_strategy.backends.threads.replica import ThreadReplica
@@ -67,7 +68,7 @@ class Components:
             stacked = on_read.locals_of(variable, distribution)
             return tuple(part[0] for part in shards(stacked, distribution))
         array = keras_hooks.array_of(variable)
-        return shards(jax.device_put(array, distribution.everywhere), distribution)
+        return shards(put(array, distribution.everywhere), distribution)
 
 
 class ThreadScope(ReplicaScope):
@@ -75,11 +76,15 @@ class ThreadScope(ReplicaScope):
 
     Args:
         replica: The replica.
+        index: Its number on this worker.
         components: The variables' values when the run began.
     """
 
-    def __init__(self, replica: context.ReplicaContext, components: Components):
+    def __init__(
+        self, replica: context.ReplicaContext, index: int, components: Components
+    ):
         super().__init__(replica)
+        self._index = index
         self.written: dict[int, Any] = {}
         self._components = components
 
@@ -89,7 +94,7 @@ class ThreadScope(ReplicaScope):
         staged = self.state_mapping.get(id(variable))
         if staged is not None:
             return staged
-        return self._components.of(variable)[self.replica._replica.id]
+        return self._components.of(variable)[self._index]
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         self.written[id(update[0])] = update[0]
@@ -101,11 +106,12 @@ class ThreadedReplica(ThreadReplica):
 
     Args:
         strategy: The strategy.
-        index: This replica's number.
+        index: This replica's number on this worker.
         devices: Canonical names of all replicas' devices.
         rendezvous: Where the replicas meet.
         device: This replica's device.
         components: The variables' values when the run began.
+        workers: The processes that the replicas belong to, or None for this one.
     """
 
     def __init__(
@@ -116,10 +122,13 @@ class ThreadedReplica(ThreadReplica):
         rendezvous: Rendezvous,
         device: Any,
         components: Components,
+        workers: JaxWorkers | None,
     ):
-        super().__init__(strategy, index, devices, rendezvous)
+        first = 0 if workers is None else workers.cluster.rank * len(devices)
+        super().__init__(strategy, index, devices, rendezvous, first)
         self.device = device
-        self.scope: ThreadScope = ThreadScope(self.context, components)
+        self.scope: ThreadScope = ThreadScope(self.context, index, components)
+        self._workers = workers
 
     def here(self, tensor: Any) -> jax.Array:
         return jax.device_put(tensor, self.device)
@@ -129,6 +138,11 @@ class ThreadedReplica(ThreadReplica):
         for other in others:
             first = first + jax.device_put(other, first.sharding)
         return first
+
+    def of_all_workers(self, name: str, tensor: Any) -> jax.Array:
+        if self._workers is None:
+            return tensor
+        return self._workers.sum_all(name, [tensor])[0]
 
     def exchange(
         self, name: str, value: Any, combine: Callable[[list[Any]], Any]
@@ -147,7 +161,7 @@ class ThreadedReplica(ThreadReplica):
         value = keras.ops.convert_to_tensor(value)
         total = self._sum(value)
         if reduce_op is ReduceOp.MEAN:
-            return total / len(self._strategy.extended.worker_devices)
+            return total / self._strategy.num_replicas_in_sync
         return total
 
     def _sum(self, value: jax.Array) -> jax.Array:
@@ -170,10 +184,16 @@ class ThreadedReplica(ThreadReplica):
     def all_gather(self, value: Any, axis: int) -> jax.Array:
         value = keras.ops.convert_to_tensor(value)
 
+        def combine(tensors):
+            joined, sizes = _concatenated(tensors, axis)
+            if self._workers is None:
+                return joined, sizes
+            joined, _ = self._workers.gather("all_gather", joined, axis)
+            sizes, _ = self._workers.gather("all_gather", np.array(sizes), 0)
+            return joined, np.asarray(sizes)
+
         def gather(x):
-            joined, sizes = self.exchange(
-                "all_gather", x, functools.partial(_concatenated, axis=axis)
-            )
+            joined, sizes = self.exchange("all_gather", x, combine)
             return self.here(joined), sizes
 
         if not jnp.issubdtype(value.dtype, jnp.inexact):
@@ -212,7 +232,10 @@ class ThreadedReplica(ThreadReplica):
                     f"replica. Received the shapes {shapes}, in the order of the "
                     "replicas."
                 )
-            return [self.add(share) for share in zip(*replicas, strict=True)]
+            totals = [self.add(share) for share in zip(*replicas, strict=True)]
+            if self._workers is None:
+                return totals
+            return self._workers.sum_all("optimizer.apply", totals)
 
         return [self.here(t) for t in self.exchange("optimizer.apply", parts, combine)]
 
@@ -227,6 +250,7 @@ class ThreadedRunner:
         strategy: The strategy.
         devices: Canonical names of its devices.
         distribution: Their layouts.
+        workers: The processes that they belong to, or None for this one alone.
     """
 
     def __init__(
@@ -234,10 +258,12 @@ class ThreadedRunner:
         strategy: "Strategy",
         devices: tuple[str, ...],
         distribution: ReplicaDistribution,
+        workers: JaxWorkers | None,
     ):
         self._strategy = strategy
         self._devices = devices
         self._distribution = distribution
+        self._workers = workers
         self._team = Team(devices)
         self._lock = threading.Lock()
 
@@ -253,6 +279,7 @@ class ThreadedRunner:
                     self._team.rendezvous,
                     device,
                     components,
+                    self._workers,
                 )
                 for index, device in enumerate(self._distribution.devices)
             ]
@@ -265,7 +292,9 @@ class ThreadedRunner:
             )
             self._commit([replica.scope for replica in replicas])
             state.keep_global_seed_generator()
-        return regroup(outputs, keras.ops.is_tensor)
+        return regroup(
+            outputs, keras.ops.is_tensor, one_of_many=self._workers is not None
+        )
 
     def _commit(self, scopes: Sequence[ThreadScope]) -> None:
         """Writes what the replicas assigned, when all of them have succeeded."""
@@ -318,7 +347,7 @@ def _run_replica(
         context.replica_in_charge(replica.context),
         replica.scope,
     ):
-        mine = tree.map_structure(place, select_replica((args, kwargs), replica.id))
+        mine = tree.map_structure(place, select_replica((args, kwargs), replica.index))
         output = tree.map_structure(bare, fn(*mine[0], **mine[1]))
         # Nothing is written before every replica has come this far.
         replica.exchange("the end of the function", None, lambda _: None)

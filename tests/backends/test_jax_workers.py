@@ -1,0 +1,78 @@
+"""What is particular to several processes on JAX; `tests/workers` has the rest."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_strategy.testing import WorkerRunner
+
+if keras.backend.backend() != "jax":
+    pytest.skip("tests of the JAX adapter", allow_module_level=True)
+
+from tests.backends import jax_worker_jobs as jobs
+
+
+@pytest.fixture(params=[(2, 1), (2, 2)], ids=["2x1", "2x2"])
+def workers(request):
+    count, devices = request.param
+    with WorkerRunner(count, devices, timeout_seconds=300) as runner:
+        yield runner
+
+
+@pytest.fixture
+def two_workers():
+    with WorkerRunner(2, timeout_seconds=300) as runner:
+        yield runner
+
+
+def equal(one, other):
+    keras.tree.map_structure(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), one, other
+    )
+
+
+def test_replicas_of_different_shapes(workers):
+    results = workers.run(jobs.uneven_rows)
+    n = sum(len(result["value"]) for result in results)
+    ids = np.arange(n, dtype="float32")
+    rows = np.repeat(ids, np.arange(n) + 1)[:, None] * np.ones(2, "float32")
+    for result in results:
+        equal(result["gathered"], rows)
+        equal(result["mean"], rows.mean(axis=0))
+        for value, every in zip(result["value"], result["rows"], strict=True):
+            equal(value, 2 * rows.sum() + 2 * n)
+            equal(every, rows)
+        # Of the sum over the replicas of what each computed.
+        assert result["variables"] == [ids.sum(), 5, ids.mean(), 6 + ids.sum()]
+    parts = [part for result in results for part in result["parts"]]
+    equal(parts, list(6 / n + ids))
+    gradients = [g for result in results for g in result["gradient"]]
+    equal(gradients, [n * 2 * (i + 1) * i + n for i in range(n)])
+
+
+def test_functions_of_all_replicas(workers):
+    results = workers.run(jobs.merged)
+    n = sum(len(result["local"]) for result in results)
+    for result in results:
+        last = (1 + 2 * n) * 4 + 2
+        assert result["seen"] == [1 + n, 1 + 2 * n, (1 + 2 * n) * 2, last]
+        assert all(part == last for part in result["local"])
+
+
+def test_what_keras_reads(workers):
+    expected = jobs.keras_models(alone=True)
+    for result in workers.run(jobs.keras_models):
+        equal(result, expected)
+
+
+def test_different_batches_on_batch(two_workers):
+    for said in two_workers.run(jobs.different_batches):
+        assert "worker 0: [(4, 4), (4, 1)]" in said
+        assert "worker 1: [(5, 4), (5, 1)]" in said
+
+
+def test_devices_that_were_used_before(two_workers):
+    two_workers.start(jobs.too_late)
+    for end in two_workers.wait():
+        assert end.exit_status == 1
+        assert "before the first tensor" in end.output
