@@ -22,7 +22,8 @@ def documented():
     for name, value in list(public.items()):
         if inspect.isclass(value):
             for method, function in vars(value).items():
-                if not method.startswith("_"):
+                # What has no `__get__` is the default of a field.
+                if not method.startswith("_") and hasattr(function, "__get__"):
                     public[f"{name}.{method}"] = function
     return public
 

@@ -20,7 +20,7 @@ SESSIONS = "It is for TensorFlow 1's sessions."
 ITERATORS = "It is for TensorFlow 1's iterators."
 DEPRECATED = "tf.distribute deprecates it; `extended` has it."
 ENGINE = "The engine reduces: these classes are choices, and reduce nothing themselves."
-CLUSTERS = "Strategies of several workers are not done yet."
+SERVERS = "It is for servers that TensorFlow's coordinators send work to."
 COORDINATOR = "Parameter servers are not done yet."
 TPU = "TPUStrategy is not done yet."
 PREEMPTION = "Preemption is not done yet."
@@ -53,12 +53,13 @@ EXCUSED = {
         )
         for method in ("*reduce", "*reduce_implementation", "broadcast*")
     },
-    "MultiWorkerMirroredStrategy": CLUSTERS,
-    "experimental.MultiWorkerMirroredStrategy": CLUSTERS,
-    "experimental.Collective*": CLUSTERS,
-    "experimental.Communication*": CLUSTERS,
-    "Server": CLUSTERS,
-    "experimental.rpc": CLUSTERS,
+    "experimental.Collective*": "The old names of CommunicationOptions and its kin.",
+    "experimental.CommunicationOptions": "There, only its __init__ has parameters.",
+    "experimental.MultiWorkerMirroredStrategy": (
+        "There it is the old one, which takes `communication` first."
+    ),
+    "Server": SERVERS,
+    "experimental.rpc": SERVERS,
     "ParameterServerStrategy": COORDINATOR,
     "experimental.ParameterServerStrategy": COORDINATOR,
     "experimental.CentralStorageStrategy": COORDINATOR,
