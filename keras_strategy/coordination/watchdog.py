@@ -215,7 +215,8 @@ class Watchdog:
     def _look(self, now: float) -> None:
         """Fails when this worker has been waiting for too long."""
         if self._claim is not None:
-            if now >= self._claim[0]:
+            # At once, if it may be: an engine that lost its chief may end the process.
+            if time.monotonic() >= self._claim[0]:
                 self._settle(*self._claim[1:])
             return
         operation = self._position.operation

@@ -1,5 +1,6 @@
 """A worker that fails ends the others, which say who it was."""
 
+import keras
 import pytest
 
 from keras_strategy.testing import WorkerRunner
@@ -32,7 +33,12 @@ def test_a_fault_ends_all_workers(fault, rank, said):
         ends = runner.wait() if fault != "does not arrive" else _wait_for(runner, 0)
     other = ends[1 - rank]
     assert other.exit_status != 0
-    assert said in other.output
+    if keras.backend.backend() == "jax" and (fault, rank) == ("killed", 0):
+        # JAX ends a process whose coordinator is gone, and may come first.
+        jax_said = "Terminating process because the JAX distributed service"
+        assert said in other.output or jax_said in other.output
+    else:
+        assert said in other.output
     if fault in ("killed", "raises"):
         assert other.seconds - ends[rank].seconds < NOTICED_SECONDS
     if fault == "hangs":

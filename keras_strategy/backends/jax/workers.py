@@ -44,7 +44,7 @@ class JaxWorkers:
             None if all say the same.
         """
         text = json.dumps(mine)
-        if len(set(self.cluster.agree(name, _digest(text.encode())))) == 1:
+        if len(set(self._agree(name, _digest(text.encode())))) == 1:
             return None
         return self.cluster.agree(f"{name}: what differs", mine)
 
@@ -110,7 +110,7 @@ class JaxWorkers:
         """
         tensor = jnp.asarray(tensor)
         mine = [list(tensor.shape), str(tensor.dtype)]
-        told = self.cluster.agree(name, mine)
+        told = self._agree(name, mine)
         # One that has no such axis differs from the others by its number of axes.
         axis %= max(tensor.ndim, 1)
         others = {(*s[:axis], "", *s[axis + 1 :], dtype) for s, dtype in told}
@@ -159,7 +159,7 @@ class JaxWorkers:
         mine = [_digest(np.ascontiguousarray(array).tobytes()) for array in arrays]
         layouts = [[list(array.shape), str(array.dtype)] for array in arrays]
         text = json.dumps([mine, layouts])
-        digests = self.cluster.agree(name, _digest(text.encode()))
+        digests = self._agree(name, _digest(text.encode()))
         if len(set(digests)) == 1:
             return None
         told = self.told(name, layouts)
@@ -183,6 +183,10 @@ class JaxWorkers:
     def _local(self, array: jax.Array) -> jax.Array:
         first = self._distribution.devices[0]
         return next(s.data for s in array.addressable_shards if s.device == first)
+
+    def _agree(self, name: str, value: Any) -> list[Any]:
+        # Names of variables count what a process has made before, and may differ.
+        return self.cluster.agree(name.partition(" '")[0], value)
 
     def _listed(self, told: Iterable[Any]) -> str:
         pairs = zip(self.cluster.names, told, strict=True)
