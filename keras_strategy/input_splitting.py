@@ -80,6 +80,12 @@ def distribute_from_function(
             f"{type(dataset_fn).__name__}"
         )
     _check(strategy, "distribute_datasets_from_function", options)
+    if strategy.extended.cluster is not None:
+        raise NotImplementedError(
+            "`distribute_datasets_from_function` works with one worker so far. With "
+            "several, give all of them the same global batches and use "
+            "`experimental_distribute_dataset`."
+        )
     replicas = strategy.num_replicas_in_sync
     per_replica = options is not None and (
         options.experimental_replication_mode is InputReplicationMode.PER_REPLICA

@@ -389,6 +389,7 @@ class Strategy:
             A `DistributedDataset`.
 
         Raises:
+            NotImplementedError: If there are several workers.
             TypeError: If `dataset_fn` is not a function that returns a dataset, or
                 `options` no options.
             RuntimeError: Inside a function that `run` calls, or inside another

@@ -1,6 +1,7 @@
 """Every test runs on the Keras backend in use, on up to 4 logical CPU devices."""
 
 import os
+import pathlib
 
 # Without it XLA's CPU devices can starve each other on a machine of few cores; make
 # sets it too.
@@ -12,6 +13,20 @@ import keras
 import pytest
 
 import keras_strategy as ks
+
+
+# What these rooms hold knows no engine, and is tested once.
+ENGINELESS = {"coordination", "launch", "testing"}
+
+
+def pytest_collection_modifyitems(items):
+    if keras.backend.backend() == "torch":
+        return
+    tests = pathlib.Path(__file__).parent
+    for item in items:
+        if item.path.relative_to(tests).parts[0] in ENGINELESS:
+            reason = "the same on every backend: it runs on torch"
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True)
