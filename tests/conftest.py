@@ -14,7 +14,6 @@ import pytest
 
 import keras_strategy as ks
 
-
 # What these rooms hold knows no engine, and is tested once.
 ENGINELESS = {"coordination", "launch", "testing"}
 
