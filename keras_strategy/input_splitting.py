@@ -25,6 +25,7 @@ from keras_strategy.input_sources import (
 )
 from keras_strategy.training.row_weights import split_rows
 from keras_strategy.training.step import rows_of
+from keras_strategy.worker_rounds import agreed_rounds, without_rows
 
 if TYPE_CHECKING:
     from keras_strategy.strategy import Strategy
@@ -80,20 +81,18 @@ def distribute_from_function(
             f"{type(dataset_fn).__name__}"
         )
     _check(strategy, "distribute_datasets_from_function", options)
-    if strategy.extended.cluster is not None:
-        raise NotImplementedError(
-            "`distribute_datasets_from_function` works with one worker so far. With "
-            "several, give all of them the same global batches and use "
-            "`experimental_distribute_dataset`."
-        )
     replicas = strategy.num_replicas_in_sync
+    cluster, local = strategy.extended.cluster, strategy.extended.local_replicas
     per_replica = options is not None and (
         options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
     )
-    pipelines = replicas if per_replica else 1
-    datasets = [
-        dataset_fn(InputContext(pipelines, i, replicas)) for i in range(pipelines)
-    ]
+    if per_replica:
+        pipelines, own = replicas, list(local)
+    elif cluster is None:
+        pipelines, own = 1, [0]
+    else:
+        pipelines, own = cluster.size, [cluster.rank]
+    datasets = [dataset_fn(InputContext(pipelines, i, replicas)) for i in own]
     argument = "What `dataset_fn` returned"
     for dataset in datasets:
         _check(strategy, "distribute_datasets_from_function", None, dataset, argument)
@@ -103,10 +102,13 @@ def distribute_from_function(
 
     def parts() -> Iterator[Parts]:
         iterators = [start() for start in starts]
-        turns = iterators if per_replica else iterators * replicas
-        return _rounds(turns, partial, argument)
+        turns = iterators if per_replica else iterators * len(local)
+        rounds = _rounds(turns, partial, argument)
+        return rounds if cluster is None else agreed_rounds(rounds, cluster, partial)
 
     result = native or DistributedDataset(strategy, parts)
+    if cluster is not None:
+        return result  # no worker has the global batches
     counts = [number_of_batches(dataset) for dataset in datasets]
     known = [count for count in counts if count is not None]
     rounds = None
@@ -155,6 +157,12 @@ def for_keras(dataset: Any, strategy: "Strategy | None", method: str) -> Any:
             f"and the model belongs to {strategy or 'no strategy'!r}. Give `{method}` "
             "the dataset as it was before, or make the model in the scope of that "
             "strategy."
+        )
+    if dataset._global_batches is None:
+        raise ValueError(
+            f"`{method}` needs the same global batches on every worker, and of this "
+            "dataset each worker has its own rows alone. Give it the dataset that all "
+            f"workers share, or write a loop of your own. Received: {dataset!r}"
         )
     return dataset._global_batches
 
@@ -220,7 +228,7 @@ def _rounds(
             arrays = [leaf for leaf in tree.flatten(there[0]) if leaf is not None]
             if not partial or any(len(leaf.shape) == 0 for leaf in arrays):
                 return
-        empty = tree.map_structure(_without_rows, there[0])
+        empty = tree.map_structure(without_rows, there[0])
         real = iter(there)
         yield [empty if e is missing else next(real) for e in elements]
 
@@ -236,10 +244,6 @@ def _joined(parts: Parts) -> Any:
         return keras.ops.concatenate(leaves)
 
     return tree.map_structure(join, *parts)
-
-
-def _without_rows(leaf: Any) -> Any:
-    return None if leaf is None or len(leaf.shape) == 0 else leaf[:0]
 
 
 def _require_same_structure(first: Any, other: Any, argument: str) -> None:

@@ -374,7 +374,8 @@ class Strategy:
     ) -> DistributedDataset:
         """Distributes a dataset whose batches are those of one replica each.
 
-        The replicas take the batches in turn. Those that find none left at the end
+        Each worker calls it for a dataset of its own, which its replicas read. They
+        take the batches in turn. Those that find none left at the end
         get one of 0 rows; where a `tf.data.Dataset` promises batches of one fixed
         shape, such a last round is dropped, as in tf.distribute.
 
@@ -389,7 +390,6 @@ class Strategy:
             A `DistributedDataset`.
 
         Raises:
-            NotImplementedError: If there are several workers.
             TypeError: If `dataset_fn` is not a function that returns a dataset, or
                 `options` no options.
             RuntimeError: Inside a function that `run` calls, or inside another

@@ -317,3 +317,32 @@ def train_until(fault: str, rank: int) -> None:
         verbose=0,
         callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=happen)],
     )
+
+
+def datasets_of_their_own() -> dict:
+    """Each worker reads batches of its own; the last one has one batch less."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    contexts = []
+
+    def dataset_fn(context):
+        contexts.append([context.num_input_pipelines, context.input_pipeline_id])
+        rows = context.get_per_replica_batch_size(2 * context.num_replicas_in_sync)
+        count = 3 - (context.input_pipeline_id == context.num_input_pipelines - 1)
+        value = 1.0 + context.input_pipeline_id
+        return [np.full((rows, 1), value, "float32") for _ in range(count)]
+
+    dataset = strategy.distribute_datasets_from_function(dataset_fn)
+    steps = []
+    for x in dataset:
+        rows = strategy.gather(x, axis=0)
+        mean = strategy.reduce("mean", x, axis=0)
+        steps.append([*keras.ops.convert_to_numpy(rows)[:, 0], float(mean[0])])
+    with strategy.scope():
+        model = classifier()
+    try:
+        model.fit(dataset)
+    except ValueError as error:
+        refused = str(error)
+    else:
+        refused = ""
+    return {"contexts": contexts, "steps": steps, "refused": refused}
