@@ -95,11 +95,29 @@ class InputReplicationMode(enum.Enum):
     PER_REPLICA = "PER_REPLICA"
 
 
+class AutoShardPolicy(enum.Enum):
+    """What a dataset that several workers read holds.
+
+    Attributes:
+        AUTO: The same as DATA.
+        DATA: The global batches, the same on every worker, which computes on its own
+            rows of them.
+        OFF: Each worker's own rows. A global batch is what all workers give for a step,
+            in the order of their ranks; it travels to all of them. A worker whose data
+            has ended goes on without rows.
+    """
+
+    AUTO = "AUTO"
+    DATA = "DATA"
+    OFF = "OFF"
+
+
 class _Fields(NamedTuple):
     experimental_fetch_to_device: bool
     experimental_replication_mode: InputReplicationMode
     experimental_place_dataset_on_device: bool
     experimental_per_replica_buffer_size: int
+    auto_shard_policy: AutoShardPolicy
 
 
 class InputOptions(_Fields):
@@ -118,6 +136,8 @@ class InputOptions(_Fields):
             replicas' devices; for PER_REPLICA without fetching to the device.
         experimental_per_replica_buffer_size: How many elements are prefetched for
             each replica.
+        auto_shard_policy: An `AutoShardPolicy`, for several workers. A `tf.data`
+            dataset whose own options say OFF needs none here.
 
     Raises:
         ValueError: If the options do not fit together.
@@ -140,8 +160,17 @@ class InputOptions(_Fields):
         experimental_replication_mode: Any = InputReplicationMode.PER_WORKER,
         experimental_place_dataset_on_device: bool = False,
         experimental_per_replica_buffer_size: int = 1,
+        auto_shard_policy: Any = AutoShardPolicy.AUTO,
     ):
         """Checks the options."""
+        # `tf.data.experimental.AutoShardPolicy` has these names and more.
+        policy = str(getattr(auto_shard_policy, "name", auto_shard_policy)).upper()
+        if policy not in AutoShardPolicy.__members__:
+            raise ValueError(
+                "Argument `auto_shard_policy` must be an `AutoShardPolicy`: AUTO, DATA "
+                "or OFF. For files, give each worker those of its own and take OFF. "
+                f"Received: auto_shard_policy={auto_shard_policy!r}"
+            )
         if experimental_fetch_to_device is None:
             experimental_fetch_to_device = True
         # `tf.distribute.InputReplicationMode` is an enum of the same names.
@@ -169,4 +198,5 @@ class InputOptions(_Fields):
             mode,
             experimental_place_dataset_on_device,
             experimental_per_replica_buffer_size,
+            AutoShardPolicy[policy],
         )

@@ -25,7 +25,12 @@ from keras_strategy.input_sources import (
 )
 from keras_strategy.training.row_weights import split_rows
 from keras_strategy.training.step import rows_of
-from keras_strategy.worker_rounds import agreed_rounds, without_rows
+from keras_strategy.worker_rounds import (
+    agreed_rounds,
+    is_own_rows,
+    whole_batches,
+    without_rows,
+)
 
 if TYPE_CHECKING:
     from keras_strategy.strategy import Strategy
@@ -51,7 +56,17 @@ def distribute(
             f"once for all replicas. Received: options={options!r}"
         )
     start = batches_of(dataset, argument)
-    native = get_backend().distribute_natively(strategy, [dataset], True, options)
+    cluster = strategy.extended.cluster
+    own_rows = cluster is not None and is_own_rows(dataset, options)
+    native = None
+    if cluster is not None and own_rows:
+        own = start
+
+        def start():
+            return whole_batches(own(), strategy, cluster, argument)
+
+    else:
+        native = get_backend().distribute_natively(strategy, [dataset], True, options)
     replicas = strategy.num_replicas_in_sync
     local = strategy.extended.local_replicas
 
@@ -60,11 +75,16 @@ def distribute(
         return (_split(batch, replicas, local, argument) for batch in batches)
 
     result = native or DistributedDataset(strategy, parts)
-    result._global_batches = (
-        dataset
-        if is_tf_dataset(dataset)
-        else GlobalBatches(start, number_of_batches(dataset))
-    )
+    if not own_rows:
+        result._global_batches = (
+            dataset
+            if is_tf_dataset(dataset)
+            else GlobalBatches(start, number_of_batches(dataset))
+        )
+    elif keras.backend.backend() != "tensorflow":
+        # There Keras reads in a thread of tf.data's, where rows could not travel in
+        # step with the other workers.
+        result._global_batches = GlobalBatches(start, None)
     return result
 
 
@@ -149,6 +169,9 @@ def for_keras(dataset: Any, strategy: "Strategy | None", method: str) -> Any:
     Raises:
         ValueError: If another strategy distributed the dataset.
     """
+    cluster = None if strategy is None else strategy.extended.cluster
+    if strategy is not None and cluster is not None and is_own_rows(dataset, None):
+        dataset = distribute(strategy, dataset, None)
     if not isinstance(dataset, DistributedDataset):
         return dataset
     if dataset._strategy is not (strategy or context.default_strategy()):

@@ -3,11 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
+import keras
 from keras import tree
 
 from keras_strategy.cluster import Cluster
 from keras_strategy.datasets import Parts
 from keras_strategy.errors import WorkerInputError
+from keras_strategy.input_options import AutoShardPolicy
+from keras_strategy.input_sources import as_array, is_tf_dataset
 
 
 def agreed_rounds(
@@ -48,6 +51,49 @@ def agreed_rounds(
         if parts is not None:
             empty = [tree.map_structure(without_rows, part) for part in parts]
         yield empty if parts is None else parts
+
+
+def is_own_rows(dataset: Any, options: Any) -> bool:
+    """Whether each worker's dataset holds its own rows: the policy OFF.
+
+    Args:
+        dataset: A dataset, or anything else.
+        options: `InputOptions`, or None.
+    """
+    if options is not None and options.auto_shard_policy is AutoShardPolicy.OFF:
+        return True
+    if not is_tf_dataset(dataset):
+        return False
+    own = dataset.options().experimental_distribute.auto_shard_policy
+    return getattr(own, "name", "") == "OFF"
+
+
+def whole_batches(
+    own: Iterator[Any], strategy: Any, cluster: Cluster, argument: str
+) -> Iterator[Any]:
+    """The global batches of which each worker has its own rows.
+
+    Args:
+        own: This worker's batches.
+        strategy: The strategy.
+        cluster: Its workers.
+        argument: What the dataset is called in errors.
+    """
+    group = strategy.extended.group
+
+    def whole(leaf):
+        if leaf is None:
+            return None
+        rows = keras.ops.convert_to_tensor(leaf)
+        return keras.ops.convert_to_numpy(group.gather([rows], 0))
+
+    arrays = (
+        [tree.map_structure(lambda leaf: as_array(leaf, argument), batch)]
+        for batch in own
+    )
+    for (batch,) in agreed_rounds(arrays, cluster, True):
+        with strategy.scope():
+            yield tree.map_structure(whole, batch)
 
 
 def without_rows(leaf: Any) -> Any:

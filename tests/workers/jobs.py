@@ -5,6 +5,7 @@ one device, in this process: what the workers must equal.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -317,6 +318,38 @@ def train_until(fault: str, rank: int) -> None:
         verbose=0,
         callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=happen)],
     )
+
+
+def own_rows(alone: bool = False) -> list[np.ndarray]:
+    """Fits batches of which each worker has its own rows.
+
+    Worker 0 gives 5, 4 and 3 rows, worker 1 gives 2, 6 and then none.
+    """
+    keras.utils.set_random_seed(17)
+    strategy, scope = in_charge(alone)
+    with scope:
+        model = classifier()
+    x, y = digits(20)
+    ends = [0, 5, 7, 11, 17, 20]
+    parts = [(x[a:b], y[a:b]) for a, b in itertools.pairwise(ends)]
+    if alone:
+        joined = [parts[0:2], parts[2:4], parts[4:5]]
+        batches = [tuple(map(np.concatenate, zip(*p, strict=True))) for p in joined]
+        for batch in batches * 2:
+            model.train_on_batch(*batch)
+        return weights(model)[: len(model.variables)]
+    rank = strategy.extended.local_replicas.start
+    options = ks.InputOptions(auto_shard_policy="OFF")
+    mine = strategy.experimental_distribute_dataset(parts[rank::2], options)
+    rows = [len(strategy.gather(batch[1], axis=0)) for batch in mine]
+    assert rows == [7, 10, 3], rows
+    if keras.backend.backend() == "tensorflow":
+        try:
+            model.fit(mine, verbose=0)
+        except ValueError as error:
+            return [str(error)]
+    model.fit(mine, epochs=2, verbose=0)
+    return weights(model)[: len(model.variables)]
 
 
 def datasets_of_their_own() -> dict:

@@ -128,7 +128,8 @@ def _native_options(options: InputOptions | None) -> Any:
     fields = options._replace(
         experimental_replication_mode=tf.distribute.InputReplicationMode[mode]
     )
-    return tf.distribute.InputOptions(*fields)
+    # What comes after these is ours alone.
+    return tf.distribute.InputOptions(*fields[:4])
 
 
 def _ours(strategy: "Strategy", element: Any) -> Any:
