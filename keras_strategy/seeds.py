@@ -8,6 +8,7 @@ import base64
 import hashlib
 import json
 import random
+import sys
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ def _state() -> dict[str, Any]:
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     engine = get_backend().random_state()
+    torch = _torch()
     return {
         "python": [version, list(numbers), gauss],
         "numpy": [
@@ -51,6 +53,7 @@ def _state() -> dict[str, Any]:
             cached,
         ],
         "engine": None if engine is None else base64.b64encode(engine).decode(),
+        "torch": None if torch is None else torch.get_rng_state().tolist(),
     }
 
 
@@ -62,3 +65,11 @@ def _set(state: dict[str, Any]) -> None:
     np.random.set_state((name, keys, *rest))
     if state["engine"] is not None:
         get_backend().set_random_state(base64.b64decode(state["engine"]))
+    torch = _torch()
+    if torch is not None and state["torch"] is not None:
+        torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+
+
+def _torch() -> Any:
+    """torch, if this process has it: its DataLoader shuffles on every backend."""
+    return sys.modules.get("torch")

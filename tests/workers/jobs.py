@@ -379,3 +379,32 @@ def datasets_of_their_own() -> dict:
     else:
         refused = ""
     return {"contexts": contexts, "steps": steps, "refused": refused}
+
+
+def inputs_of_many_kinds(alone: bool = False) -> list[np.ndarray]:
+    """Fits a PyDataset, a DataLoader and a tf.data.Dataset, one after the other."""
+    import tensorflow as tf
+    import torch
+
+    keras.utils.set_random_seed(17)
+    strategy, scope = in_charge(alone)
+    with scope:
+        # Without slots: a difference of rounding is not magnified.
+        model = classifier(keras.optimizers.SGD(0.1))
+    x, y = digits(29)
+    # Keras seeds torch where it is the backend. The chief's seed is what counts.
+    rank = 0 if alone else strategy.extended.local_replicas.start
+    torch.manual_seed(17 + rank)
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            return x[8 * i : 8 * i + 8], y[8 * i : 8 * i + 8]
+
+    tensors = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
+    model.fit(Batches(), shuffle=True, verbose=0)
+    model.fit(torch.utils.data.DataLoader(tensors, batch_size=8, shuffle=True))
+    model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(8).repeat(2), verbose=0)
+    return weights(model)

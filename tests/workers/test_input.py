@@ -7,6 +7,15 @@ import pytest
 from tests.workers import jobs
 
 
+def test_datasets_that_all_workers_share(two_workers):
+    results = two_workers.run(jobs.inputs_of_many_kinds)
+    expected = jobs.inputs_of_many_kinds(alone=True)
+    for result in results:
+        assert len(result) == len(expected)
+        for got, want in zip(result, expected, strict=True):
+            np.testing.assert_allclose(got, want, atol=1e-5)
+
+
 def test_each_worker_gives_its_own_rows(two_workers):
     results = two_workers.run(jobs.own_rows)
     if keras.backend.backend() == "tensorflow":
