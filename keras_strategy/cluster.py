@@ -1,16 +1,14 @@
 """The workers that train together, as one of them sees them."""
 
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from keras_strategy.cluster_resolver import roles
 from keras_strategy.communication import CommunicationOptions
+from keras_strategy.coordination.settings import is_loopback
 
 if TYPE_CHECKING:
     from keras_strategy.coordination import Member
-
-logger = logging.getLogger("keras_strategy")
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +42,8 @@ class Cluster:
     @property
     def is_local(self) -> bool:
         """Whether all workers are known to be on this machine."""
-        return all(_is_loopback(address) for address in self.addresses)
+        hosts = (address.rpartition(":")[0] for address in self.addresses)
+        return all(is_loopback(host.strip("[]")) for host in hosts)
 
     def agree(self, operation: str, value: Any) -> list[Any]:
         """What each worker says, by rank; see `coordination.Member.agree`."""
@@ -123,11 +122,6 @@ def join(resolver: Any, options: CommunicationOptions) -> Cluster | None:
     )
     _joined = Cluster(rank, names, addresses, member, options)
     return _joined
-
-
-def _is_loopback(address: str) -> bool:
-    host = address.rpartition(":")[0].strip("[]")
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _in_notebook() -> bool:

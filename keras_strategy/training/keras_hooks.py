@@ -44,6 +44,9 @@ GeneratorDataAdapter: Any = home_of(
     "GeneratorDataAdapter",
     "keras.src.trainers.data_adapters.generator_data_adapter",
 ).GeneratorDataAdapter
+ArrayDataAdapter: Any = home_of(
+    "ArrayDataAdapter", "keras.src.trainers.data_adapters.array_data_adapter"
+).ArrayDataAdapter
 
 
 @functools.cache
@@ -52,6 +55,20 @@ def install_once() -> None:
     backend = get_backend()
     hooking.install(_hooks())
     backend.install_hooks()
+
+
+def counts_of_arrays(adapter: Any) -> list[Any] | None:
+    """What is known of a `fit`'s batches before it reads them, if they are arrays.
+
+    Args:
+        adapter: Keras's adapter of the data.
+
+    Returns:
+        How many batches there are, their rows, and those of a last partial one.
+    """
+    if not isinstance(adapter, ArrayDataAdapter):
+        return None
+    return [adapter.num_batches, adapter.batch_size, adapter.partial_batch_size]
 
 
 def strategy_of_variable(variable: Any) -> Any:

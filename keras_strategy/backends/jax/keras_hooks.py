@@ -19,7 +19,7 @@ from keras_strategy.backends.jax.distribution import AXIS, put
 from keras_strategy.backends.threads import keras_hooks as thread_hooks
 from keras_strategy.backends.threads.keras_hooks import global_state, keras_seeds
 from keras_strategy.hooking import Hook, changed, home_of, model_hook
-from keras_strategy.training.keras_hooks import strategy_of_model
+from keras_strategy.training.keras_hooks import counts_of_arrays, strategy_of_model
 from keras_strategy.training.row_weights import distributed_replica
 from keras_strategy.training.worker_input import AgreedBatches
 
@@ -32,9 +32,6 @@ jax_distribution_lib = home_of(
 get_stateless_scope = home_of(
     "get_stateless_scope", "keras.src.backend.common.stateless_scope"
 ).get_stateless_scope
-ArrayDataAdapter: Any = home_of(
-    "ArrayDataAdapter", "keras.src.trainers.data_adapters.array_data_adapter"
-).ArrayDataAdapter
 
 # Under which name Keras keeps the process's own seed generator.
 _SEED = "global_seed_generator"
@@ -93,10 +90,7 @@ def _agreed(batches: Any, iterator: Any, distribution: Any) -> Any:
     """The batches; of several workers, while all of them have one."""
     if distribution.cluster is None:
         return batches
-    adapter, counts = iterator.data_adapter, None
-    if isinstance(adapter, ArrayDataAdapter):
-        counts = [adapter.num_batches, adapter.batch_size]
-        counts.append(adapter.partial_batch_size)
+    counts = counts_of_arrays(iterator.data_adapter)
     return AgreedBatches(batches, distribution.cluster, counts)
 
 

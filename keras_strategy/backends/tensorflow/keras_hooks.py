@@ -23,6 +23,7 @@ from keras_strategy.backends.tensorflow.worker_steps import (
 )
 from keras_strategy.hooking import Hook, home_of, model_hook
 from keras_strategy.training.keras_hooks import (
+    counts_of_arrays,
     strategy_of_model,
     strategy_of_variable,
 )
@@ -37,9 +38,6 @@ in_stateless_scope = home_of(
 TFEpochIterator: Any = home_of(
     "TFEpochIterator", "keras.src.backend.tensorflow.trainer"
 ).TFEpochIterator
-ArrayDataAdapter: Any = home_of(
-    "ArrayDataAdapter", "keras.src.trainers.data_adapters.array_data_adapter"
-).ArrayDataAdapter
 logger = logging.getLogger("keras_strategy")
 
 
@@ -284,11 +282,7 @@ def _get_iterator(original: Callable) -> Callable:
         strategy = context.current_scope()
         if strategy is None or strategy.extended.cluster is None:
             return dataset
-        adapter = self.data_adapter
-        counts = None
-        if isinstance(adapter, ArrayDataAdapter):
-            counts = [adapter.num_batches, adapter.batch_size]
-            counts.append(adapter.partial_batch_size)
+        counts = counts_of_arrays(self.data_adapter)
         return WorkerBatches(dataset, strategy.extended.cluster, counts)
 
     return _get_iterator

@@ -18,7 +18,7 @@ from keras_strategy.backends.threads.keras_hooks import keras_seeds
 from keras_strategy.backends.torch import components
 from keras_strategy.backends.torch.run import process_generator
 from keras_strategy.hooking import Hook, changed, home_of, model_hook
-from keras_strategy.training.keras_hooks import strategy_of_model
+from keras_strategy.training.keras_hooks import counts_of_arrays, strategy_of_model
 from keras_strategy.training.row_weights import distributed_replica
 from keras_strategy.training.worker_input import AgreedBatches
 from keras_strategy.variables import is_on_read
@@ -27,9 +27,6 @@ keras_random = home_of("dropout gamma beta binomial", "keras.src.backend.torch.r
 TorchEpochIterator: Any = home_of(
     "TorchEpochIterator", "keras.src.backend.torch.trainer"
 ).TorchEpochIterator
-ArrayDataAdapter: Any = home_of(
-    "ArrayDataAdapter", "keras.src.trainers.data_adapters.array_data_adapter"
-).ArrayDataAdapter
 
 # --- random numbers
 
@@ -177,11 +174,7 @@ def _get_iterator(original: Callable) -> Callable:
         strategy = context.current_scope()
         if strategy is None or strategy.extended.cluster is None:
             return batches
-        adapter = self.data_adapter
-        counts = None
-        if isinstance(adapter, ArrayDataAdapter):
-            counts = [adapter.num_batches, adapter.batch_size]
-            counts.append(adapter.partial_batch_size)
+        counts = counts_of_arrays(self.data_adapter)
         return AgreedBatches(batches, strategy.extended.cluster, counts)
 
     return _get_iterator
