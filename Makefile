@@ -15,7 +15,7 @@ export BACKENDS
 STAMP := $(VENV)/.installed
 
 .PHONY: help demo test lint ruff format pyright imports docs clean equality peer \
-    compat
+    compat bench
 
 help:
 	@echo "make demo      train on two devices and on one, on every backend"
@@ -23,6 +23,7 @@ help:
 	@echo "make equality  the table of what equals one device, on every backend"
 	@echo "make peer      Keras's own trainer tests inside a scope, on every backend"
 	@echo "make compat    the fit tests on other versions of Keras, on every backend"
+	@echo "make bench     how fast it is beside its peers, on every backend"
 	@echo "make lint      ruff, pyright and the import rules"
 	@echo "make docs      build the documentation into site/"
 	@echo "make clean     remove the virtual environment and what was built"
@@ -49,6 +50,9 @@ peer: $(STAMP)
 # picks some.
 compat: $(STAMP)
 	@$(VENV)/bin/python tools/keras_versions.py $(ARGS)
+
+bench: $(STAMP)
+	@$(VENV)/bin/python -m benchmarks --json benchmarks.json $(ARGS)
 
 # Four targets, so that make -k runs the others when one fails.
 lint: ruff format pyright imports

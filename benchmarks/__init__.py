@@ -1,0 +1,1 @@
+"""How fast keras_strategy is beside its peers: `python -m benchmarks --help`."""

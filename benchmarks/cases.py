@@ -1,0 +1,156 @@
+"""The models that are timed, and what they are trained on.
+
+Small models: on two cores a step of a large one is all arithmetic, and what a strategy
+adds to it could not be seen.
+"""
+
+import functools
+import pydoc_data.topics
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import keras
+import numpy as np
+from sklearn.datasets import load_digits
+
+CHARACTERS = 96  # those of ASCII that print, and one for all others
+WORDS = 8192
+TOPICS = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with its data.
+
+    Attributes:
+        name: Its name in the results.
+        build: Makes the model, not compiled, with logits as its output.
+        load: Gives the inputs and the integer targets of a set, as NumPy arrays.
+        batch: The rows of a global batch.
+    """
+
+    name: str
+    build: Callable[[], keras.Model]
+    load: Callable[[], tuple[np.ndarray, np.ndarray]]
+    batch: int
+
+    def compiled(self) -> keras.Model:
+        """The model, ready for `fit`."""
+        model = self.build()
+        model.compile(optimizer(), loss(), metrics=["accuracy"])
+        return model
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019, the cases live as long as the process
+    def rows(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """So many rows of the data, repeated where there are not as many."""
+        x, y = self.load()
+        index = np.arange(count) % len(x)
+        return x[index], y[index]
+
+
+def optimizer() -> keras.optimizers.Optimizer:
+    return keras.optimizers.Adam(1e-3)
+
+
+def loss() -> keras.losses.Loss:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def _mlp() -> keras.Model:
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((64,)),
+            layers.Dense(256, "relu"),
+            layers.Dense(256, "relu"),
+            layers.Dense(10),
+        ]
+    )
+
+
+def _cnn() -> keras.Model:
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            layers.Conv2D(32, 3, padding="same", activation="relu"),
+            layers.Conv2D(64, 3, padding="same", activation="relu"),
+            layers.MaxPooling2D(2),
+            layers.Flatten(),
+            layers.Dense(10),
+        ]
+    )
+
+
+def _transformer() -> keras.Model:
+    layers, width = keras.layers, 64
+    tokens = keras.Input((64,), dtype="int32")
+    x = layers.Embedding(CHARACTERS, width)(tokens)
+    for _ in range(2):
+        y = layers.LayerNormalization()(x)
+        y = layers.MultiHeadAttention(2, width // 2)(y, y, use_causal_mask=True)
+        x = layers.Add()([x, y])
+        y = layers.LayerNormalization()(x)
+        y = layers.Dense(4 * width, "gelu")(y)
+        x = layers.Add()([x, layers.Dense(width)(y)])
+    logits = layers.Dense(CHARACTERS)(layers.LayerNormalization()(x))
+    return keras.Model(tokens, logits)
+
+
+def _embedding() -> keras.Model:
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((32,), dtype="int32"),
+            layers.Embedding(WORDS, 32),
+            layers.GlobalAveragePooling1D(),
+            layers.Dense(TOPICS),
+        ]
+    )
+
+
+@functools.cache
+def _digits() -> tuple[np.ndarray, np.ndarray]:
+    digits = load_digits()
+    return (digits.data / 16).astype("float32"), digits.target.astype("int32")
+
+
+def _images() -> tuple[np.ndarray, np.ndarray]:
+    x, y = _digits()
+    return x.reshape(-1, 8, 8, 1), y
+
+
+@functools.cache
+def _next_characters() -> tuple[np.ndarray, np.ndarray]:
+    """Python's own documentation: 64 characters, and the one after each of them."""
+    text = "\n".join(pydoc_data.topics.topics.values())
+    codes = np.frombuffer(text.encode("ascii", "replace"), np.uint8).astype("int32")
+    codes = np.where((codes >= 32) & (codes < 127), codes - 32, CHARACTERS - 1)
+    rows = (len(codes) - 1) // 64
+    return (
+        codes[: rows * 64].reshape(rows, 64),
+        codes[1 : rows * 64 + 1].reshape(rows, 64),
+    )
+
+
+@functools.cache
+def _topics_of_words() -> tuple[np.ndarray, np.ndarray]:
+    """32 words of Python's documentation, and the topic (of 16) that they are from."""
+    x, y = [], []
+    for topic, text in enumerate(pydoc_data.topics.topics.values()):
+        words = [zlib.crc32(word.encode()) % WORDS for word in text.split()]
+        for begin in range(0, len(words) - 31, 32):
+            x.append(words[begin : begin + 32])
+            y.append(topic % TOPICS)
+    order = np.random.default_rng(0).permutation(len(x))
+    return np.array(x, "int32")[order], np.array(y, "int32")[order]
+
+
+CASES = (
+    Case("MLP, batch 128", _mlp, _digits, 128),
+    Case("MLP, batch 1024", _mlp, _digits, 1024),
+    Case("CNN", _cnn, _images, 128),
+    Case("transformer", _transformer, _next_characters, 16),
+    Case("embedding", _embedding, _topics_of_words, 128),
+)

@@ -1,0 +1,5 @@
+"""Peers of the torch backend."""
+
+from benchmarks.comparisons import Comparison
+
+COMPARISONS: tuple[Comparison, ...] = ()
