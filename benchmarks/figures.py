@@ -7,6 +7,7 @@ tests can hold on to it.
 
 import importlib
 import math
+import math
 import sys
 import threading
 from collections.abc import Callable
@@ -75,9 +76,7 @@ def figures_of(train: Callable[[int], None], model: keras.Model) -> Figures:
         collectives=collectives,
         bytes=data,
         gradient_bytes=sum(
-            v.value.nbytes
-            if hasattr(v.value, "nbytes")
-            else 4 * v.value.shape.num_elements()
+            math.prod(v.shape) * np.dtype(v.dtype).itemsize
             for v in model.trainable_variables
         ),
         compilations=compilations,
