@@ -7,7 +7,6 @@ tests can hold on to it.
 
 import importlib
 import math
-import math
 import sys
 import threading
 from collections.abc import Callable
