@@ -15,7 +15,7 @@ import pytest
 import keras_strategy as ks
 
 # What these rooms hold knows no engine, and is tested once.
-ENGINELESS = {"coordination", "launch", "testing"}
+ENGINELESS = {"benchmarks", "coordination", "launch", "testing"}
 
 
 def pytest_collection_modifyitems(items):
