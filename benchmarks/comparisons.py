@@ -9,6 +9,7 @@ import keras
 import keras_strategy as ks
 from benchmarks.cases import Case
 from benchmarks.pairing import Train
+from benchmarks.plain import plain_keras
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,16 @@ def fit_in_scope(strategy: ks.Strategy, case: Case) -> Train:
 
 
 def plain_fit(case: Case) -> Train:
+    """`model.fit` of a Keras that nothing was installed in."""
     keras.utils.set_random_seed(0)
-    return fit(case.compiled(), case)
+    with plain_keras():
+        train = fit(case.compiled(), case)
+
+    def plain(steps: int) -> None:
+        with plain_keras():
+            train(steps)
+
+    return plain
 
 
 def _device() -> str:

@@ -64,8 +64,8 @@ def figures_of(train: Callable[[int], None], model: keras.Model) -> Figures:
     """
     counter = importlib.import_module(f"benchmarks.{keras.backend.backend()}_figures")
     # First of all, so that the replicas' threads start under the profiler.
-    _python_calls(train, 2)
-    calls = _python_calls(train, 30) - _python_calls(train, 10)
+    python_calls(train, 2)
+    calls = python_calls(train, 30) - python_calls(train, 10)
     compilations = counter.count(train, 100)[2]
     short, long = counter.count(train, 10), counter.count(train, 30)
     collectives, data, _, transfers = (
@@ -94,7 +94,8 @@ def _profile(frame: FrameType, event: str, argument: object) -> None:
         _calls += 1
 
 
-def _python_calls(train: Callable[[int], None], steps: int) -> int:
+def python_calls(train: Callable[[int], None], steps: int) -> int:
+    """How many Python functions of this package are entered, in all threads."""
     before = _calls
     threading.setprofile(_profile)
     sys.setprofile(_profile)

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.scaling.model import Link, Step, fitted_link
+from benchmarks.scaling.published import ANCHORS, ETHERNET_25
 
 ROOT = Path(__file__).parents[2]
 WORKERS = (1, 2, 4)
@@ -38,6 +39,13 @@ def main() -> None:
             f"{row['case']}, {row['workers']} workers: {row['measured'] * 1e3:.2f} ms, "
             f"predicted {row['predicted'] * 1e3:.2f} ms"
         )
+    for anchor in ANCHORS:
+        for devices in (8, 64, 512):
+            low, high = (
+                anchor.step(overlap).efficiency(devices, ETHERNET_25)
+                for overlap in (0, 2 / 3)
+            )
+            print(f"{anchor.model}, {devices} GPUs: {low:.0%} to {high:.0%}")
     figures = {
         "backend": options.backend,
         "cores": cores,
