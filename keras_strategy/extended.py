@@ -16,7 +16,7 @@ from keras_strategy.backends.single import SingleReplicaGroup
 from keras_strategy.communication import check_communication_options
 from keras_strategy.options import check_call
 from keras_strategy.topology import resolve_devices
-from keras_strategy.training import keras_hooks
+from keras_strategy.training import keras_hooks, ownership
 from keras_strategy.updating import Containers, VariableComponent
 from keras_strategy.values import (
     DistributedValues,
@@ -138,7 +138,7 @@ class StrategyExtended:
         ```
         """
         check_variable("v", v)
-        return keras_hooks.strategy_of_variable(v) is self._strategy
+        return ownership.strategy_of_variable(v) is self._strategy
 
     def update(
         self,

@@ -9,7 +9,7 @@ from keras_strategy.backends.single import SingleReplicaGroup
 from keras_strategy.extended import StrategyExtended, check_variable
 from keras_strategy.strategy import Strategy
 from keras_strategy.topology import canonical_device, resolve_devices
-from keras_strategy.training import keras_hooks
+from keras_strategy.training.ownership import strategy_of_variable
 from keras_strategy.updating import Containers
 
 
@@ -77,7 +77,7 @@ class DefaultExtended(StrategyExtended):
     def variable_created_in_scope(self, v: keras.Variable) -> bool:
         """Whether a variable was made outside of every scope."""
         check_variable("v", v)
-        return keras_hooks.strategy_of_variable(v) is None
+        return strategy_of_variable(v) is None
 
 
 class DefaultGroup(SingleReplicaGroup):

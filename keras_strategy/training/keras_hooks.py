@@ -32,6 +32,11 @@ from keras_strategy.training import (
     normalization,
     one_writer,
 )
+from keras_strategy.training.ownership import (
+    adopt_variables,
+    belongs_to,
+    strategy_of_model,
+)
 from keras_strategy.training.row_weights import distributed_replica
 from keras_strategy.values import ReduceOp
 from keras_strategy.variables import adds_up, assigned
@@ -71,67 +76,6 @@ def counts_of_arrays(adapter: Any) -> list[Any] | None:
     return [adapter.num_batches, adapter.batch_size, adapter.partial_batch_size]
 
 
-def strategy_of_variable(variable: Any) -> Any:
-    """The strategy in whose scope a variable was made or adopted, or None."""
-    return vars(variable).get("_ks_strategy")
-
-
-def strategy_of_model(model: keras.Model) -> Any:
-    """The strategy that a model trains under, or None.
-
-    A model that was not made in a scope itself, as a wrapper of one that was, follows
-    its variables.
-    """
-    strategy = vars(model).get("_ks_strategy")
-    if strategy is not None:
-        return strategy
-    for variable in model.variables:
-        strategy = strategy_of_variable(variable)
-        if strategy is not None:
-            return strategy
-    return None
-
-
-def _belongs_to(variable: Any, strategy: Any) -> None:
-    vars(variable)["_ks_strategy"] = strategy
-    strategy.extended.variables[id(variable)] = variable
-
-
-def adopt_variables(strategy: Any, model: keras.Model) -> None:
-    """Mirrors what a model needs and what was made outside the scope.
-
-    An optimizer or a metric that was made before the scope was entered, or a layer
-    of a model that was built elsewhere.
-    """
-    variables = [*model.variables, *model.metrics_variables]
-    if getattr(model, "optimizer", None) is not None:
-        variables += model.optimizer.variables
-    adopt(strategy, variables)
-
-
-def adopt(strategy: Any, variables: Any) -> None:
-    """Makes initialized variables that belong to no strategy `strategy`'s.
-
-    Raises:
-        RuntimeError: If one of them belongs to another strategy.
-    """
-    strangers = []
-    for variable in variables:
-        owner = strategy_of_variable(variable)
-        if owner is None and variable._value is not None:
-            strangers.append(variable)
-        elif owner not in (None, strategy):
-            raise RuntimeError(
-                f"Mixing different strategies: the variable '{variable.path}' was "
-                f"made in the scope of {owner!r} and is used under {strategy!r}. "
-                "Make the whole model in one scope."
-            )
-    if strangers:
-        strategy.extended.group.adopt(strangers)
-    for variable in strangers:
-        _belongs_to(variable, strategy)
-
-
 # --- which strategy a model and its variables belong to
 
 
@@ -160,7 +104,7 @@ def _variable_init(original: Callable) -> Callable:
         original(self, *args, **kwargs)
         strategy = context.current_scope()
         if strategy is not None:
-            _belongs_to(self, strategy)
+            belongs_to(self, strategy)
 
     return __init__
 
@@ -233,21 +177,6 @@ def _chiefs_lead(strategy: Any, every_batch: bool) -> one_writer.ChiefsLead:
     )
 
 
-def _save(original: Callable) -> Callable:
-    """`Model.save`, `save_weights` and `export`: the chief writes for all workers."""
-    name = original.__name__
-
-    def save(self, filepath, *args, **kwargs):
-        strategy = strategy_of_model(self)
-        cluster = None if strategy is None else strategy.extended.cluster
-        if cluster is None:
-            return original(self, filepath, *args, **kwargs)
-        with one_writer.saving(cluster, filepath, f"`{name}`") as path:
-            return original(self, path, *args, **kwargs)
-
-    return save
-
-
 def _data_for_keras(argument: Any, strategy: Any, method: str) -> Any:
     data = input_splitting.for_keras(argument, strategy, method)
     return _Batches(data) if isinstance(data, input_splitting.GlobalBatches) else data
@@ -275,28 +204,6 @@ class _Batches(GeneratorDataAdapter):
     @property
     def num_batches(self):
         return self._number
-
-
-def _restore(original: Callable) -> Callable:
-    """`BackupAndRestore.on_train_begin`: the chief alone restores.
-
-    The others may not see its folder; they get what it restored when all callbacks
-    have begun. To load makes variables and throws them away: they are not everybody's.
-    """
-
-    def on_train_begin(self, logs=None):
-        strategy = strategy_of_model(self.model)
-        cluster = None if strategy is None else strategy.extended.cluster
-        if cluster is None:
-            return original(self, logs)
-        optimizer = self.model.optimizer
-        if self.model.built and not optimizer.built:
-            optimizer.build(self.model.trainable_variables)
-        if cluster.is_chief:
-            with entry_scope.left_for(None):
-                original(self, logs)
-
-    return on_train_begin
 
 
 def _symbolic_build(original: Callable) -> Callable:
@@ -579,11 +486,7 @@ def _hooks() -> list[Any]:
         Hook(keras.Layer, "__new__", "(cls, *args, **kwargs)", _layer_new),
         *activity_losses.hooks(),
         *(model_hook(name, (), _in_scope) for name in entry_points),
-        *(
-            Hook(keras.Model, name, ("filepath",), _save)
-            for name in ("save", "save_weights", "export")
-        ),
-        Hook(keras.callbacks.BackupAndRestore, "on_train_begin", ("logs",), _restore),
+        *one_writer.hooks(),
         model_hook(
             "_symbolic_build",
             "(self, iterator=None, data_batch=None)",

@@ -16,6 +16,9 @@ import keras
 
 from keras_strategy.cluster import Cluster
 from keras_strategy.errors import WorkerFailedError
+from keras_strategy.hooking import Hook
+from keras_strategy.training import entry_scope
+from keras_strategy.training.ownership import strategy_of_model
 
 # They write, and nothing that the workers do together depends on them.
 _OF_THE_CHIEF = (
@@ -203,3 +206,52 @@ class ChiefsLead(keras.callbacks.Callback):
         wanted = bool(self.model.stop_training)
         if any(self._cluster.agree("whether to stop", wanted)):
             self.model.stop_training = True
+
+
+def _save(original: Callable) -> Callable:
+    """`Model.save`, `save_weights` and `export`: the chief writes for all workers."""
+    name = original.__name__
+
+    def save(self, filepath, *args, **kwargs):
+        strategy = strategy_of_model(self)
+        cluster = None if strategy is None else strategy.extended.cluster
+        if cluster is None:
+            return original(self, filepath, *args, **kwargs)
+        with saving(cluster, filepath, f"`{name}`") as path:
+            return original(self, path, *args, **kwargs)
+
+    return save
+
+
+def _restore(original: Callable) -> Callable:
+    """`BackupAndRestore.on_train_begin`: the chief alone restores.
+
+    The others may not see its folder; they get what it restored when all callbacks
+    have begun. To load makes variables and throws them away: they are not everybody's.
+    """
+
+    def on_train_begin(self, logs=None):
+        strategy = strategy_of_model(self.model)
+        cluster = None if strategy is None else strategy.extended.cluster
+        if cluster is None:
+            return original(self, logs)
+        optimizer = self.model.optimizer
+        if self.model.built and not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        if cluster.is_chief:
+            with entry_scope.left_for(None):
+                original(self, logs)
+
+    return on_train_begin
+
+
+def hooks() -> list[Hook]:
+    """The hooks by which the chief alone writes and restores."""
+    restore = keras.callbacks.BackupAndRestore
+    return [
+        *(
+            Hook(keras.Model, name, ("filepath",), _save)
+            for name in ("save", "save_weights", "export")
+        ),
+        Hook(restore, "on_train_begin", ("logs",), _restore),
+    ]

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 import keras_strategy as ks
 from keras_strategy.backends.tensorflow import combine
-from keras_strategy.training import keras_hooks
+from keras_strategy.training import keras_hooks, ownership
 
 
 @pytest.fixture(params=[2, 3], ids="{} replicas".format)
@@ -351,7 +351,7 @@ def test_adopted_variables_keep_value_and_optimizer_slots(two):
     optimizer.apply([tf.ones(2)], [v])
     before = v.numpy()
     with two.scope():
-        keras_hooks.adopt(two, [v, *optimizer.variables])
+        ownership.adopt(two, [v, *optimizer.variables])
     np.testing.assert_array_equal(v.numpy(), before)
     two.run(lambda: optimizer.apply([tf.ones(2)], [v]))
     # Momentum 0.9 * -0.1 - 0.1 * (sum of the gradients, 2)

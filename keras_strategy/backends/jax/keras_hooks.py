@@ -19,7 +19,8 @@ from keras_strategy.backends.jax.distribution import AXIS, put
 from keras_strategy.backends.threads import keras_hooks as thread_hooks
 from keras_strategy.backends.threads.keras_hooks import global_state, keras_seeds
 from keras_strategy.hooking import Hook, changed, home_of, model_hook
-from keras_strategy.training.keras_hooks import counts_of_arrays, strategy_of_model
+from keras_strategy.training.keras_hooks import counts_of_arrays
+from keras_strategy.training.ownership import strategy_of_model
 from keras_strategy.training.row_weights import distributed_replica
 from keras_strategy.training.worker_input import AgreedBatches
 

@@ -46,7 +46,7 @@ from keras_strategy.backends.jax.replica import JaxReplica
 from keras_strategy.backends.jax.sharded import ShardedPerReplica
 from keras_strategy.backends.jax.threaded import ThreadedRunner
 from keras_strategy.backends.jax.workers import JaxWorkers
-from keras_strategy.training.keras_hooks import adopt
+from keras_strategy.training.ownership import adopt
 from keras_strategy.variables import is_on_read
 
 if TYPE_CHECKING:

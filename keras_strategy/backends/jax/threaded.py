@@ -29,7 +29,7 @@ from keras_strategy.backends.threads.rendezvous import Rendezvous
 from keras_strategy.backends.threads.replica import ThreadReplica
 from keras_strategy.backends.threads.scopes import ReplicaScope, unbuilt
 from keras_strategy.backends.threads.team import Team
-from keras_strategy.training.keras_hooks import adopt
+from keras_strategy.training.ownership import adopt
 from keras_strategy.training.row_weights import weighted
 from keras_strategy.values import (
     ReduceOp,

@@ -22,8 +22,8 @@ from keras_strategy.backends.tensorflow.worker_steps import (
     steps_of_workers,
 )
 from keras_strategy.hooking import Hook, home_of, model_hook
-from keras_strategy.training.keras_hooks import (
-    counts_of_arrays,
+from keras_strategy.training.keras_hooks import counts_of_arrays
+from keras_strategy.training.ownership import (
     strategy_of_model,
     strategy_of_variable,
 )

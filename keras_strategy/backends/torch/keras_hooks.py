@@ -18,7 +18,8 @@ from keras_strategy.backends.threads.keras_hooks import keras_seeds
 from keras_strategy.backends.torch import components
 from keras_strategy.backends.torch.run import process_generator
 from keras_strategy.hooking import Hook, changed, home_of, model_hook
-from keras_strategy.training.keras_hooks import counts_of_arrays, strategy_of_model
+from keras_strategy.training.keras_hooks import counts_of_arrays
+from keras_strategy.training.ownership import strategy_of_model
 from keras_strategy.training.row_weights import distributed_replica
 from keras_strategy.training.worker_input import AgreedBatches
 from keras_strategy.variables import is_on_read
