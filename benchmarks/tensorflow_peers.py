@@ -1,5 +1,205 @@
-"""Peers of the tensorflow backend."""
+"""Peers of the tensorflow backend: Keras and loops on native tf.distribute.
 
+Our hooks leave alone what is not made in one of our scopes, so a native peer does in
+this process what it does without us: `tests/speed/test_tensorflow_figures.py` compares
+the graphs.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import keras_strategy as ks
+from benchmarks.cases import Case, loss, optimizer
 from benchmarks.comparisons import Comparison
+from benchmarks.pairing import Train
 
-COMPARISONS: tuple[Comparison, ...] = ()
+
+@functools.cache
+def our_strategy() -> ks.MirroredStrategy:
+    return ks.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+@functools.cache  # two in one process abort each other's collectives
+def native_strategy(one_device: bool = False) -> tf.distribute.MirroredStrategy:
+    """The native strategy of the two devices.
+
+    Args:
+        one_device: Whether to sum on one device, in place of what it chooses itself.
+    """
+    return tf.distribute.MirroredStrategy(
+        ["CPU:0", "CPU:1"],
+        tf.distribute.ReductionToOneDevice() if one_device else None,
+    )
+
+
+class _Steps(keras.callbacks.Callback):
+    """Lets a `fit` go on for so many steps at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self._left = 0
+        self._more, self._done = threading.Semaphore(0), threading.Semaphore(0)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._left == 0:
+            self._done.release()
+            self._more.acquire()
+        self._left -= 1
+
+    def wait_for_the_first(self) -> None:
+        self._done.acquire()
+
+    def train(self, steps: int) -> None:
+        self._left = steps
+        self._more.release()
+        self._done.acquire()
+
+
+def steps_of_fit(case: Case, strategy: Any) -> Train:
+    """The steps of one endless `model.fit`, without the time that it takes to start.
+
+    On a native strategy that is as long as 50 to 100 steps of these models, since it
+    makes three distributed iterators.
+
+    Args:
+        case: The case.
+        strategy: Ours, or a native one.
+    """
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = case.compiled()
+    x, y = case.rows(8 * case.batch)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).repeat()
+    data = data.batch(case.batch, drop_remainder=True)
+    steps = _Steps()
+    threading.Thread(
+        target=model.fit,
+        args=(data,),
+        kwargs={"steps_per_epoch": 10**9, "verbose": 0, "callbacks": [steps]},
+        daemon=True,
+    ).start()
+    steps.wait_for_the_first()
+    return steps.train
+
+
+# What a replica does with its inputs and targets; gives its part of the loss.
+Step = Callable[[Any, Any], Any]
+
+
+def step_of_replica(case: Case) -> Step:
+    """A step of a training loop of one's own; made in a scope."""
+    model, adam = case.build(), optimizer()
+    adam.build(model.trainable_variables)
+    accuracy = keras.metrics.SparseCategoricalAccuracy()
+    per_row = loss()
+    per_row.reduction = "none"
+
+    def step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            logits = model(x, training=True)
+            losses = per_row(y, logits)
+            # Of 64 targets for each row of the transformer, one for the others.
+            count = case.batch * (losses.shape[1] if losses.shape.rank == 2 else 1)
+            value = tf.reduce_sum(losses) / count
+        variables = model.trainable_variables
+        adam.apply(tape.gradient(value, variables), variables)
+        accuracy.update_state(y, logits)
+        return value
+
+    return step
+
+
+def batches_of(case: Case, strategy: Any) -> Iterator[Any]:
+    """Global batches without end, dealt to the replicas."""
+    x, y = case.rows(8 * case.batch)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).repeat()
+    dataset = dataset.batch(case.batch, drop_remainder=True)
+    return iter(strategy.experimental_distribute_dataset(dataset))
+
+
+def loop(case: Case, strategy: Any, compiled: bool) -> Train:
+    """A loop of one's own.
+
+    Args:
+        case: The case.
+        strategy: Ours, or a native one.
+        compiled: Whether a tf.function is around the step of all replicas.
+    """
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        step = step_of_replica(case)
+    batches = batches_of(case, strategy)
+
+    def step_of_all(x: Any, y: Any) -> Any:
+        return strategy.reduce("SUM", strategy.run(step, args=(x, y)), axis=None)
+
+    if compiled:
+        step_of_all = tf.function(step_of_all)
+
+    def train(steps: int) -> None:
+        total = 0.0
+        for _ in range(steps):
+            total += step_of_all(*next(batches))
+        float(total)
+
+    return train
+
+
+NATIVE = "tf.distribute.MirroredStrategy"
+COMPARISONS: tuple[Comparison, ...] = (
+    Comparison(
+        "steps of fit, MirroredStrategy",
+        f"Keras on {NATIVE}",
+        2,
+        1.0,
+        lambda case: (
+            steps_of_fit(case, our_strategy()),
+            steps_of_fit(case, native_strategy()),
+        ),
+    ),
+    Comparison(
+        "steps of fit, MirroredStrategy",
+        f"Keras on {NATIVE}, ReductionToOneDevice",
+        2,
+        None,
+        lambda case: (
+            steps_of_fit(case, our_strategy()),
+            steps_of_fit(case, native_strategy(one_device=True)),
+        ),
+    ),
+    Comparison(
+        "loop of `run`, MirroredStrategy",
+        f"tf.function of run on {NATIVE}",
+        2,
+        0.95,
+        lambda case: (
+            loop(case, our_strategy(), compiled=False),
+            loop(case, native_strategy(), compiled=True),
+        ),
+    ),
+    Comparison(
+        "loop of `run`, MirroredStrategy",
+        f"tf.function of run on {NATIVE}, ReductionToOneDevice",
+        2,
+        None,
+        lambda case: (
+            loop(case, our_strategy(), compiled=False),
+            loop(case, native_strategy(one_device=True), compiled=True),
+        ),
+    ),
+    Comparison(
+        "loop of a tf.function of `run`, MirroredStrategy",
+        f"tf.function of run on {NATIVE}",
+        2,
+        0.95,
+        lambda case: (
+            loop(case, our_strategy(), compiled=True),
+            loop(case, native_strategy(), compiled=True),
+        ),
+    ),
+)
