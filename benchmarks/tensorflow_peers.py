@@ -1,8 +1,7 @@
 """Peers of the tensorflow backend: Keras and loops on native tf.distribute.
 
-Our hooks leave alone what is not made in one of our scopes, so a native peer does in
-this process what it does without us: `tests/speed/test_tensorflow_figures.py` compares
-the graphs.
+Our hooks leave alone what is not made in one of our scopes: the graph of a native peer
+is the same in a process of its own.
 """
 
 import functools
@@ -74,8 +73,8 @@ def steps_of_fit(case: Case, strategy: Any) -> Train:
     with strategy.scope():
         model = case.compiled()
     x, y = case.rows(8 * case.batch)
-    data = tf.data.Dataset.from_tensor_slices((x, y)).repeat()
-    data = data.batch(case.batch, drop_remainder=True)
+    # As of arrays, whose batches have no fixed number of rows for Keras.
+    data = tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(case.batch)
     steps = _Steps()
     threading.Thread(
         target=model.fit,
