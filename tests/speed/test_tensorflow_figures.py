@@ -54,6 +54,21 @@ def test_a_step_of_fit(two):
     assert figures.python_calls == 0
 
 
+@pytest.mark.parametrize("strategy", [ks.OneDeviceStrategy, ks.MirroredStrategy])
+def test_a_step_of_fit_on_one_device_is_keras_own(strategy):
+    with strategy("cpu:0" if strategy is ks.OneDeviceStrategy else ["cpu:0"]).scope():
+        model = small_model()
+        model.compile(keras.optimizers.Adam(), loss(), metrics=["accuracy"])
+
+    def train(steps):
+        model.fit(*rows(steps), batch_size=BATCH, verbose=0)
+
+    figures = figures_of(train, model)
+
+    assert figures.python_calls == 0
+    assert (figures.collectives, figures.transfers, figures.compilations) == (0, 0, 0)
+
+
 @pytest.mark.parametrize("by", ["value_and_grad", "GradientTape"])
 def test_a_step_of_a_loop(two, by):
     with two.scope():
