@@ -91,10 +91,6 @@ def split_by_rows(dataset: Any, replicas: int, local: range) -> Any:
     rows = {shape[0] if shape.rank else None for shape in shapes}
     fixed = rows.pop() if len(rows) == 1 else None
     fixed = fixed // replicas if fixed is not None and fixed % replicas == 0 else None
-    dense = all(isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(spec))
-    if fixed and dense and len(local) == replicas:
-        # The same, done by tf.data itself, without a call of a function for each batch.
-        return dataset.rebatch(fixed, drop_remainder=True)
 
     def parts(*element):
         element = element if type(spec) is tuple else element[0]
@@ -116,7 +112,12 @@ def split_by_rows(dataset: Any, replicas: int, local: range) -> Any:
 
         return tf.data.Dataset.range(local.start, local.stop).map(part)
 
-    result = dataset.flat_map(parts)
+    dense = all(isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(spec))
+    if fixed and dense and len(local) == replicas:
+        # The same, done by tf.data itself, without a call of a function for each batch.
+        result = dataset.rebatch(fixed, drop_remainder=True)
+    else:
+        result = dataset.flat_map(parts)
     count = int(dataset.cardinality())
     if count == tf.data.UNKNOWN_CARDINALITY:
         return result
