@@ -1,5 +1,220 @@
-"""Peers of the tensorflow backend."""
+"""Peers of the tensorflow backend: Keras and loops on native tf.distribute.
 
+Our hooks leave alone what is not made in one of our scopes: the graph of a native peer
+is the same in a process of its own.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import keras_strategy as ks
+from benchmarks.cases import Case, loss, optimizer
 from benchmarks.comparisons import Comparison
+from benchmarks.pairing import Train
 
-COMPARISONS: tuple[Comparison, ...] = ()
+
+@functools.cache
+def our_strategy() -> ks.MirroredStrategy:
+    return ks.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+@functools.cache  # two in one process abort each other's collectives
+def native_strategy(one_device: bool = False) -> tf.distribute.MirroredStrategy:
+    """The native strategy of the two devices.
+
+    Args:
+        one_device: Whether to sum on one device, in place of what it chooses itself.
+    """
+    return tf.distribute.MirroredStrategy(
+        ["CPU:0", "CPU:1"],
+        tf.distribute.ReductionToOneDevice() if one_device else None,
+    )
+
+
+class _Steps(keras.callbacks.Callback):
+    """A `fit` without end, in a thread of its own, that goes on when it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self._left = 0
+        self._go_on, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self._error: BaseException | None = None
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._left == 0:
+            self._done.release()
+            self._go_on.acquire()
+        self._left -= 1
+
+    def start(self, model: keras.Model, data: tf.data.Dataset) -> None:
+        def fit():
+            try:
+                model.fit(data, steps_per_epoch=10**9, verbose=0, callbacks=[self])
+            except BaseException as error:  # for the thread that waits
+                self._error = error
+                self._done.release()
+
+        threading.Thread(target=fit, daemon=True).start()
+        self._wait()
+
+    def train(self, steps: int) -> None:
+        self._left = steps
+        self._go_on.release()
+        self._wait()
+
+    def _wait(self) -> None:
+        self._done.acquire()
+        if self._error is not None:
+            raise self._error
+
+
+def steps_of_fit(case: Case, strategy: Any) -> Train:
+    """The steps of one endless `model.fit`, without the time that it takes to start.
+
+    On a native strategy, where it makes three distributed iterators, that is as long as
+    60 steps of the smallest of these models.
+
+    Args:
+        case: The case.
+        strategy: Ours, or a native one.
+    """
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = case.compiled()
+    x, y = case.rows(8 * case.batch)
+    # As of arrays, whose batches have no fixed number of rows for Keras.
+    data = tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(case.batch)
+    steps = _Steps()
+    steps.start(model, data)
+    return steps.train
+
+
+# What a replica does with its inputs and targets; gives its part of the loss.
+Step = Callable[[Any, Any], Any]
+
+
+def step_of_replica(case: Case) -> Step:
+    """A step of a training loop of one's own; made in a scope."""
+    model, adam = case.build(), optimizer()
+    adam.build(model.trainable_variables)
+    accuracy = keras.metrics.SparseCategoricalAccuracy()
+    per_row = loss()
+    per_row.reduction = "none"
+
+    def step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            logits = model(x, training=True)
+            losses = per_row(y, logits)
+            # Of 64 targets for each row of the transformer, one for the others.
+            count = case.batch * (losses.shape[1] if losses.shape.rank == 2 else 1)
+            value = tf.reduce_sum(losses) / count
+        variables = model.trainable_variables
+        adam.apply(tape.gradient(value, variables), variables)
+        accuracy.update_state(y, logits)
+        return value
+
+    return step
+
+
+def batches_of(case: Case, strategy: Any) -> Iterator[Any]:
+    """Global batches without end, dealt to the replicas."""
+    x, y = case.rows(8 * case.batch)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).repeat()
+    dataset = dataset.batch(case.batch, drop_remainder=True)
+    return iter(strategy.experimental_distribute_dataset(dataset))
+
+
+def loop(case: Case, strategy: Any, compiled: bool) -> Train:
+    """A loop of one's own.
+
+    Args:
+        case: The case.
+        strategy: Ours, or a native one.
+        compiled: Whether a tf.function is around the step of all replicas.
+    """
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        step = step_of_replica(case)
+    batches = batches_of(case, strategy)
+
+    def step_of_all(x: Any, y: Any) -> Any:
+        return strategy.reduce("SUM", strategy.run(step, args=(x, y)), axis=None)
+
+    if compiled:
+        step_of_all = tf.function(step_of_all)
+
+    def train(steps: int) -> None:
+        total = 0.0
+        for _ in range(steps):
+            total += step_of_all(*next(batches))
+        float(total)
+
+    return train
+
+
+NATIVE = "tf.distribute.MirroredStrategy"
+# To compile takes longer than to measure, so not every comparison has every case.
+BUT_MLP = ("MLP, batch 1024", "CNN", "transformer", "embedding")
+BUT_MLP_AND_CNN = ("MLP, batch 1024", "transformer", "embedding")
+COMPARISONS: tuple[Comparison, ...] = (
+    Comparison(
+        "steps of fit, MirroredStrategy",
+        f"Keras on {NATIVE}",
+        2,
+        1.0,
+        lambda case: (
+            steps_of_fit(case, our_strategy()),
+            steps_of_fit(case, native_strategy()),
+        ),
+        without=("MLP, batch 1024", "embedding"),
+    ),
+    Comparison(
+        "steps of fit, MirroredStrategy",
+        f"Keras on {NATIVE}, ReductionToOneDevice",
+        2,
+        None,
+        lambda case: (
+            steps_of_fit(case, our_strategy()),
+            steps_of_fit(case, native_strategy(one_device=True)),
+        ),
+        without=BUT_MLP,
+    ),
+    Comparison(
+        "loop of `run`, MirroredStrategy",
+        f"tf.function of run on {NATIVE}",
+        2,
+        0.95,
+        lambda case: (
+            loop(case, our_strategy(), compiled=False),
+            loop(case, native_strategy(), compiled=True),
+        ),
+        without=BUT_MLP_AND_CNN,
+    ),
+    Comparison(
+        "loop of `run`, MirroredStrategy",
+        f"tf.function of run on {NATIVE}, ReductionToOneDevice",
+        2,
+        None,
+        lambda case: (
+            loop(case, our_strategy(), compiled=False),
+            loop(case, native_strategy(one_device=True), compiled=True),
+        ),
+        without=BUT_MLP,
+    ),
+    Comparison(
+        "loop of a tf.function of `run`, MirroredStrategy",
+        f"tf.function of run on {NATIVE}",
+        2,
+        0.95,
+        lambda case: (
+            loop(case, our_strategy(), compiled=True),
+            loop(case, native_strategy(), compiled=True),
+        ),
+        without=BUT_MLP,
+    ),
+)

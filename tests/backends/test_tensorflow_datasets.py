@@ -10,6 +10,7 @@ if keras.backend.backend() != "tensorflow":
 import tensorflow as tf
 
 import keras_strategy as ks
+from keras_strategy.backends.tensorflow.datasets import split_by_rows
 
 
 @pytest.fixture
@@ -252,3 +253,19 @@ def test_python_batches_in_a_tf_function(strategy):
     for data in (dataset, iterator):
         with pytest.raises(RuntimeError, match="unrolled"):
             loop(data)
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.parametrize("endless", [True, False])
+def test_parts_of_even_batches_are_in_order_and_counted(fixed, endless):
+    dataset = tf.data.Dataset.range(16).map(lambda x: {"x": x, "y": (2 * x,)})
+    dataset = dataset.batch(8, drop_remainder=fixed)
+    dataset = dataset.repeat() if endless else dataset
+
+    parts = split_by_rows(dataset, 2, range(2))
+
+    assert int(parts.cardinality()) == (tf.data.INFINITE_CARDINALITY if endless else 4)
+    assert parts.element_spec["x"].shape.as_list() == [4 if fixed else None]
+    for begin, part in zip([0, 4, 8, 12], parts.as_numpy_iterator(), strict=False):
+        assert part["x"].tolist() == list(range(begin, begin + 4))
+        assert part["y"][0].tolist() == [2 * x for x in range(begin, begin + 4)]
