@@ -6,7 +6,7 @@ adapter needs, under names of our own.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -478,9 +478,20 @@ def array_of(variable: Any) -> Any:
     return variable._value
 
 
+def arrays_of(variables: Iterable[Any]) -> list[Any]:
+    """The arrays that variables hold: one call in every step, for all of them."""
+    return [variable._value for variable in variables]
+
+
 def set_array(variable: Any, array: Any) -> None:
     """Makes `array`, which has the variable's placement already, its value."""
     variable._value = array
+
+
+def set_arrays(variables: Iterable[Any], arrays: Iterable[Any]) -> None:
+    """Makes each array its variable's value."""
+    for variable, array in zip(variables, arrays, strict=True):
+        variable._value = array
 
 
 def set_layout(variable: Any, layout: Any) -> None:
@@ -489,10 +500,15 @@ def set_layout(variable: Any, layout: Any) -> None:
     variable._direct_assign(variable._value)
 
 
+def global_seed() -> Any:
+    """The variable of the process's own seed generator; None if there is none."""
+    generator = global_state.get_global_attribute(_SEED)
+    return None if generator is None else generator.state
+
+
 def is_global_seed(variable: Any) -> bool:
     """Whether a variable is the state of the process's own seed generator."""
-    generator = global_state.get_global_attribute(_SEED)
-    return generator is not None and generator.state is variable
+    return variable is global_seed()
 
 
 def release(variable: Any, array: Any) -> None:
