@@ -304,6 +304,24 @@ def test_what_a_variable_was_assigned_lasts(two):
     assert v.numpy().tolist() == [4.0] * 3
 
 
+def test_what_another_strategy_was_assigned_lasts(two, mirrored):
+    other = mirrored(3)
+    with two.scope():
+        v = keras.Variable(np.zeros(3, "float32"))
+    with other.scope():
+        w = keras.Variable(np.zeros(3, "float32"))
+    ones = np.ones(3, "float32")
+    two.run(lambda: v.assign_add(ones))
+    with other.scope():
+        w.assign(v.value)
+    two.run(lambda: v.assign_add(ones))
+    other.run(lambda: w.assign_add(3 * ones))
+    v.assign(w.value)
+    other.run(lambda: w.assign_add(ones))
+    assert v.numpy().tolist() == [4.0] * 3
+    assert w.numpy().tolist() == [5.0] * 3
+
+
 def test_a_variable_can_be_copied_after_a_step(two):
     with two.scope():
         v = keras.Variable(np.zeros(3, "float32"))

@@ -176,18 +176,28 @@ def _distribute_tensor(original: Callable) -> Callable:
     """`distribute_tensor`: a variable's value, on the devices of all processes.
 
     `jax.device_put` first compares what the processes have, by a collective; and it
-    cannot take what is on all their devices already.
+    cannot take what is on all their devices already. Where it moves an array, the
+    result may share memory with it, which a step overwrites that has either of them.
     """
 
     def distribute_tensor(tensor, layout):
         sharding = getattr(layout, "backend_layout", layout)
         # Also outside of the scope, where a variable may be assigned.
-        ours = getattr(getattr(sharding, "mesh", None), "axis_names", ()) == (AXIS,)
-        if not ours or sharding.is_fully_addressable:
-            return original(tensor, layout)
-        return put(tensor, sharding)
+        ours = _is_ours(sharding)
+        if ours and not sharding.is_fully_addressable:
+            return put(tensor, sharding)
+        result = original(tensor, layout)
+        if result is tensor or isinstance(tensor, Tracer):
+            return result
+        if isinstance(tensor, jax.Array) and (ours or _is_ours(tensor.sharding)):
+            return jax.numpy.copy(result)
+        return result
 
     return distribute_tensor
+
+
+def _is_ours(sharding: Any) -> bool:
+    return getattr(getattr(sharding, "mesh", None), "axis_names", ()) == (AXIS,)
 
 
 def _initialize(original: Callable) -> Callable:

@@ -184,7 +184,7 @@ def _reduced_in_one(
     replicas = distribution.replicas
     rows, *others = value.array.shape
     shape = () if value.scalars else (rows // replicas, *others)
-    axes = _axes(axis, [shape])
+    axes = _axes(axis, [shape] * replicas)
     if value.total is not None:
         mean = reduce_op is ReduceOp.MEAN
         return value.total / replicas if mean else value.total
