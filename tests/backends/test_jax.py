@@ -1,6 +1,8 @@
 """What is JAX's alone: placement, donation, tracing."""
 
+import copy
 import gc
+import threading
 import weakref
 
 import keras
@@ -17,6 +19,7 @@ import jax
 
 from keras_strategy.backends.jax import keras_hooks
 from keras_strategy.testing.equality.compare import largest, scope
+from keras_strategy.values import PerReplica
 
 X = np.random.default_rng(0).normal(size=(21, 6)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(21, 1)).astype("float32")
@@ -54,7 +57,9 @@ def test_the_rows_behind_the_steps_are_split(two):
     distribution = two.extended.group.distribution
     for rows, axis in ((8, "replica"), (7, None)):
         placed = distribution.place_rows(np.ones((3, rows, 2)), steps_in_front=True)
-        assert placed.sharding.spec == jax.sharding.PartitionSpec(None, axis, None)
+        spec = jax.sharding.PartitionSpec(None, axis)
+        wanted = jax.sharding.NamedSharding(distribution.mesh, spec)
+        assert placed.sharding.is_equivalent_to(wanted, 3)
 
 
 @pytest.mark.parametrize(("batch_size", "warned"), [(8, False), (7, True)])
@@ -236,6 +241,149 @@ def test_donation_spares_what_others_hold(two):
     assert a.numpy().tolist() == [4.0] * 3
     assert b.numpy().tolist() == [7.0] * 3
     assert np.array(held).tolist() == seen.tolist() == [1.0] * 3
+
+
+def test_a_step_computes_in_the_memory_of_the_one_before(two):
+    with two.scope():
+        v = keras.Variable(np.zeros(3, "float32"))
+
+    def step():
+        v.assign_add(np.ones(3, "float32"))
+
+    two.run(step)
+    for _ in range(3):
+        # A part of it is no reference that is counted.
+        part = keras_hooks.array_of(v).addressable_shards[0].data
+        two.run(step)
+        assert part.is_deleted()
+    held = v.value
+    two.run(step)
+    assert not held.is_deleted()
+    assert (held + 1).tolist() == v.numpy().tolist() == [5.0] * 3
+
+
+SHARING = {
+    "value": lambda two, v: v.value,
+    "components": lambda two, v: PerReplica(two.experimental_local_results(v)),
+    "result": lambda two, v: two.run(lambda: v.value),
+    "assigned": lambda two, v: two.run(lambda: v.assign(v.value * 1.0)),
+    "not compiled": lambda two, v: two.run(
+        lambda: v.value, options=ks.RunOptions(compile=False)
+    ),
+    "copy": lambda two, v: two.extended.reduce_to("mean", v.value, "cpu:1"),
+    "mirrored": lambda two, v: two.extended.reduce_to("mean", v.value, v),
+}
+
+
+@pytest.mark.parametrize("kind", SHARING)
+def test_what_shares_memory_with_a_variable_lasts(two, kind):
+    with two.scope():
+        v = keras.Variable(np.zeros(3, "float32"))
+
+    def step():
+        v.assign_add(np.ones(3, "float32"))
+
+    two.run(step)
+    shared = SHARING[kind](two, v)
+    for _ in range(2):
+        two.run(step)
+    for part in two.experimental_local_results(shared):
+        assert part.tolist() == [1.0] * 3
+    assert v.numpy().tolist() == [3.0] * 3
+
+
+def test_what_a_variable_was_assigned_lasts(two):
+    with two.scope():
+        v = keras.Variable(np.zeros(3, "float32"))
+    two.run(lambda: v.assign_add(np.ones(3, "float32")))
+    given = jax.numpy.full(3, 2.0)
+    v.assign(given)
+    for _ in range(2):
+        two.run(lambda: v.assign_add(np.ones(3, "float32")))
+    assert given.tolist() == [2.0] * 3
+    assert v.numpy().tolist() == [4.0] * 3
+
+
+def test_what_another_strategy_was_assigned_lasts(two, mirrored):
+    other = mirrored(3)
+    with two.scope():
+        v = keras.Variable(np.zeros(3, "float32"))
+    with other.scope():
+        w = keras.Variable(np.zeros(3, "float32"))
+    ones = np.ones(3, "float32")
+    two.run(lambda: v.assign_add(ones))
+    with other.scope():
+        w.assign(v.value)
+    two.run(lambda: v.assign_add(ones))
+    other.run(lambda: w.assign_add(3 * ones))
+    v.assign(w.value)
+    other.run(lambda: w.assign_add(ones))
+    assert v.numpy().tolist() == [4.0] * 3
+    assert w.numpy().tolist() == [5.0] * 3
+
+
+def test_a_variable_can_be_copied_after_a_step(two):
+    with two.scope():
+        v = keras.Variable(np.zeros(3, "float32"))
+    two.run(lambda: v.assign_add(np.ones(3, "float32")))
+    twin = copy.deepcopy(v)
+    two.run(lambda: v.assign_add(np.ones(3, "float32")))
+    two.run(lambda: twin.assign_add(np.full(3, 2.0, "float32")))
+    assert v.numpy().tolist() == [2.0] * 3 and twin.numpy().tolist() == [3.0] * 3
+
+
+def test_steps_of_two_threads(two):
+    with two.scope():
+        v = keras.Variable(np.zeros(3, "float32"))
+
+    def step():
+        v.assign_add(np.ones(3, "float32"))
+
+    two.run(step)
+    errors = []
+
+    def steps():
+        try:
+            for _ in range(50):
+                two.run(step)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=steps) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert v.numpy().tolist() == [151.0] * 3
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_the_sum_of_a_loss_comes_with_the_step(two, op):
+    """And is what `reduce` gives of any other value."""
+    with two.scope():
+        v = keras.Variable(np.ones((), "float32"))
+        sgd = keras.optimizers.SGD(0.0)
+
+    def loss(x):
+        return v * x
+
+    def step(x):
+        value, gradients = ks.value_and_grad(loss, [v])(x)
+        sgd.apply(gradients, [v])
+        return value, keras.ops.cast(value, "int32"), value[None]
+
+    x = per_replica(two, np.float32(1.0), np.float32(4.0))
+    total, integers, rows = two.run(step, args=(x,))
+    assert total.total is not None and integers.total is rows.total is None
+    plain = two.run(loss, args=(x,))
+    assert plain.total is None
+    wanted = {"sum": 5.0, "mean": 2.5}[op]
+    for value in (total, integers, plain):
+        assert float(two.reduce(op, value)) == wanted
+    assert two.reduce(op, rows).tolist() == [wanted]
+    assert float(two.reduce(op, rows, axis=0)) == wanted
+    assert local(two, total) == [1.0, 4.0]
 
 
 def test_a_branch_on_the_replica_id(two):

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import keras
 from jax.core import Tracer
 
@@ -44,7 +45,9 @@ class JaxBackend:
         if isinstance(value, jax.Array):
             for shard in value.addressable_shards:
                 if shard.device == target and shard.data.shape == value.shape:
-                    return shard.data
+                    alone = len(value.sharding.device_set) == 1
+                    # A variable's array: the next step overwrites its parts.
+                    return shard.data if alone else jnp.copy(shard.data)
         return jax.device_put(value, target)
 
     def in_trace(self) -> bool:

@@ -56,6 +56,10 @@ def fingerprint(fn: Callable[..., Any]) -> Any:
     )
 
 
+# What holds no other arguments.
+_LEAVES = (ShardedPerReplica, jax.Array, np.ndarray)
+
+
 class NotOneProgram(Exception):
     """A PerReplica value has components that one program cannot be compiled for."""
 
@@ -74,10 +78,12 @@ class Tensor:
     Attributes:
         split: Whether every replica gets its part of it.
         scalar: Whether that part is a scalar.
+        total: Of an output, which of the program's sums over the replicas is its own.
     """
 
     split: bool
     scalar: bool = False
+    total: int | None = None
 
 
 @dataclass
@@ -135,11 +141,18 @@ def take_apart(arguments: Any, distribution: ReplicaDistribution) -> Arguments:
             return Tensor(split=False)
         return Constant(x)
 
-    structure = tree.map_structure(leaf, arguments)
-    for x in tree.flatten(structure):
+    args, kwargs = arguments
+    if not kwargs and all(isinstance(x, _LEAVES) for x in args):
+        # The usual call. What follows for any other would take longer than all else.
+        leaves = [leaf(x) for x in args]
+        structure, shape = (tuple(leaves), {}), len(leaves)
+    else:
+        structure = tree.map_structure(leaf, arguments)
+        leaves = tree.flatten(structure)
+        shape = jax.tree.structure(tree.map_structure(lambda _: 0, structure))
+    for x in leaves:
         key.append(_constant_key(x.value) if isinstance(x, Constant) else x)
     key += [(array.shape, array.dtype, array.weak_type) for array in arrays]
-    shape = jax.tree.structure(tree.map_structure(lambda _: 0, structure))
     return Arguments(structure, arrays, (shape, *key))
 
 

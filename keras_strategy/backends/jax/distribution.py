@@ -57,6 +57,9 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         self.split = jax.sharding.NamedSharding(
             self.mesh, jax.sharding.PartitionSpec(AXIS)
         )
+        self._split_after_steps = jax.sharding.NamedSharding(
+            self.mesh, jax.sharding.PartitionSpec(None, AXIS)
+        )
 
     def get_data_layout(self, data_shape: Any) -> Any:
         if len(data_shape) == 0 or data_shape[0] % self.replicas:
@@ -84,13 +87,11 @@ class ReplicaDistribution(keras.distribution.DataParallel):
             return jax.tree.map(lambda x: put(x, self.everywhere), array)
         if not hasattr(array, "shape"):
             array = keras.ops.convert_to_tensor(array)
-        shape = tuple(array.shape)
-        layout = self.get_data_layout(shape[1:] if steps_in_front else shape)
-        if steps_in_front:
-            layout = keras.distribution.TensorLayout(
-                [None, *layout.axes], self.device_mesh
-            )
-        return put(array, layout.backend_layout)
+        axis = 1 if steps_in_front else 0
+        shape = array.shape
+        if len(shape) <= axis or shape[axis] % self.replicas:
+            return put(array, self.everywhere)
+        return put(array, self._split_after_steps if steps_in_front else self.split)
 
     def joined(self, parts: Sequence[jax.Array]) -> jax.Array:
         """One array, split by rows, of which each of our devices has its part."""
@@ -125,8 +126,13 @@ class ReplicaDistribution(keras.distribution.DataParallel):
                     self.replicas,
                 )
             yield data
-            leaves = [x for x in keras.tree.flatten(data) if hasattr(x, "shape")]
-            shape = leaves[0].shape if leaves else ()
+            first = data
+            while isinstance(first, tuple | list) and first:
+                first = first[0]
+            if not hasattr(first, "shape"):  # None, or a structure of another kind
+                arrays = (x for x in keras.tree.flatten(data) if hasattr(x, "shape"))
+                first = next(arrays, None)
+            shape = getattr(first, "shape", ())
             previous = shape[rows] if len(shape) > rows else 0
 
     def place(self, value: Any) -> Any:

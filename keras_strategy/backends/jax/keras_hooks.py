@@ -6,7 +6,7 @@ adapter needs, under names of our own.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -177,18 +177,28 @@ def _distribute_tensor(original: Callable) -> Callable:
     """`distribute_tensor`: a variable's value, on the devices of all processes.
 
     `jax.device_put` first compares what the processes have, by a collective; and it
-    cannot take what is on all their devices already.
+    cannot take what is on all their devices already. Where it moves an array, the
+    result may share memory with it, which a step overwrites that has either of them.
     """
 
     def distribute_tensor(tensor, layout):
         sharding = getattr(layout, "backend_layout", layout)
         # Also outside of the scope, where a variable may be assigned.
-        ours = getattr(getattr(sharding, "mesh", None), "axis_names", ()) == (AXIS,)
-        if not ours or sharding.is_fully_addressable:
-            return original(tensor, layout)
-        return put(tensor, sharding)
+        ours = _is_ours(sharding)
+        if ours and not sharding.is_fully_addressable:
+            return put(tensor, sharding)
+        result = original(tensor, layout)
+        if result is tensor or isinstance(tensor, Tracer):
+            return result
+        if isinstance(tensor, jax.Array) and (ours or _is_ours(tensor.sharding)):
+            return jax.numpy.copy(result)
+        return result
 
     return distribute_tensor
+
+
+def _is_ours(sharding: Any) -> bool:
+    return getattr(getattr(sharding, "mesh", None), "axis_names", ()) == (AXIS,)
 
 
 def _initialize(original: Callable) -> Callable:
@@ -479,9 +489,20 @@ def array_of(variable: Any) -> Any:
     return variable._value
 
 
+def arrays_of(variables: Iterable[Any]) -> list[Any]:
+    """The arrays that variables hold: one call in every step, for all of them."""
+    return [variable._value for variable in variables]
+
+
 def set_array(variable: Any, array: Any) -> None:
     """Makes `array`, which has the variable's placement already, its value."""
     variable._value = array
+
+
+def set_arrays(variables: Iterable[Any], arrays: Iterable[Any]) -> None:
+    """Makes each array its variable's value."""
+    for variable, array in zip(variables, arrays, strict=True):
+        variable._value = array
 
 
 def set_layout(variable: Any, layout: Any) -> None:
@@ -490,10 +511,15 @@ def set_layout(variable: Any, layout: Any) -> None:
     variable._direct_assign(variable._value)
 
 
+def global_seed() -> Any:
+    """The variable of the process's own seed generator; None if there is none."""
+    generator = global_state.get_global_attribute(_SEED)
+    return None if generator is None else generator.state
+
+
 def is_global_seed(variable: Any) -> bool:
     """Whether a variable is the state of the process's own seed generator."""
-    generator = global_state.get_global_attribute(_SEED)
-    return generator is not None and generator.state is variable
+    return variable is global_seed()
 
 
 def release(variable: Any, array: Any) -> None:

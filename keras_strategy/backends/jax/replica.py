@@ -27,11 +27,15 @@ class JaxReplica:
 
     One trace serves all replicas: `id` is a traced scalar, and `devices` are those of
     all of them.
+
+    Attributes:
+        trains: Whether gradients were summed in the trace.
     """
 
     def __init__(self, strategy: "Strategy", devices: tuple[str, ...]):
         self._strategy = strategy
         self.devices = devices
+        self.trains = False
 
     @property
     def id(self) -> Any:
@@ -66,6 +70,7 @@ class JaxReplica:
             return fn()
 
     def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
+        self.trains = True
         return jax.lax.psum([weighted(t, weight) for t in tensors], AXIS)
 
     def write(self, variable: Any, value: Any) -> None:

@@ -8,9 +8,7 @@ thrown away, and the second trace threads them.
 
 import contextlib
 import inspect
-import sys
 import threading
-import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -23,7 +21,7 @@ from jax.sharding import PartitionSpec
 from keras import tree
 
 from keras_strategy import context
-from keras_strategy.backends.jax import keras_hooks, on_read
+from keras_strategy.backends.jax import keras_hooks, on_read, state
 from keras_strategy.backends.jax.arguments import (
     Arguments,
     Constant,
@@ -35,7 +33,7 @@ from keras_strategy.backends.jax.arguments import (
     of_first_replica,
     take_apart,
 )
-from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution, put
+from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution
 from keras_strategy.backends.jax.programs import (
     Function,
     NewVariables,
@@ -228,20 +226,24 @@ class Runner:
                 result = tree.map_structure(bare, fn(*args, **kwargs))
             if function.learn(scope):
                 raise NewVariables
-            outputs = []
+            outputs, totals = [], []
 
             def leaf(x):
                 if not (keras.ops.is_tensor(x) or isinstance(x, _NUMPY)):
                     return Constant(x)
                 x = jnp.asarray(x)
                 outputs.append(x[None] if x.ndim == 0 else x)
+                if self._adds_up(x, replica):
+                    totals.append(jax.lax.psum(x, AXIS))
+                    return Tensor(split=True, scalar=True, total=len(totals) - 1)
                 return Tensor(split=True, scalar=x.ndim == 0)
 
             program.output = tree.map_structure(leaf, result)
-            local = [_strong(scope.state_mapping[id(v)]) for v in program.local]
+            local = [state.strong(scope.state_mapping[id(v)]) for v in program.local]
             return (
                 outputs,
-                [_strong(scope.state_mapping[id(v)]) for v in program.written],
+                totals,
+                [state.strong(scope.state_mapping[id(v)]) for v in program.written],
                 [x[None] for x in local],
                 [
                     on_read.aggregate(v, x)
@@ -257,48 +259,70 @@ class Runner:
             body,
             mesh=self._distribution.mesh,
             in_specs=(everywhere, split, everywhere, tensors),
-            out_specs=(split, everywhere, split, everywhere),
+            out_specs=(split, everywhere, everywhere, split, everywhere),
             **{_CHECK: False},
         )
         program.call = jax.jit(mapped, donate_argnums=(0, 1))
         return program
 
+    def _adds_up(self, output: Any, replica: JaxReplica) -> bool:
+        """Whether an output is summed over the replicas in case `reduce` is asked to.
+
+        A loss travels with the gradients, in the same collective, and for a program of
+        its own it would have to wait.
+        """
+        return (
+            replica.trains
+            and self._workers is None
+            and output.ndim == 0
+            and jnp.issubdtype(output.dtype, jnp.inexact)
+        )
+
     def _call(self, program: Program, arguments: Arguments) -> Any:
         """Calls a program and writes what it assigned."""
-        written, local, read = self._state(program)
-        try:
-            with _dispatch, self._waiting():
-                outputs, values, local, aggregated = program.call(
+        # From the reading of the state to its writing: one of two threads would be
+        # given arrays that the program of the other overwrites.
+        with _dispatch, self._waiting():
+            written, local, read = self._state(program)
+            try:
+                outputs, totals, values, local, aggregated = program.call(
                     written, local, read, arguments.arrays
                 )
                 if self._distribution.one_at_a_time:
                     jax.block_until_ready((outputs, values, local, aggregated))
-        except Exception as error:
-            if any(array.is_deleted() for array in (*written, *local)):
-                error.add_note(
-                    "keras_strategy: the step had begun, and the variables that it "
-                    "assigns are lost. Load them from a checkpoint to go on."
-                )
-            raise
+            except Exception as error:
+                if any(array.is_deleted() for array in (*written, *local)):
+                    error.add_note(
+                        "keras_strategy: the step had begun, and the variables that it "
+                        "assigns are lost. Load them from a checkpoint to go on."
+                    )
+                raise
+            self._write(program, values, local, aggregated)
         if self._workers is not None:
             self._previous = outputs
-        for variable, value in zip(program.written, values, strict=True):
-            if keras_hooks.is_global_seed(variable):
-                keras_hooks.release(variable, value)
-            else:
-                keras_hooks.set_array(variable, value)
-        for variable, value, stacked in zip(
-            program.local, aggregated, local, strict=True
-        ):
-            on_read.remember(variable, value, stacked)
         remaining = iter(outputs)
 
         def leaf(x):
             if isinstance(x, Constant):
                 return x.value
-            return ShardedPerReplica(next(remaining), x.scalar, self._distribution)
+            total = None if x.total is None else totals[x.total]
+            return ShardedPerReplica(
+                next(remaining), x.scalar, self._distribution, total
+            )
 
         return tree.map_structure(leaf, program.output)
+
+    def _write(self, program: Program, values: Any, local: Any, aggregated: Any):
+        """Writes what a program assigned."""
+        state.give(program.written, values)
+        seed = keras_hooks.global_seed()
+        for variable in program.written:
+            if variable is seed:
+                keras_hooks.release(variable, keras_hooks.array_of(variable))
+        for variable, value, stacked in zip(
+            program.local, aggregated, local, strict=True
+        ):
+            on_read.remember(variable, value, stacked)
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -315,45 +339,14 @@ class Runner:
 
     def _state(self, program: Program) -> tuple[list, list, list]:
         """The values of the variables that a program is called with."""
+        everywhere = self._distribution.everywhere
         return (
-            [self._donated(v) for v in program.written],
+            state.to_overwrite(program.written, everywhere),
             [on_read.locals_of(v, self._distribution) for v in program.local],
-            [self._placed(keras_hooks.array_of(v)) for v in program.read],
+            state.to_read(program.read, everywhere),
         )
 
-    def _placed(self, array: jax.Array) -> jax.Array:
-        everywhere = self._distribution.everywhere
-        array = _strong(array)
-        if array.sharding.is_equivalent_to(everywhere, array.ndim):
-            return array
-        return put(array, everywhere)
 
-    def _donated(self, variable: Any) -> jax.Array:
-        """A variable's array that its program may overwrite.
-
-        A copy, if somebody else holds the array: donating it would delete it under
-        their hands, and donating one array twice, for two variables that share it,
-        ends the process.
-        """
-        shared = sys.getrefcount(keras_hooks.array_of(variable)) > _UNSHARED
-        array = self._placed(keras_hooks.array_of(variable))
-        return jnp.copy(array) if shared else array
-
-
-def _strong(array: Any) -> Any:
-    """An array whose dtype is not weak, as a variable made of a Python number's is.
-
-    A program would be traced once more when the weak dtype is gone after a step.
-    """
-    if not array.weak_type:
-        return array
-    return jax.lax.convert_element_type(array, array.dtype)
-
-
-# How many references to its array `_donated` counts where nobody else holds it.
-_UNSHARED = sys.getrefcount(
-    keras_hooks.array_of(types.SimpleNamespace(_value=object()))
-)
 _NUMPY = np.ndarray | np.generic
 _CONCRETE_ERRORS = (
     jax.errors.ConcretizationTypeError,

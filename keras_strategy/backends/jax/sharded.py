@@ -1,5 +1,7 @@
 """Values of all replicas as one array, and what can be computed of them."""
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,11 +27,19 @@ class ShardedPerReplica(PerReplica):
         array: The array, split over the devices along its first dimension.
         scalars: Whether the components are scalars.
         distribution: The layouts of the group.
+        total: The sum of the components on every device, if that is known.
     """
 
-    def __init__(self, array: jax.Array, scalars: bool, distribution: Any):
+    def __init__(
+        self,
+        array: jax.Array,
+        scalars: bool,
+        distribution: Any,
+        total: jax.Array | None = None,
+    ):
         self.array = array
         self.scalars = scalars
+        self.total = total
         self._distribution = distribution
 
     def belongs_to(self, distribution: ReplicaDistribution) -> bool:
@@ -92,6 +102,19 @@ def joined(
 
 def placed(parts: Sequence[Any], distribution: ReplicaDistribution) -> PerReplica:
     """See `ReplicaGroup.place`; one array where the parts have one shape."""
+    first = parts[0]
+    if distribution.cluster is None and all(
+        isinstance(part, np.ndarray)
+        and part.shape == first.shape
+        and part.dtype == first.dtype
+        for part in parts
+    ):
+        # A copy, as below, that goes to all devices in one call.
+        dtype = jax.dtypes.canonicalize_dtype(first.dtype)
+        join = np.concatenate if first.ndim else np.stack
+        whole = join(parts, dtype=dtype, casting="unsafe")
+        array = jax.device_put(whole, distribution.split)
+        return ShardedPerReplica(array, first.ndim == 0, distribution)
 
     def put(part, device):
         if isinstance(part, jax.Array):
@@ -118,6 +141,10 @@ def reduced(
     """See `ReplicaGroup.reduce`."""
     if isinstance(value, Traced):
         return _reduced_in_program(reduce_op, value.component, axis)
+    if workers is None and (
+        isinstance(value, ShardedPerReplica) and value.belongs_to(distribution)
+    ):
+        return _reduced_in_one(reduce_op, value, axis, distribution)
     values = value.values
     if not all(is_array(component) for component in values):
         kinds = sorted({type(component).__name__ for component in values})
@@ -141,12 +168,54 @@ def reduced(
     parts = [jnp.sum(jnp.asarray(v), axis=axes) if axes else v for v in values]
     if workers is not None:
         return _reduced_over_workers(reduce_op, parts, counts, distribution, workers)
-    whole = joined(PerReplica(parts), distribution).array
-    shape = (len(parts), *left.pop())
-    total = jnp.sum(jnp.reshape(whole, shape), axis=0)
-    if reduce_op is ReduceOp.MEAN:
-        total = total / sum(counts)
-    return jax.device_put(total, distribution.everywhere)
+    whole = joined(PerReplica(parts), distribution)
+    total = _reduced_in_one(ReduceOp.SUM, whole, None, distribution)
+    # By their rows: the replicas may have different numbers of them.
+    return total / sum(counts) if reduce_op is ReduceOp.MEAN else total
+
+
+def _reduced_in_one(
+    reduce_op: ReduceOp,
+    value: ShardedPerReplica,
+    axis: Any,
+    distribution: ReplicaDistribution,
+) -> jax.Array:
+    """Reduces parts of one shape by one program."""
+    replicas = distribution.replicas
+    rows, *others = value.array.shape
+    shape = () if value.scalars else (rows // replicas, *others)
+    axes = _axes(axis, [shape] * replicas)
+    if value.total is not None:
+        mean = reduce_op is ReduceOp.MEAN
+        return value.total / replicas if mean else value.total
+    program = _reduction(
+        reduce_op is ReduceOp.MEAN, (replicas, *shape), axes, distribution.everywhere
+    )
+    return program(value.array)
+
+
+@functools.lru_cache(maxsize=128)
+def _reduction(
+    mean: bool, shape: tuple[int, ...], axes: tuple[int, ...], everywhere: Any
+) -> Any:
+    """The program that reduces an array of parts of equal shapes.
+
+    Args:
+        mean: Whether to the mean.
+        shape: The array's, with the replicas in front.
+        axes: Of a part, those to reduce as well.
+        everywhere: The layout of the result.
+    """
+    count = math.prod([shape[0], *(shape[1 + i] for i in axes)])
+
+    def reduction(array):
+        parts = jnp.reshape(array, shape)
+        # Each replica reduces its own; what crosses the devices is small then.
+        own = jnp.sum(parts, axis=tuple(1 + i for i in axes)) if axes else parts
+        total = jnp.sum(own, axis=0)
+        return total / count if mean else total
+
+    return jax.jit(reduction, out_shardings=everywhere)
 
 
 def _reduced_over_workers(

@@ -23,6 +23,7 @@ from keras_strategy import context
 from keras_strategy.backends.jax import keras_hooks, on_read
 from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
 from keras_strategy.backends.jax.sharded import shards
+from keras_strategy.backends.jax.state import lend
 from keras_strategy.backends.jax.workers import JaxWorkers
 from keras_strategy.backends.threads.keras_hooks import ThreadState
 from keras_strategy.backends.threads.rendezvous import Rendezvous
@@ -67,6 +68,7 @@ class Components:
         if is_on_read(variable):
             stacked = on_read.locals_of(variable, distribution)
             return tuple(part[0] for part in shards(stacked, distribution))
+        lend(variable)  # the function may return its part
         array = keras_hooks.array_of(variable)
         return shards(put(array, distribution.everywhere), distribution)
 

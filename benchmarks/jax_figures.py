@@ -1,0 +1,133 @@
+"""Counts what JAX does in steps of training, by its own profiler.
+
+The profiler notes every collective that a device runs, with the program that it is of;
+how many bytes a replica gives to it stands in the text of the compiled program.
+"""
+
+import collections
+import math
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+# One that is begun and ended by two operations is counted where it begins.
+_COLLECTIVE = re.compile(
+    r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|"
+    r"collective-broadcast)(-start)?(\.\d+)?"
+)
+_SHAPE = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
+_compilations = 0
+
+
+def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]:
+    """Counts what is done in `train(steps)`.
+
+    Args:
+        train: Trains for so many steps.
+        steps: How many.
+
+    Returns:
+        The collectives, the bytes that one replica gives to them, the programs that
+        were compiled, and the arrays that were copied between host and devices: one
+        for each device that gets a part of it, one for each that the host reads.
+    """
+    before = _compilations
+    events = _profile(train, steps)
+    compilations = _compilations - before
+    # What the devices run, by the number that the profiler gives the program.
+    programs: dict[Any, collections.Counter[str]] = collections.defaultdict(
+        collections.Counter
+    )
+    names: dict[Any, str] = {}
+    devices: set[int] = set()
+    splits = transfers = 0
+    for name, stats in events:
+        if name == "DevicePutWithSharding":
+            splits += 1
+        elif name in ("DevicePut", "np.asarray(jax.Array)"):
+            transfers += 1
+        elif "hlo_op" in stats:
+            devices.add(stats["device_ordinal"])
+            if stats["device_ordinal"] != 0:
+                continue
+            number = stats["program_id"]
+            names[number] = stats["hlo_module"]
+            programs[number][stats["hlo_op"]] += 1
+    collectives = data = 0
+    for number, ran in programs.items():
+        some = {op: n for op, n in ran.items() if _COLLECTIVE.fullmatch(op)}
+        if some:
+            collectives += sum(some.values())
+            sizes = _sizes(names[number], set(ran), len(devices))
+            data += sum(n * sizes[op] for op, n in some.items())
+    return collectives, data, compilations, transfers + splits * len(devices)
+
+
+def _profile(
+    train: Callable[[int], None], steps: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            train(steps)
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        profile = jax.profiler.ProfileData.from_file(str(file))
+    for plane in profile.planes:
+        for line in plane.lines:
+            for event in line.events:
+                yield event.name, dict(event.stats)
+
+
+def _sizes(module: str, ran: set[str], devices: int) -> dict[str, int]:
+    """The bytes that each collective of a program gets from one replica.
+
+    Args:
+        module: The program's name, which others may have too.
+        ran: The names of the operations that it ran.
+        devices: How many devices ran them.
+    """
+    found = []
+    for executable in jax.devices()[0].client.live_executables():
+        text = executable.hlo_modules()[0].to_string()
+        lines = dict(re.findall(r"^\s*(?:ROOT )?%(\S+) = (.*)$", text, re.MULTILINE))
+        if text.startswith(f"HloModule {module},") and ran <= set(lines):
+            some = filter(_COLLECTIVE.fullmatch, ran)
+            sizes = {op: _given(lines[op], devices) for op in some}
+            found += [sizes] if sizes not in found else []
+    if len(found) != 1:
+        raise RuntimeError(f"{len(found)} programs fit what '{module}' ran.")
+    return found[0]
+
+
+def _given(operation: str, devices: int) -> int:
+    """The bytes of what a replica gives to a collective, by its text."""
+    result, name = re.split(r" (?=[a-z-]+\()", operation, maxsplit=1)
+    size = sum(
+        math.prod(map(int, filter(None, dimensions.split(",")))) * _width(dtype)
+        for dtype, dimensions in _SHAPE.findall(result)
+    )
+    if name.startswith("all-gather"):
+        return size // devices
+    if name.startswith("reduce-scatter"):
+        return size * devices
+    return size
+
+
+def _width(dtype: str) -> int:
+    if dtype == "pred":
+        return 1
+    return int(re.findall(r"\d+", dtype)[0]) // 8
+
+
+def _listen(event: str, duration: float, **_: Any) -> None:
+    global _compilations
+    _compilations += event == "/jax/core/compile/backend_compile_duration"
+
+
+# Once, for as long as the process lives: JAX has no public way to take one back.
+jax.monitoring.register_event_duration_secs_listener(_listen)
