@@ -1,5 +1,6 @@
-"""The replicas of one strategy: threads that run the same function."""
+"""The replicas of one strategy, which run the same function at the same time."""
 
+import contextlib
 import functools
 import math
 import threading
@@ -114,42 +115,49 @@ class TorchGroup:
             TorchReplica(self, index, self._team.rendezvous, run)
             for index in range(len(self.devices))
         ]
-        state = ThreadState.capture()
         calls = [
             functools.partial(
                 self._run_replica,
                 replica,
                 fn,
                 select_replica((args, kwargs), replica.index),
-                state,
-                torch.is_grad_enabled(),
             )
             for replica in replicas
         ]
         try:
-            outputs = self._team.call(calls)
+            # The only replica here has nobody to wait for: this thread is as good as
+            # one of its own, and need not wait for that one.
+            outputs = [calls[0]()] if len(calls) == 1 else self._in_threads(calls)
         except BaseException as error:
             self._mend(error, replicas)
             raise
         replicas[0].scope.note_versions()
-        state.keep_global_seed_generator()
         return outputs[0]
+
+    def _in_threads(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Makes one call in each replica's thread, with this thread's settings."""
+        state, gradients = ThreadState.capture(), torch.is_grad_enabled()
+
+        def with_settings(call):
+            with state.applied(), torch.set_grad_enabled(gradients):
+                return call()
+
+        outputs = self._team.call(
+            [functools.partial(with_settings, call) for call in calls]
+        )
+        state.keep_global_seed_generator()
+        return outputs
 
     def _run_replica(
         self,
         replica: TorchReplica,
         fn: Callable[..., Any],
         arguments: tuple[tuple, dict],
-        state: ThreadState,
-        gradients: bool,
     ) -> Any:
         device = self.torch_devices[replica.index]
-        if device != "cpu":
-            torch.cuda.set_device(device)
         with (
-            state.applied(),
+            contextlib.nullcontext() if device == "cpu" else torch.cuda.device(device),
             keras.device(device),
-            torch.set_grad_enabled(gradients),
             context.replica_in_charge(replica.context),
             replica.scope,
         ):

@@ -1,6 +1,6 @@
 """fit, evaluate and predict on torch: a loop over `strategy.run`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -8,15 +8,15 @@ import torch
 from keras import tree
 
 from keras_strategy.backends.torch import components
+from keras_strategy.backends.torch.batch_logs import BatchLogs
 from keras_strategy.training.row_weights import split_rows
 from keras_strategy.training.step import (
     chosen_logs,
     mean_logs,
-    merge_logs,
     rows_of,
     weighted_step,
 )
-from keras_strategy.values import PerReplica
+from keras_strategy.values import PerReplica, select_replica
 from keras_strategy.variables import is_on_read
 
 
@@ -35,18 +35,27 @@ def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callab
     """
     written: set[int] = set()
     step = weighted_step(getattr(model, f"{kind}_step"), written)
+    batch_logs = BatchLogs()
+
+    def logs_of(outputs, weights):
+        if not batch_logs.are_needed(outputs):
+            return select_replica(outputs, 0)
+        logs, batch_logs.of_metrics = _merged(
+            model, outputs, strategy, weights, written
+        )
+        return logs
 
     def one_batch(batch):
         shards, weights = _shard(batch, strategy)
         if kind == "train":
-            logs = strategy.run(step, args=(shards, PerReplica(weights)))
-            return _merged(model, logs, strategy, weights, written)
+            outputs = strategy.run(step, args=(shards, PerReplica(weights)))
+            return logs_of(outputs, weights)
         with torch.no_grad():
             if kind == "predict":
                 _build(model, batch)
             outputs = strategy.run(step, args=(shards, PerReplica(weights)))
             if kind == "test":
-                return _merged(model, outputs, strategy, weights, written)
+                return logs_of(outputs, weights)
         return _rows_in_order(outputs, strategy, weights)
 
     def function(batches):
@@ -55,6 +64,7 @@ def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callab
             return tree.map_structure(lambda *parts: torch.cat(parts), *outputs)
         return outputs[-1]
 
+    batch_logs.give_to(function)
     return function
 
 
@@ -108,16 +118,40 @@ def _merged(
     strategy: Any,
     weights: list[float],
     written: set[int],
-) -> Any:
-    """The logs of a step, see `training.step.merge_logs`."""
-    workers = strategy.extended.group.workers
-    if workers is None:
-        return merge_logs(model, logs, len(weights), weights, written)
-    # What this worker adds to the means and metrics travels at once.
+) -> tuple[Any, set[str] | None]:
+    """The logs of a step, and the names of the model's metrics.
+
+    Returns:
+        See `training.step.merge_logs`; no names where the logs are no dict.
+    """
     with torch.no_grad():
         parts = mean_logs(logs, len(weights), weights)
-        flat = tree.flatten(parts)
-        layout = strategy.extended.group.layout
+        # What this worker adds to the means and metrics travels at once.
+        means, metrics = sums_and_metrics(model, strategy, tree.flatten(parts))
+    means = tree.pack_sequence_as(parts, means)
+    if not isinstance(logs, dict):
+        return means, None
+    return chosen_logs(model, means, metrics, written), set(metrics)
+
+
+def sums_and_metrics(
+    model: keras.Model, strategy: Any, values: Sequence[torch.Tensor] = ()
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """The sums of the workers' values, and the model's metrics.
+
+    Args:
+        model: The model.
+        strategy: Its strategy.
+        values: This worker's.
+
+    Returns:
+        The sums, and what `get_metrics_result` gives. One collective for all of it.
+    """
+    workers = strategy.extended.group.workers
+    if workers is None:
+        return list(values), model.get_metrics_result()
+    layout = strategy.extended.group.layout
+    with torch.no_grad():
         states = [
             variable
             for variable in model.metrics_variables
@@ -127,14 +161,10 @@ def _merged(
             components.find_or_make(variable, layout).part_of_this_worker(variable)
             for variable in states
         ]
-        sums = workers.sum_all("logs", [*flat, *mine])
-    means = tree.pack_sequence_as(parts, sums[: len(flat)])
-    if not isinstance(logs, dict):
-        return means
-    merged = list(zip(states, sums[len(flat) :], strict=True))
-    with keras.StatelessScope(state_mapping=merged):
-        metrics = model.get_metrics_result()
-    return chosen_logs(model, means, metrics, written)
+        sums = workers.sum_all("logs", [*values, *mine])
+        merged = list(zip(states, sums[len(values) :], strict=True))
+        with keras.StatelessScope(state_mapping=merged):
+            return sums[: len(values)], model.get_metrics_result()
 
 
 def _rows_in_order(outputs: Any, strategy: Any, weights: list[float]) -> Any:
