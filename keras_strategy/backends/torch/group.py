@@ -69,11 +69,13 @@ class TorchGroup:
             find_or_make(variable, self.layout)
 
     def take_first(self, variables: Sequence[Any]) -> None:
-        if self.workers is None:
+        if self.workers is None or not variables:
             return
-        for variable in variables:
-            name = f"the first value of '{variable.path}'"
-            self.workers.broadcast(name, [variable._value])
+        values = [variable._value for variable in variables]
+        if self.workers.have_same("the first values of variables", values):
+            return
+        for variable, value in zip(variables, values, strict=True):
+            self.workers.broadcast(f"the first value of '{variable.path}'", [value])
 
     def components(self, variable: Any) -> tuple[torch.Tensor, ...]:
         scope = keras_scope()

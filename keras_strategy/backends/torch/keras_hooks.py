@@ -22,7 +22,6 @@ from keras_strategy.hooking import Hook, changed, home_of, model_hook
 from keras_strategy.training.keras_hooks import counts_of_arrays, strategy_of_model
 from keras_strategy.training.row_weights import distributed_replica
 from keras_strategy.training.worker_input import AgreedBatches
-from keras_strategy.variables import is_on_read
 
 keras_random = home_of("dropout gamma beta binomial", "keras.src.backend.torch.random")
 TorchEpochIterator: Any = home_of(
@@ -87,7 +86,9 @@ def _variable_value(original: property) -> property:
     assert get is not None
 
     def value(self):
-        if not is_on_read(self) or thread_hooks.keras_scope() is not None:
+        # Read very often, and few variables are on_read: that is seen first.
+        own = self.__dict__.get(components.ATTRIBUTE)
+        if own is None or not own.on_read or thread_hooks.keras_scope() is not None:
             return get(self)
         own = components.find(self)
         if own is None:

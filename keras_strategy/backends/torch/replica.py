@@ -80,7 +80,10 @@ class TorchReplica(ThreadReplica):
 
         with torch.no_grad():
             return in_one_piece(
-                [keras.ops.convert_to_tensor(tensor) for tensor in tensors],
+                [
+                    t if type(t) is torch.Tensor else keras.ops.convert_to_tensor(t)
+                    for t in tensors
+                ],
                 sum_of_weighted,
             )
 

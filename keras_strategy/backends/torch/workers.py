@@ -116,6 +116,20 @@ class TorchWorkers:
             joined = joined.to(torch.bool)
         return joined.movedim(0, axis), counts
 
+    def have_same(self, name: str, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether tensors are the same on all workers, to the last bit.
+
+        Args:
+            name: What they are.
+            tensors: This worker's.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        for tensor in tensors:
+            digest.update(f"{tuple(tensor.shape)}|{tensor.dtype}|".encode())
+            host = tensor.detach().cpu().contiguous().reshape(-1)
+            digest.update(host.view(torch.uint8).numpy().data)
+        return len(set(self.cluster.agree(name, digest.hexdigest()))) == 1
+
     def broadcast(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrites tensors with the chief's.
 
