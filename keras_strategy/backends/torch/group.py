@@ -58,6 +58,7 @@ class TorchGroup:
         self.layout = Layout(self.torch_devices, workers)
         self.num_replicas = self.layout.replicas
         self._team = Team(devices)
+        self._share = 0  # of the cores, for the operations of one replica
         self._lock = threading.Lock()
 
     def scope(self):
@@ -137,16 +138,30 @@ class TorchGroup:
         return outputs[0]
 
     def _in_threads(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Makes one call in each replica's thread, with this thread's settings."""
+        """Makes one call in each replica's thread, with this thread's settings.
+
+        Each of them gets its share of the cores: torch would give all to every thread.
+        """
         state, gradients = ThreadState.capture(), torch.is_grad_enabled()
+        cores = torch.get_num_threads()
+        share = max(1, cores // len(calls))
 
         def with_settings(call):
+            if torch.get_num_threads() != share:
+                torch.set_num_threads(share)
             with state.applied(), torch.set_grad_enabled(gradients):
                 return call()
 
-        outputs = self._team.call(
-            [functools.partial(with_settings, call) for call in calls]
-        )
+        try:
+            outputs = self._team.call(
+                [functools.partial(with_settings, call) for call in calls]
+            )
+        finally:
+            if self._share != share:
+                # A thread keeps what it set; threads that start later take what was
+                # set last in any.
+                torch.set_num_threads(cores)
+                self._share = share
         state.keep_global_seed_generator()
         return outputs
 
