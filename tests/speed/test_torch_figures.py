@@ -25,7 +25,7 @@ THREADS_CALLS = 1100
 
 @pytest.fixture(autouse=True)
 def _one_core():
-    """On a busy machine, torch's threads wait long for each other in small operations."""
+    """On a busy machine, torch's threads wait long for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
