@@ -49,6 +49,7 @@ class ReplicaContext:
     def __init__(self, strategy: "Strategy", replica: "Replica"):
         self._strategy = strategy
         self._replica = replica
+        self._replicas: int | None = None  # asked for very often
         # The rest is the state of a training step, see training/row_weights.py.
         self._row_weight: Any = None
         self._applying = False
@@ -70,7 +71,9 @@ class ReplicaContext:
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas over all workers."""
-        return self._strategy.num_replicas_in_sync
+        if self._replicas is None:
+            self._replicas = self._strategy.num_replicas_in_sync
+        return self._replicas
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -162,9 +162,26 @@ def is_numeric_array(value: Any) -> bool:
     return is_array and value.dtype.kind in "biufc"
 
 
+def map_leaves(fn: Callable[[Any], Any], structure: Any) -> Any:
+    """Does what `keras.tree.map_structure` does for one structure, in less time.
+
+    A step maps the same small structures again and again.
+
+    Args:
+        fn: A function of a leaf.
+        structure: The structure.
+    """
+    kind = type(structure)
+    if kind is tuple or kind is list:
+        return kind([map_leaves(fn, part) for part in structure])
+    if kind is dict:
+        return {key: map_leaves(fn, part) for key, part in structure.items()}
+    return tree.map_structure(fn, structure)
+
+
 def select_replica(structure: Any, replica: int) -> Any:
     """Returns `structure` with replica `replica`'s part of distributed values."""
-    return tree.map_structure(
+    return map_leaves(
         lambda leaf: (
             leaf.values[replica] if isinstance(leaf, DistributedValues) else leaf
         ),
@@ -216,4 +233,6 @@ def regroup(
             return leaves[0]
         return kind(leaves)
 
+    if len(outputs) == 1:
+        return map_leaves(join, first)
     return tree.map_structure(join, *outputs)

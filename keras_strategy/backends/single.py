@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
-from keras import tree
 
 from keras_strategy import context
 from keras_strategy.backends import get_backend
@@ -15,6 +14,7 @@ from keras_strategy.values import (
     Mirrored,
     ReduceOp,
     is_numeric_array,
+    map_leaves,
     select_replica,
 )
 
@@ -28,7 +28,7 @@ def tensors_of_arrays(structure: Any) -> Any:
 
     Not every backend computes with NumPy's arrays and its own tensors together.
     """
-    return tree.map_structure(
+    return map_leaves(
         lambda leaf: (
             keras.ops.convert_to_tensor(leaf) if is_numeric_array(leaf) else leaf
         ),

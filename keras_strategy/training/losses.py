@@ -6,6 +6,7 @@ number is only its part. The functions here compute the loss so that the weighte
 over the replicas (see row_weights.py) is what one device computes on the whole batch.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,9 @@ def reduce_values(
     else:
         # Entries are counted in proportion to rows, so in a step the local count
         # is already weight * global count, and no collective is needed.
+        shape = tuple(values.shape)
+        if weight is not None and all(isinstance(size, int) and size for size in shape):
+            return total / math.prod(shape)
         denominator = _count(values, total.dtype)
         if weight is None:
             denominator = _shared(replica, denominator)

@@ -68,7 +68,16 @@ def rows_of(data: Any) -> int:
     Raises:
         ValueError: If the arrays have different first dimensions, or none.
     """
-    shapes = [tuple(leaf.shape) for leaf in tree.flatten(data) if leaf is not None]
+    return rows_of_arrays(tree.flatten(data))
+
+
+def rows_of_arrays(arrays: Sequence[Any]) -> int:
+    """Returns the rows of a batch, see `rows_of`.
+
+    Args:
+        arrays: The leaves of the batch.
+    """
+    shapes = [tuple(leaf.shape) for leaf in arrays if leaf is not None]
     if not shapes or any(len(shape) == 0 for shape in shapes):
         raise ValueError(
             "A batch must be made of arrays whose first dimension is its rows. "

@@ -45,6 +45,8 @@ class Rendezvous:
             ReplicaStopped: If another thread failed.
             RuntimeError: If the threads are doing different things.
         """
+        if len(self._values) == 1:
+            return combine([value])
         self._names[party], self._values[party] = name, value
         self._combine = combine
         try:

@@ -14,7 +14,7 @@ import torch
 from keras_strategy.backends.torch.workers import TorchWorkers
 from keras_strategy.variables import is_on_read
 
-_ATTRIBUTE = "_ks_components"
+ATTRIBUTE = "_ks_components"
 _lock = threading.RLock()
 
 
@@ -51,6 +51,7 @@ class Components:
 
     def __init__(self, variable: Any, layout: Layout):
         self._layout = layout
+        self.on_read = is_on_read(variable)
         self.first = variable._value
         self.tensors = [self.first]
         for device in layout.devices[1:]:
@@ -59,7 +60,7 @@ class Components:
             self.tensors.append(
                 torch.nn.Parameter(tensor, requires_grad=self.first.requires_grad)
             )
-        if is_on_read(variable) and variable.aggregation == "sum":
+        if self.on_read and variable.aggregation == "sum":
             # The replicas' parts add up to the value that there was.
             with torch.no_grad():
                 self._assign_parts(self.first.detach().clone())
@@ -87,7 +88,7 @@ class Components:
         Code that knows nothing of replicas (an optimizer of torch's, an in-place
         operation on `variable.value`) writes to the first alone.
         """
-        if self.first._version == self.version or is_on_read(variable):
+        if self.first._version == self.version or self.on_read:
             return
         with torch.no_grad():
             for tensor in self.tensors[1:]:
@@ -97,7 +98,7 @@ class Components:
     def assign(self, variable: Any, value: torch.Tensor) -> None:
         """Writes a value for all replicas, outside of them."""
         with torch.no_grad():
-            if is_on_read(variable) and variable.aggregation == "sum":
+            if self.on_read and variable.aggregation == "sum":
                 self._assign_parts(value)
             else:
                 for tensor in self.tensors:
@@ -167,7 +168,7 @@ def add(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def find(variable: Any) -> Components | None:
     """The components of a variable that replicas have used, or None."""
-    components = vars(variable).get(_ATTRIBUTE)
+    components = variable.__dict__.get(ATTRIBUTE)
     # Keras replaces the tensor of a variable when it initializes it again.
     if components is None or components.first is not variable._value:
         return None
@@ -182,5 +183,5 @@ def find_or_make(variable: Any, layout: Layout) -> Components:
             components = find(variable)
             if components is None:
                 components = Components(variable, layout)
-                vars(variable)[_ATTRIBUTE] = components
+                vars(variable)[ATTRIBUTE] = components
     return components

@@ -1,5 +1,6 @@
-"""The replicas of one strategy: threads that run the same function."""
+"""The replicas of one strategy, which run the same function at the same time."""
 
+import contextlib
 import functools
 import math
 import threading
@@ -57,6 +58,7 @@ class TorchGroup:
         self.layout = Layout(self.torch_devices, workers)
         self.num_replicas = self.layout.replicas
         self._team = Team(devices)
+        self._share = 0  # of the cores, for the operations of one replica
         self._lock = threading.Lock()
 
     def scope(self):
@@ -68,11 +70,13 @@ class TorchGroup:
             find_or_make(variable, self.layout)
 
     def take_first(self, variables: Sequence[Any]) -> None:
-        if self.workers is None:
+        if self.workers is None or not variables:
             return
-        for variable in variables:
-            name = f"the first value of '{variable.path}'"
-            self.workers.broadcast(name, [variable._value])
+        values = [variable._value for variable in variables]
+        if self.workers.have_same("the first values of variables", values):
+            return
+        for variable, value in zip(variables, values, strict=True):
+            self.workers.broadcast(f"the first value of '{variable.path}'", [value])
 
     def components(self, variable: Any) -> tuple[torch.Tensor, ...]:
         scope = keras_scope()
@@ -114,42 +118,63 @@ class TorchGroup:
             TorchReplica(self, index, self._team.rendezvous, run)
             for index in range(len(self.devices))
         ]
-        state = ThreadState.capture()
         calls = [
             functools.partial(
                 self._run_replica,
                 replica,
                 fn,
                 select_replica((args, kwargs), replica.index),
-                state,
-                torch.is_grad_enabled(),
             )
             for replica in replicas
         ]
         try:
-            outputs = self._team.call(calls)
+            # The only replica here has nobody to wait for: this thread is as good as
+            # one of its own, and need not wait for that one.
+            outputs = [calls[0]()] if len(calls) == 1 else self._in_threads(calls)
         except BaseException as error:
             self._mend(error, replicas)
             raise
         replicas[0].scope.note_versions()
-        state.keep_global_seed_generator()
         return outputs[0]
+
+    def _in_threads(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Makes one call in each replica's thread, with this thread's settings.
+
+        Each of them gets its share of the cores: torch would give all to every thread.
+        """
+        state, gradients = ThreadState.capture(), torch.is_grad_enabled()
+        cores = torch.get_num_threads()
+        share = max(1, cores // len(calls))
+
+        def with_settings(call):
+            if torch.get_num_threads() != share:
+                torch.set_num_threads(share)
+            with state.applied(), torch.set_grad_enabled(gradients):
+                return call()
+
+        try:
+            outputs = self._team.call(
+                [functools.partial(with_settings, call) for call in calls]
+            )
+        finally:
+            if self._share != share:
+                # A thread keeps what it set; threads that start later take what was
+                # set last in any.
+                torch.set_num_threads(cores)
+                self._share = share
+        state.keep_global_seed_generator()
+        return outputs
 
     def _run_replica(
         self,
         replica: TorchReplica,
         fn: Callable[..., Any],
         arguments: tuple[tuple, dict],
-        state: ThreadState,
-        gradients: bool,
     ) -> Any:
         device = self.torch_devices[replica.index]
-        if device != "cpu":
-            torch.cuda.set_device(device)
         with (
-            state.applied(),
+            contextlib.nullcontext() if device == "cpu" else torch.cuda.device(device),
             keras.device(device),
-            torch.set_grad_enabled(gradients),
             context.replica_in_charge(replica.context),
             replica.scope,
         ):

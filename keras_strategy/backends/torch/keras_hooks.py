@@ -16,13 +16,13 @@ from keras_strategy import context
 from keras_strategy.backends.threads import keras_hooks as thread_hooks
 from keras_strategy.backends.threads.keras_hooks import keras_seeds
 from keras_strategy.backends.torch import components
+from keras_strategy.backends.torch.batch_logs import BatchLogs, may_read
 from keras_strategy.backends.torch.run import process_generator
 from keras_strategy.hooking import Hook, changed, home_of, model_hook
 from keras_strategy.training.keras_hooks import counts_of_arrays
 from keras_strategy.training.ownership import strategy_of_model
 from keras_strategy.training.row_weights import distributed_replica
 from keras_strategy.training.worker_input import AgreedBatches
-from keras_strategy.variables import is_on_read
 
 keras_random = home_of("dropout gamma beta binomial", "keras.src.backend.torch.random")
 TorchEpochIterator: Any = home_of(
@@ -87,7 +87,9 @@ def _variable_value(original: property) -> property:
     assert get is not None
 
     def value(self):
-        if not is_on_read(self) or thread_hooks.keras_scope() is not None:
+        # Read very often, and few variables are on_read: that is seen first.
+        own = self.__dict__.get(components.ATTRIBUTE)
+        if own is None or not own.on_read or thread_hooks.keras_scope() is not None:
             return get(self)
         own = components.find(self)
         if own is None:
@@ -152,6 +154,9 @@ def _make_function(kind: str) -> Callable[[Callable], Callable]:
 
             before = getattr(self, attribute)
             original(self, force)
+            logs = BatchLogs.of(before)
+            if logs is not None:
+                logs.reset()  # until a loop with callbacks begins
             strategy = strategy_of_model(self)
             if strategy is None:
                 return
@@ -163,6 +168,33 @@ def _make_function(kind: str) -> Callable[[Callable], Callable]:
                 setattr(self, attribute, function)
 
         return make
+
+    return replace
+
+
+def _on_begin(kind: str, loop: str) -> Callable[[Callable], Callable]:
+    """`CallbackList.on_train_begin` and its like: who reads the logs of batches?
+
+    Where nobody does, on any worker, they need not be brought together. A loop that is
+    not Keras's may.
+    """
+
+    def replace(original: Callable) -> Callable:
+        def on_begin(self, logs=None):
+            result = original(self, logs)
+            model = getattr(self, "model", None)
+            batch_logs = BatchLogs.of(getattr(model, f"{kind}_function", None))
+            if batch_logs is not None:
+                own_loop = getattr(type(model), loop) is not getattr(keras.Model, loop)
+                read = own_loop or any(may_read(c, kind) for c in self.callbacks)
+                strategy: Any = context.current_scope()
+                if strategy is not None and strategy.extended.cluster is not None:
+                    what = "whether the logs of batches are read"
+                    read = any(strategy.extended.cluster.agree(what, read))
+                batch_logs.are_read = read
+            return result
+
+        return on_begin
 
     return replace
 
@@ -197,6 +229,27 @@ def _initialize_ddp(original: Callable) -> Callable:
             original(self)
 
     return _initialize_ddp
+
+
+def _merged_metrics(original: Callable) -> Callable:
+    """`Model.get_metrics_result`: the states of all metrics travel at once.
+
+    Each state that is read on its own is a collective of its own.
+    """
+
+    def get_metrics_result(self):
+        strategy = strategy_of_model(self)
+        if (
+            strategy is None
+            or strategy.extended.cluster is None
+            or thread_hooks.keras_scope() is not None
+        ):
+            return original(self)
+        from keras_strategy.backends.torch.training import sums_and_metrics
+
+        return sums_and_metrics(self, strategy)[1]
+
+    return get_metrics_result
 
 
 def _get_metrics_result(neutral: Callable) -> Callable[[Callable], Callable]:
@@ -258,6 +311,16 @@ def hooks() -> list[Any]:
         Hook(keras.Variable, "_initialize", "(self, value)", _initialize),
         Hook(keras.Variable, "_direct_assign", "(self, value)", _direct_assign),
         Hook(keras.Layer, "zero_grad", "(self, set_to_none=True)", _zero_grad),
+        *(
+            Hook(
+                keras.callbacks.CallbackList,
+                f"on_{kind}_begin",
+                ("logs",),
+                _on_begin(kind, loop),
+            )
+            for kind, loop in (("train", "fit"), ("test", "evaluate"))
+        ),
+        model_hook("get_metrics_result", "(self)", _merged_metrics),
         Hook(TorchEpochIterator, "_get_iterator", "(self)", _get_iterator),
         *(
             model_hook(

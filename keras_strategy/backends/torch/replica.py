@@ -49,6 +49,9 @@ class TorchReplica(ThreadReplica):
 
     def sum(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the replicas, a tensor of this replica's own."""
+        workers = self._group.workers
+        if workers is not None and len(self._group.devices) == 1:
+            return workers.sum(name, tensor)
         total = self.total(name, tensor.detach())
         return total.to(tensor.device, copy=True)
 
@@ -67,13 +70,20 @@ class TorchReplica(ThreadReplica):
         self, tensors: Sequence[torch.Tensor], weight: float | None
     ) -> list[torch.Tensor]:
         def sum_of_weighted(flat: torch.Tensor) -> torch.Tensor:
-            if weight is not None:
-                flat = flat * weight if weight > 0 else torch.zeros_like(flat)
+            # It was made of the tensors just now, so that it may be changed in place.
+            if weight == 0:
+                flat = flat.zero_()
+            elif weight is not None:
+                exact = flat.is_floating_point() or flat.is_complex()
+                flat = flat.mul_(weight) if exact else flat * weight
             return self.sum("optimizer.apply", flat)
 
         with torch.no_grad():
             return in_one_piece(
-                [keras.ops.convert_to_tensor(tensor) for tensor in tensors],
+                [
+                    t if type(t) is torch.Tensor else keras.ops.convert_to_tensor(t)
+                    for t in tensors
+                ],
                 sum_of_weighted,
             )
 

@@ -48,25 +48,31 @@ class TorchScope(ReplicaScope):
             components.enter_run(variable, self._run)
             self._components[id(variable)] = components
             self._variables[id(variable)] = variable
-        tensor = components.tensors[self._index]
         first = components.first
+        if self._index == 0:
+            return first
+        tensor = components.tensors[self._index]
         if tensor.requires_grad != first.requires_grad:  # frozen or unfrozen
             tensor.requires_grad_(first.requires_grad)
         return tensor
 
     def get_current_value(self, variable: Any) -> torch.Tensor | None:
-        if variable._value is None:
-            return None
-        staged = self.state_mapping.get(id(variable))
+        key = id(variable)
+        staged = self.state_mapping.get(key)
         if staged is not None:
             return staged
         if not self.replica._applying:
-            return self._component(variable)
+            known = self._components.get(key) if self._index == 0 else None
+            if known is not None:
+                return known.first
+            return None if variable._value is None else self._component(variable)
+        if variable._value is None:
+            return None
         if self.replica._row_weight is None:
             # Keras's torch optimizers work in place, on what they read here.
             return self._stage(variable, self._component(variable))
         # A training step saves itself the copies; see `TorchGroup.run`.
-        self.changed_in_place[id(variable)] = variable
+        self.changed_in_place[key] = variable
         return self._component(variable)
 
     def add_update(self, update: tuple[Any, torch.Tensor]) -> None:
@@ -82,7 +88,8 @@ class TorchScope(ReplicaScope):
     def _stage(self, variable: Any, value: torch.Tensor) -> torch.Tensor:
         component = self._component(variable)
         staged = value.detach().to(component.device, component.dtype, copy=True)
-        staged.requires_grad_(component.requires_grad)
+        if component.requires_grad:
+            staged.requires_grad_()
         self.state_mapping[id(variable)] = staged
         return staged
 

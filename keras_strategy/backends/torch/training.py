@@ -1,22 +1,29 @@
 """fit, evaluate and predict on torch: a loop over `strategy.run`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
 import torch
 from keras import tree
 
+from keras_strategy.backends.single import tensors_of_arrays
 from keras_strategy.backends.torch import components
+from keras_strategy.backends.torch.batch_logs import BatchLogs
 from keras_strategy.training.row_weights import split_rows
 from keras_strategy.training.step import (
     chosen_logs,
     mean_logs,
-    merge_logs,
-    rows_of,
+    rows_of_arrays,
     weighted_step,
 )
-from keras_strategy.values import PerReplica
+from keras_strategy.values import (
+    PerReplica,
+    is_numeric_array,
+    map_leaves,
+    select_replica,
+)
 from keras_strategy.variables import is_on_read
 
 
@@ -34,19 +41,33 @@ def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callab
         on.
     """
     written: set[int] = set()
-    step = weighted_step(getattr(model, f"{kind}_step"), written)
+    weighted = weighted_step(getattr(model, f"{kind}_step"), written)
+    batch_logs = BatchLogs()
+
+    def step(shard):
+        data = tensors_of_arrays(shard.data) if shard.has_arrays else shard.data
+        return weighted(data, shard.weight)
+
+    def logs_of(outputs, weights):
+        if not batch_logs.are_needed(outputs):
+            return select_replica(outputs, 0)
+        logs, batch_logs.of_metrics = _merged(
+            model, outputs, strategy, weights, written
+        )
+        return logs
 
     def one_batch(batch):
-        shards, weights = _shard(batch, strategy)
+        shards = _shards(batch, strategy)
+        weights = [shard.weight for shard in shards]
         if kind == "train":
-            logs = strategy.run(step, args=(shards, PerReplica(weights)))
-            return _merged(model, logs, strategy, weights, written)
+            outputs = strategy.run(step, args=(PerReplica(shards),))
+            return logs_of(outputs, weights)
         with torch.no_grad():
             if kind == "predict":
                 _build(model, batch)
-            outputs = strategy.run(step, args=(shards, PerReplica(weights)))
+            outputs = strategy.run(step, args=(PerReplica(shards),))
             if kind == "test":
-                return _merged(model, outputs, strategy, weights, written)
+                return logs_of(outputs, weights)
         return _rows_in_order(outputs, strategy, weights)
 
     def function(batches):
@@ -55,6 +76,7 @@ def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callab
             return tree.map_structure(lambda *parts: torch.cat(parts), *outputs)
         return outputs[-1]
 
+    batch_logs.give_to(function)
     return function
 
 
@@ -73,33 +95,53 @@ def _build(model: keras.Model, batch: Any) -> None:
     )
 
 
-def _shard(batch: Any, strategy: Any) -> tuple[Any, list[float]]:
+@dataclass(frozen=True)
+class _Shard:
+    """What a replica gets of a batch; to Keras's trees it is a leaf.
+
+    Attributes:
+        data: The batch with the replica's rows in the place of each array.
+        weight: The replica's weight.
+        has_arrays: Whether some of the data is in NumPy's arrays.
+    """
+
+    data: Any
+    weight: float
+    has_arrays: bool
+
+
+def _shards(batch: Any, strategy: Any) -> list[_Shard]:
     """Splits a global batch.
 
     Returns:
-        The batch with a `PerReplica` of its rows in the place of each array, and the
-        weights, of this worker's replicas. One without rows gets a stand-in, the first
+        The rows of this worker's replicas. One without rows gets a stand-in, the first
         row, and the weight 0: some metrics cannot take a batch of 0 rows.
     """
-    rows = rows_of(batch)
+    arrays: list[Any] = []
+    map_leaves(arrays.append, batch)
+    rows = rows_of_arrays(arrays)
     if rows == 0:
         raise ValueError("A batch must have 1 row or more. Received a batch of 0 rows.")
     local = strategy.extended.local_replicas
     bounds = split_rows(rows, strategy.num_replicas_in_sync)[local.start : local.stop]
 
-    def shard(array):
+    def part(array, begin, end):
         if array is None:
             return None
-        if isinstance(array, torch.Tensor):
-            # Slices of one tensor share the counter by which autograd notices
-            # in-place changes; the replicas' are none of each other's business.
-            parts = [array.data[b:e] if e > b else array.data[:1] for b, e in bounds]
-        else:
-            parts = [array[b:e] if e > b else array[:1] for b, e in bounds]
-        return PerReplica(parts)
+        # Slices of one tensor share the counter by which autograd notices
+        # in-place changes; the replicas' are none of each other's business.
+        data = array.data if isinstance(array, torch.Tensor) else array
+        return data[begin:end] if end > begin else data[:1]
 
-    weights = [(end - begin) / rows for begin, end in bounds]
-    return tree.map_structure(shard, batch), weights
+    has_arrays = any(map(is_numeric_array, arrays))
+    return [
+        _Shard(
+            map_leaves(lambda array, b=begin, e=end: part(array, b, e), batch),
+            (end - begin) / rows,
+            has_arrays,
+        )
+        for begin, end in bounds
+    ]
 
 
 def _merged(
@@ -108,16 +150,40 @@ def _merged(
     strategy: Any,
     weights: list[float],
     written: set[int],
-) -> Any:
-    """The logs of a step, see `training.step.merge_logs`."""
-    workers = strategy.extended.group.workers
-    if workers is None:
-        return merge_logs(model, logs, len(weights), weights, written)
-    # What this worker adds to the means and metrics travels at once.
+) -> tuple[Any, set[str] | None]:
+    """The logs of a step, and the names of the model's metrics.
+
+    Returns:
+        See `training.step.merge_logs`; no names where the logs are no dict.
+    """
     with torch.no_grad():
         parts = mean_logs(logs, len(weights), weights)
-        flat = tree.flatten(parts)
-        layout = strategy.extended.group.layout
+        # What this worker adds to the means and metrics travels at once.
+        means, metrics = sums_and_metrics(model, strategy, tree.flatten(parts))
+    means = tree.pack_sequence_as(parts, means)
+    if not isinstance(logs, dict):
+        return means, None
+    return chosen_logs(model, means, metrics, written), set(metrics)
+
+
+def sums_and_metrics(
+    model: keras.Model, strategy: Any, values: Sequence[torch.Tensor] = ()
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """The sums of the workers' values, and the model's metrics.
+
+    Args:
+        model: The model.
+        strategy: Its strategy.
+        values: This worker's.
+
+    Returns:
+        The sums, and what `get_metrics_result` gives. One collective for all of it.
+    """
+    workers = strategy.extended.group.workers
+    if workers is None:
+        return list(values), model.get_metrics_result()
+    layout = strategy.extended.group.layout
+    with torch.no_grad():
         states = [
             variable
             for variable in model.metrics_variables
@@ -127,14 +193,10 @@ def _merged(
             components.find_or_make(variable, layout).part_of_this_worker(variable)
             for variable in states
         ]
-        sums = workers.sum_all("logs", [*flat, *mine])
-    means = tree.pack_sequence_as(parts, sums[: len(flat)])
-    if not isinstance(logs, dict):
-        return means
-    merged = list(zip(states, sums[len(flat) :], strict=True))
-    with keras.StatelessScope(state_mapping=merged):
-        metrics = model.get_metrics_result()
-    return chosen_logs(model, means, metrics, written)
+        sums = workers.sum_all("logs", [*values, *mine])
+        merged = list(zip(states, sums[len(values) :], strict=True))
+        with keras.StatelessScope(state_mapping=merged):
+            return sums[: len(values)], model.get_metrics_result()
 
 
 def _rows_in_order(outputs: Any, strategy: Any, weights: list[float]) -> Any:

@@ -1,20 +1,21 @@
 """The processes of a cluster, as torch.distributed connects them."""
 
-import contextlib
 import datetime
 import hashlib
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from keras_strategy.backends.torch.announcing import DIGEST_BYTES, Announcements
 from keras_strategy.cluster import Cluster
 from keras_strategy.communication import CommunicationImplementation
+from keras_strategy.coordination.member import Waiting
 
 _STORE = "address of torch's store"
 
@@ -32,6 +33,9 @@ class TorchWorkers:
     def __init__(self, cluster: Cluster):
         self.cluster = cluster
         self.rank, self.size = cluster.rank, cluster.size
+        self._announcements = Announcements(
+            self.size, lambda tensor, op: dist.all_reduce(tensor, op=op)
+        )
         if not dist.is_initialized():
             _initialize(cluster)
         if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.size):
@@ -55,13 +59,17 @@ class TorchWorkers:
         Raises:
             ValueError: If the shapes or dtypes differ.
         """
-        self._require_same(name, tensor, tuple(tensor.shape))
-        total = tensor.detach().clone(memory_format=torch.contiguous_format)
-        if total.dtype == torch.bool:
+        tensor = tensor.detach()
+        shape = tuple(tensor.shape)
+        if tensor.dtype == torch.bool:
+            self._require_same(name, tensor, shape)
             raise TypeError(f"`{name}` adds numbers. Received a tensor of booleans.")
+        digest = _digest(name, tensor, shape)
         with self._waiting(name):
-            dist.all_reduce(total)
-        return total
+            total = self._announcements.sum(digest, tensor.reshape(-1))
+        if total is None:
+            raise self._difference(name, tensor, shape)
+        return total.view(shape)
 
     def sum_all(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The sums of several tensors, which travel together."""
@@ -108,6 +116,20 @@ class TorchWorkers:
             joined = joined.to(torch.bool)
         return joined.movedim(0, axis), counts
 
+    def have_same(self, name: str, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether tensors are the same on all workers, to the last bit.
+
+        Args:
+            name: What they are.
+            tensors: This worker's.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        for tensor in tensors:
+            digest.update(f"{tuple(tensor.shape)}|{tensor.dtype}|".encode())
+            host = tensor.detach().cpu().contiguous().reshape(-1)
+            digest.update(host.view(torch.uint8).numpy().data)
+        return len(set(self.cluster.agree(name, digest.hexdigest()))) == 1
+
     def broadcast(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrites tensors with the chief's.
 
@@ -131,39 +153,47 @@ class TorchWorkers:
     def _require_same(
         self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], which: str = ""
     ) -> None:
-        # Names of variables count what a process has made before, and may differ.
-        kind = name.partition(" '")[0]
-        layout = f"{kind}|{shape}|{tensor.dtype}"
-        digest = hashlib.blake2b(layout.encode(), digest_size=7).digest()
-        number = int.from_bytes(digest)
-        # The largest of n and of -n are each other's negative if all n are equal.
-        both = torch.tensor([number, -number], device=tensor.device)
+        digest = _digest(name, tensor, shape)
         with self._waiting(name):
-            dist.all_reduce(both, op=dist.ReduceOp.MAX)
-        if int(both[0]) == -int(both[1]):
-            return
+            same = self._announcements.compare(digest, tensor.device)
+        if not same:
+            raise self._difference(name, tensor, shape, which)
+
+    def _difference(
+        self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], which: str = ""
+    ) -> Exception:
+        """Asks all workers what they are about to do, which is not the same."""
+        kind = _kind(name)
         told = self.cluster.agree(
             "the comparison of what is sent", [kind, list(shape), str(tensor.dtype)]
         )
         pairs = list(zip(self.cluster.names, told, strict=True))
         if len({operation for _, (operation, _, _) in pairs}) > 1:
             listed = ", ".join(f"{who}: {operation}" for who, (operation, *_) in pairs)
-            raise RuntimeError(
+            return RuntimeError(
                 "All workers must make the same calls in the same order. They are in "
                 f"different ones ({listed})."
             )
         listed = ", ".join(
             f"{who}: {tuple(dims)} {dtype}" for who, (_, dims, dtype) in pairs
         )
-        raise ValueError(
+        return ValueError(
             f"`{name}` needs values whose dtypes and sizes{which} are the same on "
             f"every worker. Received: {listed}."
         )
 
-    @contextlib.contextmanager
-    def _waiting(self, name: str) -> Iterator[None]:
-        with self.cluster.member.waiting(name):
-            yield
+    def _waiting(self, name: str) -> Waiting:
+        return self.cluster.member.waiting(name)
+
+
+def _kind(name: str) -> str:
+    """What an operation is; names of variables count what a process has made before."""
+    return name.partition(" '")[0]
+
+
+def _digest(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> bytes:
+    layout = f"{_kind(name)}|{shape}|{tensor.dtype}"
+    return hashlib.blake2b(layout.encode(), digest_size=DIGEST_BYTES).digest()
 
 
 def in_one_piece(

@@ -1,0 +1,77 @@
+"""Whether anybody reads the logs of the batches, which costs a collective each."""
+
+from typing import Any
+
+import keras
+
+from keras_strategy.mirror_check import MirrorCheck
+from keras_strategy.training.one_writer import ChiefsLead
+
+_ATTRIBUTE = "_ks_batch_logs"
+_SAVING = (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)
+
+
+class BatchLogs:
+    """What becomes of the logs that a train or test function returns.
+
+    Keras's loop gives them to the callbacks, and ends the epoch with the metrics' own
+    results where all logs are named after metrics.
+
+    Attributes:
+        are_read: Whether somebody may look at them.
+        of_metrics: The names of the model's metrics; None until a batch was merged.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Somebody looks, as far as is known."""
+        self.are_read = True
+        self.of_metrics: set[str] | None = None
+
+    def are_needed(self, logs: Any) -> bool:
+        """Whether such logs of a batch must be those of all replicas.
+
+        Args:
+            logs: What the replicas returned.
+        """
+        return self.are_read or not isinstance(logs, dict) or self._differ(logs)
+
+    def _differ(self, logs: dict) -> bool:
+        return self.of_metrics != set(logs)
+
+    @staticmethod
+    def of(function: Any) -> "BatchLogs | None":
+        """Those of a function that was given some with `give_to`."""
+        return getattr(function, _ATTRIBUTE, None)
+
+    def give_to(self, function: Any) -> None:
+        """Lets others find them by the function."""
+        setattr(function, _ATTRIBUTE, self)
+
+
+def may_read(callback: keras.callbacks.Callback, kind: str) -> bool:
+    """Whether a callback may look at the logs of a batch.
+
+    Args:
+        callback: The callback.
+        kind: "train" or "test".
+    """
+    if isinstance(callback, ChiefsLead | MirrorCheck):
+        return False
+    if kind == "test":
+        return not _is_one_of(callback, "on_test_batch_end", [keras.callbacks.Callback])
+    idle: list[type] = [keras.callbacks.Callback]
+    if isinstance(callback, _SAVING) and callback.save_freq == "epoch":
+        idle += _SAVING
+    return not (
+        _is_one_of(callback, "on_train_batch_end", idle)
+        and _is_one_of(callback, "on_batch_end", [keras.callbacks.Callback])
+    )
+
+
+def _is_one_of(callback: Any, name: str, owners: list[type]) -> bool:
+    """Whether a callback's method is that of one of some classes."""
+    function = getattr(getattr(callback, name), "__func__", None)
+    return any(function is getattr(owner, name) for owner in owners)

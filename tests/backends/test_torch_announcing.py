@@ -1,0 +1,153 @@
+"""Workers notice that they are about to send different things, and send no more."""
+
+import hashlib
+import random
+import threading
+
+import keras
+import pytest
+
+torch = pytest.importorskip("torch")
+if keras.backend.backend() != "torch":
+    pytest.skip("for the torch backend", allow_module_level=True)
+
+from keras_strategy.backends.torch.announcing import (  # noqa: E402
+    DIGEST_BYTES,
+    Announcements,
+)
+
+WORKERS = 3
+
+
+class Collectives:
+    """Threads in the place of workers: sizes that differ are an error."""
+
+    def __init__(self):
+        self.given = [None] * WORKERS
+        self.barrier = threading.Barrier(WORKERS, timeout=20)
+        self.count = 0
+
+    def all_reduce(self, rank):
+        def all_reduce(tensor, op):
+            self.given[rank] = (tensor.clone(), op)
+            if self.barrier.wait() == 0:
+                self.count += 1
+            tensors = [t for t, _ in self.given]
+            assert len({(t.shape, t.dtype) for t in tensors}) == 1
+            assert len({op for _, op in self.given}) == 1
+            stacked = torch.stack(tensors)
+            largest = op == torch.distributed.ReduceOp.MAX
+            tensor.copy_(stacked.amax(0) if largest else stacked.sum(0))
+            self.barrier.wait()
+
+        return all_reduce
+
+
+def of_all(act):
+    """What each worker's `act(announcements, rank)` returned, and the collectives."""
+    collectives = Collectives()
+    results = [None] * WORKERS
+
+    def worker(rank):
+        try:
+            announcements = Announcements(WORKERS, collectives.all_reduce(rank))
+            results[rank] = act(announcements, rank)
+        except BaseException as error:
+            collectives.barrier.abort()
+            results[rank] = error
+
+    threads = [threading.Thread(target=worker, args=(r,)) for r in range(WORKERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results, collectives.count
+
+
+def add(announcements, size, rank=0, dtype="float32", kind="sum"):
+    flat = torch.full((size,), rank + 1, dtype=getattr(torch, dtype))
+    text = f"{kind} {size} {dtype}".encode()
+    digest = hashlib.blake2b(text, digest_size=DIGEST_BYTES).digest()
+    if kind != "sum":
+        return announcements.compare(digest, torch.device("cpu"))
+    return announcements.sum(digest, flat)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64"])
+def test_what_is_repeated_travels_at_once(dtype):
+    def act(announcements, rank):
+        return [add(announcements, 5, rank, dtype).tolist() for _ in range(10)]
+
+    results, count = of_all(act)
+    assert results == [[[6] * 5] * 10] * WORKERS
+    assert count == 2 + 2 + 8  # the first two times there is nothing to expect
+
+
+def test_what_alternates_travels_at_once():
+    def act(announcements, rank):
+        for _ in range(10):
+            add(announcements, 5, rank)
+            add(announcements, 3, rank)
+
+    _, count = of_all(act)
+    assert count == 2 * 3 + 17
+
+
+def test_a_dtype_that_cannot_hold_a_digest():
+    def act(announcements, rank):
+        return [add(announcements, 5, rank, "bfloat16").tolist() for _ in range(3)]
+
+    results, count = of_all(act)
+    assert results == [[[6] * 5] * 3] * WORKERS
+    assert count == 2 * 3
+
+
+@pytest.mark.parametrize("odd", range(WORKERS))
+@pytest.mark.parametrize(
+    "other",
+    [(4, "float32", "sum"), (5, "float64", "sum"), (5, "float32", "gather")],
+    ids=["size", "dtype", "operation"],
+)
+def test_one_worker_does_something_else(other, odd):
+    size, dtype, kind = other
+
+    def act(announcements, rank):
+        for _ in range(3):
+            add(announcements, 5, rank)
+        if rank == odd:
+            noticed = not add(announcements, size, rank, dtype, kind)
+        else:
+            noticed = add(announcements, 5, rank) is None
+        return noticed, add(announcements, 5, rank).tolist()
+
+    results, _ = of_all(act)
+    assert results == [(True, [6] * 5)] * WORKERS  # and it can go on
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_comes(seed):
+    """Sizes are always the same, and a difference is noticed by all."""
+
+    def act(announcements, rank):
+        shared, own = random.Random(seed), random.Random(f"{seed} {rank}")
+        seen = []
+        for _ in range(200):
+            size = shared.choice([1, 2, 2, 2, 3])
+            dtype = shared.choice(["float32", "float32", "int64", "float16"])
+            kind = shared.choice(["sum", "sum", "sum", "gather"])
+            if shared.random() < 0.2:
+                size = own.choice([1, 2, 3])
+            result = add(announcements, size, rank, dtype, kind)
+            same = result is not None and result is not False
+            if kind == "sum" and same:
+                assert result.tolist() == [6] * size
+            seen.append((same, size))
+        return seen
+
+    results, _ = of_all(act)
+    for step in zip(*results, strict=True):
+        alike = len({size for _, size in step}) == 1
+        assert [same for same, _ in step] == [alike] * WORKERS

@@ -1,0 +1,61 @@
+"""What a training step on torch costs, in figures that no machine changes."""
+
+import keras
+import pytest
+
+import keras_strategy as ks
+from benchmarks.figures import Figures
+from keras_strategy.testing import WorkerRunner
+
+torch = pytest.importorskip("torch")
+if keras.backend.backend() != "torch":
+    pytest.skip("for the torch backend", allow_module_level=True)
+
+from tests.speed import torch_jobs  # noqa: E402
+
+# Of the digest that travels behind the gradients: its bytes and their squares.
+DIGEST_BYTES = 2 * 7 * 4
+
+
+# Functions of ours that a step enters. There were 161, 561 to 564, and 1030 to 1043.
+ONE_DEVICE_CALLS = 175
+WORKER_CALLS = 600
+THREADS_CALLS = 1100
+
+
+@pytest.fixture(autouse=True)
+def _one_core():
+    """On a busy machine, torch's threads wait long for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def check(figures, python_calls, digest=0):
+    assert figures.collectives == 1  # the gradients, in one piece
+    assert figures.bytes == figures.gradient_bytes + digest
+    assert figures.compilations == 0
+    assert figures.transfers == 0
+    assert 0 < figures.python_calls <= python_calls
+
+
+@pytest.mark.parametrize("loop", ["fit", "run"])
+def test_two_threads(loop, mirrored):
+    check(torch_jobs.figures(mirrored(2), loop), THREADS_CALLS)
+
+
+def test_two_processes():
+    one_core = {"OMP_NUM_THREADS": "1"}
+    with WorkerRunner(2, timeout_seconds=300, environment=one_core) as runner:
+        results = runner.run(torch_jobs.figures_of_a_worker)
+    for figures_of_loops in results:
+        for figures in figures_of_loops:
+            check(Figures(**figures), WORKER_CALLS, DIGEST_BYTES)
+
+
+def test_one_device_adds_nothing():
+    figures = torch_jobs.figures(ks.OneDeviceStrategy("cpu:0"), "fit")
+    assert (figures.collectives, figures.bytes, figures.transfers) == (0, 0, 0)
+    # Of the hooks, each of which sees that there is nothing to do.
+    assert figures.python_calls <= ONE_DEVICE_CALLS

@@ -1,0 +1,27 @@
+"""What is counted on torch, in one process or in each of several."""
+
+import dataclasses
+
+import keras_strategy as ks
+from benchmarks.cases import CASES
+from benchmarks.comparisons import fit
+from benchmarks.figures import Figures, figures_of
+from benchmarks.torch_peers import run_loop_of
+
+# A small batch: what is counted does not depend on it.
+MLP = dataclasses.replace(CASES[0], batch=4)
+
+
+def figures(strategy: ks.Strategy, loop: str) -> Figures:
+    """The figures of "fit", or of a loop with `strategy.run`."""
+    if loop == "run":
+        return figures_of(*run_loop_of(strategy, MLP))
+    with strategy.scope():
+        model = MLP.compiled()
+    return figures_of(fit(model, MLP), model)
+
+
+def figures_of_a_worker() -> list[dict]:
+    """Those of "fit" and of "run" in one of several processes, as dicts."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    return [dataclasses.asdict(figures(strategy, loop)) for loop in ("fit", "run")]
