@@ -83,6 +83,8 @@ ONE_DEVICE = (
             fit_in_scope(ks.OneDeviceStrategy(_device()), case),
             plain_fit(case),
         ),
+        # The same program as below: two cases show it.
+        without=("MLP, batch 1024", "CNN", "embedding"),
     ),
     Comparison(
         "fit, MirroredStrategy",
