@@ -23,7 +23,7 @@ class Comparison:
         aim: What the ratio shall be at least; None where the peer is shown alone.
         programs: Makes both programs for a case, ours first.
         workers: The processes that both of them run in.
-            without: The names of cases that are left out.
+        without: The names of cases that are left out.
     """
 
     name: str

@@ -56,7 +56,7 @@ def figures_of(train: Callable[[int], None], model: keras.Model) -> Figures:
 
     Args:
         train: Trains the model for so many steps.
-        model: The model.
+        model: The model, or one like it, for the bytes of its gradients.
 
     Returns:
         The figures. What a call costs once is not in those of a step: they are the

@@ -16,6 +16,7 @@ import keras
 import keras_strategy as ks
 from benchmarks.cases import CASES
 from benchmarks.comparisons import of_backend
+from benchmarks.figures import figures_of
 from benchmarks.pairing import compare
 
 
@@ -56,15 +57,23 @@ def main() -> None:
             speeds = compare(
                 ours, peer, options.rounds, options.seconds, together=together
             )
+            # Last, since a profiler stays with the threads that it met.
+            figures = (
+                figures_of(ours, case.build()) if comparison.replicas > 1 else None
+            )
             if not chief:
                 continue
             with open(options.out, "a") as file:
                 for speed in speeds:
                     values = dataclasses.asdict(speed)
                     more = {"peer_name": comparison.peer, "aim": comparison.aim}
+                    if figures is not None:
+                        more["figures"] = dataclasses.asdict(figures)
                     print(json.dumps(row | values | more), file=file)
             ratio = ", ".join(f"{s.ratio:.3f} ({s.unit})" for s in speeds)
             taken = time.perf_counter() - began
+            if figures is not None:
+                print(f"{row['backend']}: {row['case']}, a step: {figures}", flush=True)
             print(f"{row['backend']}: {name}: {ratio} [{taken:.0f} s]", flush=True)
 
 
