@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from keras_strategy.hooking import Hook
+from keras_strategy.hooks.hook import Hook
 
 # Of each function that was extended: its owner, its name, and what it was.
 _originals: list[tuple[Any, str, Any]] = []

@@ -1,7 +1,7 @@
 """Distributed training for Keras 3, in the words of tf.distribute, on any backend."""
 
 from keras_strategy import cluster_resolver, config, errors, experimental
-from keras_strategy.context import (
+from keras_strategy.core.context import (
     ReplicaContext,
     experimental_set_strategy,
     get_replica_context,
@@ -9,30 +9,35 @@ from keras_strategy.context import (
     has_strategy,
     in_cross_replica_context,
 )
-from keras_strategy.cross_device_ops import (
+from keras_strategy.input.dataset import DistributedDataset, DistributedIterator
+from keras_strategy.options.cross_device_ops import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
     NcclAllReduce,
     ReductionToOneDevice,
 )
-from keras_strategy.datasets import DistributedDataset, DistributedIterator
-from keras_strategy.extended import StrategyExtended
-from keras_strategy.gradients import (
-    compute_average_loss,
-    scale_regularization_loss,
-    value_and_grad,
-)
-from keras_strategy.input_options import (
+from keras_strategy.options.input import (
     InputContext,
     InputOptions,
     InputReplicationMode,
 )
-from keras_strategy.options import RunOptions
+from keras_strategy.options.run import RunOptions
+from keras_strategy.rules.gradients import (
+    compute_average_loss,
+    scale_regularization_loss,
+    value_and_grad,
+)
+from keras_strategy.strategies.base import Strategy
+from keras_strategy.strategies.extended import StrategyExtended
 from keras_strategy.strategies.mirrored import MirroredStrategy
 from keras_strategy.strategies.multi_worker import MultiWorkerMirroredStrategy
 from keras_strategy.strategies.one_device import OneDeviceStrategy
-from keras_strategy.strategy import Strategy
-from keras_strategy.values import DistributedValues, Mirrored, PerReplica, ReduceOp
+from keras_strategy.values.distributed import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    ReduceOp,
+)
 
 __version__ = "0.1.0"
 

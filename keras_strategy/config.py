@@ -2,7 +2,7 @@
 
 import os
 
-from keras_strategy.backends import get_backend
+from keras_strategy.core.registry import get_backend
 
 _LOGICAL_CPUS = "KERAS_STRATEGY_LOGICAL_CPUS"
 

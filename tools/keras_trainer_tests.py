@@ -26,7 +26,7 @@ DEVICES = ("cpu:0", "cpu:1")
 def pytest_configure(config):
     """Makes Keras's test cases enter the scope at the end of their setUp."""
     import keras_strategy as ks
-    from keras_strategy.backends import get_backend
+    from keras_strategy.core.registry import get_backend
 
     kind = os.environ[SCOPE]
     ks.config.set_logical_devices("cpu", len(DEVICES))

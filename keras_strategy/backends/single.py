@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from keras_strategy import context
-from keras_strategy.backends import get_backend
-from keras_strategy.updating import VariableComponent, bare
-from keras_strategy.values import (
+from keras_strategy.core import context
+from keras_strategy.core.components import VariableComponent, bare
+from keras_strategy.core.registry import get_backend
+from keras_strategy.values.distributed import (
     DistributedValues,
     Mirrored,
     ReduceOp,
@@ -19,8 +19,8 @@ from keras_strategy.values import (
 )
 
 if TYPE_CHECKING:
-    from keras_strategy.options import RunOptions
-    from keras_strategy.strategy import Strategy
+    from keras_strategy.options.run import RunOptions
+    from keras_strategy.strategies.base import Strategy
 
 
 def tensors_of_arrays(structure: Any) -> Any:

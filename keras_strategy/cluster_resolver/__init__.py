@@ -3,7 +3,8 @@
 from keras_strategy.cluster_resolver.base import ClusterResolver
 from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
 from keras_strategy.cluster_resolver.detection import detect
-from keras_strategy.cluster_resolver.gce import GCEClusterResolver
+from keras_strategy.cluster_resolver.google.gce import GCEClusterResolver
+from keras_strategy.cluster_resolver.google.tpu import TPUClusterResolver
 from keras_strategy.cluster_resolver.kubernetes import (
     KubernetesClusterResolver,
     KubernetesExecutableLocation,
@@ -14,7 +15,6 @@ from keras_strategy.cluster_resolver.simple import SimpleClusterResolver
 from keras_strategy.cluster_resolver.slurm import SlurmClusterResolver
 from keras_strategy.cluster_resolver.tf_config import TFConfigClusterResolver
 from keras_strategy.cluster_resolver.torchrun import TorchrunClusterResolver
-from keras_strategy.cluster_resolver.tpu import TPUClusterResolver
 from keras_strategy.cluster_resolver.union import UnionResolver
 
 __all__ = [

@@ -159,7 +159,7 @@ def format_master_url(master: str, rpc_layer: str | None = None) -> str:
 def local_device_kinds() -> list[str]:
     """The kind of each device of this process: "CPU", "GPU" or "TPU"."""
     # Imported here: to ask who is in the cluster must not start a backend.
-    from keras_strategy.backends import get_backend
+    from keras_strategy.core.registry import get_backend
 
     kinds = []
     for name in get_backend().list_devices():

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 from keras_strategy.cluster_resolver import evidence
 from keras_strategy.cluster_resolver.base import ClusterResolver
+from keras_strategy.cluster_resolver.google.tpu import TPUClusterResolver
 from keras_strategy.cluster_resolver.kubernetes import KubernetesClusterResolver
 from keras_strategy.cluster_resolver.mpi import MPIClusterResolver
 from keras_strategy.cluster_resolver.sagemaker import SageMakerClusterResolver
 from keras_strategy.cluster_resolver.slurm import SlurmClusterResolver
 from keras_strategy.cluster_resolver.tf_config import TFConfigClusterResolver
 from keras_strategy.cluster_resolver.torchrun import TorchrunClusterResolver
-from keras_strategy.cluster_resolver.tpu import TPUClusterResolver
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from keras_strategy.cluster_resolver import tpu_locate
 from keras_strategy.cluster_resolver.checks import as_int
+from keras_strategy.cluster_resolver.google import tpu_locate
 from keras_strategy.cluster_resolver.mpi import FLAVORS
 from keras_strategy.cluster_resolver.sagemaker import CURRENT_HOST, HOSTS
 from keras_strategy.cluster_resolver.tf_config import VARIABLE as TF_CONFIG

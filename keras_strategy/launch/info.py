@@ -6,8 +6,8 @@ import sys
 import keras
 
 import keras_strategy
-from keras_strategy.backends import get_backend
 from keras_strategy.cluster_resolver import detect
+from keras_strategy.core.registry import get_backend
 from keras_strategy.errors import UnsupportedBackendError
 
 

@@ -2,11 +2,14 @@
 
 from collections.abc import Iterable
 
-from keras_strategy.backends import get_backend
-from keras_strategy.cross_device_ops import CrossDeviceOps, check_cross_device_ops
-from keras_strategy.extended import StrategyExtended
-from keras_strategy.strategy import Strategy
-from keras_strategy.topology import resolve_devices
+from keras_strategy.core.registry import get_backend
+from keras_strategy.options.cross_device_ops import (
+    CrossDeviceOps,
+    check_cross_device_ops,
+)
+from keras_strategy.strategies.base import Strategy
+from keras_strategy.strategies.extended import StrategyExtended
+from keras_strategy.values.devices import resolve_devices
 
 
 class MirroredStrategy(Strategy):

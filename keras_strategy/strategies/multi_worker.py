@@ -4,15 +4,16 @@ from typing import Any
 
 import keras
 
-from keras_strategy import cluster, seeds
-from keras_strategy.backends import get_backend
 from keras_strategy.cluster_resolver import detect
-from keras_strategy.communication import (
+from keras_strategy.core.registry import get_backend
+from keras_strategy.input import seeds
+from keras_strategy.options.communication import (
     CommunicationOptions,
     check_communication_options,
 )
-from keras_strategy.extended import StrategyExtended
-from keras_strategy.strategy import Strategy
+from keras_strategy.strategies.base import Strategy
+from keras_strategy.strategies.extended import StrategyExtended
+from keras_strategy.workers import cluster
 
 
 class MultiWorkerMirroredStrategy(Strategy):

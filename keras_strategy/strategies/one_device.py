@@ -4,13 +4,13 @@ import contextlib
 
 import keras
 
-from keras_strategy.backends import get_backend
 from keras_strategy.backends.single import SingleReplicaGroup
-from keras_strategy.extended import StrategyExtended, check_variable
-from keras_strategy.strategy import Strategy
-from keras_strategy.topology import canonical_device, resolve_devices
-from keras_strategy.training.ownership import strategy_of_variable
-from keras_strategy.updating import Containers
+from keras_strategy.core.components import Containers
+from keras_strategy.core.registry import get_backend
+from keras_strategy.rules.ownership import strategy_of_variable
+from keras_strategy.strategies.base import Strategy
+from keras_strategy.strategies.extended import StrategyExtended, check_variable
+from keras_strategy.values.devices import canonical_device, resolve_devices
 
 
 class OneDeviceStrategy(Strategy):

@@ -17,9 +17,9 @@ if keras.backend.backend() != "jax":
 
 import jax
 
-from keras_strategy.backends.jax import keras_hooks
+from keras_strategy.backends.jax import hooks
 from keras_strategy.testing.equality.compare import largest, scope
-from keras_strategy.values import PerReplica
+from keras_strategy.values.distributed import PerReplica
 
 X = np.random.default_rng(0).normal(size=(21, 6)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(21, 1)).astype("float32")
@@ -88,10 +88,10 @@ def test_batches_are_moved_one_ahead_to_an_accelerator(two, monkeypatch):
 
 def test_moving_ahead_keeps_the_order_and_waits_for_no_more_than_two():
     read = []
-    ahead = keras_hooks._one_ahead(read.append(i) or i for i in range(3))
+    ahead = hooks._one_ahead(read.append(i) or i for i in range(3))
     assert (next(ahead), read) == (0, [0, 1])
     assert (list(ahead), read) == ([1, 2], [0, 1, 2])
-    assert list(keras_hooks._one_ahead(iter(()))) == []
+    assert list(hooks._one_ahead(iter(()))) == []
 
 
 def test_the_scope_leaves_no_distribution_behind(two, mirrored):
@@ -253,7 +253,7 @@ def test_a_step_computes_in_the_memory_of_the_one_before(two):
     two.run(step)
     for _ in range(3):
         # A part of it is no reference that is counted.
-        part = keras_hooks.array_of(v).addressable_shards[0].data
+        part = hooks.array_of(v).addressable_shards[0].data
         two.run(step)
         assert part.is_deleted()
     held = v.value

@@ -18,7 +18,8 @@ import tensorflow as tf
 
 import keras_strategy as ks
 from keras_strategy.backends.tensorflow import combine
-from keras_strategy.training import keras_hooks, ownership
+from keras_strategy.hooks import trainer
+from keras_strategy.rules import ownership
 
 
 @pytest.fixture(params=[2, 3], ids="{} replicas".format)
@@ -59,7 +60,7 @@ def test_set_logical_devices_again():
 
 
 def test_devices_of_a_kind_that_is_not_there():
-    assert keras_hooks.get_backend().list_devices("tpu") == []
+    assert trainer.get_backend().list_devices("tpu") == []
 
 
 # --- reduce and gather, with native tf.distribute as the oracle

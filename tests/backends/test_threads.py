@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from keras_strategy import hooking
-from keras_strategy.backends.threads import keras_hooks
+from keras_strategy.backends.threads import hooks
 from keras_strategy.errors import KerasVersionError
+from keras_strategy.hooks import hook
 
 SLOW_TO_RELEASE = """
 import threading, time
@@ -61,6 +61,6 @@ def test_a_cell_that_keeps_its_mask_elsewhere_is_refused(method, says, monkeypat
         pass
 
     setattr(Cell, method, lambda self: setattr(self, "_mask", None))
-    monkeypatch.setattr(keras_hooks, "DropoutRNNCell", Cell)
+    monkeypatch.setattr(hooks, "DropoutRNNCell", Cell)
     with pytest.raises(KerasVersionError, match=f"reset_dropout_mask` {says}"):
-        hooking.install(keras_hooks.hooks())
+        hook.install(hooks.hooks())

@@ -11,10 +11,7 @@ torch = pytest.importorskip("torch")
 if keras.backend.backend() != "torch":
     pytest.skip("for the torch backend", allow_module_level=True)
 
-from keras_strategy.backends.torch.announcing import (  # noqa: E402
-    DIGEST_BYTES,
-    Announcements,
-)
+from keras_strategy.backends.torch.announcing import DIGEST_BYTES, Announcements  # noqa: E402
 
 WORKERS = 3
 

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from keras_strategy.cluster_resolver import metadata
+from keras_strategy.cluster_resolver.google import metadata
 
 ZONE = "/computeMetadata/v1/instance/zone"
 

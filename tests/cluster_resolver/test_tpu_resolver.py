@@ -15,7 +15,8 @@ from googleapiclient import discovery
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keras_strategy.cluster_resolver import TPUClusterResolver, google_api, tpu_topology
+from keras_strategy.cluster_resolver import TPUClusterResolver
+from keras_strategy.cluster_resolver.google import api, tpu_topology
 
 NODE = "/v1/projects/my-project/locations/us-central1-b/nodes/my-tpu"
 ATTRIBUTES = "/computeMetadata/v1/instance/attributes"
@@ -380,8 +381,8 @@ def test_discovery_does_not_follow_a_redirect(https_api, make_server):
 
 
 def test_an_answer_has_a_time_limit(https_api, monkeypatch):
-    assert 0 < google_api._TIMEOUT_SECONDS <= 5
-    monkeypatch.setattr(google_api, "_TIMEOUT_SECONDS", 0.3)
+    assert 0 < api._TIMEOUT_SECONDS <= 5
+    monkeypatch.setattr(api, "_TIMEOUT_SECONDS", 0.3)
     https_api.answers[NODE] = https_api.HANG
     resolver = named(
         https_api,

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from keras_strategy.coordination import Member
+from keras_strategy.workers import Member
 
 WORKER = pathlib.Path(__file__).with_name("worker.py")
 # Nothing here takes long, save on a machine that is busy with other things.

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from keras_strategy.coordination import Member, default_timeout_seconds, hub_address
-from keras_strategy.coordination.wire import MAX_LINE
 from keras_strategy.errors import ClusterError, WorkerFailedError
+from keras_strategy.workers import Member, default_timeout_seconds, hub_address
+from keras_strategy.workers.wire import MAX_LINE
 from tests.coordination.conftest import SOON, names_of
 
 

@@ -12,12 +12,7 @@ package = types.ModuleType("keras_strategy")
 package.__path__ = [str(pathlib.Path(__file__).parents[2] / "keras_strategy")]
 sys.modules["keras_strategy"] = package
 
-from keras_strategy.coordination import (  # noqa: E402
-    Member,
-    hub,
-    hub_address,
-    watchdog,
-)
+from keras_strategy.workers import Member, hub, hub_address, watchdog  # noqa: E402
 
 # So that tests need not wait for long.
 hub.ANSWER_SECONDS = watchdog.ANSWER_SECONDS = 1.0

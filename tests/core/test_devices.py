@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import keras_strategy as ks
-from keras_strategy.topology import canonical_device, resolve_devices
+from keras_strategy.values.devices import canonical_device, resolve_devices
 
 
 @pytest.mark.parametrize(

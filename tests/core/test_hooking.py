@@ -7,9 +7,8 @@ import types
 import keras as installed_keras
 import pytest
 
-from keras_strategy import hooking
 from keras_strategy.errors import KerasVersionError
-from keras_strategy.hooking import Hook
+from keras_strategy.hooks.hook import Hook, home_of, install
 
 
 def make():
@@ -29,13 +28,13 @@ def test_a_function_that_is_as_known_is_replaced():
     hook = Hook(
         keras, "known", "(self, x, y=1)", lambda o: lambda self, x: o(self, x) * 10
     )
-    hooking.install([hook])
+    install([hook])
     assert keras().known(1) == 20
 
 
 def test_a_hook_may_rely_on_some_parameters_alone():
     keras = make()
-    hooking.install([Hook(keras, "known", ("y",), lambda o: lambda self, *a: 7)])
+    install([Hook(keras, "known", ("y",), lambda o: lambda self, *a: 7)])
     assert keras().known(1) == 7
 
 
@@ -45,7 +44,7 @@ def test_a_property_is_replaced():
     def replace(original):
         return property(lambda self: original.fget(self) + 1)
 
-    hooking.install([Hook(keras, "value", None, replace)])
+    install([Hook(keras, "value", None, replace)])
     assert keras().value == 4
 
 
@@ -64,7 +63,7 @@ def test_a_changed_function_is_refused_and_nothing_is_installed(name, signature,
     good = Hook(keras, "known", "(self, x, y=1)", lambda o: lambda self, x: 0)
     bad = Hook(keras, name, signature, lambda o: o)
     with pytest.raises(KerasVersionError, match=says):
-        hooking.install([good, bad])
+        install([good, bad])
     assert keras().known(1) == 2
 
 
@@ -94,13 +93,13 @@ def modules(monkeypatch):
     [("f g", "home_before"), ("g", "home_before"), ("g h", "home_now")],
 )
 def test_a_module_is_known_by_what_it_provides(names, home, modules):
-    assert hooking.home_of(names, "never.was.there", *modules).__name__ == home
+    assert home_of(names, "never.was.there", *modules).__name__ == home
 
 
 def test_a_name_without_a_home_is_refused(modules):
     homes = r"it is not in home_before or home_now or never\.was"
     with pytest.raises(KerasVersionError, match=rf"`home_before\.f` is gone: {homes}"):
-        hooking.home_of("f h", *modules, "never.was")
+        home_of("f h", *modules, "never.was")
 
 
 def test_a_module_that_lacks_an_import_of_its_own_is_no_moved_one(
@@ -109,4 +108,4 @@ def test_a_module_that_lacks_an_import_of_its_own_is_no_moved_one(
     (tmp_path / "home_broken.py").write_text("import not_installed_here")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="not_installed_here"):
-        hooking.home_of("f", "home_broken")
+        home_of("f", "home_broken")

@@ -5,7 +5,7 @@ import enum
 import pytest
 
 import keras_strategy as ks
-from keras_strategy.values import regroup, select_replica
+from keras_strategy.values.distributed import regroup, select_replica
 
 
 class Native(enum.Enum):

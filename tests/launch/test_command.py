@@ -10,7 +10,7 @@ import keras
 import pytest
 
 import keras_strategy as ks
-from keras_strategy.backends import get_backend
+from keras_strategy.core.registry import get_backend
 from keras_strategy.launch.command import main
 from tests.launch.scripts import ROOT, finish, start
 

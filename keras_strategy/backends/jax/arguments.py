@@ -18,7 +18,11 @@ from keras_strategy.backends.jax.sharded import (
     joined,
     shapes_of,
 )
-from keras_strategy.values import DistributedValues, PerReplica, is_numeric_array
+from keras_strategy.values.distributed import (
+    DistributedValues,
+    PerReplica,
+    is_numeric_array,
+)
 
 
 class Identity:

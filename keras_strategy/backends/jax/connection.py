@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import jax
 import jax.extend.backend
 
-from keras_strategy.cluster import Cluster
-from keras_strategy.communication import CommunicationImplementation
+from keras_strategy.options.communication import CommunicationImplementation
+from keras_strategy.workers.cluster import Cluster
 
 _PORT = "port of JAX's coordinator"
 # Our own watchdog knows sooner who is gone, and says so better. JAX ends the process.

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.experimental.sparse import JAXSparse
 
 from keras_strategy.backends.jax.devices import device_named, devices_of_all_workers
-from keras_strategy.cluster import Cluster
+from keras_strategy.workers.cluster import Cluster
 
 logger = logging.getLogger("keras_strategy")
 # The name of the mesh's only axis.

@@ -7,7 +7,7 @@ import jax
 import keras
 from keras import tree
 
-from keras_strategy.backends.jax import keras_hooks
+from keras_strategy.backends.jax import hooks
 
 
 class ChildScope(keras.StatelessScope):
@@ -61,17 +61,17 @@ def value_and_grad(
             tensors = [x for x in tree.flatten(aux) if keras.ops.is_tensor(x)]
             return value, (tensors, [inner.state_mapping[id(v)] for v in written])
 
-        scope = keras_hooks.stateless_scope()
+        scope = hooks.stateless_scope()
         try:
             (value, (tensors, states)), gradients = jax.value_and_grad(
                 functional, has_aux=True
             )([v.value for v in variables])
         finally:
             if scope is None:
-                keras_hooks.initialize_pending()
+                hooks.initialize_pending()
         # Inside fn, assigning has brought the replicas together already.
         for variable, state in zip(written, states, strict=True):
-            keras_hooks.write(variable, state)
+            hooks.write(variable, state)
         if not has_aux:
             return value, gradients
         leaves = iter(tensors)

@@ -10,8 +10,7 @@ import keras
 import numpy as np
 from keras import tree
 
-from keras_strategy.backends import get_backend
-from keras_strategy.backends.jax import keras_hooks, on_read
+from keras_strategy.backends.jax import hooks, on_read
 from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
 from keras_strategy.backends.jax.replica import (
     TracedMirrored,
@@ -22,20 +21,21 @@ from keras_strategy.backends.jax.replica import (
 from keras_strategy.backends.jax.runner import Runner
 from keras_strategy.backends.jax.sharded import gathered, placed, reduced, shards
 from keras_strategy.backends.jax.workers import JaxWorkers
-from keras_strategy.backends.threads.keras_hooks import keras_scope
+from keras_strategy.backends.threads.hooks import keras_scope
 from keras_strategy.backends.threads.scopes import MergedScope
-from keras_strategy.updating import VariableComponent, bare, update_components
-from keras_strategy.values import DistributedValues, Mirrored, ReduceOp
-from keras_strategy.variables import is_on_read
+from keras_strategy.core.components import VariableComponent, bare, update_components
+from keras_strategy.core.registry import get_backend
+from keras_strategy.rules.aggregation import is_on_read
+from keras_strategy.values.distributed import DistributedValues, Mirrored, ReduceOp
 
 if TYPE_CHECKING:
-    from keras_strategy.cluster import Cluster
-    from keras_strategy.options import RunOptions
-    from keras_strategy.strategy import Strategy
+    from keras_strategy.options.run import RunOptions
+    from keras_strategy.strategies.base import Strategy
+    from keras_strategy.workers.cluster import Cluster
 
 
 class JaxReplicaGroup:
-    """See `keras_strategy.backends.protocol.ReplicaGroup`."""
+    """See `keras_strategy.core.protocol.ReplicaGroup`."""
 
     def __init__(
         self,
@@ -54,10 +54,10 @@ class JaxReplicaGroup:
         return self.distribution.scope()
 
     def adopt(self, variables: Sequence[Any]) -> None:
-        variables = [v for v in variables if not keras_hooks.is_global_seed(v)]
+        variables = [v for v in variables if not hooks.is_global_seed(v)]
         for variable in variables:
             layout = self.distribution.replicated_layout(len(variable.shape))
-            keras_hooks.set_layout(variable, layout)
+            hooks.set_layout(variable, layout)
         self.take_first(variables)
 
     def take_first(self, variables: Sequence[Any]) -> None:
@@ -65,21 +65,21 @@ class JaxReplicaGroup:
             return
         first, *others = [variable.path for variable in variables]
         more = f" and of {len(others)} more variables" if others else ""
-        arrays = [np.asarray(keras_hooks.array_of(v)) for v in variables]
+        arrays = [np.asarray(hooks.array_of(v)) for v in variables]
         chiefs = self.workers.chiefs(f"the first value of '{first}'{more}", arrays)
         for variable, value in zip(variables, chiefs or (), strict=False):
-            keras_hooks.set_array(variable, put(value, self.distribution.everywhere))
+            hooks.set_array(variable, put(value, self.distribution.everywhere))
 
     def components(self, variable: Any) -> tuple[Any, ...]:
         if in_program():
-            return TracedPerReplica(keras_hooks.traced_value(variable)).values
+            return TracedPerReplica(hooks.traced_value(variable)).values
         scope = keras_scope()
         if isinstance(scope, MergedScope):
             return tuple(scope.components(variable))
         if is_on_read(variable):
             stacked = on_read.locals_of(variable, self.distribution)
             return tuple(part[0] for part in shards(stacked, self.distribution))
-        array = keras_hooks.array_of(variable)
+        array = hooks.array_of(variable)
         # Copies, since the next step overwrites the variable's own buffers.
         return tuple(jnp.copy(part) for part in shards(array, self.distribution))
 
@@ -101,7 +101,7 @@ class JaxReplicaGroup:
         array = jax.make_array_from_single_device_arrays(
             tuple(variable.shape), self.distribution.everywhere, parts
         )
-        keras_hooks.set_array(variable, array)
+        hooks.set_array(variable, array)
 
     def update(
         self, variable: Any, fn: Callable[..., Any], args: tuple, kwargs: dict
@@ -109,12 +109,12 @@ class JaxReplicaGroup:
         if not in_program():
             return update_components(self, variable, fn, args, kwargs)
         # One trace serves all replicas: this replica's component stands for all.
-        value = keras_hooks.traced_value(variable)
+        value = hooks.traced_value(variable)
         component = VariableComponent(variable, value, ", ".join(self.devices))
         args, kwargs = tree.map_structure(of_this_replica, (args, kwargs))
         result = bare(fn(component, *args, **kwargs))
         if component.assigned:
-            keras_hooks.write(variable, component.value)
+            hooks.write(variable, component.value)
         return tree.map_structure(
             lambda leaf: TracedMirrored(leaf) if keras.ops.is_tensor(leaf) else leaf,
             result,

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from keras_strategy.backends.jax import keras_hooks
+from keras_strategy.backends.jax import hooks
 from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution, put
 
 
 def locals_of(variable: Any, distribution: ReplicaDistribution) -> jax.Array:
     """What the replicas hold, with the replicas in front."""
-    value = keras_hooks.array_of(variable)
+    value = hooks.array_of(variable)
     aggregated, stacked = vars(variable).get("_ks_locals", (None, None))
     # Another array means that the variable was assigned outside since.
     if aggregated is value and stacked.sharding == distribution.split:
@@ -34,7 +34,7 @@ def locals_of(variable: Any, distribution: ReplicaDistribution) -> jax.Array:
 
 def remember(variable: Any, value: jax.Array, stacked: jax.Array) -> None:
     """Notes what the replicas hold, and its aggregate as the variable's value."""
-    keras_hooks.set_array(variable, value)
+    hooks.set_array(variable, value)
     vars(variable)["_ks_locals"] = (value, stacked)
 
 

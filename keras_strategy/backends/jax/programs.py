@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import keras
 
-from keras_strategy.backends.jax import keras_hooks
+from keras_strategy.backends.jax import hooks
 
 logger = logging.getLogger("keras_strategy")
 
@@ -65,7 +65,7 @@ class Function:
         return [
             self.variables[key]
             for key in self.written
-            if not keras_hooks.is_global_seed(self.variables[key])
+            if not hooks.is_global_seed(self.variables[key])
         ]
 
     def learn(self, scope: RunScope) -> bool:

@@ -7,11 +7,11 @@ import jax
 import keras
 from keras import tree
 
-from keras_strategy import context
-from keras_strategy.backends.jax import keras_hooks
+from keras_strategy.backends.jax import hooks
 from keras_strategy.backends.jax.distribution import AXIS
-from keras_strategy.training.row_weights import weighted
-from keras_strategy.values import (
+from keras_strategy.core import context
+from keras_strategy.rules.row_weights import weighted
+from keras_strategy.values.distributed import (
     DistributedValues,
     Mirrored,
     PerReplica,
@@ -19,11 +19,11 @@ from keras_strategy.values import (
 )
 
 if TYPE_CHECKING:
-    from keras_strategy.strategy import Strategy
+    from keras_strategy.strategies.base import Strategy
 
 
 class JaxReplica:
-    """See `keras_strategy.backends.protocol.Replica`.
+    """See `keras_strategy.core.protocol.Replica`.
 
     One trace serves all replicas: `id` is a traced scalar, and `devices` are those of
     all of them.
@@ -66,7 +66,7 @@ class JaxReplica:
         return tree.map_structure(of_this_replica, result)
 
     def once(self, fn: Callable[[], Any]) -> Any:
-        with keras_hooks.outside_of_trace():
+        with hooks.outside_of_trace():
             return fn()
 
     def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
@@ -74,7 +74,7 @@ class JaxReplica:
         return jax.lax.psum([weighted(t, weight) for t in tensors], AXIS)
 
     def write(self, variable: Any, value: Any) -> None:
-        keras_hooks.write(variable, value)
+        hooks.write(variable, value)
 
 
 class Traced(DistributedValues):

@@ -20,8 +20,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from keras import tree
 
-from keras_strategy import context
-from keras_strategy.backends.jax import keras_hooks, on_read, state
+from keras_strategy.backends.jax import hooks, on_read, state
 from keras_strategy.backends.jax.arguments import (
     Arguments,
     Constant,
@@ -44,11 +43,12 @@ from keras_strategy.backends.jax.replica import JaxReplica
 from keras_strategy.backends.jax.sharded import ShardedPerReplica
 from keras_strategy.backends.jax.threaded import ThreadedRunner
 from keras_strategy.backends.jax.workers import JaxWorkers
-from keras_strategy.training.ownership import adopt
-from keras_strategy.variables import is_on_read
+from keras_strategy.core import context
+from keras_strategy.rules.aggregation import is_on_read
+from keras_strategy.rules.ownership import adopt
 
 if TYPE_CHECKING:
-    from keras_strategy.strategy import Strategy
+    from keras_strategy.strategies.base import Strategy
 
 # Programs of two Python threads must reach all their devices in the same order: each
 # would wait for the other's collectives else.
@@ -163,11 +163,11 @@ class Runner:
                     return result
                 except NewVariables:
                     # Those that the trace made are initialised out here.
-                    keras_hooks.initialize_pending()
+                    hooks.initialize_pending()
                     made = [v.path for v in function.variables.values()]
                     adopt(self._strategy, function.assigned())
         except BaseException:
-            keras_hooks.initialize_pending()
+            hooks.initialize_pending()
             raise
         raise ValueError(
             f"The function {fn!r} makes new variables every time it is called, such as "
@@ -315,10 +315,10 @@ class Runner:
     def _write(self, program: Program, values: Any, local: Any, aggregated: Any):
         """Writes what a program assigned."""
         state.give(program.written, values)
-        seed = keras_hooks.global_seed()
+        seed = hooks.global_seed()
         for variable in program.written:
             if variable is seed:
-                keras_hooks.release(variable, keras_hooks.array_of(variable))
+                hooks.release(variable, hooks.array_of(variable))
         for variable, value, stacked in zip(
             program.local, aggregated, local, strict=True
         ):

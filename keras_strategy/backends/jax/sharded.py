@@ -13,7 +13,7 @@ import numpy as np
 from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution, put
 from keras_strategy.backends.jax.replica import Traced
 from keras_strategy.backends.jax.workers import JaxWorkers
-from keras_strategy.values import DistributedValues, PerReplica, ReduceOp
+from keras_strategy.values.distributed import DistributedValues, PerReplica, ReduceOp
 
 
 class ShardedPerReplica(PerReplica):

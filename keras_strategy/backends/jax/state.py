@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from keras_strategy.backends.jax import keras_hooks
+from keras_strategy.backends.jax import hooks
 from keras_strategy.backends.jax.distribution import put
 
 _MARK = "_ks_mark"
@@ -52,7 +52,7 @@ def to_overwrite(variables: Sequence[Any], everywhere: Any) -> list[jax.Array]:
         variables: The variables, each of them once.
         everywhere: The layout that the program was compiled for.
     """
-    arrays = keras_hooks.arrays_of(variables)
+    arrays = hooks.arrays_of(variables)
     holders = _holders(arrays)
     for i, variable in enumerate(variables):
         mark = vars(variable).get(_MARK)
@@ -70,7 +70,7 @@ def to_read(variables: Sequence[Any], everywhere: Any) -> list[jax.Array]:
         variables: The variables.
         everywhere: The layout that the program was compiled for.
     """
-    arrays = keras_hooks.arrays_of(variables)
+    arrays = hooks.arrays_of(variables)
     for i, variable in enumerate(variables):
         mark = vars(variable).get(_MARK)
         if mark is None or mark.array() is not arrays[i]:
@@ -83,7 +83,7 @@ def to_read(variables: Sequence[Any], everywhere: Any) -> list[jax.Array]:
 
 def give(variables: Sequence[Any], arrays: Sequence[jax.Array]) -> None:
     """Gives variables what a program made for them."""
-    keras_hooks.set_arrays(variables, arrays)
+    hooks.set_arrays(variables, arrays)
     for variable, array in zip(variables, arrays, strict=True):
         mark = vars(variable).get(_MARK)
         if mark is None:
@@ -124,4 +124,4 @@ def _holders(arrays: list[Any]) -> list[int]:
 
 # What `_holders` counts where nobody but a variable holds its array.
 _alone = types.SimpleNamespace(_value=object())
-(_UNSHARED,) = _holders(keras_hooks.arrays_of([_alone]))
+(_UNSHARED,) = _holders(hooks.arrays_of([_alone]))

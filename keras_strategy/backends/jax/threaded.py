@@ -19,29 +19,29 @@ import numpy as np
 from jax.core import Tracer
 from keras import tree
 
-from keras_strategy import context
-from keras_strategy.backends.jax import keras_hooks, on_read
+from keras_strategy.backends.jax import hooks, on_read
 from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
 from keras_strategy.backends.jax.sharded import shards
 from keras_strategy.backends.jax.state import lend
 from keras_strategy.backends.jax.workers import JaxWorkers
-from keras_strategy.backends.threads.keras_hooks import ThreadState
+from keras_strategy.backends.threads.hooks import ThreadState
 from keras_strategy.backends.threads.rendezvous import Rendezvous
 from keras_strategy.backends.threads.replica import ThreadReplica
 from keras_strategy.backends.threads.scopes import ReplicaScope, unbuilt
 from keras_strategy.backends.threads.team import Team
-from keras_strategy.training.ownership import adopt
-from keras_strategy.training.row_weights import weighted
-from keras_strategy.values import (
+from keras_strategy.core import context
+from keras_strategy.rules.aggregation import is_on_read
+from keras_strategy.rules.ownership import adopt
+from keras_strategy.rules.row_weights import weighted
+from keras_strategy.values.distributed import (
     ReduceOp,
     is_numeric_array,
     regroup,
     select_replica,
 )
-from keras_strategy.variables import is_on_read
 
 if TYPE_CHECKING:
-    from keras_strategy.strategy import Strategy
+    from keras_strategy.strategies.base import Strategy
 
 
 class Components:
@@ -69,7 +69,7 @@ class Components:
             stacked = on_read.locals_of(variable, distribution)
             return tuple(part[0] for part in shards(stacked, distribution))
         lend(variable)  # the function may return its part
-        array = keras_hooks.array_of(variable)
+        array = hooks.array_of(variable)
         return shards(put(array, distribution.everywhere), distribution)
 
 
@@ -91,7 +91,7 @@ class ThreadScope(ReplicaScope):
         self._components = components
 
     def get_current_value(self, variable: Any) -> jax.Array:
-        if keras_hooks.array_of(variable) is None:
+        if hooks.array_of(variable) is None:
             raise unbuilt(variable)
         staged = self.state_mapping.get(id(variable))
         if staged is not None:
@@ -104,7 +104,7 @@ class ThreadScope(ReplicaScope):
 
 
 class ThreadedReplica(ThreadReplica):
-    """See `keras_strategy.backends.protocol.Replica`.
+    """See `keras_strategy.core.protocol.Replica`.
 
     Args:
         strategy: The strategy.
@@ -242,7 +242,7 @@ class ThreadedReplica(ThreadReplica):
         return [self.here(t) for t in self.exchange("optimizer.apply", parts, combine)]
 
     def write(self, variable: Any, value: Any) -> None:
-        keras_hooks.write(variable, value)
+        hooks.write(variable, value)
 
 
 class ThreadedRunner:
@@ -303,12 +303,12 @@ class ThreadedRunner:
         written: dict[int, Any] = {}
         for scope in scopes:
             written.update(scope.written)
-        seeds = [v for v in written.values() if keras_hooks.is_global_seed(v)]
-        others = [v for v in written.values() if not keras_hooks.is_global_seed(v)]
+        seeds = [v for v in written.values() if hooks.is_global_seed(v)]
+        others = [v for v in written.values() if not hooks.is_global_seed(v)]
         adopt(self._strategy, others)
         for variable in seeds:
             value = scopes[0].get_current_value(variable)
-            keras_hooks.release(variable, value)
+            hooks.release(variable, value)
         for variable in others:
             values = [
                 jax.device_put(
@@ -325,7 +325,7 @@ class ThreadedRunner:
                 array = jax.make_array_from_single_device_arrays(
                     values[0].shape, self._distribution.everywhere, values
                 )
-                keras_hooks.set_array(variable, array)
+                hooks.set_array(variable, array)
 
 
 def _run_replica(

@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from keras import tree
 
 from keras_strategy.backends.jax.distribution import ReplicaDistribution
-from keras_strategy.cluster import Cluster
+from keras_strategy.workers.cluster import Cluster
 
 
 class JaxWorkers:

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_strategy.values import ReduceOp
+from keras_strategy.values.distributed import ReduceOp
 
 
 def check_same_shapes(values: Sequence[Any]) -> None:

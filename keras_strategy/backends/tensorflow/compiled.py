@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 from keras import tree
 
-from keras_strategy.values import DistributedValues
+from keras_strategy.values.distributed import DistributedValues
 
 
 class CompiledRuns:

@@ -4,12 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_strategy import cross_device_ops as choices
 from keras_strategy.backends.tensorflow.devices import list_devices, native_name
-from keras_strategy.topology import resolve_devices
+from keras_strategy.options import cross_device_ops as choices
+from keras_strategy.values.devices import resolve_devices
 
 if TYPE_CHECKING:
-    from keras_strategy.cross_device_ops import CrossDeviceOps
+    from keras_strategy.options.cross_device_ops import CrossDeviceOps
 
 
 def native_cross_device_ops(

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_strategy import context
 from keras_strategy.backends.tensorflow.devices import native_name
 from keras_strategy.backends.tensorflow.group import TensorFlowGroup
 from keras_strategy.backends.tensorflow.training import common_rows, slice_rows
-from keras_strategy.datasets import (
+from keras_strategy.core import context
+from keras_strategy.input.dataset import (
     DistributedDataset,
     DistributedIterator,
     OptionalElement,
 )
-from keras_strategy.input_options import InputOptions
-from keras_strategy.values import PerReplica
+from keras_strategy.options.input import InputOptions
+from keras_strategy.values.distributed import PerReplica
 
 if TYPE_CHECKING:
-    from keras_strategy.strategy import Strategy
+    from keras_strategy.strategies.base import Strategy
 
 
 def distribute(

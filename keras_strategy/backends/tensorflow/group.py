@@ -17,23 +17,18 @@ import keras
 import tensorflow as tf
 from keras import tree
 
-from keras_strategy import context
-from keras_strategy.backends import get_backend
 from keras_strategy.backends.tensorflow import combine
-from keras_strategy.backends.tensorflow.across import (
-    gather_of_workers,
-    sum_of_workers,
-)
+from keras_strategy.backends.tensorflow.across import gather_of_workers, sum_of_workers
 from keras_strategy.backends.tensorflow.compiled import CompiledRuns
-from keras_strategy.backends.tensorflow.cross_device_ops import (
-    native_cross_device_ops,
-)
+from keras_strategy.backends.tensorflow.cross_device_ops import native_cross_device_ops
 from keras_strategy.backends.tensorflow.devices import native_name
 from keras_strategy.backends.tensorflow.native import LocalStrategy, WorkersStrategy
 from keras_strategy.backends.tensorflow.replica import Meeting, TensorFlowReplica
 from keras_strategy.backends.tensorflow.workers import TensorFlowWorkers
-from keras_strategy.updating import update_components
-from keras_strategy.values import (
+from keras_strategy.core import context
+from keras_strategy.core.components import update_components
+from keras_strategy.core.registry import get_backend
+from keras_strategy.values.distributed import (
     DistributedValues,
     Mirrored,
     PerReplica,
@@ -43,13 +38,13 @@ from keras_strategy.values import (
 )
 
 if TYPE_CHECKING:
-    from keras_strategy.cross_device_ops import CrossDeviceOps
-    from keras_strategy.options import RunOptions
-    from keras_strategy.strategy import Strategy
+    from keras_strategy.options.cross_device_ops import CrossDeviceOps
+    from keras_strategy.options.run import RunOptions
+    from keras_strategy.strategies.base import Strategy
 
 
 class TensorFlowGroup:
-    """See `keras_strategy.backends.protocol.ReplicaGroup`.
+    """See `keras_strategy.core.protocol.ReplicaGroup`.
 
     Args:
         strategy: The strategy.

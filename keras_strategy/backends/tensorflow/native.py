@@ -52,7 +52,7 @@ class WorkersStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
 
 class _Extended(CollectiveAllReduceExtended):
-    # `server.start` has done so, and `keras_strategy.coordination` looks after peers.
+    # `server.start` has done so, and `keras_strategy.workers` looks after peers.
     _std_server_started = True
     _enable_check_health = False
 

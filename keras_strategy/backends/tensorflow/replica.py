@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_strategy import context
 from keras_strategy.backends.tensorflow import combine
 from keras_strategy.backends.tensorflow.across import sum_of_workers
-from keras_strategy.training import row_weights
-from keras_strategy.values import ReduceOp, select_replica
+from keras_strategy.core import context
+from keras_strategy.rules import row_weights
+from keras_strategy.values.distributed import ReduceOp, select_replica
 
 if TYPE_CHECKING:
     from keras_strategy.backends.tensorflow.group import TensorFlowGroup
@@ -37,7 +37,7 @@ def weighted(tensor: Any, weight: Any) -> Any:
 
 
 class TensorFlowReplica:
-    """See `keras_strategy.backends.protocol.Replica`.
+    """See `keras_strategy.core.protocol.Replica`.
 
     Args:
         group: The group of replicas.

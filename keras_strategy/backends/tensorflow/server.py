@@ -2,7 +2,7 @@
 
 Native tf.distribute starts its server when its first strategy for several workers is
 made, and with it a coordination service, whose time limits and whose barrier at the end
-would compete with those of `keras_strategy.coordination`. So it is started here, by the
+would compete with those of `keras_strategy.workers`. So it is started here, by the
 functions that the native strategy calls, without that service.
 """
 
@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorflow.core.protobuf import tensorflow_server_pb2
 from tensorflow.python.eager import context
 
-from keras_strategy.cluster import Cluster
+from keras_strategy.workers.cluster import Cluster
 
 # All workers have the same job, whatever the cluster resolver calls them: TensorFlow
 # sorts them by rank then, and the chief is task 0.

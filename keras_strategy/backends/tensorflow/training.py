@@ -17,18 +17,18 @@ from keras import tree
 
 from keras_strategy.backends.tensorflow.across import gather_of_workers
 from keras_strategy.backends.tensorflow.group import TensorFlowGroup
-from keras_strategy.training.step import (
+from keras_strategy.rules.aggregation import is_on_read
+from keras_strategy.rules.step import (
     chosen_logs,
     mean_logs,
     merge_logs,
     rows_of,
     weighted_step,
 )
-from keras_strategy.values import DistributedValues, PerReplica
-from keras_strategy.variables import is_on_read
+from keras_strategy.values.distributed import DistributedValues, PerReplica
 
 if TYPE_CHECKING:
-    from keras_strategy.strategy import Strategy
+    from keras_strategy.strategies.base import Strategy
 
 
 class TrainingStrategy:
@@ -91,7 +91,7 @@ def logs_of_workers(
     weights: Sequence[Any],
     written: set[int],
 ) -> Any:
-    """The logs of a step on several workers, see `training.step.merge_logs`.
+    """The logs of a step on several workers, see `rules.step.merge_logs`.
 
     Args:
         model: The model.

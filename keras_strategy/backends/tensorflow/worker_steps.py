@@ -13,10 +13,10 @@ import keras
 import tensorflow as tf
 from keras import tree
 
-from keras_strategy.cluster import Cluster
 from keras_strategy.errors import WorkerInputError
-from keras_strategy.training.step import rows_of
-from keras_strategy.training.worker_input import AgreedBatches
+from keras_strategy.input.agreement import AgreedBatches
+from keras_strategy.rules.step import rows_of
+from keras_strategy.workers.cluster import Cluster
 
 if TYPE_CHECKING:
     from keras_strategy.backends.tensorflow.group import TensorFlowGroup

@@ -16,8 +16,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_strategy.backends.tensorflow import server
-from keras_strategy.cluster import Cluster
-from keras_strategy.communication import CommunicationImplementation
+from keras_strategy.options.communication import CommunicationImplementation
+from keras_strategy.workers.cluster import Cluster
 
 # Groups of collectives; native strategies number theirs from 1, and ours from 100 000.
 _HOST_GROUP, _ACCELERATOR_GROUP = 90_001, 90_002

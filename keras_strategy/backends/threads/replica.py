@@ -6,15 +6,15 @@ from typing import Any
 import keras
 from keras import tree
 
-from keras_strategy import context
-from keras_strategy.backends.threads import keras_hooks
+from keras_strategy.backends.threads import hooks
 from keras_strategy.backends.threads.rendezvous import Rendezvous
 from keras_strategy.backends.threads.scopes import MergedScope, ReplicaScope
-from keras_strategy.values import regroup, select_replica
+from keras_strategy.core import context
+from keras_strategy.values.distributed import regroup, select_replica
 
 
 class ThreadReplica:
-    """The part of `backends.protocol.Replica` that needs no engine.
+    """The part of `core.protocol.Replica` that needs no engine.
 
     Args:
         strategy: The strategy.
@@ -113,7 +113,7 @@ class ThreadReplica:
             with (
                 context.strategy_in_charge(self._strategy),
                 self._strategy.extended.group.scope(),
-                keras_hooks.no_stateless_scope(),
+                hooks.no_stateless_scope(),
             ):
                 return fn()
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import keras
 
-from keras_strategy.context import ReplicaContext
-from keras_strategy.variables import is_on_read
+from keras_strategy.core.context import ReplicaContext
+from keras_strategy.rules.aggregation import is_on_read
 
 
 class ReplicaScope(keras.StatelessScope):

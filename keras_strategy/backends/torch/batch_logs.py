@@ -4,8 +4,8 @@ from typing import Any
 
 import keras
 
-from keras_strategy.mirror_check import MirrorCheck
-from keras_strategy.training.one_writer import ChiefsLead
+from keras_strategy.hooks.saving import ChiefsLead
+from keras_strategy.rules.mirror_check import MirrorCheck
 
 _ATTRIBUTE = "_ks_batch_logs"
 _SAVING = (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)

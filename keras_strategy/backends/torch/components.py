@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from keras_strategy.backends.torch.workers import TorchWorkers
-from keras_strategy.variables import is_on_read
+from keras_strategy.rules.aggregation import is_on_read
 
 ATTRIBUTE = "_ks_components"
 _lock = threading.RLock()

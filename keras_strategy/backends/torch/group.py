@@ -10,10 +10,8 @@ from typing import Any
 import keras
 import torch
 
-from keras_strategy import context
-from keras_strategy.backends import get_backend
 from keras_strategy.backends.single import tensors_of_arrays
-from keras_strategy.backends.threads.keras_hooks import ThreadState, keras_scope
+from keras_strategy.backends.threads.hooks import ThreadState, keras_scope
 from keras_strategy.backends.threads.scopes import MergedScope
 from keras_strategy.backends.threads.team import Team
 from keras_strategy.backends.torch.components import Layout, add, find_or_make
@@ -21,8 +19,10 @@ from keras_strategy.backends.torch.devices import torch_device
 from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.backends.torch.run import Run
 from keras_strategy.backends.torch.workers import TorchWorkers
-from keras_strategy.updating import update_components
-from keras_strategy.values import (
+from keras_strategy.core import context
+from keras_strategy.core.components import update_components
+from keras_strategy.core.registry import get_backend
+from keras_strategy.values.distributed import (
     DistributedValues,
     Mirrored,
     PerReplica,
@@ -40,7 +40,7 @@ _HALF_WRITTEN = (
 
 
 class TorchGroup:
-    """See `backends.protocol.ReplicaGroup`.
+    """See `core.protocol.ReplicaGroup`.
 
     Args:
         strategy: The strategy.

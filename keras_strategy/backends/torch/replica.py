@@ -12,11 +12,11 @@ from keras_strategy.backends.torch.components import add
 from keras_strategy.backends.torch.run import Run
 from keras_strategy.backends.torch.staging import TorchScope
 from keras_strategy.backends.torch.workers import in_one_piece
-from keras_strategy.values import ReduceOp
+from keras_strategy.values.distributed import ReduceOp
 
 
 class TorchReplica(ThreadReplica):
-    """See `backends.protocol.Replica`.
+    """See `core.protocol.Replica`.
 
     Args:
         group: The group of replicas.

@@ -11,7 +11,7 @@ import torch
 
 from keras_strategy.backends.threads.scopes import ReplicaScope, unbuilt
 from keras_strategy.backends.torch.components import Components, Layout, find_or_make
-from keras_strategy.context import ReplicaContext
+from keras_strategy.core.context import ReplicaContext
 
 
 class TorchScope(ReplicaScope):

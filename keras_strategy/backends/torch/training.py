@@ -11,20 +11,20 @@ from keras import tree
 from keras_strategy.backends.single import tensors_of_arrays
 from keras_strategy.backends.torch import components
 from keras_strategy.backends.torch.batch_logs import BatchLogs
-from keras_strategy.training.row_weights import split_rows
-from keras_strategy.training.step import (
+from keras_strategy.rules.aggregation import is_on_read
+from keras_strategy.rules.row_weights import split_rows
+from keras_strategy.rules.step import (
     chosen_logs,
     mean_logs,
     rows_of_arrays,
     weighted_step,
 )
-from keras_strategy.values import (
+from keras_strategy.values.distributed import (
     PerReplica,
     is_numeric_array,
     map_leaves,
     select_replica,
 )
-from keras_strategy.variables import is_on_read
 
 
 def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callable:
@@ -154,7 +154,7 @@ def _merged(
     """The logs of a step, and the names of the model's metrics.
 
     Returns:
-        See `training.step.merge_logs`; no names where the logs are no dict.
+        See `rules.step.merge_logs`; no names where the logs are no dict.
     """
     with torch.no_grad():
         parts = mean_logs(logs, len(weights), weights)

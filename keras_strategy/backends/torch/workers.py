@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from keras_strategy.backends.torch.announcing import DIGEST_BYTES, Announcements
-from keras_strategy.cluster import Cluster
-from keras_strategy.communication import CommunicationImplementation
-from keras_strategy.coordination.member import Waiting
+from keras_strategy.options.communication import CommunicationImplementation
+from keras_strategy.workers.cluster import Cluster
+from keras_strategy.workers.member import Waiting
 
 _STORE = "address of torch's store"
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import keras
 
 import keras_strategy as ks
-from keras_strategy.backends import get_backend
+from keras_strategy.core.registry import get_backend
 from keras_strategy.testing.equality.cases import Case, all_cases
 from keras_strategy.testing.equality.compare import Trained, differences, train
 

@@ -7,12 +7,7 @@ from typing import Any
 from keras import optimizers
 
 from keras_strategy.testing.equality import models
-from keras_strategy.testing.equality.cases.case import (
-    BFLOAT16,
-    FLOAT16,
-    Case,
-    shipped,
-)
+from keras_strategy.testing.equality.cases.case import BFLOAT16, FLOAT16, Case, shipped
 from keras_strategy.testing.equality.models import compiled, mlp
 
 # These are made of other optimizers.

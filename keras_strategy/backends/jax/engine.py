@@ -1,0 +1,98 @@
+"""`Backend` on JAX: devices, gradients, groups of replicas."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import keras
+from jax.core import Tracer
+
+from keras_strategy.backends.jax import connection, devices, gradients
+from keras_strategy.backends.jax.replica import in_program
+from keras_strategy.hooks import hook
+
+if TYPE_CHECKING:
+    from keras_strategy.backends.jax.group import JaxReplicaGroup
+    from keras_strategy.options.cross_device_ops import CrossDeviceOps
+    from keras_strategy.strategies.base import Strategy
+    from keras_strategy.workers.cluster import Cluster
+
+
+class JaxBackend:
+    """See `keras_strategy.core.protocol.Backend`."""
+
+    name = "jax"
+
+    def list_devices(self, device_type: str | None = None) -> list[str]:
+        return devices.list_devices(device_type)
+
+    def set_logical_devices(self, device_type: str, count: int) -> None:
+        devices.set_logical_devices(count)
+
+    def device_scope(self, device: str) -> AbstractContextManager[Any]:
+        # By its name, Keras would take a device of the first process.
+        return keras.device(devices.device_named(device))
+
+    def is_tensor(self, value: Any) -> bool:
+        return keras.ops.is_tensor(value)
+
+    def copy_to(self, value: Any, device: str) -> Any:
+        target = devices.device_named(device)
+        if isinstance(value, Tracer):
+            return value
+        if isinstance(value, jax.Array):
+            for shard in value.addressable_shards:
+                if shard.device == target and shard.data.shape == value.shape:
+                    alone = len(value.sharding.device_set) == 1
+                    # A variable's array: the next step overwrites its parts.
+                    return shard.data if alone else jnp.copy(shard.data)
+        return jax.device_put(value, target)
+
+    def in_trace(self) -> bool:
+        return in_program()
+
+    def value_and_grad(
+        self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
+    ) -> Callable[..., Any]:
+        return gradients.value_and_grad(fn, variables, has_aux)
+
+    def install_hooks(self) -> None:
+        # Here and below: `hooks.trainer` imports this package while it loads.
+        from keras_strategy.backends.jax import hooks
+
+        hook.install(hooks.hooks())
+
+    def random_state(self) -> None:
+        return None
+
+    def set_random_state(self, state: bytes) -> None:
+        """There is none."""
+
+    def native_strategy(self, devices: tuple[str, ...]) -> Any:
+        return keras.distribution.DataParallel(devices=list(devices))
+
+    def distribute_natively(
+        self, strategy: Any, datasets: Sequence[Any], split: bool, options: Any
+    ) -> None:
+        return None  # JAX has no input pipeline
+
+    def require_loop_in_python(self) -> None:
+        """Nothing is compiled by its Python source."""
+
+    def connect(self, cluster: "Cluster") -> None:
+        connection.connect(cluster)
+
+    def create_group(
+        self,
+        strategy: "Strategy",
+        devices: tuple[str, ...],
+        cross_device_ops: "CrossDeviceOps | None",
+        cluster: "Cluster | None",
+    ) -> "JaxReplicaGroup":
+        from keras_strategy.backends.jax.group import JaxReplicaGroup
+
+        if cross_device_ops is not None:
+            cross_device_ops.say_that_it_has_no_effect("jax")
+        return JaxReplicaGroup(strategy, devices, cluster)

@@ -1,0 +1,124 @@
+"""TensorFlow: native tf.distribute underneath, made exact for Keras."""
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from keras_strategy.backends.tensorflow import devices
+from keras_strategy.backends.tensorflow.devices import native_name
+from keras_strategy.values.distributed import DistributedValues
+
+if TYPE_CHECKING:
+    from keras_strategy.backends.tensorflow.group import TensorFlowGroup
+    from keras_strategy.input.dataset import DistributedDataset
+    from keras_strategy.options.cross_device_ops import CrossDeviceOps
+    from keras_strategy.options.input import InputOptions
+    from keras_strategy.strategies.base import Strategy
+    from keras_strategy.workers.cluster import Cluster
+
+
+def _unflatten(cls: Any, metadata: Any, components: Sequence[Any]) -> Any:
+    return cls(components)
+
+
+class TensorFlowBackend:
+    """See `keras_strategy.core.protocol.Backend`."""
+
+    name = "tensorflow"
+
+    def list_devices(self, device_type: str | None = None) -> list[str]:
+        return devices.list_devices(device_type)
+
+    def set_logical_devices(self, device_type: str, count: int) -> None:
+        devices.set_logical_devices(device_type, count)
+
+    def device_scope(self, device: str) -> AbstractContextManager[Any]:
+        return tf.device(native_name(device))
+
+    def is_tensor(self, value: Any) -> bool:
+        return tf.is_tensor(value)
+
+    def copy_to(self, value: Any, device: str) -> Any:
+        with tf.device(native_name(device)):
+            return tf.identity(value)
+
+    def in_trace(self) -> bool:
+        return tf.inside_function()
+
+    def value_and_grad(
+        self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
+    ) -> Callable[..., Any]:
+        from keras_strategy.backends.tensorflow.gradients import value_and_grad
+
+        return value_and_grad(fn, variables, has_aux)
+
+    def install_hooks(self) -> None:
+        from keras_strategy.backends.tensorflow import hooks
+        from keras_strategy.hooks import hook
+
+        hook.install(hooks.hooks())
+        # tf.nest and tf.function then see the tensors inside distributed values,
+        # so that users' own tf.functions take and return them.
+        protocol: Any = DistributedValues
+        protocol.__tf_flatten__ = lambda self: ((), self.values)
+        protocol.__tf_unflatten__ = classmethod(_unflatten)
+
+    def random_state(self) -> bytes:
+        from keras_strategy.backends.tensorflow import server
+
+        return json.dumps(server.random_state()).encode()
+
+    def set_random_state(self, state: bytes) -> None:
+        from keras_strategy.backends.tensorflow import server
+
+        seed, (version, numbers, gauss) = json.loads(state)
+        server.set_random_state(seed, (version, tuple(numbers), gauss))
+
+    def native_strategy(self, devices: tuple[str, ...]) -> Any:
+        names = [native_name(device) for device in devices]
+        return tf.distribute.MirroredStrategy(names)
+
+    def distribute_natively(
+        self,
+        strategy: "Strategy",
+        datasets: Sequence[Any],
+        split: bool,
+        options: "InputOptions | None",
+    ) -> "DistributedDataset | None":
+        if not all(isinstance(dataset, tf.data.Dataset) for dataset in datasets):
+            return None
+        if strategy.extended.cluster is not None and not split:
+            return None
+        from keras_strategy.backends.tensorflow.datasets import distribute
+
+        return distribute(strategy, datasets, split, options)
+
+    def require_loop_in_python(self) -> None:
+        if tf.inside_function():
+            raise RuntimeError(
+                "A tf.function iterates over a distributed dataset that is not made "
+                "of a tf.data.Dataset; its Python loop would be unrolled, and its "
+                "data become constants. Distribute a tf.data.Dataset, or keep the "
+                "loop outside of the tf.function."
+            )
+
+    def connect(self, cluster: "Cluster") -> None:
+        from keras_strategy.backends.tensorflow import workers
+
+        workers.connect(cluster)
+
+    def create_group(
+        self,
+        strategy: "Strategy",
+        devices: tuple[str, ...],
+        cross_device_ops: "CrossDeviceOps | None",
+        cluster: "Cluster | None",
+    ) -> "TensorFlowGroup":
+        from keras_strategy.backends.tensorflow import workers
+        from keras_strategy.backends.tensorflow.group import TensorFlowGroup
+
+        connected = None if cluster is None else workers.connect(cluster)
+        return TensorFlowGroup(strategy, devices, cross_device_ops, connected)

@@ -1,0 +1,79 @@
+"""The torch adapter: one thread per device of this process."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import torch
+
+from keras_strategy.backends.torch import devices, gradients, hooks, workers
+from keras_strategy.backends.torch.group import TorchGroup
+from keras_strategy.hooks import hook
+from keras_strategy.workers.cluster import Cluster
+
+
+class TorchBackend:
+    """torch as the core sees it, see `core.protocol.Backend`."""
+
+    name = "torch"
+
+    def list_devices(self, device_type: str | None = None) -> list[str]:
+        return devices.list_devices(device_type)
+
+    def set_logical_devices(self, device_type: str, count: int) -> None:
+        devices.set_logical_cpus(count)
+
+    def device_scope(self, device: str):
+        return keras.device(devices.torch_device(device))
+
+    def is_tensor(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor)
+
+    def copy_to(self, value: Any, device: str) -> torch.Tensor:
+        target = devices.torch_device(device)
+        with keras.device(target):
+            return keras.ops.convert_to_tensor(value).to(target)
+
+    def in_trace(self) -> bool:
+        return False
+
+    def value_and_grad(
+        self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
+    ) -> Callable[..., Any]:
+        return gradients.value_and_grad(fn, variables, has_aux)
+
+    def install_hooks(self) -> None:
+        hook.install(hooks.hooks())
+
+    def random_state(self) -> None:
+        return None  # the core asks torch on every backend
+
+    def set_random_state(self, state: bytes) -> None:
+        """It has been set."""
+
+    def native_strategy(self, names: tuple[str, ...]) -> None:
+        return None  # Keras has none on torch
+
+    def distribute_natively(
+        self, strategy: Any, datasets: Sequence[Any], split: bool, options: Any
+    ) -> None:
+        return None  # a DataLoader is read like any iterable
+
+    def require_loop_in_python(self) -> None:
+        """Nothing is compiled by its Python source."""
+
+    def connect(self, cluster: Cluster) -> None:
+        workers.connect(cluster)
+
+    def create_group(
+        self,
+        strategy: Any,
+        names: tuple[str, ...],
+        cross_device_ops: Any,
+        cluster: Cluster | None,
+    ) -> TorchGroup:
+        if cross_device_ops is not None:
+            cross_device_ops.say_that_it_has_no_effect("torch")
+        devices.use()
+        connected = None if cluster is None else workers.connect(cluster)
+        return TorchGroup(strategy, names, connected)

@@ -1,0 +1,1 @@
+"""Resolvers that only Google's clouds need."""

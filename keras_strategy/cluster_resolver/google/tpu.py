@@ -1,0 +1,294 @@
+"""`TPUClusterResolver`: the hosts of a Cloud TPU."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any, Self
+
+from keras_strategy.cluster_resolver.base import (
+    ClusterResolver,
+    format_master_url,
+    local_device_kinds,
+)
+from keras_strategy.cluster_resolver.checks import as_int
+from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
+from keras_strategy.cluster_resolver.google import metadata, tpu_locate, tpu_source
+from keras_strategy.cluster_resolver.google.tpu_topology import (
+    TPUHardwareFeature,
+    TPUSystemMetadata,
+    hardware_feature,
+)
+
+WORKER_ID = "TPU_WORKER_ID"
+
+
+class TPUClusterResolver(ClusterResolver):
+    """Finds the hosts of a Cloud TPU.
+
+    It serves Compute Engine (the TPU API, and the metadata server of a TPU VM),
+    Kubernetes Engine (the variables of its pods), and a TPU of this machine
+    (`tpu="local"`). Names are looked up with the extra `tpu`, unless a
+    `service` is given.
+
+    Args:
+        tpu: The name of the TPU, its hosts' addresses
+            (`"grpc://10.0.0.1:8470"`, more with commas between), `"local"`, or a
+            list of one of these. `None` takes the first that is set of
+            KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS, TPU_NAME, TPU_CONFIG and
+            TPU_WORKER_HOSTNAMES, and else asks the metadata server.
+        zone: The zone of the TPU. Defaults to this machine's.
+        project: The project of the TPU. Defaults to this machine's.
+        job_name: The job of the TPU's hosts.
+        coordinator_name: The job of the coordinator; without one it is not in
+            the cluster.
+        coordinator_address: The address of the coordinator, needed with
+            `coordinator_name`.
+        credentials: Credentials for the API. Defaults to the application's
+            default ones.
+        service: The object that `googleapiclient.discovery.build("tpu", "v1")`
+            makes; `credentials` are then not used.
+        discovery_url: A template with `{api}` and `{apiVersion}` of the https
+            address where the API is described. The environment variable
+            TPU_API_DISCOVERY_URL overrides it.
+
+    Raises:
+        ImportError: If the extra `tpu` is needed and not installed.
+        ValueError: If no TPU is specified, or an argument cannot be right.
+        RuntimeError: If the name is empty on Google Cloud, or the metadata
+            server does not answer what it is needed for.
+
+    Example:
+    ```python
+    from keras_strategy.cluster_resolver import TPUClusterResolver
+
+    resolver = TPUClusterResolver("grpc://10.0.0.1:8470,grpc://10.0.0.2:8470")
+    assert resolver.cluster_spec().num_tasks("worker") == 2
+    assert resolver.master() == "grpc://10.0.0.1:8470"
+    ```
+    """
+
+    def __init__(
+        self,
+        tpu: str | Sequence[str] | None = None,
+        zone: str | None = None,
+        project: str | None = None,
+        job_name: str = "worker",
+        coordinator_name: str | None = None,
+        coordinator_address: str | None = None,
+        credentials: Any = "default",
+        service: Any = None,
+        discovery_url: str | None = None,
+    ) -> None:
+        if coordinator_name and not coordinator_address:
+            raise ValueError(
+                "Expected `coordinator_address` with `coordinator_name`; no server is "
+                f"started here. Received: coordinator_name={coordinator_name!r}, "
+                f"coordinator_address={coordinator_address!r}"
+            )
+        if coordinator_name == job_name:
+            raise ValueError(
+                "Expected `coordinator_name` to differ from `job_name`. Received: "
+                f"{coordinator_name!r} for both"
+            )
+        self._source = tpu_locate.locate(
+            tpu, zone, project, credentials, service, discovery_url
+        )
+        self._task_type = job_name
+        self._coordinator_name = coordinator_name
+        self._coordinator_address = coordinator_address
+        self._found_task_id: int | None = None
+        self._topology: bytes | None = None
+
+    @staticmethod
+    def connect(
+        tpu: str | Sequence[str] | None = None,
+        zone: str | None = None,
+        project: str | None = None,
+    ) -> TPUClusterResolver:
+        """Makes a resolver, and looks the TPU up at once.
+
+        The TPU itself is initialised by the backend when it is first used.
+
+        Args:
+            tpu: As of `TPUClusterResolver`.
+            zone: As of `TPUClusterResolver`.
+            project: As of `TPUClusterResolver`.
+
+        Returns:
+            A `TPUClusterResolver`.
+
+        Raises:
+            ValueError: If there is no such TPU.
+            RuntimeError: If the TPU is not ready.
+        """
+        resolver = TPUClusterResolver(tpu, zone, project)
+        resolver.cluster_spec()
+        return resolver
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        return None
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the TPU's hosts, asked for anew where that takes asking.
+
+        Returns:
+            A `ClusterSpec`; an empty one for `"local"`.
+
+        Raises:
+            ValueError: If there is no such TPU.
+            RuntimeError: If the TPU is not ready, or the metadata server does
+                not answer.
+        """
+        if isinstance(self._source, tpu_source.Local):
+            return ClusterSpec({})
+        jobs = {str(self.task_type): self._source.addresses()}
+        if self._coordinator_name:
+            jobs[self._coordinator_name] = [str(self._coordinator_address)]
+        return ClusterSpec(jobs)
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Returns the address of a task, or of the TPU's first host.
+
+        Args:
+            task_type: The job of the task.
+            task_id: The index of the task. Both are needed to name one.
+            rpc_layer: Unused; the protocol is always `"grpc"`.
+
+        Returns:
+            A string such as `"grpc://10.0.0.1:8470"`; empty for `"local"`.
+
+        Raises:
+            ValueError: If there is no such TPU or task.
+            RuntimeError: If the TPU is not ready.
+        """
+        del rpc_layer
+        if isinstance(self._source, tpu_source.Local):
+            return ""
+        if task_type is None or task_id is None:
+            # Only what the user set counts: the master is the first host, also
+            # when asked for on another.
+            task_type, task_id = self.task_type, getattr(self, "_task_id", None)
+        address = self.cluster_spec().task_address(str(task_type), task_id or 0)
+        return format_master_url(address, "grpc")
+
+    def get_master(self) -> str:
+        """Returns `master()`."""
+        return self.master()
+
+    def get_job_name(self) -> str | None:
+        """Returns the job of the TPU's hosts."""
+        return self.task_type
+
+    def get_coordination_service_leader(self) -> str:
+        """Returns the name of the task that leads, which is the first host."""
+        return f"/job:{self.get_job_name()}/task:0"
+
+    def get_tpu_system_metadata(self) -> TPUSystemMetadata:
+        """Returns how many hosts and cores the TPU has.
+
+        The backend in use is asked for the cores of this host; all hosts are
+        taken to be alike.
+
+        Returns:
+            A named tuple with `num_cores`, `num_hosts`,
+            `num_of_cores_per_host`, `topology` and `devices`.
+        """
+        spec = self.cluster_spec()
+        num_hosts = spec.num_tasks(str(self.task_type)) if spec else 1
+        num_cores = self.num_accelerators()["TPU"]
+        return TPUSystemMetadata(
+            num_cores=num_hosts * num_cores,
+            num_hosts=num_hosts,
+            num_of_cores_per_host=num_cores,
+            topology=None,
+            devices=tuple(f"tpu:{index}" for index in range(num_cores)),
+        )
+
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: Any = None,
+    ) -> dict[str, int]:
+        """Returns the number of TPU cores per host, asked of the backend in use.
+
+        Args:
+            task_type: Unused; all hosts are alike.
+            task_id: Unused.
+            config_proto: Unused.
+
+        Returns:
+            A dict such as `{"TPU": 4}`, with 0 where there are none.
+        """
+        del task_type, task_id, config_proto
+        return {"TPU": local_device_kinds().count("TPU")}
+
+    def set_tpu_topology(self, serialized_tpu_topology: bytes) -> None:
+        """Keeps the topology that an engine found.
+
+        Args:
+            serialized_tpu_topology: A serialized `TopologyProto`.
+
+        Raises:
+            ValueError: If the bytes are no such message.
+        """
+        hardware_feature(serialized_tpu_topology)
+        self._topology = serialized_tpu_topology
+
+    @property
+    def tpu_hardware_feature(self) -> TPUHardwareFeature | None:
+        """The features in the topology that was set; `None` before."""
+        return None if self._topology is None else hardware_feature(self._topology)
+
+    @property
+    def task_id(self) -> int | None:
+        """The index of this host among the TPU's; 0 where it is none of them."""
+        task_id = getattr(self, "_task_id", None)
+        if task_id is not None:
+            return task_id
+        if self._found_task_id is None:
+            self._found_task_id = self._find_task_id()
+        return self._found_task_id
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    def _find_task_id(self) -> int:
+        value = os.environ.get(WORKER_ID)
+        if value:
+            return as_int(value, WORKER_ID)
+        if isinstance(self._source, tpu_source.TPUVM):
+            number = metadata.get("instance/attributes/agent-worker-number")
+            return as_int(number, "agent-worker-number of the metadata server")
+        for index, address in enumerate(self._source.addresses()):
+            if _is_own(address.rpartition(":")[0].strip("[]")):
+                return index
+        return 0
+
+
+def _is_own(host: str) -> bool:
+    """Whether an IP address is this machine's; names are not looked up."""
+    try:
+        family = (
+            socket.AF_INET6
+            if ipaddress.ip_address(host).version == 6
+            else (socket.AF_INET)
+        )
+        # Connecting a datagram socket only chooses a route: nothing is sent.
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))
+            return probe.getsockname()[0] == host
+    except (OSError, ValueError):
+        return False

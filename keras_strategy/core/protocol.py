@@ -1,0 +1,297 @@
+"""All that an adapter must do, and nothing that the core can do for it.
+
+`Backend` is one engine, once per process. `ReplicaGroup` is the set of devices of
+one strategy on that engine. `Replica` is one of them while a function runs on it.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from keras_strategy.values.distributed import DistributedValues, Mirrored, ReduceOp
+
+if TYPE_CHECKING:
+    from keras_strategy.core.context import ReplicaContext
+    from keras_strategy.input.dataset import DistributedDataset
+    from keras_strategy.options.cross_device_ops import CrossDeviceOps
+    from keras_strategy.options.input import InputOptions
+    from keras_strategy.options.run import RunOptions
+    from keras_strategy.strategies.base import Strategy
+    from keras_strategy.workers.cluster import Cluster
+
+
+class Backend(Protocol):
+    """One engine: its devices, its gradients, its groups of replicas."""
+
+    name: str
+
+    def list_devices(self, device_type: str | None = None) -> list[str]:
+        """Canonical names of the local devices.
+
+        Args:
+            device_type: "cpu", "gpu" or "tpu"; None means the accelerators, or
+                the CPUs where there is none.
+        """
+        ...
+
+    def set_logical_devices(self, device_type: str, count: int) -> None:
+        """Divides the machine's device into `count` logical ones.
+
+        Raises:
+            RuntimeError: If devices are already in use.
+        """
+        ...
+
+    def device_scope(self, device: str) -> AbstractContextManager[Any]:
+        """Makes Keras put tensors and variables on `device`, a canonical name."""
+        ...
+
+    def is_tensor(self, value: Any) -> bool:
+        """Whether `value` is a tensor of this engine."""
+        ...
+
+    def copy_to(self, value: Any, device: str) -> Any:
+        """A tensor on `device`, a canonical name; `value` itself if it is there.
+
+        In a program that is being compiled for all replicas, `value` itself.
+        """
+        ...
+
+    def in_trace(self) -> bool:
+        """Whether Python runs to be compiled, and tensors have no values yet."""
+        ...
+
+    def value_and_grad(
+        self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
+    ) -> Callable[..., Any]:
+        """See `keras_strategy.value_and_grad`."""
+        ...
+
+    def install_hooks(self) -> None:
+        """Installs this engine's hooks into Keras; called once."""
+        ...
+
+    def random_state(self) -> bytes | None:
+        """The state of the process's generator of random numbers, if there is one."""
+        ...
+
+    def set_random_state(self, state: bytes) -> None:
+        """Sets what `random_state` gave, on this worker or another."""
+        ...
+
+    def native_strategy(self, devices: tuple[str, ...]) -> Any:
+        """What Keras offers for several devices by itself, to be compared with.
+
+        Returns:
+            Something with a `scope()` to make and train a model in, or None.
+        """
+        ...
+
+    def distribute_natively(
+        self,
+        strategy: "Strategy",
+        datasets: Sequence[Any],
+        split: bool,
+        options: "InputOptions | None",
+    ) -> "DistributedDataset | None":
+        """Distributes datasets with this engine's own input pipeline.
+
+        Args:
+            strategy: The strategy.
+            datasets: What the user gave: one dataset, or one for each replica.
+            split: Whether its elements are global batches, to be split by rows;
+                else the replicas take them in turn.
+            options: The user's options, or None.
+
+        Returns:
+            None if a dataset is not one of this engine's.
+        """
+        ...
+
+    def require_loop_in_python(self) -> None:
+        """Raises where a Python loop over data would be compiled, and unrolled.
+
+        Raises:
+            RuntimeError: There.
+        """
+        ...
+
+    def connect(self, cluster: "Cluster") -> None:
+        """Connects the engine with those of the other workers.
+
+        Called before any device is asked for; what this worker's devices are may
+        depend on it.
+
+        Raises:
+            RuntimeError: If the engine is in use already, or belongs to others.
+        """
+        ...
+
+    def create_group(
+        self,
+        strategy: "Strategy",
+        devices: tuple[str, ...],
+        cross_device_ops: "CrossDeviceOps | None",
+        cluster: "Cluster | None",
+    ) -> "ReplicaGroup":
+        """The replicas of `strategy`, one on each of `devices`.
+
+        Args:
+            strategy: The strategy.
+            devices: Canonical names of the local devices, one replica each.
+            cross_device_ops: How the user wants values to be reduced, or None. An
+                engine that decides that by itself says so in the log.
+            cluster: The workers, to which the engine is connected, or None.
+        """
+        ...
+
+
+class ReplicaGroup(Protocol):
+    """The replicas of one strategy. With one device it adds nothing to Keras."""
+
+    devices: tuple[str, ...]
+
+    @property
+    def context(self) -> "ReplicaContext | None":
+        """The only replica's context, where there is only one."""
+        ...
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """What must hold while variables of this group are made."""
+        ...
+
+    def adopt(self, variables: Sequence[Any]) -> None:
+        """Mirrors variables that were made outside the scope, keeping values."""
+        ...
+
+    def take_first(self, variables: Sequence[Any]) -> None:
+        """Gives variables that have just got their first value the chief's."""
+        ...
+
+    def components(self, variable: Any) -> tuple[Any, ...]:
+        """What each local replica holds of `variable`."""
+        ...
+
+    def assign_components(self, variable: Any, values: Sequence[Any]) -> None:
+        """Writes what each local replica holds of `variable`.
+
+        Args:
+            variable: A variable of this group.
+            values: One tensor for each replica, of the variable's shape and dtype.
+        """
+        ...
+
+    def update(
+        self, variable: Any, fn: Callable[..., Any], args: tuple, kwargs: dict
+    ) -> Any:
+        """Calls `fn` for each component of `variable`, then writes them.
+
+        Args:
+            variable: A variable of this group.
+            fn: Called with a `VariableComponent` and the arguments.
+            args: Positional arguments; each component gets its part of distributed
+                values.
+            kwargs: Keyword arguments, likewise.
+
+        Returns:
+            What `fn` returned, with `Mirrored` in the place of tensors; with one
+            replica, as it is.
+        """
+        ...
+
+    def mirror(self, value: Any) -> Mirrored:
+        """One copy of a tensor on each device."""
+        ...
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple,
+        kwargs: dict,
+        options: "RunOptions",
+    ) -> Any:
+        """Calls `fn` on every replica, in replica context.
+
+        Args:
+            fn: The function.
+            args: Its positional arguments, each a structure whose
+                `DistributedValues` give every replica its component.
+            kwargs: Its keyword arguments, likewise.
+            options: Whether to compile it.
+
+        Returns:
+            The outputs, joined as `values.regroup` joins them.
+
+        Raises:
+            Exception: What `fn` raised in one replica. The variables are then as
+                before, or the exception carries a note that they are not.
+        """
+        ...
+
+    def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
+        """Combines tensors over the replicas, and over `axis` unless it is None."""
+        ...
+
+    def gather(self, values: Sequence[Any], axis: int) -> Any:
+        """Concatenates tensors of different devices on the first device."""
+        ...
+
+    def place(self, parts: Sequence[Any]) -> Any:
+        """Puts each replica's part of the data on its device.
+
+        Args:
+            parts: One array or tensor for each replica, whose rows may differ. They
+                are copied: whoever gave them may overwrite them.
+
+        Returns:
+            A `PerReplica` of tensors; with one replica the tensor.
+
+        Raises:
+            TypeError: If this engine has no tensors of that dtype; or a ValueError.
+        """
+        ...
+
+
+class Replica(Protocol):
+    """One replica while a function runs on it."""
+
+    id: Any
+    devices: tuple[str, ...]
+
+    def all_reduce(self, reduce_op: ReduceOp, value: Any) -> Any:
+        """Differentiable: the gradient of a sum is the sum of the gradients.
+
+        In a training step (where the replica has a row weight w) it is
+        (sum over s of w_s * g_s) / w_r, since the optimizer weights it again.
+        """
+        ...
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        """Concatenates in the order of the replicas."""
+        ...
+
+    def merge_call(self, merge_fn: Callable[..., Any], args: tuple, kwargs: dict):
+        """See `ReplicaContext.merge_call`."""
+        ...
+
+    def once(self, fn: Callable[[], Any]) -> Any:
+        """Calls `fn` once for all replicas, where variables may be made.
+
+        Returns:
+            What `fn` returned, the same object on every replica.
+        """
+        ...
+
+    def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
+        """Sum over the replicas of weight * tensor, without gradients.
+
+        Args:
+            tensors: Tensors of the same shapes on every replica.
+            weight: This replica's row weight; 0 selects zeros, so that a NaN of
+                a replica without rows stays there. None means 1 everywhere.
+        """
+        ...
+
+    def write(self, variable: Any, value: Any) -> None:
+        """Sets this replica's component of `variable`, and no other's."""
+        ...

@@ -1,0 +1,1 @@
+"""Where Keras is extended, on every backend."""

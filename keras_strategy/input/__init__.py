@@ -1,0 +1,1 @@
+"""From the user's data to each replica's rows."""

@@ -1,0 +1,101 @@
+"""The batches of `fit` and its like, where several workers read them.
+
+Every worker reads the same global batches and computes on its own rows of them. Before
+a step they agree that there is one: a worker that has no batch left would leave the
+others waiting.
+"""
+
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from keras_strategy.errors import WorkerInputError
+from keras_strategy.rules.step import rows_of
+from keras_strategy.workers.cluster import Cluster
+
+
+class AgreedBatches:
+    """Gives a worker its batches while all workers have one.
+
+    Args:
+        batches: The batches, tuples of arrays or tensors; read anew for each `iter`.
+        cluster: The workers.
+        counts: What is known of the batches, if they are arrays: the workers compare
+            it once, and need not do so for each batch.
+    """
+
+    def __init__(
+        self, batches: Iterable[Any], cluster: Cluster, counts: list | None = None
+    ):
+        self._batches = batches
+        self._cluster = cluster
+        self._counts = counts
+
+    def __iter__(self) -> Iterator[Any]:
+        """Starts to read.
+
+        Raises:
+            WorkerInputError: If the workers' batches differ in their numbers of rows,
+                or another worker could not read its batch.
+        """
+        # Now, not when the first batch is asked for: to start may draw random numbers.
+        return self._agreed(iter(self._batches))
+
+    def _agreed(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        if self._counts is not None:
+            told = self._cluster.agree("the start of an epoch", self._counts)
+            if any(other != told[0] for other in told):
+                raise WorkerInputError(
+                    "All workers must be given the same arrays: each computes on its "
+                    "own rows of every batch. Received arrays of other numbers of "
+                    f"rows or batches: {self._listed(told)}."
+                )
+            yield from iterator
+            return
+        while True:
+            batch, rows, error = _next(iterator)
+            said = rows if error is None else f"{type(error).__name__}: {error}"
+            told = self._cluster.agree("the next batch", said)
+            if error is not None:
+                raise error
+            failed = [i for i, other in enumerate(told) if isinstance(other, str)]
+            if failed:
+                name = self._cluster.names[failed[0]]
+                raise WorkerInputError(
+                    f"'{name}' could not read its next batch: {told[failed[0]]}"
+                )
+            if None in told:
+                self._warn(told)
+                return
+            if len(set(told)) > 1:
+                raise WorkerInputError(
+                    "All workers must be given the same batches: each computes on its "
+                    "own rows of every batch. Received batches of different numbers "
+                    f"of rows: {self._listed(told)}."
+                )
+            yield batch
+
+    def _warn(self, told: list) -> None:
+        ended = [i for i, rows in enumerate(told) if rows is None]
+        if len(ended) == len(told):
+            return
+        names = ", ".join(self._cluster.names[i] for i in ended)
+        warnings.warn(
+            f"The data of some workers ({names}) has ended before that of the others; "
+            "the epoch ends here on all workers.",
+            stacklevel=2,
+        )
+
+    def _listed(self, told: list) -> str:
+        pairs = zip(self._cluster.names, told, strict=True)
+        return ", ".join(f"{name}: {what}" for name, what in pairs)
+
+
+def _next(iterator: Iterator[Any]) -> tuple[Any, int | None, Exception | None]:
+    try:
+        batch = next(iterator)
+        return batch, rows_of(batch), None
+    except StopIteration:
+        return None, None, None
+    except Exception as error:
+        return None, None, error

@@ -1,0 +1,1 @@
+"""What users can choose, checked when it is made."""

@@ -1,0 +1,1 @@
+"""Pure rules that all adapters share: no hooks, no engine."""

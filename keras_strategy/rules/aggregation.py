@@ -1,0 +1,84 @@
+"""What aggregation and synchronization of a `keras.Variable` mean: rules, no tensors.
+
+A variable that is made in a scope is *mirrored*: every replica has a component, and
+what replicas assign is brought together at once, by the variable's aggregation. With
+`synchronization="on_read"` every replica keeps what it assigned, and reading outside
+the replicas aggregates.
+"""
+
+from typing import Any
+
+import keras
+
+from keras_strategy.core.context import ReplicaContext
+from keras_strategy.rules.row_weights import if_any_rows
+from keras_strategy.values.distributed import ReduceOp
+
+
+def is_on_read(variable: Any) -> bool:
+    """Whether every replica keeps its own value until somebody reads."""
+    return variable.synchronization == "on_read"
+
+
+def adds_up(variable: Any) -> bool:
+    """Whether an `assign_add` is to be brought together before it is added."""
+    return not is_on_read(variable) and variable.aggregation in ("sum", "mean")
+
+
+def aggregate(context: ReplicaContext, variable: Any, value: Any) -> Any:
+    """Brings together what the replicas assign to a mirrored variable.
+
+    Args:
+        context: The replica that assigns.
+        variable: The variable, of aggregation "sum", "mean" or
+            "only_first_replica".
+        value: This replica's value.
+
+    Returns:
+        The value for every replica.
+    """
+    replica, weight = context._replica, context._row_weight
+    if variable.aggregation == "sum":
+        return replica.all_reduce(ReduceOp.SUM, value)
+    if variable.aggregation == "mean":
+        if weight is None:
+            return replica.all_reduce(ReduceOp.MEAN, value)
+        # In a training step a replica speaks for its rows.
+        return replica.weighted_sum([value], weight)[0]
+    first = keras.ops.equal(replica.id, 0)
+    value = keras.ops.convert_to_tensor(value)
+    mine = keras.ops.where(first, value, keras.ops.zeros_like(value))
+    return replica.all_reduce(ReduceOp.SUM, mine)
+
+
+def assigned(context: ReplicaContext, variable: Any, value: Any) -> Any:
+    """Returns what a replica that assigns `value` shall write.
+
+    Args:
+        context: The replica that assigns.
+        variable: The variable.
+        value: The value, of the variable's shape.
+
+    Returns:
+        The value for this replica's component.
+    """
+    context._written[id(variable)] = variable
+    if is_on_read(variable):
+        return if_any_rows(context._row_weight, value, variable.value)
+    if variable.aggregation != "none":
+        return aggregate(context, variable, value)
+    return value
+
+
+def is_averaged(variable: Any) -> bool:
+    """Whether a training step averages what the replicas assigned, row by row.
+
+    That rule keeps unannotated state such as the moving statistics of
+    BatchNormalization the same everywhere.
+    """
+    return (
+        not variable.trainable
+        and variable.aggregation == "none"
+        and not is_on_read(variable)
+        and "float" in variable._dtype
+    )

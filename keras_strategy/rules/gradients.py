@@ -1,0 +1,140 @@
+"""What a neutral training loop needs: gradients, and the losses to take them of."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_strategy.core import context
+from keras_strategy.core.registry import get_backend
+
+
+def value_and_grad(
+    fn: Callable[..., Any],
+    variables: Sequence[keras.Variable],
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """Returns a function that computes `fn` and its gradients.
+
+    It works inside and outside of `strategy.run`. Inside, the gradients are those
+    of this replica's value; `optimizer.apply` sums them over the replicas.
+
+    Args:
+        fn: Returns a scalar, or with `has_aux` a pair of a scalar and a structure.
+        variables: The variables to differentiate by.
+        has_aux: Whether `fn` returns a pair.
+
+    Returns:
+        A function of `fn`'s arguments that returns `(value, gradients)`, or
+        `((value, aux), gradients)`. The gradients are a list in the order of
+        `variables`, each of its variable's shape, or None on torch and TensorFlow
+        where the value does not depend on the variable.
+
+    Example:
+
+    ```python
+    import keras
+    import keras_strategy as ks
+
+    v = keras.Variable(3.0)
+    value, (gradient,) = ks.value_and_grad(lambda x: x * v * v, [v])(2.0)
+    assert float(value) == 18.0 and float(gradient) == 12.0
+    ```
+    """
+    return get_backend().value_and_grad(fn, list(variables), has_aux)
+
+
+def compute_average_loss(
+    per_example_loss: Any,
+    sample_weight: Any = None,
+    global_batch_size: Any = None,
+) -> Any:
+    """Adds a replica's losses and divides by the rows of the global batch.
+
+    Of gradients that are summed over the replicas, as `optimizer.apply` does in
+    `strategy.run`, the result is that of the mean over the global batch. The
+    formula is that of `tf.nn.compute_average_loss`:
+    sum(per_example_loss * sample_weight) / global_batch_size.
+
+    Args:
+        per_example_loss: Losses of this replica's rows, of rank 1 or more.
+        sample_weight: Weights that can be multiplied with the losses, or None.
+        global_batch_size: Rows of the global batch, a number or a whole scalar. By
+            default this replica's rows times the number of replicas, which is right
+            only where all replicas have as many.
+
+    Returns:
+        A scalar.
+
+    Raises:
+        ValueError: If `per_example_loss` is a scalar, or `global_batch_size` is
+            given and is not a scalar.
+
+    Example:
+
+    ```python
+    import numpy as np
+    import keras_strategy as ks
+
+    losses = np.array([1.0, 2.0, 3.0], "float32")
+    assert float(ks.compute_average_loss(losses, global_batch_size=6)) == 1.0
+    ```
+    """
+    losses = ops.convert_to_tensor(per_example_loss)
+    if len(losses.shape) == 0:
+        raise ValueError(
+            "Argument `per_example_loss` must have a dimension for the rows; use a "
+            'loss with reduction="none". Received a scalar.'
+        )
+    if sample_weight is not None:
+        weights = ops.cast(ops.convert_to_tensor(sample_weight), losses.dtype)
+        missing = len(losses.shape) - len(weights.shape)
+        losses = losses * ops.reshape(weights, tuple(weights.shape) + (1,) * missing)
+    if global_batch_size is None:
+        replicas = context.get_strategy().num_replicas_in_sync
+        global_batch_size = ops.shape(losses)[0] * replicas
+    size = ops.convert_to_tensor(global_batch_size)
+    if len(size.shape) != 0:
+        raise ValueError(
+            "Argument `global_batch_size` must be a scalar. Received: "
+            f"global_batch_size={global_batch_size!r}"
+        )
+    return ops.divide_no_nan(ops.sum(losses), ops.cast(size, losses.dtype))
+
+
+def scale_regularization_loss(regularization_loss: Any) -> Any:
+    """Divides a regularization loss by the number of replicas.
+
+    Every replica computes the whole of it, and the gradients are summed. The
+    formula is that of `tf.nn.scale_regularization_loss`: sum(loss) / replicas.
+
+    Args:
+        regularization_loss: A tensor, or a list of scalars such as `model.losses`.
+
+    Returns:
+        A scalar.
+
+    Raises:
+        RuntimeError: In cross-replica context, where there is nothing to divide.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    assert float(ks.scale_regularization_loss([1.0, 2.0])) == 3.0
+    ```
+    """
+    if context.in_cross_replica_context():
+        raise RuntimeError(
+            "`scale_regularization_loss` is for code that runs on a replica: call it "
+            "in the function that `strategy.run` calls."
+        )
+    replicas = context.get_strategy().num_replicas_in_sync
+    if isinstance(regularization_loss, list | tuple):
+        losses = [ops.sum(ops.convert_to_tensor(loss)) for loss in regularization_loss]
+        total = sum(losses[1:], losses[0]) if losses else ops.zeros(())
+    else:
+        total = ops.sum(ops.convert_to_tensor(regularization_loss))
+    return total / replicas

@@ -1,0 +1,468 @@
+"""Strategy: what people call.
+
+It checks the arguments, then asks the replica group of the adapter in use.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import keras
+from keras import tree
+
+from keras_strategy import config
+from keras_strategy.core import context
+from keras_strategy.input import splitting
+from keras_strategy.input.dataset import DistributedDataset
+from keras_strategy.options.input import InputContext, InputOptions
+from keras_strategy.options.run import RunOptions, check_call, check_run_options
+from keras_strategy.rules import mirror_check
+from keras_strategy.values.distributed import (
+    DistributedValues,
+    PerReplica,
+    ReduceOp,
+    ValueContext,
+    sum_of_copies,
+)
+
+if TYPE_CHECKING:
+    from keras_strategy.strategies.extended import StrategyExtended
+
+
+class Strategy:
+    """A way to run one computation on several devices at once.
+
+    Make one of its subclasses, such as `MirroredStrategy`. What is created in
+    its `scope()` is distributed: variables have a component on each device, and
+    a model that was made there trains on all of them.
+
+    Args:
+        extended: A `StrategyExtended`, which holds the replicas.
+
+    Example:
+
+    ```python
+    import keras
+    import numpy as np
+    import keras_strategy as ks
+
+    strategy = ks.MirroredStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0)
+    ```
+    """
+
+    def __init__(self, extended: "StrategyExtended"):
+        self._extended = extended
+
+    @property
+    def extended(self) -> "StrategyExtended":
+        """The part of the interface that library authors need."""
+        return self._extended
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas whose gradients are summed, over all workers."""
+        return self._extended.num_replicas
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """What knows the cluster's other workers; None for one worker.
+
+        Subclasses may override it.
+        """
+        return None
+
+    def scope(self) -> contextlib.AbstractContextManager["Strategy"]:
+        """Returns a context manager that puts this strategy in charge.
+
+        Inside it variables are mirrored and `keras_strategy.get_strategy()` is
+        this strategy. `fit`, `evaluate` and `predict` of a model that was made
+        inside enter the scope by themselves.
+
+        Returns:
+            A context manager that gives the strategy and may be entered again.
+
+        Raises:
+            RuntimeError: On entering, inside another strategy's scope or inside
+                a function that `run` calls.
+
+        Example:
+
+        ```python
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        with strategy.scope() as inside:
+            assert inside is strategy
+        ```
+        """
+        return _Scope(self)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple | list = (),
+        kwargs: Any = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """Calls `fn` once on every replica, each with its part of the arguments.
+
+        What the replicas assign to variables is written when all of them have
+        succeeded: an exception in one comes out of `run` as itself, and the
+        variables are as they were.
+
+        Args:
+            fn: The function. `keras_strategy.get_replica_context()` tells it
+                which replica it runs on.
+            args: A tuple or list of positional arguments. `PerReplica` values
+                in it give every replica its own component, everything else goes
+                to every replica as it is.
+            kwargs: A dict of keyword arguments, or None; likewise.
+            options: `RunOptions`, or None for the default ones.
+
+        Returns:
+            The structure that `fn` returned, with a `PerReplica` value in the
+            place of each tensor; Python constants and None stay what they are.
+            With one replica, what `fn` returned.
+
+        Raises:
+            ValueError: If `args` is neither a tuple nor a list.
+            TypeError: If `fn` cannot be called, or `options` are none.
+            MirrorError: In the mode of `config.check_mirrored`, if the components of
+                a mirrored variable differ afterwards.
+            RuntimeError: Inside a function that `run` calls, or inside another
+                strategy's scope.
+
+        Example:
+
+        ```python
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        ids = strategy.experimental_distribute_values_from_function(
+            lambda context: context.replica_id_in_sync_group
+        )
+        doubled = strategy.run(lambda i: i * 2, args=(ids,))
+        assert [int(i) for i in strategy.experimental_local_results(doubled)] == [
+            2 * i for i in range(strategy.num_replicas_in_sync)
+        ]
+        ```
+        """
+        check_call(fn, args)
+        options = check_run_options(options)
+        context.require_cross_replica(self, "run")
+        with self.scope():
+            result = self._extended.group.run(
+                fn, tuple(args), dict(kwargs or {}), options
+            )
+            if config.checks_mirrored():
+                mirror_check.check(self, "strategy.run")
+            return result
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
+        """Combines the replicas' values into one.
+
+        Args:
+            reduce_op: A `ReduceOp` or its name in any case.
+            value: A structure of `PerReplica` values, as `run` returns them.
+            axis: None to combine the replicas' tensors elementwise; an int or a
+                tuple of ints to combine these dimensions as well. The mean over
+                `axis=0` of 4 rows on one replica and 2 on the other divides by
+                6.
+
+        Returns:
+            The structure, with one tensor in the place of each value.
+
+        Raises:
+            ValueError: If `reduce_op` is not one, or if a value is the same for
+                all replicas and was asked for its SUM over them.
+            RuntimeError: Inside a function that `run` calls.
+
+        Example:
+
+        ```python
+        import keras
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        ones = strategy.run(lambda: keras.ops.ones((2,)))
+        n = strategy.num_replicas_in_sync
+        assert float(strategy.reduce("SUM", ones, axis=0)) == 2 * n
+        ```
+        """
+        op = ReduceOp.parse(reduce_op)
+        context.require_cross_replica(self, "reduce")
+        with self.scope():
+            return tree.map_structure(lambda x: self._reduce_one(op, x, axis), value)
+
+    def _reduce_one(self, op: ReduceOp, value: Any, axis: Any) -> Any:
+        if isinstance(value, DistributedValues):
+            return self._extended.group.reduce(op, value, axis)
+        if axis is not None and op is ReduceOp.MEAN:
+            return keras.ops.mean(value, axis=axis)
+        if axis is not None:  # every replica has it
+            return keras.ops.sum(value, axis=axis) * self.num_replicas_in_sync
+        if op is ReduceOp.MEAN or self.num_replicas_in_sync == 1:
+            return value
+        raise sum_of_copies(value)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenates the replicas' values.
+
+        Args:
+            value: A structure of `PerReplica` values, as `run` returns them, of rank
+                1 or more. Sizes along `axis` may differ, the others must agree.
+            axis: The dimension along which the values are joined, in the order of
+                the replicas.
+
+        Returns:
+            The structure, with one tensor in the place of each distributed value.
+            A value that is not distributed stays what it is.
+
+        Raises:
+            ValueError: If the values cannot be joined along `axis`.
+            RuntimeError: Inside a function that `run` calls.
+
+        Example:
+
+        ```python
+        import keras
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        ones = strategy.run(lambda: keras.ops.ones((2,)))
+        rows = strategy.gather(ones, axis=0)
+        assert rows.shape[0] == 2 * strategy.num_replicas_in_sync
+        ```
+        """
+        context.require_cross_replica(self, "gather")
+
+        def gather_one(x):
+            if not isinstance(x, DistributedValues):
+                return x
+            _check_gatherable(x, axis)
+            return self._extended.group.gather(x.values, axis)
+
+        with self.scope():
+            return tree.map_structure(gather_one, value)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """Returns the components of a value that are on this worker.
+
+        Args:
+            value: A structure of distributed values, or a variable.
+
+        Returns:
+            A tuple with one element for each local replica. For a value that is
+            not distributed, a tuple of that value alone.
+
+        Example:
+
+        ```python
+        import keras
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        with strategy.scope():
+            v = keras.Variable(1.0)
+        n = strategy.num_replicas_in_sync
+        assert len(strategy.experimental_local_results(v)) == n
+        assert strategy.experimental_local_results(3) == (3,)
+        ```
+        """
+        if isinstance(value, keras.Variable):
+            if not self._extended.variable_created_in_scope(value):
+                return (value.value,)
+            return self._extended.local_components(value)
+        leaves = [
+            leaf for leaf in tree.flatten(value) if isinstance(leaf, DistributedValues)
+        ]
+        if not leaves:
+            return (value,)
+
+        def component(replica):
+            return tree.map_structure(
+                lambda x: x.values[replica] if isinstance(x, DistributedValues) else x,
+                value,
+            )
+
+        return tuple(component(replica) for replica in range(len(leaves[0].values)))
+
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Any]
+    ) -> Any:
+        """Makes a distributed value out of one value for each replica.
+
+        Args:
+            value_fn: Called once for each local replica with a `ValueContext`.
+
+        Returns:
+            The structure that `value_fn` returned, with a `PerReplica` value in
+            the place of each leaf. With one replica, what `value_fn` returned.
+
+        Raises:
+            RuntimeError: Inside a function that `run` calls.
+
+        Example:
+
+        ```python
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        ids = strategy.experimental_distribute_values_from_function(
+            lambda context: context.replica_id_in_sync_group
+        )
+        n = strategy.num_replicas_in_sync
+        assert strategy.experimental_local_results(ids) == tuple(range(n))
+        ```
+        """
+        context.require_cross_replica(
+            self, "experimental_distribute_values_from_function"
+        )
+        replicas = self.num_replicas_in_sync
+        local = self._extended.local_replicas
+        values = [value_fn(ValueContext(i, replicas)) for i in local]
+        if replicas == 1:
+            return values[0]
+        return tree.map_structure(lambda *leaves: PerReplica(leaves), *values)
+
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Distributes a dataset of global batches.
+
+        Every batch is split by rows, in order: with N replicas each gets
+        ceil(rows / N) rows, the last ones fewer or none.
+
+        Args:
+            dataset: A `tf.data.Dataset`, a torch `DataLoader`, a
+                `keras.utils.PyDataset`, a list, or any other iterable or iterator of
+                batches. A batch is an array, or a structure of arrays of the same
+                number of rows.
+            options: An `InputOptions`, or None.
+
+        Returns:
+            A `DistributedDataset`, which gives the structure of the batch with a
+            `PerReplica` in the place of each array; with one replica, a tensor.
+
+        Raises:
+            TypeError: If `dataset` is no dataset, or `options` no options.
+            ValueError: If the dataset was distributed before; and, when it is read, if
+                its elements are not batches.
+            RuntimeError: Inside a function that `run` calls, or inside another
+                strategy's scope.
+
+        Example:
+
+        ```python
+        import numpy as np
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        batches = [(np.ones((4, 3), "float32"), np.ones((4,), "float32"))]
+        for x, y in strategy.experimental_distribute_dataset(batches):
+            total = strategy.reduce("SUM", y, axis=0)
+        assert float(total) == 4.0
+        ```
+        """
+        return splitting.distribute(self, dataset, options)
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """Distributes a dataset whose batches are those of one replica each.
+
+        Each worker calls it for a dataset of its own, which its replicas read. They
+        take the batches in turn. Those that find none left at the end
+        get one of 0 rows; where a `tf.data.Dataset` promises batches of one fixed
+        shape, such a last round is dropped, as in tf.distribute.
+
+        Args:
+            dataset_fn: Called with an `InputContext`, returns a dataset of any kind
+                that `experimental_distribute_dataset` takes. With the option
+                `InputReplicationMode.PER_REPLICA` it is called for each replica, as
+                one of several pipelines.
+            options: An `InputOptions`, or None.
+
+        Returns:
+            A `DistributedDataset`.
+
+        Raises:
+            TypeError: If `dataset_fn` is not a function that returns a dataset, or
+                `options` no options.
+            RuntimeError: Inside a function that `run` calls, or inside another
+                strategy's scope.
+
+        Example:
+
+        ```python
+        import numpy as np
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        n = strategy.num_replicas_in_sync
+
+        def dataset_fn(context):
+            rows = context.get_per_replica_batch_size(4 * n)
+            return [np.ones((rows, 3), "float32") for _ in range(2 * n)]
+
+        steps = [x for x in strategy.distribute_datasets_from_function(dataset_fn)]
+        assert len(steps) == 2
+        ```
+        """
+        return splitting.distribute_from_function(self, dataset_fn, options)
+
+    def experimental_distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """The old name of `distribute_datasets_from_function`."""
+        return self.distribute_datasets_from_function(dataset_fn, options)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(devices={list(self._extended.worker_devices)})"
+
+    def __deepcopy__(self, memo: dict) -> "Strategy":
+        # A strategy stands for devices, of which a copy would be the same ones.
+        return self
+
+
+def _check_gatherable(value: DistributedValues, axis: int) -> None:
+    """Raises ValueError unless the components can be joined along `axis`."""
+    shapes = [tuple(keras.ops.shape(component)) for component in value.values]
+    ranks = {len(shape) for shape in shapes}
+    rank = min(ranks)
+    if len(ranks) == 1 and -rank <= axis < rank:
+        others = {shape[: axis % rank] + shape[axis % rank + 1 :] for shape in shapes}
+        if len(others) == 1:
+            return
+    raise ValueError(
+        "`gather` joins values of rank 1 or more whose dimensions other than `axis` "
+        f"agree. Received: axis={axis!r}, and values of the shapes {shapes} in the "
+        "order of the replicas."
+    )
+
+
+class _Scope(contextlib.AbstractContextManager):
+    """`strategy.scope()`: may be entered several times, and inside itself."""
+
+    def __init__(self, strategy: Strategy):
+        self._strategy = strategy
+        self._entered: list[contextlib.ExitStack] = []
+
+    def __enter__(self) -> Strategy:
+        context.require_cross_replica(self._strategy, "scope")
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(context.strategy_in_charge(self._strategy))
+            stack.enter_context(self._strategy.extended.group.scope())
+            self._entered.append(stack.pop_all())
+        return self._strategy
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.pop().__exit__(*exception)

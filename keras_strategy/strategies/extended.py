@@ -1,0 +1,462 @@
+"""StrategyExtended: the part of a strategy that library authors need."""
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+from keras import tree
+
+from keras_strategy.backends.single import SingleReplicaGroup
+from keras_strategy.core import context
+from keras_strategy.core.components import Containers, VariableComponent
+from keras_strategy.core.protocol import ReplicaGroup
+from keras_strategy.core.registry import get_backend
+from keras_strategy.hooks import trainer
+from keras_strategy.options.communication import check_communication_options
+from keras_strategy.options.run import check_call
+from keras_strategy.rules import ownership
+from keras_strategy.values.devices import resolve_devices
+from keras_strategy.values.distributed import (
+    DistributedValues,
+    Mirrored,
+    ReduceOp,
+    select_replica,
+    sum_of_copies,
+)
+
+if TYPE_CHECKING:
+    from keras_strategy.options.cross_device_ops import CrossDeviceOps
+    from keras_strategy.strategies.base import Strategy
+    from keras_strategy.workers.cluster import Cluster
+
+logger = logging.getLogger("keras_strategy")
+
+
+class StrategyExtended:
+    """The part of a strategy that library authors need.
+
+    Get it as `strategy.extended`.
+
+    Args:
+        container_strategy: The strategy that this belongs to.
+        devices: Canonical names of the local devices, one replica each.
+        cross_device_ops: How values are to be combined, or None.
+        cluster: The workers that train together, each with as many devices; None
+            for this process alone.
+    """
+
+    def __init__(
+        self,
+        container_strategy: "Strategy",
+        devices: Iterable[str],
+        cross_device_ops: "CrossDeviceOps | None" = None,
+        cluster: "Cluster | None" = None,
+    ):
+        trainer.install_once()
+        self._strategy = container_strategy
+        self._devices = tuple(devices)
+        self.cluster = cluster
+        # By id: variables are compared elementwise.
+        self.variables: weakref.WeakValueDictionary[int, keras.Variable] = (
+            weakref.WeakValueDictionary()
+        )
+        self._containers = Containers()
+        if self.num_replicas == 1:
+            self.group: ReplicaGroup = SingleReplicaGroup(
+                container_strategy, self._devices
+            )
+            if cross_device_ops is not None:
+                cross_device_ops.say_that_it_has_no_effect("one device")
+        else:
+            self.group = get_backend().create_group(
+                container_strategy, self._devices, cross_device_ops, cluster
+            )
+        if cluster is None or cluster.is_chief:
+            logger.info(
+                "%s: %d replica(s), on %s%s with the Keras backend '%s'",
+                type(container_strategy).__name__,
+                self.num_replicas,
+                ", ".join(self._devices),
+                "" if cluster is None else f" of each of {cluster.size} workers",
+                keras.backend.backend(),
+            )
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas, over all workers."""
+        workers = 1 if self.cluster is None else self.cluster.size
+        return len(self._devices) * workers
+
+    @property
+    def local_replicas(self) -> range:
+        """The numbers, among all replicas, of those of this worker."""
+        rank = 0 if self.cluster is None else self.cluster.rank
+        local = len(self._devices)
+        return range(rank * local, (rank + 1) * local)
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The devices of this worker's replicas, such as `"gpu:0"`."""
+        return self._devices
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The devices on which the variables' components are."""
+        return self._devices
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """Whether every batch must have the same shape.
+
+        False: where an engine compiles for shapes, it compiles once for each.
+        """
+        return False
+
+    def variable_created_in_scope(self, v: keras.Variable) -> bool:
+        """Returns whether a variable belongs to this strategy.
+
+        Args:
+            v: A variable.
+
+        Raises:
+            TypeError: If `v` is not a `keras.Variable`.
+
+        Example:
+
+        ```python
+        import keras
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        outside = keras.Variable(1.0)
+        with strategy.scope():
+            inside = keras.Variable(1.0)
+        assert strategy.extended.variable_created_in_scope(inside)
+        assert not strategy.extended.variable_created_in_scope(outside)
+        ```
+        """
+        check_variable("v", v)
+        return ownership.strategy_of_variable(v) is self._strategy
+
+    def update(
+        self,
+        var: keras.Variable,
+        fn: Callable[..., Any],
+        args: tuple | list = (),
+        kwargs: Any = None,
+        group: bool = True,
+    ) -> Any:
+        """Changes a variable outside of the replicas, one component at a time.
+
+        Call it in cross-replica context, such as in the function that `merge_call`
+        calls. What `fn` assigns is written when it has succeeded for all components.
+
+        Args:
+            var: A variable that was made in the scope.
+            fn: Called as `fn(component, *args, **kwargs)` for the component on each
+                device. The component has `value`, `assign`, `assign_add`,
+                `assign_sub`, `shape`, `dtype`, `name`, `path` and `device`. Inside
+                `merge_call` on JAX it is called once, for the program of all
+                replicas.
+            args: Positional arguments. Each component gets its part of a `Mirrored`
+                value, everything else goes to all of them. `PerReplica` values are
+                for variables with `synchronization="on_read"` alone.
+            kwargs: A dict of keyword arguments, or None; likewise.
+            group: Whether to join what `fn` returned.
+
+        Returns:
+            With `group=True` the structure that `fn` returned, with a `Mirrored`
+            value in the place of each tensor, or with one replica as it is. With
+            `group=False` a tuple of what it returned for each local replica.
+
+        Raises:
+            TypeError: If `var` is not a variable, or `fn` cannot be called.
+            ValueError: If `var` was made outside the scope, or a `PerReplica` value
+                would make the components of a mirrored variable differ.
+            RuntimeError: Inside another strategy's scope.
+
+        Example:
+
+        ```python
+        import keras
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        with strategy.scope():
+            v = keras.Variable(1.0)
+        strategy.extended.update(v, lambda c, x: c.assign_add(x), args=(2.0,))
+        assert float(v) == 3.0
+        ```
+        """
+        check_variable("var", var)
+        check_call(fn, args)
+        if isinstance(var, VariableComponent) or not self.variable_created_in_scope(
+            var
+        ):
+            raise ValueError(
+                "Argument `var` of `update` must be a variable that was made in the "
+                f"scope of {self._strategy!r}: one that was made outside the scope "
+                "has no components. Make it inside `with strategy.scope():`, or use "
+                f"its `assign`. Received: var={var.path!r}"
+            )
+        args, kwargs = tuple(args), dict(kwargs or {})
+        replica = context.current_replica()
+        if replica is not None and replica.strategy is self._strategy:
+            return replica.merge_call(
+                lambda strategy, *args, **kwargs: strategy.extended.update(
+                    var, fn, args, kwargs, group
+                ),
+                args,
+                kwargs,
+            )
+        context.require_cross_replica(self._strategy, "update")
+        if var.synchronization != "on_read":
+            _check_mirrored_arguments(var, args, kwargs)
+        with self._strategy.scope():
+            result = self.group.update(var, fn, args, kwargs)
+            if group:
+                return result
+            return tuple(
+                select_replica(result, replica)
+                for replica in range(len(self.worker_devices))
+            )
+
+    def reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any,
+        options: Any = None,
+    ) -> Any:
+        """Combines the replicas' values elementwise, where they are needed.
+
+        Args:
+            reduce_op: A `ReduceOp` or its name in any case.
+            value: A `PerReplica` value. With `"mean"`, or with one replica, also one
+                that is the same for all replicas.
+            destinations: A variable or a distributed value, whose devices get the
+                result, or a device's name.
+            options: A `CommunicationOptions`, or None.
+
+        Returns:
+            A `Mirrored` value, which `update` takes as an argument. One tensor if
+            `destinations` is on one device.
+
+        Raises:
+            ValueError: If `reduce_op` is not one, the value cannot be reduced, or
+                there is no such device.
+            TypeError: If `destinations` is none of these.
+            RuntimeError: Inside a function that `run` calls.
+
+        Example:
+
+        ```python
+        import keras
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        with strategy.scope():
+            v = keras.Variable(0.0)
+        ones = strategy.run(lambda: keras.ops.ones(()))
+        total = strategy.extended.reduce_to("sum", ones, destinations=v)
+        strategy.extended.update(v, lambda c, x: c.assign(x), args=(total,))
+        assert int(v) == strategy.num_replicas_in_sync
+        ```
+        """
+        op = ReduceOp.parse(reduce_op)
+        check_communication_options(options)
+        context.require_cross_replica(self._strategy, "reduce_to")
+        place = self._destination(destinations)
+        with self._strategy.scope():
+            if isinstance(value, DistributedValues) and not isinstance(value, Mirrored):
+                value = self.group.reduce(op, value, None)
+            elif op is ReduceOp.SUM and self._strategy.num_replicas_in_sync > 1:
+                raise sum_of_copies(value)
+            elif isinstance(value, Mirrored):
+                value = value.values[0]
+            return place(value)
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: Any = None,
+    ) -> list[Any]:
+        """Combines several values, as `reduce_to` does one.
+
+        Args:
+            reduce_op: A `ReduceOp` or its name in any case.
+            value_destination_pairs: Pairs of a value and its destinations.
+            options: A `CommunicationOptions`, or None.
+
+        Returns:
+            A list with the result for each pair.
+
+        Raises:
+            ValueError: If these are not pairs; or as `reduce_to` does.
+            TypeError: As `reduce_to` does.
+            RuntimeError: Inside a function that `run` calls.
+
+        Example:
+
+        ```python
+        import keras
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        ones = strategy.run(lambda: keras.ops.ones(()))
+        pairs = [(ones, ones), (ones, strategy.extended.worker_devices[0])]
+        mirrored, tensor = strategy.extended.batch_reduce_to("mean", pairs)
+        assert float(tensor) == 1.0
+        ```
+        """
+        context.require_cross_replica(self._strategy, "batch_reduce_to")
+        pairs = list(value_destination_pairs)
+        if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+            raise ValueError(
+                "Argument `value_destination_pairs` must be pairs of a value and its "
+                f"destinations. Received: value_destination_pairs={pairs!r}"
+            )
+        return [
+            self.reduce_to(reduce_op, value, destinations, options)
+            for value, destinations in pairs
+        ]
+
+    def _destination(self, destinations: Any) -> Callable[[Any], Any]:
+        """What brings a combined value to `destinations`."""
+        if isinstance(destinations, str):
+            there_is = [
+                *get_backend().list_devices(),
+                *get_backend().list_devices("cpu"),
+            ]
+            there_is = list(dict.fromkeys([*self.worker_devices, *there_is]))
+            (device,) = resolve_devices([destinations], there_is)
+            return lambda value: get_backend().copy_to(value, device)
+        distributed = isinstance(destinations, DistributedValues) or (
+            isinstance(destinations, keras.Variable)
+            and self.variable_created_in_scope(destinations)
+        )
+        if distributed and self._strategy.num_replicas_in_sync > 1:
+            return self.group.mirror
+        if (
+            distributed
+            or isinstance(destinations, keras.Variable)
+            or get_backend().is_tensor(destinations)
+        ):
+            return keras.ops.convert_to_tensor
+        raise TypeError(
+            "Argument `destinations` must be a variable, a distributed value, a tensor "
+            f"or a device's name. Received: destinations={destinations!r} of type "
+            f"{type(destinations).__name__}"
+        )
+
+    @contextlib.contextmanager
+    def colocate_vars_with(
+        self, colocate_with_variable: keras.Variable
+    ) -> Iterator[None]:
+        """Puts new variables on the devices of another one.
+
+        All variables of a strategy are on the same devices, so there is nothing to
+        do but to check the variable.
+
+        Args:
+            colocate_with_variable: A variable that was made in the scope.
+
+        Returns:
+            A context manager.
+
+        Raises:
+            TypeError: If it is not a variable.
+            ValueError: If it was made outside the scope.
+            RuntimeError: Outside the scope.
+
+        Example:
+
+        ```python
+        import keras
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        with strategy.scope():
+            v = keras.Variable(1.0)
+            with strategy.extended.colocate_vars_with(v):
+                slot = keras.Variable(0.0)
+        ```
+        """
+        if context.get_strategy() is not self._strategy:
+            raise RuntimeError(
+                "`colocate_vars_with` is for variables that are made inside `with "
+                f"strategy.scope():`. The strategy in charge is "
+                f"{context.get_strategy()!r}, not {self._strategy!r}."
+            )
+        if not self.variable_created_in_scope(colocate_with_variable):
+            raise ValueError(
+                "Argument `colocate_with_variable` must be a variable that was made "
+                f"in the scope of {self._strategy!r}. Received: "
+                f"colocate_with_variable={colocate_with_variable.path!r}"
+            )
+        yield
+
+    def value_container(self, value: Any) -> Any:
+        """Returns the variable that a component belongs to.
+
+        Args:
+            value: What `experimental_local_results(variable)` gave, or what the
+                function given to `update` gets.
+
+        Returns:
+            The variable. A value that is no component, or whose variable is gone,
+            comes back as it is.
+
+        Example:
+
+        ```python
+        import keras
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        with strategy.scope():
+            v = keras.Variable(1.0)
+        component = strategy.experimental_local_results(v)[0]
+        assert strategy.extended.value_container(component) is v
+        ```
+        """
+        if isinstance(value, VariableComponent):
+            return value.container
+        return self._containers.get(value, value)
+
+    def local_components(self, variable: keras.Variable) -> tuple[Any, ...]:
+        """What each local replica holds of a variable of this strategy.
+
+        Args:
+            variable: The variable.
+
+        Returns:
+            One tensor for each local replica.
+        """
+        components = self.group.components(variable)
+        self._containers.remember(components, variable)
+        return components
+
+
+def check_variable(argument: str, value: Any) -> None:
+    """Raises `TypeError` unless an argument is a `keras.Variable`."""
+    if not isinstance(value, keras.Variable):
+        raise TypeError(
+            f"Argument `{argument}` must be a `keras.Variable`. "
+            f"Received: {argument}={value!r} of type {type(value).__name__}"
+        )
+
+
+def _check_mirrored_arguments(var: keras.Variable, args: tuple, kwargs: dict) -> None:
+    for leaf in tree.flatten((args, kwargs)):
+        if isinstance(leaf, DistributedValues) and not isinstance(leaf, Mirrored):
+            raise ValueError(
+                f"`update` of the mirrored variable '{var.path}' takes values that are "
+                "the same for all replicas; one that may differ would make its "
+                "components differ. Combine it first: strategy.extended.reduce_to("
+                f"'sum', value, destinations=var). Received: {leaf!r}"
+            )

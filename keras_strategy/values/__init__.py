@@ -1,0 +1,1 @@
+"""The ground floor: distributed values, and the names of devices."""
