@@ -2,7 +2,8 @@
 
 import os
 
-from keras_strategy.core.registry import get_backend
+from keras_strategy.core.registry import get_engine
+from keras_strategy.rules import mirror_check
 
 _LOGICAL_CPUS = "KERAS_STRATEGY_LOGICAL_CPUS"
 
@@ -42,10 +43,7 @@ def set_logical_devices(device_type: str, count: int) -> None:
             "Argument `count` must be a whole number of devices, 1 or more. "
             f"Received: count={count!r}"
         )
-    get_backend().set_logical_devices("cpu", count)
-
-
-_checks_mirrored = False
+    get_engine().set_logical_devices("cpu", count)
 
 
 def check_mirrored(enabled: bool = True) -> None:
@@ -76,17 +74,11 @@ def check_mirrored(enabled: bool = True) -> None:
     ks.config.check_mirrored(False)
     ```
     """
-    global _checks_mirrored
     if not isinstance(enabled, bool):
         raise TypeError(
             f"Argument `enabled` must be True or False. Received: enabled={enabled!r}"
         )
-    _checks_mirrored = enabled
-
-
-def checks_mirrored() -> bool:
-    """Returns whether `check_mirrored` is on."""
-    return _checks_mirrored
+    mirror_check.enabled = enabled
 
 
 def apply_environment() -> None:

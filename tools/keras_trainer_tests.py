@@ -26,7 +26,7 @@ DEVICES = ("cpu:0", "cpu:1")
 def pytest_configure(config):
     """Makes Keras's test cases enter the scope at the end of their setUp."""
     import keras_strategy as ks
-    from keras_strategy.core.registry import get_backend
+    from keras_strategy.core.registry import get_engine
 
     kind = os.environ[SCOPE]
     ks.config.set_logical_devices("cpu", len(DEVICES))
@@ -35,7 +35,7 @@ def pytest_configure(config):
     strategy = (
         ks.MirroredStrategy(DEVICES)
         if kind == "ours"
-        else get_backend().native_strategy(DEVICES)
+        else get_engine().native_strategy(DEVICES)
     )
     test_case = importlib.import_module("keras.src.testing.test_case")
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from keras_strategy.core import context
 from keras_strategy.core.components import VariableComponent, bare
-from keras_strategy.core.registry import get_backend
+from keras_strategy.core.registry import get_engine
 from keras_strategy.values.distributed import (
     DistributedValues,
     Mirrored,
@@ -19,8 +19,8 @@ from keras_strategy.values.distributed import (
 )
 
 if TYPE_CHECKING:
+    from keras_strategy.core.protocol import Strategy
     from keras_strategy.options.run import RunOptions
-    from keras_strategy.strategies.base import Strategy
 
 
 def tensors_of_arrays(structure: Any) -> Any:
@@ -76,7 +76,7 @@ class SingleReplicaGroup:
         )
 
     def scope(self):
-        return get_backend().device_scope(self.devices[0])
+        return get_engine().device_scope(self.devices[0])
 
     def adopt(self, variables: Sequence[Any]) -> None:
         """Variables stay where they are; Keras moves what it computes with."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import abc
-import re
 from typing import Any
 
 from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
-
-_DEVICE_NAME = re.compile(r"([a-z]+):\d+")
+from keras_strategy.cluster_resolver.local_devices import local_device_kinds
 
 
 class ClusterResolver(abc.ABC):
@@ -154,20 +152,3 @@ class ClusterResolver(abc.ABC):
 def format_master_url(master: str, rpc_layer: str | None = None) -> str:
     """Puts the protocol, if any, in front of an address."""
     return f"{rpc_layer}://{master}" if rpc_layer else master
-
-
-def local_device_kinds() -> list[str]:
-    """The kind of each device of this process: "CPU", "GPU" or "TPU"."""
-    # Imported here: to ask who is in the cluster must not start a backend.
-    from keras_strategy.core.registry import get_backend
-
-    kinds = []
-    for name in get_backend().list_devices():
-        match = _DEVICE_NAME.fullmatch(name)
-        if match is None:
-            raise ValueError(
-                'Expected the backend to name its devices like "gpu:0". Received: '
-                f"{name!r}"
-            )
-        kinds.append(match.group(1).upper())
-    return kinds

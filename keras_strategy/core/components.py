@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import ops, tree
 
-from keras_strategy.core.registry import get_backend
+from keras_strategy.core.registry import get_engine
 from keras_strategy.values.distributed import Mirrored, regroup, select_replica
 
 
@@ -126,7 +126,7 @@ def update_components(
     Returns:
         What `fn` returned, joined, with `Mirrored` in the place of tensors.
     """
-    backend = get_backend()
+    backend = get_engine()
     components, results = [], []
     values = group.components(variable)
     for replica, device in enumerate(group.devices):

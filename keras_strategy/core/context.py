@@ -18,8 +18,7 @@ from keras_strategy.options.communication import check_communication_options
 from keras_strategy.values.distributed import DistributedValues, ReduceOp
 
 if TYPE_CHECKING:
-    from keras_strategy.core.protocol import Replica
-    from keras_strategy.strategies.base import Strategy
+    from keras_strategy.core.protocol import Replica, Strategy
 
 
 class ReplicaContext:
@@ -218,16 +217,22 @@ class _Place(threading.local):
 _place = _Place()
 _process_wide: list[Any] = []  # at most one (strategy, entered scope)
 _default: "Strategy | None" = None
+_make_default: "Callable[[], Strategy] | None" = None
 
 
 def default_strategy() -> "Strategy":
     """The strategy of one replica that is in charge outside every scope."""
     global _default
     if _default is None:
-        from keras_strategy.strategies.one_device import DefaultStrategy
-
-        _default = DefaultStrategy()
+        assert _make_default is not None, "the strategies register it on import"
+        _default = _make_default()
     return _default
+
+
+def make_default_with(make: Callable[[], "Strategy"]) -> None:
+    """Sets what makes the default strategy, when it is first needed."""
+    global _make_default
+    _make_default = make
 
 
 def current_scope() -> "Strategy | None":

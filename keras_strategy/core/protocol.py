@@ -1,10 +1,10 @@
 """All that an adapter must do, and nothing that the core can do for it.
 
-`Backend` is one engine, once per process. `ReplicaGroup` is the set of devices of
+`Engine` is one engine, once per process. `ReplicaGroup` is the set of devices of
 one strategy on that engine. `Replica` is one of them while a function runs on it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,15 +12,93 @@ from keras_strategy.values.distributed import DistributedValues, Mirrored, Reduc
 
 if TYPE_CHECKING:
     from keras_strategy.core.context import ReplicaContext
-    from keras_strategy.input.dataset import DistributedDataset
     from keras_strategy.options.cross_device_ops import CrossDeviceOps
     from keras_strategy.options.input import InputOptions
     from keras_strategy.options.run import RunOptions
-    from keras_strategy.strategies.base import Strategy
     from keras_strategy.workers.cluster import Cluster
 
 
-class Backend(Protocol):
+class Strategy(Protocol):
+    """What the rooms below know of a strategy."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas, over all workers."""
+        ...
+
+    @property
+    def extended(self) -> "StrategyExtended":
+        """What it holds."""
+        ...
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Puts it in charge."""
+        ...
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple | list = (),
+        kwargs: Any = None,
+        options: "RunOptions | None" = None,
+    ) -> Any:
+        """Calls `fn` on every replica."""
+        ...
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
+        """Combines the replicas' values into one."""
+        ...
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenates the replicas' values."""
+        ...
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """The components of a value that are on this worker."""
+        ...
+
+
+class StrategyExtended(Protocol):
+    """What the rooms below know of `strategy.extended`."""
+
+    @property
+    def group(self) -> "ReplicaGroup":
+        """Its replicas."""
+        ...
+
+    @property
+    def cluster(self) -> "Cluster | None":
+        """The workers that train together; None for this process alone."""
+        ...
+
+    @property
+    def variables(self) -> MutableMapping[int, Any]:
+        """The variables that were made in its scope, by `id`."""
+        ...
+
+    @property
+    def local_replicas(self) -> range:
+        """The numbers, among all replicas, of those of this worker."""
+        ...
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The devices of this worker's replicas."""
+        ...
+
+    def update(
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: tuple | list = (),
+        kwargs: Any = None,
+        group: bool = True,
+    ) -> Any:
+        """Changes a variable outside of the replicas."""
+        ...
+
+
+class Engine(Protocol):
     """One engine: its devices, its gradients, its groups of replicas."""
 
     name: str
@@ -93,7 +171,7 @@ class Backend(Protocol):
         datasets: Sequence[Any],
         split: bool,
         options: "InputOptions | None",
-    ) -> "DistributedDataset | None":
+    ) -> Any:
         """Distributes datasets with this engine's own input pipeline.
 
         Args:
@@ -104,7 +182,7 @@ class Backend(Protocol):
             options: The user's options, or None.
 
         Returns:
-            None if a dataset is not one of this engine's.
+            A `DistributedDataset`; None if a dataset is not one of this engine's.
         """
         ...
 

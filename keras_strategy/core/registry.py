@@ -5,14 +5,15 @@ import importlib
 
 import keras
 
-from keras_strategy.core.protocol import Backend
+from keras_strategy.cluster_resolver import local_devices
+from keras_strategy.core.protocol import Engine
 from keras_strategy.errors import UnsupportedBackendError
 
 SUPPORTED = ("jax", "torch", "tensorflow")
 
 
 @functools.cache
-def get_backend() -> Backend:
+def get_engine() -> Engine:
     """Returns the adapter for `keras.backend.backend()`.
 
     Raises:
@@ -25,4 +26,8 @@ def get_backend() -> Backend:
             f"'tensorflow'. The backend in use is '{name}'. Set the environment "
             "variable KERAS_BACKEND to one of the three before Keras is imported."
         )
-    return importlib.import_module(f"keras_strategy.backends.{name}").backend
+    return importlib.import_module(f"keras_strategy.backends.{name}").engine
+
+
+# Resolvers are below this room, and may be asked for the devices of this process.
+local_devices.list_with(lambda: get_engine().list_devices())

@@ -14,9 +14,8 @@ from typing import Any
 import keras
 from keras import ops, tree
 
-from keras_strategy import config
 from keras_strategy.core import context
-from keras_strategy.core.registry import get_backend
+from keras_strategy.core.registry import get_engine
 from keras_strategy.hooks import entry_scope, hook, layers, saving
 from keras_strategy.hooks.hook import Hook, home_of, model_hook
 from keras_strategy.input import seeds, splitting
@@ -47,7 +46,7 @@ ArrayDataAdapter: Any = home_of(
 @functools.cache
 def install_once() -> None:
     """Installs the hooks of all backends and those of the backend in use."""
-    backend = get_backend()
+    backend = get_engine()
     hook.install(_hooks())
     backend.install_hooks()
 
@@ -125,7 +124,7 @@ def _in_scope(original: Callable) -> Callable:
         with entry_scope.entered(strategy):
             adopt_variables(strategy, self)
             cluster = strategy.extended.cluster
-            if cluster is None and not config.checks_mirrored():
+            if cluster is None and not mirror_check.enabled:
                 return original(self, *args, **kwargs)
             call = inspect.signature(original).bind(self, *args, **kwargs)
             if cluster is not None and name != "compile":
@@ -133,7 +132,7 @@ def _in_scope(original: Callable) -> Callable:
                 if name in ("fit", "evaluate", "predict"):
                     lead = functools.partial(_chiefs_lead, strategy)
                     saving.worker_arguments(name, call.arguments, cluster, lead)
-            if config.checks_mirrored() and name == "fit":
+            if mirror_check.enabled and name == "fit":
                 callbacks = call.arguments.get("callbacks")
                 if not isinstance(callbacks, keras.callbacks.CallbackList):
                     call.arguments["callbacks"] = [
@@ -141,7 +140,7 @@ def _in_scope(original: Callable) -> Callable:
                         mirror_check.MirrorCheck(strategy),
                     ]
             result = original(*call.args, **call.kwargs)
-            if config.checks_mirrored():
+            if mirror_check.enabled:
                 mirror_check.check(strategy, name)
             return result
 

@@ -8,11 +8,11 @@ import keras
 from keras import tree
 
 from keras_strategy.core import context
-from keras_strategy.core.registry import get_backend
+from keras_strategy.core.registry import get_engine
 from keras_strategy.values.distributed import PerReplica
 
 if TYPE_CHECKING:
-    from keras_strategy.strategies.base import Strategy
+    from keras_strategy.core.protocol import Strategy
 
 # The parts of one element: what each replica gets of it, in their order.
 Parts = list[Any]
@@ -61,7 +61,7 @@ class DistributedDataset:
                 calls, or where an iterator that was distributed has ended.
         """
         context.require_cross_replica(self._strategy, "DistributedDataset.__iter__")
-        get_backend().require_loop_in_python()
+        get_engine().require_loop_in_python()
         iterator, self._opened = self._opened, None
         return iterator or DistributedIterator(self._strategy, self._start())
 
@@ -141,7 +141,7 @@ class DistributedIterator:
             StopIteration: If there is none.
         """
         context.require_cross_replica(self._strategy, "DistributedIterator.__next__")
-        get_backend().require_loop_in_python()
+        get_engine().require_loop_in_python()
         if self._ahead:
             return self._ahead.pop()
         parts = next(self._parts)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_strategy.core.registry import get_backend
+from keras_strategy.core.registry import get_engine
 from keras_strategy.workers.cluster import Cluster
 
 
@@ -41,7 +41,7 @@ def take_chiefs(cluster: Cluster) -> None:
 def _state() -> dict[str, Any]:
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    engine = get_backend().random_state()
+    engine = get_engine().random_state()
     torch = _torch()
     return {
         "python": [version, list(numbers), gauss],
@@ -64,7 +64,7 @@ def _set(state: dict[str, Any]) -> None:
     keys = np.frombuffer(base64.b64decode(keys), dtype="<u4").astype(np.uint32)
     np.random.set_state((name, keys, *rest))
     if state["engine"] is not None:
-        get_backend().set_random_state(base64.b64decode(state["engine"]))
+        get_engine().set_random_state(base64.b64decode(state["engine"]))
     torch = _torch()
     if torch is not None and state["torch"] is not None:
         torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))

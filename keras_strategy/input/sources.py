@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_strategy.core.registry import get_backend
+from keras_strategy.core.registry import get_engine
 
 
 def batches_of(dataset: Any, argument: str) -> Callable[[], Iterator[Any]]:
@@ -80,7 +80,7 @@ def as_array(leaf: Any, argument: str) -> Any:
     Raises:
         TypeError: If it is something else.
     """
-    if leaf is None or get_backend().is_tensor(leaf):
+    if leaf is None or get_engine().is_tensor(leaf):
         return leaf
     if hasattr(leaf, "detach") and hasattr(leaf, "cpu"):  # a tensor of torch
         return leaf.detach().cpu().numpy()

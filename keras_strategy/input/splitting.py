@@ -9,7 +9,7 @@ import numpy as np
 from keras import tree
 
 from keras_strategy.core import context
-from keras_strategy.core.registry import get_backend
+from keras_strategy.core.registry import get_engine
 from keras_strategy.input.dataset import DistributedDataset, Parts
 from keras_strategy.input.rounds import (
     agreed_rounds,
@@ -33,7 +33,7 @@ from keras_strategy.rules.row_weights import split_rows
 from keras_strategy.rules.step import rows_of
 
 if TYPE_CHECKING:
-    from keras_strategy.strategies.base import Strategy
+    from keras_strategy.core.protocol import Strategy
 
 _BATCH_FIRST = (
     "The elements must be batches; make them of single rows first, with "
@@ -66,7 +66,7 @@ def distribute(
             return whole_batches(own(), strategy, cluster, argument)
 
     else:
-        native = get_backend().distribute_natively(strategy, [dataset], True, options)
+        native = get_engine().distribute_natively(strategy, [dataset], True, options)
     replicas = strategy.num_replicas_in_sync
     local = strategy.extended.local_replicas
 
@@ -117,7 +117,7 @@ def distribute_from_function(
     for dataset in datasets:
         _check(strategy, "distribute_datasets_from_function", None, dataset, argument)
     starts = [batches_of(dataset, argument) for dataset in datasets]
-    native = get_backend().distribute_natively(strategy, datasets, False, options)
+    native = get_engine().distribute_natively(strategy, datasets, False, options)
     partial = not all(map(has_fixed_shapes, datasets))
 
     def parts() -> Iterator[Parts]:

@@ -7,7 +7,7 @@ import keras
 
 import keras_strategy
 from keras_strategy.cluster_resolver import detect
-from keras_strategy.core.registry import get_backend
+from keras_strategy.core.registry import get_engine
 from keras_strategy.errors import UnsupportedBackendError
 
 
@@ -29,7 +29,7 @@ def text() -> str:
 
 def _devices() -> str:
     try:
-        return ", ".join(get_backend().list_devices())
+        return ", ".join(get_engine().list_devices())
     except UnsupportedBackendError as error:
         return f"none: {error}"
 

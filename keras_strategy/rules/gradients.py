@@ -7,7 +7,7 @@ import keras
 from keras import ops
 
 from keras_strategy.core import context
-from keras_strategy.core.registry import get_backend
+from keras_strategy.core.registry import get_engine
 
 
 def value_and_grad(
@@ -42,7 +42,7 @@ def value_and_grad(
     assert float(value) == 18.0 and float(gradient) == 12.0
     ```
     """
-    return get_backend().value_and_grad(fn, list(variables), has_aux)
+    return get_engine().value_and_grad(fn, list(variables), has_aux)
 
 
 def compute_average_loss(

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from keras_strategy.core.registry import get_backend
+from keras_strategy.core.registry import get_engine
 from keras_strategy.errors import MirrorError
 from keras_strategy.rules.aggregation import is_on_read
 
 if TYPE_CHECKING:
-    from keras_strategy.strategies.base import Strategy
+    from keras_strategy.core.protocol import Strategy
+
+# Set by `config.check_mirrored`.
+enabled = False
 
 
 def check(strategy: "Strategy", after: str) -> None:
@@ -26,7 +29,7 @@ def check(strategy: "Strategy", after: str) -> None:
     Raises:
         MirrorError: If the components of a variable differ.
     """
-    if strategy.num_replicas_in_sync == 1 or get_backend().in_trace():
+    if strategy.num_replicas_in_sync == 1 or get_engine().in_trace():
         return
     drifted = []
     for variable in list(strategy.extended.variables.values()):

@@ -1,1 +1,3 @@
 """The strategies: each is a choice of devices and a few lines."""
+
+import keras_strategy.strategies.default  # noqa: F401 (it is in charge from now on)

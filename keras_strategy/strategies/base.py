@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import keras
 from keras import tree
 
-from keras_strategy import config
 from keras_strategy.core import context
 from keras_strategy.input import splitting
 from keras_strategy.input.dataset import DistributedDataset
@@ -158,7 +157,7 @@ class Strategy:
             result = self._extended.group.run(
                 fn, tuple(args), dict(kwargs or {}), options
             )
-            if config.checks_mirrored():
+            if mirror_check.enabled:
                 mirror_check.check(self, "strategy.run")
             return result
 

@@ -13,7 +13,7 @@ from keras_strategy.backends.single import SingleReplicaGroup
 from keras_strategy.core import context
 from keras_strategy.core.components import Containers, VariableComponent
 from keras_strategy.core.protocol import ReplicaGroup
-from keras_strategy.core.registry import get_backend
+from keras_strategy.core.registry import get_engine
 from keras_strategy.hooks import trainer
 from keras_strategy.options.communication import check_communication_options
 from keras_strategy.options.run import check_call
@@ -71,7 +71,7 @@ class StrategyExtended:
             if cross_device_ops is not None:
                 cross_device_ops.say_that_it_has_no_effect("one device")
         else:
-            self.group = get_backend().create_group(
+            self.group = get_engine().create_group(
                 container_strategy, self._devices, cross_device_ops, cluster
             )
         if cluster is None or cluster.is_chief:
@@ -329,12 +329,12 @@ class StrategyExtended:
         """What brings a combined value to `destinations`."""
         if isinstance(destinations, str):
             there_is = [
-                *get_backend().list_devices(),
-                *get_backend().list_devices("cpu"),
+                *get_engine().list_devices(),
+                *get_engine().list_devices("cpu"),
             ]
             there_is = list(dict.fromkeys([*self.worker_devices, *there_is]))
             (device,) = resolve_devices([destinations], there_is)
-            return lambda value: get_backend().copy_to(value, device)
+            return lambda value: get_engine().copy_to(value, device)
         distributed = isinstance(destinations, DistributedValues) or (
             isinstance(destinations, keras.Variable)
             and self.variable_created_in_scope(destinations)
@@ -344,7 +344,7 @@ class StrategyExtended:
         if (
             distributed
             or isinstance(destinations, keras.Variable)
-            or get_backend().is_tensor(destinations)
+            or get_engine().is_tensor(destinations)
         ):
             return keras.ops.convert_to_tensor
         raise TypeError(

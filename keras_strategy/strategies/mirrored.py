@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from keras_strategy.core.registry import get_backend
+from keras_strategy.core.registry import get_engine
 from keras_strategy.options.cross_device_ops import (
     CrossDeviceOps,
     check_cross_device_ops,
@@ -54,11 +54,11 @@ class MirroredStrategy(Strategy):
     ):
         check_cross_device_ops(cross_device_ops)
         self._cross_device_ops = cross_device_ops
-        available = get_backend().list_devices()
+        available = get_engine().list_devices()
         if devices is not None and not isinstance(devices, str):
             # Beside accelerators, the CPUs may be asked for by name.
             devices = list(devices)
-            available = [*available, *get_backend().list_devices("cpu")]
+            available = [*available, *get_engine().list_devices("cpu")]
             available = list(dict.fromkeys(available))
         devices = resolve_devices(devices, available)
         super().__init__(StrategyExtended(self, devices, cross_device_ops))

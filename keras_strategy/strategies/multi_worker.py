@@ -5,7 +5,7 @@ from typing import Any
 import keras
 
 from keras_strategy.cluster_resolver import detect
-from keras_strategy.core.registry import get_backend
+from keras_strategy.core.registry import get_engine
 from keras_strategy.input import seeds
 from keras_strategy.options.communication import (
     CommunicationOptions,
@@ -71,7 +71,7 @@ class MultiWorkerMirroredStrategy(Strategy):
                 f"{type(cluster_resolver).__name__}"
             )
         self._cluster_resolver = cluster_resolver
-        backend = get_backend()
+        backend = get_engine()
         workers = cluster.join(cluster_resolver, options)
         if workers is not None:
             backend.connect(workers)

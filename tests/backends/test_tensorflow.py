@@ -60,7 +60,7 @@ def test_set_logical_devices_again():
 
 
 def test_devices_of_a_kind_that_is_not_there():
-    assert trainer.get_backend().list_devices("tpu") == []
+    assert trainer.get_engine().list_devices("tpu") == []
 
 
 # --- reduce and gather, with native tf.distribute as the oracle

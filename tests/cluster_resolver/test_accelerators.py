@@ -20,7 +20,7 @@ def devices(monkeypatch):
     def have(*names):
         module = types.ModuleType("keras_strategy.backends")
         backend = types.SimpleNamespace(list_devices=lambda device_type=None: names)
-        module.get_backend = lambda: backend
+        module.get_engine = lambda: backend
         monkeypatch.setitem(sys.modules, "keras_strategy.backends", module)
 
     return have

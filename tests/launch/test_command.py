@@ -10,7 +10,7 @@ import keras
 import pytest
 
 import keras_strategy as ks
-from keras_strategy.core.registry import get_backend
+from keras_strategy.core.registry import get_engine
 from keras_strategy.launch.command import main
 from tests.launch.scripts import ROOT, finish, start
 
@@ -73,7 +73,7 @@ def test_info(capsys, monkeypatch):
     assert rows["keras_strategy"] == ks.__version__
     assert rows["keras"] == keras.__version__
     assert rows["backend"] == f"{backend} {engine}"
-    assert rows["devices"] == ", ".join(get_backend().list_devices())
+    assert rows["devices"] == ", ".join(get_engine().list_devices())
     assert rows["cluster"].startswith("TF_CONFIG: this is worker 1 of ")
     assert "127.0.0.1:12346" in rows["cluster"]
     assert "torchrun: no" in out

@@ -1,5 +1,5 @@
 """The JAX adapter: `fit` is one sharded program, `run` is a shard_map."""
 
-from keras_strategy.backends.jax.engine import JaxBackend
+from keras_strategy.backends.jax.engine import JaxEngine
 
-backend = JaxBackend()
+engine = JaxEngine()

@@ -15,13 +15,13 @@ from keras_strategy.hooks import hook
 
 if TYPE_CHECKING:
     from keras_strategy.backends.jax.group import JaxReplicaGroup
+    from keras_strategy.core.protocol import Strategy
     from keras_strategy.options.cross_device_ops import CrossDeviceOps
-    from keras_strategy.strategies.base import Strategy
     from keras_strategy.workers.cluster import Cluster
 
 
-class JaxBackend:
-    """See `keras_strategy.core.protocol.Backend`."""
+class JaxEngine:
+    """See `keras_strategy.core.protocol.Engine`."""
 
     name = "jax"
 

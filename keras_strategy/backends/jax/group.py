@@ -24,13 +24,13 @@ from keras_strategy.backends.jax.workers import JaxWorkers
 from keras_strategy.backends.threads.hooks import keras_scope
 from keras_strategy.backends.threads.scopes import MergedScope
 from keras_strategy.core.components import VariableComponent, bare, update_components
-from keras_strategy.core.registry import get_backend
+from keras_strategy.core.registry import get_engine
 from keras_strategy.rules.aggregation import is_on_read
 from keras_strategy.values.distributed import DistributedValues, Mirrored, ReduceOp
 
 if TYPE_CHECKING:
+    from keras_strategy.core.protocol import Strategy
     from keras_strategy.options.run import RunOptions
-    from keras_strategy.strategies.base import Strategy
     from keras_strategy.workers.cluster import Cluster
 
 
@@ -124,7 +124,7 @@ class JaxReplicaGroup:
         value = keras.ops.convert_to_tensor(value)
         if in_program():
             return TracedMirrored(value)
-        return Mirrored([get_backend().copy_to(value, name) for name in self.devices])
+        return Mirrored([get_engine().copy_to(value, name) for name in self.devices])
 
     def run(
         self,

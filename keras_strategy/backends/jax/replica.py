@@ -19,7 +19,7 @@ from keras_strategy.values.distributed import (
 )
 
 if TYPE_CHECKING:
-    from keras_strategy.strategies.base import Strategy
+    from keras_strategy.core.protocol import Strategy
 
 
 class JaxReplica:

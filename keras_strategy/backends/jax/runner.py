@@ -48,7 +48,7 @@ from keras_strategy.rules.aggregation import is_on_read
 from keras_strategy.rules.ownership import adopt
 
 if TYPE_CHECKING:
-    from keras_strategy.strategies.base import Strategy
+    from keras_strategy.core.protocol import Strategy
 
 # Programs of two Python threads must reach all their devices in the same order: each
 # would wait for the other's collectives else.

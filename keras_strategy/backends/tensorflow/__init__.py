@@ -1,5 +1,5 @@
 """The TensorFlow adapter."""
 
-from keras_strategy.backends.tensorflow.engine import TensorFlowBackend
+from keras_strategy.backends.tensorflow.engine import TensorFlowEngine
 
-backend = TensorFlowBackend()
+engine = TensorFlowEngine()

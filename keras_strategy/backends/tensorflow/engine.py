@@ -13,10 +13,10 @@ from keras_strategy.values.distributed import DistributedValues
 
 if TYPE_CHECKING:
     from keras_strategy.backends.tensorflow.group import TensorFlowGroup
+    from keras_strategy.core.protocol import Strategy
     from keras_strategy.input.dataset import DistributedDataset
     from keras_strategy.options.cross_device_ops import CrossDeviceOps
     from keras_strategy.options.input import InputOptions
-    from keras_strategy.strategies.base import Strategy
     from keras_strategy.workers.cluster import Cluster
 
 
@@ -24,8 +24,8 @@ def _unflatten(cls: Any, metadata: Any, components: Sequence[Any]) -> Any:
     return cls(components)
 
 
-class TensorFlowBackend:
-    """See `keras_strategy.core.protocol.Backend`."""
+class TensorFlowEngine:
+    """See `keras_strategy.core.protocol.Engine`."""
 
     name = "tensorflow"
 

@@ -27,7 +27,7 @@ from keras_strategy.backends.tensorflow.replica import Meeting, TensorFlowReplic
 from keras_strategy.backends.tensorflow.workers import TensorFlowWorkers
 from keras_strategy.core import context
 from keras_strategy.core.components import update_components
-from keras_strategy.core.registry import get_backend
+from keras_strategy.core.registry import get_engine
 from keras_strategy.values.distributed import (
     DistributedValues,
     Mirrored,
@@ -38,9 +38,9 @@ from keras_strategy.values.distributed import (
 )
 
 if TYPE_CHECKING:
+    from keras_strategy.core.protocol import Strategy
     from keras_strategy.options.cross_device_ops import CrossDeviceOps
     from keras_strategy.options.run import RunOptions
-    from keras_strategy.strategies.base import Strategy
 
 
 class TensorFlowGroup:
@@ -129,7 +129,7 @@ class TensorFlowGroup:
         return update_components(self, variable, fn, args, kwargs)
 
     def mirror(self, value: Any) -> Mirrored:
-        return Mirrored([get_backend().copy_to(value, name) for name in self.devices])
+        return Mirrored([get_engine().copy_to(value, name) for name in self.devices])
 
     def run(
         self,

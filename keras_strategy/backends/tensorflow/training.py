@@ -28,7 +28,7 @@ from keras_strategy.rules.step import (
 from keras_strategy.values.distributed import DistributedValues, PerReplica
 
 if TYPE_CHECKING:
-    from keras_strategy.strategies.base import Strategy
+    from keras_strategy.core.protocol import Strategy
 
 
 class TrainingStrategy:

@@ -1,5 +1,5 @@
 """The torch adapter."""
 
-from keras_strategy.backends.torch.engine import TorchBackend
+from keras_strategy.backends.torch.engine import TorchEngine
 
-backend = TorchBackend()
+engine = TorchEngine()

@@ -12,8 +12,8 @@ from keras_strategy.hooks import hook
 from keras_strategy.workers.cluster import Cluster
 
 
-class TorchBackend:
-    """torch as the core sees it, see `core.protocol.Backend`."""
+class TorchEngine:
+    """torch as the core sees it, see `core.protocol.Engine`."""
 
     name = "torch"
 

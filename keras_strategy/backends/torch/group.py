@@ -21,7 +21,7 @@ from keras_strategy.backends.torch.run import Run
 from keras_strategy.backends.torch.workers import TorchWorkers
 from keras_strategy.core import context
 from keras_strategy.core.components import update_components
-from keras_strategy.core.registry import get_backend
+from keras_strategy.core.registry import get_engine
 from keras_strategy.values.distributed import (
     DistributedValues,
     Mirrored,
@@ -99,7 +99,7 @@ class TorchGroup:
         return update_components(self, variable, fn, args, kwargs)
 
     def mirror(self, value: Any) -> Mirrored:
-        return Mirrored([get_backend().copy_to(value, name) for name in self.devices])
+        return Mirrored([get_engine().copy_to(value, name) for name in self.devices])
 
     def run(
         self,

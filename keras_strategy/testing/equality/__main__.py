@@ -14,7 +14,7 @@ from collections.abc import Callable
 import keras
 
 import keras_strategy as ks
-from keras_strategy.core.registry import get_backend
+from keras_strategy.core.registry import get_engine
 from keras_strategy.testing.equality.cases import Case, all_cases
 from keras_strategy.testing.equality.compare import Trained, differences, train
 
@@ -95,7 +95,7 @@ def main() -> int:
         f"N = {n}": ks.MirroredStrategy([f"cpu:{i}" for i in range(n)]) for n in counts
     }
     devices = tuple(f"cpu:{i}" for i in range(counts[0]))
-    peer = get_backend().native_strategy(devices) if options.native else None
+    peer = get_engine().native_strategy(devices) if options.native else None
     columns = [*strategies, "tolerance"]
     if peer is not None:
         columns.insert(-1, f"native, N = {counts[0]}")
