@@ -2,13 +2,13 @@
 
 from keras_strategy import cluster_resolver, config, errors, experimental
 from keras_strategy.core.context import (
-    ReplicaContext,
     experimental_set_strategy,
     get_replica_context,
     get_strategy,
     has_strategy,
     in_cross_replica_context,
 )
+from keras_strategy.core.replica_context import ReplicaContext
 from keras_strategy.input.dataset import DistributedDataset, DistributedIterator
 from keras_strategy.options.cross_device_ops import (
     CrossDeviceOps,

@@ -9,6 +9,8 @@ import numpy as np
 from keras_strategy.core import context
 from keras_strategy.core.components import VariableComponent, bare
 from keras_strategy.core.registry import get_engine
+from keras_strategy.core.replica_context import ReplicaContext
+from keras_strategy.core.step_state import StepState
 from keras_strategy.values.distributed import (
     DistributedValues,
     Mirrored,
@@ -44,6 +46,7 @@ class SingleReplica:
     def __init__(self, strategy: "Strategy", devices: tuple[str, ...]):
         self._strategy = strategy
         self.devices = devices
+        self.step = StepState()
 
     def all_reduce(self, reduce_op: ReduceOp, value: Any) -> Any:
         return keras.ops.convert_to_tensor(value)
@@ -71,9 +74,7 @@ class SingleReplicaGroup:
     def __init__(self, strategy: "Strategy", devices: tuple[str, ...]):
         self.devices = devices
         self._strategy = strategy
-        self.context = context.ReplicaContext(
-            strategy, SingleReplica(strategy, devices)
-        )
+        self.context = ReplicaContext(strategy, SingleReplica(strategy, devices))
 
     def scope(self):
         return get_engine().device_scope(self.devices[0])

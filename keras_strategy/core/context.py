@@ -11,199 +11,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import keras
-from keras import tree
-
-from keras_strategy.options.communication import check_communication_options
-from keras_strategy.values.distributed import DistributedValues, ReduceOp
-
 if TYPE_CHECKING:
     from keras_strategy.core.protocol import Replica, Strategy
-
-
-class ReplicaContext:
-    """What a function that runs on one replica can ask of the others.
-
-    Get it with `keras_strategy.get_replica_context()` inside a function that
-    `strategy.run` calls, or inside a layer, loss, metric or `train_step` that
-    such a function calls.
-
-    Example:
-
-    ```python
-    import keras
-    import keras_strategy as ks
-
-    strategy = ks.MirroredStrategy()
-
-    def count():
-        context = ks.get_replica_context()
-        return context.all_reduce("SUM", keras.ops.ones(()))
-
-    total = strategy.experimental_local_results(strategy.run(count))[0]
-    assert int(total) == strategy.num_replicas_in_sync
-    ```
-    """
-
-    def __init__(self, strategy: "Strategy", replica: "Replica"):
-        self._strategy = strategy
-        self._replica = replica
-        self._replicas: int | None = None  # asked for very often
-        # The rest is the state of a training step, see rules/row_weights.py.
-        self._row_weight: Any = None
-        self._applying = False
-        # Of the loss that is computed now.
-        self._loss_is_scalar = False
-        self._has_all_rows = False
-        self._written: dict[int, Any] = {}
-
-    @property
-    def strategy(self) -> "Strategy":
-        """The strategy that runs this replica."""
-        return self._strategy
-
-    @property
-    def replica_id_in_sync_group(self) -> Any:
-        """This replica's number, from 0; a traced scalar on JAX."""
-        return self._replica.id
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """The number of replicas over all workers."""
-        if self._replicas is None:
-            self._replicas = self._strategy.num_replicas_in_sync
-        return self._replicas
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """The devices of this replica."""
-        return self._replica.devices
-
-    def all_reduce(
-        self, reduce_op: ReduceOp | str, value: Any, options: Any = None
-    ) -> Any:
-        """Combines a value over the replicas; every replica gets the result.
-
-        Differentiable: the gradient of a sum is the sum of the gradients. In `fit`,
-        `evaluate` and `predict` a replica that got no rows of a batch counts nothing.
-
-        Args:
-            reduce_op: A `ReduceOp` or its name.
-            value: A structure of tensors or numbers, of the same shapes on
-                every replica.
-            options: A `CommunicationOptions`, or None.
-
-        Returns:
-            The structure, reduced.
-
-        Raises:
-            ValueError: If `reduce_op` is not one, the shapes differ, or the value is
-                a distributed value.
-            RuntimeError: Outside of this replica.
-        """
-        op = ReduceOp.parse(reduce_op)
-        check_communication_options(options)
-        self._check("all_reduce", value)
-        return tree.map_structure(lambda x: self._all_reduce(op, x), value)
-
-    def _all_reduce(self, op: ReduceOp, value: Any) -> Any:
-        if self._row_weight is None or self.num_replicas_in_sync == 1:
-            return self._replica.all_reduce(op, value)
-        # A replica without rows works on a stand-in, which nobody may notice.
-        value = keras.ops.convert_to_tensor(value)
-        counts = keras.ops.convert_to_tensor(self._row_weight) > 0
-        value = keras.ops.where(counts, value, keras.ops.zeros_like(value))
-        total = self._replica.all_reduce(ReduceOp.SUM, value)
-        if op is ReduceOp.SUM:
-            return total
-        if "float" not in keras.backend.standardize_dtype(total.dtype):
-            total = keras.ops.cast(total, keras.config.floatx())
-        replicas = keras.ops.cast(counts, total.dtype)
-        return total / self._replica.all_reduce(ReduceOp.SUM, replicas)
-
-    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
-        """Concatenates the replicas' values; every replica gets the result.
-
-        Args:
-            value: A structure of tensors of rank 1 or more. Sizes along `axis`
-                may differ between replicas (not inside a program that JAX
-                compiled), the others must agree.
-            axis: The dimension along which the values are joined, in the order
-                of the replicas.
-            options: A `CommunicationOptions`, or None.
-
-        Returns:
-            The structure, gathered.
-
-        Raises:
-            ValueError: If a value has no such dimension, the others differ, or it is
-                a distributed value.
-            RuntimeError: Outside of this replica.
-        """
-        check_communication_options(options)
-        self._check("all_gather", value)
-        for leaf in tree.flatten(value):
-            shape = tuple(keras.ops.shape(leaf))
-            if not isinstance(axis, int) or not -len(shape) <= axis < len(shape):
-                raise ValueError(
-                    "`all_gather` joins values of rank 1 or more along one of their "
-                    f"dimensions. Received: axis={axis!r} and a value of shape {shape}"
-                )
-        return tree.map_structure(lambda x: self._replica.all_gather(x, axis), value)
-
-    def merge_call(
-        self,
-        merge_fn: Callable[..., Any],
-        args: tuple = (),
-        kwargs: dict | None = None,
-    ) -> Any:
-        """Leaves replica context for one call, made once for all replicas.
-
-        Args:
-            merge_fn: Called in cross-replica context as
-                `merge_fn(strategy, *args, **kwargs)`, where each tensor of the
-                arguments has become a `PerReplica` value of all replicas.
-            args: Positional arguments, a tuple.
-            kwargs: Keyword arguments.
-
-        Returns:
-            What `merge_fn` returned, with the component of this replica in the
-            place of every distributed value.
-
-        Raises:
-            TypeError: If `merge_fn` cannot be called.
-            RuntimeError: Outside of this replica.
-        """
-        if not callable(merge_fn):
-            raise TypeError(
-                "Argument `merge_fn` must be a function. "
-                f"Received: merge_fn={merge_fn!r} of type {type(merge_fn).__name__}"
-            )
-        self._check("merge_call", None)
-        return self._replica.merge_call(merge_fn, tuple(args), dict(kwargs or {}))
-
-    def _check(self, method: str, value: Any) -> None:
-        """Raises unless this thread is in this replica, with a value of its own."""
-        if get_replica_context() is not self:
-            raise RuntimeError(
-                f"`{method}` was called outside of its replica. Call it in the "
-                "function that `strategy.run` calls, on what "
-                "`keras_strategy.get_replica_context()` gives there; in "
-                "cross-replica context, which `merge_call` leads to, use "
-                "`strategy.reduce` or `strategy.gather`."
-            )
-        if any(isinstance(leaf, DistributedValues) for leaf in tree.flatten(value)):
-            raise ValueError(
-                f"`{method}` takes this replica's value, not a distributed one. Give "
-                "distributed values to `strategy.run` as arguments. Received: "
-                f"value={value!r}"
-            )
-
-    def __repr__(self) -> str:
-        return (
-            f"ReplicaContext(replica_id_in_sync_group={self.replica_id_in_sync_group}, "
-            f"num_replicas_in_sync={self.num_replicas_in_sync})"
-        )
+    from keras_strategy.core.replica_context import ReplicaContext
 
 
 class _Place(threading.local):
@@ -249,9 +59,17 @@ def depth() -> int:
     return len(_place.scopes)
 
 
-def current_replica() -> ReplicaContext | None:
+def current_replica() -> "ReplicaContext | None":
     """The replica that this thread runs for `strategy.run`, or None."""
     return _place.replica
+
+
+def distributed_replica() -> "Replica | None":
+    """The replica that is running, if there are others beside it."""
+    replica = _place.replica
+    if replica is None or replica.num_replicas_in_sync == 1:
+        return None
+    return replica._replica  # the rules work with what the adapter made
 
 
 @contextlib.contextmanager
@@ -271,7 +89,7 @@ def strategy_in_charge(strategy: "Strategy | None") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replica_in_charge(context: ReplicaContext) -> Iterator[None]:
+def replica_in_charge(context: "ReplicaContext") -> Iterator[None]:
     """Puts this thread into the replica context `context`."""
     previous, _place.replica = _place.replica, context
     try:
@@ -313,7 +131,7 @@ def has_strategy() -> bool:
     return current_scope() is not None
 
 
-def get_replica_context() -> ReplicaContext | None:
+def get_replica_context() -> "ReplicaContext | None":
     """Returns the context of the replica that is running.
 
     Returns:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from keras_strategy.values.distributed import DistributedValues, Mirrored, ReduceOp
 
 if TYPE_CHECKING:
-    from keras_strategy.core.context import ReplicaContext
+    from keras_strategy.core.replica_context import ReplicaContext
+    from keras_strategy.core.step_state import StepState
     from keras_strategy.options.cross_device_ops import CrossDeviceOps
     from keras_strategy.options.input import InputOptions
     from keras_strategy.options.run import RunOptions
@@ -331,10 +332,20 @@ class ReplicaGroup(Protocol):
 
 
 class Replica(Protocol):
-    """One replica while a function runs on it."""
+    """One replica while a function runs on it.
 
-    id: Any
+    Attributes:
+        devices: Canonical names of its devices.
+        step: The state of the training step that it is in.
+    """
+
     devices: tuple[str, ...]
+    step: "StepState"
+
+    @property
+    def id(self) -> Any:
+        """Its number among all replicas, from 0."""
+        ...
 
     def all_reduce(self, reduce_op: ReduceOp, value: Any) -> Any:
         """Differentiable: the gradient of a sum is the sum of the gradients.

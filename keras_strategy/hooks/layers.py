@@ -9,8 +9,8 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_strategy.core.context import distributed_replica
 from keras_strategy.hooks.hook import changed
-from keras_strategy.rules.row_weights import distributed_replica
 
 _NAME = "activity_regularizer"
 
@@ -46,7 +46,7 @@ def _get(layer: Any) -> Any:
         raise AttributeError(f"{type(layer).__name__} has no {_NAME} yet")
     regularizer = vars(layer)[_NAME]
     replica = distributed_replica()
-    weight = None if replica is None else replica._row_weight
+    weight = None if replica is None else replica.step.row_weight
     if regularizer is None or weight is None:
         return regularizer
 

@@ -15,6 +15,7 @@ import keras
 from keras import ops, tree
 
 from keras_strategy.core import context
+from keras_strategy.core.context import distributed_replica
 from keras_strategy.core.registry import get_engine
 from keras_strategy.hooks import entry_scope, hook, layers, saving
 from keras_strategy.hooks.hook import Hook, home_of, model_hook
@@ -27,7 +28,6 @@ from keras_strategy.rules.ownership import (
     belongs_to,
     strategy_of_model,
 )
-from keras_strategy.rules.row_weights import distributed_replica
 from keras_strategy.values.distributed import ReduceOp
 
 keras_losses = home_of("reduce_weighted_values", "keras.src.losses.loss")
@@ -219,7 +219,7 @@ def _assign(original: Callable) -> Callable:
 
     def assign(self, value):
         replica = distributed_replica()
-        if replica is None or replica._applying:
+        if replica is None or replica.step.applying:
             return original(self, value)
         value = self._convert_to_tensor(value, dtype=self._dtype)
         return original(self, assigned(replica, self, value))
@@ -236,11 +236,11 @@ def _assign_add(original: Callable, assign: Callable, sign: int) -> Callable:
 
     def assign_add(self, value):
         replica = distributed_replica()
-        if replica is None or replica._applying or not adds_up(self):
+        if replica is None or replica.step.applying or not adds_up(self):
             return original(self, value)
         increment = self._convert_to_tensor(value, dtype=self._dtype)
         op = ReduceOp.parse(self.aggregation)
-        increment = replica._replica.all_reduce(op, increment)
+        increment = replica.all_reduce(op, increment)
         return assign(self, ops.add(self.value, ops.multiply(increment, sign)))
 
     return assign_add
@@ -258,7 +258,7 @@ def _apply(original: Callable) -> Callable:
 
     def apply(self, grads, trainable_variables=None):
         replica = distributed_replica()
-        if replica is None or replica._applying:
+        if replica is None or replica.step.applying:
             return original(self, grads, trainable_variables)
         grads = list(grads)
         if trainable_variables is not None:
@@ -270,15 +270,15 @@ def _apply(original: Callable) -> Callable:
                     self.build(trainable_variables)
                     self.built = True
 
-            replica._replica.once(build)
+            replica.once(build)
         present = [grad for grad in grads if grad is not None]
-        summed = iter(replica._replica.weighted_sum(present, replica._row_weight))
+        summed = iter(replica.weighted_sum(present, replica.step.row_weight))
         grads = [None if grad is None else next(summed) for grad in grads]
-        replica._applying = True
+        replica.step.applying = True
         try:
             return original(self, grads, trainable_variables)
         finally:
-            replica._applying = False
+            replica.step.applying = False
 
     return apply
 
@@ -295,11 +295,14 @@ def _loss_call(original: Callable) -> Callable:
 
     def __call__(self, y_true, y_pred, sample_weight=None):
         replica = distributed_replica()
-        if replica is None or replica._row_weight is None or replica._has_all_rows:
+        if replica is None:
             return original(self, y_true, y_pred, sample_weight)
-        replica._loss_is_scalar = False
+        step = replica.step
+        if step.row_weight is None or step.has_all_rows:
+            return original(self, y_true, y_pred, sample_weight)
+        step.loss_is_scalar = False
         loss = original(self, y_true, y_pred, sample_weight)
-        if not replica._loss_is_scalar:
+        if not step.loss_is_scalar:
             return loss
         mask = keras_masking.get_keras_mask(y_pred)
         y_true, y_pred, sample_weight, mask = losses.rows_of_all(
@@ -307,11 +310,11 @@ def _loss_call(original: Callable) -> Callable:
         )
         if mask is not None:
             keras_masking.set_keras_mask(y_pred, mask)
-        replica._has_all_rows = True
+        step.has_all_rows = True
         try:
             return original(self, y_true, y_pred, sample_weight)
         finally:
-            replica._has_all_rows = False
+            step.has_all_rows = False
 
     return __call__
 
@@ -322,7 +325,7 @@ def _reduce_weighted_values(original: Callable) -> Callable:
     def reduce_weighted_values(values, *args, **kwargs):
         replica = distributed_replica()
         if replica is not None:
-            replica._loss_is_scalar = len(ops.shape(values)) == 0
+            replica.step.loss_is_scalar = len(ops.shape(values)) == 0
         return original(values, *args, **kwargs)
 
     return reduce_weighted_values
@@ -333,7 +336,7 @@ def _reduce_values(original: Callable) -> Callable:
 
     def reduce_values(values, sample_weight=None, reduction="sum_over_batch_size"):
         replica = distributed_replica()
-        if replica is None or replica._has_all_rows:
+        if replica is None or replica.step.has_all_rows:
             return original(values, sample_weight, reduction)
         return losses.reduce_values(replica, values, sample_weight, reduction)
 
@@ -345,7 +348,7 @@ def _apply_mask(original: Callable) -> Callable:
 
     def apply_mask(sample_weight, mask, dtype, reduction):
         replica = distributed_replica()
-        if replica is None or replica._has_all_rows:
+        if replica is None or replica.step.has_all_rows:
             return original(sample_weight, mask, dtype, reduction)
         return losses.apply_mask(
             replica, original, sample_weight, mask, dtype, reduction
@@ -423,12 +426,12 @@ def _mean_update_state(original: Callable) -> Callable:
         replica = distributed_replica()
         if (
             replica is not None
-            and replica._row_weight is not None
+            and replica.step.row_weight is not None
             and sample_weight is None
             and not isinstance(values, keras.KerasTensor)
             and len(getattr(values, "shape", ())) == 0  # a Python number has none
         ):
-            sample_weight = replica._row_weight
+            sample_weight = replica.step.row_weight
         return original(self, values, sample_weight)
 
     return update_state
@@ -450,7 +453,7 @@ def _next_seed(original: Callable) -> Callable:
             return seed
         # A large prime keeps the replicas' seeds apart from each other and from
         # those of other generators, which users number 0, 1, 2...
-        offset = ops.cast(ops.multiply(replica._replica.id, 1000003), seed.dtype)
+        offset = ops.cast(ops.multiply(replica.id, 1000003), seed.dtype)
         return seed + ops.stack([offset, ops.zeros_like(offset)])
 
     return next

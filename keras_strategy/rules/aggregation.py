@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from keras_strategy.core.context import ReplicaContext
+from keras_strategy.core.protocol import Replica
 from keras_strategy.rules.row_weights import if_any_rows
 from keras_strategy.values.distributed import ReduceOp
 
@@ -25,11 +25,11 @@ def adds_up(variable: Any) -> bool:
     return not is_on_read(variable) and variable.aggregation in ("sum", "mean")
 
 
-def aggregate(context: ReplicaContext, variable: Any, value: Any) -> Any:
+def aggregate(replica: Replica, variable: Any, value: Any) -> Any:
     """Brings together what the replicas assign to a mirrored variable.
 
     Args:
-        context: The replica that assigns.
+        replica: The replica that assigns.
         variable: The variable, of aggregation "sum", "mean" or
             "only_first_replica".
         value: This replica's value.
@@ -37,7 +37,7 @@ def aggregate(context: ReplicaContext, variable: Any, value: Any) -> Any:
     Returns:
         The value for every replica.
     """
-    replica, weight = context._replica, context._row_weight
+    weight = replica.step.row_weight
     if variable.aggregation == "sum":
         return replica.all_reduce(ReduceOp.SUM, value)
     if variable.aggregation == "mean":
@@ -51,22 +51,22 @@ def aggregate(context: ReplicaContext, variable: Any, value: Any) -> Any:
     return replica.all_reduce(ReduceOp.SUM, mine)
 
 
-def assigned(context: ReplicaContext, variable: Any, value: Any) -> Any:
+def assigned(replica: Replica, variable: Any, value: Any) -> Any:
     """Returns what a replica that assigns `value` shall write.
 
     Args:
-        context: The replica that assigns.
+        replica: The replica that assigns.
         variable: The variable.
         value: The value, of the variable's shape.
 
     Returns:
         The value for this replica's component.
     """
-    context._written[id(variable)] = variable
+    replica.step.written[id(variable)] = variable
     if is_on_read(variable):
-        return if_any_rows(context._row_weight, value, variable.value)
+        return if_any_rows(replica.step.row_weight, value, variable.value)
     if variable.aggregation != "none":
-        return aggregate(context, variable, value)
+        return aggregate(replica, variable, value)
     return value
 
 

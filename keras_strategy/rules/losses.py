@@ -12,7 +12,7 @@ from typing import Any
 
 from keras import ops, tree
 
-from keras_strategy.core.context import ReplicaContext
+from keras_strategy.core.protocol import Replica
 from keras_strategy.rules.row_weights import if_any_rows
 from keras_strategy.values.distributed import ReduceOp
 
@@ -21,7 +21,7 @@ MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
 def reduce_values(
-    replica: ReplicaContext, values: Any, sample_weight: Any, reduction: str | None
+    replica: Replica, values: Any, sample_weight: Any, reduction: str | None
 ) -> Any:
     """Keras's `reduce_values`, for one replica of many.
 
@@ -36,7 +36,7 @@ def reduce_values(
     """
     if reduction in (None, "none") or len(values.shape) == 0:
         return values
-    total, weight = ops.sum(values), replica._row_weight
+    total, weight = ops.sum(values), replica.step.row_weight
     if reduction == "sum":
         if weight is None:
             return total
@@ -57,7 +57,7 @@ def reduce_values(
 
 
 def apply_mask(
-    replica: ReplicaContext,
+    replica: Replica,
     original: Callable[..., Any],
     sample_weight: Any,
     mask: Any,
@@ -87,7 +87,7 @@ def apply_mask(
         return original(sample_weight, mask, dtype, reduction)
     valid = ops.cast(mask, dtype)
     total = _count(mask, dtype)
-    if replica._row_weight is None:
+    if replica.step.row_weight is None:
         total = _shared(replica, total)
     valid_weight = ops.divide_no_nan(total, _shared(replica, ops.sum(valid)))
     # Keras's own weighting of the valid entries (total / valid), with a total and a
@@ -96,7 +96,7 @@ def apply_mask(
     return original(sample_weight, valid * valid_weight, dtype, "sum")
 
 
-def rows_of_all(replica: ReplicaContext, structure: Any) -> Any:
+def rows_of_all(replica: Replica, structure: Any) -> Any:
     """Gathers arrays that hold a row for each row of this replica, differentiably.
 
     The gradient of what all replicas compute of them, weighted by the optimizer, is
@@ -117,8 +117,8 @@ def rows_of_all(replica: ReplicaContext, structure: Any) -> Any:
         if len(x.shape) == 0:
             return x
         # A replica without rows works on a stand-in, which is none of the batch's.
-        count = if_any_rows(replica._row_weight, ops.shape(x)[0], 0)
-        return replica._replica.all_gather(x[:count], 0)
+        count = if_any_rows(replica.step.row_weight, ops.shape(x)[0], 0)
+        return replica.all_gather(x[:count], 0)
 
     return tree.map_structure(gather, structure)
 
@@ -128,13 +128,13 @@ def _count(values: Any, dtype: Any) -> Any:
     return ops.cast(ops.prod(shape), dtype)
 
 
-def _shared(replica: ReplicaContext, denominator: Any) -> Any:
+def _shared(replica: Replica, denominator: Any) -> Any:
     """The denominator of all replicas, times this replica's weight.
 
     (local sum) / (weight * global denominator), weighted by the optimizer, is the
     local part of the global quotient.
     """
-    weight = replica._row_weight
+    weight = replica.step.row_weight
     denominator = if_any_rows(weight, denominator, ops.zeros_like(denominator))
-    total = replica._replica.all_reduce(ReduceOp.SUM, denominator)
+    total = replica.all_reduce(ReduceOp.SUM, denominator)
     return total if weight is None else total * ops.cast(weight, total.dtype)

@@ -6,13 +6,13 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_strategy.core.context import ReplicaContext
+from keras_strategy.core.protocol import Replica
 from keras_strategy.rules.row_weights import if_any_rows
 from keras_strategy.values.distributed import ReduceOp
 
 
 def moments(
-    replica: ReplicaContext, x: Any, axes: Sequence[int], keepdims: bool
+    replica: Replica, x: Any, axes: Sequence[int], keepdims: bool
 ) -> tuple[Any, Any]:
     """Mean and variance over `axes` and over the replicas, differentiable.
 
@@ -37,8 +37,8 @@ def moments(
 
     def total(tensor):
         part = ops.sum(tensor, axis=tuple(axes), keepdims=True)
-        part = if_any_rows(replica._row_weight, part, ops.zeros_like(part))
-        return replica._replica.all_reduce(ReduceOp.SUM, part)
+        part = if_any_rows(replica.step.row_weight, part, ops.zeros_like(part))
+        return replica.all_reduce(ReduceOp.SUM, part)
 
     count = total(ops.ones_like(x))
     mean = ops.divide_no_nan(total(x), count)
@@ -50,7 +50,7 @@ def moments(
 
 
 def masked_moments(
-    replica: ReplicaContext, x: Any, mask: Any, axes: Sequence[int]
+    replica: Replica, x: Any, mask: Any, axes: Sequence[int]
 ) -> tuple[Any, Any]:
     """Mean and variance of the valid entries of all replicas, differentiable.
 
@@ -71,8 +71,8 @@ def masked_moments(
 
     def total(tensor):
         part = ops.sum(ops.where(valid, tensor, 0), axis=tuple(axes), keepdims=True)
-        part = if_any_rows(replica._row_weight, part, ops.zeros_like(part))
-        return replica._replica.all_reduce(ReduceOp.SUM, part)
+        part = if_any_rows(replica.step.row_weight, part, ops.zeros_like(part))
+        return replica.all_reduce(ReduceOp.SUM, part)
 
     count = total(ops.ones_like(x)) + keras.config.epsilon()
     mean = total(x) / count

@@ -16,17 +16,6 @@ from typing import Any
 
 import keras
 
-from keras_strategy.core import context
-from keras_strategy.core.context import ReplicaContext
-
-
-def distributed_replica() -> ReplicaContext | None:
-    """The replica that is running, if there are others beside it."""
-    replica = context.current_replica()
-    if replica is None or replica.num_replicas_in_sync == 1:
-        return None
-    return replica
-
 
 def split_rows(rows: int, replicas: int) -> list[tuple[int, int]]:
     """Where each replica's rows of a global batch begin and end.

@@ -11,9 +11,11 @@ from typing import Any
 import keras
 from keras import tree
 
-from keras_strategy.core.context import ReplicaContext
+from keras_strategy.core.context import distributed_replica
+from keras_strategy.core.protocol import Replica
+from keras_strategy.core.step_state import StepState
 from keras_strategy.rules.aggregation import is_averaged
-from keras_strategy.rules.row_weights import distributed_replica, weighted_mean
+from keras_strategy.rules.row_weights import weighted_mean
 from keras_strategy.values.distributed import select_replica
 
 
@@ -33,30 +35,30 @@ def weighted_step(
     def replica_step(data, weight):
         replica = distributed_replica()
         assert replica is not None
-        replica._row_weight, replica._written = weight, {}
+        step_state = replica.step = StepState(weight)
         try:
             outputs = step(data)
-            written.update(replica._written)
+            written.update(step_state.written)
             average_written_state(replica)
             return outputs
         finally:
-            replica._row_weight, replica._written = None, {}
+            replica.step = StepState()
 
     return replica_step
 
 
-def average_written_state(replica: ReplicaContext) -> None:
+def average_written_state(replica: Replica) -> None:
     """Averages the unannotated state that a step wrote, weighted by rows.
 
     One flat reduction for all of it.
     """
-    variables = [v for v in replica._written.values() if is_averaged(v)]
+    variables = [v for v in replica.step.written.values() if is_averaged(v)]
     if not variables:
         return
     values = [keras.ops.convert_to_tensor(v.value) for v in variables]
-    means = replica._replica.weighted_sum(values, replica._row_weight)
+    means = replica.weighted_sum(values, replica.step.row_weight)
     for variable, mean in zip(variables, means, strict=True):
-        replica._replica.write(variable, mean)
+        replica.write(variable, mean)
 
 
 def rows_of(data: Any) -> int:

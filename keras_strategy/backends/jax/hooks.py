@@ -18,11 +18,11 @@ from keras_strategy.backends.jax.distribution import AXIS, put
 from keras_strategy.backends.threads import hooks as thread_hooks
 from keras_strategy.backends.threads.hooks import global_state, keras_seeds
 from keras_strategy.core import context
+from keras_strategy.core.context import distributed_replica
 from keras_strategy.hooks.hook import Hook, changed, home_of, model_hook
 from keras_strategy.hooks.trainer import counts_of_arrays
 from keras_strategy.input.agreement import AgreedBatches
 from keras_strategy.rules.ownership import strategy_of_model
-from keras_strategy.rules.row_weights import distributed_replica
 
 jax_trainer = home_of(
     "JAXEpochIterator _distribute_data", "keras.src.backend.jax.trainer"

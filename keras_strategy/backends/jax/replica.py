@@ -10,6 +10,7 @@ from keras import tree
 from keras_strategy.backends.jax import hooks
 from keras_strategy.backends.jax.distribution import AXIS
 from keras_strategy.core import context
+from keras_strategy.core.step_state import StepState
 from keras_strategy.rules.row_weights import weighted
 from keras_strategy.values.distributed import (
     DistributedValues,
@@ -35,6 +36,7 @@ class JaxReplica:
     def __init__(self, strategy: "Strategy", devices: tuple[str, ...]):
         self._strategy = strategy
         self.devices = devices
+        self.step = StepState()
         self.trains = False
 
     @property

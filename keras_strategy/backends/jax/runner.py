@@ -44,6 +44,7 @@ from keras_strategy.backends.jax.sharded import ShardedPerReplica
 from keras_strategy.backends.jax.threaded import ThreadedRunner
 from keras_strategy.backends.jax.workers import JaxWorkers
 from keras_strategy.core import context
+from keras_strategy.core.replica_context import ReplicaContext
 from keras_strategy.rules.aggregation import is_on_read
 from keras_strategy.rules.ownership import adopt
 
@@ -220,7 +221,7 @@ class Runner:
                 ]
             )
             replica = JaxReplica(self._strategy, self._devices)
-            place = context.ReplicaContext(self._strategy, replica)
+            place = ReplicaContext(self._strategy, replica)
             args, kwargs = arguments.restore(tensors)
             with context.replica_in_charge(place), scope:
                 result = tree.map_structure(bare, fn(*args, **kwargs))

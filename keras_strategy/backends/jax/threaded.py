@@ -30,6 +30,7 @@ from keras_strategy.backends.threads.replica import ThreadReplica
 from keras_strategy.backends.threads.scopes import ReplicaScope, unbuilt
 from keras_strategy.backends.threads.team import Team
 from keras_strategy.core import context
+from keras_strategy.core.protocol import Replica
 from keras_strategy.rules.aggregation import is_on_read
 from keras_strategy.rules.ownership import adopt
 from keras_strategy.rules.row_weights import weighted
@@ -82,9 +83,7 @@ class ThreadScope(ReplicaScope):
         components: The variables' values when the run began.
     """
 
-    def __init__(
-        self, replica: context.ReplicaContext, index: int, components: Components
-    ):
+    def __init__(self, replica: Replica, index: int, components: Components):
         super().__init__(replica)
         self._index = index
         self.written: dict[int, Any] = {}
@@ -129,7 +128,7 @@ class ThreadedReplica(ThreadReplica):
         first = 0 if workers is None else workers.cluster.rank * len(devices)
         super().__init__(strategy, index, devices, rendezvous, first)
         self.device = device
-        self.scope: ThreadScope = ThreadScope(self.context, index, components)
+        self.scope: ThreadScope = ThreadScope(self, index, components)
         self._workers = workers
 
     def here(self, tensor: Any) -> jax.Array:

@@ -28,6 +28,7 @@ from keras_strategy.backends.tensorflow.workers import TensorFlowWorkers
 from keras_strategy.core import context
 from keras_strategy.core.components import update_components
 from keras_strategy.core.registry import get_engine
+from keras_strategy.core.replica_context import ReplicaContext
 from keras_strategy.values.distributed import (
     DistributedValues,
     Mirrored,
@@ -174,9 +175,7 @@ class TensorFlowGroup:
         def replica_fn(args, kwargs):
             keras.config.set_dtype_policy(policy)  # Keras keeps it per thread
             replica = TensorFlowReplica(self, meeting)
-            with context.replica_in_charge(
-                context.ReplicaContext(self.strategy, replica)
-            ):
+            with context.replica_in_charge(ReplicaContext(self.strategy, replica)):
                 args, kwargs = select_replica((args, kwargs), replica.index)
                 result = fn(*args, **kwargs)
                 outputs[replica.index] = tree.map_structure(_read, result)

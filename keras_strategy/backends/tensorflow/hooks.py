@@ -21,11 +21,11 @@ from keras_strategy.backends.tensorflow.worker_steps import (
     steps_of_workers,
 )
 from keras_strategy.core import context
+from keras_strategy.core.context import distributed_replica
 from keras_strategy.hooks.hook import Hook, home_of, model_hook
 from keras_strategy.hooks.trainer import counts_of_arrays
 from keras_strategy.rules.aggregation import is_on_read
 from keras_strategy.rules.ownership import strategy_of_model, strategy_of_variable
-from keras_strategy.rules.row_weights import distributed_replica
 from keras_strategy.rules.step import rows_of
 
 keras_seeds = home_of("global_seed_generator", "keras.src.random.seed_generator")
@@ -40,11 +40,9 @@ logger = logging.getLogger("keras_strategy")
 
 def _replica() -> TensorFlowReplica | None:
     """This thread's replica, if there are others beside it."""
-    running = distributed_replica()
-    if running is None:
-        return None
-    assert isinstance(running._replica, TensorFlowReplica)
-    return running._replica
+    replica = distributed_replica()
+    assert replica is None or isinstance(replica, TensorFlowReplica)
+    return replica
 
 
 def _distributed_scope() -> bool:

@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras_strategy.backends.tensorflow import combine
 from keras_strategy.backends.tensorflow.across import sum_of_workers
 from keras_strategy.core import context
+from keras_strategy.core.step_state import StepState
 from keras_strategy.rules import row_weights
 from keras_strategy.values.distributed import ReduceOp, select_replica
 
@@ -48,6 +49,7 @@ class TensorFlowReplica:
         self.group = group
         self._meeting = meeting
         self._made = 0
+        self.step = StepState()
         self._native = tf.distribute.get_replica_context()
         # TensorFlow gives a constant tensor while it traces.
         self.id = int(tf.get_static_value(self._native.replica_id_in_sync_group))
@@ -152,8 +154,7 @@ class TensorFlowReplica:
         In a training step the optimizer will weight this replica's gradients, so
         they are weighted and summed here, and divided by this replica's weight.
         """
-        replica = context.current_replica()
-        weight = None if replica is None else replica._row_weight
+        weight = self.step.row_weight
 
         def back(upstream):
             if weight is None:

@@ -105,7 +105,7 @@ def _global_seed_generator(original: Callable) -> Callable:
         scope = replica_scope()
         if scope is None or global_state.get_global_attribute(_SEED) is not None:
             return original()
-        generator = scope.replica._replica.once(original)
+        generator = scope.replica.once(original)
         global_state.set_global_attribute(_SEED, generator)
         return generator
 
@@ -122,7 +122,7 @@ def _maybe_build(original: Callable) -> Callable:
         scope = replica_scope()
         if scope is None or self.built:
             return original(self, call_spec)
-        return scope.replica._replica.once(lambda: original(self, call_spec))
+        return scope.replica.once(lambda: original(self, call_spec))
 
     return _maybe_build
 
@@ -203,7 +203,7 @@ class _OwnMask:
             scope = replica_scope()
             if scope is None:
                 return name
-            return f"{name}_of_replica_{scope.replica._replica.id}"
+            return f"{name}_of_replica_{scope.replica.id}"
 
         def fget(cell):
             return vars(cell).get(key())

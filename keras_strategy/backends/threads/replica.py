@@ -10,6 +10,8 @@ from keras_strategy.backends.threads import hooks
 from keras_strategy.backends.threads.rendezvous import Rendezvous
 from keras_strategy.backends.threads.scopes import MergedScope, ReplicaScope
 from keras_strategy.core import context
+from keras_strategy.core.replica_context import ReplicaContext
+from keras_strategy.core.step_state import StepState
 from keras_strategy.values.distributed import regroup, select_replica
 
 
@@ -37,7 +39,8 @@ class ThreadReplica:
         self.id = first + index
         self.index = index
         self.devices = (devices[index],)
-        self.context = context.ReplicaContext(strategy, self)  # pyright: ignore
+        self.step = StepState()
+        self.context = ReplicaContext(strategy, self)  # pyright: ignore
         self._strategy = strategy
         self._rendezvous = rendezvous
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from keras_strategy.core.context import ReplicaContext
+from keras_strategy.core.protocol import Replica
 from keras_strategy.rules.aggregation import is_on_read
 
 
@@ -22,7 +22,7 @@ class ReplicaScope(keras.StatelessScope):
         replica: The replica.
     """
 
-    def __init__(self, replica: ReplicaContext):
+    def __init__(self, replica: Replica):
         super().__init__(collect_losses=True, initialize_variables=False)
         self.replica = replica
         self.layer_losses: dict[int, list[Any]] = {}

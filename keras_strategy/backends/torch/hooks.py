@@ -18,11 +18,11 @@ from keras_strategy.backends.torch import components
 from keras_strategy.backends.torch.batch_logs import BatchLogs, may_read
 from keras_strategy.backends.torch.run import process_generator
 from keras_strategy.core import context
+from keras_strategy.core.context import distributed_replica
 from keras_strategy.hooks.hook import Hook, changed, home_of, model_hook
 from keras_strategy.hooks.trainer import counts_of_arrays
 from keras_strategy.input.agreement import AgreedBatches
 from keras_strategy.rules.ownership import strategy_of_model
-from keras_strategy.rules.row_weights import distributed_replica
 
 keras_random = home_of("dropout gamma beta binomial", "keras.src.backend.torch.random")
 TorchEpochIterator: Any = home_of(
@@ -50,7 +50,7 @@ def _dropout(original: Callable) -> Callable:
         ):
             return original(inputs, rate, noise_shape, seed)
         keep = 1.0 - rate
-        generator = replica._replica.generator(inputs.device)
+        generator = replica.generator(inputs.device)
         mask = torch.empty_like(inputs, requires_grad=False)
         return inputs * mask.bernoulli_(keep, generator=generator).div_(keep)
 

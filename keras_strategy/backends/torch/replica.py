@@ -28,14 +28,10 @@ class TorchReplica(ThreadReplica):
     def __init__(self, group: Any, index: int, rendezvous: Rendezvous, run: Run):
         first = group.layout.rank * len(group.devices)
         super().__init__(group.strategy, index, group.devices, rendezvous, first)
-        self.scope = TorchScope(self.context, index, group.layout, run)
+        self.scope = TorchScope(self, index, group.layout, run)
         self._group = group
         self._run = run
         self._generators: dict[torch.device, torch.Generator] = {}
-
-    @property
-    def _row_weight(self) -> float | None:
-        return self.context._row_weight
 
     def here(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.scope.device)
@@ -57,14 +53,14 @@ class TorchReplica(ThreadReplica):
 
     def all_reduce(self, reduce_op: ReduceOp, value: Any) -> torch.Tensor:
         tensor = keras.ops.convert_to_tensor(value)
-        total = _AllReduce.apply(tensor, self, self._row_weight)
+        total = _AllReduce.apply(tensor, self, self.step.row_weight)
         if reduce_op is ReduceOp.MEAN:
             return total / self._group.num_replicas
         return total
 
     def all_gather(self, value: Any, axis: int) -> torch.Tensor:
         tensor = keras.ops.convert_to_tensor(value)
-        return _AllGather.apply(tensor, self, axis, self._row_weight)
+        return _AllGather.apply(tensor, self, axis, self.step.row_weight)
 
     def weighted_sum(
         self, tensors: Sequence[torch.Tensor], weight: float | None

@@ -11,14 +11,14 @@ import torch
 
 from keras_strategy.backends.threads.scopes import ReplicaScope, unbuilt
 from keras_strategy.backends.torch.components import Components, Layout, find_or_make
-from keras_strategy.core.context import ReplicaContext
+from keras_strategy.core.protocol import Replica
 
 
 class TorchScope(ReplicaScope):
     """The variables as one replica sees them.
 
     Args:
-        context: The replica.
+        replica: The replica.
         index: Its number on this worker.
         layout: Where all replicas are.
         run: Stands for the run, the same object for all its replicas.
@@ -26,12 +26,12 @@ class TorchScope(ReplicaScope):
 
     def __init__(
         self,
-        context: ReplicaContext,
+        replica: Replica,
         index: int,
         layout: Layout,
         run: object,
     ):
-        super().__init__(context)
+        super().__init__(replica)
         self.device = layout.devices[index]
         self._index = index
         self._layout = layout
@@ -61,14 +61,14 @@ class TorchScope(ReplicaScope):
         staged = self.state_mapping.get(key)
         if staged is not None:
             return staged
-        if not self.replica._applying:
+        if not self.replica.step.applying:
             known = self._components.get(key) if self._index == 0 else None
             if known is not None:
                 return known.first
             return None if variable._value is None else self._component(variable)
         if variable._value is None:
             return None
-        if self.replica._row_weight is None:
+        if self.replica.step.row_weight is None:
             # Keras's torch optimizers work in place, on what they read here.
             return self._stage(variable, self._component(variable))
         # A training step saves itself the copies; see `TorchGroup.run`.
