@@ -252,7 +252,7 @@ def test_a_step_computes_in_the_memory_of_the_one_before(two):
 
     two.run(step)
     for _ in range(3):
-        # A part of it is no reference that is counted.
+        # Not by `v.value`: what was read is not overwritten.
         part = hooks.array_of(v).addressable_shards[0].data
         two.run(step)
         assert part.is_deleted()
@@ -272,6 +272,14 @@ SHARING = {
     ),
     "copy": lambda two, v: two.extended.reduce_to("mean", v.value, "cpu:1"),
     "mirrored": lambda two, v: two.extended.reduce_to("mean", v.value, v),
+    "moved": lambda two, v: jax.device_put(v.value, jax.devices()[1]),
+    "shard": lambda two, v: v.value.addressable_shards[0].data,
+    "whole slice": lambda two, v: v[...],
+    "numpy": lambda two, v: np.asarray(v),
+    "tensor": lambda two, v: keras.ops.convert_to_tensor(v),
+    "read in a gradient": lambda two, v: ks.value_and_grad(
+        lambda: (keras.ops.sum(v), v.value), [v], has_aux=True
+    )()[0][1],
 }
 
 
@@ -290,6 +298,111 @@ def test_what_shares_memory_with_a_variable_lasts(two, kind):
     for part in two.experimental_local_results(shared):
         assert part.tolist() == [1.0] * 3
     assert v.numpy().tolist() == [3.0] * 3
+
+
+def test_a_variable_that_shares_its_array_keeps_its_value(two):
+    with two.scope():
+        v = keras.Variable(np.zeros(3, "float32"))
+
+    def step():
+        v.assign_add(np.ones(3, "float32"))
+
+    two.run(step)
+    twin = copy.copy(v)
+    for _ in range(2):
+        two.run(step)
+    assert twin.numpy().tolist() == [1.0] * 3
+
+    def both():
+        step()
+        twin.assign_add(np.full(3, 2.0, "float32"))
+
+    two.run(both)
+    third = copy.copy(v)
+
+    def all_three():
+        both()
+        third.assign_add(np.ones(3, "float32"))
+
+    for _ in range(2):
+        two.run(all_three)
+    assert v.numpy().tolist() == [6.0] * 3
+    assert twin.numpy().tolist() == [7.0] * 3
+    assert third.numpy().tolist() == [6.0] * 3
+
+
+def test_one_tensor_assigned_to_two_variables(two):
+    with two.scope():
+        a = keras.Variable(np.zeros(3, "float32"))
+        b = keras.Variable(np.zeros(3, "float32"))
+    given = jax.numpy.full(3, 2.0)
+
+    def assign(x):
+        a.assign(x)
+        b.assign(x)
+
+    def step():
+        a.assign_add(np.ones(3, "float32"))
+        b.assign_add(np.full(3, 2.0, "float32"))
+
+    for _ in range(2):
+        two.run(assign, args=(given,))
+        two.run(step)
+    assert a.numpy().tolist() == [3.0] * 3
+    assert b.numpy().tolist() == [4.0] * 3
+    assert given.tolist() == [2.0] * 3
+
+
+def test_a_step_overwrites_all_that_it_assigns_and_nobody_has_read(two):
+    with two.scope():
+        model = small_model(keras.optimizers.Adam())
+        optimizer = model.optimizer
+        optimizer.build(model.trainable_variables)
+    rows = per_replica(two, X[:4], X[4:8])
+
+    def step(x):
+        _, gradients = ks.value_and_grad(
+            lambda: keras.ops.mean(model(x) ** 2), model.trainable_variables
+        )()
+        optimizer.apply(gradients, model.trainable_variables)
+
+    def parts():
+        return [
+            hooks.array_of(v).addressable_shards[0].data
+            for v in (*model.trainable_variables, *optimizer.variables)
+            if v is not optimizer._learning_rate
+        ]
+
+    two.run(step, args=(rows,))
+    before = parts()
+    two.run(step, args=(rows,))
+    assert all(part.is_deleted() for part in before)
+    held = model.trainable_variables[0].value
+    before = parts()
+    two.run(step, args=(rows,))
+    assert [part.is_deleted() for part in before] == [False] + [True] * (
+        len(before) - 1
+    )
+    assert np.isfinite(np.asarray(held)).all()
+
+
+def test_a_step_that_fails_leaves_the_variables(two):
+    with two.scope():
+        v = keras.Variable(np.zeros(3, "float32"))
+
+    def step(x):
+        v.assign_add(np.ones(3, "float32"))
+        if x.shape[0] == 2:
+            raise ValueError("not such a batch")
+
+    two.run(step, args=(np.ones(4, "float32"),))
+    before = hooks.array_of(v)
+    with pytest.raises(ValueError, match="not such a batch"):
+        two.run(step, args=(np.ones(2, "float32"),))
+    assert hooks.array_of(v) is before
+    assert v.numpy().tolist() == [1.0] * 3
+    two.run(step, args=(np.ones(4, "float32"),))
+    assert v.numpy().tolist() == [2.0] * 3
 
 
 def test_what_a_variable_was_assigned_lasts(two):

@@ -14,6 +14,7 @@ import keras
 from jax.core import Tracer
 from keras import tree
 
+from keras_strategy.backends.jax import marks
 from keras_strategy.backends.jax.distribution import AXIS, put
 from keras_strategy.backends.threads import hooks as thread_hooks
 from keras_strategy.backends.threads.hooks import global_state, keras_seeds
@@ -213,6 +214,28 @@ def _initialize(original: Callable) -> Callable:
     return _initialize
 
 
+def _value(original: property) -> property:
+    """`Variable.value`: who reads an array may keep it, so no program overwrites it."""
+    read = original.fget
+    assert read is not None
+
+    def value(self):
+        marks.lend(self)
+        return read(self)
+
+    return property(value, original.fset, original.fdel, original.__doc__)
+
+
+def _reduce_ex(original: Callable) -> Callable:
+    """`Variable.__reduce_ex__`: a copy of a variable may share its array."""
+
+    def __reduce_ex__(self, protocol):
+        marks.forget(self)
+        return original(self, protocol)
+
+    return __reduce_ex__
+
+
 def _make_function(kind: str) -> Callable[[Callable], Callable]:
     """`Model.make_train_function` and its like: workers wait for each other in it.
 
@@ -403,6 +426,8 @@ def hooks() -> list[Hook]:
             _distribute_tensor,
         ),
         Hook(keras.Variable, "_initialize", "(self, value)", _initialize),
+        Hook(keras.Variable, "value", None, _value),
+        Hook(keras.Variable, "__reduce_ex__", "(self, protocol, /)", _reduce_ex),
         *(
             model_hook(
                 f"make_{kind}_function", "(self, force=False)", _make_function(kind)

@@ -1,14 +1,12 @@
 """The variables' arrays as programs get them, and which of them they may overwrite.
 
 A program computes the new values in the memory of the old ones (JAX: donation), which
-deletes the arrays that it got. It may do so with an array that a program made, that
-nobody else holds, and of which no part was given away: `jax.device_put` returns an
-array that shares its memory with what it was given. Every other array is copied first,
-once, since what the program returns is its own again.
+deletes the arrays that it got. It may do so with an array that a program made for the
+variable and that nobody has read since: who reads `variable.value` may keep it, or what
+shares its memory, such as a shard or what `jax.device_put` makes of it. Every other
+array is copied first, once, since what the program returns is its own again.
 """
 
-import sys
-import types
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -16,33 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from keras_strategy.backends.jax import hooks
+from keras_strategy.backends.jax import hooks, marks
 from keras_strategy.backends.jax.distribution import put
-
-_MARK = "_ks_mark"
-
-
-def _nothing() -> None:
-    """A reference to no array."""
-
-
-class _Mark:
-    """What is known of the array that a variable holds.
-
-    Attributes:
-        array: A weak reference to the array that is meant: the variable may have been
-            given another one since, of which nothing is known.
-        own: Whether a program made it, for this variable alone.
-    """
-
-    __slots__ = ("array", "own")
-
-    def __init__(self, array: Any = _nothing, own: bool = False):
-        self.array = array
-        self.own = own
-
-    def __reduce__(self):
-        return _Mark, ()  # of a copy of the variable, nothing is known
+from keras_strategy.backends.jax.marks import Mark
 
 
 def to_overwrite(variables: Sequence[Any], everywhere: Any) -> list[jax.Array]:
@@ -53,12 +27,12 @@ def to_overwrite(variables: Sequence[Any], everywhere: Any) -> list[jax.Array]:
         everywhere: The layout that the program was compiled for.
     """
     arrays = hooks.arrays_of(variables)
-    holders = _holders(arrays)
+    # No function is called for each variable, here and below: there may be hundreds.
     for i, variable in enumerate(variables):
-        mark = vars(variable).get(_MARK)
-        if mark is None or not mark.own or mark.array() is not arrays[i]:
+        mark = vars(variable).get(marks.NAME)
+        if mark is None or mark.array() is not arrays[i]:
             arrays[i] = jnp.copy(_placed(arrays[i], everywhere))
-        elif holders[i] > _UNSHARED:
+        elif not mark.own:
             arrays[i] = jnp.copy(arrays[i])
     return arrays
 
@@ -72,11 +46,11 @@ def to_read(variables: Sequence[Any], everywhere: Any) -> list[jax.Array]:
     """
     arrays = hooks.arrays_of(variables)
     for i, variable in enumerate(variables):
-        mark = vars(variable).get(_MARK)
+        mark = vars(variable).get(marks.NAME)
         if mark is None or mark.array() is not arrays[i]:
             placed = _placed(arrays[i], everywhere)
             if placed is arrays[i]:
-                vars(variable)[_MARK] = _Mark(weakref.ref(placed), own=False)
+                vars(variable)[marks.NAME] = Mark(weakref.ref(placed), own=False)
             arrays[i] = placed
     return arrays
 
@@ -85,19 +59,12 @@ def give(variables: Sequence[Any], arrays: Sequence[jax.Array]) -> None:
     """Gives variables what a program made for them."""
     hooks.set_arrays(variables, arrays)
     for variable, array in zip(variables, arrays, strict=True):
-        mark = vars(variable).get(_MARK)
+        mark = vars(variable).get(marks.NAME)
         if mark is None:
-            vars(variable)[_MARK] = _Mark(weakref.ref(array), own=True)
+            vars(variable)[marks.NAME] = Mark(weakref.ref(array), own=True)
         else:
             mark.array = weakref.ref(array)
             mark.own = True
-
-
-def lend(variable: Any) -> None:
-    """Notes that somebody gets a part of a variable's array, which must last."""
-    mark = vars(variable).get(_MARK)
-    if mark is not None:
-        mark.own = False
 
 
 def strong(array: Any) -> Any:
@@ -115,13 +82,3 @@ def _placed(array: jax.Array, everywhere: Any) -> jax.Array:
     if array.sharding.is_equivalent_to(everywhere, array.ndim):
         return array
     return put(array, everywhere)
-
-
-def _holders(arrays: list[Any]) -> list[int]:
-    """How many hold each array, the list and this function among them."""
-    return list(map(sys.getrefcount, arrays))
-
-
-# What `_holders` counts where nobody but a variable holds its array.
-_alone = types.SimpleNamespace(_value=object())
-(_UNSHARED,) = _holders(hooks.arrays_of([_alone]))

@@ -21,8 +21,8 @@ from keras import tree
 
 from keras_strategy.backends.jax import hooks, on_read
 from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
+from keras_strategy.backends.jax.marks import lend
 from keras_strategy.backends.jax.sharded import shards
-from keras_strategy.backends.jax.state import lend
 from keras_strategy.backends.jax.workers import JaxWorkers
 from keras_strategy.backends.threads.hooks import ThreadState
 from keras_strategy.backends.threads.rendezvous import Rendezvous
