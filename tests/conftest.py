@@ -13,6 +13,7 @@ import keras
 import pytest
 
 import keras_strategy as ks
+from keras_strategy.testing import WarmStarter
 
 # What these rooms hold knows no engine, and is tested once.
 ENGINELESS = {"benchmarks", "coordination", "launch", "testing"}
@@ -36,6 +37,13 @@ def _clean():
     assert not ks.has_strategy(), "the test left a strategy in charge"
     distribution = keras.distribution.distribution()
     assert distribution is None, "the test left a Keras distribution in charge"
+
+
+@pytest.fixture(scope="session")
+def starter():
+    """Starts workers that have Keras and the engine imported."""
+    with WarmStarter() as starter:
+        yield starter
 
 
 @pytest.fixture(params=[2, 3, 4], ids=lambda n: f"{n}replicas")

@@ -65,12 +65,19 @@ class LocalCluster:
         variables = {
             "TF_CONFIG": json.dumps({"cluster": cluster, "task": task}),
             HUB_PORT: str(self.hub_port),
-            # XLA sizes the threads of its CPU devices by it. With fewer threads than
-            # devices that wait for each other, the process aborts.
-            "NPROC": os.environ.get("NPROC") or str(max(8, os.cpu_count() or 1)),
-            # Lines arrive when they are printed, not when a buffer is full.
-            "PYTHONUNBUFFERED": "1",
+            **shared_variables(),
         }
         if self.devices_per_worker is not None:
             variables[LOGICAL_CPUS] = str(self.devices_per_worker)
         return variables
+
+
+def shared_variables() -> dict[str, str]:
+    """The environment variables that every worker has alike, in any cluster."""
+    return {
+        # XLA sizes the threads of its CPU devices by it. With fewer threads than
+        # devices that wait for each other, the process aborts.
+        "NPROC": os.environ.get("NPROC") or str(max(8, os.cpu_count() or 1)),
+        # Lines arrive when they are printed, not when a buffer is full.
+        "PYTHONUNBUFFERED": "1",
+    }

@@ -1,5 +1,6 @@
 """One worker process: its start, its signals, its end."""
 
+import abc
 import contextlib
 import os
 import pathlib
@@ -13,8 +14,62 @@ from typing import Any
 _STARTER = str(pathlib.Path(__file__).with_name("starter.py"))
 
 
-class WorkerProcess:
-    """A process in a group of its own, which dies with the one that started it.
+class Process(abc.ABC):
+    """A process in a group of its own, however it was started.
+
+    Args:
+        name: What messages call it, such as `"worker 1"`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.seconds: float | None = None
+        self._started = time.monotonic()
+        self._status: int | None = None
+
+    @property
+    @abc.abstractmethod
+    def pid(self) -> int:
+        """The id of the process, and of its group."""
+
+    @abc.abstractmethod
+    def _ended(self) -> int | None:
+        """The exit status once the process has ended and its group was killed."""
+
+    @abc.abstractmethod
+    def _signal_group(self, number: int) -> None:
+        """Sends a signal to the group of a process whose end was not noticed."""
+
+    def poll(self) -> int | None:
+        """The exit status, or minus the signal; None while the process runs.
+
+        Whatever a process that ended has left in its group is killed.
+        """
+        if self._status is None:
+            self._status = self._ended()
+            if self._status is not None:
+                self.seconds = time.monotonic() - self._started
+        return self._status
+
+    def wait(self) -> int:
+        """Waits for the end without a time limit and returns the exit status."""
+        while (status := self.poll()) is None:
+            time.sleep(0.01)
+        return status
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the process and its children, if it still runs."""
+        if self.poll() is None:
+            self._signal_group(number)
+
+    def kill(self) -> int:
+        """Kills the process and its children and returns the exit status."""
+        self.signal(signal.SIGKILL)
+        return self.wait()
+
+
+class WorkerProcess(Process):
+    """A program of its own, which dies with the process that started it.
 
     On Linux the kernel kills the process when the *thread* that started it ends: start
     workers from a thread that outlives them, such as the main one.
@@ -23,6 +78,7 @@ class WorkerProcess:
         name: What messages call it, such as `"worker 1"`.
         command: The program and its arguments.
         environment: All of its environment.
+        stdin: As of `subprocess.Popen`.
         stdout: As of `subprocess.Popen`.
         stderr: As of `subprocess.Popen`.
 
@@ -44,16 +100,15 @@ class WorkerProcess:
         name: str,
         command: Sequence[str],
         environment: Mapping[str, str],
+        stdin: Any = subprocess.DEVNULL,
         stdout: Any = None,
         stderr: Any = None,
     ) -> None:
-        self.name = name
-        self.seconds: float | None = None
-        self._started = time.monotonic()
+        super().__init__(name)
         self._popen = subprocess.Popen(
             [sys.executable, "-I", "-S", _STARTER, str(os.getpid()), *command],
             env=dict(environment),
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=stdout,
             stderr=stderr,
             process_group=0,
@@ -74,32 +129,11 @@ class WorkerProcess:
         """The reading end, if `stderr` was `subprocess.PIPE`."""
         return self._popen.stderr
 
-    def poll(self) -> int | None:
-        """The exit status, or minus the signal; None while the process runs.
-
-        Whatever a process that ended has left in its group is killed.
-        """
-        if self._popen.returncode is None and self._has_ended():
-            self.seconds = time.monotonic() - self._started
-            self._signal_group(signal.SIGKILL)
-            self._popen.wait()
-        return self._popen.returncode
-
-    def wait(self) -> int:
-        """Waits for the end without a time limit and returns the exit status."""
-        while (status := self.poll()) is None:
-            time.sleep(0.01)
-        return status
-
-    def signal(self, number: int) -> None:
-        """Sends a signal to the process and its children, if it still runs."""
-        if self.poll() is None:
-            self._signal_group(number)
-
-    def kill(self) -> int:
-        """Kills the process and its children and returns the exit status."""
-        self.signal(signal.SIGKILL)
-        return self.wait()
+    def _ended(self) -> int | None:
+        if not self._has_ended():
+            return None
+        self._signal_group(signal.SIGKILL)
+        return self._popen.wait()
 
     def _has_ended(self) -> bool:
         if not hasattr(os, "waitid"):

@@ -14,15 +14,19 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def main(parent: int, command: list[str]) -> None:
-    """Replaces this process by a command, unless the parent is gone already."""
+def die_with(parent: int) -> None:
+    """Lets the kernel kill this process when its parent ends.
+
+    Args:
+        parent: The id of that parent. If it is gone already, this process exits.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The parent may have died before the line above.
+    # It may have died before the line above.
     if os.getppid() != parent:
-        sys.exit(f"The process {parent} that wanted {command} is gone.")
-    os.execvp(command[0], command)
+        sys.exit(f"The process {parent} that wanted {sys.argv} is gone.")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    die_with(int(sys.argv[1]))
+    os.execvp(sys.argv[2], sys.argv[2:])

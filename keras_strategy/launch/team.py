@@ -12,6 +12,7 @@ from keras_strategy.launch.environment import LocalCluster
 from keras_strategy.launch.output import LastLines, PrefixedStream
 from keras_strategy.launch.processes import WorkerProcess
 from keras_strategy.launch.signals import ReceivedSignals
+from keras_strategy.launch.watch import Watch
 
 # A signal waits this long at most to be forwarded; ends are noticed at once, since
 # they close a pipe.
@@ -67,16 +68,17 @@ class Team:
         self._workers: list[WorkerProcess] = []
         self._last_lines: list[LastLines] = []
         self._selector = selectors.DefaultSelector()
-        self._failure: Failure | None = None
-        self._failed: LastLines | None = None
-        self._kill_at = float("inf")
+        self._forwarded = 0
+        self._watch = Watch(self._workers)
 
     def run(self) -> Failure | None:
         """Runs the workers to their end; returns how the first failed, if one did."""
         try:
             for rank in range(len(self._cluster.ports)):
                 self._start(rank)
-            self._watch()
+            self._watch.until_all_ended(
+                self._meanwhile, lambda status: self._end_workers(signal.SIGTERM)
+            )
             self._drain()
         finally:
             for worker in self._workers:
@@ -86,10 +88,12 @@ class Team:
                 worker.stdout.close()
                 worker.stderr.close()
             self._selector.close()
-        if self._failure is None or self._failed is None:
+        failed = self._watch.failed
+        if failed is None:
             return None
+        worker = self._workers[failed]
         # Its traceback may have come after its end was noticed.
-        return dataclasses.replace(self._failure, last_lines=self._failed.reason())
+        return Failure(worker.name, worker.wait(), self._last_lines[failed].reason())
 
     def _start(self, rank: int) -> None:
         name = self._cluster.name(rank)
@@ -112,31 +116,17 @@ class Team:
             )
             self._selector.register(stream.source, selectors.EVENT_READ, stream)
 
-    def _watch(self) -> None:
-        running = set(range(len(self._workers)))
-        forwarded = 0
-        while running:
-            self._pass_on_output(_WAKE_SECONDS)
-            for number in self._signals.all[forwarded:]:
-                # Who asks twice does not want to wait.
-                self._end_workers(number if not forwarded else signal.SIGKILL)
-                forwarded += 1
-            for rank in sorted(running):
-                status = self._workers[rank].poll()
-                if status is None:
-                    continue
-                running.discard(rank)
-                if status != 0 and self._failure is None:
-                    self._failure = Failure(self._workers[rank].name, status, [])
-                    self._failed = self._last_lines[rank]
-                    self._end_workers(signal.SIGTERM)
-            if time.monotonic() >= self._kill_at:
-                self._end_workers(signal.SIGKILL)
+    def _meanwhile(self) -> None:
+        self._pass_on_output(_WAKE_SECONDS)
+        for number in self._signals.all[self._forwarded :]:
+            # Who asks twice does not want to wait.
+            self._end_workers(number if not self._forwarded else signal.SIGKILL)
+            self._forwarded += 1
 
     def _end_workers(self, number: int) -> None:
         for worker in self._workers:
             worker.signal(number)
-        self._kill_at = min(self._kill_at, time.monotonic() + self._grace_seconds)
+        self._watch.let_end(self._grace_seconds)
 
     def _pass_on_output(self, seconds: float) -> None:
         if not self._selector.get_map():

@@ -9,7 +9,6 @@ import pathlib
 import pickle
 import signal
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -17,10 +16,15 @@ from typing import Any
 
 from keras_strategy.launch.environment import LocalCluster
 from keras_strategy.launch.ports import says_port_taken
-from keras_strategy.launch.processes import WorkerProcess, exit_text
+from keras_strategy.launch.processes import Process, exit_text
+from keras_strategy.launch.watch import Watch
+from keras_strategy.testing.warm_starter import (
+    WarmStarter,
+    base_environment,
+    start_cold,
+)
 
 _CALL = str(pathlib.Path(__file__).with_name("worker_call.py"))
-_PACKAGE_ROOT = str(pathlib.Path(__file__).parents[2])
 _TAIL_LINES = 40
 # The stacks of an engine's many threads are longer.
 _STACK_LINES = 400
@@ -82,6 +86,7 @@ class WorkerRunner:
         environment: More environment variables for the workers; None removes one.
         chief: Whether the first of the workers is the task "chief" instead of "worker".
         grace_seconds: How long `run` lets the others go on when one has failed.
+        starter: Starts the workers without importing Keras in each of them.
 
     Example:
 
@@ -118,6 +123,7 @@ class WorkerRunner:
         environment: Mapping[str, str | None] | None = None,
         chief: bool = False,
         grace_seconds: float = 5,
+        starter: WarmStarter | None = None,
     ) -> None:
         for name, value in (
             ("workers", workers),
@@ -139,7 +145,8 @@ class WorkerRunner:
         self._environment = dict(environment or {})
         self._chief = chief
         self._grace_seconds = grace_seconds
-        self._processes: list[WorkerProcess] = []
+        self._start_script = start_cold if starter is None else starter.start
+        self._processes: list[Process] = []
         self._folder: tempfile.TemporaryDirectory | None = None
         self._deadline = 0.0
 
@@ -150,7 +157,7 @@ class WorkerRunner:
         self.close()
 
     @property
-    def processes(self) -> tuple[WorkerProcess, ...]:
+    def processes(self) -> tuple[Process, ...]:
         """The workers that were started last, by rank; each has a `pid`."""
         return tuple(self._processes)
 
@@ -221,20 +228,22 @@ class WorkerRunner:
         self._deadline = time.monotonic() + self._timeout_seconds
         for rank in range(self._workers):
             if callable(target):
-                # -P: the folder of our own file is no place to import from.
-                program = ["-P", _CALL, self._path("call"), self._path(f"result{rank}")]
+                script = _CALL
+                arguments = [self._path("call"), self._path(f"result{rank}")]
             else:
-                program = [os.fspath(target), *map(str, args)]
+                script, arguments = os.fspath(target), list(map(str, args))
             with open(self._path(f"output{rank}"), "wb") as output:
-                self._processes.append(
-                    WorkerProcess(
-                        cluster.name(rank),
-                        [sys.executable, *program],
-                        self._variables(cluster.variables(rank)),
-                        stdout=output,
-                        stderr=output,
-                    )
+                process = self._start_script(
+                    cluster.name(rank),
+                    script,
+                    arguments,
+                    self._variables(cluster.variables(rank)),
+                    stdout=output,
+                    stderr=output,
+                    # The folder of our own file is no place to import from.
+                    imports_beside=not callable(target),
                 )
+            self._processes.append(process)
 
     def wait(self) -> list[WorkerEnd]:
         """Waits until every worker has ended, well or not.
@@ -275,28 +284,23 @@ class WorkerRunner:
 
     def _wait(self, stop_when_one_fails: bool) -> int | None:
         """Waits for all workers; returns the one that failed first, if one did."""
-        failed = None
-        give_up = float("inf")
-        running = set(range(len(self._processes)))
-        while running:
-            for rank in sorted(running):
-                status = self._processes[rank].poll()
-                if status is None:
-                    continue
-                running.discard(rank)
-                if status != 0 and failed is None:
-                    failed = rank
-                    if stop_when_one_fails:
-                        give_up = time.monotonic() + self._grace_seconds
-            now = time.monotonic()
-            if running and now >= give_up:
-                for rank in running:
-                    self._processes[rank].kill()
-            elif running and now >= self._deadline:
-                self._time_out(sorted(running), failed)
-            if running:
-                time.sleep(0.01)
-        return failed
+        watch = Watch(self._processes)
+
+        def meanwhile() -> None:
+            time.sleep(0.01)
+            if time.monotonic() >= self._deadline:
+                running = [
+                    r for r in watch.running if self._processes[r].poll() is None
+                ]
+                if running:
+                    self._time_out(running, watch.failed)
+
+        def when_one_failed(status: int) -> None:
+            if stop_when_one_fails:
+                watch.let_end(self._grace_seconds)
+
+        watch.until_all_ended(meanwhile, when_one_failed)
+        return watch.failed
 
     def _time_out(self, running: list[int], failed: int | None) -> None:
         for rank in running:
@@ -352,16 +356,7 @@ class WorkerRunner:
         return os.path.join(self._folder.name, name)
 
     def _variables(self, cluster: Mapping[str, str]) -> dict[str, str]:
-        variables = {**os.environ, **cluster, "PYTHONFAULTHANDLER": "1"}
-        if "keras" in sys.modules:
-            # It may have been chosen by keras.json or by this program.
-            variables["KERAS_BACKEND"] = sys.modules["keras"].backend.backend()
-        if sysconfig.get_path("purelib") != _PACKAGE_ROOT:
-            # A script in another folder finds the checkout that this process uses.
-            old = variables.get("PYTHONPATH")
-            variables["PYTHONPATH"] = os.pathsep.join(
-                filter(None, (_PACKAGE_ROOT, old))
-            )
+        variables = {**base_environment(), **cluster}
         for name, value in self._environment.items():
             if value is None:
                 variables.pop(name, None)

@@ -1,4 +1,4 @@
-"""WorkerRunner with real processes; none of them needs Keras."""
+"""WorkerRunner with real processes, fresh and forked; none of them needs Keras."""
 
 import inspect
 import json
@@ -14,14 +14,28 @@ import numpy as np
 import pytest
 
 import keras_strategy.testing
-from keras_strategy.testing import WorkerFailed, WorkerRunner, WorkerTimeout
+from keras_strategy.testing import (
+    WarmStarter,
+    WorkerFailed,
+    WorkerRunner,
+    WorkerTimeout,
+)
 from tests.processes import wait_for_pids, wait_until, wait_until_gone
 from tests.testing import functions
 
 
+@pytest.fixture(scope="module", params=["cold", "warm"])
+def starter(request):
+    if request.param == "cold":
+        yield None
+        return
+    with WarmStarter(modules=("json",)) as starter:
+        yield starter
+
+
 @pytest.fixture
-def runner():
-    with WorkerRunner(workers=2, timeout_seconds=60) as runner:
+def runner(starter):
+    with WorkerRunner(workers=2, timeout_seconds=60, starter=starter) as runner:
         yield runner
 
 
@@ -42,7 +56,7 @@ def test_a_runner_runs_again_on_other_ports(runner):
     assert json.loads(first)["cluster"] != json.loads(second)["cluster"]
 
 
-def test_environment_of_a_worker(monkeypatch):
+def test_environment_of_a_worker(monkeypatch, starter):
     monkeypatch.setenv("NPROC", "8")
     monkeypatch.setenv("GONE", "here")
     names = (
@@ -55,7 +69,9 @@ def test_environment_of_a_worker(monkeypatch):
         "GONE",
     )
     extra = {"MORE": "x", "GONE": None}
-    with WorkerRunner(3, devices_per_worker=2, environment=extra) as runner:
+    with WorkerRunner(
+        3, devices_per_worker=2, environment=extra, starter=starter
+    ) as runner:
         results = runner.run(functions.environment, *names)
     ports = set()
     for rank, result in enumerate(results):
@@ -75,8 +91,14 @@ def test_environment_of_a_worker(monkeypatch):
     assert len(ports) == 4
 
 
-def test_a_chief_comes_first():
-    with WorkerRunner(workers=3, chief=True) as runner:
+def test_workers_are_forks_where_there_is_a_starter(runner, starter):
+    parents = set(runner.run(os.getppid))
+    assert (parents != {os.getpid()}) == (starter is not None)
+    assert len(parents) == 1
+
+
+def test_a_chief_comes_first(starter):
+    with WorkerRunner(workers=3, chief=True, starter=starter) as runner:
         tasks = runner.run(functions.task)
         assert [process.name for process in runner.processes] == [
             "chief 0",
@@ -108,8 +130,8 @@ def test_an_exception_comes_back_with_its_worker_and_traceback(runner):
     assert "this is printed first" in caught.value.ends[0].output
 
 
-def test_a_failure_does_not_wait_for_the_time_limit():
-    runner = WorkerRunner(workers=2, grace_seconds=0.2)
+def test_a_failure_does_not_wait_for_the_time_limit(starter):
+    runner = WorkerRunner(workers=2, grace_seconds=0.2, starter=starter)
     with runner, pytest.raises(WorkerFailed) as caught:
         runner.run(functions.fail_while_others_wait, 0)
     assert caught.value.rank == 0
@@ -129,8 +151,8 @@ def test_a_result_that_does_not_pickle(runner):
         runner.run(functions.unpicklable)
 
 
-def test_the_time_limit_dumps_the_stacks_of_who_is_stuck(tmp_path):
-    with WorkerRunner(workers=3, timeout_seconds=5) as runner:
+def test_the_time_limit_dumps_the_stacks_of_who_is_stuck(tmp_path, starter):
+    with WorkerRunner(workers=3, timeout_seconds=5, starter=starter) as runner:
         runner.start(functions.one_ends_and_others_are_stuck, str(tmp_path))
         pids = wait_for_pids(tmp_path, 3)
         wait_until(lambda: runner.processes[2].poll() == 0)
@@ -150,8 +172,8 @@ def test_the_time_limit_dumps_the_stacks_of_who_is_stuck(tmp_path):
     wait_until_gone(*pids)
 
 
-def test_run_has_the_time_limit_too(tmp_path):
-    runner = WorkerRunner(workers=1, timeout_seconds=0.5)
+def test_run_has_the_time_limit_too(tmp_path, starter):
+    runner = WorkerRunner(workers=1, timeout_seconds=0.5, starter=starter)
     with runner, pytest.raises(WorkerTimeout, match="limit of 0.5 s passed with"):
         runner.run(functions.stuck_in_a_place_with_a_name, str(tmp_path))
 
@@ -169,8 +191,8 @@ def test_wait_tells_how_each_worker_ended(runner, tmp_path):
     wait_until_gone(*pids)
 
 
-def test_nothing_is_left_when_the_block_ends(tmp_path):
-    with WorkerRunner(workers=2) as runner:
+def test_nothing_is_left_when_the_block_ends(tmp_path, starter):
+    with WorkerRunner(workers=2, starter=starter) as runner:
         runner.start(functions.own_child, str(tmp_path))
         pids = wait_for_pids(tmp_path, 2)
     assert len(pids) == 4
@@ -248,8 +270,8 @@ def test_bad_arguments(runner, tmp_path):
 
 
 def test_examples_of_the_docstring():
-    text = inspect.cleandoc(WorkerRunner.__doc__ or "")
-    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(examples) == 2
+    texts = [inspect.cleandoc(x.__doc__ or "") for x in (WorkerRunner, WarmStarter)]
+    examples = re.findall(r"```python\n(.*?)```", "\n".join(texts), re.DOTALL)
+    assert len(examples) == 3
     for code in examples:
         exec(compile(code, "<example>", "exec"), {})

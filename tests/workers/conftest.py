@@ -6,15 +6,15 @@ from keras_strategy.testing import WorkerRunner
 
 
 @pytest.fixture(params=[(2, 1), (3, 1), (2, 2)], ids=["2x1", "3x1", "2x2"])
-def workers(request):
+def workers(request, starter):
     """Runs a function in 2 or 3 workers, the last time with 2 devices each."""
     count, devices = request.param
-    with WorkerRunner(count, devices, timeout_seconds=300) as runner:
+    with WorkerRunner(count, devices, timeout_seconds=300, starter=starter) as runner:
         yield runner
 
 
 @pytest.fixture
-def two_workers():
+def two_workers(starter):
     """Runs a function in 2 workers."""
-    with WorkerRunner(2, timeout_seconds=300) as runner:
+    with WorkerRunner(2, timeout_seconds=300, starter=starter) as runner:
         yield runner

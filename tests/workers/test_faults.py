@@ -26,12 +26,14 @@ FAULTS = [
     FAULTS,
     ids=[f"{fault}_{rank}".replace(" ", "_") for fault, rank, _ in FAULTS],
 )
-def test_a_fault_ends_all_workers(fault, rank, said):
+def test_a_fault_ends_all_workers(fault, rank, said, starter):
     # Where a machine is slow, the others need longer than that to start or compile.
     silent = fault in ("hangs", "does not arrive")
     timeout = {"KERAS_STRATEGY_TIMEOUT_SECONDS": str(TIMEOUT_SECONDS)}
     environment = timeout if silent else None
-    with WorkerRunner(2, timeout_seconds=110, environment=environment) as runner:
+    with WorkerRunner(
+        2, timeout_seconds=110, environment=environment, starter=starter
+    ) as runner:
         runner.start(jobs.train_until, fault, rank)
         ends = runner.wait() if fault != "does not arrive" else _wait_for(runner, 0)
     other = ends[1 - rank]
