@@ -19,12 +19,40 @@ from keras_strategy.testing import WarmStarter
 ENGINELESS = {"benchmarks", "coordination", "launch", "testing"}
 
 
+# What starts processes that have an engine.
+PROCESSES = {"speed", "workers", "test_examples.py", "test_imports.py"}
+TESTS = pathlib.Path(__file__).parent
+
+
+def part_of(path: pathlib.Path) -> str:
+    """The part of the suite that a file belongs to."""
+    room = path.relative_to(TESTS).parts[0]
+    if room in ENGINELESS:
+        return "engineless"
+    workers = path.stem.endswith("_workers")
+    return "processes" if room in PROCESSES or workers else "single"
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--part",
+        choices=("single", "processes", "engineless"),
+        help="run a part of the suite, as tools/run_tests.py does",
+    )
+
+
+def pytest_ignore_collect(collection_path, config):
+    part = config.getoption("--part")
+    if part and collection_path.is_file() and part_of(collection_path) != part:
+        return True
+    return None
+
+
 def pytest_collection_modifyitems(items):
     if keras.backend.backend() == "torch":
         return
-    tests = pathlib.Path(__file__).parent
     for item in items:
-        if item.path.relative_to(tests).parts[0] in ENGINELESS:
+        if part_of(item.path) == "engineless":
             reason = "the same on every backend: it runs on torch"
             item.add_marker(pytest.mark.skip(reason=reason))
 

@@ -1,10 +1,13 @@
 """Run the test suite once per backend; arguments are passed on to pytest.
 
-A process has one Keras backend, so there is one pytest process for each. All of them
-run even when one fails. The backends come from the environment variable BACKENDS.
+A process has one Keras backend, so there is one pytest process for each, or one for
+each part of the suite (`--part`, see tests/conftest.py) where all of it is run. Two run
+at once, on more cores more; what one prints comes when it has ended. All of them run
+even when one fails. The backends come from the environment variable BACKENDS.
 The exit status is non-zero when any run failed or no test ran at all.
 """
 
+import concurrent.futures
 import os
 import subprocess
 import sys
@@ -12,11 +15,16 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BACKENDS = os.environ.get("BACKENDS", "jax torch tensorflow").split()
+# Those of the whole suite, the longest first.
+PARTS = ["single", "processes"]
+# These tests start programs without an engine that mostly wait: they run beside others.
+ENGINELESS = ("torch", "engineless")
+SLOWEST = 10
 
 
 @dataclass
@@ -24,11 +32,12 @@ class Result:
     """What one backend's run gave."""
 
     backend: str
-    passed: int
-    failed: int
-    skipped: int
-    seconds: float
-    note: str
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    note: str = ""
+    durations: list[tuple[float, str]] = field(default_factory=list)
 
     def __str__(self):
         line = (
@@ -37,12 +46,22 @@ class Result:
         )
         return f"{line} ({self.note})" if self.note else line
 
+    def add(self, other: "Result"):
+        """Adds a part of the backend's tests."""
+        self.passed += other.passed
+        self.failed += other.failed
+        self.skipped += other.skipped
+        self.seconds += other.seconds
+        self.note = "; ".join(filter(None, (self.note, other.note)))
+        self.durations += other.durations
+
 
 def run(
     backend: str,
     arguments: list[str],
     report: Path,
     variables: Mapping[str, str] | None = None,
+    output: Path | None = None,
 ) -> Result:
     """Run pytest on one backend and count what it reports.
 
@@ -51,50 +70,95 @@ def run(
         arguments: For pytest.
         report: The file that pytest writes what happened to.
         variables: Further environment variables.
+        output: Where what it prints goes.
     """
     # What make exports is repeated here for those who call this file directly; the
     # Makefile says why.
     environment = {"NPROC": "8", "TF_CPP_MIN_LOG_LEVEL": "2", **os.environ}
     environment.update(variables or {}, KERAS_BACKEND=backend)
     command = [sys.executable, "-m", "pytest", f"--junitxml={report}", *arguments]
-    print(f"\n=== {backend} ===", flush=True)
     start = time.monotonic()
-    status = subprocess.run(command, cwd=ROOT, env=environment).returncode
-    seconds = time.monotonic() - start
+    if output is None:
+        print(f"\n=== {backend} ===", flush=True)
+        status = subprocess.run(command, cwd=ROOT, env=environment).returncode
+    else:
+        with open(output, "wb") as file:
+            status = subprocess.run(
+                command, cwd=ROOT, env=environment, stdout=file, stderr=file
+            ).returncode
+    result = Result(backend, seconds=time.monotonic() - start)
 
-    passed = failed = skipped = 0
-    note = ""
     if report.exists():
         for suite in ElementTree.parse(report).getroot().iter("testsuite"):
             bad = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
             skip = int(suite.get("skipped", 0))
             # A test whose teardown fails too counts twice among the bad ones.
-            passed += max(int(suite.get("tests", 0)) - bad - skip, 0)
-            failed += bad
-            skipped += skip
-        if passed + failed + skipped == 0:
-            note = "no test ran"
+            result.passed += max(int(suite.get("tests", 0)) - bad - skip, 0)
+            result.failed += bad
+            result.skipped += skip
+            result.durations += [
+                (float(test.get("time", 0)), f"{test.get('classname')}.{name}")
+                for test in suite.iter("testcase")
+                if (name := test.get("name"))
+            ]
+        if result.passed + result.failed + result.skipped == 0:
+            result.note = "no test ran"
     else:
-        note = "it died before its report"
-    if status and not failed:
-        failed = 1
-        note = f"{note or 'no test failed'}, exit status {status}"
-    return Result(backend, passed, failed, skipped, seconds, note)
+        result.note = "it died before its report"
+    if status and not result.failed:
+        result.failed = 1
+        result.note = f"{result.note or 'no test failed'}, exit status {status}"
+    return result
+
+
+def runs(arguments: list[str]) -> list[tuple[str, str]]:
+    """The backend and the part of each run, in the order in which they start."""
+    if arguments:
+        return [(backend, "") for backend in BACKENDS]
+    whole = [(backend, part) for part in PARTS for backend in BACKENDS]
+    return [ENGINELESS, *whole] if ENGINELESS[0] in BACKENDS else whole
+
+
+def run_and_tell(backend: str, part: str, arguments: list[str], folder: Path) -> Result:
+    """Runs one part, and prints what pytest printed when it has ended."""
+    name = f"{backend} {part}".strip()
+    print(f"{time.strftime('%H:%M:%S')} {name} starts", flush=True)
+    report, output = folder / f"{name}.xml", folder / f"{name}.txt"
+    selection = ["--part", part] if part else []
+    result = run(backend, [*selection, *arguments], report, output=output)
+    text = output.read_text(errors="replace")
+    # One piece, so that another run's cannot come between.
+    print(f"\n=== {name} ===\n{text}{time.strftime('%H:%M:%S')} {result}", flush=True)
+    return result
 
 
 def main(arguments: list[str]) -> int:
     """Run all backends, print a line for each and the sum."""
-    with tempfile.TemporaryDirectory() as folder:
-        results = [
-            run(backend, arguments, Path(folder) / f"{backend}.xml")
-            for backend in BACKENDS
+    start = time.monotonic()
+    waiting = concurrent.futures.ThreadPoolExecutor(1)
+    # Each holds an engine, and often several workers with one.
+    busy = concurrent.futures.ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 2))
+    with tempfile.TemporaryDirectory() as folder, waiting, busy:
+        futures = [
+            (waiting if each == ENGINELESS else busy).submit(
+                run_and_tell, *each, arguments, Path(folder)
+            )
+            for each in runs(arguments)
         ]
+        results = [future.result() for future in futures]
+    sums = {backend: Result(backend) for backend in BACKENDS}
+    for result in results:
+        sums[result.backend].add(result)
+    for backend, result in sums.items():
+        print(f"\n=== the slowest of {backend} ===")
+        for seconds, name in sorted(result.durations, reverse=True)[:SLOWEST]:
+            print(f"{seconds:7.1f} s  {name}")
+    print(f"\n=== all backends, in {time.monotonic() - start:.0f} s ===")
+    for result in sums.values():
+        print(result)
     passed = sum(result.passed for result in results)
     failed = sum(result.failed for result in results)
     skipped = sum(result.skipped for result in results)
-    print("\n=== all backends ===")
-    for result in results:
-        print(result)
     print(f"{passed} passed, {failed} failed, {skipped} skipped", flush=True)
     return 0 if passed and not failed else 1
 
