@@ -12,9 +12,9 @@ from keras_strategy.cluster_resolver.local_devices import local_device_kinds
 class ClusterResolver(abc.ABC):
     """Tells a process who it is in its cluster, and who else is there.
 
-    A subclass answers for one kind of cluster. It implements `cluster_spec` and
-    `master`, and sets `self._task_type`, `self._task_id` and `self._rpc_layer`
-    (or overrides the properties) where its cluster tells them.
+    A subclass answers for one kind of cluster. It implements `cluster_spec`, and
+    sets `self._task_type`, `self._task_id` and `self._rpc_layer` (or overrides the
+    properties) where its cluster tells them.
 
     - `task_type` is the name of this process's job ("chief", "worker", "ps",
       "evaluator");
@@ -32,10 +32,8 @@ class ClusterResolver(abc.ABC):
         def cluster_spec(self):
             return ClusterSpec({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]})
 
-        def master(self, task_type=None, task_id=None, rpc_layer=None):
-            return self.cluster_spec().task_address("worker", 0)
-
     assert TwoHosts(task_id=1).task_id == 1
+    assert TwoHosts(task_id=1).master() == "10.0.0.2:2222"
     ```
     """
 
@@ -55,7 +53,6 @@ class ClusterResolver(abc.ABC):
         """
         raise NotImplementedError
 
-    @abc.abstractmethod
     def master(
         self,
         task_type: str | None = None,
@@ -72,9 +69,17 @@ class ClusterResolver(abc.ABC):
 
         Returns:
             A string such as `"grpc://10.0.0.1:2222"`; empty where there is no
-            cluster.
+            cluster, or no task is named and this process's is not known.
+
+        Raises:
+            ValueError: If the cluster has no such task.
         """
-        raise NotImplementedError
+        task_type = task_type if task_type is not None else self.task_type
+        task_id = task_id if task_id is not None else self.task_id
+        if task_type is None or task_id is None:
+            return ""
+        address = self.cluster_spec().task_address(task_type, task_id)
+        return format_master_url(address, rpc_layer or self.rpc_layer)
 
     def num_accelerators(
         self,
@@ -110,7 +115,8 @@ class ClusterResolver(abc.ABC):
     @property
     def task_type(self) -> str | None:
         """The job of this process, or `None` where the cluster does not tell."""
-        return getattr(self, "_task_type", None)
+        task_type = self._set_or_told("task_type")
+        return None if task_type is None else str(task_type)
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
@@ -119,7 +125,8 @@ class ClusterResolver(abc.ABC):
     @property
     def task_id(self) -> int | None:
         """The index of this process in its job, or `None` where not known."""
-        return getattr(self, "_task_id", None)
+        task_id = self._set_or_told("task_id")
+        return None if task_id is None else int(task_id)
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
@@ -128,25 +135,20 @@ class ClusterResolver(abc.ABC):
     @property
     def rpc_layer(self) -> str | None:
         """The protocol between tasks, such as `"grpc"`, or `None`."""
-        return getattr(self, "_rpc_layer", None)
+        return self._set_or_told("rpc_layer")
 
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
         self._rpc_layer = rpc_layer
 
-    def _task_master(
-        self, task_type: str | None, task_id: int | None, rpc_layer: str | None
-    ) -> str:
-        """The address of the given task, or of this one; empty if not known."""
-        # The spec comes first: some resolvers learn who they are from it.
-        spec = self.cluster_spec()
-        task_type = task_type if task_type is not None else self.task_type
-        task_id = task_id if task_id is not None else self.task_id
-        if task_type is None or task_id is None:
-            return ""
-        return format_master_url(
-            spec.task_address(task_type, task_id), rpc_layer or self.rpc_layer
-        )
+    def _set_or_told(self, name: str) -> Any:
+        # What was set may be 0, and counts.
+        value = getattr(self, f"_{name}", None)
+        return self._told(name) if value is None else value
+
+    def _told(self, name: str) -> Any:
+        """What the cluster tells of "task_type", "task_id" or "rpc_layer"."""
+        return None
 
 
 def format_master_url(master: str, rpc_layer: str | None = None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import os
+from typing import Any
 
 from keras_strategy.cluster_resolver.base import ClusterResolver, format_master_url
 from keras_strategy.cluster_resolver.checks import as_int, join_host_port, port_number
@@ -102,38 +103,8 @@ class EnvironmentClusterResolver(ClusterResolver):
         """The `environment` that the resolver was made with."""
         return self._environment
 
-    @property
-    def task_type(self) -> str | None:
-        """The override, or the task type that the environment says."""
-        if self._task_type is not None:
-            return str(self._task_type)
-        return self._describe().task_type
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The override, or the task id that the environment says."""
-        if self._task_id is not None:
-            return int(self._task_id)
-        return self._describe().task_id
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """The override, or the protocol that the environment says."""
-        if self._rpc_layer is not None:
-            return self._rpc_layer
-        return self._describe().rpc_layer
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
+    def _told(self, name: str) -> Any:
+        return getattr(self._describe(), name)
 
 
 def required(name: str, who: str) -> str:

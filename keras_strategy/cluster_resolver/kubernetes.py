@@ -149,34 +149,6 @@ class KubernetesClusterResolver(ClusterResolver):
             )
         return sorted(found, key=_order)
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """Returns the address of a task, with the protocol in front.
-
-        Args:
-            task_type: The job of the task. Defaults to the one that was set.
-            task_id: The index of the task. Defaults to the one that was set.
-            rpc_layer: The protocol. Defaults to the resolver's.
-
-        Returns:
-            A string such as `"grpc://10.0.0.1:8470"`; empty if no task is named
-            here or was set.
-
-        Raises:
-            RuntimeError: As `cluster_spec()`.
-            ValueError: If the cluster has no such task.
-        """
-        if None in (
-            self.task_type if task_type is None else task_type,
-            self.task_id if task_id is None else task_id,
-        ):
-            return ""
-        return self._task_master(task_type, task_id, rpc_layer)
-
 
 def _make_client(location: KubernetesExecutableLocation) -> Any:
     if not isinstance(location, KubernetesExecutableLocation):

@@ -158,27 +158,6 @@ class SlurmClusterResolver(ClusterResolver):
         """
         return self.task_type, self.task_id
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """Returns the address of a task, with the protocol in front.
-
-        Args:
-            task_type: The job of the task. Defaults to this process's.
-            task_id: The index of the task. Defaults to this process's.
-            rpc_layer: The protocol. Defaults to the resolver's.
-
-        Returns:
-            A string such as `"grpc://node1:8888"`.
-
-        Raises:
-            ValueError: If the cluster has no such task.
-        """
-        return self._task_master(task_type, task_id, rpc_layer)
-
     def num_accelerators(
         self,
         task_type: str | None = None,

@@ -124,40 +124,8 @@ class UnionResolver(ClusterResolver):
         """The first resolver's environment."""
         return self._resolvers[0].environment
 
-    # An override of 0 is an override: tests are against None, not for truth.
-
-    @property
-    def task_type(self) -> str | None:
-        """The override, or the first resolver's task type."""
-        if self._task_type is not None:
-            return self._task_type
-        return self._resolvers[0].task_type
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The override, or the first resolver's task id."""
-        if self._task_id is not None:
-            return self._task_id
-        return self._resolvers[0].task_id
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """The override, or the first resolver's protocol."""
-        if self._rpc_layer is not None:
-            return self._rpc_layer
-        return self._resolvers[0].rpc_layer
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
+    def _told(self, name: str) -> Any:
+        return getattr(self._resolvers[0], name)
 
 
 def _merge(

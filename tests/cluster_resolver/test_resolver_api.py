@@ -65,8 +65,6 @@ API = {
         "get_job_name": "(self)",
         "get_master": "(self)",
         "get_tpu_system_metadata": "(self)",
-        "set_tpu_topology": "(self, serialized_tpu_topology)",
-        "tpu_hardware_feature": "property",
     },
     "UnionResolver": {**WITH_RPC_LAYER, "__init__": "(self, *args, **kwargs)"},
 }

@@ -6,17 +6,14 @@ import time
 import traceback
 
 import httplib2
-import keras
 import pytest
 import trustme
 from google.auth.credentials import AnonymousCredentials
 from google.oauth2.credentials import Credentials
 from googleapiclient import discovery
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from keras_strategy.cluster_resolver import TPUClusterResolver
-from keras_strategy.cluster_resolver.google import api, tpu_topology
+from keras_strategy.cluster_resolver.google import api
 
 NODE = "/v1/projects/my-project/locations/us-central1-b/nodes/my-tpu"
 ATTRIBUTES = "/computeMetadata/v1/instance/attributes"
@@ -423,57 +420,3 @@ def test_a_socket_is_all_it_takes_to_know_ones_place(monkeypatch):
         monkeypatch.setattr(socket.socket, name, refuse, raising=False)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     assert TPUClusterResolver("grpc://host:1,grpc://127.0.0.1:1").task_id == 1
-
-
-def test_topology():
-    resolver = TPUClusterResolver("local")
-    assert resolver.tpu_hardware_feature is None
-    # TopologyProto(mesh_shape=[1, 1, 1, 2], num_tasks=1, tpu_hardware_feature=(V2, 4))
-    resolver.set_tpu_topology(
-        b"\x0a\x04\x01\x01\x01\x02\x10\x01\x2a\x04\x08\x02\x10\x04"
-    )
-    feature = resolver.tpu_hardware_feature
-    assert feature.embedding_feature == tpu_topology.EmbeddingFeature.V2
-    assert feature.num_embedding_devices_per_chip == 4
-    with pytest.raises(ValueError, match="`serialized_tpu_topology`"):
-        resolver.set_tpu_topology(b"\xff")
-
-
-def test_topology_with_fields_of_later_versions():
-    unknown = b"\x39" + 8 * b"\x2a" + b"\x45" + 4 * b"\x2a"
-    feature = b"\x2a\x02\x08\x01"
-    assert tpu_topology.hardware_feature(unknown + feature) == (1, 0)
-
-
-@pytest.mark.parametrize(
-    "data", [b"\x2a\x09\x08\x01", b"\x39\x00", b"\x2b", b"\x28\x01"]
-)
-def test_a_malformed_topology(data):
-    with pytest.raises(ValueError, match="`serialized_tpu_topology`"):
-        tpu_topology.hardware_feature(data)
-
-
-@given(st.binary(max_size=40))
-@settings(deadline=None)
-def test_any_bytes_are_a_topology_or_a_value_error(data):
-    try:
-        assert len(tpu_topology.hardware_feature(data)) == 2
-    except ValueError as error:
-        assert "`serialized_tpu_topology`" in str(error)
-
-
-@pytest.mark.skipif(
-    keras.backend.backend() != "tensorflow", reason="asks TensorFlow's protobuf"
-)
-@given(
-    st.integers(0, 2), st.integers(0, 2**31 - 1), st.lists(st.integers(0, 2**31 - 1))
-)
-@settings(deadline=None, max_examples=30)
-def test_topology_like_tensorflow(feature, number, shape):
-    from tensorflow.core.protobuf.tpu import topology_pb2
-
-    proto = topology_pb2.TopologyProto(mesh_shape=shape, num_tasks=number)
-    proto.tpu_hardware_feature.embedding_feature = feature
-    proto.tpu_hardware_feature.num_embedding_devices_per_chip = number
-    found = tpu_topology.hardware_feature(proto.SerializeToString())
-    assert found == (feature, number)

@@ -66,6 +66,8 @@ EXCUSED = {
     "coordinator": COORDINATOR,
     "experimental.coordinator": COORDINATOR,
     "experimental.partitioners": COORDINATOR,
+    "cluster_resolver.TPUClusterResolver.set_tpu_topology": TPU,
+    "cluster_resolver.TPUClusterResolver.tpu_hardware_feature": TPU,
     "TPUStrategy": TPU,
     "experimental.TPUStrategy": TPU,
     "experimental.Preemption*": PREEMPTION,

@@ -123,28 +123,6 @@ class GCEClusterResolver(ClusterResolver):
             )
         return addresses
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """Returns the address of a task, with the protocol in front.
-
-        Args:
-            task_type: The job of the task. Defaults to this process's.
-            task_id: The index of the task. Defaults to this process's.
-            rpc_layer: The protocol. Defaults to the resolver's.
-
-        Returns:
-            A string such as `"grpc://10.0.0.1:8470"`.
-
-        Raises:
-            RuntimeError: If the API cannot be asked.
-            ValueError: If the cluster has no such task.
-        """
-        return self._task_master(task_type, task_id, rpc_layer)
-
     @property
     def task_type(self) -> str | None:
         """The job of all machines of the group; it cannot be set."""

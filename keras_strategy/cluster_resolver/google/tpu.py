@@ -6,7 +6,7 @@ import ipaddress
 import os
 import socket
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from keras_strategy.cluster_resolver.base import (
     ClusterResolver,
@@ -16,13 +16,26 @@ from keras_strategy.cluster_resolver.base import (
 from keras_strategy.cluster_resolver.checks import as_int
 from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
 from keras_strategy.cluster_resolver.google import metadata, tpu_locate, tpu_source
-from keras_strategy.cluster_resolver.google.tpu_topology import (
-    TPUHardwareFeature,
-    TPUSystemMetadata,
-    hardware_feature,
-)
 
 WORKER_ID = "TPU_WORKER_ID"
+
+
+class TPUSystemMetadata(NamedTuple):
+    """Facts of a TPU system.
+
+    Attributes:
+        num_cores: The number of cores of all hosts.
+        num_hosts: The number of hosts.
+        num_of_cores_per_host: The number of cores of each host.
+        topology: Always `None`; the engines keep their own.
+        devices: The names of this host's cores.
+    """
+
+    num_cores: int
+    num_hosts: int
+    num_of_cores_per_host: int
+    topology: None
+    devices: tuple[str, ...]
 
 
 class TPUClusterResolver(ClusterResolver):
@@ -100,7 +113,6 @@ class TPUClusterResolver(ClusterResolver):
         self._coordinator_name = coordinator_name
         self._coordinator_address = coordinator_address
         self._found_task_id: int | None = None
-        self._topology: bytes | None = None
 
     @staticmethod
     def connect(
@@ -234,38 +246,15 @@ class TPUClusterResolver(ClusterResolver):
         del task_type, task_id, config_proto
         return {"TPU": local_device_kinds().count("TPU")}
 
-    def set_tpu_topology(self, serialized_tpu_topology: bytes) -> None:
-        """Keeps the topology that an engine found.
-
-        Args:
-            serialized_tpu_topology: A serialized `TopologyProto`.
-
-        Raises:
-            ValueError: If the bytes are no such message.
-        """
-        hardware_feature(serialized_tpu_topology)
-        self._topology = serialized_tpu_topology
-
-    @property
-    def tpu_hardware_feature(self) -> TPUHardwareFeature | None:
-        """The features in the topology that was set; `None` before."""
-        return None if self._topology is None else hardware_feature(self._topology)
-
-    @property
-    def task_id(self) -> int | None:
-        """The index of this host among the TPU's; 0 where it is none of them."""
-        task_id = getattr(self, "_task_id", None)
-        if task_id is not None:
-            return task_id
+    def _told(self, name: str) -> Any:
+        if name != "task_id":
+            return None
         if self._found_task_id is None:
             self._found_task_id = self._find_task_id()
         return self._found_task_id
 
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
     def _find_task_id(self) -> int:
+        """The index of this host among the TPU's; 0 where it is none of them."""
         value = os.environ.get(WORKER_ID)
         if value:
             return as_int(value, WORKER_ID)
