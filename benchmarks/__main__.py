@@ -72,11 +72,15 @@ def _measured(
         "TF_CPP_MIN_LOG_LEVEL": "3",
         **os.environ,
         "KERAS_BACKEND": backend,
-        "KERAS_STRATEGY_LOGICAL_CPUS": str(shape.devices),
     }
     launcher = []
-    if shape.workers > 1:
-        launcher = ["keras_strategy_command", "run", f"--workers={shape.workers}", "-m"]
+    if shape.workers == 1:
+        environment["KERAS_STRATEGY_LOGICAL_CPUS"] = str(shape.devices)
+    else:
+        launcher = [
+            *("keras_strategy", "run", f"--workers={shape.workers}"),
+            *(f"--devices-per-worker={shape.devices}", "-m"),
+        ]
         # What they share they must not fight for: one core for each process.
         environment["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:

@@ -1,80 +1,80 @@
-"""Distributed training for Keras 3, in the words of tf.distribute, on any backend."""
+"""Distributed training for Keras 3, in the words of tf.distribute, on any backend.
 
-from keras_strategy import cluster_resolver, config, errors, experimental
-from keras_strategy.core.context import (
-    experimental_set_strategy,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
-)
-from keras_strategy.core.replica_context import ReplicaContext
-from keras_strategy.input.dataset import DistributedDataset, DistributedIterator
-from keras_strategy.options.cross_device_ops import (
-    CrossDeviceOps,
-    HierarchicalCopyAllReduce,
-    NcclAllReduce,
-    ReductionToOneDevice,
-)
-from keras_strategy.options.input import (
-    InputContext,
-    InputOptions,
-    InputReplicationMode,
-)
-from keras_strategy.options.run import RunOptions
-from keras_strategy.rules.gradients import (
-    compute_average_loss,
-    scale_regularization_loss,
-    value_and_grad,
-)
-from keras_strategy.strategies.base import Strategy
-from keras_strategy.strategies.extended import StrategyExtended
-from keras_strategy.strategies.mirrored import MirroredStrategy
-from keras_strategy.strategies.multi_worker import MultiWorkerMirroredStrategy
-from keras_strategy.strategies.one_device import OneDeviceStrategy
-from keras_strategy.values.distributed import (
-    DistributedValues,
-    Mirrored,
-    PerReplica,
-    ReduceOp,
-)
+A name is imported when it is first used, and Keras and its engine with it, so that a
+process that only starts or watches others pays for neither. Type checkers read
+`__init__.pyi`.
+"""
+
+import importlib
+import os
+from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "CrossDeviceOps",
-    "DistributedDataset",
-    "DistributedIterator",
-    "DistributedValues",
-    "HierarchicalCopyAllReduce",
-    "InputContext",
-    "InputOptions",
-    "InputReplicationMode",
-    "Mirrored",
-    "MirroredStrategy",
-    "MultiWorkerMirroredStrategy",
-    "NcclAllReduce",
-    "OneDeviceStrategy",
-    "PerReplica",
-    "ReduceOp",
-    "ReductionToOneDevice",
-    "ReplicaContext",
-    "RunOptions",
-    "Strategy",
-    "StrategyExtended",
-    "__version__",
-    "cluster_resolver",
-    "compute_average_loss",
-    "config",
-    "errors",
-    "experimental",
-    "experimental_set_strategy",
-    "get_replica_context",
-    "get_strategy",
-    "has_strategy",
-    "in_cross_replica_context",
-    "scale_regularization_loss",
-    "value_and_grad",
-]
+# Where each public name is; those of the first line are modules.
+_HOMES = {
+    "keras_strategy": ("cluster_resolver", "config", "errors", "experimental"),
+    "keras_strategy.core.context": (
+        "experimental_set_strategy",
+        "get_replica_context",
+        "get_strategy",
+        "has_strategy",
+        "in_cross_replica_context",
+    ),
+    "keras_strategy.core.replica_context": ("ReplicaContext",),
+    "keras_strategy.input.dataset": ("DistributedDataset", "DistributedIterator"),
+    "keras_strategy.options.cross_device_ops": (
+        "CrossDeviceOps",
+        "HierarchicalCopyAllReduce",
+        "NcclAllReduce",
+        "ReductionToOneDevice",
+    ),
+    "keras_strategy.options.input": (
+        "InputContext",
+        "InputOptions",
+        "InputReplicationMode",
+    ),
+    "keras_strategy.options.run": ("RunOptions",),
+    "keras_strategy.rules.gradients": (
+        "compute_average_loss",
+        "scale_regularization_loss",
+        "value_and_grad",
+    ),
+    "keras_strategy.strategies.base": ("Strategy",),
+    "keras_strategy.strategies.extended": ("StrategyExtended",),
+    "keras_strategy.strategies.mirrored": ("MirroredStrategy",),
+    "keras_strategy.strategies.multi_worker": ("MultiWorkerMirroredStrategy",),
+    "keras_strategy.strategies.one_device": ("OneDeviceStrategy",),
+    "keras_strategy.values.distributed": (
+        "DistributedValues",
+        "Mirrored",
+        "PerReplica",
+        "ReduceOp",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-config.apply_environment()
+__all__ = sorted([*_HOME_OF, "__version__"])  # pyright: ignore
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if home == __name__:
+        return importlib.import_module(f"{__name__}.{name}")
+    # All of them may ask for the default strategy, which registers itself.
+    importlib.import_module("keras_strategy.strategies")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+# The engines divide the CPU before it is used or not at all, and a program may use it
+# by Keras alone before it asks this package for anything.
+if os.environ.get("KERAS_STRATEGY_LOGICAL_CPUS"):
+    importlib.import_module("keras_strategy.config").apply_environment()

@@ -14,7 +14,8 @@ def set_logical_devices(device_type: str, count: int) -> None:
     It lets a strategy of several replicas run, and be tested, on a machine that
     has one device. Call it at the start of the program, before a tensor, a
     variable or a strategy is made. For CPUs the environment variable
-    `KERAS_STRATEGY_LOGICAL_CPUS` does the same when `keras_strategy` is imported.
+    `KERAS_STRATEGY_LOGICAL_CPUS` does the same when `keras_strategy` is imported,
+    which then imports Keras at once, and not with the first name that is used.
 
     Args:
         device_type: `"cpu"`, the kind that every backend can divide.

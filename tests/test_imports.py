@@ -1,28 +1,101 @@
 """What importing the package does to a process, in processes of its own."""
 
+import ast
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
 import keras
 import pytest
 
+import keras_strategy as ks
+
 BACKENDS = ("jax", "torch", "tensorflow")
 
 
-def python(code: str, **environment: str) -> str:
+def python(code: str, stdin: str = "", **environment: str) -> str:
     """Runs code in a new process and returns the last line it prints."""
     inherited = {k: v for k, v in os.environ.items() if "KERAS_STRATEGY" not in k}
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**inherited, **environment},
+        input=stdin,
         capture_output=True,
         text=True,
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().splitlines()[-1]
+
+
+def test_keras_is_imported_with_the_first_name_that_needs_it():
+    code = """
+import sys
+import keras_strategy as ks
+import keras_strategy.launch.command, keras_strategy.launch.launcher
+import keras_strategy.testing, keras_strategy.testing.worker_call
+import keras_strategy.workers.cluster
+ks.errors.ClusterError, dir(ks), hasattr(ks, "nonsense")
+resolver = ks.cluster_resolver.detect().resolver()
+resolver = ks.cluster_resolver.TFConfigClusterResolver()
+light = not {"keras", "numpy", "jax", "torch", "tensorflow"} & set(sys.modules)
+print(light, resolver.num_accelerators(), "keras" in sys.modules)
+"""
+    assert python(code) == "True {} True"
+
+
+def test_any_public_name_may_be_the_first():
+    """Each in a process of its own, forked from one that has imported the engine."""
+    code = """
+import os, sys
+import keras
+names, failed = sys.stdin.read().split(), []
+for name in names:
+    child = os.fork()
+    if not child:
+        import keras_strategy as ks
+        assert vars(ks).get(name) is None
+        value = getattr(ks, name)
+        assert getattr(ks, name) is value
+        if name in ("get_strategy", "get_replica_context"):
+            assert value().num_replicas_in_sync == 1
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        failed.append(name)
+print(len(names), failed)
+"""
+    names = [name for name in ks.__all__ if name != "__version__"]
+    assert python(code, stdin="\n".join(names)) == f"{len(names)} []"
+
+
+def test_type_checkers_are_told_the_same_names():
+    stub = pathlib.Path(ks.__file__).with_suffix(".pyi").read_text()
+    homes = {
+        alias.name: statement.module
+        for statement in ast.parse(stub).body
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+    }
+    assert homes == ks._HOME_OF
+    everything: dict = {}
+    exec(stub[stub.index("__all__ =") :], everything)
+    assert sorted(everything["__all__"]) == ks.__all__ == dir(ks)
+    with pytest.raises(AttributeError, match="'keras_strategy' has no attribute 'no'"):
+        ks.no  # noqa: B018
+    exec("from keras_strategy import *", everything)
+    assert everything["MirroredStrategy"] is ks.MirroredStrategy
+
+
+def test_logical_devices_are_made_although_keras_is_used_before_the_package():
+    code = """
+import keras_strategy as ks
+import keras
+keras.ops.ones(3)
+print(ks.MirroredStrategy().num_replicas_in_sync)
+"""
+    assert python(code, KERAS_STRATEGY_LOGICAL_CPUS="3") == "3"
 
 
 def test_no_other_engine_is_imported():

@@ -76,7 +76,7 @@ def _measured(backend: str, workers: int) -> dict:
     }
     launcher = []
     if workers > 1:
-        launcher = ["keras_strategy_command", "run", f"--workers={workers}", "-m"]
+        launcher = ["keras_strategy", "run", f"--workers={workers}", "-m"]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "figures")
         command = [

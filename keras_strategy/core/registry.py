@@ -5,7 +5,6 @@ import importlib
 
 import keras
 
-from keras_strategy.cluster_resolver import local_devices
 from keras_strategy.core.protocol import Engine
 from keras_strategy.errors import UnsupportedBackendError
 
@@ -27,7 +26,3 @@ def get_engine() -> Engine:
             "variable KERAS_BACKEND to one of the three before Keras is imported."
         )
     return importlib.import_module(f"keras_strategy.backends.{name}").engine
-
-
-# Resolvers are below this room, and may be asked for the devices of this process.
-local_devices.list_with(lambda: get_engine().list_devices())

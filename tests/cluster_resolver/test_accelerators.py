@@ -18,10 +18,10 @@ def devices(monkeypatch):
     """Puts a backend with the given devices in the place of the one in use."""
 
     def have(*names):
-        module = types.ModuleType("keras_strategy.backends")
+        module = types.ModuleType("keras_strategy.core.registry")
         backend = types.SimpleNamespace(list_devices=lambda device_type=None: names)
         module.get_engine = lambda: backend
-        monkeypatch.setitem(sys.modules, "keras_strategy.backends", module)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
 
     return have
 

@@ -1,18 +1,9 @@
-"""One worker process of a test: joins, and then does what the test's script says.
-
-The package's own __init__ would import Keras, which takes longer than the test.
-"""
+"""One worker process of a test: joins, and then does what the test's script says."""
 
 import json
-import pathlib
 import sys
-import types
 
-package = types.ModuleType("keras_strategy")
-package.__path__ = [str(pathlib.Path(__file__).parents[2] / "keras_strategy")]
-sys.modules["keras_strategy"] = package
-
-from keras_strategy.workers import Member, hub, hub_address, watchdog  # noqa: E402
+from keras_strategy.workers import Member, hub, hub_address, watchdog
 
 # So that tests need not wait for long.
 hub.ANSWER_SECONDS = watchdog.ANSWER_SECONDS = 1.0

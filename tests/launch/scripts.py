@@ -46,7 +46,7 @@ class Script:
 
 
 def start(
-    *arguments: str, program=("-m", "keras_strategy_command"), **keywords
+    *arguments: str, program=("-m", "keras_strategy"), **keywords
 ) -> subprocess.Popen:
     keywords = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **keywords}
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

@@ -50,7 +50,6 @@ tell("told", json.dumps([config, *map(os.environ.get, names), sys.argv[1:]]))
 
 def test_environment_and_arguments_of_a_worker(tmp_path, monkeypatch):
     monkeypatch.delenv("NPROC", raising=False)
-    monkeypatch.delenv("KERAS_STRATEGY_LOGICAL_CPUS", raising=False)
     script = Script(tmp_path, ENVIRONMENT)
     arguments = ["--workers", "7", "-m", "--", "file"]
     done = script.run(
@@ -302,7 +301,9 @@ def test_colours_on_a_terminal_only(tmp_path, monkeypatch):
 def test_the_launcher_does_not_import_keras(tmp_path):
     script = Script(tmp_path, "tell('modules', json.dumps(sorted(sys.modules)))")
     code = (
-        "import json, sys, keras_strategy_command as c; assert c.main() == 0\n"
+        "import json, sys\n"
+        "from keras_strategy.launch.command import main\n"
+        "assert main() == 0\n"
         "print(json.dumps(sorted(sys.modules)), file=sys.stderr)"
     )
     done = finish(

@@ -1,0 +1,76 @@
+from keras_strategy import cluster_resolver, config, errors, experimental
+from keras_strategy.core.context import (
+    experimental_set_strategy,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
+from keras_strategy.core.replica_context import ReplicaContext
+from keras_strategy.input.dataset import DistributedDataset, DistributedIterator
+from keras_strategy.options.cross_device_ops import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
+from keras_strategy.options.input import (
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+)
+from keras_strategy.options.run import RunOptions
+from keras_strategy.rules.gradients import (
+    compute_average_loss,
+    scale_regularization_loss,
+    value_and_grad,
+)
+from keras_strategy.strategies.base import Strategy
+from keras_strategy.strategies.extended import StrategyExtended
+from keras_strategy.strategies.mirrored import MirroredStrategy
+from keras_strategy.strategies.multi_worker import MultiWorkerMirroredStrategy
+from keras_strategy.strategies.one_device import OneDeviceStrategy
+from keras_strategy.values.distributed import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    ReduceOp,
+)
+
+__version__: str
+
+__all__ = [
+    "CrossDeviceOps",
+    "DistributedDataset",
+    "DistributedIterator",
+    "DistributedValues",
+    "HierarchicalCopyAllReduce",
+    "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
+    "Mirrored",
+    "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
+    "NcclAllReduce",
+    "OneDeviceStrategy",
+    "PerReplica",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    "ReplicaContext",
+    "RunOptions",
+    "Strategy",
+    "StrategyExtended",
+    "__version__",
+    "cluster_resolver",
+    "compute_average_loss",
+    "config",
+    "errors",
+    "experimental",
+    "experimental_set_strategy",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "scale_regularization_loss",
+    "value_and_grad",
+]
