@@ -66,7 +66,7 @@ SELECTION = [
     *(
         f"tests/training/test_equality.py::{test}"
         for test in (
-            "test_training_equals_one_device[mlp-adamw]",
+            "test_training_equals_one_device[mlp]",
             "test_sample_weight",
             "test_loss_reductions[mean_with_sample_weight]",
             "test_a_loss_function_that_returns_a_scalar",

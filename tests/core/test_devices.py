@@ -4,9 +4,11 @@ import os
 import subprocess
 import sys
 
+import keras
 import pytest
 
 import keras_strategy as ks
+from keras_strategy.cluster_resolver import TFConfigClusterResolver
 from keras_strategy.values.devices import canonical_device, resolve_devices
 
 
@@ -105,3 +107,15 @@ def test_the_environment_variable_is_checked():
     )
     assert done.returncode != 0
     assert "KERAS_STRATEGY_LOGICAL_CPUS='many'" in done.stderr
+
+
+def test_what_a_resolver_says_of_the_devices():
+    """Accelerators alone, and like TensorFlow where it can be asked."""
+    found = TFConfigClusterResolver().num_accelerators()
+    assert set(found) <= {"GPU", "TPU"}
+    assert all(count > 0 for count in found.values())
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        native = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+        assert found == dict(native.num_accelerators())

@@ -1,5 +1,7 @@
 """What a replica can ask, where it cannot, and in layers, losses and metrics."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -156,23 +158,27 @@ def relative_error(y_true, y_pred):
     return keras.ops.mean(keras.ops.abs(y_true - y_pred), axis=-1) / spread
 
 
+def of_ones_own():
+    model = keras.Sequential(
+        [
+            keras.Input((3,)),
+            keras.layers.Dense(4, "tanh"),
+            Centered(),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile(keras.optimizers.SGD(0.1), relative_error, metrics=[CountsRows()])
+    return model
+
+
+@functools.cache
+def on_one_device():
+    return train(None, of_ones_own, X, Y)
+
+
 def test_layers_losses_and_metrics_in_fit(replicas, mirrored):
     """Also for the last batch of 5 rows, of which the fourth replica gets none."""
-
-    def compiled():
-        model = keras.Sequential(
-            [
-                keras.Input((3,)),
-                keras.layers.Dense(4, "tanh"),
-                Centered(),
-                keras.layers.Dense(1),
-            ]
-        )
-        model.compile(keras.optimizers.SGD(0.1), relative_error, metrics=[CountsRows()])
-        return model
-
-    one = train(None, compiled, X, Y)
-    assert_equal(one, train(mirrored(replicas), compiled, X, Y))
+    assert_equal(on_one_device(), train(mirrored(replicas), of_ones_own, X, Y))
 
 
 def test_a_mean_over_replicas_in_fit_leaves_out_those_without_rows(mirrored):

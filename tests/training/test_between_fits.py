@@ -69,6 +69,7 @@ def life_on_one_device():
     return a_life(None)
 
 
+@pytest.mark.parametrize("replicas", [2, 3])
 def test_fits_with_changes_between_them(replicas, mirrored, life_on_one_device):
     many = a_life(mirrored(replicas))
     for change, (logs, variables) in life_on_one_device.items():
