@@ -14,8 +14,8 @@ export BACKENDS
 
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test lint ruff format pyright imports docs clean equality peer \
-    compat bench
+.PHONY: help demo test lint ruff format pyright imports private docs clean equality \
+    peer compat bench hooks drop-hooks
 
 help:
 	@echo "make demo      train on two devices and on one, on every backend"
@@ -25,6 +25,8 @@ help:
 	@echo "make compat    the fit tests on other versions of Keras, on every backend"
 	@echo "make bench     how fast it is beside its peers, on every backend"
 	@echo "make lint      ruff, pyright and the import rules"
+	@echo "make hooks     write docs/hooks.md from the code"
+	@echo "make drop-hooks  a test must fail without each of the hooks"
 	@echo "make docs      build the documentation into site/"
 	@echo "make clean     remove the virtual environment and what was built"
 
@@ -54,8 +56,8 @@ compat: $(STAMP)
 bench: $(STAMP)
 	@$(VENV)/bin/python -m benchmarks --json benchmarks.json $(ARGS)
 
-# Four targets, so that make -k runs the others when one fails.
-lint: ruff format pyright imports
+# Five targets, so that make -k runs the others when one fails.
+lint: ruff format pyright imports private
 
 ruff: $(STAMP)
 	$(VENV)/bin/ruff check .
@@ -68,6 +70,17 @@ pyright: $(STAMP)
 
 imports: $(STAMP)
 	$(VENV)/bin/lint-imports --no-logo
+
+private: $(STAMP)
+	$(VENV)/bin/python tools/private_names.py
+
+# After a hook was added, moved or explained in other words.
+hooks: $(STAMP)
+	@$(VENV)/bin/python tools/hooks_page.py
+
+# Minutes. ARGS="Variable.assign" picks some.
+drop-hooks: $(STAMP)
+	@$(VENV)/bin/python tools/drop_hooks.py $(ARGS)
 
 docs: $(STAMP)
 	$(VENV)/bin/mkdocs build --strict

@@ -17,9 +17,8 @@ _install = Hook.install
 
 
 def _remembering(hook: Hook) -> None:
-    _originals.append(
-        (hook.owner, hook.name, inspect.getattr_static(hook.owner, hook.name))
-    )
+    original = inspect.getattr_static(hook.owner, hook.attribute)
+    _originals.append((hook.owner, hook.attribute, original))
     _install(hook)
 
 

@@ -3,7 +3,7 @@
 import os
 
 from keras_strategy.core.registry import get_engine
-from keras_strategy.rules import mirror_check
+from keras_strategy.hooks import mirror_check
 
 _LOGICAL_CPUS = "KERAS_STRATEGY_LOGICAL_CPUS"
 

@@ -35,7 +35,7 @@ REQUIREMENTS = {
 # What a version of Keras can break: how fit and its like are called, what the hooks
 # replace, and that two replicas still equal one device. A test of each is enough.
 SELECTION = [
-    "tests/core/test_hooking.py",
+    "tests/hooks/test_hook.py",
     *(
         f"tests/core/test_custom_loop.py::{test}"
         for test in (

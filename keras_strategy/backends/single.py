@@ -1,5 +1,6 @@
 """One replica: the interface of a group, and nothing added to Keras."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,12 @@ class SingleReplicaGroup:
 
     def take_first(self, variables: Sequence[Any]) -> None:
         """There is one value."""
+
+    def around(self, model: Any, method: str, arguments: dict[str, Any]):
+        return contextlib.nullcontext()
+
+    def check_apply_outside_of_replicas(self) -> None:
+        """There are no gradients to sum."""
 
     def components(self, variable: Any) -> tuple[Any, ...]:
         return (variable.value,)

@@ -6,6 +6,7 @@ one strategy on that engine. `Replica` is one of them while a function runs on i
 
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from keras_strategy.values.distributed import DistributedValues, Mirrored, ReduceOp
@@ -146,8 +147,8 @@ class Engine(Protocol):
         """See `keras_strategy.value_and_grad`."""
         ...
 
-    def install_hooks(self) -> None:
-        """Installs this engine's hooks into Keras; called once."""
+    def hook_modules(self) -> Sequence[ModuleType]:
+        """Where this engine extends Keras, in the order of installation."""
         ...
 
     def random_state(self) -> bytes | None:
@@ -245,6 +246,27 @@ class ReplicaGroup(Protocol):
 
     def take_first(self, variables: Sequence[Any]) -> None:
         """Gives variables that have just got their first value the chief's."""
+        ...
+
+    def around(
+        self, model: Any, method: str, arguments: dict[str, Any]
+    ) -> AbstractContextManager[Any]:
+        """What must hold while Keras's own `fit`, or its like, works.
+
+        Args:
+            model: The model.
+            method: "compile", "fit", "evaluate", "predict", or one of the three
+                methods for a batch.
+            arguments: Its arguments by name, to be changed in place.
+        """
+        ...
+
+    def check_apply_outside_of_replicas(self) -> None:
+        """Raises unless an optimizer can apply gradients in cross-replica context.
+
+        Raises:
+            RuntimeError: There.
+        """
         ...
 
     def components(self, variable: Any) -> tuple[Any, ...]:

@@ -17,12 +17,11 @@ class StepState:
         written: The variables that the step assigned, by `id`.
         applying: Whether an optimizer applies gradients that were summed already, so
             that all replicas compute on equal inputs.
-        loss_is_scalar: Whether the loss that is computed now gives one number.
-        has_all_rows: Whether that loss is given the rows of all replicas.
+        has_all_rows: Whether the loss that is computed now is given the rows of all
+            replicas.
     """
 
     row_weight: Any = None
     written: dict[int, Any] = field(default_factory=dict)
     applying: bool = False
-    loss_is_scalar: bool = False
     has_all_rows: bool = False

@@ -14,40 +14,110 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
 import keras
 
 from keras_strategy.errors import KerasVersionError
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_ATTRIBUTE = "_ks_hooks"
+
+
+class Extension:
+    """One place of Keras that is extended."""
+
+    @property
+    def target(self) -> str:
+        """The place, as Keras calls it."""
+        raise NotImplementedError
+
+    @property
+    def room(self) -> str:
+        """The module that extends it."""
+        return type(self).__module__
+
+    @property
+    def why(self) -> str:
+        """Why, in a sentence or two."""
+        return _first_paragraph(type(self))
+
+    @property
+    def when(self) -> Callable[..., Any] | None:
+        """What must be there for it to act; None if it always does."""
+        return None
+
+    @property
+    def name(self) -> str:
+        """What distinguishes it from all others."""
+        return f"{self.room.removeprefix('keras_strategy.')} {self.target}"
+
+    def is_needed(self) -> bool:
+        """Whether this Keras needs it."""
+        return True
+
+    def check(self) -> None:
+        """Raises `KerasVersionError` unless the place is as it was."""
+        raise NotImplementedError
+
+    def install(self) -> None:
+        """Extends it."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
-class Hook:
+class Hook(Extension):
     """One function of Keras and what takes its place.
 
     Attributes:
         owner: The class or module that has the function.
-        name: The function's name in `owner`.
+        attribute: The function's name in `owner`.
         signature: What the hook relies on. A string: all parameters, as
             `inspect.signature` writes them. A tuple: the names of some parameters,
             for a hook that passes the others through. None: it is a property.
-        replace: Takes the original function, returns the replacement.
+        function: What is called in its place, see `hook`.
+        condition: The `when` of `hook`.
+        owner_name: What Keras's users call the owner, if it has another name itself.
+        needed: See `hook`.
     """
 
     owner: Any
-    name: str
+    attribute: str
     signature: str | tuple[str, ...] | None
-    replace: Callable[[Any], Any]
+    function: Callable[..., Any]
+    condition: Callable[..., Any] | None = None
+    owner_name: str | None = None
+    needed: Callable[[], bool] | None = None
+
+    def is_needed(self) -> bool:
+        """Whether this Keras needs it."""
+        return self.needed is None or self.needed()
 
     @property
     def target(self) -> str:
         """The function's name with its owner's."""
-        owner = getattr(self.owner, "__qualname__", None) or self.owner.__name__
-        return f"{owner}.{self.name}"
+        owner = self.owner_name or getattr(self.owner, "__qualname__", None)
+        return f"{owner or self.owner.__name__}.{self.attribute}"
+
+    @property
+    def room(self) -> str:
+        """The module of the hook's function."""
+        return self.function.__module__
+
+    @property
+    def why(self) -> str:
+        """What the hook's function says of itself."""
+        return _first_paragraph(self.function)
+
+    @property
+    def when(self) -> Callable[..., Any] | None:
+        """The condition."""
+        return self.condition
 
     def check(self) -> None:
         """Raises `KerasVersionError` unless the function is as it was."""
-        original = inspect.getattr_static(self.owner, self.name, None)
+        original = inspect.getattr_static(self.owner, self.attribute, None)
         if original is None:
             raise changed(self.target, "is gone")
         if isinstance(original, property):
@@ -76,18 +146,143 @@ class Hook:
             )
 
     def install(self) -> None:
-        """Puts the replacement in the function's place."""
-        original = inspect.getattr_static(self.owner, self.name)
-        function = getattr(original, "__func__", original)
-        replacement = self.replace(function)
-        if not isinstance(original, property):
+        """Puts the hook's function in the function's place."""
+        original = inspect.getattr_static(self.owner, self.attribute)
+        replacement: Any
+        if isinstance(original, property):
+            assert original.fget is not None
+            replacement = property(
+                self._around(original.fget, functools.partial),
+                original.fset,
+                original.fdel,
+                original.__doc__,
+            )
+        else:
+            function = getattr(original, "__func__", original)
+            replacement = self._around(function, _bound)
             functools.update_wrapper(replacement, function)
             # Keras derives configurations from constructors with `getfullargspec`,
             # which does not look behind a wrapper.
             replacement.__signature__ = inspect.signature(function)
-        if isinstance(original, staticmethod):
-            replacement = staticmethod(replacement)
-        setattr(self.owner, self.name, replacement)
+            if isinstance(original, staticmethod):
+                replacement = staticmethod(replacement)
+        setattr(self.owner, self.attribute, replacement)
+
+    def _around(self, original: Callable, always: Callable) -> Callable:
+        """What asks the condition, at each call.
+
+        Some functions of Keras are called hundreds of times in a step: a call that is
+        none of the hook's business costs this one and the condition's.
+        """
+        function, when = self.function, self.condition
+        if when is None:
+            return always(function, original)
+        if not inspect.signature(when).parameters:
+
+            def replacement(*args, **kwargs):
+                found = when()
+                if found is None:
+                    return original(*args, **kwargs)
+                return function(original, found, *args, **kwargs)
+
+        else:
+
+            def replacement(*args, **kwargs):
+                found = when(args[0])
+                if found is None:
+                    return original(*args, **kwargs)
+                return function(original, found, *args, **kwargs)
+
+        return replacement
+
+
+def _bound(function: Callable, original: Callable) -> Callable:
+    """As `functools.partial`, which a class would not give its instances to."""
+
+    def replacement(*args, **kwargs):
+        return function(original, *args, **kwargs)
+
+    return replacement
+
+
+def hook(
+    owner: Any,
+    attribute: str | tuple[str, ...],
+    signature: str | tuple[str, ...] | None,
+    when: Callable[..., Any] | None = None,
+    needed: Callable[[], bool] | None = None,
+) -> Callable[[_Function], _Function]:
+    """Marks a function that is to be called in the place of one of Keras's.
+
+    It is called with the original function, then with what `when` found if there is
+    a condition, then with the arguments of the call. Nothing is installed by this:
+    `hooks_of` finds the marks of a module, and `install` installs them.
+
+    Args:
+        owner: The class or module that has the function.
+        attribute: The function's name in `owner`; several names if they share a
+            signature and a hook, which can tell them apart by `original.__name__`.
+        signature: See `Hook`.
+        when: The condition, asked at each call: a function of nothing, or of the
+            call's first argument. Where it returns None the original is called, and
+            nothing else.
+        needed: Asked once, before hooks are installed: whether this Keras, on this
+            backend, needs the hook; None if every one does.
+
+    Example:
+
+    ```python
+    @hook(keras.Variable, "assign", "(self, value)", when=in_replica)
+    def _assign(original, replica, self, value):
+        return original(self, replica.all_reduce("SUM", value))
+    ```
+    """
+    attributes = (attribute,) if isinstance(attribute, str) else attribute
+
+    def mark(function: _Function) -> _Function:
+        for name in attributes:
+            made = Hook(owner, name, signature, function, when, needed=needed)
+            _mark(function, made)
+        return function
+
+    return mark
+
+
+def model_hook(
+    attribute: str | tuple[str, ...],
+    signature: str | tuple[str, ...] | None,
+    when: Callable[..., Any] | None = None,
+) -> Callable[[_Function], _Function]:
+    """A hook on methods of models, in the class that defines them.
+
+    That is the trainer of the backend for most: a layer may inherit from one without
+    being a model. And where Keras compares a method with its base's to see whether a
+    user overrode it, a hook must sit where the method is defined.
+
+    Args:
+        attribute: See `hook`, as the others.
+        signature: What the hook relies on.
+        when: The condition.
+    """
+    attributes = (attribute,) if isinstance(attribute, str) else attribute
+
+    def mark(function: _Function) -> _Function:
+        for name in attributes:
+            mro = keras.Model.__mro__
+            owner = next((c for c in mro if name in vars(c)), keras.Model)
+            _mark(function, Hook(owner, name, signature, function, when, "Model"))
+        return function
+
+    return mark
+
+
+def _mark(function: Any, mark: Hook) -> None:
+    vars(function).setdefault(_ATTRIBUTE, []).append(mark)
+
+
+def _first_paragraph(documented: Any) -> str:
+    paragraph = inspect.cleandoc(documented.__doc__ or "").split("\n\n")[0]
+    return " ".join(paragraph.split())
 
 
 def changed(target: str, what: str) -> KerasVersionError:
@@ -135,27 +330,22 @@ def home_of(names: str, *modules: str) -> Any:
     )
 
 
-def model_hook(name: str, signature: Any, replace: Callable[[Any], Any]) -> Hook:
-    """A hook on a method of models, in the class that defines it.
-
-    That is the trainer of the backend for most: a layer may inherit from one without
-    being a model. And where Keras compares a method with its base's to see whether a
-    user overrode it, a hook must sit where the method is defined.
-
-    Args:
-        name: The method's name.
-        signature: See `Hook`.
-        replace: See `Hook`.
-    """
-    mro = keras.Model.__mro__
-    owner = next((c for c in mro if name in vars(c)), keras.Model)
-    return Hook(owner, name, signature, replace)
+def hooks_of(*modules: ModuleType) -> list[Extension]:
+    """All that some modules extend, in the order in which it is written there."""
+    found: list[Extension] = []
+    for module in modules:
+        for value in vars(module).values():
+            if isinstance(value, Extension):
+                found.append(value)
+            elif inspect.isfunction(value) and value.__module__ == module.__name__:
+                found += getattr(value, _ATTRIBUTE, ())
+    return found
 
 
-def install(hooks: Iterable[Hook]) -> None:
-    """Installs all `hooks`, or none of them where one does not fit."""
-    hooks = list(hooks)
-    for hook in hooks:
-        hook.check()
-    for hook in hooks:
-        hook.install()
+def install(extensions: Iterable[Extension]) -> None:
+    """Installs all that this Keras needs, or nothing where something does not fit."""
+    needed = [extension for extension in extensions if extension.is_needed()]
+    for extension in needed:
+        extension.check()
+    for extension in needed:
+        extension.install()

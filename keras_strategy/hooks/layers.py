@@ -1,61 +1,141 @@
-"""Activity regularizers, where Keras adds them up over the rows of a batch.
-
-Since 3.14 Keras divides them by the rows. The optimizer weights a replica's loss by its
-rows, which is right for a mean over them; of a sum it would take a part only.
-"""
+"""Where Keras's layers are extended on every backend."""
 
 from typing import Any
 
 import keras
 from keras import ops
 
-from keras_strategy.core.context import distributed_replica
-from keras_strategy.hooks.hook import changed
-
-_NAME = "activity_regularizer"
-
-
-def hooks() -> list[Any]:
-    """What makes a replica's activity losses add up to those of one device."""
-    return [_OfAllRows()] if _is_a_sum() else []
+from keras_strategy.core import context
+from keras_strategy.hooks.conditions import in_scope, in_step
+from keras_strategy.hooks.hook import Extension, changed, hook
+from keras_strategy.rules import normalization
 
 
-def _is_a_sum() -> bool:
-    # Asked of a layer of two rows: nothing that can be read off a class tells.
-    layer = keras.layers.Identity(activity_regularizer=ops.sum, name="two_rows")
-    layer(ops.ones((2, 1)))
-    return float(layer.losses[0]) == 2.0
+@hook(keras.Layer, "__new__", "(cls, *args, **kwargs)")
+def _new(original, cls, *args, **kwargs):
+    """A model belongs to the scope that it is made in.
+
+    Every way to make a model ends here: Sequential, functional, subclass,
+    from_config, load_model and clone_model. And a layer may be trained as a model is,
+    if its class is one of Keras's trainers too.
+    """
+    layer = original(cls, *args, **kwargs)
+    strategy = context.current_scope()
+    if strategy is not None:
+        vars(layer)["_ks_strategy"] = strategy
+    return layer
 
 
-class _OfAllRows:
-    """`Layer.activity_regularizer`: in a replica, one whose sum is not weighted."""
+# --- batch normalization
+
+
+def _synchronized_is_refused() -> bool:
+    try:
+        keras.layers.BatchNormalization(synchronized=True, name="synchronized")
+    except ValueError:
+        return True
+    return False
+
+
+@hook(
+    keras.layers.BatchNormalization,
+    "__init__",
+    ("synchronized",),
+    when=in_scope,
+    needed=_synchronized_is_refused,
+)
+def _batch_normalization(original, strategy, self, *args, synchronized=False, **kwargs):
+    """In a scope `synchronized` works everywhere.
+
+    Keras refuses it on JAX and torch, where it has nothing to synchronize with.
+    """
+    if not synchronized:
+        return original(self, *args, **kwargs)
+    original(self, *args, **kwargs)
+    self.synchronized = True
+
+
+@hook(
+    keras.layers.BatchNormalization, "_moments", "(self, inputs, mask)", when=in_scope
+)
+def _moments(original, strategy, self, inputs, mask):
+    """The statistics are those of all replicas, if `synchronized`.
+
+    Outside of replicas all rows are there: one device, or JAX's global program. And
+    with a mask, Keras synchronizes nothing.
+    """
+    if not self.synchronized:
+        return original(self, inputs, mask)
+    replica = context.distributed_replica()
+    axes = self._reduction_axes
+    if replica is None:
+        # Keras's own would refuse to synchronize.
+        if mask is None:
+            return ops.moments(inputs, axes=axes)
+        return original(self, inputs, mask)
+    if mask is None:
+        return normalization.moments(replica, inputs, axes, keepdims=False)
+    return normalization.masked_moments(replica, inputs, mask, axes)
+
+
+# --- activity regularizers
+
+
+class _ActivityRegularizer(Extension):
+    """In a step, a replica's activity losses add up to those of one device.
+
+    Since 3.14 Keras divides them by the rows. The optimizer weights a replica's loss by
+    its rows, which is right for a mean over them; of a sum it would take a part only.
+    """
+
+    attribute = "activity_regularizer"
+
+    @property
+    def target(self) -> str:
+        """The attribute, which each layer has of its own."""
+        return f"Layer.{self.attribute}"
+
+    def is_needed(self) -> bool:
+        """Whether Keras adds them up over the rows."""
+        # Asked of a layer of two rows: nothing that can be read off a class tells.
+        layer = keras.layers.Identity(activity_regularizer=ops.sum, name="two_rows")
+        layer(ops.ones((2, 1)))
+        return float(layer.losses[0]) == 2.0
 
     def check(self) -> None:
         """Raises `KerasVersionError` unless the attribute is each layer's own."""
-        found = getattr(keras.Layer, _NAME, None)
-        if found is not None and getattr(found, "fget", None) is not _get:
-            raise changed(f"Layer.{_NAME}", "became a property")
+        if hasattr(keras.Layer, self.attribute):
+            raise changed(self.target, "became a property")
 
     def install(self) -> None:
         """Puts a property in the attribute's place."""
-        setattr(keras.Layer, _NAME, property(_get, _set))
+        setattr(keras.Layer, self.attribute, property(self._get, self._set))
+
+    def _get(self, layer: Any) -> Any:
+        if self.attribute not in vars(layer):
+            raise AttributeError(f"{type(layer).__name__} has no {self.attribute} yet")
+        regularizer = vars(layer)[self.attribute]
+        replica = in_step()
+        if regularizer is None or replica is None:
+            return regularizer
+
+        def unweighted(outputs):
+            loss = regularizer(outputs)
+            weight = ops.cast(replica.step.row_weight, loss.dtype)
+            return ops.divide_no_nan(loss, weight)
+
+        return unweighted
+
+    def _set(self, layer: Any, regularizer: Any) -> None:
+        vars(layer)[self.attribute] = regularizer
 
 
-def _get(layer: Any) -> Any:
-    if _NAME not in vars(layer):
-        raise AttributeError(f"{type(layer).__name__} has no {_NAME} yet")
-    regularizer = vars(layer)[_NAME]
-    replica = distributed_replica()
-    weight = None if replica is None else replica.step.row_weight
-    if regularizer is None or weight is None:
-        return regularizer
-
-    def unweighted(outputs):
-        loss = regularizer(outputs)
-        return ops.divide_no_nan(loss, ops.cast(weight, loss.dtype))
-
-    return unweighted
+_activity_regularizer = _ActivityRegularizer()
 
 
-def _set(layer: Any, regularizer: Any) -> None:
-    vars(layer)[_NAME] = regularizer
+# --- private state of Keras
+
+
+def all_layers(model: keras.Model) -> list[Any]:
+    """A model, its layers, and theirs."""
+    return list(model._flatten_layers())

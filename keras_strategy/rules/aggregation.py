@@ -80,5 +80,5 @@ def is_averaged(variable: Any) -> bool:
         not variable.trainable
         and variable.aggregation == "none"
         and not is_on_read(variable)
-        and "float" in variable._dtype
+        and "float" in variable.dtype
     )

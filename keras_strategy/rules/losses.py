@@ -7,7 +7,6 @@ over the replicas (see row_weights.py) is what one device computes on the whole 
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 from keras import ops, tree
@@ -56,44 +55,28 @@ def reduce_values(
     return ops.divide_no_nan(total, denominator)
 
 
-def apply_mask(
-    replica: Replica,
-    original: Callable[..., Any],
-    sample_weight: Any,
-    mask: Any,
-    dtype: Any,
-    reduction: str | None,
+def valid_entries(
+    replica: Replica, mask: Any, dtype: Any, reduction: str | None
 ) -> Any:
-    """Keras's `apply_mask`, for one replica of many.
+    """What a mask adds to the weights of a replica's entries.
 
     Args:
         replica: The replica.
-        original: Keras's function.
-        sample_weight: The weights of the entries, or None.
-        mask: Which entries are valid, or None.
+        mask: Which entries are valid.
         dtype: The dtype of the losses.
         reduction: One of Keras's reductions.
 
     Returns:
-        The weights of the entries, mask included, or None.
+        A factor for each entry, in `dtype`. Where Keras weights the valid entries by
+        total / valid, these are counted over all replicas.
     """
-    if mask is None:
-        return original(sample_weight, mask, dtype, reduction)
-    if sample_weight is not None:
-        # Keras multiplies it in place, and torch counts that against the whole
-        # batch, of which the replicas hold slices.
-        sample_weight = sample_weight * 1
-    if reduction not in ("mean", "sum_over_batch_size"):
-        return original(sample_weight, mask, dtype, reduction)
     valid = ops.cast(mask, dtype)
+    if reduction not in ("mean", "sum_over_batch_size"):
+        return valid
     total = _count(mask, dtype)
     if replica.step.row_weight is None:
         total = _shared(replica, total)
-    valid_weight = ops.divide_no_nan(total, _shared(replica, ops.sum(valid)))
-    # Keras's own weighting of the valid entries (total / valid), with a total and a
-    # count of valid entries that belong to all replicas. The rest is its code for
-    # reductions that do not rescale the mask.
-    return original(sample_weight, valid * valid_weight, dtype, "sum")
+    return valid * ops.divide_no_nan(total, _shared(replica, ops.sum(valid)))
 
 
 def rows_of_all(replica: Replica, structure: Any) -> Any:

@@ -1,7 +1,7 @@
 """Which strategy a model and its variables belong to.
 
 What is made in a scope is its strategy's. What comes from outside, such as an optimizer
-that was made before, is adopted when it is used.
+that was made before, is adopted when it is used, see `hooks.adoption`.
 """
 
 from typing import Any
@@ -34,38 +34,3 @@ def belongs_to(variable: Any, strategy: Any) -> None:
     """Notes that a variable was made in the scope of a strategy."""
     vars(variable)["_ks_strategy"] = strategy
     strategy.extended.variables[id(variable)] = variable
-
-
-def adopt_variables(strategy: Any, model: keras.Model) -> None:
-    """Mirrors what a model needs and what was made outside the scope.
-
-    An optimizer or a metric that was made before the scope was entered, or a layer
-    of a model that was built elsewhere.
-    """
-    variables = [*model.variables, *model.metrics_variables]
-    if getattr(model, "optimizer", None) is not None:
-        variables += model.optimizer.variables
-    adopt(strategy, variables)
-
-
-def adopt(strategy: Any, variables: Any) -> None:
-    """Makes initialized variables that belong to no strategy `strategy`'s.
-
-    Raises:
-        RuntimeError: If one of them belongs to another strategy.
-    """
-    strangers = []
-    for variable in variables:
-        owner = strategy_of_variable(variable)
-        if owner is None and variable._value is not None:
-            strangers.append(variable)
-        elif owner not in (None, strategy):
-            raise RuntimeError(
-                f"Mixing different strategies: the variable '{variable.path}' was "
-                f"made in the scope of {owner!r} and is used under {strategy!r}. "
-                "Make the whole model in one scope."
-            )
-    if strangers:
-        strategy.extended.group.adopt(strangers)
-    for variable in strangers:
-        belongs_to(variable, strategy)

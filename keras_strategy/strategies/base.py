@@ -11,11 +11,11 @@ import keras
 from keras import tree
 
 from keras_strategy.core import context
+from keras_strategy.hooks import mirror_check
 from keras_strategy.input import splitting
 from keras_strategy.input.dataset import DistributedDataset
 from keras_strategy.options.input import InputContext, InputOptions
 from keras_strategy.options.run import RunOptions, check_call, check_run_options
-from keras_strategy.rules import mirror_check
 from keras_strategy.values.distributed import (
     DistributedValues,
     PerReplica,

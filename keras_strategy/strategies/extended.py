@@ -14,7 +14,7 @@ from keras_strategy.core import context
 from keras_strategy.core.components import Containers, VariableComponent
 from keras_strategy.core.protocol import ReplicaGroup
 from keras_strategy.core.registry import get_engine
-from keras_strategy.hooks import trainer
+from keras_strategy.hooks import installed
 from keras_strategy.options.communication import check_communication_options
 from keras_strategy.options.run import check_call
 from keras_strategy.rules import ownership
@@ -55,7 +55,7 @@ class StrategyExtended:
         cross_device_ops: "CrossDeviceOps | None" = None,
         cluster: "Cluster | None" = None,
     ):
-        trainer.install_once()
+        installed.install_once()
         self._strategy = container_strategy
         self._devices = tuple(devices)
         self.cluster = cluster

@@ -18,8 +18,8 @@ import tensorflow as tf
 
 import keras_strategy as ks
 from keras_strategy.backends.tensorflow import combine
-from keras_strategy.hooks import trainer
-from keras_strategy.rules import ownership
+from keras_strategy.core.registry import get_engine
+from keras_strategy.hooks.adoption import adopt
 
 
 @pytest.fixture(params=[2, 3], ids="{} replicas".format)
@@ -60,7 +60,7 @@ def test_set_logical_devices_again():
 
 
 def test_devices_of_a_kind_that_is_not_there():
-    assert trainer.get_engine().list_devices("tpu") == []
+    assert get_engine().list_devices("tpu") == []
 
 
 # --- reduce and gather, with native tf.distribute as the oracle
@@ -352,7 +352,7 @@ def test_adopted_variables_keep_value_and_optimizer_slots(two):
     optimizer.apply([tf.ones(2)], [v])
     before = v.numpy()
     with two.scope():
-        ownership.adopt(two, [v, *optimizer.variables])
+        adopt(two, [v, *optimizer.variables])
     np.testing.assert_array_equal(v.numpy(), before)
     two.run(lambda: optimizer.apply([tf.ones(2)], [v]))
     # Momentum 0.9 * -0.1 - 0.1 * (sum of the gradients, 2)

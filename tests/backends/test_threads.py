@@ -63,4 +63,4 @@ def test_a_cell_that_keeps_its_mask_elsewhere_is_refused(method, says, monkeypat
     setattr(Cell, method, lambda self: setattr(self, "_mask", None))
     monkeypatch.setattr(hooks, "DropoutRNNCell", Cell)
     with pytest.raises(KerasVersionError, match=f"reset_dropout_mask` {says}"):
-        hook.install(hooks.hooks())
+        hook.install(hook.hooks_of(hooks))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -11,7 +12,6 @@ from jax.core import Tracer
 
 from keras_strategy.backends.jax import connection, devices, gradients
 from keras_strategy.backends.jax.replica import in_program
-from keras_strategy.hooks import hook
 
 if TYPE_CHECKING:
     from keras_strategy.backends.jax.group import JaxReplicaGroup
@@ -58,11 +58,13 @@ class JaxEngine:
     ) -> Callable[..., Any]:
         return gradients.value_and_grad(fn, variables, has_aux)
 
-    def install_hooks(self) -> None:
-        # Here and below: `hooks.trainer` imports this package while it loads.
+    def hook_modules(self) -> Sequence[ModuleType]:
+        # Here and below: these import this package while they load.
         from keras_strategy.backends.jax import hooks
+        from keras_strategy.backends.threads import hooks as thread_hooks
 
-        hook.install(hooks.hooks())
+        # A thread asks the others before the process's seed generator is made.
+        return [hooks, thread_hooks]
 
     def random_state(self) -> None:
         return None

@@ -1,6 +1,7 @@
 """The replicas of one strategy, on a mesh of JAX devices."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,32 @@ class JaxReplicaGroup:
         chiefs = self.workers.chiefs(f"the first value of '{first}'{more}", arrays)
         for variable, value in zip(variables, chiefs or (), strict=False):
             hooks.set_array(variable, put(value, self.distribution.everywhere))
+
+    @contextlib.contextmanager
+    def around(
+        self, model: Any, method: str, arguments: dict[str, Any]
+    ) -> Iterator[None]:
+        if method.endswith("_on_batch") and self.workers is not None:
+            # Otherwise each would compute on the rows of another batch.
+            data = [arguments.get(name) for name in ("x", "y", "sample_weight")]
+            self.workers.require_same_shapes(method, data)
+        if method == "predict_on_batch":
+            # Keras forgets to distribute its batch.
+            arguments["x"] = tree.map_structure(
+                lambda x: None if x is None else self.distribution.place_rows(x),
+                arguments["x"],
+            )
+        try:
+            yield
+        except BaseException:
+            if method in ("evaluate", "predict"):
+                # Keras takes the variables' values out of the model for the time of
+                # the loop, and only `fit` puts them back whatever happens.
+                hooks.synchronize_state(model)
+            raise
+
+    def check_apply_outside_of_replicas(self) -> None:
+        """There it acts on the sum already."""
 
     def components(self, variable: Any) -> tuple[Any, ...]:
         if in_program():

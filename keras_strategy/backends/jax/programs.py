@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import keras
 
 from keras_strategy.backends.jax import hooks
+from keras_strategy.hooks.variables import stored_dtype
 
 logger = logging.getLogger("keras_strategy")
 
@@ -37,7 +38,7 @@ class RunScope(keras.StatelessScope):
         if value is None:
             # This trace will be thrown away; a stand-in keeps the real value from
             # becoming a constant that Python code could look into.
-            value = jnp.zeros(variable.shape, variable._dtype)
+            value = jnp.zeros(variable.shape, stored_dtype(variable))
         return value
 
     def add_update(self, update: tuple[Any, Any]) -> None:

@@ -45,8 +45,8 @@ from keras_strategy.backends.jax.threaded import ThreadedRunner
 from keras_strategy.backends.jax.workers import JaxWorkers
 from keras_strategy.core import context
 from keras_strategy.core.replica_context import ReplicaContext
+from keras_strategy.hooks.adoption import adopt
 from keras_strategy.rules.aggregation import is_on_read
-from keras_strategy.rules.ownership import adopt
 
 if TYPE_CHECKING:
     from keras_strategy.core.protocol import Strategy

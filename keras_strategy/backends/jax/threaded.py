@@ -31,8 +31,9 @@ from keras_strategy.backends.threads.scopes import ReplicaScope, unbuilt
 from keras_strategy.backends.threads.team import Team
 from keras_strategy.core import context
 from keras_strategy.core.protocol import Replica
+from keras_strategy.hooks.adoption import adopt
+from keras_strategy.hooks.variables import stored_dtype
 from keras_strategy.rules.aggregation import is_on_read
-from keras_strategy.rules.ownership import adopt
 from keras_strategy.rules.row_weights import weighted
 from keras_strategy.values.distributed import (
     ReduceOp,
@@ -311,7 +312,9 @@ class ThreadedRunner:
         for variable in others:
             values = [
                 jax.device_put(
-                    jnp.asarray(scope.get_current_value(variable), variable._dtype),
+                    jnp.asarray(
+                        scope.get_current_value(variable), stored_dtype(variable)
+                    ),
                     device,
                 )
                 for scope, device in zip(

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -22,6 +23,13 @@ if TYPE_CHECKING:
 
 def _unflatten(cls: Any, metadata: Any, components: Sequence[Any]) -> Any:
     return cls(components)
+
+
+# tf.nest and tf.function then see the tensors inside distributed values, so that
+# users' own tf.functions take and return them.
+_protocol: Any = DistributedValues
+_protocol.__tf_flatten__ = lambda self: ((), self.values)
+_protocol.__tf_unflatten__ = classmethod(_unflatten)
 
 
 class TensorFlowEngine:
@@ -55,16 +63,10 @@ class TensorFlowEngine:
 
         return value_and_grad(fn, variables, has_aux)
 
-    def install_hooks(self) -> None:
+    def hook_modules(self) -> Sequence[ModuleType]:
         from keras_strategy.backends.tensorflow import hooks
-        from keras_strategy.hooks import hook
 
-        hook.install(hooks.hooks())
-        # tf.nest and tf.function then see the tensors inside distributed values,
-        # so that users' own tf.functions take and return them.
-        protocol: Any = DistributedValues
-        protocol.__tf_flatten__ = lambda self: ((), self.values)
-        protocol.__tf_unflatten__ = classmethod(_unflatten)
+        return [hooks]
 
     def random_state(self) -> bytes:
         from keras_strategy.backends.tensorflow import server

@@ -5,6 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_strategy.hooks.variables import stored
+
 
 def value_and_grad(
     fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
@@ -15,7 +17,7 @@ def value_and_grad(
         with tf.GradientTape() as tape:
             for variable in variables:
                 if not variable.trainable:
-                    tape.watch(variable._value)
+                    tape.watch(stored(variable))
             result = fn(*args, **kwargs)
             value, aux = result if has_aux else (result, None)
             value = tf.convert_to_tensor(value)
@@ -24,7 +26,7 @@ def value_and_grad(
                 "The function given to `value_and_grad` must return a scalar to "
                 f"differentiate. Received a tensor of the shape {value.shape}."
             )
-        gradients = tape.gradient(value, [variable._value for variable in variables])
+        gradients = tape.gradient(value, [stored(variable) for variable in variables])
         return ((value, aux) if has_aux else value), gradients
 
     return compute

@@ -29,6 +29,7 @@ from keras_strategy.core import context
 from keras_strategy.core.components import update_components
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.replica_context import ReplicaContext
+from keras_strategy.hooks.variables import initialize, stored
 from keras_strategy.values.distributed import (
     DistributedValues,
     Mirrored,
@@ -83,10 +84,10 @@ class TensorFlowGroup:
     def adopt(self, variables: Sequence[Any]) -> None:
         with tf.init_scope(), self.scope():
             for variable in variables:
-                value = variable._value
+                value = stored(variable)
                 if isinstance(value, tf.distribute.DistributedValues):
                     continue
-                variable._initialize(lambda value=value: tf.convert_to_tensor(value))
+                initialize(variable, lambda value=value: tf.convert_to_tensor(value))
                 # Optimizers know the variables that they were built with by this id.
                 self.components(variable)[0]._unique_id = value._unique_id
 
@@ -106,8 +107,20 @@ class TensorFlowGroup:
             for component in components:
                 component.assign(value)
 
+    def around(
+        self, model: Any, method: str, arguments: dict[str, Any]
+    ) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def check_apply_outside_of_replicas(self) -> None:
+        raise RuntimeError(
+            "`optimizer.apply` was called outside the replicas of "
+            f"{self.strategy!r}. Call it inside the function that "
+            "`strategy.run` runs, where it sums the replicas' gradients."
+        )
+
     def components(self, variable: Any) -> tuple[Any, ...]:
-        return tuple(self.native.experimental_local_results(variable._value))
+        return tuple(self.native.experimental_local_results(stored(variable)))
 
     def part_of_this_worker(self, variable: Any) -> Any:
         """What this worker adds to an on_read variable's value."""

@@ -10,6 +10,7 @@ from keras_strategy.backends.tensorflow import combine
 from keras_strategy.backends.tensorflow.across import sum_of_workers
 from keras_strategy.core import context
 from keras_strategy.core.step_state import StepState
+from keras_strategy.hooks.variables import stored
 from keras_strategy.rules import row_weights
 from keras_strategy.values.distributed import ReduceOp, select_replica
 
@@ -121,7 +122,7 @@ class TensorFlowReplica:
         return self._sum([share(tensor) for tensor in tensors], "optimizer.apply")
 
     def write(self, variable: Any, value: Any) -> None:
-        component = self.own(variable._value)
+        component = self.own(stored(variable))
         component.assign(tf.cast(value, component.dtype))
 
     def own(self, variable: Any) -> Any:

@@ -2,7 +2,6 @@
 
 Layers keep tensors of the batch on themselves, and Keras holds settings for each
 thread. What belongs to one replica must be kept apart from what belongs to the others.
-Outside of such replicas each hook calls the original.
 """
 
 import contextlib
@@ -14,7 +13,7 @@ import keras
 from keras import tree
 
 from keras_strategy.backends.threads.scopes import ReplicaScope
-from keras_strategy.hooks.hook import Hook, changed, home_of
+from keras_strategy.hooks.hook import Extension, changed, home_of, hook
 
 global_state = home_of(
     "GLOBAL_STATE_TRACKER get_global_attribute set_global_attribute",
@@ -98,106 +97,90 @@ def replica_scope() -> ReplicaScope | None:
     return scope
 
 
-def _global_seed_generator(original: Callable) -> Callable:
-    """`global_seed_generator`: made once for all replicas, from one seed."""
-
-    def global_seed_generator():
-        scope = replica_scope()
-        if scope is None or global_state.get_global_attribute(_SEED) is not None:
-            return original()
-        generator = scope.replica.once(original)
-        global_state.set_global_attribute(_SEED, generator)
-        return generator
-
-    return global_seed_generator
+@hook(keras_seeds, "global_seed_generator", "()", when=replica_scope)
+def _global_seed_generator(original, scope):
+    """It is made once for all replicas, from one seed."""
+    if global_state.get_global_attribute(_SEED) is not None:
+        return original()
+    generator = scope.replica.once(original)
+    global_state.set_global_attribute(_SEED, generator)
+    return generator
 
 
 # --- layers
 
 
-def _maybe_build(original: Callable) -> Callable:
-    """`Layer._maybe_build`: the replicas build a layer together, once."""
-
-    def _maybe_build(self, call_spec):
-        scope = replica_scope()
-        if scope is None or self.built:
-            return original(self, call_spec)
-        return scope.replica.once(lambda: original(self, call_spec))
-
-    return _maybe_build
+@hook(keras.Layer, "_maybe_build", "(self, call_spec)", when=replica_scope)
+def _maybe_build(original, scope, self, call_spec):
+    """The replicas build a layer together, once."""
+    if self.built:
+        return original(self, call_spec)
+    return scope.replica.once(lambda: original(self, call_spec))
 
 
-def _add_loss(original: Callable) -> Callable:
-    """`Layer.add_loss`: a layer keeps its losses by their ids, on itself."""
-
-    def add_loss(self, loss):
-        scope = replica_scope()
-        if scope is None:
-            return original(self, loss)
-        losses = tree.flatten(loss)
-        if not all(keras.ops.is_tensor(x) for x in losses):
-            return original(self, loss)  # which says what is wrong
-        scope.layer_losses.setdefault(id(self), []).extend(losses)
-
-    return add_loss
+@hook(keras.Layer, "add_loss", "(self, loss)", when=replica_scope)
+def _add_loss(original, scope, self, loss):
+    """A layer keeps its losses by their ids, on itself."""
+    losses = tree.flatten(loss)
+    if not all(keras.ops.is_tensor(x) for x in losses):
+        return original(self, loss)  # which says what is wrong
+    scope.layer_losses.setdefault(id(self), []).extend(losses)
 
 
-def _get_own_losses(original: Callable) -> Callable:
-    """`Layer._get_own_losses`: those of this replica."""
-
-    def _get_own_losses(self):
-        scope = replica_scope()
-        if scope is None:
-            return original(self)
-        return list(scope.layer_losses.get(id(self), ()))
-
-    return _get_own_losses
+@hook(keras.Layer, "_get_own_losses", "(self)", when=replica_scope)
+def _get_own_losses(original, scope, self):
+    """A replica's losses are its own."""
+    return list(scope.layer_losses.get(id(self), ()))
 
 
-def _clear_losses(original: Callable) -> Callable:
-    """`Layer._clear_losses`: those of this replica."""
-
-    def _clear_losses(self):
-        scope = replica_scope()
-        if scope is None:
-            return original(self)
-        scope.layer_losses.pop(id(self), None)
-        for layer in self._layers:
-            layer._clear_losses()
-
-    return _clear_losses
+@hook(keras.Layer, "_clear_losses", "(self)", when=replica_scope)
+def _clear_losses(original, scope, self):
+    """A replica's losses are its own."""
+    scope.layer_losses.pop(id(self), None)
+    for layer in self._layers:
+        layer._clear_losses()
 
 
 @dataclass(frozen=True)
-class _OwnMask:
+class _OwnMask(Extension):
     """`DropoutRNNCell` keeps a mask on itself for the time steps of one call.
 
     That is an attribute and no function, so there is no signature to know it by: it is
     the one that the method sets which forgets the mask.
 
     Attributes:
-        name: The attribute's name.
+        attribute: The attribute's name.
         reset: The method's.
     """
 
-    name: str
+    attribute: str
     reset: str
+
+    @property
+    def target(self) -> str:
+        """The attribute, which each cell has of its own."""
+        return f"DropoutRNNCell.{self.attribute}"
+
+    @property
+    def when(self) -> Callable[..., Any]:
+        """The condition."""
+        return replica_scope
 
     def check(self) -> None:
         """Raises `KerasVersionError` unless the mask is where it was."""
         target = f"DropoutRNNCell.{self.reset}"
         if not hasattr(DropoutRNNCell, self.reset):
             raise changed(target, "is gone")
-        if isinstance(vars(DropoutRNNCell).get(self.name), property):
-            return  # ours
+        if isinstance(vars(DropoutRNNCell).get(self.attribute), property):
+            raise changed(self.target, "became a property")
         cell = DropoutRNNCell()
         getattr(cell, self.reset)()
-        if self.name not in vars(cell):
-            raise changed(target, f"no longer sets {self.name}")
+        if self.attribute not in vars(cell):
+            raise changed(target, f"no longer sets {self.attribute}")
 
     def install(self) -> None:
         """Gives each replica a mask of its own."""
-        name = self.name
+        name = self.attribute
 
         def key():
             scope = replica_scope()
@@ -214,14 +197,5 @@ class _OwnMask:
         setattr(DropoutRNNCell, name, property(fget, fset))
 
 
-def hooks() -> list[Any]:
-    """What every adapter needs whose replicas are threads."""
-    return [
-        _OwnMask("_dropout_mask", "reset_dropout_mask"),
-        _OwnMask("_recurrent_dropout_mask", "reset_recurrent_dropout_mask"),
-        Hook(keras_seeds, "global_seed_generator", "()", _global_seed_generator),
-        Hook(keras.Layer, "_maybe_build", "(self, call_spec)", _maybe_build),
-        Hook(keras.Layer, "add_loss", "(self, loss)", _add_loss),
-        Hook(keras.Layer, "_get_own_losses", "(self)", _get_own_losses),
-        Hook(keras.Layer, "_clear_losses", "(self)", _clear_losses),
-    ]
+_dropout_mask = _OwnMask("_dropout_mask", "reset_dropout_mask")
+_recurrent_mask = _OwnMask("_recurrent_dropout_mask", "reset_recurrent_dropout_mask")

@@ -4,8 +4,8 @@ from typing import Any
 
 import keras
 
-from keras_strategy.hooks.saving import ChiefsLead
-from keras_strategy.rules.mirror_check import MirrorCheck
+from keras_strategy.hooks.mirror_check import MirrorCheck
+from keras_strategy.rules.chiefs_lead import ChiefsLead
 
 _ATTRIBUTE = "_ks_batch_logs"
 _SAVING = (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)
@@ -75,3 +75,60 @@ def _is_one_of(callback: Any, name: str, owners: list[type]) -> bool:
     """Whether a callback's method is that of one of some classes."""
     function = getattr(getattr(callback, name), "__func__", None)
     return any(function is getattr(owner, name) for owner in owners)
+
+
+def watch_readers(strategy: Any, method: str, arguments: dict[str, Any]) -> None:
+    """Has Keras's loop find out, when it begins, whether its logs are read.
+
+    Where nobody does, on any worker, they need not be brought together. A loop that is
+    not Keras's may, and so may whoever made a `CallbackList`.
+
+    Args:
+        strategy: The strategy.
+        method: "fit" or "evaluate".
+        arguments: The method's arguments by name; changed in place.
+    """
+    callbacks = arguments.get("callbacks")
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return  # that of `fit` has a watch already
+    listed = list(keras.tree.flatten(callbacks or []))
+    # Keras adds a progress bar, which reads them.
+    shown = arguments.get("verbose", "auto") != 0
+    arguments["callbacks"] = [*listed, _ReaderWatch(strategy, listed, shown)]
+
+
+class _ReaderWatch(keras.callbacks.Callback):
+    """Notes who reads the logs of batches, when a loop begins.
+
+    Args:
+        strategy: The strategy.
+        callbacks: The other callbacks.
+        shown: Whether Keras shows the logs.
+    """
+
+    def __init__(self, strategy: Any, callbacks: list[Any], shown: bool):
+        super().__init__()
+        self._strategy = strategy
+        self._callbacks = callbacks
+        self._shown = shown
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Asks for the logs of `fit`."""
+        self._note("train", "fit")
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Asks for the logs of `evaluate`."""
+        self._note("test", "evaluate")
+
+    def _note(self, kind: str, loop: str) -> None:
+        batch_logs = BatchLogs.of(getattr(self.model, f"{kind}_function"))
+        if batch_logs is None:
+            return
+        own_loop = getattr(type(self.model), loop) is not getattr(keras.Model, loop)
+        read = (
+            own_loop or self._shown or any(may_read(c, kind) for c in self._callbacks)
+        )
+        cluster = self._strategy.extended.cluster
+        if cluster is not None:
+            read = any(cluster.agree("whether the logs of batches are read", read))
+        batch_logs.are_read = read

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from keras_strategy.backends.torch.workers import TorchWorkers
+from keras_strategy.hooks.variables import stored
 from keras_strategy.rules.aggregation import is_on_read
 
 ATTRIBUTE = "_ks_components"
@@ -52,7 +53,7 @@ class Components:
     def __init__(self, variable: Any, layout: Layout):
         self._layout = layout
         self.on_read = is_on_read(variable)
-        self.first = variable._value
+        self.first = stored(variable)
         self.tensors = [self.first]
         for device in layout.devices[1:]:
             with torch.no_grad():
@@ -170,7 +171,7 @@ def find(variable: Any) -> Components | None:
     """The components of a variable that replicas have used, or None."""
     components = variable.__dict__.get(ATTRIBUTE)
     # Keras replaces the tensor of a variable when it initializes it again.
-    if components is None or components.first is not variable._value:
+    if components is None or components.first is not stored(variable):
         return None
     return components
 

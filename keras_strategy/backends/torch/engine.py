@@ -1,14 +1,15 @@
 """The torch adapter: one thread per device of this process."""
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import keras
 import torch
 
+from keras_strategy.backends.threads import hooks as thread_hooks
 from keras_strategy.backends.torch import devices, gradients, hooks, workers
 from keras_strategy.backends.torch.group import TorchGroup
-from keras_strategy.hooks import hook
 from keras_strategy.workers.cluster import Cluster
 
 
@@ -42,8 +43,8 @@ class TorchEngine:
     ) -> Callable[..., Any]:
         return gradients.value_and_grad(fn, variables, has_aux)
 
-    def install_hooks(self) -> None:
-        hook.install(hooks.hooks())
+    def hook_modules(self) -> Sequence[ModuleType]:
+        return [thread_hooks, hooks]
 
     def random_state(self) -> None:
         return None  # the core asks torch on every backend

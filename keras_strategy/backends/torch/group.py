@@ -5,6 +5,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -14,6 +15,7 @@ from keras_strategy.backends.single import tensors_of_arrays
 from keras_strategy.backends.threads.hooks import ThreadState, keras_scope
 from keras_strategy.backends.threads.scopes import MergedScope
 from keras_strategy.backends.threads.team import Team
+from keras_strategy.backends.torch.batch_logs import watch_readers
 from keras_strategy.backends.torch.components import Layout, add, find_or_make
 from keras_strategy.backends.torch.devices import torch_device
 from keras_strategy.backends.torch.replica import TorchReplica
@@ -22,6 +24,7 @@ from keras_strategy.backends.torch.workers import TorchWorkers
 from keras_strategy.core import context
 from keras_strategy.core.components import update_components
 from keras_strategy.core.registry import get_engine
+from keras_strategy.hooks.variables import stored
 from keras_strategy.values.distributed import (
     DistributedValues,
     Mirrored,
@@ -72,11 +75,21 @@ class TorchGroup:
     def take_first(self, variables: Sequence[Any]) -> None:
         if self.workers is None or not variables:
             return
-        values = [variable._value for variable in variables]
+        values = [stored(variable) for variable in variables]
         if self.workers.have_same("the first values of variables", values):
             return
         for variable, value in zip(variables, values, strict=True):
             self.workers.broadcast(f"the first value of '{variable.path}'", [value])
+
+    def around(
+        self, model: Any, method: str, arguments: dict[str, Any]
+    ) -> AbstractContextManager[Any]:
+        if method in ("fit", "evaluate"):
+            watch_readers(self.strategy, method, arguments)
+        return contextlib.nullcontext()
+
+    def check_apply_outside_of_replicas(self) -> None:
+        """It applies what it is given."""
 
     def components(self, variable: Any) -> tuple[torch.Tensor, ...]:
         scope = keras_scope()

@@ -12,6 +12,7 @@ import torch
 from keras_strategy.backends.threads.scopes import ReplicaScope, unbuilt
 from keras_strategy.backends.torch.components import Components, Layout, find_or_make
 from keras_strategy.core.protocol import Replica
+from keras_strategy.hooks.variables import stored
 
 
 class TorchScope(ReplicaScope):
@@ -65,8 +66,8 @@ class TorchScope(ReplicaScope):
             known = self._components.get(key) if self._index == 0 else None
             if known is not None:
                 return known.first
-            return None if variable._value is None else self._component(variable)
-        if variable._value is None:
+            return None if stored(variable) is None else self._component(variable)
+        if stored(variable) is None:
             return None
         if self.replica.step.row_weight is None:
             # Keras's torch optimizers work in place, on what they read here.
@@ -77,7 +78,7 @@ class TorchScope(ReplicaScope):
 
     def add_update(self, update: tuple[Any, torch.Tensor]) -> None:
         variable, value = update
-        if variable._value is None:
+        if stored(variable) is None:
             raise unbuilt(variable)
         if id(variable) in self.changed_in_place:
             with torch.no_grad():

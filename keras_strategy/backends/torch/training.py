@@ -11,6 +11,7 @@ from keras import tree
 from keras_strategy.backends.single import tensors_of_arrays
 from keras_strategy.backends.torch import components
 from keras_strategy.backends.torch.batch_logs import BatchLogs
+from keras_strategy.hooks.layers import all_layers
 from keras_strategy.rules.aggregation import is_on_read
 from keras_strategy.rules.row_weights import split_rows
 from keras_strategy.rules.step import (
@@ -82,7 +83,7 @@ def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callab
 
 def _build(model: keras.Model, batch: Any) -> None:
     """Builds a model that is used before it was trained, once for all replicas."""
-    if all(layer.built for layer in model._flatten_layers()):
+    if all(layer.built for layer in all_layers(model)):
         return
     x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
     model(

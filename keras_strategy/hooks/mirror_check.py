@@ -10,6 +10,7 @@ import numpy as np
 
 from keras_strategy.core.registry import get_engine
 from keras_strategy.errors import MirrorError
+from keras_strategy.hooks.variables import stored
 from keras_strategy.rules.aggregation import is_on_read
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def check(strategy: "Strategy", after: str) -> None:
         return
     drifted = []
     for variable in list(strategy.extended.variables.values()):
-        if is_on_read(variable) or variable._value is None:
+        if is_on_read(variable) or stored(variable) is None:
             continue
         first, *others = [
             keras.ops.convert_to_numpy(component)

@@ -1,0 +1,74 @@
+"""Where Keras's losses are extended on every backend."""
+
+import keras
+from keras import ops, tree
+
+from keras_strategy.hooks.conditions import in_replica
+from keras_strategy.hooks.hook import home_of, hook
+from keras_strategy.rules import losses
+
+keras_losses = home_of("apply_mask reduce_weighted_values", "keras.src.losses.loss")
+keras_masking = home_of(
+    "get_keras_mask set_keras_mask", "keras.src.backend.common.masking"
+)
+
+
+@hook(
+    keras.losses.Loss,
+    "__call__",
+    "(self, y_true, y_pred, sample_weight=None)",
+    when=in_replica,
+)
+def _call(original, replica, self, y_true, y_pred, sample_weight=None):
+    """A replica's loss has the denominator of all rows.
+
+    A loss that gives one number is computed on all rows: what it does with them is not
+    known. Dice divides sums over all of them, and of the replicas' numbers no mean
+    would be what one device computes.
+    """
+    step = replica.step
+    if step.has_all_rows:
+        return original(self, y_true, y_pred, sample_weight)
+    mask = keras_masking.get_keras_mask(y_pred)
+    # As Keras does it, up to where it reduces what the loss gave for each entry.
+    with keras.name_scope(self.name):
+        true, pred = tree.map_structure(
+            lambda x: ops.convert_to_tensor(x, dtype=self.dtype), (y_true, y_pred)
+        )
+        values = self.call(true, pred)
+        if len(ops.shape(values)) > 0 or step.row_weight is None:
+            given = [mask, keras_masking.get_keras_mask(values)]
+            return _reduced(self, replica, values, sample_weight, given)
+    y_true, y_pred, sample_weight, mask = losses.rows_of_all(
+        replica, (y_true, y_pred, sample_weight, mask)
+    )
+    if mask is not None:
+        keras_masking.set_keras_mask(y_pred, mask)
+    step.has_all_rows = True
+    try:
+        return original(self, y_true, y_pred, sample_weight)
+    finally:
+        step.has_all_rows = False
+
+
+def _reduced(loss, replica, values, sample_weight, masks):
+    """Keras's `reduce_weighted_values`, for one replica of many."""
+    values = ops.convert_to_tensor(values, dtype=loss.dtype)
+    present = [mask for mask in masks if mask is not None]
+    if sample_weight is not None:
+        sample_weight = ops.convert_to_tensor(sample_weight, dtype=loss.dtype)
+    if present:
+        mask = present[0] if len(present) == 1 else present[0] & present[1]
+        mask = losses.valid_entries(replica, mask, values.dtype, loss.reduction)
+        if sample_weight is not None:
+            # Keras multiplies it in place, and torch counts that against the whole
+            # batch, of which the replicas hold slices.
+            sample_weight = sample_weight * 1
+        # "sum": the mask's entries are taken as they are.
+        sample_weight = keras_losses.apply_mask(
+            sample_weight, mask, dtype=values.dtype, reduction="sum"
+        )
+    values = keras_losses.reduce_weighted_values(
+        values, sample_weight, reduction="none", dtype=loss.dtype
+    )
+    return losses.reduce_values(replica, values, sample_weight, loss.reduction)

@@ -1,0 +1,43 @@
+"""Where Keras's optimizers are extended on every backend."""
+
+import keras
+
+from keras_strategy.core.context import distributed_replica
+from keras_strategy.hooks.conditions import in_distributed_scope
+from keras_strategy.hooks.hook import hook
+
+_APPLY = "(self, grads, trainable_variables=None)"
+
+
+@hook(keras.optimizers.Optimizer, "apply", _APPLY, when=in_distributed_scope)
+@hook(keras.optimizers.LossScaleOptimizer, "apply", _APPLY, when=in_distributed_scope)
+def _apply(original, strategy, self, grads, trainable_variables=None):
+    """The gradients are summed over the replicas first, once.
+
+    Then Keras's own code clips, accumulates, scales and applies on every replica, on
+    equal inputs. The outermost optimizer does it: LossScaleOptimizer calls another.
+    """
+    replica = distributed_replica()
+    if replica is None:
+        strategy.extended.group.check_apply_outside_of_replicas()
+    if replica is None or replica.step.applying:
+        return original(self, grads, trainable_variables)
+    grads = list(grads)
+    if trainable_variables is not None:
+        trainable_variables = list(trainable_variables)
+    if not self.built and trainable_variables is not None:
+
+        def build():
+            if not self.built:
+                self.build(trainable_variables)
+                self.built = True
+
+        replica.once(build)
+    present = [grad for grad in grads if grad is not None]
+    summed = iter(replica.weighted_sum(present, replica.step.row_weight))
+    grads = [None if grad is None else next(summed) for grad in grads]
+    replica.step.applying = True
+    try:
+        return original(self, grads, trainable_variables)
+    finally:
+        replica.step.applying = False

@@ -1,0 +1,68 @@
+"""Where `keras.Variable` is extended on every backend, and its private state."""
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_strategy.core import context
+from keras_strategy.hooks.conditions import before_apply
+from keras_strategy.hooks.hook import hook
+from keras_strategy.rules.aggregation import adds_up, assigned
+from keras_strategy.rules.ownership import belongs_to
+from keras_strategy.values.distributed import ReduceOp
+
+# Without a call of Python's: they are asked for in every step.
+stored: Callable[[Any], Any] = attrgetter("_value")
+"""What a variable holds, whatever scope this is in; None if it has no value yet."""
+
+stored_dtype: Callable[[Any], str] = attrgetter("_dtype")
+"""The dtype of what a variable holds, whatever is read in an autocast scope."""
+
+# The original: what increments come to is not brought together a second time.
+_assign_as_is = keras.Variable.assign
+
+
+@hook(keras.Variable, "__init__", ())
+def _init(original, self, *args, **kwargs):
+    """A variable belongs to the scope that it is made in."""
+    original(self, *args, **kwargs)
+    strategy = context.current_scope()
+    if strategy is not None:
+        belongs_to(self, strategy)
+
+
+@hook(keras.Variable, "assign", "(self, value)", when=before_apply)
+def _assign(original, replica, self, value):
+    """What replicas assign is brought together."""
+    return original(self, assigned(replica, self, as_stored(self, value)))
+
+
+@hook(keras.Variable, ("assign_add", "assign_sub"), "(self, value)", when=before_apply)
+def _assign_add(original, replica, self, value):
+    """The increments of the replicas are brought together.
+
+    Keras assigns `self + value`, of which the sum over the replicas would count the
+    variable once for each of them.
+    """
+    if not adds_up(self):
+        return original(self, value)
+    op = ReduceOp.parse(self.aggregation)
+    increment = replica.all_reduce(op, as_stored(self, value))
+    sign = -1 if original.__name__ == "assign_sub" else 1
+    return _assign_as_is(self, ops.add(self.value, ops.multiply(increment, sign)))
+
+
+# --- private state of Keras
+
+
+def as_stored(variable: Any, value: Any) -> Any:
+    """A value as a tensor of the dtype in which a variable holds its own."""
+    return variable._convert_to_tensor(value, dtype=variable._dtype)
+
+
+def initialize(variable: Any, value: Any) -> None:
+    """Makes what Keras stores for a variable anew, of a value or a function of none."""
+    variable._initialize(value)

@@ -1,0 +1,140 @@
+"""Callbacks of several workers: the chief's write, and all begin and stop as one.
+
+All workers run the same program, so all of them make callbacks that write, restore and
+decide when to stop.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from keras_strategy.workers.cluster import Cluster
+
+# They write, and nothing that the workers do together depends on them.
+_OF_THE_CHIEF = (
+    keras.callbacks.CSVLogger,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.ProgbarLogger,
+)
+# They decide by logs, which all workers have, or do not decide anything.
+_ALIKE_EVERYWHERE = (
+    *_OF_THE_CHIEF,
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.EarlyStopping,
+    keras.callbacks.History,
+    keras.callbacks.LearningRateScheduler,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.ReduceLROnPlateau,
+    keras.callbacks.SwapEMAWeights,
+    keras.callbacks.TerminateOnNaN,
+)
+
+
+def worker_arguments(
+    method: str,
+    arguments: dict[str, Any],
+    cluster: Cluster,
+    lead: Callable[[bool], keras.callbacks.Callback],
+) -> None:
+    """Changes the arguments of `fit` and its like to those of this worker.
+
+    Args:
+        method: "fit", "evaluate" or "predict".
+        arguments: The arguments by name; changed in place.
+        cluster: The workers.
+        lead: Makes the callback that keeps the workers together; called with whether
+            one of the user's callbacks may decide something by itself.
+    """
+    if not cluster.is_chief:
+        arguments["verbose"] = 0
+    callbacks = arguments.get("callbacks")
+    given = callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else None
+    if given is not None and method != "fit":
+        return  # that of `fit`, which validates
+    listed = list(keras.tree.flatten(given.callbacks if given else callbacks or []))
+    own_minds = not all(type(c) in _ALIKE_EVERYWHERE for c in listed)
+    if not cluster.is_chief:
+        listed = [
+            _of_this_worker(c) for c in listed if not isinstance(c, _OF_THE_CHIEF)
+        ]
+    if method == "fit":
+        listed.append(lead(own_minds))
+    if given is None:
+        arguments["callbacks"] = listed
+        return
+    given.callbacks = listed
+    given.set_model(arguments["self"])
+
+
+def _of_this_worker(callback: Any) -> Any:
+    if not isinstance(callback, keras.callbacks.BackupAndRestore):
+        return callback
+    # What the chief restores, the others are given.
+    return _OwnBackup(
+        tempfile.mkdtemp(prefix="keras_strategy_backup_"),
+        save_freq=callback.save_freq,
+        double_checkpoint=callback.double_checkpoint,
+        delete_checkpoint=True,
+    )
+
+
+class _OwnBackup(keras.callbacks.BackupAndRestore):
+    """Takes part in the chief's backups, and keeps none."""
+
+    def on_train_end(self, logs: Any = None) -> None:
+        super().on_train_end(logs)
+        shutil.rmtree(self.backup_dir, ignore_errors=True)
+
+
+class ChiefsLead(keras.callbacks.Callback):
+    """Has all workers begin as the chief does, and stop when one wants to.
+
+    It comes after the user's callbacks: one of them may have restored the chief's
+    variables from a backup that the others cannot see.
+
+    Args:
+        cluster: The workers.
+        give_variables: Gives all workers the chief's variables of a model.
+        epoch: Reads the epoch that a model begins with.
+        set_epoch: Sets it.
+        every_batch: Whether to ask after each batch who wants to stop; after each
+            epoch it is asked in any case.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        give_variables: Callable[[keras.Model], None],
+        epoch: Callable[[keras.Model], int | None],
+        set_epoch: Callable[[keras.Model, int | None], None],
+        every_batch: bool,
+    ):
+        super().__init__()
+        self._cluster = cluster
+        self._give_variables = give_variables
+        self._epoch, self._set_epoch = epoch, set_epoch
+        self._every_batch = every_batch
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Takes the chief's variables and first epoch."""
+        epochs = self._cluster.agree("the first epoch", self._epoch(self.model))
+        self._set_epoch(self.model, epochs[0])
+        self._give_variables(self.model)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Stops if a worker wants to."""
+        if self._every_batch:
+            self._agree_to_stop()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Stops if a worker wants to."""
+        self._agree_to_stop()
+
+    def _agree_to_stop(self) -> None:
+        wanted = bool(self.model.stop_training)
+        if any(self._cluster.agree("whether to stop", wanted)):
+            self.model.stop_training = True

@@ -1,0 +1,309 @@
+"""For each hook a test that fails without it, and the backend that it runs on.
+
+`tools/drop_hooks.py` leaves out each in turn. Of a hook that is installed on several
+backends, one shows what it is for.
+"""
+
+_BAD_INPUT = "tests/training/test_bad_input.py"
+_EQUALITY = "tests/training/test_equality.py"
+_RUN = "tests/core/test_run.py"
+_WRITER = "tests/workers/test_one_writer.py"
+_SYNCHRONIZED = f"{_EQUALITY}::test_synchronized_batch_normalization"
+_REFUSED = f"{_BAD_INPUT}::test_a_model_made_outside_is_refused_inside"
+_ADDING = f"{_RUN}::test_adding_to_a_mirrored_variable"
+_JAX = "tests/backends/test_jax.py"
+_TF = "tests/backends/test_tensorflow.py"
+_JAX_WORKERS = "tests/backends/test_jax_workers.py"
+_TRAINING = "tests/workers/test_training.py"
+_OPTIMIZER = f"{_EQUALITY}::test_what_an_optimizer_does_beside_its_rule"
+_ENTRY = "tests/training/test_entry_points.py"
+_RANDOM = "tests/training/test_replicas_own.py"
+
+NEEDED_BY = {
+    "hooks.trainer Model.compile": (
+        "torch",
+        f"{_ENTRY}::test_compile_and_fit_inside_and_outside_of_the_scope",
+    ),
+    "hooks.trainer Model.fit": ("torch", f"{_REFUSED}[fit]"),
+    "hooks.trainer Model.evaluate": ("torch", f"{_REFUSED}[evaluate]"),
+    "hooks.trainer Model.predict": (
+        "torch",
+        "tests/training/test_distributed_input.py::"
+        "test_validation_evaluate_and_predict",
+    ),
+    "hooks.trainer Model.train_on_batch": ("torch", f"{_REFUSED}[train_on_batch]"),
+    "hooks.trainer Model.test_on_batch": ("jax", f"{_ENTRY}::test_on_batch"),
+    "hooks.trainer Model.predict_on_batch": ("jax", f"{_ENTRY}::test_on_batch"),
+    "hooks.trainer Model._symbolic_build": (
+        "tensorflow",
+        f"{_ENTRY}::test_an_optimizer_and_a_metric_made_outside_of_the_scope",
+    ),
+    "hooks.saving Model.save": ("torch", f"{_WRITER}::test_the_chief_writes_and"),
+    "hooks.saving Model.save_weights": ("torch", f"{_WRITER}"),
+    "hooks.saving Model.export": ("torch", f"{_WRITER}"),
+    "hooks.saving BackupAndRestore.on_train_begin": (
+        "torch",
+        f"{_WRITER}::test_what_the_chief_restores_is_everybodys",
+    ),
+    "hooks.layers Layer.__new__": (
+        "torch",
+        "tests/training/test_saving.py::"
+        "test_clones_belong_to_the_scope_they_are_made_in",
+    ),
+    "hooks.layers BatchNormalization.__init__": ("torch", _SYNCHRONIZED),
+    "hooks.layers BatchNormalization._moments": ("torch", _SYNCHRONIZED),
+    "hooks.variables Variable.__init__": (
+        "torch",
+        f"{_RUN}::test_variables_of_a_strategy",
+    ),
+    "hooks.variables Variable.assign": (
+        "torch",
+        f"{_RUN}::test_assigning_a_mirrored_variable",
+    ),
+    "hooks.variables Variable.assign_add": ("torch", _ADDING),
+    "hooks.variables Variable.assign_sub": ("torch", _ADDING),
+    "hooks.optimizers Optimizer.apply": (
+        "torch",
+        f"{_RUN}::test_a_training_step_of_ones_own",
+    ),
+    "hooks.optimizers LossScaleOptimizer.apply": (
+        "jax",
+        f"{_JAX}::test_loss_scaling_in_run",
+    ),
+    "hooks.losses Loss.__call__": ("torch", f"{_EQUALITY}::test_loss_reductions"),
+    "hooks.metrics Mean.update_state": (
+        "torch",
+        f"{_RANDOM}::test_a_metric_that_is_a_number",
+    ),
+    "hooks.random SeedGenerator.next": (
+        "torch",
+        f"{_RANDOM}::test_replicas_draw_different_numbers",
+    ),
+    "backends.threads.hooks keras.src.random.seed_generator.global_seed_generator": (
+        "torch",
+        f"{_RANDOM}::test_distributions_are_reproducible",
+    ),
+    "backends.threads.hooks Layer._maybe_build": (
+        "torch",
+        "tests/training/test_models.py::test_a_model_that_is_built_by_its_first_use",
+    ),
+    "backends.threads.hooks Layer.add_loss": (
+        "torch",
+        f"{_EQUALITY}::test_regularizers_and_activity_losses",
+    ),
+    "backends.threads.hooks Layer._get_own_losses": (
+        "torch",
+        f"{_EQUALITY}::test_regularizers_and_activity_losses",
+    ),
+    "backends.threads.hooks Layer._clear_losses": (
+        "torch",
+        f"{_EQUALITY}::test_regularizers_and_activity_losses",
+    ),
+    "backends.threads.hooks DropoutRNNCell._dropout_mask": (
+        "torch",
+        f"{_RANDOM}::test_random_layers_are_reproducible",
+    ),
+    "backends.threads.hooks DropoutRNNCell._recurrent_dropout_mask": (
+        "torch",
+        f"{_RANDOM}::test_random_layers_are_reproducible",
+    ),
+    "backends.jax.hooks JAXEpochIterator._get_distributed_iterator": (
+        "jax",
+        f"{_JAX}::test_batches_that_are_not_divided_are_warned_about",
+    ),
+    "backends.jax.hooks keras.src.backend.jax.trainer._distribute_data": (
+        "jax",
+        "tests/training/test_inputs.py::test_sparse_matrices",
+    ),
+    "backends.jax.hooks Model._get_jax_state": (
+        "jax",
+        f"{_JAX}::test_an_average_of_the_weights_shares_no_array_with_them",
+    ),
+    "backends.jax.hooks Model.make_train_function": (
+        "jax",
+        f"{_JAX_WORKERS}::test_what_keras_reads",
+    ),
+    "backends.jax.hooks Model.make_test_function": (
+        "jax",
+        f"{_JAX_WORKERS}::test_what_keras_reads",
+    ),
+    "backends.jax.hooks Model.make_predict_function": (
+        "jax",
+        f"{_JAX_WORKERS}::test_what_keras_reads",
+    ),
+    "backends.jax.hooks Model._get_metrics_result_or_logs": (
+        "jax",
+        "tests/workers/test_faults.py",
+    ),
+    "backends.jax.hooks Model.__call__": (
+        "jax",
+        f"{_JAX}::test_calling_a_model_on_an_array_of_another_device",
+    ),
+    "backends.jax.hooks keras.src.backend.jax.distribution_lib.distribute_tensor": (
+        "jax",
+        f"{_JAX}::test_what_another_strategy_was_assigned_lasts",
+    ),
+    "backends.jax.hooks Variable._initialize": (
+        "jax",
+        f"{_TRAINING}::test_fit_equals_one_device",
+    ),
+    "backends.jax.hooks Variable.value": (
+        "jax",
+        f"{_JAX}::test_donation_spares_what_others_hold",
+    ),
+    "backends.jax.hooks Variable.__reduce_ex__": (
+        "jax",
+        f"{_JAX}::test_a_variable_can_be_copied_after_a_step",
+    ),
+    "backends.jax.hooks LossScaleOptimizer._common_apply": (
+        "jax",
+        f"{_JAX}::test_loss_scaling_in_run",
+    ),
+    "backends.jax.hooks keras.src.random.seed_generator.global_seed_generator": (
+        "jax",
+        f"{_JAX}::test_the_global_seed_generator_belongs_to_no_strategy",
+    ),
+    "backends.torch.hooks keras.src.backend.torch.random.dropout": (
+        "torch",
+        f"{_RANDOM}::test_distributions_are_reproducible",
+    ),
+    "backends.torch.hooks keras.src.backend.torch.random.gamma": (
+        "torch",
+        f"{_RANDOM}::test_distributions_are_reproducible",
+    ),
+    "backends.torch.hooks keras.src.backend.torch.random.beta": (
+        "torch",
+        f"{_RANDOM}::test_distributions_are_reproducible",
+    ),
+    "backends.torch.hooks keras.src.backend.torch.random.binomial": (
+        "torch",
+        f"{_RANDOM}::test_distributions_are_reproducible",
+    ),
+    "backends.torch.hooks Variable.value": (
+        "torch",
+        "tests/core/test_variables.py::test_on_read",
+    ),
+    "backends.torch.hooks Variable._initialize": (
+        "torch",
+        f"{_TRAINING}::test_fit_equals_one_device",
+    ),
+    "backends.torch.hooks Variable._direct_assign": (
+        "torch",
+        f"{_ENTRY}::test_reading_and_setting_weights",
+    ),
+    "backends.torch.hooks Layer.zero_grad": (
+        "torch",
+        f"{_EQUALITY}::test_shuffle_draws_the_order_of_one_device",
+    ),
+    "backends.torch.hooks Model.make_train_function": (
+        "torch",
+        f"{_EQUALITY}::test_loss_reductions",
+    ),
+    "backends.torch.hooks Model.make_test_function": (
+        "torch",
+        f"{_ENTRY}::test_evaluate_and_predict",
+    ),
+    "backends.torch.hooks Model.make_predict_function": (
+        "torch",
+        f"{_ENTRY}::test_evaluate_and_predict",
+    ),
+    "backends.torch.hooks TorchEpochIterator._get_iterator": (
+        "torch",
+        f"{_TRAINING}::test_workers_whose_data_ends_early",
+    ),
+    "backends.torch.hooks Model.get_metrics_result": (
+        "torch",
+        "tests/speed/test_torch_figures.py::test_two_processes",
+    ),
+    "backends.tensorflow.hooks Variable._direct_assign": (
+        "tensorflow",
+        f"{_RUN}::test_assigning_a_mirrored_variable",
+    ),
+    "backends.tensorflow.hooks Variable._initialize": (
+        "tensorflow",
+        f"{_TF}::test_run_builds_lazily",
+    ),
+    "backends.tensorflow.hooks Variable._map_aggregation": (
+        "tensorflow",
+        f"{_RUN}::test_assigning_a_mirrored_variable",
+    ),
+    "backends.tensorflow.hooks Variable.value": (
+        "tensorflow",
+        "tests/workers/test_tensorflow.py::test_variables_and_dtypes",
+    ),
+    "backends.tensorflow.hooks Variable.__float__": (
+        "tensorflow",
+        f"{_ENTRY}::test_reading_and_setting_weights",
+    ),
+    "backends.tensorflow.hooks Variable.__int__": (
+        "tensorflow",
+        f"{_ENTRY}::test_reading_and_setting_weights",
+    ),
+    "backends.tensorflow.hooks Optimizer.add_variable_from_reference": (
+        "tensorflow",
+        f"{_TF}::test_run_builds_lazily",
+    ),
+    "backends.tensorflow.hooks Optimizer._apply_weight_decay": (
+        "tensorflow",
+        _OPTIMIZER,
+    ),
+    "backends.tensorflow.hooks Optimizer._backend_update_step": (
+        "tensorflow",
+        f"{_EQUALITY}::test_loss_reductions",
+    ),
+    "backends.tensorflow.hooks "
+    "Optimizer._overwrite_model_variables_with_average_value": (
+        "tensorflow",
+        _OPTIMIZER,
+    ),
+    "backends.tensorflow.hooks Optimizer._backend_increment_gradient_accumulators": (
+        "tensorflow",
+        _OPTIMIZER,
+    ),
+    "backends.tensorflow.hooks Optimizer.assign": ("tensorflow", _OPTIMIZER),
+    "backends.tensorflow.hooks Optimizer.assign_add": ("tensorflow", _OPTIMIZER),
+    "backends.tensorflow.hooks Optimizer.assign_sub": (
+        "tensorflow",
+        f"{_EQUALITY}::test_loss_reductions",
+    ),
+    "backends.tensorflow.hooks LossScaleOptimizer._tf_apply": (
+        "tensorflow",
+        f"{_EQUALITY}::test_an_optimizer_that_averages_inside_a_loss_scale",
+    ),
+    "backends.tensorflow.hooks keras.src.losses.loss.scale_loss_for_distribution": (
+        "tensorflow",
+        f"{_EQUALITY}::test_regularizers_and_activity_losses",
+    ),
+    "backends.tensorflow.hooks keras.src.losses.loss.unscale_loss_for_distribution": (
+        "tensorflow",
+        f"{_EQUALITY}::test_loss_reductions",
+    ),
+    "backends.tensorflow.hooks Model.distribute_strategy": (
+        "tensorflow",
+        f"{_ENTRY}::test_evaluate_and_predict",
+    ),
+    "backends.tensorflow.hooks Model.make_train_function": (
+        "tensorflow",
+        f"{_TF}::test_jit_compile_warns",
+    ),
+    "backends.tensorflow.hooks Model.make_test_function": (
+        "tensorflow",
+        "tests/workers/test_tensorflow.py::test_fit_in_many_ways_equals_one_device",
+    ),
+    "backends.tensorflow.hooks Model.make_predict_function": (
+        "tensorflow",
+        "tests/workers/test_tensorflow.py::test_fit_in_many_ways_equals_one_device",
+    ),
+    "backends.tensorflow.hooks TFEpochIterator._get_iterator": (
+        "tensorflow",
+        f"{_TRAINING}::test_workers_whose_data_ends_early",
+    ),
+    "backends.tensorflow.hooks Model._maybe_symbolic_build": (
+        "tensorflow",
+        f"{_ENTRY}::test_on_batch",
+    ),
+    "backends.tensorflow.hooks keras.src.random.seed_generator.global_seed_generator": (
+        "tensorflow",
+        f"{_RANDOM}::test_distributions_are_reproducible",
+    ),
+}

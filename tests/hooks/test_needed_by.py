@@ -1,0 +1,18 @@
+"""The table of the tests that need each hook names all hooks, and tests that exist."""
+
+import keras
+import pytest
+
+from keras_strategy.hooks.installed import all_hooks
+from tests.hooks.needed_by import NEEDED_BY
+
+
+def test_every_hook_has_a_test_that_needs_it():
+    # Other versions of Keras need others, too.
+    if not keras.__version__.startswith("3.15."):
+        pytest.skip("the table is of Keras 3.15")
+    ours = {hook.name for hook in all_hooks() if hook.is_needed()}
+    assert ours <= set(NEEDED_BY)
+    backend = keras.backend.backend()
+    here = {name for name, (where, _) in NEEDED_BY.items() if where == backend}
+    assert here <= ours, "they are gone, or not needed here"

@@ -1,0 +1,120 @@
+"""Write docs/hooks.md, which lists all that is extended in Keras.
+
+    python tools/hooks_page.py
+
+A process has one Keras backend, so there is one process for each.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "hooks.md"
+BACKENDS = {"jax": "JAX", "torch": "torch", "tensorflow": "TensorFlow"}
+THREADS = "On JAX and torch, where replicas are threads"
+
+HEAD = """\
+# What is extended in Keras
+
+Keras has no place to plug a strategy in. So functions of Keras are replaced when the
+first strategy is made, never at import: by the *hooks* below, {count} in all. Each of
+them calls the original and nothing else unless it finds what it acts for, most often a
+scope or a replica; a model of no scope is trained as if this package were not there.
+
+Before any is installed, every function is compared with the one that the hook was
+written for. If this Keras changed one of them, none is installed and a
+`KerasVersionError` names it, see [Versions of Keras](keras_versions.md).
+
+`make hooks` writes this page from the code, with Keras {version}. `make drop-hooks`
+leaves out each hook in turn and runs the test that shows what it is for, which must
+fail then.
+"""
+
+
+def rows() -> list[dict[str, Any]]:
+    """What the hooks of this process's backend say of themselves."""
+    from keras_strategy.hooks.installed import all_hooks
+
+    return [
+        {
+            "room": extension.room,
+            "target": extension.target,
+            "why": extension.why,
+            "when": _condition(extension.when),
+        }
+        for extension in all_hooks()
+    ]
+
+
+def _condition(when: Any) -> str:
+    if when is None:
+        return "is called"
+    sentence = " ".join(when.__doc__.split("\n\n")[0].split()).rstrip(".")
+    sentence = re.split(r",? (?:or )?None\b", sentence)[0]
+    return "finds " + sentence[0].lower() + sentence[1:]
+
+
+def title_of(room: str) -> str:
+    """The section of the page that a module's hooks are in."""
+    folder = room.split(".")[-2]
+    if folder == "threads":
+        return THREADS
+    return f"On {BACKENDS[folder]}" if folder in BACKENDS else "On every backend"
+
+
+def section(title: str, listed: Sequence[dict[str, Any]]) -> str:
+    """A section of the page."""
+    lines = [
+        f"## {title}",
+        "",
+        "| Function | Acts where it | Why |",
+        "| --- | --- | --- |",
+    ]
+    for row in listed:
+        target = row["target"].removeprefix("keras.src.")
+        lines.append(f"| `{target}` | {row['when']} | {row['why']} |")
+    return "\n".join(lines) + "\n"
+
+
+def sections(listed: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """The sections of some hooks, by their titles."""
+    titles = dict.fromkeys(title_of(row["room"]) for row in listed)
+    return {
+        title: section(title, [row for row in listed if title_of(row["room"]) == title])
+        for title in titles
+    }
+
+
+def main() -> None:
+    """Ask a process of each backend, and write the page."""
+    import keras
+
+    found: dict[str, str] = {}
+    count = set()
+    for backend in BACKENDS:
+        told = subprocess.run(
+            [sys.executable, __file__, "--rows"],
+            env={**os.environ, "KERAS_BACKEND": backend, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            check=True,
+        )
+        listed = json.loads(told.stdout.splitlines()[-1])
+        found |= sections(listed)
+        count |= {(row["room"], row["target"]) for row in listed}
+    ordered = ["On every backend", THREADS]
+    ordered += [f"On {name}" for name in BACKENDS.values()]
+    head = HEAD.format(count=len(count), version=keras.__version__)
+    PAGE.write_text("\n".join([head, *(found[title] for title in ordered)]))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--rows"]:
+        print(json.dumps(rows()))
+    else:
+        main()
