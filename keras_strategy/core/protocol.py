@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from keras_strategy.values.distributed import DistributedValues, Mirrored, ReduceOp
+from keras_strategy.values.topology import Topology
 
 if TYPE_CHECKING:
     from keras_strategy.core.replica_context import ReplicaContext
@@ -79,8 +80,8 @@ class StrategyExtended(Protocol):
         ...
 
     @property
-    def local_replicas(self) -> range:
-        """The numbers, among all replicas, of those of this worker."""
+    def topology(self) -> Topology:
+        """Where its replicas are."""
         ...
 
     @property

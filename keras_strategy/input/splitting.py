@@ -68,7 +68,7 @@ def distribute(
     else:
         native = get_engine().distribute_natively(strategy, [dataset], True, options)
     replicas = strategy.num_replicas_in_sync
-    local = strategy.extended.local_replicas
+    local = strategy.extended.topology.local_replicas
 
     def parts() -> Iterator[Parts]:
         batches = start()
@@ -102,7 +102,8 @@ def distribute_from_function(
         )
     _check(strategy, "distribute_datasets_from_function", options)
     replicas = strategy.num_replicas_in_sync
-    cluster, local = strategy.extended.cluster, strategy.extended.local_replicas
+    cluster = strategy.extended.cluster
+    local = strategy.extended.topology.local_replicas
     per_replica = options is not None and (
         options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
     )

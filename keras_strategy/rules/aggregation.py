@@ -13,6 +13,7 @@ import keras
 from keras_strategy.core.protocol import Replica
 from keras_strategy.rules.row_weights import if_any_rows
 from keras_strategy.values.distributed import ReduceOp
+from keras_strategy.values.topology import Topology
 
 
 def is_on_read(variable: Any) -> bool:
@@ -68,6 +69,36 @@ def assigned(replica: Replica, variable: Any, value: Any) -> Any:
     if variable.aggregation != "none":
         return aggregate(replica, variable, value)
     return value
+
+
+def parts_outside(variable: Any, value: Any, replicas: int) -> tuple[Any, Any]:
+    """What replicas hold of a variable that was assigned outside of them.
+
+    What is read as a sum is dealt out in equal parts, so that it reads as what was
+    assigned. Whole numbers need not divide: the first replica holds what is left. Of
+    every other variable each replica holds what was assigned.
+
+    Args:
+        variable: The variable.
+        value: What was assigned, a tensor.
+        replicas: The number of replicas, over all workers.
+
+    Returns:
+        What the first of all replicas holds, and what each other one does.
+    """
+    if not is_on_read(variable) or variable.aggregation != "sum":
+        return value, value
+    if "int" not in keras.backend.standardize_dtype(value.dtype):
+        share = value / replicas
+        return share, share
+    share = value // replicas
+    return value - share * (replicas - 1), share
+
+
+def local_parts_outside(variable: Any, value: Any, topology: Topology) -> list[Any]:
+    """What each replica of this worker holds, see `parts_outside`."""
+    first, other = parts_outside(variable, value, topology.num_replicas)
+    return [first if replica == 0 else other for replica in topology.local_replicas]
 
 
 def is_averaged(variable: Any) -> bool:

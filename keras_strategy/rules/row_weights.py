@@ -11,13 +11,15 @@ In `strategy.run` there is no weight (None): gradients are plainly summed, as
 tf.distribute does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 
 
-def split_rows(rows: int, replicas: int) -> list[tuple[int, int]]:
+def split_rows(
+    rows: Any, replicas: int, minimum: Callable[[Any, Any], Any] = min
+) -> list[tuple[Any, Any]]:
     """Where each replica's rows of a global batch begin and end.
 
     As tf.distribute does, every replica gets a block of ceil(rows / replicas)
@@ -26,13 +28,14 @@ def split_rows(rows: int, replicas: int) -> list[tuple[int, int]]:
     Args:
         rows: Rows of the global batch.
         replicas: The number of replicas.
+        minimum: The smaller of two numbers, where a trace does not know `rows` yet.
 
     Returns:
         A list of (begin, end), one for each replica.
     """
     block = -(-rows // replicas)
     return [
-        (min(replica * block, rows), min((replica + 1) * block, rows))
+        (minimum(replica * block, rows), minimum((replica + 1) * block, rows))
         for replica in range(replicas)
     ]
 

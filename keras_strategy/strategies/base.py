@@ -322,7 +322,7 @@ class Strategy:
             self, "experimental_distribute_values_from_function"
         )
         replicas = self.num_replicas_in_sync
-        local = self._extended.local_replicas
+        local = self._extended.topology.local_replicas
         values = [value_fn(ValueContext(i, replicas)) for i in local]
         if replicas == 1:
             return values[0]

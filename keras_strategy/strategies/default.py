@@ -11,6 +11,7 @@ from keras_strategy.core.registry import get_engine
 from keras_strategy.rules.ownership import strategy_of_variable
 from keras_strategy.strategies.base import Strategy
 from keras_strategy.strategies.extended import StrategyExtended, check_variable
+from keras_strategy.values.topology import Topology
 
 
 class DefaultStrategy(Strategy):
@@ -30,6 +31,7 @@ class DefaultExtended(StrategyExtended):
         self._strategy = container_strategy
         self.cluster = None
         self._devices = ("",)  # which one is asked for when somebody wants to know
+        self.topology = Topology(self._devices)
         self._containers = Containers()
         self.group = DefaultGroup(container_strategy, ())
 

@@ -26,6 +26,7 @@ from keras_strategy.values.distributed import (
     select_replica,
     sum_of_copies,
 )
+from keras_strategy.values.topology import Topology
 
 if TYPE_CHECKING:
     from keras_strategy.options.cross_device_ops import CrossDeviceOps
@@ -59,6 +60,7 @@ class StrategyExtended:
         self._strategy = container_strategy
         self._devices = tuple(devices)
         self.cluster = cluster
+        self.topology = Topology(self._devices, cluster)
         # By id: variables are compared elementwise.
         self.variables: weakref.WeakValueDictionary[int, keras.Variable] = (
             weakref.WeakValueDictionary()
@@ -87,15 +89,12 @@ class StrategyExtended:
     @property
     def num_replicas(self) -> int:
         """The number of replicas, over all workers."""
-        workers = 1 if self.cluster is None else self.cluster.size
-        return len(self._devices) * workers
+        return self.topology.num_replicas
 
     @property
     def local_replicas(self) -> range:
         """The numbers, among all replicas, of those of this worker."""
-        rank = 0 if self.cluster is None else self.cluster.rank
-        local = len(self._devices)
-        return range(rank * local, (rank + 1) * local)
+        return self.topology.local_replicas
 
     @property
     def worker_devices(self) -> tuple[str, ...]:

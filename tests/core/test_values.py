@@ -1,11 +1,13 @@
 """ReduceOp and distributed values."""
 
 import enum
+from types import SimpleNamespace
 
 import pytest
 
 import keras_strategy as ks
 from keras_strategy.values.distributed import regroup, select_replica
+from keras_strategy.values.topology import Topology
 
 
 class Native(enum.Enum):
@@ -53,3 +55,14 @@ def test_regroup():
 def test_regroup_refuses_different_structures():
     with pytest.raises(ValueError, match="same structure.*replica 1"):
         regroup([[1], {"a": 1}], lambda x: False)
+
+
+def test_where_replicas_are():
+    alone = Topology(("cpu:0", "cpu:1"))
+    assert (alone.num_replicas, alone.local_replicas) == (2, range(2))
+    third = Topology(("cpu:0", "cpu:1"), SimpleNamespace(rank=2, size=3))
+    assert (third.num_replicas, third.local_replicas, third.first) == (
+        6,
+        range(4, 6),
+        4,
+    )

@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax.experimental.sparse import JAXSparse
 
 from keras_strategy.backends.jax.devices import device_named, devices_of_all_workers
+from keras_strategy.values.topology import Topology
 from keras_strategy.workers.cluster import Cluster
 
 logger = logging.getLogger("keras_strategy")
@@ -30,6 +31,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         cluster: The workers, each with as many devices; None for this one alone.
 
     Attributes:
+        topology: Where the replicas are.
         devices: This worker's devices.
         replicas: The number of devices, over all workers.
         mesh: The devices of all workers.
@@ -39,6 +41,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
 
     def __init__(self, devices: tuple[str, ...], cluster: Cluster | None = None):
         self.cluster = cluster
+        self.topology = Topology(devices, cluster)
         self.devices = [device_named(name) for name in devices]
         found = self.devices if cluster is None else devices_of_all_workers(devices)
         self.replicas = len(found)

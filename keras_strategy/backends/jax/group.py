@@ -16,8 +16,10 @@ from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
 from keras_strategy.backends.jax.replica import (
     TracedMirrored,
     TracedPerReplica,
+    component_of,
     in_program,
     of_this_replica,
+    write_component,
 )
 from keras_strategy.backends.jax.runner import Runner
 from keras_strategy.backends.jax.sharded import gathered, placed, reduced, shards
@@ -99,7 +101,7 @@ class JaxReplicaGroup:
 
     def components(self, variable: Any) -> tuple[Any, ...]:
         if in_program():
-            return TracedPerReplica(hooks.traced_value(variable)).values
+            return TracedPerReplica(component_of(variable)).values
         scope = keras_scope()
         if isinstance(scope, MergedScope):
             return tuple(scope.components(variable))
@@ -136,12 +138,12 @@ class JaxReplicaGroup:
         if not in_program():
             return update_components(self, variable, fn, args, kwargs)
         # One trace serves all replicas: this replica's component stands for all.
-        value = hooks.traced_value(variable)
+        value = component_of(variable)
         component = VariableComponent(variable, value, ", ".join(self.devices))
         args, kwargs = tree.map_structure(of_this_replica, (args, kwargs))
         result = bare(fn(component, *args, **kwargs))
         if component.assigned:
-            hooks.write(variable, component.value)
+            write_component(variable, component.value)
         return tree.map_structure(
             lambda leaf: TracedMirrored(leaf) if keras.ops.is_tensor(leaf) else leaf,
             result,

@@ -3,7 +3,7 @@
 Such a variable holds the aggregated value, so that whoever reads it outside gets that.
 Beside it, what the replicas hold is kept as one array with the replicas in front, until
 the variable is assigned outside: then the replicas' values follow from the one
-assigned, a sum in equal parts, everything else as it is. One with aggregation "none"
+assigned, see `rules.aggregation.parts_outside`. One with aggregation "none"
 reads as what replica 0 holds (tf.distribute refuses to read it).
 """
 
@@ -17,6 +17,7 @@ import keras
 
 from keras_strategy.backends.jax import hooks
 from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution, put
+from keras_strategy.rules.aggregation import parts_outside
 
 
 def locals_of(variable: Any, distribution: ReplicaDistribution) -> jax.Array:
@@ -27,9 +28,8 @@ def locals_of(variable: Any, distribution: ReplicaDistribution) -> jax.Array:
     if aggregated is value and stacked.sharding == distribution.split:
         return stacked
     value = put(value, distribution.everywhere)
-    return _spread(distribution.split, distribution.replicas)(
-        value, variable.aggregation == "sum"
-    )
+    parts = parts_outside(variable, value, distribution.replicas)
+    return _spread(distribution.split, distribution.replicas)(*parts)
 
 
 def remember(variable: Any, value: jax.Array, stacked: jax.Array) -> None:
@@ -71,14 +71,8 @@ def _joined(everywhere: Any) -> Any:
 
 @functools.cache
 def _spread(split: Any, replicas: int) -> Any:
-    def spread(value, parts):
-        if not parts:
-            return jnp.broadcast_to(value, (replicas, *value.shape))
-        if jnp.issubdtype(value.dtype, jnp.integer):
-            share, rest = value // replicas, value % replicas
-        else:
-            share, rest = value / replicas, jnp.zeros_like(value)
-        stacked = jnp.broadcast_to(share, (replicas, *value.shape))
-        return stacked.at[0].add(rest).astype(value.dtype)
+    def spread(first, other):
+        stacked = jnp.broadcast_to(other, (replicas, *other.shape))
+        return stacked.at[0].set(first)
 
-    return jax.jit(spread, static_argnums=1, out_shardings=split)
+    return jax.jit(spread, out_shardings=split)

@@ -7,10 +7,11 @@ import jax
 import keras
 from keras import tree
 
-from keras_strategy.backends.jax import hooks
+from keras_strategy.backends.jax import hooks, on_read
 from keras_strategy.backends.jax.distribution import AXIS
 from keras_strategy.core import context
 from keras_strategy.core.step_state import StepState
+from keras_strategy.rules.aggregation import is_on_read, parts_outside
 from keras_strategy.rules.row_weights import weighted
 from keras_strategy.values.distributed import (
     DistributedValues,
@@ -63,7 +64,8 @@ class JaxReplica:
             return TracedPerReplica(leaf) if keras.ops.is_tensor(leaf) else leaf
 
         args, kwargs = tree.map_structure(merged, (args, kwargs))
-        with context.strategy_in_charge(self._strategy):
+        replicas = self._strategy.num_replicas_in_sync
+        with context.strategy_in_charge(self._strategy), TracedMergedScope(replicas):
             result = merge_fn(self._strategy, *args, **kwargs)
         return tree.map_structure(of_this_replica, result)
 
@@ -76,6 +78,58 @@ class JaxReplica:
         return jax.lax.psum([weighted(t, weight) for t in tensors], AXIS)
 
     def write(self, variable: Any, value: Any) -> None:
+        hooks.write(variable, value)
+
+
+class TracedMergedScope(keras.StatelessScope):
+    """The variables as a `merge_call` sees them in the program of all replicas.
+
+    Args:
+        replicas: The number of replicas, over all workers.
+    """
+
+    def __init__(self, replicas: int):
+        super().__init__(initialize_variables=False)
+        self._around = hooks.stateless_scope()
+        self._replicas = replicas
+
+    def component(self, variable: Any) -> Any:
+        """What the replica that is traced holds of a variable."""
+        value = self._around.get_current_value(variable)
+        return hooks.array_of(variable) if value is None else value
+
+    def write(self, variable: Any, value: Any) -> None:
+        """Sets what the replica that is traced holds of a variable."""
+        self._around.add_update((variable, value))
+
+    def get_current_value(self, variable: Any) -> Any:
+        component = self.component(variable)
+        if is_on_read(variable) and variable.aggregation != "none":
+            return on_read.aggregate(variable, component)
+        return component
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        first, other = parts_outside(variable, value, self._replicas)
+        if first is not other:
+            other = jax.numpy.where(jax.lax.axis_index(AXIS) == 0, first, other)
+        self.write(variable, other)
+
+
+def component_of(variable: Any) -> Any:
+    """What the replica that is traced holds of a variable."""
+    scope = hooks.stateless_scope()
+    if isinstance(scope, TracedMergedScope):
+        return scope.component(variable)
+    return hooks.traced_value(variable)
+
+
+def write_component(variable: Any, value: Any) -> None:
+    """Sets what the replica that is traced holds of a variable."""
+    scope = hooks.stateless_scope()
+    if isinstance(scope, TracedMergedScope):
+        scope.write(variable, value)
+    else:
         hooks.write(variable, value)
 
 

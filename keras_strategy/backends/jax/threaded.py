@@ -41,6 +41,7 @@ from keras_strategy.values.distributed import (
     regroup,
     select_replica,
 )
+from keras_strategy.values.topology import Topology
 
 if TYPE_CHECKING:
     from keras_strategy.core.protocol import Strategy
@@ -109,7 +110,7 @@ class ThreadedReplica(ThreadReplica):
     Args:
         strategy: The strategy.
         index: This replica's number on this worker.
-        devices: Canonical names of all replicas' devices.
+        topology: Where the replicas are.
         rendezvous: Where the replicas meet.
         device: This replica's device.
         components: The variables' values when the run began.
@@ -120,14 +121,13 @@ class ThreadedReplica(ThreadReplica):
         self,
         strategy: "Strategy",
         index: int,
-        devices: Sequence[str],
+        topology: Topology,
         rendezvous: Rendezvous,
         device: Any,
         components: Components,
         workers: JaxWorkers | None,
     ):
-        first = 0 if workers is None else workers.cluster.rank * len(devices)
-        super().__init__(strategy, index, devices, rendezvous, first)
+        super().__init__(strategy, index, topology, rendezvous)
         self.device = device
         self.scope: ThreadScope = ThreadScope(self, index, components)
         self._workers = workers
@@ -163,7 +163,7 @@ class ThreadedReplica(ThreadReplica):
         value = keras.ops.convert_to_tensor(value)
         total = self._sum(value)
         if reduce_op is ReduceOp.MEAN:
-            return total / self._strategy.num_replicas_in_sync
+            return total / self.topology.num_replicas
         return total
 
     def _sum(self, value: jax.Array) -> jax.Array:
@@ -277,7 +277,7 @@ class ThreadedRunner:
                 ThreadedReplica(
                     self._strategy,
                     index,
-                    self._devices,
+                    self._distribution.topology,
                     self._team.rendezvous,
                     device,
                     components,

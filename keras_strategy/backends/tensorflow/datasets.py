@@ -42,7 +42,7 @@ def distribute(
             split_by_rows(
                 dataset,
                 strategy.num_replicas_in_sync,
-                strategy.extended.local_replicas,
+                strategy.extended.topology.local_replicas,
             )
         ]
     group = strategy.extended.group

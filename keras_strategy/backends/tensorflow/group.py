@@ -30,6 +30,7 @@ from keras_strategy.core.components import update_components
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.replica_context import ReplicaContext
 from keras_strategy.hooks.variables import initialize, stored
+from keras_strategy.rules.aggregation import is_on_read, local_parts_outside
 from keras_strategy.values.distributed import (
     DistributedValues,
     Mirrored,
@@ -38,6 +39,7 @@ from keras_strategy.values.distributed import (
     regroup,
     select_replica,
 )
+from keras_strategy.values.topology import Topology
 
 if TYPE_CHECKING:
     from keras_strategy.core.protocol import Strategy
@@ -66,9 +68,7 @@ class TensorFlowGroup:
         self.devices = devices
         self.strategy = strategy
         self.workers = workers
-        self.num_replicas = len(devices) * (1 if workers is None else workers.size)
-        # The number, among all replicas, of this worker's first.
-        self.first = 0 if workers is None else workers.rank * len(devices)
+        self.topology = Topology(devices, workers)
         self.native: Any
         if workers is None:
             chosen = native_cross_device_ops(cross_device_ops, devices)
@@ -90,6 +90,8 @@ class TensorFlowGroup:
                 initialize(variable, lambda value=value: tf.convert_to_tensor(value))
                 # Optimizers know the variables that they were built with by this id.
                 self.components(variable)[0]._unique_id = value._unique_id
+                if is_on_read(variable):
+                    self.deal_out(variable)
 
     def take_first(self, variables: Sequence[Any]) -> None:
         """They have them when they are made; not if the chief restored others."""
@@ -127,11 +129,22 @@ class TensorFlowGroup:
         components = [tf.convert_to_tensor(c) for c in self.components(variable)]
         if variable.aggregation == "only_first_replica":
             value = components[0]
-            return value if self.first == 0 else tf.zeros_like(value)
+            return value if self.topology.first == 0 else tf.zeros_like(value)
         total = combine.add(components)
         if variable.aggregation == "mean":
-            return combine.divide(total, self.num_replicas)
+            return combine.divide(total, self.topology.num_replicas)
         return total
+
+    def assign(self, variable: Any, value: Any) -> None:
+        """Writes a value for all replicas, outside of them."""
+        parts = local_parts_outside(variable, value, self.topology)
+        self.assign_components(variable, parts)
+
+    def deal_out(self, variable: Any) -> None:
+        """Makes the replicas' parts of a first value, which each of them was given."""
+        with tf.init_scope():
+            value = tf.convert_to_tensor(self.components(variable)[0])
+            self.assign(variable, value)
 
     def assign_components(self, variable: Any, values: Sequence[Any]) -> None:
         for component, value in zip(self.components(variable), values, strict=True):
@@ -234,7 +247,7 @@ class TensorFlowGroup:
     def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
         with self.calling("strategy.reduce"), tf.device(native_name(self.devices[0])):
             return combine.reduce(
-                reduce_op, value.values, axis, self.num_replicas, self._of_all
+                reduce_op, value.values, axis, self.topology.num_replicas, self._of_all
             )
 
     def _of_all(self, total: Any) -> Any:

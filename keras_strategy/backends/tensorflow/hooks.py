@@ -44,23 +44,42 @@ logger = logging.getLogger("keras_strategy")
 # --- variables
 
 
-@hook(keras.Variable, "_direct_assign", "(self, value)", when=in_replica)
-def _direct_assign(original, replica, self, value):
-    """In a replica, this replica's component is written.
+@hook(keras.Variable, "_direct_assign", "(self, value)")
+def _direct_assign(original, self, value):
+    """A replica writes its component; what others assign is dealt out if on_read.
 
     What the replicas assign has been brought together by `Variable.assign`. Native
-    tf.distribute would do it again, and cannot inside a tf.cond.
+    tf.distribute would do it again, and cannot inside a tf.cond. And of whole numbers
+    that the replicas do not divide it would lose what is left.
     """
-    replica.write(self, value)
+    replica = in_replica()
+    if replica is not None:
+        replica.write(self, value)
+        return
+    strategy = strategy_of_variable(self)
+    if strategy is None or strategy.num_replicas_in_sync == 1 or not is_on_read(self):
+        original(self, value)
+        return
+    strategy.extended.group.assign(self, value)
 
 
-@hook(keras.Variable, "_initialize", "(self, value)", when=in_replica)
-def _initialize(original, replica, self, value):
+@hook(keras.Variable, "_initialize", "(self, value)", when=in_distributed_scope)
+def _initialize(original, strategy, self, value):
     """What a replica makes exists on all devices at once.
 
     So layers, metrics and optimizers that are built when they are first called can
-    be built inside a step, by the first replica that comes by.
+    be built inside a step, by the first replica that comes by. And the first value of
+    an on_read variable is dealt out.
     """
+
+    def make():
+        original(self, value)
+        if is_on_read(self):
+            strategy.extended.group.deal_out(self)
+
+    if in_replica() is None:
+        make()
+        return
     if tf.is_tensor(value) and not isinstance(value, tf.Variable):
         constant = tf.get_static_value(value)
         if constant is None:
@@ -70,7 +89,7 @@ def _initialize(original, replica, self, value):
                 f"it outside, or give an initializer. Received: {value!r}"
             )
         value = constant
-    replica.group.beside_the_replicas(lambda: original(self, value))
+    strategy.extended.group.beside_the_replicas(make)
 
 
 @hook(

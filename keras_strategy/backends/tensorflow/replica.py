@@ -54,7 +54,7 @@ class TensorFlowReplica:
         self._native = tf.distribute.get_replica_context()
         # TensorFlow gives a constant tensor while it traces.
         self.id = int(tf.get_static_value(self._native.replica_id_in_sync_group))
-        self.index = self.id - group.first
+        self.index = self.id - group.topology.first
         self.devices = (group.devices[self.index],)
 
     def all_reduce(self, reduce_op: ReduceOp, value: Any) -> Any:
@@ -64,7 +64,7 @@ class TensorFlowReplica:
             total = self._differentiable_sum(tf.convert_to_tensor(value))
         if reduce_op is ReduceOp.SUM:
             return total
-        return combine.divide(total, self.group.num_replicas)
+        return combine.divide(total, self.group.topology.num_replicas)
 
     def all_gather(self, value: Any, axis: int) -> Any:
         ragged: Any = tf.RaggedTensor  # TensorFlow's annotations lack its methods
@@ -74,7 +74,7 @@ class TensorFlowReplica:
                 [self.all_gather(n, 0) for n in value.nested_row_lengths()],
             )
         back = self._backward("gradient of all_gather")
-        workers, replicas = self.group.workers, self.group.num_replicas
+        workers, replicas = self.group.workers, self.group.topology.num_replicas
 
         @tf.custom_gradient
         def gather(x):

@@ -7,7 +7,6 @@ the replicas' row weights, and merges what they return before Keras sees it.
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from keras import tree
 from keras_strategy.backends.tensorflow.across import gather_of_workers
 from keras_strategy.backends.tensorflow.group import TensorFlowGroup
 from keras_strategy.rules.aggregation import is_on_read
+from keras_strategy.rules.row_weights import split_rows
 from keras_strategy.rules.step import (
     chosen_logs,
     mean_logs,
@@ -132,8 +132,8 @@ def split_batch(data: Any, group: TensorFlowGroup) -> tuple[list[Any], list[Any]
         The local replicas' structures, each of one row or more, and their weights:
         rows over the batch's rows.
     """
-    replicas = group.num_replicas
-    local = slice(group.first, group.first + len(group.devices))
+    replicas = group.topology.num_replicas
+    local = group.topology.local_replicas
     leaves = [leaf for leaf in tree.flatten(data) if leaf is not None]
     if not leaves:
         raise ValueError("A batch must hold at least one array. Received none.")
@@ -153,10 +153,8 @@ def split_batch(data: Any, group: TensorFlowGroup) -> tuple[list[Any], list[Any]
     else:
         data = tree.map_structure(_as_tensor, data)
         rows = common_rows([_as_tensor(leaf) for leaf in leaves])
-        # As `row_weights.split_rows`, with numbers that are known at run time.
-        block = (rows + replicas - 1) // replicas
-        edges = [tf.minimum(block * i, rows) for i in range(replicas + 1)]
-        bounds = list(itertools.pairwise(edges))[local]
+        every = split_rows(rows, replicas, tf.minimum)
+        bounds = [every[replica] for replica in local]
         counts = [end - begin for begin, end in bounds]
         total = rows
         shards = []

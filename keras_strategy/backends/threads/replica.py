@@ -13,6 +13,7 @@ from keras_strategy.core import context
 from keras_strategy.core.replica_context import ReplicaContext
 from keras_strategy.core.step_state import StepState
 from keras_strategy.values.distributed import regroup, select_replica
+from keras_strategy.values.topology import Topology
 
 
 class ThreadReplica:
@@ -21,9 +22,8 @@ class ThreadReplica:
     Args:
         strategy: The strategy.
         index: This replica's number on this worker.
-        devices: Canonical names of all replicas' devices.
+        topology: Where the replicas are.
         rendezvous: Where the replicas of this worker meet.
-        first: The number, among all replicas, of this worker's first one.
     """
 
     scope: ReplicaScope
@@ -32,13 +32,13 @@ class ThreadReplica:
         self,
         strategy: Any,
         index: int,
-        devices: Sequence[str],
+        topology: Topology,
         rendezvous: Rendezvous,
-        first: int = 0,
     ):
-        self.id = first + index
+        self.id = topology.local_replicas[index]
         self.index = index
-        self.devices = (devices[index],)
+        self.devices = (topology.devices[index],)
+        self.topology = topology
         self.step = StepState()
         self.context = ReplicaContext(strategy, self)  # pyright: ignore
         self._strategy = strategy
@@ -80,8 +80,6 @@ class ThreadReplica:
     def merge_call(
         self, merge_fn: Callable[..., Any], args: tuple, kwargs: dict
     ) -> Any:
-        replicas = self.context.num_replicas_in_sync
-
         def combine(calls):
             scopes = [scope for scope, _ in calls]
             joined = regroup(
@@ -90,7 +88,7 @@ class ThreadReplica:
             with (
                 context.strategy_in_charge(self._strategy),
                 self._strategy.extended.group.scope(),
-                MergedScope(scopes, self._aggregated, replicas),
+                MergedScope(scopes, self._aggregated, self.topology),
             ):
                 return merge_fn(self._strategy, *joined[0], **joined[1])
 
@@ -108,7 +106,7 @@ class ThreadReplica:
             total = self.add(values)
         total = self.of_all_workers(f"the value of '{variable.path}'", total)
         if variable.aggregation == "mean":
-            return total / self.context.num_replicas_in_sync
+            return total / self.topology.num_replicas
         return total
 
     def once(self, fn: Callable[[], Any]) -> Any:

@@ -10,7 +10,8 @@ from typing import Any
 import keras
 
 from keras_strategy.core.protocol import Replica
-from keras_strategy.rules.aggregation import is_on_read
+from keras_strategy.rules.aggregation import is_on_read, local_parts_outside
+from keras_strategy.values.topology import Topology
 
 
 class ReplicaScope(keras.StatelessScope):
@@ -35,19 +36,19 @@ class MergedScope(keras.StatelessScope):
         scopes: The scopes of the replicas that called it.
         aggregated: Makes the value of an on_read variable out of what each replica
             of this worker holds of it.
-        replicas: The number of replicas, over all workers.
+        topology: Where all replicas are.
     """
 
     def __init__(
         self,
         scopes: Sequence[ReplicaScope],
         aggregated: Callable[[Any, Sequence[Any]], Any],
-        replicas: int,
+        topology: Topology,
     ):
         super().__init__(initialize_variables=False)
         self._scopes = scopes
         self._aggregated = aggregated
-        self._replicas = replicas
+        self._topology = topology
 
     def components(self, variable: Any) -> list[Any]:
         """What each replica holds of a variable."""
@@ -68,10 +69,8 @@ class MergedScope(keras.StatelessScope):
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
-        if is_on_read(variable) and variable.aggregation == "sum":
-            value = value / self._replicas
-        for scope in self._scopes:
-            scope.add_update((variable, value))
+        parts = local_parts_outside(variable, value, self._topology)
+        self.assign_components(variable, parts)
 
 
 def unbuilt(variable: Any) -> RuntimeError:

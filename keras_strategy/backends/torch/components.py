@@ -13,7 +13,8 @@ import torch
 
 from keras_strategy.backends.torch.workers import TorchWorkers
 from keras_strategy.hooks.variables import stored
-from keras_strategy.rules.aggregation import is_on_read
+from keras_strategy.rules.aggregation import is_on_read, local_parts_outside
+from keras_strategy.values.topology import Topology
 
 ATTRIBUTE = "_ks_components"
 _lock = threading.RLock()
@@ -26,20 +27,12 @@ class Layout:
     Attributes:
         devices: torch's names of the local replicas' devices.
         workers: The processes that they belong to, None for this one alone.
+        topology: The numbers of the replicas.
     """
 
     devices: tuple[str, ...]
     workers: TorchWorkers | None
-
-    @property
-    def rank(self) -> int:
-        """The number of this worker."""
-        return 0 if self.workers is None else self.workers.rank
-
-    @property
-    def replicas(self) -> int:
-        """The number of replicas, over all workers."""
-        return len(self.devices) * (1 if self.workers is None else self.workers.size)
+    topology: Topology
 
 
 class Components:
@@ -61,12 +54,11 @@ class Components:
             self.tensors.append(
                 torch.nn.Parameter(tensor, requires_grad=self.first.requires_grad)
             )
-        if self.on_read and variable.aggregation == "sum":
-            # The replicas' parts add up to the value that there was.
-            with torch.no_grad():
-                self._assign_parts(self.first.detach().clone())
         self.version = self.first._version
         self._run: object = None
+        if self.on_read:
+            # The replicas' parts make up the value that there was.
+            self.assign(variable, self.first.detach().clone())
 
     def enter_run(self, variable: Any, run: object) -> None:
         """Refreshes the components once in a run, by the replica that comes first.
@@ -98,13 +90,8 @@ class Components:
 
     def assign(self, variable: Any, value: torch.Tensor) -> None:
         """Writes a value for all replicas, outside of them."""
-        with torch.no_grad():
-            if self.on_read and variable.aggregation == "sum":
-                self._assign_parts(value)
-            else:
-                for tensor in self.tensors:
-                    tensor.copy_(value)
-        self.version = self.first._version
+        value = value.detach()
+        self.assign_each(local_parts_outside(variable, value, self._layout.topology))
 
     def assign_each(self, values: Sequence[torch.Tensor]) -> None:
         """Writes a value for each replica, outside of them."""
@@ -112,19 +99,6 @@ class Components:
             for tensor, value in zip(self.tensors, values, strict=True):
                 tensor.copy_(value)
         self.version = self.first._version
-
-    def _assign_parts(self, value: torch.Tensor) -> None:
-        count = self._layout.replicas
-        if value.is_floating_point() or value.is_complex():
-            for tensor in self.tensors:
-                tensor.copy_(value / count)
-            return
-        # Whole numbers cannot be halved: the first replica takes the remainder.
-        part = torch.div(value, count, rounding_mode="trunc")
-        for tensor in self.tensors:
-            tensor.copy_(part)
-        if self._layout.rank == 0:
-            self.first.copy_(value - part * (count - 1))
 
     def aggregated(self, variable: Any) -> torch.Tensor:
         """What an on_read variable is outside of the replicas.
@@ -149,13 +123,14 @@ class Components:
 
     def part_of_this_worker(self, variable: Any) -> torch.Tensor:
         """What this worker adds to an on_read variable's value."""
+        topology = self._layout.topology
         with torch.no_grad():
             if variable.aggregation == "only_first_replica":
                 value = self.first.detach().clone()
-                return value if self._layout.rank == 0 else torch.zeros_like(value)
+                return value if topology.first == 0 else torch.zeros_like(value)
             total = add(self.tensors)
             if variable.aggregation == "mean":
-                return total / self._layout.replicas
+                return total / topology.num_replicas
             return total
 
 

@@ -34,6 +34,7 @@ from keras_strategy.values.distributed import (
     regroup,
     select_replica,
 )
+from keras_strategy.values.topology import Topology
 
 _HALF_WRITTEN = (
     "keras_strategy: the training step had begun to update the variables. They are "
@@ -58,8 +59,8 @@ class TorchGroup:
         self.devices = devices
         self.torch_devices = tuple(torch_device(name) for name in devices)
         self.workers = workers
-        self.layout = Layout(self.torch_devices, workers)
-        self.num_replicas = self.layout.replicas
+        self.topology = Topology(devices, workers)
+        self.layout = Layout(self.torch_devices, workers, self.topology)
         self._team = Team(devices)
         self._share = 0  # of the cores, for the operations of one replica
         self._lock = threading.Lock()
@@ -236,7 +237,9 @@ class TorchGroup:
                 "replicas. Give the axis along which they differ, or use `gather`."
             )
         total = self._sum(add(values))
-        return total / self.num_replicas if reduce_op is ReduceOp.MEAN else total
+        if reduce_op is ReduceOp.SUM:
+            return total
+        return total / self.topology.num_replicas
 
     def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.workers is None:

@@ -26,8 +26,7 @@ class TorchReplica(ThreadReplica):
     """
 
     def __init__(self, group: Any, index: int, rendezvous: Rendezvous, run: Run):
-        first = group.layout.rank * len(group.devices)
-        super().__init__(group.strategy, index, group.devices, rendezvous, first)
+        super().__init__(group.strategy, index, group.topology, rendezvous)
         self.scope = TorchScope(self, index, group.layout, run)
         self._group = group
         self._run = run
@@ -55,7 +54,7 @@ class TorchReplica(ThreadReplica):
         tensor = keras.ops.convert_to_tensor(value)
         total = _AllReduce.apply(tensor, self, self.step.row_weight)
         if reduce_op is ReduceOp.MEAN:
-            return total / self._group.num_replicas
+            return total / self._group.topology.num_replicas
         return total
 
     def all_gather(self, value: Any, axis: int) -> torch.Tensor:

@@ -123,7 +123,7 @@ def _shards(batch: Any, strategy: Any) -> list[_Shard]:
     rows = rows_of_arrays(arrays)
     if rows == 0:
         raise ValueError("A batch must have 1 row or more. Received a batch of 0 rows.")
-    local = strategy.extended.local_replicas
+    local = strategy.extended.topology.local_replicas
     bounds = split_rows(rows, strategy.num_replicas_in_sync)[local.start : local.stop]
 
     def part(array, begin, end):
