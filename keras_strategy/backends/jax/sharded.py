@@ -1,7 +1,6 @@
 """Values of all replicas as one array, and what can be computed of them."""
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution, put
 from keras_strategy.backends.jax.replica import Traced
 from keras_strategy.backends.jax.workers import JaxWorkers
+from keras_strategy.rules.reduction import axes_of, axes_to_reduce, entries
 from keras_strategy.values.distributed import DistributedValues, PerReplica, ReduceOp
 
 
@@ -153,17 +153,8 @@ def reduced(
             f"{', '.join(kinds)}: {value!r}"
         )
     shapes = shapes_of(values)
-    axes = _axes(axis, shapes)
-    left = {
-        tuple(size for i, size in enumerate(shape) if i not in axes) for shape in shapes
-    }
-    if len(left) > 1:
-        raise ValueError(
-            "Values of different shapes cannot be combined elementwise. Received: "
-            f"axis={axis} and a PerReplica value of the shapes {shapes}. Give the "
-            "`axis` in which they differ, or use `gather`."
-        )
-    counts = [int(np.prod([s[i] for i in axes])) for s in shapes]
+    axes = axes_to_reduce(axis, shapes)
+    counts = [entries(shape, axes) for shape in shapes]
     # Each replica reduces its own; what crosses the devices is small then.
     parts = [jnp.sum(jnp.asarray(v), axis=axes) if axes else v for v in values]
     if workers is not None:
@@ -184,7 +175,7 @@ def _reduced_in_one(
     replicas = distribution.replicas
     rows, *others = value.array.shape
     shape = () if value.scalars else (rows // replicas, *others)
-    axes = _axes(axis, [shape] * replicas)
+    axes = axes_of(axis, [shape] * replicas)
     if value.total is not None:
         mean = reduce_op is ReduceOp.MEAN
         return value.total / replicas if mean else value.total
@@ -206,7 +197,7 @@ def _reduction(
         axes: Of a part, those to reduce as well.
         everywhere: The layout of the result.
     """
-    count = math.prod([shape[0], *(shape[1 + i] for i in axes)])
+    count = shape[0] * entries(shape[1:], axes)
 
     def reduction(array):
         parts = jnp.reshape(array, shape)
@@ -246,7 +237,7 @@ def gathered(
     There it can meet the variables as well as what `reduce` returned.
     """
     shapes = shapes_of(values)
-    _axes(axis, shapes)
+    axes_of(axis, shapes)
     first = distribution.devices[0]
     whole = jnp.concatenate([jax.device_put(v, first) for v in values], axis=axis)
     if workers is not None:
@@ -256,25 +247,10 @@ def gathered(
 
 def _reduced_in_program(reduce_op: ReduceOp, component: Any, axis: Any) -> Any:
     """`reduce` inside `merge_call`: one collective of the replicas' program."""
-    axes = _axes(axis, [tuple(component.shape)])
+    axes = axes_of(axis, [tuple(component.shape)])
     if axes:
         combine = jnp.sum if reduce_op is ReduceOp.SUM else jnp.mean
         component = combine(component, axis=axes)
     if reduce_op is ReduceOp.SUM:
         return jax.lax.psum(component, AXIS)
     return jax.lax.pmean(component, AXIS)
-
-
-def _axes(axis: Any, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """The dimensions to reduce, checked against every shape."""
-    if axis is None:
-        return ()
-    ranks = {len(shape) for shape in shapes}
-    given = axis if isinstance(axis, tuple | list) else (axis,)
-    rank = min(ranks)
-    if len(ranks) > 1 or not all(-rank <= i < rank for i in given):
-        raise ValueError(
-            f"Argument `axis` must name dimensions of the values. Received: axis={axis}"
-            f" and values of the shapes {shapes}."
-        )
-    return tuple(i % rank for i in given)

@@ -3,12 +3,12 @@
 A collective that fails on unequal shapes makes TensorFlow refuse all later ones.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from keras_strategy.rules.reduction import axes_to_reduce, entries
 from keras_strategy.values.distributed import ReduceOp
 
 
@@ -47,26 +47,16 @@ def reduce(
     """
     values = [_tensor(value) for value in values]
     if axis is None:
-        check_same_shapes(values)
+        check_same_shapes(values)  # also sparse ones, and such of unknown rank
         total = of_all(add(values))
         if reduce_op is ReduceOp.SUM:
             return total
         return divide(total, len(values) if replicas is None else replicas)
-    axes = [axis] if isinstance(axis, int) else list(axis)
-    for value in values:
-        rank = value.shape.rank
-        if any(not -rank <= a < rank for a in axes):
-            raise ValueError(
-                f"Argument `axis` must name dimensions of the value. Received: "
-                f"axis={axis!r} for a value of the shape {tuple(value.shape)}"
-            )
-    sums = [tf.reduce_sum(value, axes) for value in values]
-    check_same_shapes(sums)
-    total = of_all(add(sums))
+    axes = axes_to_reduce(axis, [value.shape for value in values])
+    total = of_all(add([tf.reduce_sum(value, axes) for value in values]))
     if reduce_op is ReduceOp.SUM:
         return total
-    counts = [_count(value, axes) for value in values]
-    return divide(total, of_all(sum(counts)))
+    return divide(total, of_all(sum(_count(value, axes) for value in values)))
 
 
 def gather(values: Sequence[Any], axis: int) -> Any:
@@ -142,7 +132,6 @@ def add(values: Sequence[Any]) -> Any:
 
 
 def _count(value: Any, axes: Sequence[int]) -> Any:
-    sizes = [value.shape[axis] for axis in axes]
-    if all(size is not None for size in sizes):
-        return math.prod(sizes)
-    return tf.reduce_prod(tf.gather(tf.shape(value), list(axes)))
+    if all(value.shape[axis] is not None for axis in axes):
+        return entries(value.shape, axes)
+    return entries(tf.shape(value), axes)

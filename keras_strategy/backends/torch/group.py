@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -25,6 +24,7 @@ from keras_strategy.core import context
 from keras_strategy.core.components import update_components
 from keras_strategy.core.registry import get_engine
 from keras_strategy.hooks.variables import stored
+from keras_strategy.rules.reduction import axes_to_reduce, entries
 from keras_strategy.values.distributed import (
     DistributedValues,
     Mirrored,
@@ -227,42 +227,19 @@ class TorchGroup:
                 f"of other things: {value!r}"
             )
         values = [keras.ops.convert_to_tensor(v).to(device) for v in value.values]
-        if axis is not None:
-            return self._reduce_axes(reduce_op, values, axis)
-        shapes = [tuple(v.shape) for v in values]
-        if len(set(shapes)) > 1:
-            raise ValueError(
-                "`reduce` with axis=None needs values of the same shape on every "
-                f"replica. Received the shapes {shapes}, in the order of the "
-                "replicas. Give the axis along which they differ, or use `gather`."
-            )
-        total = self._sum(add(values))
+        axes = axes_to_reduce(axis, [v.shape for v in values])
+        total = self._sum(add([v.sum(dim=axes) if axes else v for v in values]))
         if reduce_op is ReduceOp.SUM:
             return total
-        return total / self.topology.num_replicas
+        if not axes:
+            return total / self.topology.num_replicas
+        count = sum(entries(v.shape, axes) for v in values)
+        return total / self._sum(torch.tensor(count, device=total.device))
 
     def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.workers is None:
             return tensor
         return self.workers.sum("strategy.reduce", tensor)
-
-    def _reduce_axes(
-        self, reduce_op: ReduceOp, values: Sequence[torch.Tensor], axis: Any
-    ) -> torch.Tensor:
-        axes = axis if isinstance(axis, tuple | list) else (axis,)
-        for v in values:
-            if any(not -v.ndim <= a < v.ndim for a in axes):
-                raise ValueError(
-                    "Argument `axis` must name dimensions that the values have. "
-                    f"Received: axis={axis!r} for a value of shape {tuple(v.shape)}"
-                )
-        total = self._sum(add([v.sum(dim=tuple(axes)) for v in values]))
-        if reduce_op is ReduceOp.SUM:
-            return total
-        # Replicas may have different numbers of rows: count what was added.
-        counts = [math.prod(v.shape[a] for a in axes) for v in values]
-        count = self._sum(torch.tensor(sum(counts), device=total.device))
-        return total / count
 
     def gather(self, values: Sequence[Any], axis: int) -> torch.Tensor:
         device = self.torch_devices[0]

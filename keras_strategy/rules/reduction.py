@@ -1,0 +1,71 @@
+"""`reduce` over axes: what they are, whether shapes fit, what a mean divides by."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+# A size is None where a program that is traced does not know it yet.
+Shape = Sequence[int | None]
+
+
+def axes_of(axis: Any, shapes: Sequence[Shape]) -> tuple[int, ...]:
+    """The dimensions that `axis` names, from 0, in the shapes of all replicas.
+
+    Args:
+        axis: None, a number or several; from the end if negative.
+        shapes: The shape of each replica's value.
+
+    Raises:
+        ValueError: If a value lacks one of them.
+    """
+    if axis is None:
+        return ()
+    ranks = {len(shape) for shape in shapes}
+    rank = min(ranks)
+    given = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
+    if len(ranks) > 1 or not all(-rank <= i < rank for i in given):
+        raise ValueError(
+            "Argument `axis` must name dimensions that the values have. Received: "
+            f"axis={axis!r} for values of the shapes {_listed(shapes)}"
+        )
+    return tuple(i % rank for i in given)
+
+
+def axes_to_reduce(axis: Any, shapes: Sequence[Shape]) -> tuple[int, ...]:
+    """`axes_of`, where what is left of the values is added up elementwise.
+
+    Raises:
+        ValueError: Also if that differs in shape.
+    """
+    axes = axes_of(axis, shapes)
+    left = [[n for i, n in enumerate(shape) if i not in axes] for shape in shapes]
+    if not all(_may_be_same(left[0], other) for other in left[1:]):
+        raise ValueError(
+            "The replicas' values must have the same shape to be combined elementwise, "
+            f"but for the dimensions that are reduced. Received: axis={axis!r} for "
+            f"values of the shapes {_listed(shapes)}. Give the `axis` in which they "
+            "differ, or use `gather`."
+        )
+    return axes
+
+
+def entries(shape: Any, axes: Sequence[int]) -> Any:
+    """How many entries of one replica's value are added up to one.
+
+    A mean divides by that of all replicas, which may have different numbers of rows.
+
+    Args:
+        shape: The shape of the value.
+        axes: The dimensions that are reduced, from 0.
+    """
+    return math.prod(shape[i] for i in axes)
+
+
+def _may_be_same(first: Shape, other: Shape) -> bool:
+    return len(first) == len(other) and all(
+        a == b or a is None or b is None for a, b in zip(first, other, strict=True)
+    )
+
+
+def _listed(shapes: Sequence[Shape]) -> list[tuple[int | None, ...]]:
+    return [tuple(shape) for shape in shapes]
