@@ -14,7 +14,7 @@ from keras import tree
 from keras_strategy.core.context import distributed_replica
 from keras_strategy.core.protocol import Replica
 from keras_strategy.core.step_state import StepState
-from keras_strategy.rules.aggregation import is_averaged
+from keras_strategy.rules.aggregation import is_averaged, is_on_read
 from keras_strategy.rules.row_weights import weighted_mean
 from keras_strategy.values.distributed import select_replica
 
@@ -132,6 +132,34 @@ def mean_logs(logs: Any, replicas: int, weights: Sequence[Any]) -> Any:
     """
     parts = [select_replica(logs, replica) for replica in range(replicas)]
     return tree.map_structure(lambda *values: weighted_mean(values, weights), *parts)
+
+
+def sums_and_metrics(
+    model: keras.Model,
+    values: Sequence[Any],
+    part_of_this_worker: Callable[[Any], Any],
+    sum_all: Callable[[list[Any]], Sequence[Any]],
+) -> tuple[list[Any], dict[str, Any]]:
+    """The sums of the workers' values, and the model's metrics.
+
+    Args:
+        model: The model.
+        values: This worker's, tensors.
+        part_of_this_worker: What this worker adds to an on_read variable's value.
+        sum_all: The sums over the workers. It is called once, for all of it.
+
+    Returns:
+        The sums, and what `get_metrics_result` gives.
+    """
+    states = [
+        variable
+        for variable in model.metrics_variables
+        if is_on_read(variable) and variable.aggregation != "none"
+    ]
+    sums = sum_all([*values, *map(part_of_this_worker, states)])
+    merged = list(zip(states, sums[len(values) :], strict=True))
+    with keras.StatelessScope(state_mapping=merged):
+        return list(sums[: len(values)]), model.get_metrics_result()
 
 
 def chosen_logs(

@@ -16,13 +16,13 @@ from keras import tree
 
 from keras_strategy.backends.tensorflow.across import gather_of_workers
 from keras_strategy.backends.tensorflow.group import TensorFlowGroup
-from keras_strategy.rules.aggregation import is_on_read
 from keras_strategy.rules.row_weights import split_rows
 from keras_strategy.rules.step import (
     chosen_logs,
     mean_logs,
     merge_logs,
     rows_of,
+    sums_and_metrics,
     weighted_step,
 )
 from keras_strategy.values.distributed import DistributedValues, PerReplica
@@ -103,20 +103,15 @@ def logs_of_workers(
     assert group.workers is not None
     # What this worker adds to the means and metrics travels at once.
     parts = mean_logs(logs, len(weights), weights)
-    flat = tree.flatten(parts)
-    states = [
-        variable
-        for variable in model.metrics_variables
-        if is_on_read(variable) and variable.aggregation != "none"
-    ]
-    mine = [group.part_of_this_worker(variable) for variable in states]
-    sums = group.workers.sum_all("logs", [*flat, *mine], compare=False)
-    means = tree.pack_sequence_as(parts, sums[: len(flat)])
+    sums, metrics = sums_and_metrics(
+        model,
+        tree.flatten(parts),
+        group.part_of_this_worker,
+        functools.partial(group.workers.sum_all, "logs", compare=False),
+    )
+    means = tree.pack_sequence_as(parts, sums)
     if not isinstance(logs, dict):
         return means
-    merged = list(zip(states, sums[len(flat) :], strict=True))
-    with keras.StatelessScope(state_mapping=merged):
-        metrics = model.get_metrics_result()
     return chosen_logs(model, means, metrics, written)
 
 

@@ -100,6 +100,10 @@ class TorchGroup:
         components.refresh(variable)
         return tuple(tensor.detach() for tensor in components.tensors)
 
+    def part_of_this_worker(self, variable: Any) -> torch.Tensor:
+        """What this worker adds to an on_read variable's value."""
+        return find_or_make(variable, self.layout).part_of_this_worker(variable)
+
     def assign_components(self, variable: Any, values: Sequence[torch.Tensor]) -> None:
         scope = keras_scope()
         if isinstance(scope, MergedScope):

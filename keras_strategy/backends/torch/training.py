@@ -1,5 +1,6 @@
 """fit, evaluate and predict on torch: a loop over `strategy.run`."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +10,9 @@ import torch
 from keras import tree
 
 from keras_strategy.backends.single import tensors_of_arrays
-from keras_strategy.backends.torch import components
 from keras_strategy.backends.torch.batch_logs import BatchLogs
 from keras_strategy.hooks.layers import all_layers
-from keras_strategy.rules.aggregation import is_on_read
+from keras_strategy.rules import step as rules
 from keras_strategy.rules.row_weights import split_rows
 from keras_strategy.rules.step import (
     chosen_logs,
@@ -183,21 +183,11 @@ def sums_and_metrics(
     workers = strategy.extended.group.workers
     if workers is None:
         return list(values), model.get_metrics_result()
-    layout = strategy.extended.group.layout
+    part = strategy.extended.group.part_of_this_worker
     with torch.no_grad():
-        states = [
-            variable
-            for variable in model.metrics_variables
-            if is_on_read(variable) and variable.aggregation != "none"
-        ]
-        mine = [
-            components.find_or_make(variable, layout).part_of_this_worker(variable)
-            for variable in states
-        ]
-        sums = workers.sum_all("logs", [*values, *mine])
-        merged = list(zip(states, sums[len(values) :], strict=True))
-        with keras.StatelessScope(state_mapping=merged):
-            return sums[: len(values)], model.get_metrics_result()
+        return rules.sums_and_metrics(
+            model, values, part, functools.partial(workers.sum_all, "logs")
+        )
 
 
 def _rows_in_order(outputs: Any, strategy: Any, weights: list[float]) -> Any:
