@@ -32,8 +32,8 @@ written for. If this Keras changed one of them, none is installed and a
 `KerasVersionError` names it, see [Versions of Keras](keras_versions.md).
 
 `make hooks` writes this page from the code, with Keras {version}. `make drop-hooks`
-leaves out each hook in turn and runs the test that shows what it is for, which must
-fail then.
+leaves out each hook in turn and runs the test that is to show what it is for, and says
+which of them do not fail then.
 """
 
 

@@ -4,7 +4,7 @@ import keras
 import pytest
 
 from keras_strategy.hooks.installed import all_hooks
-from tests.hooks.needed_by import NEEDED_BY
+from tests.hooks.needed_by import NEEDED_BY, UNSHOWN
 
 
 def test_every_hook_has_a_test_that_needs_it():
@@ -13,6 +13,7 @@ def test_every_hook_has_a_test_that_needs_it():
         pytest.skip("the table is of Keras 3.15")
     ours = {hook.name for hook in all_hooks() if hook.is_needed()}
     assert ours <= set(NEEDED_BY)
+    assert set(UNSHOWN) <= set(NEEDED_BY)
     backend = keras.backend.backend()
     here = {name for name, (where, _) in NEEDED_BY.items() if where == backend}
     assert here <= ours, "they are gone, or not needed here"
