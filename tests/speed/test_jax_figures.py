@@ -10,6 +10,9 @@ import keras_strategy as ks
 if keras.backend.backend() != "jax":
     pytest.skip("tests of the JAX adapter", allow_module_level=True)
 
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
 from benchmarks.figures import figures_of
 
 BATCH = 16
@@ -18,6 +21,16 @@ Y = np.random.default_rng(1).integers(0, 5, 100 * BATCH).astype("int32")
 SCALAR = np.dtype("float32").itemsize
 # The images and the labels, for two replicas.
 BATCH_TRANSFERS = 2 * 2
+
+
+@pytest.fixture(autouse=True)
+def _compiled_here():
+    """A program out of the cache has lost the names that its profile is read by."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # it remembers whether it is in use
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 def model():
