@@ -69,15 +69,15 @@ class TensorFlowEngine:
         return [hooks]
 
     def random_state(self) -> bytes:
-        from keras_strategy.backends.tensorflow import server
+        from keras_strategy.backends.tensorflow import connection
 
-        return json.dumps(server.random_state()).encode()
+        return json.dumps(connection.random_state()).encode()
 
     def set_random_state(self, state: bytes) -> None:
-        from keras_strategy.backends.tensorflow import server
+        from keras_strategy.backends.tensorflow import connection
 
         seed, (version, numbers, gauss) = json.loads(state)
-        server.set_random_state(seed, (version, tuple(numbers), gauss))
+        connection.set_random_state(seed, (version, tuple(numbers), gauss))
 
     def native_strategy(self, devices: tuple[str, ...]) -> Any:
         names = [native_name(device) for device in devices]

@@ -10,7 +10,7 @@ from tensorflow.python.distribute.collective_all_reduce_strategy import (
 )
 from tensorflow.python.distribute.values import Mirrored
 
-from keras_strategy.backends.tensorflow import combine, server
+from keras_strategy.backends.tensorflow import combine, connection
 from keras_strategy.backends.tensorflow.devices import native_name
 from keras_strategy.backends.tensorflow.workers import TensorFlowWorkers
 
@@ -52,7 +52,7 @@ class WorkersStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
 
 class _Extended(CollectiveAllReduceExtended):
-    # `server.start` has done so, and `keras_strategy.workers` looks after peers.
+    # `connection.start` has done so, and `keras_strategy.workers` looks after peers.
     _std_server_started = True
     _enable_check_health = False
 
@@ -63,8 +63,8 @@ class _Extended(CollectiveAllReduceExtended):
         options = workers.cluster.options
         native = tf.distribute.experimental
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-            tf.train.ClusterSpec({server.JOB: list(workers.addresses)}),
-            task_type=server.JOB,
+            tf.train.ClusterSpec({connection.JOB: list(workers.addresses)}),
+            task_type=connection.JOB,
             task_id=workers.rank,
             rpc_layer="grpc",
         )

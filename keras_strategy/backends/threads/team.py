@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_strategy.backends.threads.rendezvous import Rendezvous, ReplicaStopped
-from keras_strategy.backends.threads.workers import Workers
+from keras_strategy.backends.threads.pool import Pool
 
 
 class Team:
@@ -17,7 +17,7 @@ class Team:
     def __init__(self, devices: Sequence[str]):
         self.rendezvous = Rendezvous(len(devices))
         self._names = [f"keras_strategy {name}" for name in devices]
-        self._workers: Workers | None = None
+        self._pool: Pool | None = None
 
     def call(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """Makes one call in each thread.
@@ -31,8 +31,8 @@ class Team:
         Raises:
             BaseException: What one of them raised, when all have ended.
         """
-        if self._workers is None:
-            self._workers = Workers(self._names)
+        if self._pool is None:
+            self._pool = Pool(self._names)
 
         def guarded(call):
             def call_or_abort():
@@ -44,7 +44,7 @@ class Team:
 
             return call_or_abort
 
-        results = self._workers.call(
+        results = self._pool.call(
             [guarded(call) for call in calls], self.rendezvous.abort
         )
         errors = [error for _, error in results if error is not None]

@@ -11,10 +11,10 @@ from typing import Any
 _EXIT_TIMEOUT = 10.0  # seconds for all threads together
 
 # Strong references, for a thread that has left Python still clears its thread-locals.
-_threads: "list[_Worker]" = []
+_threads: "list[_Thread]" = []
 
 
-class Workers:
+class Pool:
     """Threads that each do one call at a time.
 
     A thread keeps its replica, because Keras and the engines hold settings, caches and
@@ -27,7 +27,7 @@ class Workers:
     def __init__(self, names: Sequence[str]):
         self._results: queue.SimpleQueue = queue.SimpleQueue()
         self._threads = [
-            _Worker(index, name, self._results) for index, name in enumerate(names)
+            _Thread(index, name, self._results) for index, name in enumerate(names)
         ]
         _threads[:] = [thread for thread in _threads if thread.is_alive()]
         for thread in self._threads:
@@ -67,8 +67,8 @@ class Workers:
         return results
 
 
-class _Worker(threading.Thread):
-    # Knows nothing of its Workers, which must not be kept alive by their threads.
+class _Thread(threading.Thread):
+    # Knows nothing of its Pool, which must not be kept alive by their threads.
     def __init__(self, index: int, name: str, results: queue.SimpleQueue):
         # Daemon: the interpreter must not wait for ever for a replica that hangs.
         super().__init__(name=name, daemon=True)
@@ -87,7 +87,7 @@ class _Worker(threading.Thread):
             del call, result
 
 
-def _stop(threads: Sequence[_Worker]) -> None:
+def _stop(threads: Sequence[_Thread]) -> None:
     for thread in threads:
         thread.calls.put(None)
 
