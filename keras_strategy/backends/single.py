@@ -72,6 +72,8 @@ class SingleReplica:
 class SingleReplicaGroup:
     """The group of a strategy of one device, on any backend."""
 
+    workers = None
+
     def __init__(self, strategy: "Strategy", devices: tuple[str, ...]):
         self.devices = devices
         self._strategy = strategy

@@ -1,7 +1,8 @@
 """All that an adapter must do, and nothing that the core can do for it.
 
 `Engine` is one engine, once per process. `ReplicaGroup` is the set of devices of
-one strategy on that engine. `Replica` is one of them while a function runs on it.
+one strategy on that engine. `Replica` is one of them while a function runs on it. What
+connects the processes of a cluster is in `core/workers.py`.
 """
 
 from collections.abc import Callable, MutableMapping, Sequence
@@ -15,6 +16,7 @@ from keras_strategy.values.topology import Topology
 if TYPE_CHECKING:
     from keras_strategy.core.replica_context import ReplicaContext
     from keras_strategy.core.step_state import StepState
+    from keras_strategy.core.workers import Workers
     from keras_strategy.options.cross_device_ops import CrossDeviceOps
     from keras_strategy.options.input import InputOptions
     from keras_strategy.options.run import RunOptions
@@ -231,6 +233,11 @@ class ReplicaGroup(Protocol):
     """The replicas of one strategy. With one device it adds nothing to Keras."""
 
     devices: tuple[str, ...]
+
+    @property
+    def workers(self) -> "Workers | None":
+        """The processes that the replicas belong to; None for this one alone."""
+        ...
 
     @property
     def context(self) -> "ReplicaContext | None":

@@ -48,7 +48,7 @@ class AgreedBatches:
                 raise WorkerInputError(
                     "All workers must be given the same arrays: each computes on its "
                     "own rows of every batch. Received arrays of other numbers of "
-                    f"rows or batches: {self._listed(told)}."
+                    f"rows or batches: {self._cluster.listed(told)}."
                 )
             yield from iterator
             return
@@ -71,7 +71,7 @@ class AgreedBatches:
                 raise WorkerInputError(
                     "All workers must be given the same batches: each computes on its "
                     "own rows of every batch. Received batches of different numbers "
-                    f"of rows: {self._listed(told)}."
+                    f"of rows: {self._cluster.listed(told)}."
                 )
             yield batch
 
@@ -85,10 +85,6 @@ class AgreedBatches:
             "the epoch ends here on all workers.",
             stacklevel=2,
         )
-
-    def _listed(self, told: list) -> str:
-        pairs = zip(self._cluster.names, told, strict=True)
-        return ", ".join(f"{name}: {what}" for name, what in pairs)
 
 
 def _next(iterator: Iterator[Any]) -> tuple[Any, int | None, Exception | None]:

@@ -125,8 +125,7 @@ def _require_alike(workers: cluster.Cluster, devices: tuple[str, ...]) -> None:
     for what, value in own.items():
         told = [other[what] for other in all_of_them]
         if any(other != value for other in told):
-            pairs = zip(workers.names, told, strict=True)
-            listed = ", ".join(f"{name}: {other}" for name, other in pairs)
             raise RuntimeError(
-                f"All workers must have the same {what}. Received: {listed}."
+                f"All workers must have the same {what}. Received: "
+                f"{workers.listed(told)}."
             )

@@ -1,5 +1,8 @@
 """The workers that train together, as one of them sees them."""
 
+import hashlib
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +51,27 @@ class Cluster:
     def agree(self, operation: str, value: Any) -> list[Any]:
         """What each worker says, by rank; see `workers.Member.agree`."""
         return self.member.agree(operation, value)
+
+    def differences(self, operation: str, value: Any) -> list[Any] | None:
+        """What each worker says, by rank, if they say different things.
+
+        Args:
+            operation: What this worker is doing; all must do the same.
+            value: What JSON can say; it may be long.
+
+        Returns:
+            None if all say the same.
+        """
+        text = json.dumps(value).encode()
+        digest = hashlib.blake2b(text, digest_size=16).hexdigest()
+        if len(set(self.agree(operation, digest))) == 1:
+            return None
+        return self.agree(f"{operation}: what differs", value)
+
+    def listed(self, told: Iterable[Any]) -> str:
+        """What each worker says, for a message."""
+        pairs = zip(self.names, told, strict=True)
+        return ", ".join(f"{name}: {what}" for name, what in pairs)
 
 
 _joined: Cluster | None = None

@@ -69,7 +69,7 @@ class JaxReplicaGroup:
         first, *others = [variable.path for variable in variables]
         more = f" and of {len(others)} more variables" if others else ""
         arrays = [np.asarray(hooks.array_of(v)) for v in variables]
-        chiefs = self.workers.chiefs(f"the first value of '{first}'{more}", arrays)
+        chiefs = self.workers.take_chiefs(f"the first value of '{first}'{more}", arrays)
         for variable, value in zip(variables, chiefs or (), strict=False):
             hooks.set_array(variable, put(value, self.distribution.everywhere))
 

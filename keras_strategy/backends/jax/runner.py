@@ -106,7 +106,8 @@ class Runner:
         if compiled and self._workers is not None:
             # All take the same path: a program needs every worker.
             mine = described((args, kwargs), self._distribution)
-            compiled = self._workers.told("strategy.run", mine) is None
+            cluster = self._workers.cluster
+            compiled = cluster.differences("strategy.run", mine) is None
         if compiled:
             with contextlib.suppress(NotOneProgram):
                 arguments = take_apart((args, kwargs), self._distribution)

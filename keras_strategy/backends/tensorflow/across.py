@@ -5,12 +5,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_strategy.backends.tensorflow.workers import TensorFlowWorkers
+from keras_strategy.core.workers import Workers
 
 
-def sum_of_workers(
-    workers: TensorFlowWorkers, name: str, totals: Sequence[Any]
-) -> list[Any]:
+def sum_of_workers(workers: Workers, name: str, totals: Sequence[Any]) -> list[Any]:
     """The sums of the workers' values, dense ones in one piece.
 
     Args:
@@ -36,9 +34,7 @@ def sum_of_workers(
     return results
 
 
-def gather_of_workers(
-    workers: TensorFlowWorkers, name: str, value: Any, axis: int = 0
-) -> Any:
+def gather_of_workers(workers: Workers, name: str, value: Any, axis: int = 0) -> Any:
     """The workers' values, joined in the order of their ranks.
 
     Args:

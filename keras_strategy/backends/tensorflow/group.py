@@ -7,7 +7,6 @@ asks for, one compiled function per step, and checks before anything is combined
 """
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -97,16 +96,10 @@ class TensorFlowGroup:
         """They have them when they are made; not if the chief restored others."""
         if self.workers is None:
             return
-        digest = hashlib.blake2b(digest_size=16)
-        for variable in variables:
-            digest.update(tf.io.serialize_tensor(self.components(variable)[0]).numpy())
-        name = "the chief's values"
-        if len(set(self.workers.cluster.agree(name, digest.hexdigest()))) == 1:
-            return
-        for variable in variables:
-            components = self.components(variable)
-            value = self.workers.chiefs(name, tf.convert_to_tensor(components[0]))
-            for component in components:
+        values = [tf.convert_to_tensor(self.components(v)[0]) for v in variables]
+        chiefs = self.workers.take_chiefs("the chief's values", values)
+        for variable, value in zip(variables, chiefs or (), strict=False):
+            for component in self.components(variable):
                 component.assign(value)
 
     def around(

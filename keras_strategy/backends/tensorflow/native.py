@@ -114,6 +114,6 @@ class _Extended(CollectiveAllReduceExtended):
             value: Any = getattr(value, "wrapped_value", value)  # of a checkpoint
             value = tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
             name = f"the first value of '{kwargs.get('name')}'"
-            return self._ks_workers.chiefs(name, value)
+            return self._ks_workers.broadcast(name, [value])[0]
 
         return initial_value

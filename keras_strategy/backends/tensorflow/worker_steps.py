@@ -117,11 +117,10 @@ def predictions_of_workers(
         rows = [rows_of(batch) for batch in batches]
         told = cluster.agree("the rows to predict", rows)
         if any(other != rows for other in told):
-            pairs = zip(cluster.names, told, strict=True)
-            listed = ", ".join(f"{name}: {other}" for name, other in pairs)
             raise WorkerInputError(
                 "All workers must be given the same batches: each predicts its own "
-                f"rows of them. Received batches of these numbers of rows: {listed}."
+                f"rows of them. Received batches of these numbers of rows: "
+                f"{cluster.listed(told)}."
             )
         with group.calling(_NAMES["predict"]):
             return function(batches)

@@ -15,7 +15,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_strategy.backends.tensorflow import server
+from keras_strategy.backends.tensorflow import connection
+from keras_strategy.core.workers import Workers
 from keras_strategy.options.communication import CommunicationImplementation
 from keras_strategy.workers.cluster import Cluster
 
@@ -27,11 +28,10 @@ _FIRST_DIMENSION = 3
 _DIFFERENT = "keras_strategy: the workers bring different values"
 
 
-class TensorFlowWorkers:
-    """Collectives between processes, one after the other.
+class TensorFlowWorkers(Workers):
+    """See `core.workers.Workers`. In a tf.function a refusal comes when it is executed.
 
-    Before values travel the workers compare what they are about to do: after a
-    collective that fails, TensorFlow refuses all others.
+    After a collective that fails, TensorFlow refuses all others.
 
     Args:
         cluster: The workers.
@@ -39,9 +39,9 @@ class TensorFlowWorkers:
     """
 
     def __init__(self, cluster: Cluster, addresses: Sequence[str]):
-        self.cluster, self.addresses = cluster, tuple(addresses)
-        self.rank, self.size = cluster.rank, cluster.size
-        here = server.worker_device(self.rank)
+        super().__init__(cluster)
+        self.addresses = tuple(addresses)
+        here = connection.worker_device(self.rank)
         self._host = f"{here}/device:CPU:0"
         implementation = cluster.options.implementation
         assert isinstance(implementation, CommunicationImplementation)
@@ -102,20 +102,6 @@ class TensorFlowWorkers:
         return results
 
     def gather(self, name: str, tensor: Any, axis: int) -> tuple[Any, Any]:
-        """The workers' tensors, joined in the order of their ranks.
-
-        Args:
-            name: What it is for.
-            tensor: A tensor of rank 1 or more, whose sizes along `axis` may differ
-                between workers.
-            axis: Along which they are joined.
-
-        Returns:
-            The joined tensor, and each worker's size along `axis`.
-
-        Raises:
-            ValueError: See `sum`.
-        """
         axis %= tensor.shape.rank
         layouts, same = self._compared(name, tensor, axis)
         counts = layouts[:, _FIRST_DIMENSION + axis]
@@ -135,20 +121,11 @@ class TensorFlowWorkers:
         dims = tensor.shape.as_list()
         return tf.ensure_shape(joined, [*dims[:axis], None, *dims[axis + 1 :]]), counts
 
-    def chiefs(self, name: str, tensor: Any) -> Any:
-        """The chief's tensor, on every worker.
-
-        Args:
-            name: What it is.
-            tensor: A tensor of the same shape and dtype on all workers.
-
-        Raises:
-            ValueError: If the shapes or dtypes differ.
-        """
+    def broadcast(self, name: str, tensors: Sequence[Any]) -> list[Any]:
         if self.rank > 0:
-            tensor = tf.zeros_like(tensor)
+            tensors = [tf.zeros_like(tensor) for tensor in tensors]
         with self.calling(name):
-            return self._sum(name, tensor, compare=True)
+            return [self._sum(name, tensor, compare=True) for tensor in tensors]
 
     @contextlib.contextmanager
     def calling(self, name: str) -> Iterator[None]:
@@ -164,7 +141,7 @@ class TensorFlowWorkers:
         if tf.inside_function():
             yield
             return
-        with self.cluster.member.waiting(name):
+        with self.waiting(name):
             try:
                 yield
             except tf.errors.InvalidArgumentError as error:
@@ -259,26 +236,14 @@ class TensorFlowWorkers:
         numbers = [int(number) for number in re.findall(r"-?\d+", text)]
         width = _FIRST_DIMENSION + _MOST_DIMENSIONS
         rows = [numbers[i * width : (i + 1) * width] for i in range(self.size)]
-        told = list(zip(self.cluster.names, rows, strict=True))
+        layouts = []
+        for _, dtype, rank, *dims in rows:
+            layouts.append([dims[:rank], tf.as_dtype(dtype).name])
+        own = self._names[rows[self.rank][0]]
+        calls = [own]
         if len({row[0] for row in rows}) > 1:
-            own = self._names[rows[self.rank][0]]
-            names = self.cluster.agree("the comparison of what is sent", own)
-            calls = zip(self.cluster.names, names, strict=True)
-            listed = ", ".join(f"{who}: {call}" for who, call in calls)
-            return RuntimeError(
-                "All workers must make the same calls in the same order. They are in "
-                f"different ones ({listed})."
-            )
-
-        def shown(row: list[int]) -> str:
-            dims = row[_FIRST_DIMENSION : _FIRST_DIMENSION + row[2]]
-            return f"{tuple(dims)} {tf.as_dtype(row[1]).name}"
-
-        listed = ", ".join(f"{who}: {shown(row)}" for who, row in told)
-        return ValueError(
-            f"`{self._names[rows[0][0]]}` needs values whose dtypes and sizes"
-            f"{which or ''} are the same on every worker. Received: {listed}."
-        )
+            calls = self.cluster.agree("the comparison of what is sent", own)
+        return self.refusal(own, calls, layouts, which or "")
 
 
 def _sendable(tensor: Any, gathered: bool = False) -> tuple[Any, Callable[[Any], Any]]:
@@ -309,5 +274,5 @@ def connect(cluster: Cluster) -> TensorFlowWorkers:
     """Connects this process with the others of a cluster, once."""
     global _connected
     if _connected is None:
-        _connected = TensorFlowWorkers(cluster, server.start(cluster))
+        _connected = TensorFlowWorkers(cluster, connection.start(cluster))
     return _connected

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from keras_strategy.backends.threads.rendezvous import Rendezvous, ReplicaStopped
 from keras_strategy.backends.threads.pool import Pool
+from keras_strategy.backends.threads.rendezvous import Rendezvous, ReplicaStopped
 
 
 class Team:

@@ -77,10 +77,10 @@ class TorchGroup:
         if self.workers is None or not variables:
             return
         values = [stored(variable) for variable in variables]
-        if self.workers.have_same("the first values of variables", values):
-            return
-        for variable, value in zip(variables, values, strict=True):
-            self.workers.broadcast(f"the first value of '{variable.path}'", [value])
+        chiefs = self.workers.take_chiefs("the first values of variables", values)
+        with torch.no_grad():
+            for value, chief in zip(values, chiefs or (), strict=False):
+                value.copy_(chief)
 
     def around(
         self, model: Any, method: str, arguments: dict[str, Any]

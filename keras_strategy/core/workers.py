@@ -1,0 +1,153 @@
+"""What an engine must do between the processes of a cluster.
+
+Inside a program an engine's own collectives take care of the other processes. This is
+for what each process holds by itself. Before values travel the workers compare what
+they are about to do: engines hang or end the process where it differs.
+"""
+
+import abc
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+
+if TYPE_CHECKING:
+    from keras_strategy.workers.cluster import Cluster
+    from keras_strategy.workers.member import Waiting
+
+# A tensor's shape and dtype, of JSON's values.
+Layout = list[Any]
+
+
+class Workers(abc.ABC):
+    """The processes of a cluster, one call at a time.
+
+    All workers make the same calls in the same order. What each call is for has a name
+    that messages use.
+
+    Args:
+        cluster: The workers.
+
+    Attributes:
+        rank: This worker's number. Worker 0 is the chief.
+        size: How many workers there are.
+    """
+
+    def __init__(self, cluster: "Cluster"):
+        self.cluster = cluster
+        self.rank, self.size = cluster.rank, cluster.size
+
+    @abc.abstractmethod
+    def sum_all(self, name: str, tensors: Sequence[Any]) -> list[Any]:
+        """The sums of the workers' tensors, which travel together.
+
+        Args:
+            name: What they are for.
+            tensors: Tensors of the same shapes and dtypes on all workers.
+
+        Returns:
+            New tensors.
+
+        Raises:
+            ValueError: If the shapes or dtypes differ.
+            RuntimeError: If the workers make different calls.
+        """
+
+    @abc.abstractmethod
+    def gather(self, name: str, tensor: Any, axis: int) -> tuple[Any, Any]:
+        """The workers' tensors, joined in the order of their ranks.
+
+        Args:
+            name: What it is for.
+            tensor: A tensor of rank 1 or more, whose sizes along `axis` may differ
+                between workers.
+            axis: Along which they are joined.
+
+        Returns:
+            The joined tensor, and each worker's size along `axis`.
+
+        Raises:
+            ValueError: If other sizes, or the dtypes, differ.
+            RuntimeError: If the workers make different calls.
+        """
+
+    @abc.abstractmethod
+    def broadcast(self, name: str, tensors: Sequence[Any]) -> list[Any]:
+        """The chief's tensors, on every worker.
+
+        Args:
+            name: What they are.
+            tensors: Tensors of the same shapes and dtypes on all workers. Where that
+                is not known, `take_chiefs` asks first.
+        """
+
+    def sum(self, name: str, tensor: Any) -> Any:
+        """The sum of the workers' tensors; see `sum_all`."""
+        return self.sum_all(name, [tensor])[0]
+
+    def take_chiefs(self, name: str, tensors: Sequence[Any]) -> list[Any] | None:
+        """The chief's tensors, where those of the workers differ.
+
+        Args:
+            name: What they are.
+            tensors: This worker's.
+
+        Returns:
+            None if they are the same on all workers to the last bit, as they should.
+
+        Raises:
+            ValueError: If there are other tensors on other workers.
+        """
+        arrays = [keras.ops.convert_to_numpy(tensor) for tensor in tensors]
+        layouts = [[list(array.shape), str(array.dtype)] for array in arrays]
+        digest = hashlib.blake2b(repr(layouts).encode(), digest_size=16)
+        for array in arrays:
+            digest.update(np.ascontiguousarray(array).tobytes())
+        digests = self.cluster.agree(kind_of(name), digest.hexdigest())
+        if len(set(digests)) == 1:
+            return None
+        told = self.cluster.differences(name, layouts)
+        if told is not None:
+            raise ValueError(
+                f"All workers must make the same variables. Received, for {name}: "
+                f"{self.cluster.listed(map(described, told))}."
+            )
+        return self.broadcast(name, tensors)
+
+    def waiting(self, name: str) -> "Waiting":
+        """Surrounds what waits for the others; see `workers.Member.waiting`."""
+        return self.cluster.member.waiting(name)
+
+    def refusal(
+        self, name: str, calls: Sequence[str], layouts: Sequence[Layout], which: str
+    ) -> Exception:
+        """What to raise where the workers are about to do different things.
+
+        Args:
+            name: What this worker's call is for.
+            calls: What each worker's is for.
+            layouts: What each brings.
+            which: Words for which sizes must be the same.
+        """
+        if len(set(calls)) > 1:
+            return RuntimeError(
+                "All workers must make the same calls in the same order. They are in "
+                f"different ones ({self.cluster.listed(calls)})."
+            )
+        told = self.cluster.listed(described([layout]) for layout in layouts)
+        return ValueError(
+            f"`{name}` needs values whose dtypes and sizes{which} are the same on "
+            f"every worker. Received: {told}."
+        )
+
+
+def kind_of(name: str) -> str:
+    """What a call is; names of variables count what a process has made before."""
+    return name.partition(" '")[0]
+
+
+def described(layouts: Sequence[Layout]) -> str:
+    """Shapes and dtypes, for a message."""
+    return " and ".join(f"{tuple(shape)} {dtype}" for shape, dtype in layouts)
