@@ -85,8 +85,8 @@ class SingleReplicaGroup:
     def adopt(self, variables: Sequence[Any]) -> None:
         """Variables stay where they are; Keras moves what it computes with."""
 
-    def take_first(self, variables: Sequence[Any]) -> None:
-        """There is one value."""
+    def take_first(self, variables: Sequence[Any]) -> int:
+        return len(variables)  # there is one value
 
     def around(self, model: Any, method: str, arguments: dict[str, Any]):
         return contextlib.nullcontext()
@@ -135,7 +135,7 @@ class SingleReplicaGroup:
     def gather(self, values: Sequence[Any], axis: int) -> Any:
         return keras.ops.concatenate(list(values), axis=axis)
 
-    def place(self, parts: Sequence[Any]) -> Any:
+    def place(self, parts: Sequence[Any], alike: bool | None = None) -> Any:
         (part,) = parts
         with self.scope():
             if isinstance(part, np.ndarray):

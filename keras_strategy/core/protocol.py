@@ -252,8 +252,13 @@ class ReplicaGroup(Protocol):
         """Mirrors variables that were made outside the scope, keeping values."""
         ...
 
-    def take_first(self, variables: Sequence[Any]) -> None:
-        """Gives variables that have just got their first value the chief's."""
+    def take_first(self, variables: Sequence[Any]) -> int:
+        """Gives variables that have got their first value the chief's.
+
+        Returns:
+            How many of them have it now, from the first one on: as many as all workers
+            bring at this time.
+        """
         ...
 
     def around(
@@ -345,12 +350,14 @@ class ReplicaGroup(Protocol):
         """Concatenates tensors of different devices on the first device."""
         ...
 
-    def place(self, parts: Sequence[Any]) -> Any:
+    def place(self, parts: Sequence[Any], alike: bool | None = None) -> Any:
         """Puts each replica's part of the data on its device.
 
         Args:
-            parts: One array or tensor for each replica, whose rows may differ. They
-                are copied: whoever gave them may overwrite them.
+            parts: One array or tensor for each local replica, whose rows may differ.
+                They are copied: whoever gave them may overwrite them.
+            alike: Whether the parts of all replicas, those of other workers included,
+                have the same shape and dtype; None if that is not known.
 
         Returns:
             A `PerReplica` of tensors; with one replica the tensor.

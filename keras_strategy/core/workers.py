@@ -87,7 +87,7 @@ class Workers(abc.ABC):
         """The sum of the workers' tensors; see `sum_all`."""
         return self.sum_all(name, [tensor])[0]
 
-    def take_chiefs(self, name: str, tensors: Sequence[Any]) -> list[Any] | None:
+    def take_chiefs(self, name: str, tensors: Sequence[Any]) -> list[Any]:
         """The chief's tensors, where those of the workers differ.
 
         Args:
@@ -95,26 +95,36 @@ class Workers(abc.ABC):
             tensors: This worker's.
 
         Returns:
-            None if they are the same on all workers to the last bit, as they should.
+            For each tensor, None if it is the same on all workers to the last bit, as
+            it should. Where workers bring different numbers of tensors, this is for as
+            many as all of them bring.
 
         Raises:
             ValueError: If there are other tensors on other workers.
         """
         arrays = [keras.ops.convert_to_numpy(tensor) for tensor in tensors]
         layouts = [[list(array.shape), str(array.dtype)] for array in arrays]
-        digest = hashlib.blake2b(repr(layouts).encode(), digest_size=16)
-        for array in arrays:
-            digest.update(np.ascontiguousarray(array).tobytes())
-        digests = self.cluster.agree(kind_of(name), digest.hexdigest())
-        if len(set(digests)) == 1:
-            return None
-        told = self.cluster.differences(name, layouts)
-        if told is not None:
+        mine = [
+            _digest(layout, array)
+            for layout, array in zip(layouts, arrays, strict=True)
+        ]
+        told = self.cluster.agree(kind_of(name), mine)
+        count = min(map(len, told))
+        results: list[Any] = [None] * count
+        others = [i for i in range(count) if any(d[i] != mine[i] for d in told)]
+        if not others:
+            return results
+        differing = [layouts[i] for i in others]
+        differences = self.cluster.differences(name, differing)
+        if differences is not None:
             raise ValueError(
                 f"All workers must make the same variables. Received, for {name}: "
-                f"{self.cluster.listed(map(described, told))}."
+                f"{self.cluster.listed(map(described, differences))}."
             )
-        return self.broadcast(name, tensors)
+        chiefs = self.broadcast(name, [tensors[i] for i in others])
+        for i, tensor in zip(others, chiefs, strict=True):
+            results[i] = tensor
+        return results
 
     def waiting(self, name: str) -> "Waiting":
         """Surrounds what waits for the others; see `workers.Member.waiting`."""
@@ -141,6 +151,12 @@ class Workers(abc.ABC):
             f"`{name}` needs values whose dtypes and sizes{which} are the same on "
             f"every worker. Received: {told}."
         )
+
+
+def _digest(layout: Layout, array: np.ndarray) -> str:
+    digest = hashlib.blake2b(repr(layout).encode(), digest_size=12)
+    digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
 
 
 def kind_of(name: str) -> str:

@@ -4,13 +4,14 @@ import keras
 
 from keras_strategy.hooks.conditions import of_workers
 from keras_strategy.hooks.hook import hook
-from keras_strategy.rules import entry_scope
+from keras_strategy.rules import entry_scope, first_values
 from keras_strategy.rules.one_writer import saving
 
 
 @hook(keras.Model, ("save", "save_weights", "export"), ("filepath",), when=of_workers)
 def _save(original, strategy, self, filepath, *args, **kwargs):
     """The chief writes for all workers."""
+    first_values.settle()  # also if the chief cannot write
     what = f"`{original.__name__}`"
     with saving(strategy.extended.cluster, filepath, what) as path:
         return original(self, path, *args, **kwargs)
@@ -36,6 +37,7 @@ def _restore(original, strategy, self, logs=None):
     optimizer = self.model.optimizer
     if self.model.built and not optimizer.built:
         optimizer.build(self.model.trainable_variables)
+        first_values.settle()  # which the chief could not do alone
     if strategy.extended.cluster.is_chief:
         with entry_scope.left_for(None):
             original(self, logs)

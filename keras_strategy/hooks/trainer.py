@@ -15,7 +15,7 @@ from keras_strategy.hooks.data_adapters import for_keras
 from keras_strategy.hooks.hook import model_hook
 from keras_strategy.hooks.variables import stored
 from keras_strategy.input import seeds
-from keras_strategy.rules import chiefs_lead, entry_scope
+from keras_strategy.rules import chiefs_lead, entry_scope, first_values
 from keras_strategy.rules.ownership import strategy_of_model
 
 _LOOPS = ("fit", "evaluate", "predict")
@@ -63,6 +63,7 @@ def _of_strategy(
     except TypeError:
         return original(model, *args, **kwargs)  # which says what is wrong
     if cluster is not None and name != "compile":
+        first_values.settle()
         seeds.take_chiefs(cluster)
         if name in _LOOPS:
             lead = functools.partial(_chiefs_lead, strategy)
@@ -99,8 +100,9 @@ def add_callback(arguments: dict[str, Any], callback: keras.callbacks.Callback) 
 def _chiefs_lead(strategy: Any, every_batch: bool) -> chiefs_lead.ChiefsLead:
     def give_variables(model):
         variables = [*model.variables, *model.optimizer.variables]
-        strategy.extended.group.take_first(
-            [variable for variable in variables if stored(variable) is not None]
+        first_values.take_chiefs(
+            strategy,
+            [variable for variable in variables if stored(variable) is not None],
         )
 
     def set_epoch(model, epoch):
@@ -120,4 +122,5 @@ def _symbolic_build(original, strategy, self, *args, **kwargs):
     """What fit builds may hold metrics from outside."""
     result = original(self, *args, **kwargs)
     adopt_variables(strategy, self)
+    first_values.settle()
     return result

@@ -14,8 +14,16 @@ from keras_strategy.values.distributed import PerReplica
 if TYPE_CHECKING:
     from keras_strategy.core.protocol import Strategy
 
-# The parts of one element: what each replica gets of it, in their order.
-Parts = list[Any]
+
+class Parts(list[Any]):
+    """The parts of one element: what each local replica gets of it, in their order.
+
+    Attributes:
+        alike: Whether all replicas, those of other workers included, get arrays of the
+            same shapes and dtypes; None if that is not known.
+    """
+
+    alike: bool | None = None
 
 
 class DistributedDataset:
@@ -151,7 +159,7 @@ class DistributedIterator:
             if all(leaf is None for leaf in leaves):
                 return None
             try:
-                return group.place(leaves)
+                return group.place(leaves, parts.alike)
             except (TypeError, ValueError) as error:
                 raise TypeError(
                     f"The Keras backend '{keras.backend.backend()}' cannot make "

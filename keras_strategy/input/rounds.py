@@ -30,17 +30,19 @@ def agreed_rounds(
         WorkerInputError: If one worker has nothing at all, of which nobody knows the
             shapes.
     """
-    empty: Parts = []
+    empty = Parts()
     while True:
         parts = next(rounds, None)
+        said: Any
         if parts is not None:
-            said = "one"
+            said = [[_layout(leaf) for leaf in tree.flatten(p)] for p in parts]
         elif not partial:
             said = "none"
         else:
             said = "empty" if empty else "never"
         told = cluster.agree("the next element of a distributed dataset", said)
-        if "one" not in told or "none" in told:
+        there = [said for said in told if isinstance(said, list)]
+        if not there or "none" in told:
             return
         if "never" in told:
             name = cluster.names[told.index("never")]
@@ -48,9 +50,14 @@ def agreed_rounds(
                 f"The dataset of '{name}' has no element, and those of other workers "
                 "have some. Every worker's dataset must have one or more."
             )
-        if parts is not None:
-            empty = [tree.map_structure(without_rows, part) for part in parts]
-        yield empty if parts is None else parts
+        if parts is None:
+            parts = empty
+        else:
+            empty = Parts(tree.map_structure(without_rows, part) for part in parts)
+        first, *others = [part for said in there for part in said]
+        same = all(other == first for other in others)
+        parts.alike = same and len(there) == len(told)
+        yield parts
 
 
 def is_own_rows(dataset: Any, options: Any) -> bool:
@@ -88,12 +95,16 @@ def whole_batches(
         return keras.ops.convert_to_numpy(group.gather([rows], 0))
 
     arrays = (
-        [tree.map_structure(lambda leaf: as_array(leaf, argument), batch)]
+        Parts([tree.map_structure(lambda leaf: as_array(leaf, argument), batch)])
         for batch in own
     )
     for (batch,) in agreed_rounds(arrays, cluster, True):
         with strategy.scope():
             yield tree.map_structure(whole, batch)
+
+
+def _layout(leaf: Any) -> list[Any] | None:
+    return None if leaf is None else [list(leaf.shape), str(leaf.dtype)]
 
 
 def without_rows(leaf: Any) -> Any:

@@ -218,12 +218,15 @@ def _split(batch: Any, replicas: int, local: range, argument: str) -> Parts:
         bounds = split_rows(rows_of(batch), replicas)
     except ValueError as error:
         raise ValueError(f"{argument}: {error} {_BATCH_FIRST}") from None
-    return [
+    parts = Parts(
         tree.map_structure(
             lambda leaf, b=begin, e=end: None if leaf is None else leaf[b:e], batch
         )
         for begin, end in bounds[local.start : local.stop]
-    ]
+    )
+    # All workers split the same batches.
+    parts.alike = len({end - begin for begin, end in bounds}) == 1
+    return parts
 
 
 def _rounds(
@@ -254,7 +257,7 @@ def _rounds(
                 return
         empty = tree.map_structure(without_rows, there[0])
         real = iter(there)
-        yield [empty if e is missing else next(real) for e in elements]
+        yield Parts(empty if e is missing else next(real) for e in elements)
 
 
 def _joined(parts: Parts) -> Any:

@@ -16,6 +16,7 @@ from keras_strategy.input import splitting
 from keras_strategy.input.dataset import DistributedDataset
 from keras_strategy.options.input import InputContext, InputOptions
 from keras_strategy.options.run import RunOptions, check_call, check_run_options
+from keras_strategy.rules import first_values
 from keras_strategy.values.distributed import (
     DistributedValues,
     PerReplica,
@@ -154,6 +155,7 @@ class Strategy:
         options = check_run_options(options)
         context.require_cross_replica(self, "run")
         with self.scope():
+            first_values.settle()
             result = self._extended.group.run(
                 fn, tuple(args), dict(kwargs or {}), options
             )
@@ -464,4 +466,6 @@ class _Scope(contextlib.AbstractContextManager):
         return self._strategy
 
     def __exit__(self, *exception: Any) -> None:
+        if context.depth() == 1 and exception[0] is None:
+            first_values.settle()
         self._entered.pop().__exit__(*exception)

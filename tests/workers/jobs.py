@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -408,3 +409,85 @@ def inputs_of_many_kinds(alone: bool = False) -> list[np.ndarray]:
     model.fit(torch.utils.data.DataLoader(tensors, batch_size=8, shuffle=True))
     model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(8).repeat(2), verbose=0)
     return weights(model)
+
+
+@contextlib.contextmanager
+def agreements(strategy: Any) -> Iterator[list[str]]:
+    """What the workers ask each other by way of the chief meanwhile."""
+    member = strategy.extended.cluster.member
+    asked: list[str] = []
+    agree = member.agree
+
+    def noted(operation, value=None):
+        asked.append(operation)
+        return agree(operation, value)
+
+    member.agree = noted
+    try:
+        yield asked
+    finally:
+        del member.agree
+
+
+def rounds() -> dict:
+    """How often workers ask each other, to make models and to run functions."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    rank = strategy.extended.local_replicas.start
+    result: dict[str, Any] = {}
+    keras.utils.set_random_seed(17)
+    with agreements(strategy) as result["the same values"], strategy.scope():
+        classifier()
+    keras.utils.set_random_seed(17 + rank)
+    with agreements(strategy) as result["other values"], strategy.scope():
+        model = classifier()
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+    result["weights"] = [keras.ops.convert_to_numpy(v) for v in model.variables]
+    with strategy.scope():
+        first = keras.Variable(np.float32(5 + rank))
+        if rank == 1:
+            # What one worker reads, or computes from it, is the chief's already.
+            result["read"] = float(first) + 0.0
+        second = keras.Variable(np.float32(7 + rank))
+        first.assign_add(1)
+    result["variables"] = [float(first), float(second)]
+
+    def step(x, y):
+        def loss_fn(x, y):
+            return keras.ops.mean(
+                keras.losses.sparse_categorical_crossentropy(
+                    y, model(x), from_logits=True
+                )
+            )
+
+        loss, grads = ks.value_and_grad(loss_fn, model.trainable_variables)(x, y)
+        optimizer.apply(grads, model.trainable_variables)
+        return loss
+
+    # Of 7 rows, the first of two workers has 4, as of 8.
+    batches = [digits(8), digits(8), digits(8), digits(7), digits(8)]
+    result["steps"], losses = [], []
+    for x, y in strategy.experimental_distribute_dataset(batches):
+        with agreements(strategy) as asked:
+            loss = strategy.run(step, args=(x, y))
+            losses.append(float(strategy.reduce("mean", loss)))
+        result["steps"].append(asked)
+    result["losses"] = losses
+    return result
+
+
+def different_programs() -> None:
+    """Two workers go different ways after a step that both know."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    rank = strategy.extended.local_replicas.start
+
+    def step():
+        return ks.get_replica_context().all_reduce("sum", keras.ops.ones(()))
+
+    for _ in range(2):
+        total = strategy.run(step)
+    if rank == 0:
+        total = strategy.run(step)
+        print(float(strategy.experimental_local_results(total)[0]))
+    else:
+        strategy.gather(strategy.run(lambda: keras.ops.ones((1,))), axis=0)

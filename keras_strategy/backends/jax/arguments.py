@@ -14,6 +14,7 @@ from keras import tree
 from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
 from keras_strategy.backends.jax.sharded import (
     ShardedPerReplica,
+    UnevenPerReplica,
     is_array,
     joined,
     shapes_of,
@@ -130,6 +131,8 @@ def take_apart(arguments: Any, distribution: ReplicaDistribution) -> Arguments:
     arrays, key = [], []
 
     def leaf(x):
+        if isinstance(x, UnevenPerReplica):
+            raise NotOneProgram(x)
         if isinstance(x, DistributedValues):
             if isinstance(x, ShardedPerReplica) or all(map(is_array, x.values)):
                 value = _joined(x, distribution)
@@ -165,7 +168,7 @@ def described(arguments: Any, distribution: ReplicaDistribution) -> list[Any]:
 
     def leaf(x):
         if isinstance(x, ShardedPerReplica) and x.belongs_to(distribution):
-            return ["all replicas'"]  # out of a program of all workers
+            return ["all replicas'", str(x.array.dtype), list(x.array.shape)]
         if isinstance(x, DistributedValues):
             if not all(map(is_array, x.values)):
                 return ["objects", *(_simple(value) for value in x.values)]
@@ -176,6 +179,23 @@ def described(arguments: Any, distribution: ReplicaDistribution) -> list[Any]:
         return ["constant", _simple(x)]
 
     return [leaf(x) for x in tree.flatten(arguments)]
+
+
+def is_known(arguments: Any, distribution: ReplicaDistribution) -> bool:
+    """Whether this worker knows what distributed values the others bring.
+
+    It does of what a program of all workers returned, and of a dataset's elements.
+    """
+    return all(
+        (isinstance(x, ShardedPerReplica) and x.belongs_to(distribution))
+        for x in tree.flatten(arguments)
+        if isinstance(x, DistributedValues)
+    )
+
+
+def is_uneven(arguments: Any) -> bool:
+    """Whether all workers know that one program does not serve all replicas."""
+    return any(isinstance(x, UnevenPerReplica) for x in tree.flatten(arguments))
 
 
 def _simple(value: Any) -> Any:

@@ -28,6 +28,7 @@ from keras_strategy.backends.threads.hooks import keras_scope
 from keras_strategy.backends.threads.scopes import MergedScope
 from keras_strategy.core.components import VariableComponent, bare, update_components
 from keras_strategy.core.registry import get_engine
+from keras_strategy.rules import first_values
 from keras_strategy.rules.aggregation import is_on_read
 from keras_strategy.values.distributed import DistributedValues, Mirrored, ReduceOp
 
@@ -46,6 +47,7 @@ class JaxReplicaGroup:
         devices: tuple[str, ...],
         cluster: "Cluster | None",
     ):
+        self._strategy = strategy
         self.devices = devices
         self.distribution = ReplicaDistribution(devices, cluster)
         self.workers = (
@@ -61,17 +63,17 @@ class JaxReplicaGroup:
         for variable in variables:
             layout = self.distribution.replicated_layout(len(variable.shape))
             hooks.set_layout(variable, layout)
-        self.take_first(variables)
+        first_values.take_chiefs(self._strategy, variables)
 
-    def take_first(self, variables: Sequence[Any]) -> None:
+    def take_first(self, variables: Sequence[Any]) -> int:
         if self.workers is None or not variables:
-            return
-        first, *others = [variable.path for variable in variables]
-        more = f" and of {len(others)} more variables" if others else ""
+            return len(variables)
         arrays = [np.asarray(hooks.array_of(v)) for v in variables]
-        chiefs = self.workers.take_chiefs(f"the first value of '{first}'{more}", arrays)
-        for variable, value in zip(variables, chiefs or (), strict=False):
-            hooks.set_array(variable, put(value, self.distribution.everywhere))
+        chiefs = self.workers.take_chiefs("the first values of variables", arrays)
+        for variable, value in zip(variables, chiefs, strict=False):
+            if value is not None:
+                hooks.set_array(variable, put(value, self.distribution.everywhere))
+        return len(chiefs)
 
     @contextlib.contextmanager
     def around(
@@ -105,6 +107,7 @@ class JaxReplicaGroup:
         scope = keras_scope()
         if isinstance(scope, MergedScope):
             return tuple(scope.components(variable))
+        first_values.settle()
         if is_on_read(variable):
             stacked = on_read.locals_of(variable, self.distribution)
             return tuple(part[0] for part in shards(stacked, self.distribution))
@@ -124,6 +127,7 @@ class JaxReplicaGroup:
         if isinstance(scope, MergedScope):
             scope.assign_components(variable, parts)
             return
+        first_values.settle()
         if is_on_read(variable):
             on_read.remember_parts(variable, parts, self.distribution)
             return
@@ -170,5 +174,5 @@ class JaxReplicaGroup:
     def gather(self, values: Sequence[Any], axis: int) -> Any:
         return gathered(values, axis, self.distribution, self.workers)
 
-    def place(self, parts: Sequence[Any]) -> Any:
-        return placed(parts, self.distribution)
+    def place(self, parts: Sequence[Any], alike: bool | None = None) -> Any:
+        return placed(parts, self.distribution, alike)

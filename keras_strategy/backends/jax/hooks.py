@@ -18,11 +18,12 @@ from keras_strategy.backends.jax.distribution import AXIS, put
 from keras_strategy.backends.threads.hooks import global_state, keras_seeds
 from keras_strategy.core import context
 from keras_strategy.core.context import distributed_replica
-from keras_strategy.hooks.conditions import in_replica, in_scope
+from keras_strategy.hooks.conditions import in_replica, in_scope_of_workers
 from keras_strategy.hooks.data_adapters import counts_of_arrays
 from keras_strategy.hooks.hook import changed, home_of, hook, model_hook
 from keras_strategy.hooks.variables import stored
 from keras_strategy.input.agreement import AgreedBatches
+from keras_strategy.rules import first_values
 from keras_strategy.rules.ownership import strategy_of_model
 
 jax_trainer = home_of(
@@ -261,17 +262,22 @@ def _is_ours(sharding: Any) -> bool:
     return getattr(getattr(sharding, "mesh", None), "axis_names", ()) == (AXIS,)
 
 
-@hook(keras.Variable, "_initialize", "(self, value)", when=in_scope)
+@hook(keras.Variable, "_initialize", "(self, value)", when=in_scope_of_workers)
 def _initialize(original, strategy, self, value):
     """The first value is the chief's on every worker."""
     original(self, value)
     if not isinstance(self._value, Tracer):
-        strategy.extended.group.take_first([self])
+        first_values.note(strategy, self)
 
 
 @hook(keras.Variable, "value", None)
 def _value(original, self):
-    """Who reads an array may keep it, so no program overwrites it."""
+    """Who reads an array may keep it, so no program overwrites it.
+
+    And a first value that is read is the chief's on every worker.
+    """
+    if first_values.waiting and get_stateless_scope() is None:
+        first_values.settle()
     marks.lend(self)
     return original(self)
 

@@ -93,11 +93,12 @@ class Function:
 
 
 class Program:
-    """One compiled program and what it threads."""
+    """One compiled program, what it threads, and what it is called."""
 
     call: Callable[..., Any]
 
-    def __init__(self, written: list, read: list, local: list):
+    def __init__(self, written: list, read: list, local: list, name: str):
+        self.name = name
         self.written = written
         self.read = read
         self.local = local

@@ -29,6 +29,8 @@ from keras_strategy.backends.jax.arguments import (
     bare,
     described,
     fingerprint,
+    is_known,
+    is_uneven,
     of_first_replica,
     take_apart,
 )
@@ -46,6 +48,7 @@ from keras_strategy.backends.jax.workers import JaxWorkers
 from keras_strategy.core import context
 from keras_strategy.core.replica_context import ReplicaContext
 from keras_strategy.hooks.adoption import adopt
+from keras_strategy.rules import first_values
 from keras_strategy.rules.aggregation import is_on_read
 
 if TYPE_CHECKING:
@@ -103,14 +106,11 @@ class Runner:
         """See `ReplicaGroup.run`."""
         function = self._function(fn)
         arguments = None
-        if compiled and self._workers is not None:
-            # All take the same path: a program needs every worker.
-            mine = described((args, kwargs), self._distribution)
-            cluster = self._workers.cluster
-            compiled = cluster.differences("strategy.run", mine) is None
         if compiled:
             with contextlib.suppress(NotOneProgram):
                 arguments = take_apart((args, kwargs), self._distribution)
+        if compiled and not self._is_for_all(function, arguments, (args, kwargs)):
+            arguments = None
         if arguments is None:
             self._learn(fn, function, of_first_replica((args, kwargs), self._replicas))
             return self._threaded.run(fn, args, kwargs)
@@ -128,6 +128,27 @@ class Runner:
             return self._until_known(fn, function, attempt)
         except _CONCRETE_ERRORS as error:
             raise TypeError(_CONCRETE) from error
+
+    def _is_for_all(
+        self, function: Function, arguments: Arguments | None, given: Any
+    ) -> bool:
+        """Whether all workers call one program, which needs every one of them.
+
+        They ask each other before a program is compiled. They need not ask again
+        where each can tell from its own arguments what those of the others are. A
+        worker that does something else nevertheless leaves the others waiting in the
+        program, where the watchdog finds them, and tells who is where.
+        """
+        if self._workers is None or is_uneven(given):
+            return True
+        if (
+            arguments is not None
+            and arguments.key in function.programs
+            and is_known(given, self._distribution)
+        ):
+            return True
+        mine = described(given, self._distribution)
+        return self._workers.cluster.differences("strategy.run", mine) is None
 
     def _learn(self, fn: Callable[..., Any], function: Function, first: Any) -> None:
         """Traces a function for the variables that it makes.
@@ -166,6 +187,7 @@ class Runner:
                 except NewVariables:
                     # Those that the trace made are initialised out here.
                     hooks.initialize_pending()
+                    first_values.settle()
                     made = [v.path for v in function.variables.values()]
                     adopt(self._strategy, function.assigned())
         except BaseException:
@@ -211,6 +233,7 @@ class Runner:
             written=[v for key, v in mirrored if key in function.written],
             read=[v for key, v in mirrored if key not in function.written],
             local=[v for v in function.variables.values() if is_on_read(v)],
+            name=getattr(fn, "__name__", type(fn).__name__),
         )
 
         def body(written, local, read, tensors):
@@ -284,7 +307,7 @@ class Runner:
         """Calls a program and writes what it assigned."""
         # From the reading of the state to its writing: one of two threads would be
         # given arrays that the program of the other overwrites.
-        with _dispatch, self._waiting():
+        with _dispatch, self._waiting(program):
             written, local, read = self._state(program)
             try:
                 outputs, totals, values, local, aggregated = program.call(
@@ -327,7 +350,7 @@ class Runner:
             on_read.remember(variable, value, stacked)
 
     @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
+    def _waiting(self, program: Program) -> Iterator[None]:
         """Tells who watches over the workers that they wait for each other here.
 
         For the outputs of the call before: the devices work while Python prepares.
@@ -335,7 +358,7 @@ class Runner:
         if self._workers is None:
             yield
             return
-        with self._workers.cluster.member.waiting("strategy.run"):
+        with self._workers.waiting(f"strategy.run({program.name})"):
             jax.block_until_ready(self._previous)
             yield
 

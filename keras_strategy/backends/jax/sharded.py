@@ -58,6 +58,13 @@ class ShardedPerReplica(PerReplica):
         return PerReplica, (tuple(np.asarray(value) for value in self.values),)
 
 
+class UnevenPerReplica(PerReplica):
+    """A PerReplica value whose components differ in shape, perhaps elsewhere only.
+
+    All workers know that, so that none of them need ask whether one program serves it.
+    """
+
+
 def shards(array: jax.Array, distribution: ReplicaDistribution) -> tuple[Any, ...]:
     """What each of our devices holds of an array, in the order of the replicas."""
     by_device = {shard.device: shard.data for shard in array.addressable_shards}
@@ -100,7 +107,9 @@ def joined(
     return ShardedPerReplica(distribution.joined(parts), scalars, distribution)
 
 
-def placed(parts: Sequence[Any], distribution: ReplicaDistribution) -> PerReplica:
+def placed(
+    parts: Sequence[Any], distribution: ReplicaDistribution, alike: bool | None
+) -> PerReplica:
     """See `ReplicaGroup.place`; one array where the parts have one shape."""
     first = parts[0]
     if distribution.cluster is None and all(
@@ -124,11 +133,12 @@ def placed(parts: Sequence[Any], distribution: ReplicaDistribution) -> PerReplic
         return jax.device_put(np.array(part, dtype, copy=True), device)
 
     arrays = [put(*pair) for pair in zip(parts, distribution.devices, strict=True)]
-    value = PerReplica(arrays)
-    if distribution.cluster is not None or len(set(shapes_of(arrays))) > 1:
-        # What shapes the other workers have is found out when they are used.
-        return value
-    return joined(value, distribution)
+    if distribution.cluster is None:
+        alike = len(set(shapes_of(arrays))) == 1
+    if alike:
+        return joined(PerReplica(arrays), distribution)
+    # Where nothing is known of the other workers' shapes, they are asked at each use.
+    return PerReplica(arrays) if alike is None else UnevenPerReplica(arrays)
 
 
 def reduced(
@@ -141,10 +151,13 @@ def reduced(
     """See `ReplicaGroup.reduce`."""
     if isinstance(value, Traced):
         return _reduced_in_program(reduce_op, value.component, axis)
-    if workers is None and (
-        isinstance(value, ShardedPerReplica) and value.belongs_to(distribution)
-    ):
-        return _reduced_in_one(reduce_op, value, axis, distribution)
+    if isinstance(value, ShardedPerReplica) and value.belongs_to(distribution):
+        if workers is None:
+            return _reduced_in_one(reduce_op, value, axis, distribution)
+        # All workers know its shape: they need not ask each other for it.
+        with workers.waiting("strategy.reduce"):
+            total = _reduced_in_one(reduce_op, value, axis, distribution)
+            return jax.block_until_ready(total)
     values = value.values
     if not all(is_array(component) for component in values):
         kinds = sorted({type(component).__name__ for component in values})

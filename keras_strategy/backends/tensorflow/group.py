@@ -92,15 +92,16 @@ class TensorFlowGroup:
                 if is_on_read(variable):
                     self.deal_out(variable)
 
-    def take_first(self, variables: Sequence[Any]) -> None:
-        """They have them when they are made; not if the chief restored others."""
+    def take_first(self, variables: Sequence[Any]) -> int:
+        # They have them when they are made; not if the chief restored others.
         if self.workers is None:
-            return
+            return len(variables)
         values = [tf.convert_to_tensor(self.components(v)[0]) for v in variables]
-        chiefs = self.workers.take_chiefs("the chief's values", values)
-        for variable, value in zip(variables, chiefs or (), strict=False):
-            for component in self.components(variable):
+        chiefs = self.workers.take_chiefs("the values of variables", values)
+        for variable, value in zip(variables, chiefs, strict=False):
+            for component in () if value is None else self.components(variable):
                 component.assign(value)
+        return len(chiefs)
 
     def around(
         self, model: Any, method: str, arguments: dict[str, Any]
@@ -255,7 +256,7 @@ class TensorFlowGroup:
                 return joined
             return gather_of_workers(self.workers, "strategy.gather", joined, axis)
 
-    def place(self, parts: Sequence[Any]) -> PerReplica:
+    def place(self, parts: Sequence[Any], alike: bool | None = None) -> PerReplica:
         values = []
         for part, device in zip(parts, self.devices, strict=True):
             with tf.device(native_name(device)):

@@ -12,6 +12,7 @@ from keras_strategy.backends.threads.scopes import MergedScope, ReplicaScope
 from keras_strategy.core import context
 from keras_strategy.core.replica_context import ReplicaContext
 from keras_strategy.core.step_state import StepState
+from keras_strategy.rules import first_values
 from keras_strategy.values.distributed import regroup, select_replica
 from keras_strategy.values.topology import Topology
 
@@ -116,6 +117,8 @@ class ThreadReplica:
                 self._strategy.extended.group.scope(),
                 hooks.no_stateless_scope(),
             ):
-                return fn()
+                result = fn()
+                first_values.settle()  # before the replicas go on
+                return result
 
         return self.exchange("build", None, combine)

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from keras_strategy.backends.threads.hooks import keras_scope
 from keras_strategy.backends.torch.workers import TorchWorkers
 from keras_strategy.hooks.variables import stored
+from keras_strategy.rules import first_values
 from keras_strategy.rules.aggregation import is_on_read, local_parts_outside
 from keras_strategy.values.topology import Topology
 
@@ -155,6 +157,8 @@ def find_or_make(variable: Any, layout: Layout) -> Components:
     """The components of a variable, made when a replica first uses it."""
     components = find(variable)
     if components is None:
+        if keras_scope() is None:
+            first_values.settle()  # before it is copied
         with _lock:
             components = find(variable)
             if components is None:

@@ -24,6 +24,7 @@ from keras_strategy.core import context
 from keras_strategy.core.components import update_components
 from keras_strategy.core.registry import get_engine
 from keras_strategy.hooks.variables import stored
+from keras_strategy.rules import first_values
 from keras_strategy.rules.reduction import axes_to_reduce, entries
 from keras_strategy.values.distributed import (
     DistributedValues,
@@ -69,18 +70,20 @@ class TorchGroup:
         return keras.device(self.torch_devices[0])
 
     def adopt(self, variables: Sequence[Any]) -> None:
-        self.take_first(variables)
+        first_values.take_chiefs(self.strategy, variables)
         for variable in variables:
             find_or_make(variable, self.layout)
 
-    def take_first(self, variables: Sequence[Any]) -> None:
+    def take_first(self, variables: Sequence[Any]) -> int:
         if self.workers is None or not variables:
-            return
+            return len(variables)
         values = [stored(variable) for variable in variables]
         chiefs = self.workers.take_chiefs("the first values of variables", values)
         with torch.no_grad():
-            for value, chief in zip(values, chiefs or (), strict=False):
-                value.copy_(chief)
+            for value, chief in zip(values, chiefs, strict=False):
+                if chief is not None:
+                    value.copy_(chief)
+        return len(chiefs)
 
     def around(
         self, model: Any, method: str, arguments: dict[str, Any]
@@ -252,7 +255,7 @@ class TorchGroup:
             return joined
         return self.workers.gather("strategy.gather", joined, axis)[0]
 
-    def place(self, parts: Sequence[Any]) -> PerReplica:
+    def place(self, parts: Sequence[Any], alike: bool | None = None) -> PerReplica:
         return PerReplica(
             [
                 _placed(part, device)

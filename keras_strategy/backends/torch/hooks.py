@@ -20,6 +20,7 @@ from keras_strategy.hooks.conditions import in_replica, in_scope_of_workers, of_
 from keras_strategy.hooks.data_adapters import counts_of_arrays
 from keras_strategy.hooks.hook import changed, home_of, hook, model_hook
 from keras_strategy.input.agreement import AgreedBatches
+from keras_strategy.rules import first_values
 from keras_strategy.rules.ownership import strategy_of_model
 
 keras_random = home_of("dropout gamma beta binomial", "keras.src.backend.torch.random")
@@ -75,8 +76,11 @@ def _one_at_a_time(original, replica, *args, **kwargs):
 def _value(original, self):
     """Outside of replicas an on_read variable is aggregated.
 
-    With no replica's scope in the thread, Keras would read the first component.
+    With no replica's scope in the thread, Keras would read the first component. And a
+    first value that is read is the chief's on every worker.
     """
+    if first_values.waiting and thread_hooks.keras_scope() is None:
+        first_values.settle()
     # Read very often, and few variables are on_read: that is seen first, and without
     # the call that a condition would be.
     own = self.__dict__.get(components.ATTRIBUTE)
@@ -92,7 +96,7 @@ def _value(original, self):
 def _initialize(original, strategy, self, value):
     """The first value is the chief's on every worker."""
     original(self, value)
-    strategy.extended.group.take_first([self])
+    first_values.note(strategy, self)
 
 
 @hook(keras.Variable, "_direct_assign", "(self, value)", when=components.find)
@@ -102,6 +106,21 @@ def _direct_assign(original, own, self, value):
 
 
 # --- layers
+
+
+def _while_values_wait(layer):
+    """The variables that wait for the chief's values, if there are some."""
+    return first_values.waiting or None
+
+
+@hook(keras.Layer, "_track_variables", "(self)", when=_while_values_wait)
+def _track_variables(original, waiting, self):
+    """Torch is shown the variables' tensors, and nobody looks into them.
+
+    The chief's values are written into them later.
+    """
+    with first_values.unread():
+        original(self)
 
 
 @hook(keras.Layer, "zero_grad", "(self, set_to_none=True)", when=in_replica)
