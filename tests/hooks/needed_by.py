@@ -196,6 +196,11 @@ NEEDED_BY = {
         "torch",
         f"{_ENTRY}::test_reading_and_setting_weights",
     ),
+    "backends.torch.hooks Layer._track_variables": (
+        "torch",
+        "tests/workers/test_rounds.py::"
+        "test_workers_ask_once_for_all_that_a_scope_makes",
+    ),
     "backends.torch.hooks Layer.zero_grad": (
         "torch",
         f"{_EQUALITY}::test_shuffle_draws_the_order_of_one_device",
