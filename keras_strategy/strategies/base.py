@@ -155,7 +155,8 @@ class Strategy:
         options = check_run_options(options)
         context.require_cross_replica(self, "run")
         with self.scope():
-            first_values.settle()
+            if first_values.waiting:
+                first_values.settle()
             result = self._extended.group.run(
                 fn, tuple(args), dict(kwargs or {}), options
             )
@@ -466,6 +467,6 @@ class _Scope(contextlib.AbstractContextManager):
         return self._strategy
 
     def __exit__(self, *exception: Any) -> None:
-        if context.depth() == 1 and exception[0] is None:
+        if first_values.waiting and context.depth() == 1 and exception[0] is None:
             first_values.settle()
         self._entered.pop().__exit__(*exception)

@@ -53,6 +53,7 @@ from keras_strategy.rules.aggregation import is_on_read
 
 if TYPE_CHECKING:
     from keras_strategy.core.protocol import Strategy
+    from keras_strategy.workers.cluster import Cluster
 
 # Programs of two Python threads must reach all their devices in the same order: each
 # would wait for the other's collectives else.
@@ -109,8 +110,10 @@ class Runner:
         if compiled:
             with contextlib.suppress(NotOneProgram):
                 arguments = take_apart((args, kwargs), self._distribution)
-        if compiled and not self._is_for_all(function, arguments, (args, kwargs)):
-            arguments = None
+        if compiled and self._workers is not None:
+            cluster = self._workers.cluster
+            if not self._is_for_all(cluster, function, arguments, (args, kwargs)):
+                arguments = None
         if arguments is None:
             self._learn(fn, function, of_first_replica((args, kwargs), self._replicas))
             return self._threaded.run(fn, args, kwargs)
@@ -130,7 +133,11 @@ class Runner:
             raise TypeError(_CONCRETE) from error
 
     def _is_for_all(
-        self, function: Function, arguments: Arguments | None, given: Any
+        self,
+        cluster: "Cluster",
+        function: Function,
+        arguments: Arguments | None,
+        given: Any,
     ) -> bool:
         """Whether all workers call one program, which needs every one of them.
 
@@ -139,7 +146,7 @@ class Runner:
         worker that does something else nevertheless leaves the others waiting in the
         program, where the watchdog finds them, and tells who is where.
         """
-        if self._workers is None or is_uneven(given):
+        if is_uneven(given):
             return True
         if (
             arguments is not None
@@ -148,7 +155,7 @@ class Runner:
         ):
             return True
         mine = described(given, self._distribution)
-        return self._workers.cluster.differences("strategy.run", mine) is None
+        return cluster.differences("strategy.run", mine) is None
 
     def _learn(self, fn: Callable[..., Any], function: Function, first: Any) -> None:
         """Traces a function for the variables that it makes.
