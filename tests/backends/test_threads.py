@@ -11,7 +11,7 @@ from keras_strategy.hooks import hook
 
 SLOW_TO_RELEASE = """
 import threading, time
-from keras_strategy.backends.threads.workers import Workers
+from keras_strategy.backends.threads.pool import Pool
 
 class Slow:
     def __del__(self):
@@ -23,8 +23,8 @@ kept = threading.local()
 def call():
     kept.value = Slow()
 
-workers = Workers(["replica 0", "replica 1"])
-workers.call([call, call], abort=lambda: None)
+pool = Pool(["replica 0", "replica 1"])
+pool.call([call, call], abort=lambda: None)
 """
 
 
@@ -42,7 +42,7 @@ def test_the_process_ends_after_its_threads():
 
 def test_threads_end_with_their_owner():
     program = SLOW_TO_RELEASE + (
-        "del workers\ntime.sleep(0.2)\nprint(len(threading.enumerate()), flush=True)\n"
+        "del pool\ntime.sleep(0.2)\nprint(len(threading.enumerate()), flush=True)\n"
     )
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
