@@ -13,7 +13,8 @@ from keras_strategy.options.communication import (
 )
 from keras_strategy.strategies.base import Strategy
 from keras_strategy.strategies.extended import StrategyExtended
-from keras_strategy.workers import cluster
+from keras_strategy.workers.cluster import Cluster
+from keras_strategy.workers.joining import join
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -72,7 +73,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             )
         self._cluster_resolver = cluster_resolver
         backend = get_engine()
-        workers = cluster.join(cluster_resolver, options)
+        workers = join(cluster_resolver, options)
         if workers is not None:
             backend.connect(workers)
         devices = tuple(backend.list_devices())
@@ -91,7 +92,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         return type(self), (self._cluster_resolver,)
 
 
-def _own_devices(devices: tuple[str, ...], workers: cluster.Cluster) -> tuple[str, ...]:
+def _own_devices(devices: tuple[str, ...], workers: Cluster) -> tuple[str, ...]:
     """The devices of this worker, where workers share a machine's GPUs.
 
     torch shows all of them to every process, and one each is what launchers intend.
@@ -112,7 +113,7 @@ def _own_devices(devices: tuple[str, ...], workers: cluster.Cluster) -> tuple[st
     return devices[first : first + share]
 
 
-def _require_alike(workers: cluster.Cluster, devices: tuple[str, ...]) -> None:
+def _require_alike(workers: Cluster, devices: tuple[str, ...]) -> None:
     """Raises `RuntimeError` unless all workers have what must be the same."""
     kind = devices[0].split(":")[0]
     own = {

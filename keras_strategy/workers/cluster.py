@@ -4,14 +4,11 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from keras_strategy.cluster_resolver import roles
 from keras_strategy.options.communication import CommunicationOptions
+from keras_strategy.workers.member import Member
 from keras_strategy.workers.settings import is_loopback
-
-if TYPE_CHECKING:
-    from keras_strategy.workers import Member
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +26,7 @@ class Cluster:
     rank: int
     names: tuple[str, ...]
     addresses: tuple[str, ...]
-    member: "Member"
+    member: Member
     options: CommunicationOptions
 
     @property
@@ -72,86 +69,3 @@ class Cluster:
         """What each worker says, for a message."""
         pairs = zip(self.names, told, strict=True)
         return ", ".join(f"{name}: {what}" for name, what in pairs)
-
-
-_joined: Cluster | None = None
-
-
-def join(resolver: Any, options: CommunicationOptions) -> Cluster | None:
-    """Meets the other workers of a cluster, once in a process.
-
-    Args:
-        resolver: A `ClusterResolver`, or None.
-        options: How values shall travel.
-
-    Returns:
-        The cluster; None where this process trains alone: without a resolver, as the
-        only worker, or as an evaluator.
-
-    Raises:
-        ValueError: If this process is none that trains.
-        RuntimeError: If it has joined another cluster, or is a notebook.
-    """
-    global _joined
-    if resolver is None:
-        return None
-    # The spec comes first: some resolvers learn who they are from it.
-    spec = resolver.cluster_spec()
-    task_type, task_id = resolver.task_type, resolver.task_id
-    if not spec.jobs:
-        return None
-    task_type = "worker" if task_type is None else task_type
-    task_id = 0 if task_id is None else task_id
-    roles.validate(spec, task_type, task_id)
-    if task_type == "ps":
-        raise ValueError(
-            "This process is a parameter server (task type 'ps'), which takes no part "
-            "in MultiWorkerMirroredStrategy. Start the training program in the tasks "
-            "'chief' and 'worker' alone."
-        )
-    if roles.worker_count(spec, task_type) == 1:
-        return None
-    names = tuple(
-        job if job == "chief" else f"{job} {index}"
-        for job in ("chief", "worker")
-        if job in spec.jobs
-        for index in spec.task_indices(job)
-    )
-    addresses = tuple(roles.training_addresses(spec))
-    rank = roles.rank(spec, task_type, task_id)
-    if _joined is not None:
-        if (_joined.rank, _joined.addresses) == (rank, addresses):
-            return _joined
-        raise RuntimeError(
-            "This process already belongs to another cluster, as "
-            f"'{_joined.names[_joined.rank]}' of {list(_joined.addresses)}. A process "
-            "is a worker of one cluster: start another one for "
-            f"{list(addresses)}."
-        )
-    if _in_notebook():
-        raise RuntimeError(
-            "A notebook cannot be one of several workers: they run the same program "
-            "at the same time. Write the program to a file and start it with "
-            f"`keras-strategy run --workers {len(names)} train.py`, or use "
-            "MirroredStrategy for the devices of this machine."
-        )
-    from keras_strategy import workers
-
-    member = workers.Member.join(
-        workers.hub_address(addresses),
-        rank,
-        names,
-        options.timeout_seconds,
-        exit_process=True,
-    )
-    _joined = Cluster(rank, names, addresses, member, options)
-    return _joined
-
-
-def _in_notebook() -> bool:
-    try:
-        # IPython puts it among the builtins of its own processes.
-        shell = get_ipython()  # pyright: ignore
-    except NameError:
-        return False
-    return hasattr(shell, "kernel")

@@ -7,11 +7,11 @@ import os
 import sys
 import threading
 import traceback
-from types import FrameType, TracebackType
-from typing import NoReturn, Protocol
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NoReturn, Protocol
 
 _FLUSH_SECONDS = 3.0
-_FRAMES = 6
 
 
 class Ending(Protocol):
@@ -28,23 +28,17 @@ class Ending(Protocol):
 
 
 _told: list[Ending] = []
-_installed = False
-_at_fork_registered = False
-_previous_hook = sys.excepthook
+# The hook that ours is over; None while ours is not installed.
+_hook_below: Callable[..., Any] | None = None
 
 
 def register(one: Ending) -> None:
     """Tells `one` from now on when this process ends."""
-    global _at_fork_registered, _installed, _previous_hook
+    global _hook_below
     if not _told:
         atexit.register(_at_exit)
-    if not _installed:
-        _installed = True
-        _previous_hook = sys.excepthook
-        sys.excepthook = _excepthook
-    if not _at_fork_registered:
-        _at_fork_registered = True
-        os.register_at_fork(after_in_child=_in_child)
+    if _hook_below is None:
+        _hook_below, sys.excepthook = sys.excepthook, _excepthook
     _told.append(one)
 
 
@@ -69,21 +63,6 @@ def exit_now(text: str = "") -> NoReturn:
     os._exit(1)
 
 
-def stack_of(thread_id: int) -> tuple[str, str]:
-    """Where a thread is: in a few words, and its innermost frames."""
-    frame: FrameType | None = sys._current_frames().get(thread_id)
-    if frame is None:
-        return "a thread that has ended", ""
-    frames = traceback.StackSummary.extract(
-        traceback.walk_stack(frame), limit=_FRAMES, lookup_lines=True
-    )
-    frames.reverse()
-    last = frames[-1]
-    where = f"{last.name} ({last.filename}, line {last.lineno}"
-    where += f": {last.line})" if last.line else ")"
-    return where, "".join(frames.format())
-
-
 def _write(text: str) -> None:
     if text:
         print(text, file=sys.stderr)
@@ -94,7 +73,8 @@ def _write(text: str) -> None:
 def _excepthook(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    _previous_hook(kind, error, trace)
+    if _hook_below is not None:
+        _hook_below(kind, error, trace)
     text = "".join(traceback.format_exception(kind, error, trace))
     for one in list(_told):
         one.raised(error, text)
@@ -114,9 +94,11 @@ def _in_child() -> None:
 
 
 def _restore() -> None:
-    global _installed
+    global _hook_below
     atexit.unregister(_at_exit)
     # Somebody may have put a hook of theirs over ours, which then stays below it.
-    if sys.excepthook is _excepthook:
-        sys.excepthook = _previous_hook
-        _installed = False
+    if _hook_below is not None and sys.excepthook is _excepthook:
+        sys.excepthook, _hook_below = _hook_below, None
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -4,63 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
+import functools
 import hmac
-import os
 import socket
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 from keras_strategy.workers import verdict
-from keras_strategy.workers.settings import PORT_VARIABLE, host_port, is_loopback
+from keras_strategy.workers.loop import LoopThread
+from keras_strategy.workers.watchdog import ANSWER_SECONDS
 from keras_strategy.workers.wire import (
     MAX_LINE,
     PROTOCOL,
     ProtocolError,
-    decode,
     encode,
+    forget,
+    listen,
+    receive,
     tune,
 )
 
 # Who connects must say who they are within this time.
 HELLO_SECONDS = 5.0
-# A process that is well says within this time what it is doing.
-ANSWER_SECONDS = 5.0
 _FLUSH_SECONDS = 1.0
 
-
-def listen(host: str, port: int) -> socket.socket:
-    """Opens the port where the workers meet.
-
-    A host that is the loopback tells that all workers are on this machine, since
-    no other could reach it there; then no other machine can connect.
-
-    Raises:
-        OSError: If it cannot be opened, such as when it is taken.
-    """
-    try:
-        if is_loopback(host):
-            if ":" in host:
-                return socket.create_server((host, port), family=socket.AF_INET6)
-            name = host.lower().startswith("localhost")
-            return socket.create_server(("127.0.0.1" if name else host, port))
-        if socket.has_dualstack_ipv6():
-            with contextlib.suppress(OSError):
-                return socket.create_server(
-                    ("", port), family=socket.AF_INET6, dualstack_ipv6=True
-                )
-        return socket.create_server(("", port))
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        raise OSError(
-            errno.EADDRINUSE,
-            f"Address already in use: {host_port(host, port)}, where the workers are "
-            "to meet. End the process that listens there (perhaps one of an earlier "
-            f"run), or set the environment variable {PORT_VARIABLE} to a free port, "
-            "the same on every worker.",
-        ) from None
+Message = dict[str, Any]
 
 
 class Hub:
@@ -75,52 +43,35 @@ class Hub:
     """
 
     def __init__(self, listener: socket.socket, names: Sequence[str], run_id: str):
-        self._listener = listener
-        self._names = list(names)
-        self._run_id = run_id
+        self._listener, self._names, self._run_id = listener, list(names), run_id
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._left: set[int] = set()
-        self._failure: bytes | None = None
-        self._agreeing: dict[int, dict[str, Any]] = {}
-        self._published: dict[str, Any] = {}
-        self._lookups: dict[str, list[tuple[int, int]]] = {}
-        self._inquiry: dict[int, verdict.State] | None = None
-        self._all_answered = asyncio.Event()
-        self._closing = asyncio.Event()
-        self._tasks: set[asyncio.Task] = set()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._run, name="keras_strategy hub", daemon=True
-        )
-        self._thread.start()
+        self._failed = False
+        self._agreeing: dict[int, Message] = {}
+        # What a worker asked that waits for too long, and what all have answered.
+        self._inquiry: tuple[int, Message] | None = None
+        self._states: dict[int, verdict.State] = {}
+        self._thread = LoopThread("keras_strategy hub")
+        server = asyncio.start_server(self._connected, sock=listener, limit=MAX_LINE)
+        self._server = self._thread.run(server)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where this process reaches it, whatever its name for others."""
+        host, port = self._listener.getsockname()[:2]
+        return "127.0.0.1" if host in ("::", "0.0.0.0") else host, port
 
     def close(self) -> None:
         """Ends the thread and closes every connection, what was sent delivered."""
-        with contextlib.suppress(RuntimeError):  # It has ended already.
-            self._loop.call_soon_threadsafe(self._closing.set)
-        self._thread.join(2 * _FLUSH_SECONDS)
+        self._thread.run(self._close())
+        self._thread.stop(_FLUSH_SECONDS)
 
     def forget(self) -> None:
         """Closes, in a forked child, its copies of what belongs to the parent."""
-        sockets = [w.get_extra_info("socket") for w in self._writers.values()]
-        null = os.open(os.devnull, os.O_RDWR)
-        for number in [s.fileno() for s in (self._listener, *sockets)]:
-            # Rather than close it: the objects that own it will, when it may be
-            # another file's.
-            if number >= 0:
-                os.dup2(null, number, inheritable=False)
-        os.close(null)
+        forget(self._listener, *self._writers.values())
 
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._serve())
-
-    async def _serve(self) -> None:
-        server = await asyncio.start_server(
-            self._connected, sock=self._listener, limit=MAX_LINE
-        )
-        await self._closing.wait()
-        server.close()
+    async def _close(self) -> None:
+        self._server.close()
         writers = list(self._writers.values())
         for writer in writers:
             writer.close()
@@ -133,37 +84,33 @@ class Hub:
     async def _connected(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        try:
-            tune(writer.get_extra_info("socket"))
-            rank = await self._welcome(reader, writer)
-            if rank is not None:
-                await self._listen_to(rank, reader)
         # A stranger's connection must not harm the others, whatever it sends.
-        except (OSError, ProtocolError, ValueError):
-            pass
-        finally:
-            writer.close()
+        with contextlib.closing(writer), contextlib.suppress(OSError, ProtocolError):
+            tune(writer)
+            async with asyncio.timeout(HELLO_SECONDS):
+                hello = await receive(reader)
+            if hello is not None and self._welcome(hello, writer):
+                rank = hello["rank"]
+                why = await listen(reader, functools.partial(self._handle, rank))
+                if rank not in self._left:
+                    gone = f"{self._names[rank]} is gone without a word ({why})"
+                    self._fail(gone)
 
-    async def _welcome(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> int | None:
-        """The rank of who connected, or None for who does not belong here."""
-        async with asyncio.timeout(HELLO_SECONDS):
-            hello = decode(await reader.readline())
+    def _welcome(self, hello: Message, writer: asyncio.StreamWriter) -> bool:
+        """Lets a worker in, or tells it why not."""
         if hello.get("protocol") != PROTOCOL or hello["type"] != "hello":
-            raise ProtocolError("not a worker")
-        reason = self._refusal(hello)
-        if reason is not None:
-            writer.write(encode({"type": "refused", "message": reason}))
-            return None
-        rank = hello["rank"]
-        self._writers[rank] = writer
+            return False
+        refusal = self._refusal(hello)
+        if refusal is not None:
+            writer.write(encode({"type": "refused", "message": refusal}))
+            return False
+        self._writers[hello["rank"]] = writer
         writer.write(encode({"type": "welcome"}))
         missing = [n for r, n in enumerate(self._names) if r not in self._writers]
         self._tell_all({"type": "arrived", "missing": missing})
-        return rank
+        return True
 
-    def _refusal(self, hello: dict[str, Any]) -> str | None:
+    def _refusal(self, hello: Message) -> str | None:
         names, rank = hello.get("names"), hello.get("rank")
         mine = str(hello.get("run")).encode()
         if not hmac.compare_digest(mine, self._run_id.encode()):
@@ -180,59 +127,27 @@ class Hub:
             return f"there is no rank {rank!r}"
         if rank in self._writers:
             return f"another process has joined as {names[rank]} before"
-        if self._failure is not None:
-            return "the run there has failed"
-        return None
+        return "the run there has failed" if self._failed else None
 
-    async def _listen_to(self, rank: int, reader: asyncio.StreamReader) -> None:
-        name = self._names[rank]
-        try:
-            while line := await reader.readline():
-                if await self._handle(rank, decode(line)):
-                    return
-            why = "its process was killed or crashed"
-        except OSError as error:
-            why = f"its process crashed, or its machine is gone: {error}"
-        except (ProtocolError, ValueError) as error:
-            why = f"what it sent cannot be understood: {error}"
-        self._fail(f"{name} is gone without a word ({why})")
-
-    async def _handle(self, rank: int, message: dict[str, Any]) -> bool:
-        """Does what a worker asks for; true if that was the last thing."""
+    def _handle(self, rank: int, message: Message) -> None:
         kind = message["type"]
         if kind == "agree":
             self._agree(rank, message)
-        elif kind == "publish":
-            key = message["key"]
-            self._published[key] = message["value"]
-            for asker, number in self._lookups.pop(key, []):
-                self._reply(asker, number, message["value"])
-        elif kind == "lookup":
-            key = message["key"]
-            if key in self._published:
-                self._reply(rank, message["id"], self._published[key])
-            else:
-                self._lookups.setdefault(key, []).append((rank, message["id"]))
         elif kind == "failed":
             self._fail(message["message"], message["details"])
         elif kind == "inquire":
-            if self._inquiry is None and self._failure is None:
-                task = asyncio.create_task(self._inquire(rank, message))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+            if self._inquiry is None and not self._failed:
+                self._inquire(rank, message)
         elif kind == "state":
-            if self._inquiry is not None:
-                self._inquiry[rank] = verdict.State.from_message(message)
-                if self._inquiry.keys() >= self._writers.keys() - self._left:
-                    self._all_answered.set()
+            self._states[rank] = verdict.State(**message["state"])
+            if self._states.keys() >= self._writers.keys() - self._left:
+                self._judge()
         elif kind == "bye":
             self._leave(rank)
-            return True
         else:
             raise ProtocolError(f"a message of type {kind!r}")
-        return False
 
-    def _agree(self, rank: int, message: dict[str, Any]) -> None:
+    def _agree(self, rank: int, message: Message) -> None:
         self._agreeing[rank] = message
         operations = {r: m["operation"] for r, m in self._agreeing.items()}
         if len(set(operations.values())) > 1:
@@ -243,7 +158,8 @@ class Hub:
             asked, self._agreeing = self._agreeing, {}
             values = [asked[r]["value"] for r in range(len(self._names))]
             for r, request in asked.items():
-                self._reply(r, request["id"], values)
+                reply = {"type": "reply", "id": request["id"], "values": values}
+                self._writers[r].write(encode(reply))
 
     def _leave(self, rank: int) -> None:
         self._left.add(rank)
@@ -251,6 +167,7 @@ class Hub:
         if self._agreeing:
             self._fail_for_left()
         self._tell_all({"type": "left", "rank": rank})
+        self._writers[rank].close()
 
     def _fail_for_left(self) -> None:
         rank, request = next(iter(self._agreeing.items()))
@@ -260,36 +177,33 @@ class Hub:
             f"`{request['operation']}`"
         )
 
-    async def _inquire(self, asker: int, question: dict[str, Any]) -> None:
-        self._inquiry = {}
-        self._all_answered.clear()
+    def _inquire(self, asker: int, question: Message) -> None:
+        """Asks all workers where they are, and judges when they have answered."""
+        self._inquiry = asker, question
+        self._states = {}
         self._tell_all({"type": "report"})
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ANSWER_SECONDS):
-                await self._all_answered.wait()
-        states, self._inquiry = self._inquiry, None
+        self._timer = self._thread.loop.call_later(ANSWER_SECONDS, self._judge)
+
+    def _judge(self) -> None:
+        if self._inquiry is None:
+            return
+        (asker, question), self._inquiry = self._inquiry, None
+        self._timer.cancel()
         # The one who asked may have got on meanwhile.
-        state = states.get(asker)
+        state = self._states.get(asker)
         if state and state.inside and state.count == question["count"]:
-            failure = verdict.stuck(self._names, states, question["timeout"])
+            failure = verdict.stuck(self._names, self._states, question["timeout"])
             if failure is not None:
                 self._fail(*failure)
 
     def _fail(self, message: str, details: str = "") -> None:
-        if self._failure is not None:
-            return
-        line = encode({"type": "failed", "message": message, "details": details})
-        self._failure = line
-        # The chief's process may end when it hears it, and this thread with it.
-        for rank in sorted(self._writers.keys() - self._left, reverse=True):
-            self._writers[rank].write(line)
+        if not self._failed:
+            self._failed = True
+            self._tell_all({"type": "failed", "message": message, "details": details})
 
-    def _reply(self, rank: int, number: int, value: Any) -> None:
-        self._writers[rank].write(
-            encode({"type": "reply", "id": number, "value": value})
-        )
-
-    def _tell_all(self, message: dict[str, Any]) -> None:
+    def _tell_all(self, message: Message) -> None:
         line = encode(message)
-        for rank in self._writers.keys() - self._left:
+        # The chief's process may end when it hears of a failure, and this thread
+        # with it.
+        for rank in sorted(self._writers.keys() - self._left, reverse=True):
             self._writers[rank].write(line)

@@ -1,90 +1,89 @@
-"""How a worker reaches the chief."""
+"""How a process finds its place among the workers that its cluster resolver names."""
 
-from __future__ import annotations
-
-import contextlib
-import socket
-import time
 from typing import Any
 
-from keras_strategy.errors import ClusterError
-from keras_strategy.workers.settings import host_port
-from keras_strategy.workers.wire import Lines, ProtocolError, decode, encode, tune
+from keras_strategy.cluster_resolver import roles
+from keras_strategy.options.communication import CommunicationOptions
+from keras_strategy.workers.cluster import Cluster
+from keras_strategy.workers.member import Member
+from keras_strategy.workers.settings import hub_address
 
-_ANSWER_SECONDS = 10.0
-_FIRST_PAUSE = 0.05
-_LONGEST_PAUSE = 0.5
+_joined: Cluster | None = None
 
 
-def connect(
-    address: tuple[str, int],
-    hello: dict[str, Any],
-    lines: Lines,
-    timeout_seconds: float,
-) -> tuple[socket.socket, list[bytes]]:
-    """Connects to the chief, and waits for it where it is not there yet.
+def join(resolver: Any, options: CommunicationOptions) -> Cluster | None:
+    """Meets the other workers of a cluster, once in a process.
 
     Args:
-        address: The host and the port where the workers meet.
-        hello: Who this worker is.
-        lines: Keeps what arrives.
-        timeout_seconds: How long to wait.
+        resolver: A `ClusterResolver`, or None.
+        options: How values shall travel.
 
     Returns:
-        The connection, and the lines that came with the chief's welcome.
+        The cluster; None where this process trains alone: without a resolver, as the
+        only worker, or as an evaluator.
 
     Raises:
-        ClusterError: If it does not arrive, or this worker does not belong there.
+        ValueError: If this process is none that trains.
+        RuntimeError: If it has joined another cluster, or is a notebook.
     """
-    me, chief = hello["names"][hello["rank"]], hello["names"][0]
-    where = host_port(*address)
-    deadline = time.monotonic() + timeout_seconds
-    pause = _FIRST_PAUSE
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            with contextlib.ExitStack() as on_error:
-                connection = socket.create_connection(address, max(0.1, min(left, 5.0)))
-                on_error.callback(connection.close)
-                # Without a listener, TCP can connect a port to itself.
-                if connection.getsockname() == connection.getpeername():
-                    raise OSError("nothing listens there")
-                answer, rest = _introduce(connection, hello, lines)
-                if answer["type"] == "refused":
-                    raise ClusterError(
-                        f"{me} cannot join at {where}: {answer.get('message')}"
-                    )
-                if answer["type"] != "welcome":
-                    raise ProtocolError(answer["type"])
-                on_error.pop_all()
-                return connection, rest
-        except ProtocolError:
-            raise ClusterError(
-                f"{me} cannot join at {where}: what listens there is not the {chief} "
-                "of a run of keras_strategy"
-            ) from None
-        except OSError as error:
-            if time.monotonic() + pause > deadline:
-                raise ClusterError(
-                    f"{chief} has not arrived within {timeout_seconds:g} s: {me} "
-                    f"cannot reach it at {where} ({error})"
-                ) from None
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+    global _joined
+    if resolver is None:
+        return None
+    # The spec comes first: some resolvers learn who they are from it.
+    spec = resolver.cluster_spec()
+    task_type, task_id = resolver.task_type, resolver.task_id
+    if not spec.jobs:
+        return None
+    task_type = "worker" if task_type is None else task_type
+    task_id = 0 if task_id is None else task_id
+    roles.validate(spec, task_type, task_id)
+    if task_type == "ps":
+        raise ValueError(
+            "This process is a parameter server (task type 'ps'), which takes no part "
+            "in MultiWorkerMirroredStrategy. Start the training program in the tasks "
+            "'chief' and 'worker' alone."
+        )
+    if roles.worker_count(spec, task_type) == 1:
+        return None
+    names = tuple(
+        job if job == "chief" else f"{job} {index}"
+        for job in ("chief", "worker")
+        if job in spec.jobs
+        for index in spec.task_indices(job)
+    )
+    addresses = tuple(roles.training_addresses(spec))
+    rank = roles.rank(spec, task_type, task_id)
+    if _joined is not None:
+        if (_joined.rank, _joined.addresses) == (rank, addresses):
+            return _joined
+        raise RuntimeError(
+            "This process already belongs to another cluster, as "
+            f"'{_joined.names[_joined.rank]}' of {list(_joined.addresses)}. A process "
+            "is a worker of one cluster: start another one for "
+            f"{list(addresses)}."
+        )
+    if _in_notebook():
+        raise RuntimeError(
+            "A notebook cannot be one of several workers: they run the same program "
+            "at the same time. Write the program to a file and start it with "
+            f"`keras-strategy run --workers {len(names)} train.py`, or use "
+            "MirroredStrategy for the devices of this machine."
+        )
+    member = Member.join(
+        hub_address(addresses),
+        rank,
+        names,
+        options.timeout_seconds,
+        exit_process=True,
+    )
+    _joined = Cluster(rank, names, addresses, member, options)
+    return _joined
 
 
-def _introduce(
-    connection: socket.socket, hello: dict[str, Any], lines: Lines
-) -> tuple[dict[str, Any], list[bytes]]:
-    """Says hello; returns the answer, and the lines that came with it."""
-    tune(connection)
-    connection.settimeout(_ANSWER_SECONDS)
-    connection.sendall(encode(hello))
-    received: list[bytes] = []
-    while not received:
-        data = connection.recv(65536)
-        if not data:
-            raise OSError("it closed the connection")
-        received = lines.feed(data)
-    connection.settimeout(None)
-    return decode(received[0]), received[1:]
+def _in_notebook() -> bool:
+    try:
+        # IPython puts it among the builtins of its own processes.
+        shell = get_ipython()  # pyright: ignore
+    except NameError:
+        return False
+    return hasattr(shell, "kernel")

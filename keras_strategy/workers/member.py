@@ -5,28 +5,24 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import queue
-import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from keras_strategy.errors import ClusterError, WorkerFailedError
+from keras_strategy.errors import WorkerFailedError
 from keras_strategy.workers import ending
-from keras_strategy.workers.hub import Hub, listen
-from keras_strategy.workers.joining import connect
+from keras_strategy.workers.connection import Connection
+from keras_strategy.workers.hub import Hub
+from keras_strategy.workers.meeting import listen
 from keras_strategy.workers.settings import (
     RUN_VARIABLE,
     default_timeout_seconds,
     positive_seconds,
 )
-from keras_strategy.workers.watchdog import VERDICT_SECONDS, Position, Watchdog
-from keras_strategy.workers.wire import MAX_LINE, PROTOCOL, Lines, encode
+from keras_strategy.workers.wire import MAX_LINE, PROTOCOL, encode
 
 # The engine's own error about a worker that is gone comes with the hub's, or before.
 _GRACE_SECONDS = 1.0
-# How long the watchdog may take to end the process.
-_STOP_SECONDS = 10.0
 # What is told of an exception.
 _LONGEST_MESSAGE, _LONGEST_TRACE = 2_000, 20_000
 
@@ -36,20 +32,24 @@ class Member:
 
     The workers make the same calls in the same order, each from one thread. When
     one of them fails, all end: see `join`.
+
+    Attributes:
+        rank: Which of the workers this is.
+        timeout_seconds: How long a worker waits for the others.
     """
 
     def __init__(
         self,
-        watchdog: Watchdog,
-        position: Position,
+        connection: Connection,
         hub: Hub | None,
         rank: int,
-        names: list[str],
         timeout_seconds: float,
+        exit_process: bool,
     ):
-        self._watchdog, self._position, self._hub = watchdog, position, hub
-        self._rank, self._names = rank, names
-        self._timeout = timeout_seconds
+        self.rank, self.timeout_seconds = rank, timeout_seconds
+        self._connection, self._hub = connection, hub
+        self._position = connection.position
+        self._exit_process = exit_process
         self._at_leave: list[Callable[[], None]] = []
         self._numbers = itertools.count()
 
@@ -100,48 +100,23 @@ class Member:
         timeout_seconds = positive_seconds(timeout_seconds, "`timeout_seconds`")
         if run_id is None:
             run_id = os.environ.get(RUN_VARIABLE, "")
-        started = time.monotonic()
         hello = {"type": "hello", "protocol": PROTOCOL, "run": run_id}
         hello |= {"rank": rank, "names": names}
-        # An answer to `agree` has a value of each.
-        lines = Lines(MAX_LINE * (len(names) + 1))
         hub = None
         with contextlib.ExitStack() as on_error:
             if rank == 0:
-                listener = listen(*address)
-                hub = Hub(listener, names, run_id)
+                hub = Hub(listen(*address), names, run_id)
                 on_error.callback(hub.close)
                 # It need not be able to reach itself by the name it has for others.
-                host, port = listener.getsockname()[:2]
-                address = ("127.0.0.1" if host in ("::", "0.0.0.0") else host, port)
-            connection, received = connect(address, hello, lines, timeout_seconds)
+                address = hub.address
+            connection = Connection(rank, names, timeout_seconds)
+            on_error.callback(connection.leave)
+            connection.join(address, hello)
             on_error.pop_all()
-        position = Position()
-        watchdog = Watchdog(connection, lines, position, rank, names, timeout_seconds)
-        member = cls(watchdog, position, hub, rank, names, timeout_seconds)
-        try:
-            member._start(received, started + timeout_seconds)
-        except BaseException:
-            member.leave()
-            raise
-        watchdog.exit_process = exit_process
+        member = cls(connection, hub, rank, timeout_seconds, exit_process)
+        connection.ends_process = exit_process
         ending.register(member)
         return member
-
-    @property
-    def rank(self) -> int:
-        """Which of the workers this is."""
-        return self._rank
-
-    @property
-    def names(self) -> list[str]:
-        """What messages call the workers, by rank."""
-        return list(self._names)
-
-    @property
-    def timeout_seconds(self) -> float:
-        """How long a worker waits for the others."""
-        return self._timeout
 
     def at_leave(self, callback: Callable[[], None]) -> None:
         """Has something done when this worker leaves, while the others are known.
@@ -166,47 +141,9 @@ class Member:
             TypeError: If `value` is not one of JSON's.
             ValueError: If it is too large.
         """
-        message = {"type": "agree", "operation": operation, "value": value}
-        request = self._request(message, f"`value` in {operation!r}")
+        request = self._request(operation, value)
         with self.waiting(operation):
-            return self._ask(*request)
-
-    def publish(self, key: str, value: Any) -> None:
-        """Lets every worker look a value up.
-
-        Args:
-            key: Its name. What was published under it before is replaced.
-            value: What JSON can say.
-
-        Raises:
-            WorkerFailedError: If a worker has failed.
-            TypeError: If `value` is not one of JSON's.
-            ValueError: If it is too large.
-        """
-        message = {"type": "publish", "key": key, "value": value}
-        _, line = self._request(message, f"`value` of {key!r}")
-        self._check()
-        self._watchdog.send(line)
-
-    def lookup(self, key: str, timeout_seconds: float | None = None) -> Any:
-        """Returns what a worker publishes, and waits until one does.
-
-        Args:
-            key: The name of the value.
-            timeout_seconds: How long to wait. Defaults to that of `join`.
-
-        Raises:
-            WorkerFailedError: If a worker fails.
-            TimeoutError: If nobody publishes it in time.
-        """
-        seconds = self._timeout if timeout_seconds is None else timeout_seconds
-        request = self._request({"type": "lookup", "key": key}, "`key`")
-        try:
-            return self._ask(*request, seconds)
-        except queue.Empty:
-            raise TimeoutError(
-                f"no worker has published {key!r} within {seconds:g} s"
-            ) from None
+            return self._connection.ask(*request)
 
     def waiting(self, operation: str) -> Waiting:
         """Surrounds what waits for all other workers by other means.
@@ -228,59 +165,36 @@ class Member:
         It is called when the interpreter exits. Others that wait for this worker
         afterwards, or get to do so, fail.
         """
-        if self._watchdog.leaving.is_set():
+        if self._connection.left:
             return
         while self._at_leave:
             self._at_leave.pop()()
         ending.unregister(self)
-        self._watchdog.stop()
+        self._connection.leave()
         if self._hub is not None:
             self._hub.close()
 
     def raised(self, error: BaseException, trace: str) -> None:
         """Tells the others of an exception that ends this process."""
-        watchdog = self._watchdog
-        with watchdog.lock:
-            watchdog.raising = True
-            settled = watchdog.failure is not None
-        told = ""
-        if settled:
-            self._stop_here()
-        else:
-            what = f"{type(error).__name__}: {error}"[:_LONGEST_MESSAGE]
-            message = f"{self._names[self._rank]} raised {what}"
-            if self._position.last:
-                message += f" (in or after `{self._position.last}`)"
-            watchdog.fail(message, trace[-_LONGEST_TRACE:])
-            watchdog.failed.wait(VERDICT_SECONDS)
-            # Another failure came first, and perhaps this exception of it.
-            if watchdog.failure and not watchdog.failure.startswith(message):
-                told = watchdog.report(watchdog.failure)
-        if watchdog.exit_process:
-            ending.exit_now(told)
+        what = f"{type(error).__name__}: {error}"[:_LONGEST_MESSAGE]
+        message = f"{self._connection.name} raised {what}"
+        if self._position.last:
+            message += f" (in or after `{self._position.last}`)"
+        # Another failure may have come first, and perhaps this exception of it.
+        other = self._connection.fail(message, trace[-_LONGEST_TRACE:])
+        if self._exit_process:
+            ending.exit_now(other)
 
     def forget(self) -> None:
         """Closes, in a forked child, its copies of what belongs to the parent."""
-        self._watchdog.forget()
+        self._connection.forget()
         if self._hub is not None:
             self._hub.forget()
 
-    def _start(self, received: list[bytes], deadline: float) -> None:
-        watchdog = self._watchdog
-        watchdog.start(received)
-        if not watchdog.settled.wait(max(0.0, deadline - time.monotonic())):
-            missing = watchdog.missing
-            verb = "has" if len(missing) == 1 else "have"
-            watchdog.fail(
-                f"{' and '.join(missing)} {verb} not arrived within {self._timeout:g} s"
-            )
-            watchdog.failed.wait(VERDICT_SECONDS + 1)
-        if watchdog.failure is not None:
-            kind = ClusterError if watchdog.missing else WorkerFailedError
-            raise kind(watchdog.failure)
-
-    def _request(self, message: dict[str, Any], name: str) -> tuple[int, bytes]:
+    def _request(self, operation: str, value: Any) -> tuple[int, bytes]:
         number = next(self._numbers)
+        message = {"type": "agree", "operation": operation, "value": value}
+        name = f"`value` in {operation!r}"
         try:
             line = encode({**message, "id": number})
         except (TypeError, ValueError) as error:
@@ -292,47 +206,18 @@ class Member:
             )
         return number, line
 
-    def _ask(self, number: int, line: bytes, seconds: float | None = None) -> Any:
-        """Sends a request and returns the value of its reply."""
-        replies: queue.SimpleQueue = queue.SimpleQueue()
-        self._watchdog.pending[number] = replies
-        try:
-            # After it is pending: a failure from here on wakes it.
-            self._check()
-            self._watchdog.send(line)
-            reply = replies.get(timeout=seconds)
-        finally:
-            del self._watchdog.pending[number]
-        if reply is None:
-            self._check()
-            raise AssertionError("woken without a reason")
-        return reply["value"]
-
-    def _check(self) -> None:
-        watchdog = self._watchdog
-        if watchdog.failure is not None:
-            self._stop_here()
-            raise WorkerFailedError(watchdog.failure)
-        if watchdog.leaving.is_set():
-            raise RuntimeError("This worker has left its cluster.")
-        if watchdog.hub_gone:
-            raise WorkerFailedError(f"{self._names[0]} has ended")
-
     def _after(self, error: BaseException | None) -> None:
         """Raises the failure, if there is one, rather than what came of it."""
-        if isinstance(error, WorkerFailedError) or self._watchdog.leaving.is_set():
+        connection = self._connection
+        if isinstance(error, WorkerFailedError) or connection.left:
             return
         if isinstance(error, Exception) and not isinstance(
             error, StopIteration | StopAsyncIteration
         ):
-            self._watchdog.failed.wait(_GRACE_SECONDS)
-        if self._watchdog.failure is not None:
-            self._stop_here()
-            raise WorkerFailedError(self._watchdog.failure) from error
-
-    def _stop_here(self) -> None:
-        if self._watchdog.exit_process:  # Its thread is ending this process.
-            self._watchdog.join(_STOP_SECONDS)
+            connection.failed.wait(_GRACE_SECONDS)
+        if connection.failure is not None:
+            connection.stop_here()
+            raise WorkerFailedError(connection.failure) from error
 
 
 class Waiting:
@@ -345,11 +230,7 @@ class Waiting:
         self._position = member._position
 
     def __enter__(self) -> None:
-        position = self._position
-        self._outer = position.operation
-        position.count = count = position.count + 1
-        position.last = self._operation
-        position.operation = (count, self._operation, time.monotonic())
+        self._outer = self._position.enter(self._operation)
 
     def __exit__(
         self,
@@ -358,7 +239,7 @@ class Waiting:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if error is not None or self._member._watchdog.failure is not None:
+            if error is not None or self._member._connection.failure is not None:
                 self._member._after(error)
         finally:
             self._position.operation = self._outer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,19 +25,6 @@ class State:
     seconds: float
     where: str
     stack: str
-
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> State:
-        """Reads what `dataclasses.asdict` wrote on the other side."""
-        inside = message.get("inside")
-        return cls(
-            count=int(message.get("count", 0)),
-            last=str(message.get("last", "")),
-            inside=None if inside is None else str(inside),
-            seconds=float(message.get("seconds", 0)),
-            where=str(message.get("where", "")),
-            stack=str(message.get("stack", "")),
-        )
 
 
 def different_operations(names: Sequence[str], operations: Mapping[int, str]) -> str:

@@ -1,13 +1,16 @@
-"""The lines that travel between the workers, and the connections they travel on.
+"""The messages between the workers, and the connections that they travel on.
 
 A message is a JSON object on a line of its own. Nothing is unpickled.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import os
 import socket
+from collections.abc import Callable
 from typing import Any
 
 PROTOCOL = "keras_strategy coordination 1"
@@ -44,51 +47,65 @@ def decode(line: bytes) -> dict[str, Any]:
     return message
 
 
-class Lines:
-    """Cuts the bytes that arrive into lines.
+async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
+    """The next message, or None where the other end has closed the connection.
 
-    Args:
-        limit: The longest line.
+    Raises:
+        ProtocolError: If what comes is none.
+        OSError: If the connection is lost.
     """
-
-    def __init__(self, limit: int):
-        self._limit = limit
-        self._rest = bytearray()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Returns the lines that are complete with these bytes.
-
-        Raises:
-            ProtocolError: If a line grows too long.
-        """
-        *lines, rest = data.split(b"\n")
-        if lines:
-            lines[0] = bytes(self._rest) + lines[0]
-            self._rest.clear()
-        self._rest += rest
-        if len(self._rest) > self._limit or any(len(x) > self._limit for x in lines):
-            raise ProtocolError(f"a line of more than {self._limit} bytes")
-        return lines
+    try:
+        line = await reader.readline()
+    except ValueError as error:
+        raise ProtocolError(f"a line that is too long: {error}") from None
+    return decode(line) if line.endswith(b"\n") else None
 
 
-def tune(connection: socket.socket) -> None:
+async def listen(
+    reader: asyncio.StreamReader, handle: Callable[[dict[str, Any]], object]
+) -> str:
+    """Has every message handled that arrives, and returns why none will any more."""
+    try:
+        while (message := await receive(reader)) is not None:
+            handle(message)
+    except ProtocolError as error:
+        return f"what it sent cannot be understood: {error}"
+    except OSError as error:
+        return f"its process crashed, or its machine is gone: {error}"
+    return "its process was killed or crashed"
+
+
+def forget(*owners: socket.socket | asyncio.StreamWriter) -> None:
+    """Closes a forked child's copies of sockets that belong to its parent."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for owner in owners:
+        stream = isinstance(owner, asyncio.StreamWriter)
+        number = (owner.get_extra_info("socket") if stream else owner).fileno()
+        # Rather than close it: the objects that own it will, when it may be
+        # another file's.
+        if number >= 0:
+            os.dup2(null, number, inheritable=False)
+    os.close(null)
+
+
+def tune(writer: asyncio.StreamWriter) -> None:
     """Sends small messages at once, and notices within 20 s that a machine is gone.
 
     It is the kernel that probes, and the other's kernel that answers. Pings of our
     own would go unanswered also in a process that is well: while one long call into
     C holds the interpreter's lock, or after Ctrl-Z.
     """
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
+        ("TCP_NODELAY", 1),
         ("TCP_KEEPIDLE", 5),
         ("TCP_KEEPINTVL", 5),
         ("TCP_KEEPCNT", 3),
         # Keep-alive rests while sent bytes are unconfirmed. Milliseconds.
         ("TCP_USER_TIMEOUT", 20_000),
     ):
-        if hasattr(socket, option):  # Linux has all of them.
-            with contextlib.suppress(OSError):
-                connection.setsockopt(
-                    socket.IPPROTO_TCP, getattr(socket, option), value
-                )
+        # Linux has all of them.
+        with contextlib.suppress(AttributeError, OSError):
+            number = getattr(socket, option)
+            connection.setsockopt(socket.IPPROTO_TCP, number, value)

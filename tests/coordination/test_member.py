@@ -87,7 +87,7 @@ def test_the_same_operation_in_another_order(together):
 def test_a_collective_that_does_not_end(together):
     def work(member, rank):
         with member.waiting("all_reduce in step 2"):
-            member._watchdog.failed.wait(SOON)
+            member._connection.failed.wait(SOON)
 
     for error in together(2, work, timeout=0.5):
         assert isinstance(error, WorkerFailedError)
@@ -125,37 +125,6 @@ def test_large_values(together):
         return [len(v) for v in member.agree("step", "x" * (MAX_LINE - 100))]
 
     assert together(3, work) == [[MAX_LINE - 100] * 3] * 3
-
-
-def test_lookup_waits_for_publish(together):
-    def work(member, rank):
-        if rank == 1:
-            time.sleep(0.2)
-            member.publish("address", ["host", 1])
-        first = member.lookup("address")
-        return first, member.lookup("address")
-
-    assert together(3, work) == [(["host", 1], ["host", 1])] * 3
-
-
-def test_lookup_of_what_nobody_publishes(together):
-    def work(member, rank):
-        with pytest.raises(TimeoutError, match="'address' within 0.2 s"):
-            member.lookup("address", timeout_seconds=0.2)
-        return member.agree("end", rank)
-
-    assert together(2, work) == [[0, 1]] * 2
-
-
-def test_a_failure_wakes_who_looks_up(together):
-    def work(member, rank):
-        if rank == 0:
-            return member.lookup("address")
-        return member.agree(f"step {rank}")
-
-    for error in together(3, work):
-        assert isinstance(error, WorkerFailedError)
-        assert "worker 0: `step 1`, worker 1: `step 2`" in str(error)
 
 
 def test_a_late_worker_is_given_its_time(together):
@@ -337,6 +306,28 @@ def test_where_the_chief_listens(port, host, local):
         assert agreed == [list(ranks)] * len(ranks)
     for member in members[::-1]:
         member.leave()
+
+
+def test_connections_notice_a_machine_that_is_gone(together):
+    """Within 20 s, of which one that has gone silent leaves no trace otherwise."""
+
+    def work(member, rank):
+        writers = [member._connection._writer]
+        writers += member._hub._writers.values() if rank == 0 else []
+        for writer in writers:
+            connection = writer.get_extra_info("socket")
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            tcp = ("KEEPIDLE", "KEEPINTVL", "KEEPCNT", "USER_TIMEOUT", "NODELAY")
+            idle, interval, count, unconfirmed, soon = (
+                connection.getsockopt(
+                    socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}")
+                )
+                for name in tcp
+            )
+            assert idle + interval * count <= 20 and unconfirmed <= 20_000 and soon
+        return len(writers)
+
+    assert together(2, work) == [3, 1]
 
 
 @pytest.mark.parametrize("rank", [-1, 2])

@@ -12,7 +12,7 @@ import jax.extend.backend
 from keras_strategy.options.communication import CommunicationImplementation
 from keras_strategy.workers.cluster import Cluster
 
-_PORT = "port of JAX's coordinator"
+_PORT = "the port of JAX's coordinator"
 # Our own watchdog knows sooner who is gone, and says so better. JAX ends the process.
 _LATER_SECONDS = 120
 # A worker that has ended waits for those that still work, for as long as they do.
@@ -95,7 +95,7 @@ def _require_same(cluster: Cluster) -> None:
 def _port(cluster: Cluster) -> Iterator[int]:
     """The port of the coordinator, which the chief's process is about to open."""
     if not cluster.is_chief:
-        yield int(cluster.member.lookup(_PORT))
+        yield int(cluster.agree(_PORT, None)[0])
         return
     with socket.socket() as reserved:
         # Nobody else can take it before gRPC does, which sets that option too.
@@ -103,7 +103,7 @@ def _port(cluster: Cluster) -> Iterator[int]:
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         reserved.bind(("127.0.0.1" if cluster.is_local else "", 0))
         port = reserved.getsockname()[1]
-        cluster.member.publish(_PORT, port)
+        cluster.agree(_PORT, port)
         yield port
 
 

@@ -69,7 +69,7 @@ def _store(cluster: Cluster, timeout: datetime.timedelta) -> TCPStore:
             ("127.0.0.1" if cluster.is_local else "", 0), backlog=cluster.size + 16
         )
         port = listener.getsockname()[1]
-        cluster.member.publish(_STORE, port)
+        cluster.agree(_STORE, port)
         return TCPStore(
             "127.0.0.1",
             port,
@@ -77,7 +77,7 @@ def _store(cluster: Cluster, timeout: datetime.timedelta) -> TCPStore:
             master_listen_fd=listener.detach(),
             **arguments,
         )
-    port = int(cluster.member.lookup(_STORE))
+    port = int(cluster.agree(_STORE, None)[0])
     host = cluster.addresses[0].rpartition(":")[0].strip("[]")
     return TCPStore(host, port, is_master=False, **arguments)
 

@@ -1,0 +1,216 @@
+"""What a worker tells the hub and hears from it, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import queue
+import threading
+import time
+from typing import Any
+
+from keras_strategy.errors import ClusterError, WorkerFailedError
+from keras_strategy.workers import ending
+from keras_strategy.workers.loop import LoopThread
+from keras_strategy.workers.meeting import connect
+from keras_strategy.workers.position import Position
+from keras_strategy.workers.verdict import State
+from keras_strategy.workers.watchdog import VERDICT_SECONDS, Actions, Fail, Watchdog
+from keras_strategy.workers.wire import encode, forget, listen
+
+# How long the thread may take to end the process.
+_STOP_SECONDS = 10.0
+
+
+class Connection:
+    """A worker's connection to the hub, with a watchdog on it.
+
+    Args:
+        rank: Which of the workers this is.
+        names: What messages call the workers, by rank.
+        timeout_seconds: How long to wait for the others.
+
+    Attributes:
+        name: What messages call this worker.
+        position: What this worker is doing.
+        failure: Why the workers cannot go on, once it is known to all.
+        failed: Set then.
+        left: Whether this worker has left.
+        ends_process: Whether the thread ends the process when the workers fail.
+    """
+
+    def __init__(self, rank: int, names: list[str], timeout_seconds: float):
+        self.name, self._chief = names[rank], names[0]
+        self._timeout = timeout_seconds
+        self.position = Position()
+        self.failure: str | None = None
+        self.failed = threading.Event()
+        self.left = False
+        self.ends_process = False
+        self._hub_gone = False
+        # The request that waits for its reply, which is None when none will come.
+        self._asked = 0
+        self._reply: queue.SimpleQueue = queue.SimpleQueue()
+        self._writer: asyncio.StreamWriter | None = None
+        self._watchdog = Watchdog(rank, names, timeout_seconds, time.monotonic())
+        self._thread = LoopThread("keras_strategy watchdog")
+        # Set when all have arrived, who are not missing any more.
+        self._missing = names
+        self._joined = self._thread.loop.create_future()
+
+    def join(self, address: tuple[str, int], hello: dict[str, Any]) -> None:
+        """Connects to the hub, and waits until all workers have.
+
+        Raises:
+            ClusterError: If they do not come together.
+            WorkerFailedError: If they do, and one fails at once.
+        """
+        self._thread.run(self._join(address, hello))
+
+    def leave(self) -> None:
+        """Says goodbye to the hub, and ends the thread."""
+        self.left = True
+        self._thread.run(self._leave())
+        self._thread.stop(VERDICT_SECONDS)
+        self._wake()
+
+    def forget(self) -> None:
+        """Closes a forked child's copy of the connection."""
+        self.left = True
+        if self._writer is not None:
+            forget(self._writer)
+
+    def ask(self, number: int, line: bytes) -> list[Any]:
+        """Sends a request of this number, and returns the values of its reply."""
+        self._reply = reply = queue.SimpleQueue()
+        self._asked = number
+        # After that: a failure from here on wakes it.
+        self.check()
+        self._thread.soon(self._send, line)
+        values = reply.get()
+        if values is None:
+            self.check()
+            raise AssertionError("woken without a reason")
+        return values
+
+    def check(self) -> None:
+        """Raises what keeps this worker from going on."""
+        if self.failure is not None:
+            self.stop_here()
+            raise WorkerFailedError(self.failure)
+        if self.left:
+            raise RuntimeError("This worker has left its cluster.")
+        if self._hub_gone:
+            raise WorkerFailedError(f"{self._chief} has ended")
+
+    def stop_here(self) -> None:
+        """Does not return, after a failure, where the thread ends the process."""
+        if self.ends_process:
+            self._thread.join(_STOP_SECONDS)
+
+    def fail(self, message: str, details: str) -> str:
+        """Tells all workers that this one cannot go on, and why.
+
+        The thread does not end the process any more, unless it does so already.
+
+        Returns:
+            What to say of another failure that came first; empty where none did.
+        """
+        self._thread.run(self._take_over(message, details))
+        self.failed.wait(VERDICT_SECONDS)
+        other = self.failure and not self.failure.startswith(message)
+        return self._report() if other else ""
+
+    # What follows is called in the thread.
+
+    async def _join(self, address: tuple[str, int], hello: dict[str, Any]) -> None:
+        deadline = time.monotonic() + self._timeout
+        reader, self._writer = await connect(address, hello, self._timeout)
+        self._listening = asyncio.create_task(self._listen(reader))
+        self._look()
+        await asyncio.wait([self._joined], timeout=deadline - time.monotonic())
+        if not self._joined.done():
+            verb = "has" if len(self._missing) == 1 else "have"
+            late = f"{verb} not arrived within {self._timeout:g} s"
+            self._fail(f"{' and '.join(self._missing)} {late}")
+        await self._joined
+
+    async def _leave(self) -> None:
+        self._watchdog.leave()
+        if self._writer is not None:
+            # The hub answers by closing the connection.
+            self._send(encode({"type": "bye"}))
+            await asyncio.wait([self._listening], timeout=VERDICT_SECONDS)
+            self._writer.transport.abort()
+
+    async def _take_over(self, message: str, details: str) -> None:
+        self.ends_process = False
+        self._fail(message, details)
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        why = await listen(reader, self._hear)
+        self._hub_gone = True
+        self._do(self._watchdog.lose(why))
+        self._wake()
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        now = time.monotonic()
+        self._do(self._watchdog.hear(message, now))
+        kind = message["type"]
+        if kind == "reply" and message["id"] == self._asked:
+            self._reply.put(message["values"])
+        elif kind == "arrived":
+            self._missing = message["missing"]
+            if not self._missing and not self._joined.done():
+                self._joined.set_result(None)
+        elif kind == "report":
+            state = dataclasses.asdict(self._state(now))
+            self._send(encode({"type": "state", "state": state}))
+
+    def _look(self) -> None:
+        self._do(self._watchdog.look(self.position.operation, time.monotonic()))
+        self._thread.loop.call_later(self._watchdog.interval, self._look)
+
+    def _fail(self, message: str, details: str = "") -> None:
+        self._do(self._watchdog.fail(message, details, time.monotonic()))
+
+    def _do(self, actions: Actions) -> None:
+        for action in actions:
+            if isinstance(action, Fail):
+                self._settle(action)
+            else:
+                self._send(encode(action.message))
+
+    def _send(self, line: bytes) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(line)
+
+    def _state(self, now: float) -> State:
+        position = self.position
+        count, last, operation = position.count, position.last, position.operation
+        inside = None if operation is None else operation.name
+        waited = 0.0 if operation is None else self._watchdog.waited(operation, now)
+        return State(count, last, inside, waited, *position.stack())
+
+    def _settle(self, failure: Fail) -> None:
+        """Takes a failure as final, and ends the process if that may be done."""
+        text = failure.message
+        operation = self.position.operation
+        if operation is not None:
+            text += f" [{self.name} was in `{operation.name}`]"
+        if failure.details:
+            text += "\n" + failure.details.rstrip()
+        self.failure = text
+        self.failed.set()
+        if not self._joined.done():
+            kind = ClusterError if self._missing else WorkerFailedError
+            self._joined.set_exception(kind(text))
+        if self.ends_process:
+            ending.exit_now(self._report())
+        self._wake()
+
+    def _report(self) -> str:
+        return f"keras_strategy: {self.name} ends. {self.failure}"
+
+    def _wake(self) -> None:
+        self._reply.put(None)
