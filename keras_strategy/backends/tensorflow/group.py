@@ -8,7 +8,6 @@ asks for, one compiled function per step, and checks before anything is combined
 
 import contextlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,12 @@ from keras_strategy.backends.tensorflow.compiled import CompiledRuns
 from keras_strategy.backends.tensorflow.cross_device_ops import native_cross_device_ops
 from keras_strategy.backends.tensorflow.devices import native_name
 from keras_strategy.backends.tensorflow.native import LocalStrategy, WorkersStrategy
-from keras_strategy.backends.tensorflow.replica import Meeting, TensorFlowReplica
+from keras_strategy.backends.tensorflow.replica import (
+    Meeting,
+    Peers,
+    TensorFlowReplica,
+    regrouped,
+)
 from keras_strategy.backends.tensorflow.workers import TensorFlowWorkers
 from keras_strategy.core import context
 from keras_strategy.core.components import update_components
@@ -35,7 +39,6 @@ from keras_strategy.values.distributed import (
     Mirrored,
     PerReplica,
     ReduceOp,
-    regroup,
     select_replica,
 )
 from keras_strategy.values.topology import Topology
@@ -74,7 +77,7 @@ class TensorFlowGroup:
             self.native = LocalStrategy(devices, chosen)
         else:
             self.native = WorkersStrategy(devices, workers)
-        self.seed_generator: keras.random.SeedGenerator | None = None
+        self.peers = Peers(strategy, self.native, self.topology, workers)
         self._compiled = CompiledRuns(self.call)
 
     def scope(self):
@@ -194,7 +197,7 @@ class TensorFlowGroup:
         @tf.autograph.experimental.do_not_convert
         def replica_fn(args, kwargs):
             keras.config.set_dtype_policy(policy)  # Keras keeps it per thread
-            replica = TensorFlowReplica(self, meeting)
+            replica = TensorFlowReplica(self.peers, meeting)
             with context.replica_in_charge(ReplicaContext(self.strategy, replica)):
                 args, kwargs = select_replica((args, kwargs), replica.index)
                 result = fn(*args, **kwargs)
@@ -209,34 +212,7 @@ class TensorFlowGroup:
                     "to variables before this error stays assigned."
                 )
             raise
-        return self.regroup(outputs)
-
-    def regroup(self, outputs: Sequence[Any]) -> Any:
-        """Joins what the local replicas returned."""
-        return regroup(outputs, tf.is_tensor, one_of_many=True)
-
-    def beside_the_replicas(self, fn: Callable[[], Any]) -> Any:
-        """Calls `fn` eagerly in the strategy's scope while the replicas wait.
-
-        A variable that one replica's thread made there and then would have to be
-        made by all of them at once. Here it exists on all devices when the first
-        replica goes on, and the others find it.
-
-        Args:
-            fn: A function without arguments.
-
-        Returns:
-            What `fn` returns.
-        """
-        policy = keras.config.dtype_policy()
-
-        def work():
-            keras.config.set_dtype_policy(policy)
-            with self.strategy.scope():
-                return fn()
-
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            return pool.submit(work).result()
+        return regrouped(outputs)
 
     def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
         with self.calling("strategy.reduce"), tf.device(native_name(self.devices[0])):

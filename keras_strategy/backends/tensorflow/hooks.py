@@ -89,7 +89,7 @@ def _initialize(original, strategy, self, value):
                 f"it outside, or give an initializer. Received: {value!r}"
             )
         value = constant
-    strategy.extended.group.beside_the_replicas(make)
+    in_replica().peers.beside_them(make)
 
 
 @hook(
@@ -317,6 +317,6 @@ def _global_seed_generator(original, replica):
 
     Keras keeps it per thread, and the replicas' threads end with each run.
     """
-    if replica.group.seed_generator is None:
-        replica.group.seed_generator = keras.random.SeedGenerator()
-    return replica.group.seed_generator
+    if replica.peers.seed_generator is None:
+        replica.peers.seed_generator = keras.random.SeedGenerator()
+    return replica.peers.seed_generator

@@ -2,20 +2,71 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import keras
 import tensorflow as tf
 
 from keras_strategy.backends.tensorflow import combine
 from keras_strategy.backends.tensorflow.across import sum_of_workers
+from keras_strategy.backends.tensorflow.workers import TensorFlowWorkers
 from keras_strategy.core import context
 from keras_strategy.core.step_state import StepState
 from keras_strategy.hooks.variables import stored
 from keras_strategy.rules import row_weights
-from keras_strategy.values.distributed import ReduceOp, select_replica
+from keras_strategy.values.distributed import ReduceOp, regroup, select_replica
+from keras_strategy.values.topology import Topology
 
 if TYPE_CHECKING:
-    from keras_strategy.backends.tensorflow.group import TensorFlowGroup
+    from keras_strategy.core.protocol import Strategy
+
+
+@dataclasses.dataclass
+class Peers:
+    """All replicas of a strategy, as one of them knows them.
+
+    Attributes:
+        strategy: The strategy.
+        native: The native strategy underneath.
+        topology: Where they are.
+        workers: The processes that they belong to, or None for this one alone.
+        seed_generator: The process's own, once a replica has asked for it.
+    """
+
+    strategy: "Strategy"
+    native: tf.distribute.Strategy
+    topology: Topology
+    workers: TensorFlowWorkers | None
+    seed_generator: keras.random.SeedGenerator | None = None
+
+    def beside_them(self, fn: Callable[[], Any]) -> Any:
+        """Calls `fn` eagerly in the strategy's scope while the replicas wait.
+
+        A variable that one replica's thread made there and then would have to be
+        made by all of them at once. Here it exists on all devices when the first
+        replica goes on, and the others find it.
+
+        Args:
+            fn: A function without arguments.
+
+        Returns:
+            What `fn` returns.
+        """
+        policy = keras.config.dtype_policy()
+
+        def work():
+            keras.config.set_dtype_policy(policy)
+            with self.strategy.scope():
+                return fn()
+
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            return pool.submit(work).result()
+
+
+def regrouped(outputs: Sequence[Any]) -> Any:
+    """Joins what the local replicas returned."""
+    return regroup(outputs, tf.is_tensor, one_of_many=True)
 
 
 @dataclasses.dataclass
@@ -42,20 +93,20 @@ class TensorFlowReplica:
     """See `keras_strategy.core.protocol.Replica`.
 
     Args:
-        group: The group of replicas.
-        meeting: What all replicas of this run share.
+        peers: All replicas of the strategy.
+        meeting: What those of this run share.
     """
 
-    def __init__(self, group: "TensorFlowGroup", meeting: Meeting):
-        self.group = group
+    def __init__(self, peers: Peers, meeting: Meeting):
+        self.peers = peers
         self._meeting = meeting
         self._made = 0
         self.step = StepState()
         self._native = tf.distribute.get_replica_context()
         # TensorFlow gives a constant tensor while it traces.
         self.id = int(tf.get_static_value(self._native.replica_id_in_sync_group))
-        self.index = self.id - group.topology.first
-        self.devices = (group.devices[self.index],)
+        self.index = self.id - peers.topology.first
+        self.devices = (peers.topology.devices[self.index],)
 
     def all_reduce(self, reduce_op: ReduceOp, value: Any) -> Any:
         if isinstance(value, tf.IndexedSlices):
@@ -64,7 +115,7 @@ class TensorFlowReplica:
             total = self._differentiable_sum(tf.convert_to_tensor(value))
         if reduce_op is ReduceOp.SUM:
             return total
-        return combine.divide(total, self.group.topology.num_replicas)
+        return combine.divide(total, self.peers.topology.num_replicas)
 
     def all_gather(self, value: Any, axis: int) -> Any:
         ragged: Any = tf.RaggedTensor  # TensorFlow's annotations lack its methods
@@ -74,7 +125,7 @@ class TensorFlowReplica:
                 [self.all_gather(n, 0) for n in value.nested_row_lengths()],
             )
         back = self._backward("gradient of all_gather")
-        workers, replicas = self.group.workers, self.group.topology.num_replicas
+        workers, replicas = self.peers.workers, self.peers.topology.num_replicas
 
         @tf.custom_gradient
         def gather(x):
@@ -96,10 +147,10 @@ class TensorFlowReplica:
         return gather(tf.convert_to_tensor(value))
 
     def merge_call(self, merge_fn: Callable[..., Any], args: tuple, kwargs: dict):
-        strategy = self.group.strategy
+        strategy = self.peers.strategy
 
         def merge(*parts):
-            args, kwargs = self.group.regroup(parts)
+            args, kwargs = regrouped(parts)
             with context.strategy_in_charge(strategy):
                 return merge_fn(strategy, *args, **kwargs)
 
@@ -108,7 +159,7 @@ class TensorFlowReplica:
     def once(self, fn: Callable[[], Any]) -> Any:
         # The replicas take turns, and the first one is here first.
         if self.index == 0:
-            self._meeting.made.append(self.group.beside_the_replicas(fn))
+            self._meeting.made.append(self.peers.beside_them(fn))
         self._made += 1
         return self._meeting.made[self._made - 1]
 
@@ -131,11 +182,11 @@ class TensorFlowReplica:
         Raises:
             ValueError: If it is not mirrored.
         """
-        components = self.group.native.experimental_local_results(variable)
-        if len(components) != len(self.group.devices):
+        components = self.peers.native.experimental_local_results(variable)
+        if len(components) != len(self.peers.topology.devices):
             raise ValueError(
                 f"The variable '{variable.name}' was made outside the scope of "
-                f"{self.group.strategy!r} and is assigned in `strategy.run`. Make it "
+                f"{self.peers.strategy!r} and is assigned in `strategy.run`. Make it "
                 "inside `with strategy.scope():`."
             )
         return components[self.index]
@@ -167,7 +218,7 @@ class TensorFlowReplica:
 
     def _sum(self, tensors: Sequence[Any], name: str) -> list[Any]:
         """Sums over the replicas; local ones as native tf.distribute does."""
-        workers = self.group.workers
+        workers = self.peers.workers
 
         def merge_of_workers(*parts):
             assert workers is not None
