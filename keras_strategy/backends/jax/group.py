@@ -12,6 +12,7 @@ import numpy as np
 from keras import tree
 
 from keras_strategy.backends.jax import hooks, on_read
+from keras_strategy.backends.jax.compiled import Runner
 from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
 from keras_strategy.backends.jax.replica import (
     TracedMirrored,
@@ -21,7 +22,6 @@ from keras_strategy.backends.jax.replica import (
     of_this_replica,
     write_component,
 )
-from keras_strategy.backends.jax.runner import Runner
 from keras_strategy.backends.jax.sharded import gathered, placed, reduced, shards
 from keras_strategy.backends.jax.workers import JaxWorkers
 from keras_strategy.backends.threads.hooks import keras_scope
