@@ -13,15 +13,15 @@ from tests.backends import jax_worker_jobs as jobs
 
 
 @pytest.fixture(params=[(2, 1), (2, 2)], ids=["2x1", "2x2"])
-def workers(request):
+def workers(request, starter):
     count, devices = request.param
-    with WorkerRunner(count, devices, timeout_seconds=300) as runner:
+    with WorkerRunner(count, devices, timeout_seconds=300, starter=starter) as runner:
         yield runner
 
 
 @pytest.fixture
-def two_workers():
-    with WorkerRunner(2, timeout_seconds=300) as runner:
+def two_workers(starter):
+    with WorkerRunner(2, timeout_seconds=300, starter=starter) as runner:
         yield runner
 
 
