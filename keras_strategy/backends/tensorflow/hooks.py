@@ -77,7 +77,8 @@ def _initialize(original, strategy, self, value):
         if is_on_read(self):
             strategy.extended.group.deal_out(self)
 
-    if in_replica() is None:
+    replica: Any = in_replica()
+    if replica is None:
         make()
         return
     if tf.is_tensor(value) and not isinstance(value, tf.Variable):
@@ -89,7 +90,7 @@ def _initialize(original, strategy, self, value):
                 f"it outside, or give an initializer. Received: {value!r}"
             )
         value = constant
-    in_replica().peers.beside_them(make)
+    replica.peers.beside_them(make)
 
 
 @hook(
