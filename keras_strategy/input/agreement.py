@@ -6,7 +6,7 @@ others waiting.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from keras_strategy.errors import WorkerInputError
@@ -53,17 +53,9 @@ class AgreedBatches:
             yield from iterator
             return
         while True:
-            batch, rows, error = _next(iterator)
-            said = rows if error is None else f"{type(error).__name__}: {error}"
-            told = self._cluster.agree("the next batch", said)
-            if error is not None:
-                raise error
-            failed = [i for i, other in enumerate(told) if isinstance(other, str)]
-            if failed:
-                name = self._cluster.names[failed[0]]
-                raise WorkerInputError(
-                    f"'{name}' could not read its next batch: {told[failed[0]]}"
-                )
+            batch, told = next_of_all(
+                iterator, self._cluster, "the next batch", _rows_if_there
+            )
             if None in told:
                 self._warn(told)
                 return
@@ -87,11 +79,44 @@ class AgreedBatches:
         )
 
 
-def _next(iterator: Iterator[Any]) -> tuple[Any, int | None, Exception | None]:
+def next_of_all(
+    iterator: Iterator[Any],
+    cluster: Cluster,
+    operation: str,
+    describe: Callable[[Any], Any],
+) -> tuple[Any, list[Any]]:
+    """Reads on, and learns what the other workers have read.
+
+    Args:
+        iterator: What this worker reads. It never gives None.
+        cluster: The workers.
+        operation: What they read, for messages.
+        describe: Gives what the others are told of an item, of JSON's values but no
+            dict; it is called with None at the end of the iterator.
+
+    Returns:
+        This worker's item, None at the end, and what each worker says, by rank.
+
+    Raises:
+        WorkerInputError: If another worker could not read its item. If this one could
+            not, that error comes out as it is, after the others were told.
+    """
+    item = error = None
     try:
-        batch = next(iterator)
-        return batch, rows_of(batch), None
-    except StopIteration:
-        return None, None, None
-    except Exception as error:
-        return None, None, error
+        item = next(iterator, None)
+        said = describe(item)
+    except Exception as caught:
+        error, said = caught, {"error": f"{type(caught).__name__}: {caught}"}
+    told = cluster.agree(operation, said)
+    if error is not None:
+        raise error
+    for name, other in zip(cluster.names, told, strict=True):
+        if isinstance(other, dict):
+            raise WorkerInputError(
+                f"'{name}' could not read {operation}: {other['error']}"
+            )
+    return item, told
+
+
+def _rows_if_there(batch: Any) -> int | None:
+    return None if batch is None else rows_of(batch)

@@ -7,6 +7,7 @@ import keras
 from keras import tree
 
 from keras_strategy.errors import WorkerInputError
+from keras_strategy.input.agreement import next_of_all
 from keras_strategy.input.dataset import Parts
 from keras_strategy.input.sources import as_array, is_tf_dataset
 from keras_strategy.options.input import AutoShardPolicy
@@ -27,20 +28,22 @@ def agreed_rounds(
         partial: Whether elements may have fewer rows than others.
 
     Raises:
-        WorkerInputError: If one worker has nothing at all, of which nobody knows the
-            shapes.
+        WorkerInputError: If another worker could not read its element, or one has
+            nothing at all, of which nobody knows the shapes.
     """
     empty = Parts()
-    while True:
-        parts = next(rounds, None)
-        said: Any
+
+    def layouts(parts: Parts | None) -> Any:
         if parts is not None:
-            said = [[_layout(leaf) for leaf in tree.flatten(p)] for p in parts]
-        elif not partial:
-            said = "none"
-        else:
-            said = "empty" if empty else "never"
-        told = cluster.agree("the next element of a distributed dataset", said)
+            return [[_layout(leaf) for leaf in tree.flatten(part)] for part in parts]
+        if not partial:
+            return "none"
+        return "empty" if empty else "never"
+
+    while True:
+        parts, told = next_of_all(
+            rounds, cluster, "the next element of a distributed dataset", layouts
+        )
         there = [said for said in told if isinstance(said, list)]
         if not there or "none" in told:
             return

@@ -213,6 +213,34 @@ def different_batches() -> str:
     return said
 
 
+def sources_that_fail() -> list[str]:
+    """Worker 1 cannot read its third batch, in fit and in a loop of its own."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    rank = strategy.extended.local_replicas.start
+    with strategy.scope():
+        model = classifier()
+    # Keras reads two batches before an epoch begins, and one to build a model.
+    model.fit(*digits(8), verbose=0)
+
+    def batches():
+        yield digits(8)
+        yield digits(8)
+        if rank == 1:
+            raise OSError("the disk is gone")
+        yield digits(8)
+
+    dataset = strategy.distribute_datasets_from_function(lambda context: batches())
+    said = []
+    for read in (lambda: model.fit(batches(), verbose=0), lambda: list(dataset)):
+        try:
+            read()
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    # Nothing is left waiting.
+    model.fit(*digits(8), verbose=0)
+    return said
+
+
 def different_shapes() -> str:
     """A collective of values of different shapes on the workers."""
     strategy = ks.MultiWorkerMirroredStrategy()

@@ -37,3 +37,12 @@ def test_datasets_of_their_own(two_workers):
         assert [step[:-1] for step in result["steps"]] == [both, both, [1.0, 1.0]]
         assert [step[-1] for step in result["steps"]] == pytest.approx([1.5, 1.5, 1.0])
         assert "needs the same global batches on every worker" in result["refused"]
+
+
+def test_a_worker_that_cannot_read(two_workers):
+    first, second = two_workers.run(jobs.sources_that_fail)
+    assert len(first) == len(second) == 2
+    for said in first:
+        assert said.startswith("WorkerInputError: 'worker 1' could not read the next ")
+    for said in first + second:
+        assert "the disk is gone" in said
