@@ -1,5 +1,7 @@
 """Every test runs on the Keras backend in use, on up to 4 logical CPU devices."""
 
+import gc
+import importlib.util
 import os
 import pathlib
 
@@ -28,7 +30,11 @@ import keras
 import pytest
 
 import keras_strategy as ks
-from keras_strategy.testing import WarmStarter
+from keras_strategy.testing import WarmStarter, WorkerRunner
+
+# The engine's modules stay, and are a million objects to look through for garbage.
+gc.collect()
+gc.freeze()
 
 # What these rooms hold knows no engine, and is tested once.
 ENGINELESS = {"benchmarks", "coordination", "launch", "testing"}
@@ -89,11 +95,38 @@ def _clean():
     assert distribution is None, "the test left a Keras distribution in charge"
 
 
+def _found(module: str) -> list[str]:
+    return [module] if importlib.util.find_spec(module) else []
+
+
 @pytest.fixture(scope="session")
 def starter():
     """Starts workers that have Keras and the engine imported."""
-    with WarmStarter() as starter:
+    # `keras.utils.set_random_seed` imports TensorFlow on every backend, for seconds.
+    with WarmStarter(["keras", *_found("tensorflow")]) as starter:
         yield starter
+
+
+@pytest.fixture
+def program(starter, tmp_path):
+    """Runs a program to its end, in a process that has Keras and the engine imported.
+
+    It has the logical devices that it asks for, and `keras_strategy` is not imported.
+    """
+
+    def run(script: pathlib.Path | str, *arguments: object, **environment: str):
+        if isinstance(script, str):
+            text, script = script, tmp_path / "program.py"
+            script.write_text(text)
+        variables = {"KERAS_STRATEGY_LOGICAL_CPUS": None, **environment}
+        with WorkerRunner(
+            1, timeout_seconds=280, environment=variables, starter=starter
+        ) as runner:
+            runner.start(script, *arguments)
+            (end,) = runner.wait()
+        return end
+
+    return run
 
 
 @pytest.fixture(params=[2, 3, 4], ids=lambda n: f"{n}replicas")

@@ -11,6 +11,7 @@ of `atexit` and the exit status that it asks for.
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -39,6 +40,10 @@ def load(names: list[str]) -> None:
             f"One of the modules {names} imports keras_strategy. Workers must do that "
             "themselves, since it reads KERAS_STRATEGY_LOGICAL_CPUS."
         )
+    # What is imported stays. A program that looks through it for garbage, as each does
+    # when it ends, would copy every page of it.
+    gc.collect()
+    gc.freeze()
     count = threading.active_count()
     # A library that can live with a fork (OpenBLAS) ends its threads before one. What
     # is left would be missing in every program.

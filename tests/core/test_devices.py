@@ -1,8 +1,5 @@
 """Device names, and lists of devices that are refused."""
 
-import os
-import subprocess
-import sys
 
 import keras
 import pytest
@@ -97,16 +94,10 @@ def test_set_logical_devices_refuses(arguments, says):
         ks.config.set_logical_devices(*arguments)
 
 
-def test_the_environment_variable_is_checked():
-    environment = {**os.environ, "KERAS_STRATEGY_LOGICAL_CPUS": "many"}
-    done = subprocess.run(
-        [sys.executable, "-c", "import keras_strategy"],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode != 0
-    assert "KERAS_STRATEGY_LOGICAL_CPUS='many'" in done.stderr
+def test_the_environment_variable_is_checked(program):
+    end = program("import keras_strategy", KERAS_STRATEGY_LOGICAL_CPUS="many")
+    assert end.exit_status != 0
+    assert "KERAS_STRATEGY_LOGICAL_CPUS='many'" in end.output
 
 
 def test_what_a_resolver_says_of_the_devices():
