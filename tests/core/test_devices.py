@@ -1,6 +1,5 @@
 """Device names, and lists of devices that are refused."""
 
-
 import keras
 import pytest
 

@@ -1,19 +1,20 @@
 """A process that is killed while it trains, and another one that goes on."""
 
+import contextlib
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 
+from keras_strategy.testing import WorkerRunner
 from keras_strategy.testing.equality.compare import largest
+from tests.processes import wait_until
 
 # Trains four epochs of four batches. What it knows of the last run is in the folder.
 PROGRAM = '''
 import json
+import pathlib
 import sys
 import time
 
@@ -39,7 +40,7 @@ class Report(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         if dies and self.epoch == 2 and batch == 1:
-            print("in the third epoch", flush=True)
+            pathlib.Path(folder, "third epoch").touch()
             time.sleep(600)
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -65,51 +66,40 @@ print(json.dumps({"epochs": begun, "logs": history}))
 '''
 
 
-def start(folder: Path, dies: bool) -> subprocess.Popen:
-    environment = {**os.environ, "KERAS_STRATEGY_LOGICAL_CPUS": "2"}
-    how = "dies" if dies else "lives"
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(folder), how],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
+@contextlib.contextmanager
+def started(starter, folder: Path, dies: bool):
+    """Starts the program in a process of its own."""
+    script = folder / "program.py"
+    script.write_text(PROGRAM)
+    with WorkerRunner(1, 2, timeout_seconds=200, starter=starter) as runner:
+        runner.start(script, folder, "dies" if dies else "lives")
+        yield runner
 
 
-def finished(process: subprocess.Popen, folder: Path):
+def finished(runner: WorkerRunner, folder: Path):
     """What a process that trained to the end said, and the variables it ended with."""
-    out, _ = process.communicate(timeout=200)
-    assert process.returncode == 0
+    (end,) = runner.wait()
+    assert end.exit_status == 0, end.output
     with np.load(folder / "weights.npz") as file:
         variables = [file[name] for name in file.files]
-    return json.loads(out.splitlines()[-1]), variables
+    return json.loads(end.output.splitlines()[-1]), variables
 
 
-def kill_in_the_third_epoch(process: subprocess.Popen):
-    try:
-        assert process.stdout is not None
-        assert any("third epoch" in line for line in process.stdout)
-    finally:
-        process.kill()
-        process.wait(60)
-        process.stdout.close()
-    assert process.returncode == -signal.SIGKILL
-
-
-def test_a_killed_training_goes_on(tmp_path):
+def test_a_killed_training_goes_on(starter, tmp_path):
     """As if it had never been killed, down to the last bit, but for its lost epoch."""
     folders = tmp_path / "whole", tmp_path / "killed"
     for folder in folders:
         folder.mkdir()
-    processes = start(folders[0], False), start(folders[1], True)
-    try:
-        kill_in_the_third_epoch(processes[1])
+    with started(starter, folders[0], False) as whole_run:
+        with started(starter, folders[1], True) as killed:
+            wait_until((folders[1] / "third epoch").exists, 200)
+            killed.kill(0)
+            (end,) = killed.wait()
+        assert end.exit_status == -signal.SIGKILL
         assert (folders[1] / "backup").is_dir()
-        whole, expected = finished(processes[0], folders[0])
-    finally:
-        processes[0].kill()
-        processes[0].wait(60)
-    resumed, variables = finished(start(folders[1], False), folders[1])
+        whole, expected = finished(whole_run, folders[0])
+    with started(starter, folders[1], False) as again:
+        resumed, variables = finished(again, folders[1])
     assert whole["epochs"] == [0, 1, 2, 3]
     assert resumed["epochs"] == [2, 3]
     for name, values in whole["logs"].items():

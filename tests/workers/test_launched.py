@@ -31,10 +31,11 @@ def test_the_example():
     assert "on 2 replicas" in ended.stdout
 
 
-def test_a_restart_ends_where_an_uninterrupted_run_does(tmp_path):
+def test_a_restart_ends_where_an_uninterrupted_run_does(two_workers, tmp_path):
     script = ROOT / "tests" / "workers" / "train_script.py"
-    whole = run(script, tmp_path / "whole.npz", tmp_path / "a", 0)
-    assert whole.returncode == 0, whole.stdout + whole.stderr
+    two_workers.start(script, tmp_path / "whole.npz", tmp_path / "a", 0)
+    for end in two_workers.wait():
+        assert end.exit_status == 0, end.output
     resumed = run(
         "--max-restarts", 1, script, tmp_path / "resumed.npz", tmp_path / "b", 1
     )
