@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 
+from keras_strategy.rules.ownership import strategy_of_model
 from keras_strategy.testing.equality.compare import assert_equal, largest, scope, train
 
 BACKEND = keras.backend.backend()
@@ -21,6 +22,49 @@ def compiled():
     )
     model.compile("adam", "mse", metrics=["mae"], weighted_metrics=["mse"])
     return model
+
+
+class Models:
+    """One compiled model per strategy: what an engine compiles, it compiles once."""
+
+    def __init__(self):
+        self._models = {}
+
+    def fresh(self, strategy):
+        """The model as it was when it was made."""
+        key = 1 if strategy is None else strategy.num_replicas_in_sync
+        if key not in self._models:
+            keras.utils.set_random_seed(1)
+            with scope(strategy):
+                model = compiled()
+                model.optimizer.build(model.trainable_variables)
+            state = [*model.variables, *model.optimizer.variables]
+            first = [variable.numpy() for variable in state]
+            # Else a fit builds the metrics, and reads a batch ahead: a PyDataset's
+            # threads are then stopped, and what they had fetched by then comes first
+            # in the epoch, which is a matter of timing, on one device too.
+            model.train_on_batch(X[:BATCH], Y[:BATCH])
+            self._models[key] = model, state, first
+        model, state, first = self._models[key]
+        for variable, value in zip(state, first, strict=True):
+            variable.assign(value)
+        model.reset_metrics()
+        keras.utils.set_random_seed(1)
+        return model
+
+    def equal(self, strategy, x, y, **fit):
+        """Asserts that a strategy's training is one device's."""
+
+        one = train(None, lambda: self.fresh(None), x, y, BATCH, **fit)
+        model = self.fresh(strategy)
+        own = strategy_of_model(model)  # an equal one
+        assert_equal(one, train(own, lambda: model, x, y, BATCH, **fit))
+        return one
+
+
+@pytest.fixture(scope="module")
+def models():
+    return Models()
 
 
 def batches(*arrays):
@@ -94,18 +138,11 @@ SOURCES = {
 
 @pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "sample weights"])
-def test_fit_evaluate_and_predict(name, weighted, mirrored):
+def test_fit_evaluate_and_predict(name, weighted, mirrored, models):
     arrays = (X, Y, WEIGHTS) if weighted else (X, Y)
 
     def trained(strategy):
-        keras.utils.set_random_seed(1)
-        with scope(strategy):
-            model = compiled()
-        if "threads" in name:
-            # A fit that has to build metrics reads a batch ahead, and then stops and
-            # restarts Keras's threads: what they had fetched by then comes first in the
-            # epoch. The order is a matter of timing, on one device too.
-            model.train_on_batch(*(array[:BATCH] for array in arrays))
+        model = models.fresh(strategy)
         data = SOURCES[name](*arrays)
         history = model.fit(data, epochs=2, validation_data=data, verbose=0).history
         logs = model.evaluate(data, verbose=0)
@@ -174,15 +211,13 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_what_never_ends(name, two):
+def test_what_never_ends(name, two, models):
     """The steps of an epoch are given; the next one goes on where it stopped."""
     if "tf" in name:
         pytest.importorskip("tensorflow")
 
     def trained(strategy):
-        keras.utils.set_random_seed(1)
-        with scope(strategy):
-            model = compiled()
+        model = models.fresh(strategy)
         history = model.fit(
             ENDLESS[name](X, Y),
             steps_per_epoch=3,
@@ -199,13 +234,11 @@ def test_what_never_ends(name, two):
     assert largest(trained(None), trained(two)) < 2e-5
 
 
-def test_a_py_dataset_that_keras_shuffles(two):
+def test_a_py_dataset_that_keras_shuffles(two, models):
     """The order of the batches is drawn as on one device, from the seed."""
 
     def trained(strategy):
-        keras.utils.set_random_seed(1)
-        with scope(strategy):
-            model = compiled()
+        model = models.fresh(strategy)
         history = model.fit(Rows(X, Y), epochs=3, shuffle=True, verbose=0).history
         return [*model.get_weights(), *history.values()]
 
@@ -214,16 +247,15 @@ def test_a_py_dataset_that_keras_shuffles(two):
     assert largest(one, many) < 2e-5
 
 
-def test_when_and_on_what_fit_validates(two):
+def test_when_and_on_what_fit_validates(two, models):
     options = {
         "validation_data": (X[:7], Y[:7], WEIGHTS[:7]),
         "validation_freq": 2,
         "validation_batch_size": 3,
         "validation_steps": 2,
     }
-    one = train(None, compiled, X, Y, BATCH, epochs=4, **options)
+    one = models.equal(two, X, Y, epochs=4, **options)
     assert len([key for key in one.logs if key.startswith("val_loss")]) == 2
-    assert_equal(one, train(two, compiled, X, Y, BATCH, epochs=4, **options))
 
 
 ARRAYS = {
@@ -235,29 +267,25 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize("name", ["validation_split", "shuffle", "steps_per_epoch"])
-def test_arguments_of_fit(name, mirrored):
-    one = train(None, compiled, X, Y, BATCH, **ARRAYS[name])
-    assert_equal(one, train(mirrored(3), compiled, X, Y, BATCH, **ARRAYS[name]))
+def test_arguments_of_fit(name, mirrored, models):
+    models.equal(mirrored(3), X, Y, **ARRAYS[name])
 
 
-def test_pandas(mirrored):
+def test_pandas(mirrored, models):
     pandas = pytest.importorskip("pandas")
     x, y = pandas.DataFrame(X), pandas.Series(Y[:, 0])
-    one = train(None, compiled, x, y, BATCH)
-    assert_equal(one, train(mirrored(3), compiled, x, y, BATCH))
+    models.equal(mirrored(3), x, y)
 
 
-def test_tensors(mirrored):
+def test_tensors(mirrored, models):
     x, y = keras.ops.convert_to_tensor(X), keras.ops.convert_to_tensor(Y)
-    one = train(None, compiled, x, y, BATCH)
-    assert_equal(one, train(mirrored(3), compiled, x, y, BATCH))
+    models.equal(mirrored(3), x, y)
 
 
-def test_sparse_matrices(mirrored):
+def test_sparse_matrices(mirrored, models):
     scipy = pytest.importorskip("scipy.sparse")
     x = scipy.csr_matrix(np.where(X > 0, X, 0))
-    one = train(None, compiled, x, Y, BATCH)
-    assert_equal(one, train(mirrored(3), compiled, x, Y, BATCH))
+    models.equal(mirrored(3), x, Y)
 
 
 def nested():
@@ -318,15 +346,13 @@ def test_batches_with_several_inputs_outputs_and_weights(source, two):
     assert largest(trained(None), trained(two)) < 2e-5
 
 
-def test_a_dataset_of_two_processes(mirrored):
+def test_a_dataset_of_two_processes(mirrored, models):
     if importlib.util.find_spec("torch") is None:
         pytest.skip("reads with torch's worker processes")
     import torch
 
     def trained(strategy):
-        keras.utils.set_random_seed(1)
-        with scope(strategy):
-            model = compiled()
+        model = models.fresh(strategy)
         data = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
         reader = torch.utils.data.DataLoader(data, batch_size=BATCH, num_workers=2)
         model.fit(reader, verbose=0)
