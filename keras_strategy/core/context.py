@@ -22,6 +22,7 @@ class _Place(threading.local):
     def __init__(self):
         self.scopes: list[Strategy | None] = []
         self.replica: ReplicaContext | None = None
+        self.replicas_wait = False
 
 
 _place = _Place()
@@ -96,6 +97,16 @@ def replica_in_charge(context: "ReplicaContext") -> Iterator[None]:
         yield
     finally:
         _place.replica = previous
+
+
+@contextlib.contextmanager
+def replicas_waiting() -> Iterator[None]:
+    """Surrounds what one thread does for all replicas while they wait for it."""
+    before, _place.replicas_wait = _place.replicas_wait, True
+    try:
+        yield
+    finally:
+        _place.replicas_wait = before
 
 
 def get_strategy() -> "Strategy":
@@ -214,7 +225,8 @@ def require_cross_replica(strategy: "Strategy", method: str) -> None:
         method: The method's name.
 
     Raises:
-        RuntimeError: Inside a replica, or inside another strategy's scope.
+        RuntimeError: Inside a replica, inside another strategy's scope, or, for `run`,
+            inside `merge_call`.
     """
     instead = {
         "reduce": "get_replica_context().all_reduce()",
@@ -224,6 +236,12 @@ def require_cross_replica(strategy: "Strategy", method: str) -> None:
         raise RuntimeError(
             f"`{method}` acts for all replicas and was called inside one of them. "
             f"Use {instead} there, or call `{method}` outside `strategy.run`."
+        )
+    if _place.replicas_wait and method == "run":
+        raise RuntimeError(
+            "`run` was called inside `merge_call`, while the replicas wait for it to "
+            "end. Compute there what needs no replica, return to the replicas, and go "
+            "on in the function that `run` called."
         )
     current = current_scope()
     if current is not None and current is not strategy:

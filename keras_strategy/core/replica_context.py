@@ -159,7 +159,8 @@ class ReplicaContext:
 
         Raises:
             TypeError: If `merge_fn` cannot be called.
-            RuntimeError: Outside of this replica.
+            RuntimeError: Outside of this replica, or if `merge_fn` calls
+                `strategy.run`.
         """
         if not callable(merge_fn):
             raise TypeError(
@@ -167,7 +168,12 @@ class ReplicaContext:
                 f"Received: merge_fn={merge_fn!r} of type {type(merge_fn).__name__}"
             )
         self._check("merge_call", None)
-        return self._replica.merge_call(merge_fn, tuple(args), dict(kwargs or {}))
+
+        def merge(strategy, *args, **kwargs):
+            with context.replicas_waiting():
+                return merge_fn(strategy, *args, **kwargs)
+
+        return self._replica.merge_call(merge, tuple(args), dict(kwargs or {}))
 
     def _check(self, method: str, value: Any) -> None:
         """Raises unless this thread is in this replica, with a value of its own."""

@@ -133,8 +133,8 @@ class Strategy:
             TypeError: If `fn` cannot be called, or `options` are none.
             MirrorError: In the mode of `config.check_mirrored`, if the components of
                 a mirrored variable differ afterwards.
-            RuntimeError: Inside a function that `run` calls, or inside another
-                strategy's scope.
+            RuntimeError: Inside a function that `run` calls, inside `merge_call`, or
+                inside another strategy's scope.
 
         Example:
 

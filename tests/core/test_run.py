@@ -176,6 +176,21 @@ def test_merge_call(two):
     assert results(two, two.run(fn, args=(x,))) == [4.0, 4.0]
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_run_inside_merge_call(two, compiled):
+    """The replicas wait for it to end, and could not run anything."""
+    options = ks.RunOptions(compile=compiled)
+
+    def fn():
+        replica = ks.get_replica_context()
+        return replica.merge_call(lambda strategy: strategy.run(lambda: 1))
+
+    for strategy in (two, ks.OneDeviceStrategy("cpu:0")):
+        with pytest.raises(RuntimeError, match="`run` was called inside `merge_call`"):
+            strategy.run(fn, options=options)
+        assert strategy.run(lambda: 1) == 1
+
+
 @pytest.mark.parametrize(
     ("aggregation", "expected"),
     [("mean", 2.0), ("sum", 4.0), ("only_first_replica", 1.0)],
