@@ -1,9 +1,7 @@
 """What is JAX's alone: placement, donation, tracing."""
 
 import copy
-import gc
 import threading
-import weakref
 
 import keras
 import numpy as np
@@ -198,31 +196,6 @@ def test_a_function_is_compiled_once(two):
     # The first trace finds the variable, the second one threads it.
     assert len(traces) == 2
     assert float(v.value) == 21.0
-
-
-def test_fresh_lambdas(two):
-    traces = []
-    x = np.ones(2, "float32")
-    for _ in range(10):
-        two.run(lambda x: (traces.append(1), x)[1], args=(x,))
-    assert len(traces) == 1
-
-
-def test_functions_are_forgotten(two):
-    class Big:
-        scale = 2.0
-
-    def enclosing(big):
-        return lambda x: x * big.scale
-
-    big = Big()
-    gone = weakref.ref(big)
-    two.run(enclosing(big), args=(np.ones(2, "float32"),))
-    del big
-    for i in range(40):
-        two.run(lambda x, i=i: x + i, args=(np.ones(2, "float32"),))
-    gc.collect()
-    assert gone() is None
 
 
 def test_donation_spares_what_others_hold(two):

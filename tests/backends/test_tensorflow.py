@@ -143,20 +143,6 @@ def test_run_compiles_once_per_shape(two):
     assert [len(x) for x in two.experimental_local_results(doubled)] == [3, 2]
 
 
-def test_run_compiles_a_method_once(two):
-    class Model:
-        traced = 0
-
-        def step(self, x):
-            self.traced += 1
-            return x
-
-    model = Model()
-    for _ in range(5):
-        two.run(model.step, args=(tf.ones(2),))
-    assert model.traced == 2
-
-
 def test_run_forgets_functions(two):
     def run_once():
         fn = lambda x: x * 2  # noqa: E731

@@ -1,7 +1,5 @@
 """What a function is called with, taken apart into arrays and everything else."""
 
-import types
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,47 +17,12 @@ from keras_strategy.backends.jax.sharded import (
     joined,
     shapes_of,
 )
+from keras_strategy.rules.reads import Identity
 from keras_strategy.values.distributed import (
     DistributedValues,
     PerReplica,
     is_numeric_array,
 )
-
-
-class Identity:
-    """Makes an object a key by what it is, and keeps it alive as long."""
-
-    __slots__ = ("it",)
-
-    def __init__(self, it: Any):
-        self.it = it
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Identity) and self.it is other.it
-
-    def __hash__(self) -> int:
-        return id(self.it)
-
-
-def fingerprint(fn: Callable[..., Any]) -> Any:
-    """A key that is the same for functions that cannot differ, or None.
-
-    A lambda that is made anew for every step has the same code and encloses the same
-    objects, and need not be compiled again.
-    """
-    if not isinstance(fn, types.FunctionType):
-        return None
-    try:
-        enclosed = [cell.cell_contents for cell in fn.__closure__ or ()]
-    except ValueError:  # an empty cell
-        return None
-    defaults = (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
-    return (
-        fn.__code__,
-        Identity(fn.__globals__),
-        *(Identity(x) for x in (*enclosed, *defaults)),
-    )
-
 
 # What holds no other arguments.
 _LEAVES = (ShardedPerReplica, jax.Array, np.ndarray)

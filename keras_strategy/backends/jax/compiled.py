@@ -9,7 +9,6 @@ thrown away, and the second trace threads them.
 import contextlib
 import inspect
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,6 @@ from keras_strategy.backends.jax.arguments import (
     Tensor,
     bare,
     described,
-    fingerprint,
     is_known,
     is_uneven,
     of_first_replica,
@@ -50,6 +48,7 @@ from keras_strategy.core.replica_context import ReplicaContext
 from keras_strategy.hooks.adoption import adopt
 from keras_strategy.rules import first_values
 from keras_strategy.rules.aggregation import is_on_read
+from keras_strategy.rules.known_functions import KnownFunctions
 
 if TYPE_CHECKING:
     from keras_strategy.core.protocol import Strategy
@@ -58,8 +57,6 @@ if TYPE_CHECKING:
 # Programs of two Python threads must reach all their devices in the same order: each
 # would wait for the other's collectives else.
 _dispatch = threading.Lock()
-# Functions that are kept compiled. One may hold a whole model, so old ones must go.
-FUNCTIONS = 32
 
 try:
     _shard_map = jax.shard_map
@@ -98,14 +95,13 @@ class Runner:
         self._workers = workers
         self._threaded = ThreadedRunner(strategy, devices, distribution, workers)
         self._previous: list[jax.Array] = []
-        self._functions: OrderedDict[Any, Function] = OrderedDict()
-        self._fingerprints: dict[Any, Any] = {}
+        self._functions = KnownFunctions(Function)
 
     def run(
         self, fn: Callable[..., Any], args: tuple, kwargs: dict, compiled: bool
     ) -> Any:
         """See `ReplicaGroup.run`."""
-        function = self._function(fn)
+        function = self._functions.find(fn, compiled)
         arguments = None
         if compiled:
             with contextlib.suppress(NotOneProgram):
@@ -116,7 +112,9 @@ class Runner:
                 arguments = None
         if arguments is None:
             self._learn(fn, function, of_first_replica((args, kwargs), self._replicas))
-            return self._threaded.run(fn, args, kwargs)
+            result = self._threaded.run(fn, args, kwargs)
+            self._functions.called(fn)
+            return result
 
         def attempt():
             program = function.programs.get(arguments.key)
@@ -125,6 +123,7 @@ class Runner:
             program = self._compile(fn, function, arguments)
             result = self._call(program, arguments)
             function.keep(program, arguments.key, fn)
+            self._functions.called(fn)
             return result
 
         try:
@@ -205,29 +204,6 @@ class Runner:
             f"'{made[-1]}'. Make layers, metrics and variables once, outside of the "
             "function that `strategy.run` calls."
         )
-
-    def _function(self, fn: Callable[..., Any]) -> Function:
-        try:
-            function = self._functions.get(fn)
-        except TypeError:  # not hashable
-            return Function()
-        if function is not None:
-            self._functions.move_to_end(fn)
-            return function
-        mark = fingerprint(fn)
-        twin = None if mark is None else self._fingerprints.get(mark)
-        if twin is not None:
-            self._functions.move_to_end(twin)
-            return self._functions[twin]
-        function = self._functions[fn] = Function()
-        if mark is not None:
-            self._fingerprints[mark] = fn
-        if len(self._functions) > FUNCTIONS:
-            oldest, _ = self._functions.popitem(last=False)
-            self._fingerprints = {
-                mark: fn for mark, fn in self._fingerprints.items() if fn is not oldest
-            }
-        return function
 
     def _compile(
         self, fn: Callable[..., Any], function: Function, arguments: Arguments

@@ -1,6 +1,5 @@
 """The programs that a function was compiled to, and the variables that it uses."""
 
-import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -10,13 +9,11 @@ import keras
 
 from keras_strategy.backends.jax import hooks
 from keras_strategy.hooks.variables import stored_dtype
-
-logger = logging.getLogger("keras_strategy")
-
-# Programs of one function that are kept compiled.
-PROGRAMS = 32
-# Beyond so many programs of one function, its Python numbers are suspected.
-MANY_PROGRAMS = 8
+from keras_strategy.rules.known_functions import (
+    MANY_PROGRAMS,
+    PROGRAMS,
+    warn_of_many_programs,
+)
 
 
 class RunScope(keras.StatelessScope):
@@ -83,13 +80,7 @@ class Function:
             self.programs.popitem(last=False)
         if len(self.programs) > MANY_PROGRAMS and not self.warned:
             self.warned = True
-            logger.warning(
-                "strategy.run has compiled %r for %d kinds of arguments. It does so "
-                "for every new shape and every new Python number; give it numbers "
-                "that change as arrays.",
-                fn,
-                len(self.programs),
-            )
+            warn_of_many_programs(fn, len(self.programs))
 
 
 class Program:

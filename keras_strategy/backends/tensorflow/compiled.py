@@ -3,13 +3,20 @@
 Running on several replicas eagerly is 20 to 40 times slower than in a tf.function.
 """
 
-import weakref
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 from keras import tree
 
+from keras_strategy.rules.known_functions import (
+    MANY_PROGRAMS,
+    PROGRAMS,
+    KnownFunctions,
+    warn_of_many_programs,
+)
 from keras_strategy.values.distributed import DistributedValues
 
 
@@ -21,27 +28,15 @@ class CompiledRuns:
     """
 
     def __init__(self, call: Callable[[Callable, tuple, dict], Any]):
-        self._call = call
-        # id of a function, or of a method's object -> (weak reference, runs)
-        self._runs: dict[int, tuple[Any, dict[Any, _CompiledRun]]] = {}
+        self._functions = KnownFunctions(lambda: _CompiledRun(call))
 
     def __call__(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        # A bound method is a new object each time; its function and object are not.
-        owner = getattr(fn, "__self__", None)
-        function = getattr(fn, "__func__", None)
-        if owner is None or function is None:
-            owner, function = fn, None
-        key = id(owner)
-        if key not in self._runs:
-            try:
-                reference = weakref.ref(owner, lambda _: self._runs.pop(key, None))
-            except TypeError:  # what cannot be forgotten is not remembered
-                return self._call(fn, args, kwargs)
-            self._runs[key] = (reference, {})
-        reference, runs = self._runs[key]
-        if function not in runs:
-            runs[function] = _CompiledRun(self._call, reference, function)
-        return runs[function](args, kwargs)
+        run = self._functions.find(fn)
+        traces = run.traces
+        result = run(fn, args, kwargs)
+        if run.traces > traces:
+            self._functions.called(fn)
+        return result
 
 
 class _CompiledRun:
@@ -52,23 +47,34 @@ class _CompiledRun:
 
     Args:
         call: See `CompiledRuns`.
-        owner: Weak reference to the function, or to the object of a method: what is
-            remembered for an object must not keep it alive.
-        function: The function of a method, or None.
+
+    Attributes:
+        traces: How often the function was traced.
     """
 
-    def __init__(self, call: Callable, owner: weakref.ref, function: Any):
+    def __init__(self, call: Callable):
         self._call = call
-        self._owner = owner
-        self._method = function
-        self._templates: list[Any] = []
-        self._function = tf.function(
-            self._trace, autograph=False, reduce_retracing=True
-        )
+        # What is remembered for a function or an object must not keep it alive, so
+        # each call brings the function, which is traced where that is necessary.
+        self._brought = threading.local()
+        self.traces = 0
+        self._warned = False
+        self._start()
 
-    def __call__(self, args: tuple, kwargs: dict) -> Any:
+    def _start(self) -> None:
+        templates: list[Any] = []
+
+        def trace(args, kwargs):
+            return self._trace(templates, args, kwargs)
+
+        self._templates = templates
+        self._function = tf.function(trace, autograph=False, reduce_retracing=True)
+
+    def __call__(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        function, templates = self._function, self._templates
         try:
-            ((number, tensors),) = self._function(args, kwargs).items()
+            with self._bringing(fn):
+                ((number, tensors),) = function(args, kwargs).items()
         except tf.errors.OpError as error:
             error.add_note(
                 "TensorFlow writes variables in place: what the replicas had "
@@ -76,24 +82,35 @@ class _CompiledRun:
                 "on from a state that fits together."
             )
             raise
+        if len(templates) > MANY_PROGRAMS and not self._warned:
+            self._warned = True
+            warn_of_many_programs(fn, len(templates))
+        if len(templates) > PROGRAMS:
+            self._start()  # a tf.function forgets nothing that it has traced
         tensors = iter(tensors)
         return tree.map_structure(
             lambda leaf: next(tensors) if leaf is _TENSOR else leaf,
-            self._templates[int(number)],
+            templates[int(number)],
         )
 
-    def _trace(self, args, kwargs):
-        fn = self._owner()
-        if self._method is not None:
-            fn = self._method.__get__(fn)
-        outputs = self._call(fn, args, kwargs)
+    @contextlib.contextmanager
+    def _bringing(self, fn: Callable[..., Any]) -> Iterator[None]:
+        self._brought.fn = fn
+        try:
+            yield
+        finally:
+            del self._brought.fn
+
+    def _trace(self, templates, args, kwargs):
+        outputs = self._call(self._brought.fn, args, kwargs)
         tensors = [leaf for leaf in tree.flatten(outputs) if _holds_tensors(leaf)]
-        self._templates.append(
+        self.traces += 1
+        templates.append(
             tree.map_structure(
                 lambda leaf: _TENSOR if _holds_tensors(leaf) else leaf, outputs
             )
         )
-        return {str(len(self._templates) - 1): tensors}
+        return {str(len(templates) - 1): tensors}
 
 
 _TENSOR = object()
