@@ -1,10 +1,18 @@
 """Where Keras's random numbers are extended on every backend."""
 
+from typing import Any
+
 import keras
 from keras import ops
 
 from keras_strategy.hooks.conditions import in_replica
-from keras_strategy.hooks.hook import hook
+from keras_strategy.hooks.hook import home_of, hook
+
+global_state = home_of(
+    "get_global_attribute set_global_attribute", "keras.src.backend.common.global_state"
+)
+# Under which name Keras keeps a thread's own seed generator.
+_SEED = "global_seed_generator"
 
 
 @hook(keras.random.SeedGenerator, "next", "(self, ordered=True)", when=in_replica)
@@ -18,3 +26,13 @@ def _next(original, replica, self, ordered=True):
     # those of other generators, which users number 0, 1, 2...
     offset = ops.cast(ops.multiply(replica.id, 1000003), seed.dtype)
     return seed + ops.stack([offset, ops.zeros_like(offset)])
+
+
+def kept_generator() -> Any:
+    """The seed generator that Keras has for this thread, or None."""
+    return global_state.get_global_attribute(_SEED)
+
+
+def keep_generator(generator: Any) -> None:
+    """Makes Keras have another seed generator for this thread."""
+    global_state.set_global_attribute(_SEED, generator)

@@ -209,6 +209,7 @@ class Runner:
         self, fn: Callable[..., Any], function: Function, arguments: Arguments
     ) -> Program:
         """Makes the program for the variables that are known; see the module."""
+        function.renew_seed()
         mirrored = [
             (key, v) for key, v in function.variables.items() if not is_on_read(v)
         ]
@@ -216,6 +217,7 @@ class Runner:
             written=[v for key, v in mirrored if key in function.written],
             read=[v for key, v in mirrored if key not in function.written],
             local=[v for v in function.variables.values() if is_on_read(v)],
+            seed=function.seed,
             name=getattr(fn, "__name__", type(fn).__name__),
         )
 
@@ -291,6 +293,7 @@ class Runner:
         # From the reading of the state to its writing: one of two threads would be
         # given arrays that the program of the other overwrites.
         with _dispatch, self._waiting(program):
+            program.renew_seed()
             written, local, read = self._state(program)
             try:
                 outputs, totals, values, local, aggregated = program.call(
@@ -323,10 +326,7 @@ class Runner:
     def _write(self, program: Program, values: Any, local: Any, aggregated: Any):
         """Writes what a program assigned."""
         state.give(program.written, values)
-        seed = hooks.global_seed()
-        for variable in program.written:
-            if variable is seed:
-                hooks.release(variable, hooks.array_of(variable))
+        program.release_seed()
         for variable, value, stacked in zip(
             program.local, aggregated, local, strict=True
         ):

@@ -424,6 +424,11 @@ def global_seed() -> Any:
     return None if generator is None else generator.state
 
 
+def made_global_seed() -> Any:
+    """The variable of the process's own seed generator, which is made if need be."""
+    return keras_seeds.global_seed_generator().state
+
+
 def is_global_seed(variable: Any) -> bool:
     """Whether a variable is the state of the process's own seed generator."""
     return variable is global_seed()

@@ -53,6 +53,8 @@ class Function:
     def __init__(self):
         self.variables: dict[int, Any] = {}
         self.written: set[int] = set()
+        # The state of the process's own seed generator, if it is one of them.
+        self.seed: Any = None
         self.programs: OrderedDict[Any, Program] = OrderedDict()
         self.warned = False
         # Whether a trace has met all its variables.
@@ -71,7 +73,23 @@ class Function:
         before = len(self.variables), len(self.written)
         self.variables.update(scope.met)
         self.written.update(scope.written)
+        seed = hooks.global_seed()
+        if id(seed) in self.variables:
+            self.seed = seed
         return before != (len(self.variables), len(self.written))
+
+    def renew_seed(self) -> None:
+        """Threads the seed generator that the process has now.
+
+        `keras.utils.set_random_seed` makes the process forget the one before.
+        """
+        if self.seed is None or hooks.is_global_seed(self.seed):
+            return
+        self.variables.pop(id(self.seed))
+        self.written.discard(id(self.seed))
+        self.seed = hooks.made_global_seed()
+        self.variables[id(self.seed)] = self.seed
+        self.written.add(id(self.seed))
 
     def keep(self, program: "Program", key: Any, fn: Any) -> None:
         """Keeps a program for the next call of its kind."""
@@ -84,13 +102,34 @@ class Function:
 
 
 class Program:
-    """One compiled program, what it threads, and what it is called."""
+    """One compiled program, what it threads, and what it is called.
+
+    Args:
+        written: The variables that it assigns.
+        read: Those that it reads.
+        local: Those of which each replica has its own.
+        seed: The first ones' state of the process's own seed generator, or None.
+        name: What it is called.
+    """
 
     call: Callable[..., Any]
 
-    def __init__(self, written: list, read: list, local: list, name: str):
+    def __init__(self, written: list, read: list, local: list, seed: Any, name: str):
         self.name = name
         self.written = written
         self.read = read
         self.local = local
+        self._seed = next((i for i, v in enumerate(written) if v is seed), None)
         self.output: Any = None  # the structure that the function returned
+
+    def renew_seed(self) -> None:
+        """See `Function.renew_seed`."""
+        at = self._seed
+        if at is not None and not hooks.is_global_seed(self.written[at]):
+            self.written[at] = hooks.made_global_seed()
+
+    def release_seed(self) -> None:
+        """The process's own seed generator is bound to no devices after a call."""
+        if self._seed is not None:
+            seed = self.written[self._seed]
+            hooks.release(seed, hooks.array_of(seed))

@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 from keras import tree
 
+from keras_strategy.backends.tensorflow.seeds import Seeds
 from keras_strategy.rules.known_functions import (
     MANY_PROGRAMS,
     PROGRAMS,
@@ -25,10 +26,11 @@ class CompiledRuns:
 
     Args:
         call: Runs a function on every replica: `call(fn, args, kwargs)`.
+        seeds: What the replicas draw from.
     """
 
-    def __init__(self, call: Callable[[Callable, tuple, dict], Any]):
-        self._functions = KnownFunctions(lambda: _CompiledRun(call))
+    def __init__(self, call: Callable[[Callable, tuple, dict], Any], seeds: Seeds):
+        self._functions = KnownFunctions(lambda: _CompiledRun(call, seeds))
 
     def __call__(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         run = self._functions.find(fn)
@@ -47,13 +49,16 @@ class _CompiledRun:
 
     Args:
         call: See `CompiledRuns`.
+        seeds: Likewise.
 
     Attributes:
         traces: How often the function was traced.
     """
 
-    def __init__(self, call: Callable):
+    def __init__(self, call: Callable, seeds: Seeds):
         self._call = call
+        self._seeds = seeds
+        self._draws = False
         # What is remembered for a function or an object must not keep it alive, so
         # each call brings the function, which is traced where that is necessary.
         self._brought = threading.local()
@@ -72,6 +77,8 @@ class _CompiledRun:
 
     def __call__(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         function, templates = self._function, self._templates
+        if self._draws:
+            self._seeds.renew()
         try:
             with self._bringing(fn):
                 ((number, tensors),) = function(args, kwargs).items()
@@ -102,7 +109,9 @@ class _CompiledRun:
             del self._brought.fn
 
     def _trace(self, templates, args, kwargs):
+        taken = self._seeds.taken
         outputs = self._call(self._brought.fn, args, kwargs)
+        self._draws |= self._seeds.taken > taken
         tensors = [leaf for leaf in tree.flatten(outputs) if _holds_tensors(leaf)]
         self.traces += 1
         templates.append(

@@ -32,6 +32,7 @@ from keras_strategy.core import context
 from keras_strategy.core.components import update_components
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.replica_context import ReplicaContext
+from keras_strategy.hooks.random import kept_generator
 from keras_strategy.hooks.variables import initialize, stored
 from keras_strategy.rules.aggregation import is_on_read, local_parts_outside
 from keras_strategy.values.distributed import (
@@ -78,7 +79,7 @@ class TensorFlowGroup:
         else:
             self.native = WorkersStrategy(devices, workers)
         self.peers = Peers(strategy, self.native, self.topology, workers)
-        self._compiled = CompiledRuns(self.call)
+        self._compiled = CompiledRuns(self.call, self.peers.seeds)
 
     def scope(self):
         return self.native.scope()
@@ -192,7 +193,7 @@ class TensorFlowGroup:
         )
         policy = keras.config.dtype_policy()
         outputs: list[Any] = [None] * len(self.devices)
-        meeting = Meeting([None] * len(self.devices))
+        meeting = Meeting([None] * len(self.devices), kept_generator())
 
         @tf.autograph.experimental.do_not_convert
         def replica_fn(args, kwargs):
@@ -212,6 +213,9 @@ class TensorFlowGroup:
                     "to variables before this error stays assigned."
                 )
             raise
+        if meeting.drew:
+            seeds = self.peers.seeds
+            seeds.give_back(self.components(seeds.replicas.state)[0])
         return regrouped(outputs)
 
     def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:

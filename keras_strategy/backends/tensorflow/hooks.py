@@ -318,6 +318,4 @@ def _global_seed_generator(original, replica):
 
     Keras keeps it per thread, and the replicas' threads end with each run.
     """
-    if replica.peers.seed_generator is None:
-        replica.peers.seed_generator = keras.random.SeedGenerator()
-    return replica.peers.seed_generator
+    return replica.seed_generator()

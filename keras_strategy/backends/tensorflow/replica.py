@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_strategy.backends.tensorflow import combine
 from keras_strategy.backends.tensorflow.across import sum_of_workers
+from keras_strategy.backends.tensorflow.seeds import Seeds
 from keras_strategy.backends.tensorflow.workers import TensorFlowWorkers
 from keras_strategy.core import context
 from keras_strategy.core.step_state import StepState
@@ -31,16 +32,19 @@ class Peers:
         native: The native strategy underneath.
         topology: Where they are.
         workers: The processes that they belong to, or None for this one alone.
-        seed_generator: The process's own, once a replica has asked for it.
+        seeds: What they draw from that have no seed of their own.
     """
 
     strategy: "Strategy"
     native: tf.distribute.Strategy
     topology: Topology
     workers: TensorFlowWorkers | None
-    seed_generator: keras.random.SeedGenerator | None = None
+    seeds: Seeds = dataclasses.field(init=False)
 
-    def beside_them(self, fn: Callable[[], Any]) -> Any:
+    def __post_init__(self):
+        self.seeds = Seeds(self.beside_them, self.workers)
+
+    def beside_them(self, fn: Callable[[], Any], in_scope: bool = True) -> Any:
         """Calls `fn` eagerly in the strategy's scope while the replicas wait.
 
         A variable that one replica's thread made there and then would have to be
@@ -49,6 +53,7 @@ class Peers:
 
         Args:
             fn: A function without arguments.
+            in_scope: Whether it is called there, or in no scope.
 
         Returns:
             What `fn` returns.
@@ -57,7 +62,8 @@ class Peers:
 
         def work():
             keras.config.set_dtype_policy(policy)
-            with self.strategy.scope():
+            none = context.strategy_in_charge(None)
+            with self.strategy.scope() if in_scope else none:
                 return fn()
 
         with ThreadPoolExecutor(max_workers=1) as pool:
@@ -75,11 +81,15 @@ class Meeting:
 
     Attributes:
         brought: For each replica, what it brings to a merge; then what came of it.
+        generator: The seed generator that Keras has for the thread that called `run`.
         made: What `once` has returned so far.
+        drew: Whether a replica drew from the process's own seed generator.
     """
 
     brought: list[Any]
+    generator: Any
     made: list[Any] = dataclasses.field(default_factory=list)
+    drew: bool = False
 
 
 def weighted(tensor: Any, weight: Any) -> Any:
@@ -101,6 +111,7 @@ class TensorFlowReplica:
         self.peers = peers
         self._meeting = meeting
         self._made = 0
+        self._drew = False
         self.step = StepState()
         self._native = tf.distribute.get_replica_context()
         # TensorFlow gives a constant tensor while it traces.
@@ -162,6 +173,17 @@ class TensorFlowReplica:
             self._meeting.made.append(self.peers.beside_them(fn))
         self._made += 1
         return self._meeting.made[self._made - 1]
+
+    def seed_generator(self) -> Any:
+        """What stands for the process's own seed generator in this replica."""
+        seeds = self.peers.seeds
+        if not self._meeting.drew:
+            self._meeting.drew = True
+            seeds.take(self._meeting.generator)
+        if not self._drew:
+            self._drew = True
+            self.write(seeds.replicas.state, stored(seeds.process.state))
+        return seeds.replicas
 
     def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
         def share(tensor):

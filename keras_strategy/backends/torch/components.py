@@ -46,7 +46,7 @@ class Components:
     """
 
     def __init__(self, variable: Any, layout: Layout):
-        self._layout = layout
+        self.layout = layout
         self.on_read = is_on_read(variable)
         self.first = stored(variable)
         self.tensors = [self.first]
@@ -93,7 +93,7 @@ class Components:
     def assign(self, variable: Any, value: torch.Tensor) -> None:
         """Writes a value for all replicas, outside of them."""
         value = value.detach()
-        self.assign_each(local_parts_outside(variable, value, self._layout.topology))
+        self.assign_each(local_parts_outside(variable, value, self.layout.topology))
 
     def assign_each(self, values: Sequence[torch.Tensor]) -> None:
         """Writes a value for each replica, outside of them."""
@@ -118,14 +118,14 @@ class Components:
                 "make it with an aggregation."
             )
         part = self.part_of_this_worker(variable)
-        workers = self._layout.workers
+        workers = self.layout.workers
         if workers is None:
             return part
         return workers.sum(f"the value of '{variable.path}'", part)
 
     def part_of_this_worker(self, variable: Any) -> torch.Tensor:
         """What this worker adds to an on_read variable's value."""
-        topology = self._layout.topology
+        topology = self.layout.topology
         with torch.no_grad():
             if variable.aggregation == "only_first_replica":
                 value = self.first.detach().clone()
@@ -154,14 +154,24 @@ def find(variable: Any) -> Components | None:
 
 
 def find_or_make(variable: Any, layout: Layout) -> Components:
-    """The components of a variable, made when a replica first uses it."""
-    components = find(variable)
+    """The components of a variable, made when a replica first uses it.
+
+    A variable that belongs to no strategy, as the process's own seed generator, may be
+    used by several: then each makes them of what the first component is.
+    """
+    components = _of_layout(find(variable), layout)
     if components is None:
         if keras_scope() is None:
             first_values.settle()  # before it is copied
         with _lock:
-            components = find(variable)
+            components = _of_layout(find(variable), layout)
             if components is None:
                 components = Components(variable, layout)
                 vars(variable)[ATTRIBUTE] = components
     return components
+
+
+def _of_layout(components: Components | None, layout: Layout) -> Components | None:
+    if components is None or components.on_read or components.layout == layout:
+        return components
+    return None
