@@ -42,7 +42,7 @@ def test_example(code, monkeypatch):
     exec(compile(code, "<example>", "exec"), {})
 
 
-@pytest.mark.parametrize("page", ["custom_loops", "distributed_input"])
+@pytest.mark.parametrize("page", ["custom_loops", "distributed_input", "fit"])
 def test_page(page):
     """A page's blocks are one program."""
     docs = pathlib.Path(__file__).parents[1] / "docs"

@@ -12,6 +12,7 @@ from keras_strategy.core.components import VariableComponent, bare
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.replica_context import ReplicaContext
 from keras_strategy.core.step_state import StepState
+from keras_strategy.rules.reduction import addable
 from keras_strategy.values.distributed import (
     DistributedValues,
     Mirrored,
@@ -50,6 +51,8 @@ class SingleReplica:
         self.step = StepState()
 
     def all_reduce(self, reduce_op: ReduceOp, value: Any) -> Any:
+        if reduce_op is ReduceOp.SUM:
+            return addable(value)
         return keras.ops.convert_to_tensor(value)
 
     def all_gather(self, value: Any, axis: int) -> Any:
@@ -127,6 +130,9 @@ class SingleReplicaGroup:
 
     def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
         (component,) = value.values
+        if axis is None and reduce_op is ReduceOp.MEAN:
+            return component
+        component = addable(component)
         if axis is None:
             return component
         combine = keras.ops.sum if reduce_op is ReduceOp.SUM else keras.ops.mean

@@ -14,14 +14,29 @@ class StepState:
     Attributes:
         row_weight: This replica's rows over those of the global batch, a number or a
             scalar tensor; see `rules.row_weights`.
-        written: The variables that the step assigned, by `id`.
+        assigned: The mirrored variables without an aggregation that the step assigned,
+            by `id`.
+        read: The mirrored variables of aggregation "sum" that it has read, by `id`.
+        parts: The on_read variables that the step assigned and that were not merged
+            since, by `id`.
+        merged: What on_read variables hold over all replicas, by `id`, where that was
+            asked for in the step and has not changed since.
         applying: Whether an optimizer applies gradients that were summed already, so
             that all replicas compute on equal inputs.
         has_all_rows: Whether the loss that is computed now is given the rows of all
             replicas.
+        logs_are_metrics: Whether what the step returns is `get_metrics_result`'s, which
+            is asked for again when all replicas have come to its end.
+        own_metrics: Whether metrics give what this replica's part of their state comes
+            to.
     """
 
     row_weight: Any = None
-    written: dict[int, Any] = field(default_factory=dict)
+    assigned: dict[int, Any] = field(default_factory=dict)
+    read: set[int] = field(default_factory=set)
+    parts: dict[int, Any] = field(default_factory=dict)
+    merged: dict[int, Any] = field(default_factory=dict)
     applying: bool = False
     has_all_rows: bool = False
+    logs_are_metrics: bool = False
+    own_metrics: bool = False

@@ -1,5 +1,6 @@
 """What was made outside of a scope and is used in it becomes the strategy's."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -15,9 +16,18 @@ def adopt_variables(strategy: Any, model: keras.Model) -> None:
     of a model that was built elsewhere.
     """
     variables = [*model.variables, *model.metrics_variables]
-    if getattr(model, "optimizer", None) is not None:
-        variables += model.optimizer.variables
+    for optimizer in _optimizers(model):
+        variables += optimizer.variables
     adopt(strategy, variables)
+
+
+def _optimizers(model: keras.Model) -> Iterator[keras.optimizers.Optimizer]:
+    """Those that a model holds: Keras's one, or several of a user's own."""
+    for value in vars(model).values():
+        held = value.values() if isinstance(value, dict) else value
+        for one in held if isinstance(value, dict | list | tuple) else (value,):
+            if isinstance(one, keras.optimizers.Optimizer):
+                yield one
 
 
 def adopt(strategy: Any, variables: Any) -> None:

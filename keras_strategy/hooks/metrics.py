@@ -1,9 +1,19 @@
 """Where Keras's metrics are extended on every backend."""
 
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import keras
 
 from keras_strategy.hooks.conditions import in_step
-from keras_strategy.hooks.hook import hook
+from keras_strategy.hooks.hook import Extension, changed, home_of, hook
+from keras_strategy.rules.metrics import merged
+
+stateless_scopes = home_of(
+    "get_stateless_scope",
+    "keras.src.backend.common.stateless_scope",
+)
 
 
 @hook(
@@ -24,3 +34,99 @@ def _update_state(original, replica, self, values, sample_weight=None):
     ):
         sample_weight = replica.step.row_weight
     return original(self, values, sample_weight)
+
+
+# --- results
+
+
+class _Results(Extension):
+    """In a step, a metric's result is that of the rows of all replicas.
+
+    What a step returns is then one device's, under any key and in any formula. Each
+    class of metrics has a `result` of its own, a user's classes too.
+    """
+
+    @property
+    def target(self) -> str:
+        """The method, which each class has of its own."""
+        return "Metric.result"
+
+    def check(self) -> None:
+        """Raises `KerasVersionError` unless every metric has one."""
+        if "result" not in vars(keras.metrics.Metric):
+            raise changed(self.target, "is gone")
+
+    def install(self) -> None:
+        """Replaces those of all classes that there are."""
+        classes = [keras.metrics.Metric]
+        while classes:
+            cls = classes.pop()
+            replace_result(cls)
+            classes += cls.__subclasses__()
+
+
+_results = _Results()
+
+
+@hook(keras.metrics.Metric, "__init__", "(self, dtype=None, name=None)")
+def _init(original, self, *args, **kwargs):
+    """Classes of metrics that were made later have results of their own, too."""
+    for cls in type(self).__mro__:
+        if issubclass(cls, keras.metrics.Metric):
+            replace_result(cls)
+    original(self, *args, **kwargs)
+
+
+def replace_result(cls: type) -> None:
+    """Has the `result` that a class of metrics defines be that of all replicas."""
+    original = vars(cls).get("result")
+    if not callable(original) or hasattr(original, "_ks_original"):
+        return
+
+    @functools.wraps(original)
+    def result(self, *args, **kwargs):
+        replica = in_step()
+        if replica is None or replica.step.own_metrics:
+            return original(self, *args, **kwargs)
+        with _AllReplicas(merged(replica, self.variables)):
+            return original(self, *args, **kwargs)
+
+    result._ks_original = original  # pyright: ignore[reportAttributeAccessIssue]
+    cls.result = result  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _AllReplicas(keras.StatelessScope):
+    """What some variables hold over all replicas; the others are as around it.
+
+    Args:
+        values: Pairs of a variable and its value.
+    """
+
+    def __init__(self, values: Iterable[tuple[Any, Any]]):
+        super().__init__(initialize_variables=False)
+        self.parent = stateless_scopes.get_stateless_scope()
+        self.state_mapping.update((id(v), value) for v, value in values)
+
+    def get_current_value(self, variable: Any) -> Any:
+        value = super().get_current_value(variable)
+        if value is None and self.parent is not None:
+            return self.parent.get_current_value(variable)
+        return value
+
+
+def results_of_step(get_metrics_result: Callable, replica: Any, model: Any) -> Any:
+    """A step of Keras's own leaves its logs to what merges them when they are read.
+
+    So they cost no communication in the steps whose logs nobody reads.
+
+    Args:
+        get_metrics_result: Keras's method.
+        replica: The replica, in a step.
+        model: The model.
+    """
+    step = replica.step
+    step.own_metrics = step.logs_are_metrics
+    try:
+        return get_metrics_result(model)
+    finally:
+        step.own_metrics = False

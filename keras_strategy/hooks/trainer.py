@@ -35,7 +35,8 @@ def _entry_point(original, self, *args, **kwargs):
             return original(self, *args, **kwargs)
         context.require_cross_replica(strategy, name)
         with entry_scope.entered(strategy):
-            adopt_variables(strategy, self)
+            if name != "compile":  # which may be a part of a user's own
+                adopt_variables(strategy, self)
             return _of_strategy(strategy, original, self, args, kwargs)
 
 

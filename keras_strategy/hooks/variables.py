@@ -10,9 +10,8 @@ from keras import ops
 from keras_strategy.core import context
 from keras_strategy.hooks.conditions import before_apply
 from keras_strategy.hooks.hook import hook
-from keras_strategy.rules.aggregation import adds_up, assigned
+from keras_strategy.rules.aggregation import adds_up, aggregate, assigned
 from keras_strategy.rules.ownership import belongs_to
-from keras_strategy.values.distributed import ReduceOp
 
 # Without a call of Python's: they are asked for in every step.
 stored: Callable[[Any], Any] = attrgetter("_value")
@@ -49,8 +48,7 @@ def _assign_add(original, replica, self, value):
     """
     if not adds_up(self):
         return original(self, value)
-    op = ReduceOp.parse(self.aggregation)
-    increment = replica.all_reduce(op, as_stored(self, value))
+    increment = aggregate(replica, self, as_stored(self, value))
     sign = -1 if original.__name__ == "assign_sub" else 1
     return _assign_as_is(self, ops.add(self.value, ops.multiply(increment, sign)))
 

@@ -9,6 +9,7 @@ the replicas aggregates.
 from typing import Any
 
 import keras
+from keras import ops
 
 from keras_strategy.core.protocol import Replica
 from keras_strategy.rules.row_weights import if_any_rows
@@ -27,29 +28,43 @@ def adds_up(variable: Any) -> bool:
 
 
 def aggregate(replica: Replica, variable: Any, value: Any) -> Any:
-    """Brings together what the replicas assign to a mirrored variable.
+    """Brings together what the replicas assign to a mirrored variable, or add to it.
 
     Args:
         replica: The replica that assigns.
         variable: The variable, of aggregation "sum", "mean" or
             "only_first_replica".
-        value: This replica's value.
+        value: This replica's value, a tensor.
 
     Returns:
-        The value for every replica.
+        The value for every replica, of the same dtype.
     """
     weight = replica.step.row_weight
     if variable.aggregation == "sum":
-        return replica.all_reduce(ReduceOp.SUM, value)
-    if variable.aggregation == "mean":
-        if weight is None:
-            return replica.all_reduce(ReduceOp.MEAN, value)
-        # In a training step a replica speaks for its rows.
-        return replica.weighted_sum([value], weight)[0]
-    first = keras.ops.equal(replica.id, 0)
-    value = keras.ops.convert_to_tensor(value)
-    mine = keras.ops.where(first, value, keras.ops.zeros_like(value))
-    return replica.all_reduce(ReduceOp.SUM, mine)
+        # In a training step some replicas may have no rows.
+        value = if_any_rows(weight, value, ops.zeros_like(value))
+        total = replica.all_reduce(ReduceOp.SUM, value)
+    elif variable.aggregation == "only_first_replica":
+        total = replica.all_reduce(ReduceOp.SUM, of_first_replica(replica, value))
+    elif weight is None:
+        total = replica.all_reduce(ReduceOp.MEAN, value)
+    else:
+        # There a replica speaks for its rows.
+        floats = value if _is_float(value) else ops.cast(value, "float64")
+        total = replica.weighted_sum([floats], weight)[0]
+    if _is_float(total) and not _is_float(value):
+        total = ops.round(total)
+    return ops.cast(total, value.dtype)
+
+
+def _is_float(value: Any) -> bool:
+    return "float" in keras.backend.standardize_dtype(value.dtype)
+
+
+def of_first_replica(replica: Replica, value: Any) -> Any:
+    """What a replica adds to a sum that is to be the first one's value."""
+    first = ops.equal(replica.id, 0)
+    return ops.where(first, value, ops.zeros_like(value))
 
 
 def assigned(replica: Replica, variable: Any, value: Any) -> Any:
@@ -58,17 +73,34 @@ def assigned(replica: Replica, variable: Any, value: Any) -> Any:
     Args:
         replica: The replica that assigns.
         variable: The variable.
-        value: The value, of the variable's shape.
+        value: The value, a tensor of the variable's shape and dtype.
 
     Returns:
         The value for this replica's component.
+
+    Raises:
+        ValueError: If it may hold what each replica read, to be added up.
     """
-    replica.step.written[id(variable)] = variable
+    step = replica.step
     if is_on_read(variable):
-        return if_any_rows(replica.step.row_weight, value, variable.value)
-    if variable.aggregation != "none":
-        return aggregate(replica, variable, value)
-    return value
+        step.parts[id(variable)] = variable
+        step.merged.pop(id(variable), None)
+        return if_any_rows(step.row_weight, value, variable.value)
+    if variable.aggregation == "none":
+        step.assigned[id(variable)] = variable
+        return value
+    if (
+        variable.aggregation == "sum"
+        and step.row_weight is not None
+        and id(variable) in step.read
+    ):
+        raise ValueError(
+            f"The variable '{variable.path}' has aggregation=\"sum\" and was assigned "
+            "in a training step that had read it: what the replicas assign is added "
+            "up, and what was there already may be counted once for each of them. Add "
+            "this replica's part with `assign_add`, which adds it once."
+        )
+    return aggregate(replica, variable, value)
 
 
 def parts_outside(variable: Any, value: Any, replicas: int) -> tuple[Any, Any]:
@@ -101,15 +133,12 @@ def local_parts_outside(variable: Any, value: Any, topology: Topology) -> list[A
     return [first if replica == 0 else other for replica in topology.local_replicas]
 
 
-def is_averaged(variable: Any) -> bool:
-    """Whether a training step averages what the replicas assigned, row by row.
-
-    That rule keeps unannotated state such as the moving statistics of
-    BatchNormalization the same everywhere.
-    """
-    return (
-        not variable.trainable
-        and variable.aggregation == "none"
-        and not is_on_read(variable)
-        and "float" in variable.dtype
+def no_value(variable: Any) -> ValueError:
+    """The error for an on_read variable that is read outside of the replicas."""
+    return ValueError(
+        f"The variable '{variable.path}' has synchronization='on_read' and "
+        "aggregation='none', so it has no value outside of the replicas, and a metric "
+        'that holds it no result. Make it with aggregation="sum", "mean" or '
+        '"only_first_replica"; or read it in `strategy.run`, or use '
+        "`experimental_local_results`."
     )

@@ -1,11 +1,29 @@
-"""`reduce` over axes: what they are, whether shapes fit, what a mean divides by."""
+"""What is added up over replicas: in which dtype, over which axes, divided by what."""
 
 import math
 from collections.abc import Sequence
 from typing import Any
 
+import keras
+from keras import ops
+
 # A size is None where a program that is traced does not know it yet.
 Shape = Sequence[int | None]
+
+
+# Sums of these would wrap where NumPy's do not, and those of booleans are counts.
+_SMALL = ("bool", "int8", "int16", "uint8", "uint16")
+
+
+def addable(value: Any) -> Any:
+    """A tensor in the dtype in which the replicas' values are added up.
+
+    Small integers and booleans add up in int32, all else in its own dtype.
+    """
+    value = ops.convert_to_tensor(value)
+    if keras.backend.standardize_dtype(value.dtype) in _SMALL:
+        return ops.cast(value, "int32")
+    return value
 
 
 def axes_of(axis: Any, shapes: Sequence[Shape]) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ _JAX_WORKERS = "tests/backends/test_jax_workers.py"
 _TRAINING = "tests/workers/test_training.py"
 _OPTIMIZER = f"{_EQUALITY}::test_what_an_optimizer_does_beside_its_rule"
 _ENTRY = "tests/training/test_entry_points.py"
+_DERIVED = "tests/training/test_derived_logs.py"
 _RANDOM = "tests/training/test_replicas_own.py"
 
 NEEDED_BY = {
@@ -79,6 +80,14 @@ NEEDED_BY = {
     "hooks.metrics Mean.update_state": (
         "torch",
         f"{_RANDOM}::test_a_metric_that_is_a_number",
+    ),
+    "hooks.metrics Metric.result": (
+        "torch",
+        f"{_DERIVED}::test_a_step_of_ones_own",
+    ),
+    "hooks.metrics Metric.__init__": (
+        "torch",
+        f"{_DERIVED}::test_logs_that_are_computed_of_results",
     ),
     "hooks.random SeedGenerator.next": (
         "torch",
@@ -224,6 +233,10 @@ NEEDED_BY = {
     "backends.torch.hooks Model.get_metrics_result": (
         "torch",
         "tests/speed/test_torch_figures.py::test_two_processes",
+    ),
+    "backends.tensorflow.hooks Model.get_metrics_result": (
+        "tensorflow",
+        f"{_DERIVED}::test_metrics_that_nobody_looks_at_cost_no_reduction",
     ),
     "backends.tensorflow.hooks Variable._direct_assign": (
         "tensorflow",

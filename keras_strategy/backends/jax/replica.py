@@ -12,6 +12,7 @@ from keras_strategy.backends.jax.distribution import AXIS
 from keras_strategy.core import context
 from keras_strategy.core.step_state import StepState
 from keras_strategy.rules.aggregation import is_on_read, parts_outside
+from keras_strategy.rules.reduction import addable
 from keras_strategy.rules.row_weights import weighted
 from keras_strategy.values.distributed import (
     DistributedValues,
@@ -45,7 +46,7 @@ class JaxReplica:
         return jax.lax.axis_index(AXIS)
 
     def all_reduce(self, reduce_op: ReduceOp, value: Any) -> Any:
-        value = keras.ops.convert_to_tensor(value)
+        value = addable(value)
         if reduce_op is ReduceOp.SUM:
             return jax.lax.psum(value, AXIS)
         return jax.lax.pmean(value, AXIS)

@@ -12,7 +12,7 @@ import numpy as np
 from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution, put
 from keras_strategy.backends.jax.replica import Traced
 from keras_strategy.backends.jax.workers import JaxWorkers
-from keras_strategy.rules.reduction import axes_of, axes_to_reduce, entries
+from keras_strategy.rules.reduction import addable, axes_of, axes_to_reduce, entries
 from keras_strategy.values.distributed import DistributedValues, PerReplica, ReduceOp
 
 
@@ -169,7 +169,8 @@ def reduced(
     axes = axes_to_reduce(axis, shapes)
     counts = [entries(shape, axes) for shape in shapes]
     # Each replica reduces its own; what crosses the devices is small then.
-    parts = [jnp.sum(jnp.asarray(v), axis=axes) if axes else v for v in values]
+    values = [addable(v) for v in values]
+    parts = [jnp.sum(v, axis=axes) if axes else v for v in values]
     if workers is not None:
         return _reduced_over_workers(reduce_op, parts, counts, distribution, workers)
     whole = joined(PerReplica(parts), distribution)
@@ -213,7 +214,7 @@ def _reduction(
     count = shape[0] * entries(shape[1:], axes)
 
     def reduction(array):
-        parts = jnp.reshape(array, shape)
+        parts = addable(jnp.reshape(array, shape))
         # Each replica reduces its own; what crosses the devices is small then.
         own = jnp.sum(parts, axis=tuple(1 + i for i in axes)) if axes else parts
         total = jnp.sum(own, axis=0)
@@ -261,6 +262,7 @@ def gathered(
 def _reduced_in_program(reduce_op: ReduceOp, component: Any, axis: Any) -> Any:
     """`reduce` inside `merge_call`: one collective of the replicas' program."""
     axes = axes_of(axis, [tuple(component.shape)])
+    component = addable(component)
     if axes:
         combine = jnp.sum if reduce_op is ReduceOp.SUM else jnp.mean
         component = combine(component, axis=axes)

@@ -34,6 +34,7 @@ from keras_strategy.core.protocol import Replica
 from keras_strategy.hooks.adoption import adopt
 from keras_strategy.hooks.variables import stored_dtype
 from keras_strategy.rules.aggregation import is_on_read
+from keras_strategy.rules.reduction import addable
 from keras_strategy.rules.row_weights import weighted
 from keras_strategy.values.distributed import (
     ReduceOp,
@@ -160,8 +161,7 @@ class ThreadedReplica(ThreadReplica):
         return super().exchange(name, value, combine)
 
     def all_reduce(self, reduce_op: ReduceOp, value: Any) -> jax.Array:
-        value = keras.ops.convert_to_tensor(value)
-        total = self._sum(value)
+        total = self._sum(addable(value))
         if reduce_op is ReduceOp.MEAN:
             return total / self.topology.num_replicas
         return total

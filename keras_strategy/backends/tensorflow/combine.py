@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_strategy.rules.reduction import axes_to_reduce, entries
+from keras_strategy.rules.reduction import addable, axes_to_reduce, entries
 from keras_strategy.values.distributed import ReduceOp
 
 
@@ -45,7 +45,7 @@ def reduce(
     Raises:
         ValueError: If the shapes do not fit.
     """
-    values = [_tensor(value) for value in values]
+    values = [_addable(_tensor(value)) for value in values]
     if axis is None:
         check_same_shapes(values)  # also sparse ones, and such of unknown rank
         total = of_all(add(values))
@@ -109,6 +109,10 @@ def _tensor(value: Any) -> Any:
             "Only tensors and numbers can be combined over the replicas. "
             f"Received: {value!r} of type {type(value).__name__}"
         ) from error
+
+
+def _addable(value: Any) -> Any:
+    return value if isinstance(value, tf.IndexedSlices) else addable(value)
 
 
 def add(values: Sequence[Any]) -> Any:

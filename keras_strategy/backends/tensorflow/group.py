@@ -21,6 +21,7 @@ from keras_strategy.backends.tensorflow.compiled import CompiledRuns
 from keras_strategy.backends.tensorflow.cross_device_ops import native_cross_device_ops
 from keras_strategy.backends.tensorflow.devices import native_name
 from keras_strategy.backends.tensorflow.native import LocalStrategy, WorkersStrategy
+from keras_strategy.backends.tensorflow.refusals import explained
 from keras_strategy.backends.tensorflow.replica import (
     Meeting,
     Peers,
@@ -110,7 +111,7 @@ class TensorFlowGroup:
     def around(
         self, model: Any, method: str, arguments: dict[str, Any]
     ) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext()
+        return explained()
 
     def check_apply_outside_of_replicas(self) -> None:
         raise RuntimeError(

@@ -22,11 +22,13 @@ from keras_strategy.hooks.conditions import (
     in_distributed_scope,
     in_replica,
     in_scope_of_workers,
+    in_step,
     of_distributed_strategy,
 )
 from keras_strategy.hooks.data_adapters import counts_of_arrays
 from keras_strategy.hooks.hook import home_of, hook, model_hook
-from keras_strategy.rules.aggregation import is_on_read
+from keras_strategy.hooks.metrics import results_of_step
+from keras_strategy.rules.aggregation import is_on_read, no_value
 from keras_strategy.rules.ownership import strategy_of_variable
 from keras_strategy.rules.step import rows_of
 
@@ -110,17 +112,28 @@ def _map_aggregation(original, strategy, self, aggregation):
 
 @hook(keras.Variable, "value", None)
 def _value(original, self):
-    """It is the first replica's, of all workers.
+    """Outside of replicas an on_read variable has one value, or none.
 
-    Native tf.distribute reads such an on_read variable from each worker's own first.
+    Native tf.distribute reads the first replica's from each worker's own first.
     """
     strategy = strategy_of_variable(self)
+    if strategy is None:
+        return original(self)
+    replica = in_replica()
+    if replica is not None:
+        if self.aggregation == "sum":
+            replica.step.read.add(id(self))
+        return original(self)
+    if not is_on_read(self):
+        return original(self)
+    if self.aggregation == "none":
+        value = original(self)
+        if isinstance(value, tf.distribute.DistributedValues):
+            raise no_value(self)
+        return value
     if (
-        strategy is None
-        or strategy.extended.cluster is None
-        or not is_on_read(self)
+        strategy.extended.cluster is None
         or self.aggregation != "only_first_replica"
-        or in_replica() is not None
         or in_stateless_scope()
     ):
         return original(self)
@@ -256,6 +269,12 @@ def _make_function(original, strategy, self, force=False):
     setattr(self, f"{kind}_function", function)
 
 
+@model_hook("get_metrics_result", "(self)", when=in_step)
+def _get_metrics_result(original, replica, self):
+    """The logs of a step of Keras's own are merged once, by `TrainingStrategy`."""
+    return results_of_step(original, replica, self)
+
+
 @hook(TFEpochIterator, "_get_iterator", "(self)", when=in_scope_of_workers)
 def _get_iterator(original, strategy, self):
     """Several workers agree on their batches.
@@ -277,6 +296,8 @@ def _maybe_symbolic_build(original, strategy, self, iterator=None, data_batch=No
     Keras builds early only where the model was made in a native scope, and not from
     batches that leave something out.
     """
+    if type(self).call is keras.Model.call:
+        return  # that raises: the model's steps call its parts
     if iterator is not None:
         # What a batch is made of, without a look at the first: one device leaves
         # the state of what shuffles the data alone here, too.

@@ -16,6 +16,7 @@ from keras_strategy.core import context
 from keras_strategy.core.step_state import StepState
 from keras_strategy.hooks.variables import stored
 from keras_strategy.rules import row_weights
+from keras_strategy.rules.reduction import addable
 from keras_strategy.values.distributed import ReduceOp, regroup, select_replica
 from keras_strategy.values.topology import Topology
 
@@ -123,7 +124,7 @@ class TensorFlowReplica:
         if isinstance(value, tf.IndexedSlices):
             total = self._sum([value], "all_reduce")[0]
         else:
-            total = self._differentiable_sum(tf.convert_to_tensor(value))
+            total = self._differentiable_sum(addable(value))
         if reduce_op is ReduceOp.SUM:
             return total
         return combine.divide(total, self.peers.topology.num_replicas)
@@ -253,8 +254,16 @@ class TensorFlowReplica:
         def merge(native, *values):
             for value in values:
                 combine.check_same_shapes(native.experimental_local_results(value))
-            pairs = [(value, value) for value in values]
-            return native.extended.batch_reduce_to("SUM", pairs)
+            totals: list[Any] = list(values)
+            # Native tf.distribute takes an int32, which is in the host's memory, alone.
+            alone = [i for i, tensor in enumerate(own) if tensor.dtype == tf.int32]
+            others = [i for i in range(len(own)) if i not in alone]
+            for batch in (others, *([i] for i in alone)):
+                pairs = [(values[i], values[i]) for i in batch]
+                reduced = native.extended.batch_reduce_to("SUM", pairs) if pairs else ()
+                for i, total in zip(batch, reduced, strict=True):
+                    totals[i] = total
+            return totals
 
         if not tensors:
             return []

@@ -16,13 +16,14 @@ from keras import tree
 
 from keras_strategy.backends.tensorflow.across import gather_of_workers
 from keras_strategy.backends.tensorflow.group import TensorFlowGroup
+from keras_strategy.backends.tensorflow.refusals import require
+from keras_strategy.hooks.layers import all_layers
 from keras_strategy.rules.row_weights import split_rows
 from keras_strategy.rules.step import (
-    chosen_logs,
     mean_logs,
-    merge_logs,
+    metrics_of_workers,
+    returns_metrics,
     rows_of,
-    sums_and_metrics,
     weighted_step,
 )
 from keras_strategy.values.distributed import DistributedValues, PerReplica
@@ -64,14 +65,18 @@ class TrainingStrategy:
         (data,) = args
         group = self._group
         shards, weights = split_batch(data, group)
-        written: set[int] = set()
+        model = self._model
+        steps = {model.train_step: "train", model.test_step: "test"}
+        kind = steps.get(step, "predict")
+        own = returns_metrics(model, kind)
+        replica_step = weighted_step(step, own, lambda: all_layers(model), require)
         outputs = group.call(
-            weighted_step(step, written), (PerReplica(shards), PerReplica(weights)), {}
+            replica_step, (PerReplica(shards), PerReplica(weights)), {}
         )
-        if step in (self._model.train_step, self._model.test_step):
-            if group.workers is not None:
-                return logs_of_workers(self._model, outputs, group, weights, written)
-            return merge_logs(self._model, outputs, len(weights), weights, written)
+        if own:
+            return metrics_of(model, group)
+        if kind != "predict":
+            return means_of(outputs, group, weights)
 
         def in_order(value):
             if not isinstance(value, DistributedValues):
@@ -84,35 +89,28 @@ class TrainingStrategy:
         return tree.map_structure(in_order, outputs)
 
 
-def logs_of_workers(
-    model: keras.Model,
-    logs: Any,
-    group: TensorFlowGroup,
-    weights: Sequence[Any],
-    written: set[int],
-) -> Any:
-    """The logs of a step on several workers, see `rules.step.merge_logs`.
+def metrics_of(model: keras.Model, group: TensorFlowGroup) -> dict[str, Any]:
+    """What `get_metrics_result` gives, of the metrics' states on all replicas."""
+    if group.workers is None:
+        return model.get_metrics_result()
+    sum_all = functools.partial(group.workers.sum_all, "logs", compare=False)
+    return metrics_of_workers(model, group.part_of_this_worker, sum_all)
+
+
+def means_of(logs: Any, group: TensorFlowGroup, weights: Sequence[Any]) -> Any:
+    """The means of what the replicas returned.
 
     Args:
-        model: The model.
         logs: What the local replicas returned, joined.
         group: All replicas.
         weights: The row weights of the local replicas.
-        written: The ids of the variables that the step assigned.
     """
-    assert group.workers is not None
-    # What this worker adds to the means and metrics travels at once.
     parts = mean_logs(logs, len(weights), weights)
-    sums, metrics = sums_and_metrics(
-        model,
-        tree.flatten(parts),
-        group.part_of_this_worker,
-        functools.partial(group.workers.sum_all, "logs", compare=False),
-    )
-    means = tree.pack_sequence_as(parts, sums)
-    if not isinstance(logs, dict):
-        return means
-    return chosen_logs(model, means, metrics, written)
+    if group.workers is None:
+        return parts
+    # What this worker adds to them travels at once.
+    means = group.workers.sum_all("logs", tree.flatten(parts), compare=False)
+    return tree.pack_sequence_as(parts, means)
 
 
 def split_batch(data: Any, group: TensorFlowGroup) -> tuple[list[Any], list[Any]]:

@@ -15,7 +15,11 @@ from keras_strategy.backends.threads.hooks import keras_scope
 from keras_strategy.backends.torch.workers import TorchWorkers
 from keras_strategy.hooks.variables import stored
 from keras_strategy.rules import first_values
-from keras_strategy.rules.aggregation import is_on_read, local_parts_outside
+from keras_strategy.rules.aggregation import (
+    is_on_read,
+    local_parts_outside,
+    no_value,
+)
 from keras_strategy.values.topology import Topology
 
 ATTRIBUTE = "_ks_components"
@@ -111,12 +115,7 @@ class Components:
             ValueError: If its aggregation is "none".
         """
         if variable.aggregation == "none":
-            raise ValueError(
-                f"The variable '{variable.path}' has synchronization='on_read' and "
-                "aggregation='none', so it has no value outside of the replicas. "
-                "Read it in `strategy.run`, use `experimental_local_results`, or "
-                "make it with an aggregation."
-            )
+            raise no_value(variable)
         part = self.part_of_this_worker(variable)
         workers = self.layout.workers
         if workers is None:

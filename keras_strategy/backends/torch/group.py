@@ -25,7 +25,7 @@ from keras_strategy.core.components import update_components
 from keras_strategy.core.registry import get_engine
 from keras_strategy.hooks.variables import stored
 from keras_strategy.rules import first_values
-from keras_strategy.rules.reduction import axes_to_reduce, entries
+from keras_strategy.rules.reduction import addable, axes_to_reduce, entries
 from keras_strategy.values.distributed import (
     DistributedValues,
     Mirrored,
@@ -233,7 +233,7 @@ class TorchGroup:
                 "Only tensors and numbers can be reduced. Received a PerReplica value "
                 f"of other things: {value!r}"
             )
-        values = [keras.ops.convert_to_tensor(v).to(device) for v in value.values]
+        values = [addable(v).to(device) for v in value.values]
         axes = axes_to_reduce(axis, [v.shape for v in values])
         total = self._sum(add([v.sum(dim=axes) if axes else v for v in values]))
         if reduce_op is ReduceOp.SUM:

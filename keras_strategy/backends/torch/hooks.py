@@ -16,9 +16,15 @@ from keras_strategy.backends.threads.hooks import keras_seeds
 from keras_strategy.backends.torch import components
 from keras_strategy.backends.torch.batch_logs import BatchLogs
 from keras_strategy.backends.torch.run import process_generator
-from keras_strategy.hooks.conditions import in_replica, in_scope_of_workers, of_strategy
+from keras_strategy.hooks.conditions import (
+    in_replica,
+    in_scope_of_workers,
+    in_step,
+    of_strategy,
+)
 from keras_strategy.hooks.data_adapters import counts_of_arrays
 from keras_strategy.hooks.hook import changed, home_of, hook, model_hook
+from keras_strategy.hooks.metrics import results_of_step
 from keras_strategy.input.agreement import AgreedBatches
 from keras_strategy.rules import first_values
 from keras_strategy.rules.ownership import strategy_of_model
@@ -189,11 +195,14 @@ def _get_metrics_result(original, strategy, self):
     Each state that is read on its own is a collective of its own. And where
     torch.distributed is initialised, Keras 3.16 sums them over all of its processes.
     """
+    replica = in_step()
+    if replica is not None:
+        return results_of_step(_neutral_metrics_result, replica, self)
     if strategy.extended.cluster is None or thread_hooks.keras_scope() is not None:
         return _neutral_metrics_result(self)
-    from keras_strategy.backends.torch.training import sums_and_metrics
+    from keras_strategy.backends.torch.training import metrics_of_workers
 
-    return sums_and_metrics(self, strategy)[1]
+    return metrics_of_workers(self, strategy)
 
 
 # That of all backends, which torch's trainer overrides from 3.16 on.

@@ -12,6 +12,7 @@ from keras_strategy.backends.torch.components import add
 from keras_strategy.backends.torch.run import Run
 from keras_strategy.backends.torch.staging import TorchScope
 from keras_strategy.backends.torch.workers import in_one_piece
+from keras_strategy.rules.reduction import addable
 from keras_strategy.values.distributed import ReduceOp
 
 
@@ -51,7 +52,7 @@ class TorchReplica(ThreadReplica):
         return total.to(tensor.device, copy=True)
 
     def all_reduce(self, reduce_op: ReduceOp, value: Any) -> torch.Tensor:
-        tensor = keras.ops.convert_to_tensor(value)
+        tensor = addable(value)
         total = _AllReduce.apply(tensor, self, self.step.row_weight)
         if reduce_op is ReduceOp.MEAN:
             return total / self._group.topology.num_replicas

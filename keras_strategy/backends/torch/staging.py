@@ -49,6 +49,8 @@ class TorchScope(ReplicaScope):
             components.enter_run(variable, self._run)
             self._components[id(variable)] = components
             self._variables[id(variable)] = variable
+            if variable.aggregation == "sum":
+                self.replica.step.read.add(id(variable))
         first = components.first
         if self._index == 0:
             return first

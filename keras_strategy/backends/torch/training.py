@@ -1,7 +1,7 @@
 """fit, evaluate and predict on torch: a loop over `strategy.run`."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,7 @@ from keras_strategy.backends.torch.batch_logs import BatchLogs
 from keras_strategy.hooks.layers import all_layers
 from keras_strategy.rules import step as rules
 from keras_strategy.rules.row_weights import split_rows
-from keras_strategy.rules.step import (
-    chosen_logs,
-    mean_logs,
-    rows_of_arrays,
-    weighted_step,
-)
+from keras_strategy.rules.step import rows_of_arrays
 from keras_strategy.values.distributed import (
     PerReplica,
     is_numeric_array,
@@ -41,8 +36,10 @@ def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callab
         than one of them with `steps_per_execution`, which Keras has on torch from 3.16
         on.
     """
-    written: set[int] = set()
-    weighted = weighted_step(getattr(model, f"{kind}_step"), written)
+    own = rules.returns_metrics(model, kind)
+    weighted = rules.weighted_step(
+        getattr(model, f"{kind}_step"), own, lambda: all_layers(model), _require
+    )
     batch_logs = BatchLogs()
 
     def step(shard):
@@ -52,10 +49,13 @@ def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callab
     def logs_of(outputs, weights):
         if not batch_logs.are_needed(outputs):
             return select_replica(outputs, 0)
-        logs, batch_logs.of_metrics = _merged(
-            model, outputs, strategy, weights, written
-        )
-        return logs
+        with torch.no_grad():
+            if own or batch_logs.of_metrics is None:
+                metrics = model.get_metrics_result()
+                batch_logs.of_metrics = set(metrics)
+                if own:
+                    return metrics
+            return _means(outputs, strategy, weights)
 
     def one_batch(batch):
         shards = _shards(batch, strategy)
@@ -145,49 +145,28 @@ def _shards(batch: Any, strategy: Any) -> list[_Shard]:
     ]
 
 
-def _merged(
-    model: keras.Model,
-    logs: Any,
-    strategy: Any,
-    weights: list[float],
-    written: set[int],
-) -> tuple[Any, set[str] | None]:
-    """The logs of a step, and the names of the model's metrics.
-
-    Returns:
-        See `rules.step.merge_logs`; no names where the logs are no dict.
-    """
-    with torch.no_grad():
-        parts = mean_logs(logs, len(weights), weights)
-        # What this worker adds to the means and metrics travels at once.
-        means, metrics = sums_and_metrics(model, strategy, tree.flatten(parts))
-    means = tree.pack_sequence_as(parts, means)
-    if not isinstance(logs, dict):
-        return means, None
-    return chosen_logs(model, means, metrics, written), set(metrics)
+def _require(condition: Any, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
 
 
-def sums_and_metrics(
-    model: keras.Model, strategy: Any, values: Sequence[torch.Tensor] = ()
-) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """The sums of the workers' values, and the model's metrics.
-
-    Args:
-        model: The model.
-        strategy: Its strategy.
-        values: This worker's.
-
-    Returns:
-        The sums, and what `get_metrics_result` gives. One collective for all of it.
-    """
+def _means(logs: Any, strategy: Any, weights: list[float]) -> Any:
+    """The means of what the replicas returned."""
+    parts = rules.mean_logs(logs, len(weights), weights)
     workers = strategy.extended.group.workers
     if workers is None:
-        return list(values), model.get_metrics_result()
-    part = strategy.extended.group.part_of_this_worker
+        return parts
+    # What this worker adds to them travels at once.
+    means = workers.sum_all("logs", tree.flatten(parts))
+    return tree.pack_sequence_as(parts, means)
+
+
+def metrics_of_workers(model: keras.Model, strategy: Any) -> dict[str, Any]:
+    """What `get_metrics_result` gives, in one collective between the workers."""
+    group = strategy.extended.group
+    sum_all = functools.partial(group.workers.sum_all, "logs")
     with torch.no_grad():
-        return rules.sums_and_metrics(
-            model, values, part, functools.partial(workers.sum_all, "logs")
-        )
+        return rules.metrics_of_workers(model, group.part_of_this_worker, sum_all)
 
 
 def _rows_in_order(outputs: Any, strategy: Any, weights: list[float]) -> Any:
