@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from keras_strategy.testing.equality.compare import largest, scope
+from tests.training.shared import SharedModels
 
 X = np.random.RandomState(0).randn(13, 3).astype("float32")
 Y = np.random.RandomState(1).randn(13, 1).astype("float32")
@@ -23,10 +24,16 @@ def compiled(**options):
     return model
 
 
-def trained(strategy, make_callbacks, epochs=4, model=compiled, **fit):
-    keras.utils.set_random_seed(1)
-    with scope(strategy):
-        model = model()
+shared = SharedModels(compiled, (X[:4], Y[:4]))
+
+
+def trained(strategy, make_callbacks, epochs=4, make=None, **fit):
+    if make is None:
+        model = shared.fresh(strategy)
+    else:
+        keras.utils.set_random_seed(1)
+        with scope(strategy):
+            model = make()
     fit = {"validation_data": (X[:5], Y[:5]), **fit}
     history = model.fit(
         X,
@@ -112,7 +119,7 @@ def test_swap_ema_weights(swap_on_epoch, mirrored, tmp_path):
     same(
         swap,
         mirrored,
-        model=lambda: compiled(use_ema=True, ema_momentum=0.5),
+        make=lambda: compiled(use_ema=True, ema_momentum=0.5),
         epochs=2,
     )
     one, many = (keras.saving.load_model(tmp_path / f"{i}.keras") for i in (0, 1))
@@ -226,7 +233,7 @@ def test_backup_and_restore(mirrored, tmp_path):
         return [callbacks.BackupAndRestore(tmp_path / "backup")]
 
     # A shuffle would start anew with the resumed training, on one device too.
-    order = {"shuffle": False}
+    order = {"shuffle": False, "make": compiled}
     uninterrupted, _ = trained(strategy, lambda: [], **order)
     with pytest.raises(Stopped):
         trained(
@@ -260,7 +267,7 @@ def test_weights_between_batches(mirrored):
     for strategy in (None, mirrored(2)):
         callback = Weights()
         # On JAX, Keras keeps the weights to itself in an epoch unless asked.
-        fit = {"model": eager} if keras.backend.backend() == "jax" else {}
+        fit = {"make": eager} if keras.backend.backend() == "jax" else {}
         trained(strategy, lambda callback=callback: [callback], epochs=2, **fit)
         seen.append(callback.seen)
     assert len(seen[0]) == len(seen[1]) == 8

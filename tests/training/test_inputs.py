@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import pytest
 
-from keras_strategy.rules.ownership import strategy_of_model
 from keras_strategy.testing.equality.compare import assert_equal, largest, scope, train
+from tests.training.shared import SharedModels
 
 BACKEND = keras.backend.backend()
 BATCH, ROWS = 4, 13  # the last batch has one row
@@ -24,47 +24,9 @@ def compiled():
     return model
 
 
-class Models:
-    """One compiled model per strategy: what an engine compiles, it compiles once."""
-
-    def __init__(self):
-        self._models = {}
-
-    def fresh(self, strategy):
-        """The model as it was when it was made."""
-        key = 1 if strategy is None else strategy.num_replicas_in_sync
-        if key not in self._models:
-            keras.utils.set_random_seed(1)
-            with scope(strategy):
-                model = compiled()
-                model.optimizer.build(model.trainable_variables)
-            state = [*model.variables, *model.optimizer.variables]
-            first = [variable.numpy() for variable in state]
-            # Else a fit builds the metrics, and reads a batch ahead: a PyDataset's
-            # threads are then stopped, and what they had fetched by then comes first
-            # in the epoch, which is a matter of timing, on one device too.
-            model.train_on_batch(X[:BATCH], Y[:BATCH])
-            self._models[key] = model, state, first
-        model, state, first = self._models[key]
-        for variable, value in zip(state, first, strict=True):
-            variable.assign(value)
-        model.reset_metrics()
-        keras.utils.set_random_seed(1)
-        return model
-
-    def equal(self, strategy, x, y, **fit):
-        """Asserts that a strategy's training is one device's."""
-
-        one = train(None, lambda: self.fresh(None), x, y, BATCH, **fit)
-        model = self.fresh(strategy)
-        own = strategy_of_model(model)  # an equal one
-        assert_equal(one, train(own, lambda: model, x, y, BATCH, **fit))
-        return one
-
-
 @pytest.fixture(scope="module")
 def models():
-    return Models()
+    return SharedModels(compiled, (X[:BATCH], Y[:BATCH]))
 
 
 def batches(*arrays):
@@ -254,7 +216,7 @@ def test_when_and_on_what_fit_validates(two, models):
         "validation_batch_size": 3,
         "validation_steps": 2,
     }
-    one = models.equal(two, X, Y, epochs=4, **options)
+    one = models.equal(two, X, Y, BATCH, epochs=4, **options)
     assert len([key for key in one.logs if key.startswith("val_loss")]) == 2
 
 
@@ -268,24 +230,24 @@ ARRAYS = {
 
 @pytest.mark.parametrize("name", ["validation_split", "shuffle", "steps_per_epoch"])
 def test_arguments_of_fit(name, mirrored, models):
-    models.equal(mirrored(3), X, Y, **ARRAYS[name])
+    models.equal(mirrored(3), X, Y, BATCH, **ARRAYS[name])
 
 
 def test_pandas(mirrored, models):
     pandas = pytest.importorskip("pandas")
     x, y = pandas.DataFrame(X), pandas.Series(Y[:, 0])
-    models.equal(mirrored(3), x, y)
+    models.equal(mirrored(3), x, y, BATCH)
 
 
 def test_tensors(mirrored, models):
     x, y = keras.ops.convert_to_tensor(X), keras.ops.convert_to_tensor(Y)
-    models.equal(mirrored(3), x, y)
+    models.equal(mirrored(3), x, y, BATCH)
 
 
 def test_sparse_matrices(mirrored, models):
     scipy = pytest.importorskip("scipy.sparse")
     x = scipy.csr_matrix(np.where(X > 0, X, 0))
-    models.equal(mirrored(3), x, Y)
+    models.equal(mirrored(3), x, Y, BATCH)
 
 
 def nested():
