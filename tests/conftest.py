@@ -32,6 +32,12 @@ import pytest
 import keras_strategy as ks
 from keras_strategy.testing import WarmStarter, WorkerRunner
 
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+
+    # What it would save, functions that run a few times do not take.
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+
 # The engine's modules stay, and are a million objects to look through for garbage.
 gc.collect()
 gc.freeze()

@@ -1,9 +1,10 @@
 """Run the test suite once per backend; arguments are passed on to pytest.
 
 A process has one Keras backend, so there is one pytest process for each, or one for
-each part of the suite (`--part`, see tests/conftest.py) where all of it is run. Two run
-at once, on more cores more; what one prints comes when it has ended. All of them run
-even when one fails. The backends come from the environment variable BACKENDS.
+each part of the suite (`--part`, see tests/conftest.py) where all of it is run. Three
+run at once on two cores, since some wait, and on more cores more; what one prints comes
+when it has ended. All of them run even when one fails. The backends come from the
+environment variable BACKENDS.
 The exit status is non-zero when any run failed or no test ran at all.
 """
 
@@ -20,9 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BACKENDS = os.environ.get("BACKENDS", "jax torch tensorflow").split()
-# Those of the whole suite, the longest first.
+# Those of the whole suite, and the backends' order in each: the longest first.
 PARTS = ["single", "processes"]
-# These tests start programs without an engine that mostly wait: they run beside others.
+SLOW_FIRST = ["tensorflow", "jax", "torch"]
+# These tests start programs without an engine.
 ENGINELESS = ("torch", "engineless")
 SLOWEST = 10
 
@@ -115,8 +117,9 @@ def runs(arguments: list[str]) -> list[tuple[str, str]]:
     """The backend and the part of each run, in the order in which they start."""
     if arguments:
         return [(backend, "") for backend in BACKENDS]
-    whole = [(backend, part) for part in PARTS for backend in BACKENDS]
-    return [ENGINELESS, *whole] if ENGINELESS[0] in BACKENDS else whole
+    backends = sorted(BACKENDS, key=SLOW_FIRST.index)
+    whole = [(backend, part) for part in PARTS for backend in backends]
+    return [*whole, ENGINELESS] if ENGINELESS[0] in BACKENDS else whole
 
 
 def run_and_tell(backend: str, part: str, arguments: list[str], folder: Path) -> Result:
@@ -135,14 +138,12 @@ def run_and_tell(backend: str, part: str, arguments: list[str], folder: Path) ->
 def main(arguments: list[str]) -> int:
     """Run all backends, print a line for each and the sum."""
     start = time.monotonic()
-    waiting = concurrent.futures.ThreadPoolExecutor(1)
     # Each holds an engine, and often several workers with one.
-    busy = concurrent.futures.ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 2))
-    with tempfile.TemporaryDirectory() as folder, waiting, busy:
+    at_once = max(3, (os.cpu_count() or 1) // 2)
+    pool = concurrent.futures.ThreadPoolExecutor(at_once)
+    with tempfile.TemporaryDirectory() as folder, pool:
         futures = [
-            (waiting if each == ENGINELESS else busy).submit(
-                run_and_tell, *each, arguments, Path(folder)
-            )
+            pool.submit(run_and_tell, *each, arguments, Path(folder))
             for each in runs(arguments)
         ]
         results = [future.result() for future in futures]
