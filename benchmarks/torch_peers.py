@@ -2,7 +2,7 @@
 
 Over processes a peer is the loop that people write by hand: every rank takes its rows
 of the same shuffled global batches, DistributedDataParallel sums the gradients while
-they are computed, and metrics stay local until the epoch ends. With threads in one
+they are computed, and metrics stay local until the epoch ends. With replicas in one
 process the peer is plain Keras on the whole batch, which has all cores as well.
 """
 
@@ -188,7 +188,7 @@ def _of_processes(
 
 COMPARISONS: tuple[Comparison, ...] = (
     Comparison(
-        "fit, 2 threads",
+        "fit, 2 replicas",
         "plain Keras",
         2,
         0.95,

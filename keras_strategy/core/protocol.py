@@ -401,10 +401,12 @@ class Replica(Protocol):
         ...
 
     def once(self, fn: Callable[[], Any]) -> Any:
-        """Calls `fn` once for all replicas, where variables may be made.
+        """Calls `fn`, which makes variables for all replicas.
+
+        The one that comes first calls it; those that come later find what it made.
 
         Returns:
-            What `fn` returned, the same object on every replica.
+            What `fn` returned.
         """
         ...
 

@@ -8,6 +8,7 @@ from keras_strategy.hooks import (
     losses,
     metrics,
     optimizers,
+    own_attributes,
     random,
     saving,
     trainer,
@@ -19,7 +20,8 @@ from keras_strategy.hooks.hook import Extension, hooks_of, install
 def all_hooks() -> list[Extension]:
     """Those of all backends and those of the backend in use, in their order."""
     areas = (trainer, saving, layers, variables, optimizers, losses, metrics, random)
-    return [*hooks_of(*areas), *hooks_of(*get_engine().hook_modules())]
+    engines = get_engine().hook_modules()
+    return hooks_of(*areas, own_attributes, *engines)
 
 
 @functools.cache

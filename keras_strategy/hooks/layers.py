@@ -6,6 +6,7 @@ import keras
 from keras import ops
 
 from keras_strategy.core import context
+from keras_strategy.core.own_attributes import here
 from keras_strategy.hooks.conditions import in_scope, in_step
 from keras_strategy.hooks.hook import Extension, changed, hook
 from keras_strategy.rules import normalization
@@ -20,6 +21,8 @@ def _new(original, cls, *args, **kwargs):
     if its class is one of Keras's trainers too.
     """
     layer = original(cls, *args, **kwargs)
+    if here.own is not None:
+        here.own.made[id(layer)] = layer
     strategy = context.current_scope()
     if strategy is not None:
         vars(layer)["_ks_strategy"] = strategy

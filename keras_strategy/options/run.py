@@ -18,8 +18,8 @@ class RunOptions(NamedTuple):
         experimental_bucketizing_dynamic_shape: Has no effect.
         experimental_xla_options: Has no effect.
         compile: False calls the function as Python on every call, which is slow and
-            good for looking into it; on JAX each replica then has a thread, and may
-            decide by its number. None and True compile it where the engine does: on
+            good for looking into it; on JAX each replica then runs by itself, and
+            may decide by its number. None and True compile it where the engine does: on
             TensorFlow and JAX with several replicas.
 
     Example:

@@ -2,12 +2,12 @@
 
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from keras_strategy.backends.threads import hooks
-from keras_strategy.errors import KerasVersionError
-from keras_strategy.hooks import hook
+from keras_strategy.backends.threads.team import Team
+from keras_strategy.backends.threads.turns import Turns
 
 SLOW_TO_RELEASE = """
 import threading, time
@@ -24,7 +24,7 @@ def call():
     kept.value = Slow()
 
 pool = Pool(["replica 0", "replica 1"])
-pool.call([call, call], abort=lambda: None)
+pool.submit([call, call])
 """
 
 
@@ -52,15 +52,66 @@ def test_threads_end_with_their_owner():
     assert ended.stdout.split() == ["1", "released", "released"]
 
 
-@pytest.mark.parametrize(
-    ("method", "says"),
-    [("reset_dropout_mask", "no longer sets _dropout_mask"), ("forget", "is gone")],
-)
-def test_a_cell_that_keeps_its_mask_elsewhere_is_refused(method, says, monkeypatch):
-    class Cell:
-        pass
+def ran(*programs):
+    """What replicas do, in the order in which they do it.
 
-    setattr(Cell, method, lambda self: setattr(self, "_mask", None))
-    monkeypatch.setattr(hooks, "DropoutRNNCell", Cell)
-    with pytest.raises(KerasVersionError, match=f"reset_dropout_mask` {says}"):
-        hook.install(hook.hooks_of(hooks))
+    Args:
+        *programs: For each replica the names of the collectives that it makes; a
+            name that is an exception is raised.
+    """
+    turns = Turns(len(programs))
+    seen = []
+
+    def replica(party):
+        def call():
+            for name in programs[party]:
+                seen.append(f"{party} {name}")
+                if isinstance(name, Exception):
+                    raise name
+                turns.exchange(party, name, party, lambda parts: seen.append(parts))
+            seen.append(f"{party} ends")
+
+        return call
+
+    error = None
+    try:
+        Team(["a", "b", "c"]).call(turns, [replica(i) for i in range(len(programs))])
+    except Exception as raised:
+        error = raised
+    return seen, error
+
+
+def test_replicas_run_in_turns_and_in_order():
+    expected = ["0 x", "1 x", "2 x", [0, 1, 2], "0 ends", "1 ends", "2 ends"]
+    assert ran(["x"], ["x"], ["x"]) == (expected, None)
+
+
+def test_the_first_replica_works_in_the_thread_that_calls():
+    threads = []
+
+    def call():
+        threads.append(threading.current_thread())
+
+    Team(["a", "b"]).call(Turns(2), [call, call])
+    assert threads[0] is threading.current_thread() is not threads[1]
+
+
+@pytest.mark.parametrize(
+    ("programs", "seen"),
+    [
+        # Those that have not begun never do; those that wait end.
+        ([["boom"], ["x"], ["x"]], ["0 boom"]),
+        ([["x"], ["boom"], ["x"]], ["0 x", "1 boom"]),
+        ([["x"], ["x"], ["boom"]], ["0 x", "1 x", "2 boom"]),
+    ],
+)
+def test_an_error_ends_the_others_and_comes_out_as_itself(programs, seen):
+    boom = ArithmeticError("boom")
+    programs = [[boom if n == "boom" else n for n in names] for names in programs]
+    assert ran(*programs) == (seen, boom)
+
+
+def test_replicas_that_do_different_things_are_told_so():
+    seen, error = ran(["x"], ["x"], ["y"])
+    assert seen == ["0 x", "1 x", "2 y"]
+    assert "0: x, 1: x, 2: y" in str(error)

@@ -81,3 +81,61 @@ def test_a_model_that_keras_wrapped_is_refused(process_group, two):
     vars(model)["parallel_model"] = wrapper
     with pytest.raises(KerasVersionError, match="Model.parallel_model"):
         model.fit(X, Y, verbose=0)
+
+
+class Residual(torch.nn.Module):
+    """A module of torch's own, with a buffer that it may count in."""
+
+    def __init__(self, normalizes, counts):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+        self.normalize = torch.nn.BatchNorm1d(3) if normalizes else torch.nn.Tanh()
+        self.register_buffer("calls", torch.zeros(()))
+        self.counts = counts
+
+    def forward(self, x):
+        if self.counts:
+            self.calls += len(x)
+        return x + self.normalize(self.linear(x))
+
+
+def model_of_a_module(strategy, normalizes=False, counts=False):
+    keras.utils.set_random_seed(1)
+    with scope(strategy):
+        module = Residual(normalizes, counts)
+        wrapped = keras.layers.TorchModuleWrapper(module, output_shape=(None, 3))
+        model = keras.Sequential([keras.Input((3,)), wrapped, keras.layers.Dense(1)])
+        model.compile("adam", "mse", metrics=["mae"])
+    return model
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_modules_of_torch_train_as_on_one_device(replicas, mirrored):
+    strategy = mirrored(replicas)
+    expected = results(model_of_a_module(None))
+    model = model_of_a_module(strategy)
+    assert largest(expected, results(model)) < 2e-5
+    for variable in model.variables:
+        components = strategy.experimental_local_results(variable)
+        assert all(torch.equal(components[0], other) for other in components)
+
+
+def test_statistics_of_a_module_are_the_mean_of_the_replicas(two):
+    model = model_of_a_module(two, normalizes=True)
+    module = model.layers[0].module
+    with torch.no_grad():
+        inputs = module.linear(torch.from_numpy(X[:5]))
+    model.train_on_batch(X[:5], Y[:5])
+    expected = 0.1 * (3 / 5 * inputs[:3].mean(0) + 2 / 5 * inputs[3:].mean(0))
+    statistics = module.normalize
+    assert largest([expected.numpy()], [statistics.running_mean.numpy()]) < 1e-6
+    assert int(statistics.num_batches_tracked) == 1
+    before = statistics.running_mean.clone()
+    model.evaluate(X, Y, verbose=0)
+    assert torch.equal(before, statistics.running_mean)
+
+
+def test_a_module_that_counts_is_refused(two):
+    model = model_of_a_module(two, counts=True)
+    with pytest.raises(ValueError, match="The buffer 'calls' of a Residual changes"):
+        model.fit(X, Y, verbose=0)

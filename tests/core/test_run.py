@@ -135,6 +135,11 @@ def test_gather(two):
     assert two.gather(3, axis=0) == 3
 
 
+def test_gather_of_numpy_arrays(two):
+    rows = ks.PerReplica([np.float32([[1.0]]), np.float32([[2.0], [3.0]])])
+    assert number(two.gather(rows, axis=0)) == [[1.0], [2.0], [3.0]]
+
+
 def test_gather_refuses(two):
     with pytest.raises(ValueError, match=r"\(2, 1\), \(2, 2\)"):
         two.gather(per_replica(two, *floats(np.ones((2, 1)), np.ones((2, 2)))), 0)
@@ -369,3 +374,35 @@ def test_value_and_grad_with_auxiliary_outputs():
         keras.ops.convert_to_tensor(2.0)
     )
     assert (number(value), number(aux["twice"]), number(gradient)) == (18.0, 4.0, 12.0)
+
+
+def test_gradients_of_gradients(two):
+    """A penalty on gradients, as of WGAN-GP, also where replicas add up in between."""
+    with two.scope():
+        v = keras.Variable(3.0)
+
+    def of_squares(total):
+        def squares(x):
+            return keras.ops.square(total(x * v))
+
+        def penalty(x):
+            value, (gradient,) = ks.value_and_grad(squares, [v])(x)
+            return value * 0.0 + keras.ops.square(gradient)
+
+        return ks.value_and_grad(penalty, [v])
+
+    def alone(x):
+        return of_squares(lambda y: y)(x)
+
+    def together(x):
+        return of_squares(lambda y: ks.get_replica_context().all_reduce("sum", y))(x)
+
+    x = per_replica(two, *floats(1.0, 2.0))
+    value, (gradient,) = two.run(alone, (x,))
+    # (2 x^2 v)^2, and what it grows by with v
+    assert results(two, value) == [36.0, 576.0]
+    assert results(two, gradient) == [24.0, 384.0]
+    # The sum of what the replicas give: 16 (v + 2 v)^2 (1 + 4) for both of them.
+    value, (gradient,) = two.run(together, (x,))
+    assert results(two, value) == [1296.0, 5184.0]
+    assert results(two, gradient) == [1440.0, 2880.0]

@@ -21,6 +21,7 @@ _OPTIMIZER = f"{_EQUALITY}::test_what_an_optimizer_does_beside_its_rule"
 _ENTRY = "tests/training/test_entry_points.py"
 _DERIVED = "tests/training/test_derived_logs.py"
 _RANDOM = "tests/training/test_replicas_own.py"
+_OWN = "tests/training/test_own_attributes.py::test_what_a_call_keeps_is_its_own"
 
 NEEDED_BY = {
     "hooks.trainer Model.compile": (
@@ -93,6 +94,14 @@ NEEDED_BY = {
         "torch",
         f"{_RANDOM}::test_replicas_draw_different_numbers",
     ),
+    "hooks.own_attributes Layer.__setattr__": ("torch", f"{_OWN}[2-Attribute]"),
+    "hooks.own_attributes TrackedList.append": ("torch", f"{_OWN}[2-InAList]"),
+    "hooks.own_attributes TrackedDict.update": ("torch", f"{_OWN}[2-InADict]"),
+    "hooks.own_attributes TrackedOrderedDict.update": (
+        "torch",
+        f"{_OWN}[2-InAnOrderedDict]",
+    ),
+    "hooks.own_attributes TrackedSet.add": ("torch", f"{_OWN}[2-AddedLoss]"),
     "backends.threads.hooks keras.src.random.seed_generator.global_seed_generator": (
         "torch",
         f"{_RANDOM}::test_distributions_are_reproducible",
@@ -100,26 +109,6 @@ NEEDED_BY = {
     "backends.threads.hooks Layer._maybe_build": (
         "torch",
         "tests/training/test_models.py::test_a_model_that_is_built_by_its_first_use",
-    ),
-    "backends.threads.hooks Layer.add_loss": (
-        "torch",
-        f"{_EQUALITY}::test_regularizers_and_activity_losses",
-    ),
-    "backends.threads.hooks Layer._get_own_losses": (
-        "torch",
-        f"{_EQUALITY}::test_regularizers_and_activity_losses",
-    ),
-    "backends.threads.hooks Layer._clear_losses": (
-        "torch",
-        f"{_EQUALITY}::test_regularizers_and_activity_losses",
-    ),
-    "backends.threads.hooks DropoutRNNCell._dropout_mask": (
-        "torch",
-        f"{_RANDOM}::test_random_layers_are_reproducible",
-    ),
-    "backends.threads.hooks DropoutRNNCell._recurrent_dropout_mask": (
-        "torch",
-        f"{_RANDOM}::test_random_layers_are_reproducible",
     ),
     "backends.jax.hooks JAXEpochIterator._get_distributed_iterator": (
         "jax",
@@ -181,18 +170,6 @@ NEEDED_BY = {
         "torch",
         f"{_RANDOM}::test_distributions_are_reproducible",
     ),
-    "backends.torch.hooks keras.src.backend.torch.random.gamma": (
-        "torch",
-        f"{_RANDOM}::test_distributions_are_reproducible",
-    ),
-    "backends.torch.hooks keras.src.backend.torch.random.beta": (
-        "torch",
-        f"{_RANDOM}::test_distributions_are_reproducible",
-    ),
-    "backends.torch.hooks keras.src.backend.torch.random.binomial": (
-        "torch",
-        f"{_RANDOM}::test_distributions_are_reproducible",
-    ),
     "backends.torch.hooks Variable.value": (
         "torch",
         "tests/core/test_variables.py::test_on_read",
@@ -213,6 +190,10 @@ NEEDED_BY = {
     "backends.torch.hooks Layer.zero_grad": (
         "torch",
         f"{_EQUALITY}::test_shuffle_draws_the_order_of_one_device",
+    ),
+    "backends.torch.hooks TorchModuleWrapper.call": (
+        "torch",
+        "tests/backends/test_torch.py::test_modules_of_torch_train_as_on_one_device",
     ),
     "backends.torch.hooks Model.make_train_function": (
         "torch",
@@ -261,6 +242,10 @@ NEEDED_BY = {
     "backends.tensorflow.hooks Variable.__int__": (
         "tensorflow",
         f"{_ENTRY}::test_reading_and_setting_weights",
+    ),
+    "backends.tensorflow.hooks Layer._maybe_build": (
+        "tensorflow",
+        f"{_TF}::test_run_builds_lazily",
     ),
     "backends.tensorflow.hooks Optimizer.add_variable_from_reference": (
         "tensorflow",
@@ -338,11 +323,7 @@ UNSHOWN = {
     "hooks.metrics Mean.update_state",
     "backends.threads.hooks keras.src.random.seed_generator.global_seed_generator",
     "backends.threads.hooks Layer._maybe_build",
-    "backends.threads.hooks Layer._clear_losses",
-    "backends.threads.hooks DropoutRNNCell._dropout_mask",
-    "backends.threads.hooks DropoutRNNCell._recurrent_dropout_mask",
     "backends.torch.hooks keras.src.backend.torch.random.dropout",
-    "backends.torch.hooks keras.src.backend.torch.random.binomial",
     "backends.torch.hooks Variable._initialize",
     "backends.torch.hooks Variable._direct_assign",
     "backends.torch.hooks Model.make_train_function",

@@ -44,6 +44,7 @@ from keras_strategy.backends.jax.sharded import ShardedPerReplica
 from keras_strategy.backends.jax.threaded import ThreadedRunner
 from keras_strategy.backends.jax.workers import JaxWorkers
 from keras_strategy.core import context
+from keras_strategy.core.own_attributes import set_for_nobody
 from keras_strategy.core.replica_context import ReplicaContext
 from keras_strategy.hooks.adoption import adopt
 from keras_strategy.rules import first_values
@@ -171,8 +172,9 @@ class Runner:
 
         def attempt():
             arguments = take_apart(first, self._distribution)
-            program = self._compile(fn, function, arguments)
-            jax.eval_shape(program.call, *self._state(program), arguments.arrays)
+            with set_for_nobody():
+                program = self._compile(fn, function, arguments)
+                jax.eval_shape(program.call, *self._state(program), arguments.arrays)
 
         # Whatever is wrong with the function, its run will tell.
         with contextlib.suppress(Exception):

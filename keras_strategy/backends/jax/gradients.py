@@ -22,7 +22,7 @@ class ChildScope(keras.StatelessScope):
     """
 
     def __init__(self, mapping: Iterable[tuple[Any, Any]], parent: Any):
-        super().__init__(initialize_variables=parent is None)
+        super().__init__(collect_losses=True, initialize_variables=parent is None)
         self.parent = parent
         self.written: dict[int, Any] = {}
         self.state_mapping.update((id(v), value) for v, value in mapping)

@@ -10,6 +10,7 @@ from keras import tree
 from keras_strategy.backends.jax import hooks, on_read
 from keras_strategy.backends.jax.distribution import AXIS
 from keras_strategy.core import context
+from keras_strategy.core.own_attributes import set_for_all
 from keras_strategy.core.step_state import StepState
 from keras_strategy.rules.aggregation import is_on_read, parts_outside
 from keras_strategy.rules.reduction import addable
@@ -71,7 +72,7 @@ class JaxReplica:
         return tree.map_structure(of_this_replica, result)
 
     def once(self, fn: Callable[[], Any]) -> Any:
-        with hooks.outside_of_trace():
+        with set_for_all(), hooks.outside_of_trace():
             return fn()
 
     def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:

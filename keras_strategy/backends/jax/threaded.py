@@ -1,4 +1,4 @@
-"""`run` where the replicas cannot be one program: a thread for each, not compiled.
+"""`run` where the replicas cannot be one program: in turns, not compiled.
 
 Replicas whose batches have different shapes, such as those of a last batch that the
 replicas do not divide, compute the same functions on the same variables here, operation
@@ -24,12 +24,16 @@ from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
 from keras_strategy.backends.jax.marks import lend
 from keras_strategy.backends.jax.sharded import shards
 from keras_strategy.backends.jax.workers import JaxWorkers
-from keras_strategy.backends.threads.hooks import ThreadState
-from keras_strategy.backends.threads.rendezvous import Rendezvous
+from keras_strategy.backends.threads.hooks import (
+    ThreadState,
+    keep_global_seed_generator,
+)
 from keras_strategy.backends.threads.replica import ThreadReplica
 from keras_strategy.backends.threads.scopes import ReplicaScope, unbuilt
 from keras_strategy.backends.threads.team import Team
+from keras_strategy.backends.threads.turns import Turns
 from keras_strategy.core import context
+from keras_strategy.core.own_attributes import AttributesOfReplicas, OwnAttributes
 from keras_strategy.core.protocol import Replica
 from keras_strategy.hooks.adoption import adopt
 from keras_strategy.hooks.variables import stored_dtype
@@ -57,15 +61,13 @@ class Components:
 
     def __init__(self, distribution: ReplicaDistribution):
         self._distribution = distribution
-        self._lock = threading.Lock()
         self._of: dict[int, tuple[jax.Array, ...]] = {}
 
     def of(self, variable: Any) -> tuple[jax.Array, ...]:
         """The arrays of a variable, one for each replica."""
-        with self._lock:
-            if id(variable) not in self._of:
-                self._of[id(variable)] = self._find(variable)
-            return self._of[id(variable)]
+        if id(variable) not in self._of:
+            self._of[id(variable)] = self._find(variable)
+        return self._of[id(variable)]
 
     def _find(self, variable: Any) -> tuple[jax.Array, ...]:
         distribution = self._distribution
@@ -112,7 +114,8 @@ class ThreadedReplica(ThreadReplica):
         strategy: The strategy.
         index: This replica's number on this worker.
         topology: Where the replicas are.
-        rendezvous: Where the replicas meet.
+        turns: The turns of the replicas of this worker.
+        own: What this replica sets on layers.
         device: This replica's device.
         components: The variables' values when the run began.
         workers: The processes that the replicas belong to, or None for this one.
@@ -123,12 +126,13 @@ class ThreadedReplica(ThreadReplica):
         strategy: "Strategy",
         index: int,
         topology: Topology,
-        rendezvous: Rendezvous,
+        turns: Turns,
+        own: OwnAttributes,
         device: Any,
         components: Components,
         workers: JaxWorkers | None,
     ):
-        super().__init__(strategy, index, topology, rendezvous)
+        super().__init__(strategy, index, topology, turns, own)
         self.device = device
         self.scope: ThreadScope = ThreadScope(self, index, components)
         self._workers = workers
@@ -246,7 +250,7 @@ class ThreadedReplica(ThreadReplica):
 
 
 class ThreadedRunner:
-    """Calls functions in a thread for each replica of one group.
+    """Calls functions for each replica of one group, in turns.
 
     Args:
         strategy: The strategy.
@@ -267,18 +271,21 @@ class ThreadedRunner:
         self._distribution = distribution
         self._workers = workers
         self._team = Team(devices)
+        self._attributes = AttributesOfReplicas(len(devices), keras.ops.is_tensor)
         self._lock = threading.Lock()
 
     def run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """See `ReplicaGroup.run`."""
         with self._lock:  # one run at a time
             components = Components(self._distribution)
+            turns, own = Turns(len(self._devices)), self._attributes.begin()
             replicas = [
                 ThreadedReplica(
                     self._strategy,
                     index,
                     self._distribution.topology,
-                    self._team.rendezvous,
+                    turns,
+                    own[index],
                     device,
                     components,
                     self._workers,
@@ -287,13 +294,17 @@ class ThreadedRunner:
             ]
             state = ThreadState.capture()
             outputs = self._team.call(
+                turns,
                 [
-                    functools.partial(_run_replica, replica, state, fn, args, kwargs)
-                    for replica in replicas
-                ]
+                    functools.partial(
+                        _run_replica, replica, own[i], state, fn, args, kwargs
+                    )
+                    for i, replica in enumerate(replicas)
+                ],
             )
             self._commit([replica.scope for replica in replicas])
-            state.keep_global_seed_generator()
+            self._attributes.commit(own)
+            keep_global_seed_generator(turns.seed_generator)
         return regroup(
             outputs, keras.ops.is_tensor, one_of_many=self._workers is not None
         )
@@ -332,6 +343,7 @@ class ThreadedRunner:
 
 def _run_replica(
     replica: ThreadedReplica,
+    own: OwnAttributes,
     state: ThreadState,
     fn: Callable[..., Any],
     args: tuple,
@@ -350,6 +362,7 @@ def _run_replica(
         jax.default_device(replica.device),
         context.replica_in_charge(replica.context),
         replica.scope,
+        own.in_turn(),
     ):
         mine = tree.map_structure(place, select_replica((args, kwargs), replica.index))
         output = tree.map_structure(bare, fn(*mine[0], **mine[1]))

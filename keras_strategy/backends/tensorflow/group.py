@@ -7,6 +7,7 @@ asks for, one compiled function per step, and checks before anything is combined
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,10 @@ from keras_strategy.backends.tensorflow.replica import (
     regrouped,
 )
 from keras_strategy.backends.tensorflow.workers import TensorFlowWorkers
+from keras_strategy.backends.threads.interrupt import interrupted_together
 from keras_strategy.core import context
 from keras_strategy.core.components import update_components
+from keras_strategy.core.own_attributes import AttributesOfReplicas
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.replica_context import ReplicaContext
 from keras_strategy.hooks.random import kept_generator
@@ -80,6 +83,7 @@ class TensorFlowGroup:
         else:
             self.native = WorkersStrategy(devices, workers)
         self.peers = Peers(strategy, self.native, self.topology, workers)
+        self._attributes = AttributesOfReplicas(len(devices), tf.is_tensor)
         self._compiled = CompiledRuns(self.call, self.peers.seeds)
 
     def scope(self):
@@ -192,21 +196,32 @@ class TensorFlowGroup:
         fn = tf.__internal__.autograph.tf_convert(
             fn, tf.__internal__.autograph.control_status_ctx(), False
         )
+        return self._in_turns(fn, args, kwargs)
+
+    @tf.autograph.experimental.do_not_convert
+    def _in_turns(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         policy = keras.config.dtype_policy()
         outputs: list[Any] = [None] * len(self.devices)
-        meeting = Meeting([None] * len(self.devices), kept_generator())
+        own = self._attributes.begin()
+        meeting = Meeting([None] * len(self.devices), kept_generator(), own)
+        threads: list[threading.Thread] = []
 
         @tf.autograph.experimental.do_not_convert
         def replica_fn(args, kwargs):
             keras.config.set_dtype_policy(policy)  # Keras keeps it per thread
+            threads.append(threading.current_thread())
             replica = TensorFlowReplica(self.peers, meeting)
-            with context.replica_in_charge(ReplicaContext(self.strategy, replica)):
+            with (
+                context.replica_in_charge(ReplicaContext(self.strategy, replica)),
+                own[replica.index].in_turn(),
+            ):
                 args, kwargs = select_replica((args, kwargs), replica.index)
                 result = fn(*args, **kwargs)
                 outputs[replica.index] = tree.map_structure(_read, result)
 
         try:
-            self.native.run(replica_fn, args=(args, kwargs))
+            with interrupted_together(threads):
+                self.native.run(replica_fn, args=(args, kwargs))
         except Exception as error:
             if tf.executing_eagerly():
                 error.add_note(
@@ -214,6 +229,7 @@ class TensorFlowGroup:
                     "to variables before this error stays assigned."
                 )
             raise
+        self._attributes.commit(own)
         if meeting.drew:
             seeds = self.peers.seeds
             seeds.give_back(self.components(seeds.replicas.state)[0])

@@ -18,6 +18,7 @@ from keras_strategy.backends.tensorflow.worker_steps import (
     predictions_of_workers,
     steps_of_workers,
 )
+from keras_strategy.core.own_attributes import set_for_all
 from keras_strategy.hooks.conditions import (
     in_distributed_scope,
     in_replica,
@@ -210,6 +211,16 @@ def _on_own_component(original, replica, self, variable, value):
 def _tf_apply(original, replica, self, grads, trainable_variables=None):
     """The gradients are equal on all replicas."""
     return self._common_apply(grads, trainable_variables)
+
+
+# --- layers
+
+
+@hook(keras.Layer, "_maybe_build", "(self, call_spec)", when=in_replica)
+def _maybe_build(original, replica, self, call_spec):
+    """The replica that comes first builds a layer for all of them."""
+    with set_for_all():
+        original(self, call_spec)
 
 
 # --- losses

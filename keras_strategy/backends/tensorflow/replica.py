@@ -13,6 +13,7 @@ from keras_strategy.backends.tensorflow.across import sum_of_workers
 from keras_strategy.backends.tensorflow.seeds import Seeds
 from keras_strategy.backends.tensorflow.workers import TensorFlowWorkers
 from keras_strategy.core import context
+from keras_strategy.core.own_attributes import OwnAttributes
 from keras_strategy.core.step_state import StepState
 from keras_strategy.hooks.variables import stored
 from keras_strategy.rules import row_weights
@@ -83,13 +84,13 @@ class Meeting:
     Attributes:
         brought: For each replica, what it brings to a merge; then what came of it.
         generator: The seed generator that Keras has for the thread that called `run`.
-        made: What `once` has returned so far.
+        own: For each replica, what it sets on layers.
         drew: Whether a replica drew from the process's own seed generator.
     """
 
     brought: list[Any]
     generator: Any
-    made: list[Any] = dataclasses.field(default_factory=list)
+    own: list[OwnAttributes]
     drew: bool = False
 
 
@@ -111,7 +112,6 @@ class TensorFlowReplica:
     def __init__(self, peers: Peers, meeting: Meeting):
         self.peers = peers
         self._meeting = meeting
-        self._made = 0
         self._drew = False
         self.step = StepState()
         self._native = tf.distribute.get_replica_context()
@@ -119,6 +119,20 @@ class TensorFlowReplica:
         self.id = int(tf.get_static_value(self._native.replica_id_in_sync_group))
         self.index = self.id - peers.topology.first
         self.devices = (peers.topology.devices[self.index],)
+        self.attributes = meeting.own[self.index]
+        self._keep_attributes_in_turns()
+
+    def _keep_attributes_in_turns(self) -> None:
+        """Native tf.distribute ends a turn in `merge_call`, whoever calls it."""
+        own, merge_call = self.attributes, self._native.merge_call
+
+        def merge_call_of_its_own(*args, **kwargs):
+            own.set_aside()
+            result = merge_call(*args, **kwargs)
+            own.put_back()
+            return result
+
+        self._native.merge_call = merge_call_of_its_own
 
     def all_reduce(self, reduce_op: ReduceOp, value: Any) -> Any:
         if isinstance(value, tf.IndexedSlices):
@@ -169,11 +183,7 @@ class TensorFlowReplica:
         return select_replica(self._merge(merge, (args, kwargs)), self.index)
 
     def once(self, fn: Callable[[], Any]) -> Any:
-        # The replicas take turns, and the first one is here first.
-        if self.index == 0:
-            self._meeting.made.append(self.peers.beside_them(fn))
-        self._made += 1
-        return self._meeting.made[self._made - 1]
+        return self.peers.beside_them(fn)
 
     def seed_generator(self) -> Any:
         """What stands for the process's own seed generator in this replica."""

@@ -1,28 +1,23 @@
 """Where replicas that are threads of one process extend Keras.
 
-Layers keep tensors of the batch on themselves, and Keras holds settings for each
-thread. What belongs to one replica must be kept apart from what belongs to the others.
+Keras holds settings for each thread, and a layer is built once for all replicas.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import keras
-from keras import tree
 
 from keras_strategy.backends.threads.scopes import ReplicaScope
-from keras_strategy.hooks.hook import Extension, changed, home_of, hook
+from keras_strategy.core.own_attributes import set_for_all, whose_turn
+from keras_strategy.hooks.hook import home_of, hook
 
 global_state = home_of(
     "GLOBAL_STATE_TRACKER get_global_attribute set_global_attribute",
     "keras.src.backend.common.global_state",
 )
 keras_seeds = home_of("global_seed_generator", "keras.src.random.seed_generator")
-DropoutRNNCell: Any = home_of(
-    "DropoutRNNCell", "keras.src.layers.rnn.dropout_rnn_cell"
-).DropoutRNNCell
 
 # --- settings that Keras holds for each thread
 
@@ -39,7 +34,6 @@ class ThreadState:
 
     def __init__(self, trackers: list[tuple[str, dict[str, Any]]]):
         self._trackers = trackers
-        self._seed_generator: Any = None
 
     @classmethod
     def capture(cls) -> "ThreadState":
@@ -54,9 +48,11 @@ class ThreadState:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Gives the settings to this thread."""
+        """Gives the settings to this thread, which may be the one that has them."""
+        before = []
         for name, attributes in self._trackers:
             tracker = vars(getattr(global_state, name))
+            before.append((tracker, dict(tracker)))
             tracker.clear()
             for key, value in attributes.items():
                 # Stacks, such as that of name scopes, grow in each thread.
@@ -64,12 +60,15 @@ class ThreadState:
         try:
             yield
         finally:
-            self._seed_generator = global_state.get_global_attribute(_SEED)
+            for tracker, attributes in before:
+                tracker.clear()
+                tracker.update(attributes)
 
-    def keep_global_seed_generator(self) -> None:
-        """Gives the calling thread the seed generator that the replicas made."""
-        if global_state.get_global_attribute(_SEED) is None:
-            global_state.set_global_attribute(_SEED, self._seed_generator)
+
+def keep_global_seed_generator(generator: Any) -> None:
+    """Gives this thread the seed generator that replicas made, if they made one."""
+    if global_state.get_global_attribute(_SEED) is None:
+        global_state.set_global_attribute(_SEED, generator)
 
 
 @contextlib.contextmanager
@@ -102,7 +101,7 @@ def _global_seed_generator(original, scope):
     """It is made once for all replicas, from one seed."""
     if global_state.get_global_attribute(_SEED) is not None:
         return original()
-    generator = scope.replica.once(original)
+    generator = scope.replica.global_seed_generator(original)
     global_state.set_global_attribute(_SEED, generator)
     return generator
 
@@ -110,92 +109,13 @@ def _global_seed_generator(original, scope):
 # --- layers
 
 
-@hook(keras.Layer, "_maybe_build", "(self, call_spec)", when=replica_scope)
-def _maybe_build(original, scope, self, call_spec):
-    """The replicas build a layer together, once."""
+@hook(keras.Layer, "_maybe_build", "(self, call_spec)", when=whose_turn)
+def _maybe_build(original, own, self, call_spec):
+    """The replica that comes first builds a layer for all of them."""
     if self.built:
         return original(self, call_spec)
+    scope = replica_scope()
+    if scope is None:  # it is traced
+        with set_for_all():
+            return original(self, call_spec)
     return scope.replica.once(lambda: original(self, call_spec))
-
-
-@hook(keras.Layer, "add_loss", "(self, loss)", when=replica_scope)
-def _add_loss(original, scope, self, loss):
-    """A layer keeps its losses by their ids, on itself."""
-    losses = tree.flatten(loss)
-    if not all(keras.ops.is_tensor(x) for x in losses):
-        return original(self, loss)  # which says what is wrong
-    scope.layer_losses.setdefault(id(self), []).extend(losses)
-
-
-@hook(keras.Layer, "_get_own_losses", "(self)", when=replica_scope)
-def _get_own_losses(original, scope, self):
-    """A replica's losses are its own."""
-    return list(scope.layer_losses.get(id(self), ()))
-
-
-@hook(keras.Layer, "_clear_losses", "(self)", when=replica_scope)
-def _clear_losses(original, scope, self):
-    """A replica's losses are its own."""
-    scope.layer_losses.pop(id(self), None)
-    for layer in self._layers:
-        layer._clear_losses()
-
-
-@dataclass(frozen=True)
-class _OwnMask(Extension):
-    """`DropoutRNNCell` keeps a mask on itself for the time steps of one call.
-
-    That is an attribute and no function, so there is no signature to know it by: it is
-    the one that the method sets which forgets the mask.
-
-    Attributes:
-        attribute: The attribute's name.
-        reset: The method's.
-    """
-
-    attribute: str
-    reset: str
-
-    @property
-    def target(self) -> str:
-        """The attribute, which each cell has of its own."""
-        return f"DropoutRNNCell.{self.attribute}"
-
-    @property
-    def when(self) -> Callable[..., Any]:
-        """The condition."""
-        return replica_scope
-
-    def check(self) -> None:
-        """Raises `KerasVersionError` unless the mask is where it was."""
-        target = f"DropoutRNNCell.{self.reset}"
-        if not hasattr(DropoutRNNCell, self.reset):
-            raise changed(target, "is gone")
-        if isinstance(vars(DropoutRNNCell).get(self.attribute), property):
-            raise changed(self.target, "became a property")
-        cell = DropoutRNNCell()
-        getattr(cell, self.reset)()
-        if self.attribute not in vars(cell):
-            raise changed(target, f"no longer sets {self.attribute}")
-
-    def install(self) -> None:
-        """Gives each replica a mask of its own."""
-        name = self.attribute
-
-        def key():
-            scope = replica_scope()
-            if scope is None:
-                return name
-            return f"{name}_of_replica_{scope.replica.id}"
-
-        def fget(cell):
-            return vars(cell).get(key())
-
-        def fset(cell, value):
-            vars(cell)[key()] = value
-
-        setattr(DropoutRNNCell, name, property(fget, fset))
-
-
-_dropout_mask = _OwnMask("_dropout_mask", "reset_dropout_mask")
-_recurrent_mask = _OwnMask("_recurrent_dropout_mask", "reset_recurrent_dropout_mask")

@@ -1,4 +1,4 @@
-"""The threads that the replicas run in, one each, for as long as their group lives."""
+"""The threads that replicas run in, for as long as their group lives."""
 
 import atexit
 import queue
@@ -6,7 +6,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+
+from keras_strategy.backends.threads.interrupt import interrupt
 
 _EXIT_TIMEOUT = 10.0  # seconds for all threads together
 
@@ -25,66 +26,49 @@ class Pool:
     """
 
     def __init__(self, names: Sequence[str]):
-        self._results: queue.SimpleQueue = queue.SimpleQueue()
-        self._threads = [
-            _Thread(index, name, self._results) for index, name in enumerate(names)
-        ]
+        self._threads = [_Thread(name) for name in names]
         _threads[:] = [thread for thread in _threads if thread.is_alive()]
         for thread in self._threads:
             thread.start()
             _threads.append(thread)
         weakref.finalize(self, _stop, self._threads).atexit = False
 
-    def call(
-        self, calls: Sequence[Callable[[], Any]], abort: Callable[[], None]
-    ) -> list[tuple[Any, BaseException | None]]:
-        """Makes one call in each thread, and waits for all.
+    def submit(self, calls: Sequence[Callable[[], None]]) -> None:
+        """Makes one call in each thread, and does not wait for it.
 
         Args:
-            calls: One call for each thread.
-            abort: Called to end them early when this thread is interrupted.
-
-        Returns:
-            For each thread what its call returned and what it raised.
+            calls: One call for each thread. They raise nothing.
         """
         for thread, call in zip(self._threads, calls, strict=True):
             thread.calls.put(call)
-        results: list[Any] = [None] * len(calls)
-        waiting = len(calls)
-        interrupt: BaseException | None = None
-        while waiting:
-            try:
-                index, result = self._results.get()
-            except KeyboardInterrupt as error:
-                # The threads' state must not be left running behind our back.
-                abort()
-                interrupt = error
-                continue
-            results[index] = result
-            waiting -= 1
-        if interrupt is not None:
-            raise interrupt
-        return results
+
+    def interrupt(self) -> None:
+        """Raises KeyboardInterrupt in every thread, where it next runs Python."""
+        interrupt(self._threads)
+
+    def abandon(self) -> None:
+        """Leaves threads to themselves that do not come back from what they wait for.
+
+        Not even the interpreter waits for them when it ends.
+        """
+        _threads[:] = [thread for thread in _threads if thread not in self._threads]
 
 
 class _Thread(threading.Thread):
     # Knows nothing of its Pool, which must not be kept alive by their threads.
-    def __init__(self, index: int, name: str, results: queue.SimpleQueue):
+    def __init__(self, name: str):
         # Daemon: the interpreter must not wait for ever for a replica that hangs.
         super().__init__(name=name, daemon=True)
         self.calls: queue.SimpleQueue = queue.SimpleQueue()
-        self._index = index
-        self._results = results
 
     def run(self) -> None:
-        while (call := self.calls.get()) is not None:
-            try:
-                result = call(), None
-            except BaseException as error:
-                result = None, error
-            self._results.put((self._index, result))
-            # A waiting thread must not keep the last batch alive.
-            del call, result
+        try:
+            while (call := self.calls.get()) is not None:
+                call()
+                # A waiting thread must not keep the last batch alive.
+                del call
+        except KeyboardInterrupt:
+            """The call had ended when it was interrupted."""
 
 
 def _stop(threads: Sequence[_Thread]) -> None:

@@ -7,9 +7,10 @@ import keras
 from keras import tree
 
 from keras_strategy.backends.threads import hooks
-from keras_strategy.backends.threads.rendezvous import Rendezvous
 from keras_strategy.backends.threads.scopes import MergedScope, ReplicaScope
+from keras_strategy.backends.threads.turns import Turns
 from keras_strategy.core import context
+from keras_strategy.core.own_attributes import OwnAttributes, set_for_all
 from keras_strategy.core.replica_context import ReplicaContext
 from keras_strategy.core.step_state import StepState
 from keras_strategy.rules import first_values
@@ -24,7 +25,8 @@ class ThreadReplica:
         strategy: The strategy.
         index: This replica's number on this worker.
         topology: Where the replicas are.
-        rendezvous: Where the replicas of this worker meet.
+        turns: The turns of the replicas of this worker.
+        own: What this replica sets on layers.
     """
 
     scope: ReplicaScope
@@ -34,7 +36,8 @@ class ThreadReplica:
         strategy: Any,
         index: int,
         topology: Topology,
-        rendezvous: Rendezvous,
+        turns: Turns,
+        own: OwnAttributes,
     ):
         self.id = topology.local_replicas[index]
         self.index = index
@@ -43,7 +46,8 @@ class ThreadReplica:
         self.step = StepState()
         self.context = ReplicaContext(strategy, self)  # pyright: ignore
         self._strategy = strategy
-        self._rendezvous = rendezvous
+        self._turns = turns
+        self._own = own
 
     def here(self, tensor: Any) -> Any:
         """A tensor of another replica on this one's device."""
@@ -60,8 +64,11 @@ class ThreadReplica:
     def exchange(
         self, name: str, value: Any, combine: Callable[[list[Any]], Any]
     ) -> Any:
-        """See `Rendezvous.exchange`."""
-        return self._rendezvous.exchange(self.index, name, value, combine)
+        """See `Turns.exchange`."""
+        self._own.set_aside()
+        result = self._turns.exchange(self.index, name, value, combine)
+        self._own.put_back()
+        return result
 
     def total(self, name: str, tensor: Any) -> Any:
         """The sum over the replicas, without gradients; it may be shared."""
@@ -111,14 +118,18 @@ class ThreadReplica:
         return total
 
     def once(self, fn: Callable[[], Any]) -> Any:
-        def combine(_):
-            with (
-                context.strategy_in_charge(self._strategy),
-                self._strategy.extended.group.scope(),
-                hooks.no_stateless_scope(),
-            ):
-                result = fn()
-                first_values.settle()  # before the replicas go on
-                return result
+        with (
+            set_for_all(),
+            context.strategy_in_charge(self._strategy),
+            self._strategy.extended.group.scope(),
+            hooks.no_stateless_scope(),
+        ):
+            result = fn()
+            first_values.settle()  # before the replicas go on
+            return result
 
-        return self.exchange("build", None, combine)
+    def global_seed_generator(self, make: Callable[[], Any]) -> Any:
+        """The one of all replicas, which the first makes that asks for it."""
+        if self._turns.seed_generator is None:
+            self._turns.seed_generator = self.once(make)
+        return self._turns.seed_generator

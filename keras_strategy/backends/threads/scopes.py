@@ -15,7 +15,7 @@ from keras_strategy.values.topology import Topology
 
 
 class ReplicaScope(keras.StatelessScope):
-    """The variables and the layers' losses as one replica sees them.
+    """The variables as one replica sees them.
 
     What a replica assigns stays in `state_mapping` until all of them have succeeded.
 
@@ -26,7 +26,6 @@ class ReplicaScope(keras.StatelessScope):
     def __init__(self, replica: Replica):
         super().__init__(collect_losses=True, initialize_variables=False)
         self.replica = replica
-        self.layer_losses: dict[int, list[Any]] = {}
 
 
 class MergedScope(keras.StatelessScope):

@@ -1,28 +1,32 @@
-"""One thread for each replica, and what becomes of their errors."""
+"""What carries the replicas of a group, and what becomes of their errors."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_strategy.backends.threads.pool import Pool
-from keras_strategy.backends.threads.rendezvous import Rendezvous, ReplicaStopped
+from keras_strategy.backends.threads.turns import ReplicaStopped, Turns
+
+# Seconds that an interrupted run waits for replicas that do not run Python just now.
+_PATIENCE = 3.0
 
 
 class Team:
-    """The threads of a group of replicas, started when first needed.
+    """The replicas of a group: the first in the thread that calls, others in their own.
 
     Args:
         devices: Canonical names of the replicas' devices.
     """
 
     def __init__(self, devices: Sequence[str]):
-        self.rendezvous = Rendezvous(len(devices))
-        self._names = [f"keras_strategy {name}" for name in devices]
+        self._names = [f"keras_strategy {name}" for name in devices[1:]]
         self._pool: Pool | None = None
 
-    def call(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Makes one call in each thread.
+    def call(self, turns: Turns, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Makes one call for each replica, in turns.
 
         Args:
+            turns: Those of this run.
             calls: One call for each replica.
 
         Returns:
@@ -33,23 +37,41 @@ class Team:
         """
         if self._pool is None:
             self._pool = Pool(self._names)
+        results: list[Any] = [None] * len(calls)
+        errors: list[BaseException | None] = [None] * len(calls)
 
-        def guarded(call):
-            def call_or_abort():
-                try:
-                    return call()
-                except BaseException:
-                    self.rendezvous.abort()
-                    raise
+        def carry(party):
+            try:
+                turns.begin(party)
+                results[party] = calls[party]()
+            except BaseException as error:
+                errors[party] = error
+                turns.fail()
+            finally:
+                turns.end(party)
 
-            return call_or_abort
-
-        results = self._pool.call(
-            [guarded(call) for call in calls], self.rendezvous.abort
+        self._pool.submit(
+            [functools.partial(carry, party) for party in range(1, len(calls))]
         )
-        errors = [error for _, error in results if error is not None]
-        if errors:
-            self.rendezvous.reset()
-            causes = [e for e in errors if not isinstance(e, ReplicaStopped)]
-            raise causes[0] if causes else errors[0]
-        return [result for result, _ in results]
+        try:
+            carry(0)
+            if isinstance(errors[0], KeyboardInterrupt):
+                raise errors[0]
+            turns.wait_for_all()
+        except KeyboardInterrupt:
+            turns.fail()
+            self._interrupt(turns)
+            raise
+        raised = [error for error in errors if error is not None]
+        if raised:
+            causes = [e for e in raised if not isinstance(e, ReplicaStopped)]
+            raise causes[0] if causes else raised[0]
+        return results
+
+    def _interrupt(self, turns: Turns) -> None:
+        """Ends the replicas that are left when this thread was interrupted."""
+        assert self._pool is not None
+        pool, self._pool = self._pool, None
+        pool.interrupt()
+        if not turns.wait_for_all(_PATIENCE):
+            pool.abandon()

@@ -4,7 +4,6 @@ The first is the Parameter that Keras made, so that a variable read outside of t
 replicas, saved or handed to torch code is an ordinary one.
 """
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,6 @@ from keras_strategy.rules.aggregation import (
 from keras_strategy.values.topology import Topology
 
 ATTRIBUTE = "_ks_components"
-_lock = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -76,10 +74,8 @@ class Components:
             run: What stands for the run.
         """
         if self._run is not run:
-            with _lock:
-                if self._run is not run:
-                    self.refresh(variable)
-                    self._run = run
+            self.refresh(variable)
+            self._run = run
 
     def refresh(self, variable: Any) -> None:
         """Copies the first component to the others if somebody wrote to it.
@@ -162,11 +158,7 @@ def find_or_make(variable: Any, layout: Layout) -> Components:
     if components is None:
         if keras_scope() is None:
             first_values.settle()  # before it is copied
-        with _lock:
-            components = _of_layout(find(variable), layout)
-            if components is None:
-                components = Components(variable, layout)
-                vars(variable)[ATTRIBUTE] = components
+        components = vars(variable)[ATTRIBUTE] = Components(variable, layout)
     return components
 
 

@@ -1,4 +1,4 @@
-"""The torch adapter: one thread per device of this process."""
+"""The torch adapter: the devices of this process in turns."""
 
 from collections.abc import Callable, Sequence
 from types import ModuleType

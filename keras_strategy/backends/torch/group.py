@@ -1,4 +1,4 @@
-"""The replicas of one strategy, which run the same function at the same time."""
+"""The replicas of one strategy, which run the same function in turns."""
 
 import contextlib
 import functools
@@ -11,9 +11,14 @@ import keras
 import torch
 
 from keras_strategy.backends.single import tensors_of_arrays
-from keras_strategy.backends.threads.hooks import ThreadState, keras_scope
+from keras_strategy.backends.threads.hooks import (
+    ThreadState,
+    keep_global_seed_generator,
+    keras_scope,
+)
 from keras_strategy.backends.threads.scopes import MergedScope
 from keras_strategy.backends.threads.team import Team
+from keras_strategy.backends.threads.turns import Turns
 from keras_strategy.backends.torch.batch_logs import watch_readers
 from keras_strategy.backends.torch.components import Layout, add, find_or_make
 from keras_strategy.backends.torch.devices import torch_device
@@ -22,6 +27,7 @@ from keras_strategy.backends.torch.run import Run
 from keras_strategy.backends.torch.workers import TorchWorkers
 from keras_strategy.core import context
 from keras_strategy.core.components import update_components
+from keras_strategy.core.own_attributes import AttributesOfReplicas, OwnAttributes
 from keras_strategy.core.registry import get_engine
 from keras_strategy.hooks.variables import stored
 from keras_strategy.rules import first_values
@@ -63,7 +69,7 @@ class TorchGroup:
         self.topology = Topology(devices, workers)
         self.layout = Layout(self.torch_devices, workers, self.topology)
         self._team = Team(devices)
-        self._share = 0  # of the cores, for the operations of one replica
+        self._attributes = AttributesOfReplicas(len(devices), torch.is_tensor)
         self._lock = threading.Lock()
 
     def scope(self):
@@ -134,61 +140,50 @@ class TorchGroup:
             return self._run(fn, args, kwargs)
 
     def _run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        run = Run()
+        run, turns = Run(), Turns(len(self.devices))
+        own = self._attributes.begin()
         replicas = [
-            TorchReplica(self, index, self._team.rendezvous, run)
+            TorchReplica(self, index, turns, own[index], run)
             for index in range(len(self.devices))
         ]
         calls = [
             functools.partial(
                 self._run_replica,
                 replica,
+                own[replica.index],
                 fn,
                 select_replica((args, kwargs), replica.index),
             )
             for replica in replicas
         ]
         try:
-            # The only replica here has nobody to wait for: this thread is as good as
-            # one of its own, and need not wait for that one.
-            outputs = [calls[0]()] if len(calls) == 1 else self._in_threads(calls)
+            # The only replica here has nobody to wait for.
+            outputs = [calls[0]()] if len(calls) == 1 else self._in_turns(turns, calls)
         except BaseException as error:
             self._mend(error, replicas)
             raise
+        self._attributes.commit(own)
         replicas[0].scope.note_versions()
         return outputs[0]
 
-    def _in_threads(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Makes one call in each replica's thread, with this thread's settings.
-
-        Each of them gets its share of the cores: torch would give all to every thread.
-        """
+    def _in_turns(self, turns: Turns, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Makes one call for each replica, with this thread's settings."""
         state, gradients = ThreadState.capture(), torch.is_grad_enabled()
-        cores = torch.get_num_threads()
-        share = max(1, cores // len(calls))
 
         def with_settings(call):
-            if torch.get_num_threads() != share:
-                torch.set_num_threads(share)
             with state.applied(), torch.set_grad_enabled(gradients):
                 return call()
 
-        try:
-            outputs = self._team.call(
-                [functools.partial(with_settings, call) for call in calls]
-            )
-        finally:
-            if self._share != share:
-                # A thread keeps what it set; threads that start later take what was
-                # set last in any.
-                torch.set_num_threads(cores)
-                self._share = share
-        state.keep_global_seed_generator()
+        outputs = self._team.call(
+            turns, [functools.partial(with_settings, call) for call in calls]
+        )
+        keep_global_seed_generator(turns.seed_generator)
         return outputs
 
     def _run_replica(
         self,
         replica: TorchReplica,
+        own: OwnAttributes,
         fn: Callable[..., Any],
         arguments: tuple[tuple, dict],
     ) -> Any:
@@ -198,6 +193,7 @@ class TorchGroup:
             keras.device(device),
             context.replica_in_charge(replica.context),
             replica.scope,
+            own.in_turn(),
         ):
             args, kwargs = tensors_of_arrays(arguments)
             output = fn(*args, **kwargs)
@@ -250,7 +246,8 @@ class TorchGroup:
 
     def gather(self, values: Sequence[Any], axis: int) -> torch.Tensor:
         device = self.torch_devices[0]
-        joined = torch.cat([v.to(device) for v in values], dim=axis)
+        tensors = [keras.ops.convert_to_tensor(value).to(device) for value in values]
+        joined = torch.cat(tensors, dim=axis)
         if self.workers is None:
             return joined
         return self.workers.gather("strategy.gather", joined, axis)[0]

@@ -12,10 +12,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from keras_strategy.backends.threads import hooks as thread_hooks
-from keras_strategy.backends.threads.hooks import keras_seeds
 from keras_strategy.backends.torch import components
 from keras_strategy.backends.torch.batch_logs import BatchLogs
-from keras_strategy.backends.torch.run import process_generator
+from keras_strategy.backends.torch.modules import call_module
 from keras_strategy.hooks.conditions import (
     in_replica,
     in_scope_of_workers,
@@ -29,7 +28,7 @@ from keras_strategy.input.agreement import AgreedBatches
 from keras_strategy.rules import first_values
 from keras_strategy.rules.ownership import strategy_of_model
 
-keras_random = home_of("dropout gamma beta binomial", "keras.src.backend.torch.random")
+keras_random = home_of("dropout", "keras.src.backend.torch.random")
 TorchEpochIterator: Any = home_of(
     "TorchEpochIterator", "keras.src.backend.torch.trainer"
 ).TorchEpochIterator
@@ -60,19 +59,6 @@ def _dropout(original, replica, inputs, rate, noise_shape=None, seed=None):
     generator = replica.generator(inputs.device)
     mask = torch.empty_like(inputs, requires_grad=False)
     return inputs * mask.bernoulli_(keep, generator=generator).div_(keep)
-
-
-@hook(keras_random, ("gamma", "beta", "binomial"), ("seed",), when=in_replica)
-def _one_at_a_time(original, replica, *args, **kwargs):
-    """One replica at a time seeds the process's generator.
-
-    torch samples these distributions from no other; Keras puts its state back.
-    """
-    if kwargs.get("seed") is None:
-        # The replicas meet to make it, which they could not while one has the lock.
-        kwargs["seed"] = keras_seeds.global_seed_generator()
-    with process_generator:
-        return original(*args, **kwargs)
 
 
 # --- variables
@@ -137,6 +123,18 @@ def _zero_grad(original, replica, self, set_to_none=True):
     """
     for variable in self.variables:
         variable.value.grad = None
+
+
+@hook(
+    keras.layers.TorchModuleWrapper,
+    "call",
+    "(self, *args, training=None, **kwargs)",
+    when=in_replica,
+)
+def _call_module(original, replica, self, *args, training=None, **kwargs):
+    """It computes with this replica's Parameters, not with those of the first."""
+    self.train(training is not False)
+    return call_module(replica, self.module, self.variables, args, kwargs)
 
 
 # --- the trainer

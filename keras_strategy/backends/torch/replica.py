@@ -6,12 +6,13 @@ from typing import Any
 import keras
 import torch
 
-from keras_strategy.backends.threads.rendezvous import Rendezvous
 from keras_strategy.backends.threads.replica import ThreadReplica
+from keras_strategy.backends.threads.turns import Turns
 from keras_strategy.backends.torch.components import add
 from keras_strategy.backends.torch.run import Run
 from keras_strategy.backends.torch.staging import TorchScope
 from keras_strategy.backends.torch.workers import in_one_piece
+from keras_strategy.core.own_attributes import OwnAttributes
 from keras_strategy.rules.reduction import addable
 from keras_strategy.values.distributed import ReduceOp
 
@@ -22,12 +23,15 @@ class TorchReplica(ThreadReplica):
     Args:
         group: The group of replicas.
         index: This replica's number on this worker.
-        rendezvous: Where the replicas meet.
+        turns: The turns of the replicas of this worker.
+        own: What this replica sets on layers.
         run: The run, the same object for all its replicas.
     """
 
-    def __init__(self, group: Any, index: int, rendezvous: Rendezvous, run: Run):
-        super().__init__(group.strategy, index, group.topology, rendezvous)
+    def __init__(
+        self, group: Any, index: int, turns: Turns, own: OwnAttributes, run: Run
+    ):
+        super().__init__(group.strategy, index, group.topology, turns, own)
         self.scope = TorchScope(self, index, group.layout, run)
         self._group = group
         self._run = run
@@ -93,21 +97,6 @@ class TorchReplica(ThreadReplica):
         return self._generators[device]
 
 
-def _gradient_of_sum(
-    replica: TorchReplica, name: str, gradient: torch.Tensor, weight: float | None
-) -> torch.Tensor:
-    """The gradient of what every replica received, by what this one gave.
-
-    In a training step the optimizer multiplies by the weight afterwards, so that
-    this replica is given (sum over s of w_s * g_s) / w_r.
-    """
-    if weight is None:
-        return replica.sum(name, gradient)
-    part = gradient * weight if weight > 0 else torch.zeros_like(gradient)
-    total = replica.sum(name, part)
-    return total / weight if weight > 0 else torch.zeros_like(total)
-
-
 class _AllReduce(torch.autograd.Function):
     """The sum over the replicas, whose gradient is summed as well."""
 
@@ -119,8 +108,34 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         name = "gradient of all_reduce"
-        total = _gradient_of_sum(ctx.replica, name, gradients[0], ctx.weight)
+        total = _GradientOfSum.apply(gradients[0], ctx.replica, name, ctx.weight)
         return total, None, None
+
+
+class _GradientOfSum(torch.autograd.Function):
+    """The gradient of what every replica received, by what this one gave.
+
+    In a training step the optimizer multiplies by the weight afterwards, so that
+    this replica is given (sum over s of w_s * g_s) / w_r. Of that, by the same rule,
+    the gradient is the sum of theirs.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, gradient, replica: TorchReplica, name: str, weight: float | None
+    ):
+        ctx.replica, ctx.weight = replica, weight
+        if weight is None:
+            return replica.sum(name, gradient)
+        part = gradient * weight if weight > 0 else torch.zeros_like(gradient)
+        total = replica.sum(name, part)
+        return total / weight if weight > 0 else torch.zeros_like(total)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        counts = ctx.weight is None or ctx.weight > 0
+        gradient = gradients[0] if counts else torch.zeros_like(gradients[0])
+        return _AllReduce.apply(gradient, ctx.replica, ctx.weight), None, None, None
 
 
 class _AllGather(torch.autograd.Function):
@@ -156,6 +171,6 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         name = "gradient of all_gather"
-        total = _gradient_of_sum(ctx.replica, name, gradients[0], ctx.weight)
+        total: Any = _GradientOfSum.apply(gradients[0], ctx.replica, name, ctx.weight)
         mine = total.split(ctx.sizes, dim=ctx.axis)[ctx.replica.id]
         return mine, None, None, None

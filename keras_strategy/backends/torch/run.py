@@ -1,11 +1,7 @@
 """What the replicas of one call of `strategy.run` have in common."""
 
-import threading
-
 import torch
 
-# Held by a replica while it uses torch's process-wide generator.
-process_generator = threading.Lock()
 # Large and odd, so that the seeds of replicas and of consecutive runs stay apart.
 _STRIDE = 0x9E3779B1
 
@@ -19,15 +15,14 @@ class Run:
     def generator(self, index: int, device: torch.device) -> torch.Generator:
         """A replica's own generator, for what Keras draws from the process's.
 
-        The threads of the replicas would draw from that one in an order of their own.
-        Its state decides what all of them draw, and advances only if one asks.
+        Its state, which workers have in common, decides what all of them draw, and
+        advances only if one asks.
 
         Args:
             index: The number of the replica.
             device: Where it draws.
         """
-        with process_generator:
-            if self._seed is None:
-                self._seed = int(torch.randint(2**62, ()))
+        if self._seed is None:
+            self._seed = int(torch.randint(2**62, ()))
         generator = torch.Generator(device=device)
         return generator.manual_seed((self._seed + index * _STRIDE) % 2**63)

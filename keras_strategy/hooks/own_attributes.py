@@ -1,0 +1,107 @@
+"""Where Keras notices what is set on a layer."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from keras_strategy.core.own_attributes import ABSENT, here, whose_turn
+from keras_strategy.hooks.hook import Extension, changed, home_of
+
+_tracking = home_of(
+    "TrackedList TrackedDict TrackedOrderedDict TrackedSet", "keras.src.utils.tracking"
+)
+
+
+@dataclass(frozen=True)
+class _Noted(Extension):
+    """What a replica sets on a layer is its own until the run ends.
+
+    No hooks of single functions: they are called very often, and outside of a replica
+    each costs one look at where this thread is.
+
+    Attributes:
+        owner: The class.
+        methods: What changes an object of it, and what makes that which is called in
+            the place of each.
+    """
+
+    owner: Any
+    methods: dict[str, Callable[[Callable], Callable]]
+
+    @property
+    def target(self) -> str:
+        """The class."""
+        return f"{self.owner.__name__}.{next(iter(self.methods))}"
+
+    @property
+    def when(self) -> Callable[..., Any]:
+        """The condition."""
+        return whose_turn
+
+    def check(self) -> None:
+        """Raises `KerasVersionError` unless the class has all of them."""
+        for name in self.methods:
+            if not hasattr(self.owner, name):
+                raise changed(f"{self.owner.__name__}.{name}", "is gone")
+
+    def install(self) -> None:
+        """Puts what notes a change in their place."""
+        for name, around in self.methods.items():
+            original = inspect.getattr_static(self.owner, name)
+            setattr(self.owner, name, functools.wraps(original)(around(original)))
+
+
+def _setting(original: Callable) -> Callable:
+    def replacement(self, name, value):
+        own = here.own
+        # Keras sets some to what they are, in every call of a layer.
+        if own is not None and vars(self).get(name, ABSENT) is not value:
+            own.set(self, name, value)
+        return original(self, name, value)
+
+    return replacement
+
+
+def _deleting(original: Callable) -> Callable:
+    def replacement(self, name):
+        own = here.own
+        if own is not None:
+            own.set(self, name, ABSENT)
+        return original(self, name)
+
+    return replacement
+
+
+def _changing(original: Callable) -> Callable:
+    def replacement(self, *args, **kwargs):
+        own = here.own
+        # Keras clears empty lists all the time.
+        if own is not None and (self or args):
+            own.change(self, args)
+        return original(self, *args, **kwargs)
+
+    return replacement
+
+
+def _container(kind: Any, methods: str) -> _Noted:
+    return _Noted(kind, dict.fromkeys(methods.split(), _changing))
+
+
+_DICT = "update setdefault pop popitem clear __setitem__ __delitem__ __ior__"
+
+_layer = _Noted(keras.Layer, {"__setattr__": _setting, "__delattr__": _deleting})
+_list = _container(
+    _tracking.TrackedList,
+    "append extend insert remove pop clear reverse sort"
+    " __setitem__ __delitem__ __iadd__",
+)
+_dict = _container(_tracking.TrackedDict, _DICT)
+_ordered_dict = _container(_tracking.TrackedOrderedDict, _DICT)
+_set = _container(
+    _tracking.TrackedSet,
+    "add update discard remove pop clear __ior__ __iand__ __isub__ __ixor__",
+)
