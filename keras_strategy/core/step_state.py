@@ -27,8 +27,6 @@ class StepState:
             replicas.
         logs_are_metrics: Whether what the step returns is `get_metrics_result`'s, which
             is asked for again when all replicas have come to its end.
-        own_metrics: Whether metrics give what this replica's part of their state comes
-            to.
     """
 
     row_weight: Any = None
@@ -39,4 +37,3 @@ class StepState:
     applying: bool = False
     has_all_rows: bool = False
     logs_are_metrics: bool = False
-    own_metrics: bool = False

@@ -86,7 +86,7 @@ def replace_result(cls: type) -> None:
     @functools.wraps(original)
     def result(self, *args, **kwargs):
         replica = in_step()
-        if replica is None or replica.step.own_metrics:
+        if replica is None:
             return original(self, *args, **kwargs)
         with _AllReplicas(merged(replica, self.variables)):
             return original(self, *args, **kwargs)
@@ -115,18 +115,14 @@ class _AllReplicas(keras.StatelessScope):
 
 
 def results_of_step(get_metrics_result: Callable, replica: Any, model: Any) -> Any:
-    """A step of Keras's own leaves its logs to what merges them when they are read.
+    """What `get_metrics_result` gives in a step.
 
-    So they cost no communication in the steps whose logs nobody reads.
+    Nothing, where it is all that the step returns: it is asked for again outside of the
+    replicas, if somebody reads it.
 
     Args:
         get_metrics_result: Keras's method.
         replica: The replica, in a step.
         model: The model.
     """
-    step = replica.step
-    step.own_metrics = step.logs_are_metrics
-    try:
-        return get_metrics_result(model)
-    finally:
-        step.own_metrics = False
+    return {} if replica.step.logs_are_metrics else get_metrics_result(model)

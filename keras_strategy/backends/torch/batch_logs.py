@@ -30,8 +30,12 @@ class BatchLogs:
         self.are_read = True
         self.of_metrics: set[str] | None = None
 
+    def of_own_step(self, model: keras.Model) -> dict[str, Any]:
+        """The logs of a step that returns the model's metrics and no more."""
+        return model.get_metrics_result() if self.are_read else _Unread(model)
+
     def are_needed(self, logs: Any) -> bool:
-        """Whether such logs of a batch must be those of all replicas.
+        """Whether logs of a user's step must be those of all replicas.
 
         Args:
             logs: What the replicas returned.
@@ -49,6 +53,24 @@ class BatchLogs:
     def give_to(self, function: Any) -> None:
         """Lets others find them by the function."""
         setattr(function, _ATTRIBUTE, self)
+
+
+class _Unread(dict):
+    """A model's metrics, of which nobody asks for more than the names.
+
+    Keras does at the end of an epoch, and then takes the metrics themselves.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: keras.Model):
+        super().__init__()
+        self._model = model
+
+    def keys(self) -> Any:
+        """The names."""
+        return self._model.get_metrics_result().keys()
 
 
 def may_read(callback: keras.callbacks.Callback, kind: str) -> bool:

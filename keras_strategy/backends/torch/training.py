@@ -47,14 +47,13 @@ def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callab
         return weighted(data, shard.weight)
 
     def logs_of(outputs, weights):
-        if not batch_logs.are_needed(outputs):
-            return select_replica(outputs, 0)
         with torch.no_grad():
-            if own or batch_logs.of_metrics is None:
-                metrics = model.get_metrics_result()
-                batch_logs.of_metrics = set(metrics)
-                if own:
-                    return metrics
+            if own:
+                return batch_logs.of_own_step(model)
+            if not batch_logs.are_needed(outputs):
+                return select_replica(outputs, 0)
+            if batch_logs.of_metrics is None:
+                batch_logs.of_metrics = set(model.get_metrics_result())
             return _means(outputs, strategy, weights)
 
     def one_batch(batch):
