@@ -6,6 +6,7 @@ what replicas assign is brought together at once, by the variable's aggregation.
 the replicas aggregates.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -131,6 +132,32 @@ def local_parts_outside(variable: Any, value: Any, topology: Topology) -> list[A
     """What each replica of this worker holds, see `parts_outside`."""
     first, other = parts_outside(variable, value, topology.num_replicas)
     return [first if replica == 0 else other for replica in topology.local_replicas]
+
+
+def part_outside(
+    variable: Any,
+    values: Sequence[Any],
+    topology: Topology,
+    add: Callable[[Sequence[Any]], Any],
+) -> Any:
+    """What a worker adds to what an on_read variable is outside of the replicas.
+
+    Args:
+        variable: The variable.
+        values: What each replica of this worker holds.
+        topology: Where the replicas are.
+        add: The sum of tensors of several devices.
+
+    Returns:
+        A tensor. The sum of all workers' is what the variable reads as.
+    """
+    if variable.aggregation == "only_first_replica":
+        first = values[0]
+        return first if topology.first == 0 else ops.zeros_like(first)
+    total = add(values)
+    if variable.aggregation == "mean":
+        return ops.divide(total, topology.num_replicas)
+    return total
 
 
 def no_value(variable: Any) -> ValueError:

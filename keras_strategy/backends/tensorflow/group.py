@@ -38,7 +38,11 @@ from keras_strategy.core.registry import get_engine
 from keras_strategy.core.replica_context import ReplicaContext
 from keras_strategy.hooks.random import kept_generator
 from keras_strategy.hooks.variables import initialize, stored
-from keras_strategy.rules.aggregation import is_on_read, local_parts_outside
+from keras_strategy.rules.aggregation import (
+    is_on_read,
+    local_parts_outside,
+    part_outside,
+)
 from keras_strategy.values.distributed import (
     DistributedValues,
     Mirrored,
@@ -130,13 +134,7 @@ class TensorFlowGroup:
     def part_of_this_worker(self, variable: Any) -> Any:
         """What this worker adds to an on_read variable's value."""
         components = [tf.convert_to_tensor(c) for c in self.components(variable)]
-        if variable.aggregation == "only_first_replica":
-            value = components[0]
-            return value if self.topology.first == 0 else tf.zeros_like(value)
-        total = combine.add(components)
-        if variable.aggregation == "mean":
-            return combine.divide(total, self.topology.num_replicas)
-        return total
+        return part_outside(variable, components, self.topology, combine.add)
 
     def assign(self, variable: Any, value: Any) -> None:
         """Writes a value for all replicas, outside of them."""

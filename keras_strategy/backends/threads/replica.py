@@ -14,6 +14,7 @@ from keras_strategy.core.own_attributes import OwnAttributes, set_for_all
 from keras_strategy.core.replica_context import ReplicaContext
 from keras_strategy.core.step_state import StepState
 from keras_strategy.rules import first_values
+from keras_strategy.rules.aggregation import part_outside
 from keras_strategy.values.distributed import regroup, select_replica
 from keras_strategy.values.topology import Topology
 
@@ -107,15 +108,8 @@ class ThreadReplica:
         )
 
     def _aggregated(self, variable: Any, values: Sequence[Any]) -> Any:
-        if variable.aggregation == "only_first_replica":
-            # What the other workers add to it is nothing.
-            total = values[0] if self.id == self.index else values[0] * 0
-        else:
-            total = self.add(values)
-        total = self.of_all_workers(f"the value of '{variable.path}'", total)
-        if variable.aggregation == "mean":
-            return total / self.topology.num_replicas
-        return total
+        part = part_outside(variable, values, self.topology, self.add)
+        return self.of_all_workers(f"the value of '{variable.path}'", part)
 
     def once(self, fn: Callable[[], Any]) -> Any:
         with (

@@ -18,6 +18,7 @@ from keras_strategy.rules.aggregation import (
     is_on_read,
     local_parts_outside,
     no_value,
+    part_outside,
 )
 from keras_strategy.values.topology import Topology
 
@@ -120,15 +121,11 @@ class Components:
 
     def part_of_this_worker(self, variable: Any) -> torch.Tensor:
         """What this worker adds to an on_read variable's value."""
-        topology = self.layout.topology
         with torch.no_grad():
-            if variable.aggregation == "only_first_replica":
-                value = self.first.detach().clone()
-                return value if topology.first == 0 else torch.zeros_like(value)
-            total = add(self.tensors)
-            if variable.aggregation == "mean":
-                return total / topology.num_replicas
-            return total
+            # What is read stays as it is when a replica goes on to write.
+            own = self.first.detach().clone()
+            tensors = [own, *self.tensors[1:]]
+            return part_outside(variable, tensors, self.layout.topology, add)
 
 
 def add(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
