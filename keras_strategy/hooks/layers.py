@@ -81,6 +81,27 @@ def _moments(original, strategy, self, inputs, mask):
     return normalization.masked_moments(replica, inputs, mask, axes)
 
 
+# --- recurrent layers
+
+
+@hook(
+    keras.layers.RNN,
+    "call",
+    "(self, sequences, initial_state=None, mask=None, training=False)",
+    when=in_step,
+)
+def _rnn_call(original, replica, self, *args, **kwargs):
+    """A replica's rows are not those that a stateful layer keeps states for."""
+    if self.stateful:
+        raise ValueError(
+            f"The layer '{self.name}' is stateful: it keeps a state for each row of a "
+            "batch, of which each replica has a part. Use the model with one replica, "
+            "or call it in `strategy.run`, where each replica keeps the states of its "
+            "own rows."
+        )
+    return original(self, *args, **kwargs)
+
+
 # --- activity regularizers
 
 

@@ -303,6 +303,35 @@ def test_run_builds_lazily(two):
     assert int(optimizer.iterations) == 2
 
 
+def test_a_branch_that_one_replica_takes(two):
+    """Nothing is compiled, so the replicas ask one after the other."""
+    with two.scope():
+        layer, sgd = keras.layers.Dense(2), keras.optimizers.SGD()
+
+    def step(x):
+        if not layer.built:
+            layer(x)
+            return x
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(x))
+        gradients = tape.gradient(loss, layer.trainable_variables)
+        sgd.apply(gradients, layer.trainable_variables)
+        return x
+
+    with pytest.raises(RuntimeError) as caught:
+        two.run(step, (tf.ones((4, 3)),), options=ks.RunOptions(compile=False))
+    assert "must take the same branches" in caught.value.__notes__[-1]
+
+
+def test_a_tape_outside_the_replicas(two):
+    with two.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        with tf.GradientTape() as tape:
+            value = tf.reduce_sum(model(tf.ones((4, 3))))
+        with pytest.raises(RuntimeError, match="`strategy.run` calls"):
+            tape.gradient(value, model.trainable_variables)
+
+
 def test_apply_outside_the_replicas(two):
     with two.scope():
         v = keras.Variable(1.0)

@@ -59,6 +59,10 @@ NEEDED_BY = {
     ),
     "hooks.layers BatchNormalization.__init__": ("torch", _SYNCHRONIZED),
     "hooks.layers BatchNormalization._moments": ("torch", _SYNCHRONIZED),
+    "hooks.layers RNN.call": (
+        "torch",
+        "tests/core/test_where_users_go.py::test_stateful_layers",
+    ),
     "hooks.variables Variable.__init__": (
         "torch",
         f"{_RUN}::test_variables_of_a_strategy",
@@ -222,6 +226,10 @@ NEEDED_BY = {
     "backends.tensorflow.hooks Variable._direct_assign": (
         "tensorflow",
         f"{_RUN}::test_assigning_a_mirrored_variable",
+    ),
+    "backends.tensorflow.hooks Variable.handle": (
+        "tensorflow",
+        f"{_TF}::test_a_tape_outside_the_replicas",
     ),
     "backends.tensorflow.hooks Variable._initialize": (
         "tensorflow",

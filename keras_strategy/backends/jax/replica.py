@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import keras
 from keras import tree
 
@@ -59,7 +60,12 @@ class JaxReplica:
                 "all_gather joins tensors along one of their dimensions. Received: "
                 f"axis={axis} and a tensor of shape {value.shape}."
             )
-        return jax.lax.all_gather(value, AXIS, axis=axis % value.ndim, tiled=True)
+        axis %= value.ndim
+        if value.size == 0:  # which XLA refuses to gather
+            shape = list(value.shape)
+            shape[axis] *= self._strategy.num_replicas_in_sync
+            return jnp.zeros(shape, value.dtype)
+        return jax.lax.all_gather(value, AXIS, axis=axis, tiled=True)
 
     def merge_call(self, merge_fn: Callable[..., Any], args: tuple, kwargs: dict):
         def merged(leaf):

@@ -1,6 +1,10 @@
 """One tf.function for each function that is run.
 
 Running on several replicas eagerly is 20 to 40 times slower than in a tf.function.
+
+A function may build layers when it is first traced. Replicas are traced one after the
+other, so the first one alone finds them unbuilt, and may have taken another branch. So
+such a trace is thrown away, as are those in which a tf.function makes variables.
 """
 
 import contextlib
@@ -11,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 from keras import tree
 
-from keras_strategy.backends.tensorflow.seeds import Seeds
+from keras_strategy.backends.tensorflow.replica import Peers
 from keras_strategy.rules.known_functions import (
     MANY_PROGRAMS,
     PROGRAMS,
@@ -26,11 +30,11 @@ class CompiledRuns:
 
     Args:
         call: Runs a function on every replica: `call(fn, args, kwargs)`.
-        seeds: What the replicas draw from.
+        peers: The replicas.
     """
 
-    def __init__(self, call: Callable[[Callable, tuple, dict], Any], seeds: Seeds):
-        self._functions = KnownFunctions(lambda: _CompiledRun(call, seeds))
+    def __init__(self, call: Callable[[Callable, tuple, dict], Any], peers: Peers):
+        self._functions = KnownFunctions(lambda: _CompiledRun(call, peers))
 
     def __call__(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         run = self._functions.find(fn)
@@ -49,15 +53,16 @@ class _CompiledRun:
 
     Args:
         call: See `CompiledRuns`.
-        seeds: Likewise.
+        peers: Likewise.
 
     Attributes:
         traces: How often the function was traced.
     """
 
-    def __init__(self, call: Callable, seeds: Seeds):
+    def __init__(self, call: Callable, peers: Peers):
         self._call = call
-        self._seeds = seeds
+        self._peers = peers
+        self._seeds = peers.seeds
         self._draws = False
         # What is remembered for a function or an object must not keep it alive, so
         # each call brings the function, which is traced where that is necessary.
@@ -76,6 +81,8 @@ class _CompiledRun:
         self._function = tf.function(trace, autograph=False, reduce_retracing=True)
 
     def __call__(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        if not self._templates:
+            self._build(fn, args, kwargs)
         function, templates = self._function, self._templates
         if self._draws:
             self._seeds.renew()
@@ -99,6 +106,18 @@ class _CompiledRun:
             lambda leaf: next(tensors) if leaf is _TENSOR else leaf,
             templates[int(number)],
         )
+
+    def _build(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> None:
+        """Traces the function, and forgets the trace if something was built in it."""
+        made = self._peers.made
+        try:
+            with self._bringing(fn):
+                self._function.get_concrete_function(args, kwargs)
+        except Exception:
+            if self._peers.made == made:
+                raise
+        if self._peers.made != made:
+            self._start()
 
     @contextlib.contextmanager
     def _bringing(self, fn: Callable[..., Any]) -> Iterator[None]:

@@ -26,7 +26,16 @@ def value_and_grad(
                 "The function given to `value_and_grad` must return a scalar to "
                 f"differentiate. Received a tensor of the shape {value.shape}."
             )
-        gradients = tape.gradient(value, [stored(variable) for variable in variables])
+        gradients = tape.gradient(value, [_watched(variable) for variable in variables])
         return ((value, aux) if has_aux else value), gradients
 
     return compute
+
+
+def _watched(variable: Any) -> Any:
+    """What is read of a variable: outside of the replicas, the first one's."""
+    value = stored(variable)
+    mirrored = isinstance(value, tf.distribute.DistributedValues)
+    if mirrored and tf.distribute.in_cross_replica_context():
+        return tf.distribute.get_strategy().experimental_local_results(value)[0]
+    return value

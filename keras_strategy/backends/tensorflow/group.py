@@ -88,7 +88,7 @@ class TensorFlowGroup:
             self.native = WorkersStrategy(devices, workers)
         self.peers = Peers(strategy, self.native, self.topology, workers)
         self._attributes = AttributesOfReplicas(len(devices), tf.is_tensor)
-        self._compiled = CompiledRuns(self.call, self.peers.seeds)
+        self._compiled = CompiledRuns(self.call, self.peers)
 
     def scope(self):
         return self.native.scope()
@@ -225,6 +225,16 @@ class TensorFlowGroup:
                 error.add_note(
                     "The function was not compiled: what the replicas had assigned "
                     "to variables before this error stays assigned."
+                )
+            if "made a different number of replica_context().merge_call()" in str(
+                error
+            ):
+                # An earlier replica's Python changes what a later one's finds.
+                error.add_note(
+                    "All replicas must take the same branches. They take turns, so "
+                    "what an earlier one has built is built for the next one: build "
+                    "layers and optimizers before `strategy.run`, or call them "
+                    "without asking whether they are built."
                 )
             raise
         self._attributes.commit(own)

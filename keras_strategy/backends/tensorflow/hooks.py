@@ -93,6 +93,7 @@ def _initialize(original, strategy, self, value):
                 f"it outside, or give an initializer. Received: {value!r}"
             )
         value = constant
+    replica.peers.made += 1
     replica.peers.beside_them(make)
 
 
@@ -143,6 +144,23 @@ def _value(original, self):
     with group.calling(name):
         part = group.part_of_this_worker(self)
         return self._maybe_autocast(group.workers.sum(name, part))
+
+
+@hook(keras.Variable, "handle", None)
+def _handle(original, self):
+    """Who asks for a gradient outside of the replicas is told what to do."""
+    try:
+        return original(self)
+    except ValueError as error:
+        strategy = strategy_of_variable(self)
+        if strategy is None or strategy.num_replicas_in_sync == 1:
+            raise
+        raise RuntimeError(
+            f"The variable '{self.path}' of {strategy!r} is used by TensorFlow in the "
+            "strategy's scope, but outside of its replicas, where it is no single "
+            "variable. Put the step into a function that `strategy.run` calls, or use "
+            "`keras_strategy.value_and_grad`."
+        ) from error
 
 
 @hook(keras.Variable, ("__float__", "__int__"), "(self)", when=strategy_of_variable)

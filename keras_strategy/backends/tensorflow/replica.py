@@ -35,6 +35,7 @@ class Peers:
         topology: Where they are.
         workers: The processes that they belong to, or None for this one alone.
         seeds: What they draw from that have no seed of their own.
+        made: How often a replica has made or built something.
     """
 
     strategy: "Strategy"
@@ -42,6 +43,7 @@ class Peers:
     topology: Topology
     workers: TensorFlowWorkers | None
     seeds: Seeds = dataclasses.field(init=False)
+    made: int = 0
 
     def __post_init__(self):
         self.seeds = Seeds(self.beside_them, self.workers)
@@ -183,6 +185,7 @@ class TensorFlowReplica:
         return select_replica(self._merge(merge, (args, kwargs)), self.index)
 
     def once(self, fn: Callable[[], Any]) -> Any:
+        self.peers.made += 1
         return self.peers.beside_them(fn)
 
     def seed_generator(self) -> Any:
