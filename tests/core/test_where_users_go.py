@@ -40,28 +40,26 @@ def test_gathering_no_rows(rows, axis, two):
 def test_asking_whether_a_layer_is_built(two):
     """On TensorFlow the first replica alone would find it unbuilt."""
     with two.scope():
-        layer, other = keras.layers.Dense(2), keras.layers.Dense(2)
-        sgd, count = keras.optimizers.SGD(0.0), keras.metrics.Sum()
+        layer, sgd = keras.layers.Dense(2), keras.optimizers.SGD(0.0)
+        count = keras.metrics.Sum()
 
     def step(x):
         if not layer.built:
             layer(x)
-        elif not other.built:
-            other(x)
-        else:
-            count.update_state(keras.ops.ones(()))
+            return keras.ops.sum(x)
+        count.update_state(keras.ops.ones(()))
         total, gradients = ks.value_and_grad(
             lambda: keras.ops.sum(layer(x)), layer.trainable_variables
         )()
         sgd.apply(gradients, layer.trainable_variables)
         return total
 
-    x = np.ones((4, 3), "float32")
-    for _ in range(4):
-        (first, second) = local(two, two.run(step, (x,)))
+    for _ in range(3):
+        (first, second) = local(two, two.run(step, (np.ones((4, 3), "float32"),)))
         assert first == second
-    # Each replica counted as often as the other.
-    assert float(count.result()) % 2 == 0
+    # Where it is compiled, what the first call builds is built in what runs.
+    counted = 2 if keras.backend.backend() == "torch" else 3
+    assert float(count.result()) == 2 * counted
 
 
 def test_a_gradient_in_a_scope_and_outside_of_run(two):
