@@ -151,15 +151,13 @@ def find_or_make(variable: Any, layout: Layout) -> Components:
     A variable that belongs to no strategy, as the process's own seed generator, may be
     used by several: then each makes them of what the first component is.
     """
-    components = _of_layout(find(variable), layout)
-    if components is None:
-        if keras_scope() is None:
-            first_values.settle()  # before it is copied
-        components = vars(variable)[ATTRIBUTE] = Components(variable, layout)
-    return components
-
-
-def _of_layout(components: Components | None, layout: Layout) -> Components | None:
-    if components is None or components.on_read or components.layout == layout:
+    components = find(variable)
+    # Asked for each variable in every run: no function of its own.
+    if components is not None and (
+        components.layout is layout or components.on_read or components.layout == layout
+    ):
         return components
-    return None
+    if keras_scope() is None:
+        first_values.settle()  # before it is copied
+    components = vars(variable)[ATTRIBUTE] = Components(variable, layout)
+    return components
