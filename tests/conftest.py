@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import pathlib
+import signal
 
 # Without it XLA's CPU devices can starve each other on a machine of few cores; make
 # sets it too.
@@ -31,6 +32,9 @@ import pytest
 
 import keras_strategy as ks
 from keras_strategy.testing import WarmStarter, WorkerRunner
+
+# A shell has what it starts in the background ignore Ctrl-C, which tests press.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
