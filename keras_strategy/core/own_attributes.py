@@ -50,6 +50,26 @@ class OwnValues(PerReplica):
         )
 
 
+_before_turns: list[Callable[[], None]] = []
+_lock = threading.Lock()
+
+
+def before_first_turn(callback: Callable[[], None]) -> None:
+    """Has something done when a replica's turn begins for the first time.
+
+    Args:
+        callback: Called without arguments, once.
+    """
+    with _lock:
+        _before_turns.append(callback)
+
+
+def _prepare_turns() -> None:
+    with _lock:
+        while _before_turns:
+            _before_turns.pop()()
+
+
 class _Here(threading.local):
     """Whose turn it is in this thread."""
 
@@ -189,6 +209,8 @@ class OwnAttributes:
 
     def put_back(self) -> None:
         """Begins a turn."""
+        if _before_turns:
+            _prepare_turns()
         here.own = self
         self._in_place = True
         if self.aside:

@@ -8,7 +8,12 @@ from typing import Any
 
 import keras
 
-from keras_strategy.core.own_attributes import ABSENT, here, whose_turn
+from keras_strategy.core.own_attributes import (
+    ABSENT,
+    before_first_turn,
+    here,
+    whose_turn,
+)
 from keras_strategy.hooks.hook import Extension, changed, home_of
 
 _tracking = home_of(
@@ -21,7 +26,8 @@ class _Noted(Extension):
     """What a replica sets on a layer is its own until the run ends.
 
     No hooks of single functions: they are called very often, and outside of a replica
-    each costs one look at where this thread is.
+    each costs one look at where this thread is. They are put in place when the first
+    replica takes its turn.
 
     Attributes:
         owner: The class.
@@ -49,7 +55,11 @@ class _Noted(Extension):
                 raise changed(f"{self.owner.__name__}.{name}", "is gone")
 
     def install(self) -> None:
-        """Puts what notes a change in their place."""
+        """Has them noted as soon as there is a replica that takes turns."""
+        # On JAX there need be none, and Keras sets attributes in each step of fit.
+        before_first_turn(self._put_in_place)
+
+    def _put_in_place(self) -> None:
         for name, around in self.methods.items():
             original = inspect.getattr_static(self.owner, name)
             setattr(self.owner, name, functools.wraps(original)(around(original)))
