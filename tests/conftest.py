@@ -51,7 +51,10 @@ ENGINELESS = {"benchmarks", "coordination", "launch", "testing"}
 
 
 # What starts processes that have an engine.
-PROCESSES = {"speed", "workers", "test_examples.py", "test_imports.py"}
+PROCESSES = {
+    *("speed", "workers"),
+    *("test_examples.py", "test_imports.py", "test_killed.py", "test_threads.py"),
+}
 TESTS = pathlib.Path(__file__).parent
 
 
@@ -60,14 +63,15 @@ def part_of(path: pathlib.Path) -> str:
     room = path.relative_to(TESTS).parts[0]
     if room in ENGINELESS:
         return "engineless"
-    workers = path.stem.endswith("_workers")
-    return "processes" if room in PROCESSES or workers else "single"
+    if {room, path.name} & PROCESSES or path.stem.endswith("_workers"):
+        return "processes"
+    return "training" if room == "training" else "single"
 
 
 def pytest_addoption(parser):
     parser.addoption(
         "--part",
-        choices=("single", "processes", "engineless"),
+        choices=("single", "training", "processes", "engineless"),
         help="run a part of the suite, as tools/run_tests.py does",
     )
 

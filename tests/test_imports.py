@@ -109,6 +109,12 @@ print(ks.MirroredStrategy().num_replicas_in_sync)
     assert last_line(code, KERAS_STRATEGY_LOGICAL_CPUS="3") == "3"
 
 
+def test_the_environment_variable_is_checked(program):
+    end = program("import keras_strategy", KERAS_STRATEGY_LOGICAL_CPUS="many")
+    assert end.exit_status != 0
+    assert "KERAS_STRATEGY_LOGICAL_CPUS='many'" in end.output
+
+
 def test_no_other_engine_is_imported():
     listing = "import sys, json; print(json.dumps([m for m in %r if m in sys.modules]))"
     alone = json.loads(python(f"import keras; {listing % (BACKENDS,)}"))

@@ -93,12 +93,6 @@ def test_set_logical_devices_refuses(arguments, says):
         ks.config.set_logical_devices(*arguments)
 
 
-def test_the_environment_variable_is_checked(program):
-    end = program("import keras_strategy", KERAS_STRATEGY_LOGICAL_CPUS="many")
-    assert end.exit_status != 0
-    assert "KERAS_STRATEGY_LOGICAL_CPUS='many'" in end.output
-
-
 def test_what_a_resolver_says_of_the_devices():
     """Accelerators alone, and like TensorFlow where it can be asked."""
     found = TFConfigClusterResolver().num_accelerators()
