@@ -66,8 +66,10 @@ def before_first_turn(callback: Callable[[], None]) -> None:
 
 def _prepare_turns() -> None:
     with _lock:
-        while _before_turns:
-            _before_turns.pop()()
+        # Another thread waits for the lock as long as there are some.
+        for callback in _before_turns:
+            callback()
+        _before_turns.clear()
 
 
 class _Here(threading.local):

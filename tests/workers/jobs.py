@@ -241,6 +241,25 @@ def sources_that_fail() -> list[str]:
     return said
 
 
+def only_the_first_counts() -> list[float]:
+    """Reads a variable of which all replicas but the first hold infinity."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        v = keras.Variable(
+            0.0, synchronization="on_read", aggregation="only_first_replica"
+        )
+
+    def step():
+        context = ks.get_replica_context()
+        first = keras.ops.equal(context.replica_id_in_sync_group, 0)
+        v.assign(keras.ops.where(first, 1.0, np.inf))
+        return context.merge_call(lambda strategy: v + 0.0)
+
+    read = strategy.run(step, options=ks.RunOptions(compile=False))
+    inside = strategy.experimental_local_results(read)[0]
+    return [float(inside), float(keras.ops.convert_to_numpy(v))]
+
+
 def different_shapes() -> str:
     """A collective of values of different shapes on the workers."""
     strategy = ks.MultiWorkerMirroredStrategy()

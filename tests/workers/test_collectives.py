@@ -30,3 +30,8 @@ def test_values_of_different_shapes(two_workers):
     for said in two_workers.run(jobs.different_shapes):
         assert "worker 0: (2,)" in said
         assert "worker 1: (3,)" in said
+
+
+def test_what_counts_is_the_first_replicas_alone(two_workers):
+    for inside, outside in two_workers.run(jobs.only_the_first_counts):
+        assert inside == outside == 1.0
