@@ -23,7 +23,7 @@ from keras_strategy.values.distributed import (
 )
 
 if TYPE_CHECKING:
-    from keras_strategy.core.protocol import Strategy
+    from keras_strategy.core.strategy import Strategy
     from keras_strategy.options.run import RunOptions
 
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from keras_strategy.core.protocol import Replica, Strategy
+    from keras_strategy.core.protocol import Replica
     from keras_strategy.core.replica_context import ReplicaContext
+    from keras_strategy.core.strategy import Strategy
 
 
 class _Place(threading.local):

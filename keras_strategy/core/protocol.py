@@ -5,102 +5,22 @@ one strategy on that engine. `Replica` is one of them while a function runs on i
 connects the processes of a cluster is in `core/workers.py`.
 """
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from keras_strategy.values.distributed import DistributedValues, Mirrored, ReduceOp
-from keras_strategy.values.topology import Topology
 
 if TYPE_CHECKING:
     from keras_strategy.core.replica_context import ReplicaContext
     from keras_strategy.core.step_state import StepState
+    from keras_strategy.core.strategy import Strategy
     from keras_strategy.core.workers import Workers
     from keras_strategy.options.cross_device_ops import CrossDeviceOps
     from keras_strategy.options.input import InputOptions
     from keras_strategy.options.run import RunOptions
     from keras_strategy.workers.cluster import Cluster
-
-
-class Strategy(Protocol):
-    """What the rooms below know of a strategy."""
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """The number of replicas, over all workers."""
-        ...
-
-    @property
-    def extended(self) -> "StrategyExtended":
-        """What it holds."""
-        ...
-
-    def scope(self) -> AbstractContextManager[Any]:
-        """Puts it in charge."""
-        ...
-
-    def run(
-        self,
-        fn: Callable[..., Any],
-        args: tuple | list = (),
-        kwargs: Any = None,
-        options: "RunOptions | None" = None,
-    ) -> Any:
-        """Calls `fn` on every replica."""
-        ...
-
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
-        """Combines the replicas' values into one."""
-        ...
-
-    def gather(self, value: Any, axis: int) -> Any:
-        """Concatenates the replicas' values."""
-        ...
-
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """The components of a value that are on this worker."""
-        ...
-
-
-class StrategyExtended(Protocol):
-    """What the rooms below know of `strategy.extended`."""
-
-    @property
-    def group(self) -> "ReplicaGroup":
-        """Its replicas."""
-        ...
-
-    @property
-    def cluster(self) -> "Cluster | None":
-        """The workers that train together; None for this process alone."""
-        ...
-
-    @property
-    def variables(self) -> MutableMapping[int, Any]:
-        """The variables that were made in its scope, by `id`."""
-        ...
-
-    @property
-    def topology(self) -> Topology:
-        """Where its replicas are."""
-        ...
-
-    @property
-    def worker_devices(self) -> tuple[str, ...]:
-        """The devices of this worker's replicas."""
-        ...
-
-    def update(
-        self,
-        var: Any,
-        fn: Callable[..., Any],
-        args: tuple | list = (),
-        kwargs: Any = None,
-        group: bool = True,
-    ) -> Any:
-        """Changes a variable outside of the replicas."""
-        ...
 
 
 class Engine(Protocol):

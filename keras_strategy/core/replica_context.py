@@ -11,7 +11,8 @@ from keras_strategy.options.communication import check_communication_options
 from keras_strategy.values.distributed import DistributedValues, ReduceOp
 
 if TYPE_CHECKING:
-    from keras_strategy.core.protocol import Replica, Strategy
+    from keras_strategy.core.protocol import Replica
+    from keras_strategy.core.strategy import Strategy
 
 
 class ReplicaContext:

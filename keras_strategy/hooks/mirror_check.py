@@ -14,7 +14,7 @@ from keras_strategy.hooks.variables import stored
 from keras_strategy.rules.aggregation import is_on_read
 
 if TYPE_CHECKING:
-    from keras_strategy.core.protocol import Strategy
+    from keras_strategy.core.strategy import Strategy
 
 # Set by `config.check_mirrored`.
 enabled = False

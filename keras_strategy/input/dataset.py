@@ -12,7 +12,7 @@ from keras_strategy.core.registry import get_engine
 from keras_strategy.values.distributed import PerReplica
 
 if TYPE_CHECKING:
-    from keras_strategy.core.protocol import Strategy
+    from keras_strategy.core.strategy import Strategy
 
 
 class Parts(list[Any]):

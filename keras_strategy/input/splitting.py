@@ -33,7 +33,7 @@ from keras_strategy.rules.row_weights import split_rows
 from keras_strategy.rules.step import rows_of
 
 if TYPE_CHECKING:
-    from keras_strategy.core.protocol import Strategy
+    from keras_strategy.core.strategy import Strategy
 
 _BATCH_FIRST = (
     "The elements must be batches; make them of single rows first, with "

@@ -52,7 +52,7 @@ from keras_strategy.rules.aggregation import is_on_read
 from keras_strategy.rules.known_functions import KnownFunctions
 
 if TYPE_CHECKING:
-    from keras_strategy.core.protocol import Strategy
+    from keras_strategy.core.strategy import Strategy
     from keras_strategy.workers.cluster import Cluster
 
 # Programs of two Python threads must reach all their devices in the same order: each

@@ -15,7 +15,7 @@ from keras_strategy.backends.jax.replica import in_program
 
 if TYPE_CHECKING:
     from keras_strategy.backends.jax.group import JaxReplicaGroup
-    from keras_strategy.core.protocol import Strategy
+    from keras_strategy.core.strategy import Strategy
     from keras_strategy.options.cross_device_ops import CrossDeviceOps
     from keras_strategy.workers.cluster import Cluster
 

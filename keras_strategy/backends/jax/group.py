@@ -33,7 +33,7 @@ from keras_strategy.rules.aggregation import is_on_read
 from keras_strategy.values.distributed import DistributedValues, Mirrored, ReduceOp
 
 if TYPE_CHECKING:
-    from keras_strategy.core.protocol import Strategy
+    from keras_strategy.core.strategy import Strategy
     from keras_strategy.options.run import RunOptions
     from keras_strategy.workers.cluster import Cluster
 

@@ -49,7 +49,7 @@ from keras_strategy.values.distributed import (
 from keras_strategy.values.topology import Topology
 
 if TYPE_CHECKING:
-    from keras_strategy.core.protocol import Strategy
+    from keras_strategy.core.strategy import Strategy
 
 
 class Components:

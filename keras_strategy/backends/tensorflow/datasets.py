@@ -22,7 +22,7 @@ from keras_strategy.options.input import InputOptions
 from keras_strategy.values.distributed import PerReplica
 
 if TYPE_CHECKING:
-    from keras_strategy.core.protocol import Strategy
+    from keras_strategy.core.strategy import Strategy
 
 
 def distribute(

@@ -14,7 +14,7 @@ from keras_strategy.values.distributed import DistributedValues
 
 if TYPE_CHECKING:
     from keras_strategy.backends.tensorflow.group import TensorFlowGroup
-    from keras_strategy.core.protocol import Strategy
+    from keras_strategy.core.strategy import Strategy
     from keras_strategy.input.dataset import DistributedDataset
     from keras_strategy.options.cross_device_ops import CrossDeviceOps
     from keras_strategy.options.input import InputOptions

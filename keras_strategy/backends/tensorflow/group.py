@@ -53,7 +53,7 @@ from keras_strategy.values.distributed import (
 from keras_strategy.values.topology import Topology
 
 if TYPE_CHECKING:
-    from keras_strategy.core.protocol import Strategy
+    from keras_strategy.core.strategy import Strategy
     from keras_strategy.options.cross_device_ops import CrossDeviceOps
     from keras_strategy.options.run import RunOptions
 

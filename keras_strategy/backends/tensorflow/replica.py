@@ -22,7 +22,7 @@ from keras_strategy.values.distributed import ReduceOp, regroup, select_replica
 from keras_strategy.values.topology import Topology
 
 if TYPE_CHECKING:
-    from keras_strategy.core.protocol import Strategy
+    from keras_strategy.core.strategy import Strategy
 
 
 @dataclasses.dataclass

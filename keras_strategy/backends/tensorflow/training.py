@@ -29,7 +29,7 @@ from keras_strategy.rules.step import (
 from keras_strategy.values.distributed import DistributedValues, PerReplica
 
 if TYPE_CHECKING:
-    from keras_strategy.core.protocol import Strategy
+    from keras_strategy.core.strategy import Strategy
 
 
 class TrainingStrategy:
