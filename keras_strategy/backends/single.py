@@ -16,6 +16,7 @@ from keras_strategy.rules.reduction import addable
 from keras_strategy.values.distributed import (
     DistributedValues,
     Mirrored,
+    PerReplica,
     ReduceOp,
     is_numeric_array,
     map_leaves,
@@ -100,6 +101,9 @@ class SingleReplicaGroup:
     def components(self, variable: Any) -> tuple[Any, ...]:
         return (variable.value,)
 
+    def parts(self, variable: Any) -> PerReplica:
+        return PerReplica(self.components(variable))
+
     def assign_components(self, variable: Any, values: Sequence[Any]) -> None:
         variable.assign(values[0])
 
@@ -108,7 +112,7 @@ class SingleReplicaGroup:
     ) -> Any:
         device = self._strategy.extended.worker_devices[0]
         component = VariableComponent(variable, variable.value, device)
-        args, kwargs = tensors_of_arrays(select_replica((args, kwargs), 0))
+        args, kwargs = tensors_of_arrays(select_replica((args, kwargs), 0, 1, "update"))
         result = bare(fn(component, *args, **kwargs))
         if component.assigned:
             self.assign_components(variable, [component.value])
@@ -124,7 +128,7 @@ class SingleReplicaGroup:
         kwargs: dict,
         options: "RunOptions",
     ) -> Any:
-        args, kwargs = tensors_of_arrays(select_replica((args, kwargs), 0))
+        args, kwargs = tensors_of_arrays(select_replica((args, kwargs), 0, 1))
         with context.replica_in_charge(self.context):
             return fn(*args, **kwargs)
 

@@ -8,7 +8,12 @@ import keras
 from keras import ops, tree
 
 from keras_strategy.core.registry import get_engine
-from keras_strategy.values.distributed import Mirrored, regroup, select_replica
+from keras_strategy.values.distributed import (
+    Mirrored,
+    map_leaves,
+    regroup,
+    select_replica,
+)
 
 
 class VariableComponent(keras.Variable):
@@ -106,7 +111,7 @@ class Containers:
 
 def bare(result: Any) -> Any:
     """What a function of components returned, with values for variables."""
-    return tree.map_structure(
+    return map_leaves(
         lambda leaf: leaf.value if isinstance(leaf, keras.Variable) else leaf, result
     )
 
@@ -120,27 +125,37 @@ def update_components(
         group: A group of several replicas.
         variable: One of its variables.
         fn: Called with a `VariableComponent` and the arguments, on its device.
-        args: Positional arguments; each component gets its part of distributed ones.
+        args: Positional arguments; each component gets its part of distributed ones
+            and the components on its device of variables, which are all of the group.
         kwargs: Keyword arguments, likewise.
 
     Returns:
         What `fn` returned, joined, with `Mirrored` in the place of tensors.
     """
-    backend = get_engine()
-    components, results = [], []
-    values = group.components(variable)
+    backend, replicas = get_engine(), len(group.devices)
+    given = [x for x in tree.flatten((args, kwargs)) if isinstance(x, keras.Variable)]
+    values = {id(x): (x, group.components(x)) for x in (variable, *given)}
+    made: list[dict[int, VariableComponent]] = []
+    results = []
     for replica, device in enumerate(group.devices):
 
+        def component(of, replica=replica, device=device):
+            variable, parts = of
+            value = ops.convert_to_tensor(parts[replica])
+            return VariableComponent(variable, value, device)
+
         def place(leaf, device=device):
+            if isinstance(leaf, keras.Variable):
+                return made[-1][id(leaf)]
             return backend.copy_to(leaf, device) if backend.is_tensor(leaf) else leaf
 
-        own = select_replica((args, kwargs), replica)
+        own = select_replica((args, kwargs), replica, replicas, "update")
         with backend.device_scope(device):
-            value = ops.convert_to_tensor(values[replica])
-            component = VariableComponent(variable, value, device)
+            made.append({key: component(of) for key, of in values.items()})
             own_args, own_kwargs = tree.map_structure(place, own)
-            results.append(bare(fn(component, *own_args, **own_kwargs)))
-        components.append(component)
-    if any(component.assigned for component in components):
-        group.assign_components(variable, [c.value for c in components])
+            results.append(bare(fn(made[-1][id(variable)], *own_args, **own_kwargs)))
+    for key, (assigned, _) in values.items():
+        components = [of_replica[key] for of_replica in made]
+        if any(component.assigned for component in components):
+            group.assign_components(assigned, [c.value for c in components])
     return regroup(results, backend.is_tensor, Mirrored, one_of_many=True)

@@ -206,6 +206,10 @@ class ReplicaGroup(Protocol):
         """What each local replica holds of `variable`."""
         ...
 
+    def parts(self, variable: Any) -> DistributedValues:
+        """What the replicas hold of `variable`, as `reduce` takes it."""
+        ...
+
     def assign_components(self, variable: Any, values: Sequence[Any]) -> None:
         """Writes what each local replica holds of `variable`.
 
@@ -224,7 +228,7 @@ class ReplicaGroup(Protocol):
             variable: A variable of this group.
             fn: Called with a `VariableComponent` and the arguments.
             args: Positional arguments; each component gets its part of distributed
-                values.
+                values, and of variables, which are all of this group.
             kwargs: Keyword arguments, likewise.
 
         Returns:

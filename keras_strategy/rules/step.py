@@ -101,16 +101,16 @@ def rows_of_arrays(arrays: Sequence[Any]) -> int:
     return rows.pop()
 
 
-def mean_logs(logs: Any, replicas: int, weights: Sequence[Any]) -> Any:
+def mean_logs(logs: Any, weights: Sequence[Any]) -> Any:
     """The mean of what replicas returned, weighted by rows.
 
     Args:
         logs: What they returned, joined.
-        replicas: Their number.
         weights: Their row weights. If these are of some replicas only, what comes out
             is what these add to the mean.
     """
-    parts = [select_replica(logs, replica) for replica in range(replicas)]
+    replicas = len(weights)
+    parts = [select_replica(logs, replica, replicas) for replica in range(replicas)]
     return tree.map_structure(lambda *values: weighted_mean(values, weights), *parts)
 
 

@@ -16,12 +16,13 @@ from keras_strategy.input import splitting
 from keras_strategy.input.dataset import DistributedDataset
 from keras_strategy.options.input import InputContext, InputOptions
 from keras_strategy.options.run import RunOptions, check_call, check_run_options
-from keras_strategy.rules import first_values
+from keras_strategy.rules import first_values, ownership
 from keras_strategy.values.distributed import (
     DistributedValues,
     PerReplica,
     ReduceOp,
     ValueContext,
+    select_replica,
     sum_of_copies,
 )
 
@@ -119,7 +120,8 @@ class Strategy:
                 which replica it runs on.
             args: A tuple or list of positional arguments. `PerReplica` values
                 in it give every replica its own component, everything else goes
-                to every replica as it is.
+                to every replica as it is. A variable stays a variable, which reads
+                as the replica's component.
             kwargs: A dict of keyword arguments, or None; likewise.
             options: `RunOptions`, or None for the default ones.
 
@@ -129,7 +131,8 @@ class Strategy:
             With one replica, what `fn` returned.
 
         Raises:
-            ValueError: If `args` is neither a tuple nor a list.
+            ValueError: If `args` is neither a tuple nor a list, or holds a value of
+                another strategy, with another number of components.
             TypeError: If `fn` cannot be called, or `options` are none.
             MirrorError: In the mode of `config.check_mirrored`, if the components of
                 a mirrored variable differ afterwards.
@@ -169,7 +172,9 @@ class Strategy:
 
         Args:
             reduce_op: A `ReduceOp` or its name in any case.
-            value: A structure of `PerReplica` values, as `run` returns them.
+            value: A structure of `PerReplica` values, as `run` returns them, and of
+                variables: one with `synchronization="on_read"` is what each replica
+                holds, any other the same for all of them.
             axis: None to combine the replicas' tensors elementwise; an int or a
                 tuple of ints to combine these dimensions as well. The mean over
                 `axis=0` of 4 rows on one replica and 2 on the other divides by
@@ -179,8 +184,9 @@ class Strategy:
             The structure, with one tensor in the place of each value.
 
         Raises:
-            ValueError: If `reduce_op` is not one, or if a value is the same for
-                all replicas and was asked for its SUM over them.
+            ValueError: If `reduce_op` is not one, if a value is the same for all
+                replicas and was asked for its SUM over them, or if it is of another
+                strategy, with another number of components.
             RuntimeError: Inside a function that `run` calls.
 
         Example:
@@ -201,7 +207,10 @@ class Strategy:
             return tree.map_structure(lambda x: self._reduce_one(op, x, axis), value)
 
     def _reduce_one(self, op: ReduceOp, value: Any, axis: Any) -> Any:
+        if isinstance(value, keras.Variable):
+            value = ownership.value_of(self, "reduce", value)
         if isinstance(value, DistributedValues):
+            ownership.require_own(self, "reduce", value)
             return self._extended.group.reduce(op, value, axis)
         if axis is not None and op is ReduceOp.MEAN:
             return keras.ops.mean(value, axis=axis)
@@ -215,8 +224,9 @@ class Strategy:
         """Concatenates the replicas' values.
 
         Args:
-            value: A structure of `PerReplica` values, as `run` returns them, of rank
-                1 or more. Sizes along `axis` may differ, the others must agree.
+            value: A structure of `PerReplica` values, as `run` returns them, and of
+                variables, of rank 1 or more. Sizes along `axis` may differ, the others
+                must agree.
             axis: The dimension along which the values are joined, in the order of
                 the replicas.
 
@@ -225,7 +235,8 @@ class Strategy:
             A value that is not distributed stays what it is.
 
         Raises:
-            ValueError: If the values cannot be joined along `axis`.
+            ValueError: If the values cannot be joined along `axis`, or are of another
+                strategy, with another number of components.
             RuntimeError: Inside a function that `run` calls.
 
         Example:
@@ -243,8 +254,11 @@ class Strategy:
         context.require_cross_replica(self, "gather")
 
         def gather_one(x):
+            if isinstance(x, keras.Variable):
+                x = ownership.parts_of(self, "gather", x) or x.value
             if not isinstance(x, DistributedValues):
                 return x
+            ownership.require_own(self, "gather", x)
             _check_gatherable(x, axis)
             return self._extended.group.gather(x.values, axis)
 
@@ -255,11 +269,15 @@ class Strategy:
         """Returns the components of a value that are on this worker.
 
         Args:
-            value: A structure of distributed values, or a variable.
+            value: A structure of distributed values and variables.
 
         Returns:
             A tuple with one element for each local replica. For a value that is
             not distributed, a tuple of that value alone.
+
+        Raises:
+            ValueError: If a value is of another strategy, with another number of
+                components.
 
         Example:
 
@@ -276,22 +294,25 @@ class Strategy:
         ```
         """
         if isinstance(value, keras.Variable):
-            if not self._extended.variable_created_in_scope(value):
-                return (value.value,)
             return self._extended.local_components(value)
-        leaves = [
-            leaf for leaf in tree.flatten(value) if isinstance(leaf, DistributedValues)
-        ]
+        method = "experimental_local_results"
+
+        def distributed(x):
+            if not isinstance(x, keras.Variable):
+                return x
+            return ownership.parts_of(self, method, x) or x
+
+        value = tree.map_structure(distributed, value)
+        leaves = [x for x in tree.flatten(value) if isinstance(x, DistributedValues)]
         if not leaves:
             return (value,)
-
-        def component(replica):
-            return tree.map_structure(
-                lambda x: x.values[replica] if isinstance(x, DistributedValues) else x,
-                value,
-            )
-
-        return tuple(component(replica) for replica in range(len(leaves[0].values)))
+        for leaf in leaves:
+            ownership.require_own(self, method, leaf)
+        replicas = len(leaves[0].values)
+        return tuple(
+            select_replica(value, replica, replicas, method)
+            for replica in range(replicas)
+        )
 
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]

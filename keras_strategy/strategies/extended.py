@@ -18,6 +18,7 @@ from keras_strategy.hooks import installed
 from keras_strategy.options.communication import check_communication_options
 from keras_strategy.options.run import check_call
 from keras_strategy.rules import ownership
+from keras_strategy.rules.aggregation import is_on_read
 from keras_strategy.values.devices import resolve_devices
 from keras_strategy.values.distributed import (
     DistributedValues,
@@ -161,8 +162,10 @@ class StrategyExtended:
                 `merge_call` on JAX it is called once, for the program of all
                 replicas.
             args: Positional arguments. Each component gets its part of a `Mirrored`
-                value, everything else goes to all of them. `PerReplica` values are
-                for variables with `synchronization="on_read"` alone.
+                value, and the component on its device of a variable; everything else
+                goes to all of them. What may differ, which is `PerReplica` values and
+                variables with `synchronization="on_read"`, is for such variables
+                alone.
             kwargs: A dict of keyword arguments, or None; likewise.
             group: Whether to join what `fn` returned.
 
@@ -173,8 +176,9 @@ class StrategyExtended:
 
         Raises:
             TypeError: If `var` is not a variable, or `fn` cannot be called.
-            ValueError: If `var` was made outside the scope, or a `PerReplica` value
-                would make the components of a mirrored variable differ.
+            ValueError: If `var` was made outside the scope, an argument would make the
+                components of a mirrored variable differ, or is of another strategy,
+                with another number of components.
             RuntimeError: Inside another strategy's scope.
 
         Example:
@@ -212,16 +216,41 @@ class StrategyExtended:
                 kwargs,
             )
         context.require_cross_replica(self._strategy, "update")
-        if var.synchronization != "on_read":
-            _check_mirrored_arguments(var, args, kwargs)
         with self._strategy.scope():
-            result = self.group.update(var, fn, args, kwargs)
+            own_args, own_kwargs = self._arguments_of_update(var, args, kwargs)
+            result = self.group.update(var, fn, own_args, own_kwargs)
             if group:
                 return result
+            replicas = len(self.worker_devices)
             return tuple(
-                select_replica(result, replica)
-                for replica in range(len(self.worker_devices))
+                select_replica(result, replica, replicas, "update")
+                for replica in range(replicas)
             )
+
+    def _arguments_of_update(
+        self, var: keras.Variable, args: tuple, kwargs: dict
+    ) -> Any:
+        """The arguments, with variables of this strategy alone."""
+
+        def argument(leaf):
+            own = isinstance(leaf, keras.Variable) and (
+                ownership.strategy_of_variable(leaf) is self._strategy
+            )
+            value = leaf
+            if isinstance(leaf, VariableComponent):
+                value = leaf.value
+            elif isinstance(leaf, keras.Variable) and not own:
+                value = ownership.value_of(self._strategy, "update", leaf)
+            differs = isinstance(value, DistributedValues) and (
+                not isinstance(value, Mirrored)
+            )
+            if (differs or own and is_on_read(leaf)) and not is_on_read(var):
+                raise _would_differ(var, leaf)
+            if isinstance(value, DistributedValues):
+                ownership.require_own(self._strategy, "update", value)
+            return value
+
+        return tree.map_structure(argument, (args, kwargs))
 
     def reduce_to(
         self,
@@ -234,8 +263,9 @@ class StrategyExtended:
 
         Args:
             reduce_op: A `ReduceOp` or its name in any case.
-            value: A `PerReplica` value. With `"mean"`, or with one replica, also one
-                that is the same for all replicas.
+            value: A `PerReplica` value, or a variable with `synchronization="on_read"`.
+                With `"mean"`, or with one replica, also one that is the same for all
+                replicas.
             destinations: A variable or a distributed value, whose devices get the
                 result, or a device's name.
             options: A `CommunicationOptions`, or None.
@@ -245,8 +275,9 @@ class StrategyExtended:
             `destinations` is on one device.
 
         Raises:
-            ValueError: If `reduce_op` is not one, the value cannot be reduced, or
-                there is no such device.
+            ValueError: If `reduce_op` is not one, the value cannot be reduced or is of
+                another strategy, with another number of components, or there is no such
+                device.
             TypeError: If `destinations` is none of these.
             RuntimeError: Inside a function that `run` calls.
 
@@ -270,6 +301,11 @@ class StrategyExtended:
         context.require_cross_replica(self._strategy, "reduce_to")
         place = self._destination(destinations)
         with self._strategy.scope():
+            if isinstance(value, keras.Variable):
+                value = ownership.value_of(self._strategy, "reduce_to", value)
+            for given in (value, destinations):
+                if isinstance(given, DistributedValues):
+                    ownership.require_own(self._strategy, "reduce_to", given)
             if isinstance(value, DistributedValues) and not isinstance(value, Mirrored):
                 value = self.group.reduce(op, value, None)
             elif op is ReduceOp.SUM and self._strategy.num_replicas_in_sync > 1:
@@ -428,15 +464,21 @@ class StrategyExtended:
         return self._containers.get(value, value)
 
     def local_components(self, variable: keras.Variable) -> tuple[Any, ...]:
-        """What each local replica holds of a variable of this strategy.
+        """What each local replica holds of a variable.
 
         Args:
             variable: The variable.
 
         Returns:
-            One tensor for each local replica.
+            One tensor for each local replica; of a variable of no strategy its value.
+
+        Raises:
+            ValueError: If it is of another strategy, with another number of replicas.
         """
-        components = self.group.components(variable)
+        parts = ownership.parts_of(
+            self._strategy, "experimental_local_results", variable
+        )
+        components = (variable.value,) if parts is None else parts.values
         self._containers.remember(components, variable)
         return components
 
@@ -450,12 +492,10 @@ def check_variable(argument: str, value: Any) -> None:
         )
 
 
-def _check_mirrored_arguments(var: keras.Variable, args: tuple, kwargs: dict) -> None:
-    for leaf in tree.flatten((args, kwargs)):
-        if isinstance(leaf, DistributedValues) and not isinstance(leaf, Mirrored):
-            raise ValueError(
-                f"`update` of the mirrored variable '{var.path}' takes values that are "
-                "the same for all replicas; one that may differ would make its "
-                "components differ. Combine it first: strategy.extended.reduce_to("
-                f"'sum', value, destinations=var). Received: {leaf!r}"
-            )
+def _would_differ(var: keras.Variable, value: Any) -> ValueError:
+    return ValueError(
+        f"`update` of the mirrored variable '{var.path}' takes values that are the "
+        "same for all replicas; one that may differ would make its components differ. "
+        "Combine it first: strategy.extended.reduce_to('sum', value, "
+        f"destinations=var). Received: {value!r}"
+    )

@@ -4,6 +4,7 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 from keras import tree
 
@@ -73,7 +74,13 @@ class DistributedValues:
 
     Args:
         values: The components, in the order of the replicas.
+
+    Attributes:
+        count: The number of components; None in a program of all replicas, where each
+            of them sees its own alone.
     """
+
+    count: int | None = None
 
     def __init__(self, values: Sequence[Any]):
         values = tuple(values)
@@ -83,6 +90,7 @@ class DistributedValues:
                 f"Received: values={values!r}"
             )
         self._values = values
+        self.count = len(values)
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -92,6 +100,22 @@ class DistributedValues:
     def __repr__(self) -> str:
         parts = (f"  {i}: {value!r}" for i, value in enumerate(self.values))
         return f"{type(self).__name__}:{{\n" + ",\n".join(parts) + "\n}"
+
+
+def is_no_tensor(value: DistributedValues, *args: Any, **kwargs: Any) -> Any:
+    """Refuses to make one tensor of a distributed value.
+
+    Each engine has its own name for the method that is asked for one.
+
+    Raises:
+        TypeError: Always.
+    """
+    raise TypeError(
+        f"A distributed value is no tensor: it has {value.count} component(s), one for "
+        "each replica. Give it to `strategy.run` as an argument, where each replica "
+        "gets its own; or make a tensor of it with `reduce` or `gather` of its "
+        f"strategy. Received: {value!r}"
+    )
 
 
 class PerReplica(DistributedValues):
@@ -179,14 +203,48 @@ def map_leaves(fn: Callable[[Any], Any], structure: Any) -> Any:
     return tree.map_structure(fn, structure)
 
 
-def select_replica(structure: Any, replica: int) -> Any:
-    """Returns `structure` with replica `replica`'s part of distributed values."""
-    return map_leaves(
-        lambda leaf: (
-            leaf.values[replica] if isinstance(leaf, DistributedValues) else leaf
-        ),
-        structure,
+def of_another_strategy(
+    value: DistributedValues, method: str, replicas: int
+) -> ValueError:
+    """The error for a value that has not one component for each replica.
+
+    Args:
+        value: The value.
+        method: The method that was given it.
+        replicas: The number of replicas of this worker.
+    """
+    return ValueError(
+        f"`{method}` was given a value of another strategy: it has {value.count} "
+        f"component(s), and the strategy has {replicas} replica(s) on this worker. "
+        "`reduce` or `gather` of the strategy that it is of make a tensor of it, which "
+        f"every strategy takes. Received: {value!r}"
     )
+
+
+def select_replica(
+    structure: Any, replica: int, replicas: int, method: str = "run"
+) -> Any:
+    """Returns `structure` with one replica's part of distributed values.
+
+    Args:
+        structure: The structure.
+        replica: The number of the replica on this worker.
+        replicas: How many there are.
+        method: What was given the structure.
+
+    Raises:
+        ValueError: If a value has another number of components.
+    """
+
+    def part(leaf):
+        if not isinstance(leaf, DistributedValues):
+            return leaf
+        values = leaf.values
+        if len(values) != replicas:
+            raise of_another_strategy(leaf, method, replicas)
+        return values[replica]
+
+    return map_leaves(part, structure)
 
 
 def regroup(
@@ -206,8 +264,9 @@ def regroup(
 
     Returns:
         The structure of one output. Tensors and NumPy values become
-        distributed values of the kind; Python constants that are equal on all
-        replicas stay what they are. With one replica, its output as it is.
+        distributed values of the kind; variables, distributed values, and Python
+        constants that are equal on all replicas, stay what they are. With one replica,
+        its output as it is.
 
     Raises:
         ValueError: If the replicas returned different structures.
@@ -226,9 +285,11 @@ def regroup(
             ) from error
 
     def join(*leaves):
+        same = all(leaf is leaves[0] for leaf in leaves)
+        if same and isinstance(leaves[0], keras.Variable | DistributedValues):
+            return leaves[0]
         if is_tensor(leaves[0]) or hasattr(leaves[0], "__array__"):
             return kind(leaves)
-        same = all(leaf is leaves[0] for leaf in leaves)
         if same or all(leaf == leaves[0] for leaf in leaves):
             return leaves[0]
         return kind(leaves)

@@ -41,7 +41,7 @@ def test_values_must_not_be_empty():
 
 def test_select_replica():
     structure = {"a": ks.PerReplica([1, 2]), "b": [3, None]}
-    assert select_replica(structure, 1) == {"a": 2, "b": [3, None]}
+    assert select_replica(structure, 1, 2) == {"a": 2, "b": [3, None]}
 
 
 def test_regroup():

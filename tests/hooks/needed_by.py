@@ -243,14 +243,6 @@ NEEDED_BY = {
         "tensorflow",
         "tests/workers/test_tensorflow.py::test_variables_and_dtypes",
     ),
-    "backends.tensorflow.hooks Variable.__float__": (
-        "tensorflow",
-        f"{_ENTRY}::test_reading_and_setting_weights",
-    ),
-    "backends.tensorflow.hooks Variable.__int__": (
-        "tensorflow",
-        f"{_ENTRY}::test_reading_and_setting_weights",
-    ),
     "backends.tensorflow.hooks Layer._maybe_build": (
         "tensorflow",
         f"{_TF}::test_run_builds_lazily",

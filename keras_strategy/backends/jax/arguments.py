@@ -22,6 +22,7 @@ from keras_strategy.values.distributed import (
     DistributedValues,
     PerReplica,
     is_numeric_array,
+    of_another_strategy,
 )
 
 # What holds no other arguments.
@@ -90,13 +91,16 @@ def take_apart(arguments: Any, distribution: ReplicaDistribution) -> Arguments:
     Raises:
         NotOneProgram: If the replicas' parts of a value differ in shape, or in what is
             no tensor.
+        ValueError: If a value has another number of components.
     """
-    arrays, key = [], []
+    arrays, key, replicas = [], [], len(distribution.devices)
 
     def leaf(x):
-        if isinstance(x, UnevenPerReplica):
-            raise NotOneProgram(x)
         if isinstance(x, DistributedValues):
+            if x.count != replicas:
+                raise of_another_strategy(x, "run", replicas)
+            if isinstance(x, UnevenPerReplica):
+                raise NotOneProgram(x)
             if isinstance(x, ShardedPerReplica) or all(map(is_array, x.values)):
                 value = _joined(x, distribution)
                 arrays.append(value.array)
@@ -182,14 +186,8 @@ def of_first_replica(arguments: Any, replicas: int) -> Any:
 def _joined(
     value: DistributedValues, distribution: ReplicaDistribution
 ) -> ShardedPerReplica:
-    replicas = len(distribution.devices)
     if isinstance(value, ShardedPerReplica) and value.belongs_to(distribution):
         return value
-    if len(value.values) != replicas:
-        raise ValueError(
-            f"A PerReplica value of {len(value.values)} components was given to a "
-            f"strategy of {replicas} local replicas. Received: {value!r}"
-        )
     if len(set(shapes_of(value.values))) > 1:
         raise NotOneProgram(value)
     return joined(value, distribution)

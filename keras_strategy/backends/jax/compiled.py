@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from keras import tree
 
-from keras_strategy.backends.jax import hooks, on_read, state
+from keras_strategy.backends.jax import hooks, marks, on_read, state
 from keras_strategy.backends.jax.arguments import (
     Arguments,
     Constant,
@@ -50,6 +50,7 @@ from keras_strategy.hooks.adoption import adopt
 from keras_strategy.rules import first_values
 from keras_strategy.rules.aggregation import is_on_read
 from keras_strategy.rules.known_functions import KnownFunctions
+from keras_strategy.rules.ownership import require_own_parts, strategy_of_variable
 
 if TYPE_CHECKING:
     from keras_strategy.core.strategy import Strategy
@@ -215,10 +216,18 @@ class Runner:
         mirrored = [
             (key, v) for key, v in function.variables.items() if not is_on_read(v)
         ]
+        for variable in function.variables.values():
+            if is_on_read(variable):
+                require_own_parts(self._strategy, variable)
         program = Program(
             written=[v for key, v in mirrored if key in function.written],
             read=[v for key, v in mirrored if key not in function.written],
             local=[v for v in function.variables.values() if is_on_read(v)],
+            others=[
+                v
+                for _, v in mirrored
+                if strategy_of_variable(v) not in (None, self._strategy)
+            ],
             seed=function.seed,
             name=getattr(fn, "__name__", type(fn).__name__),
         )
@@ -350,6 +359,8 @@ class Runner:
     def _state(self, program: Program) -> tuple[list, list, list]:
         """The values of the variables that a program is called with."""
         everywhere = self._distribution.everywhere
+        for variable in program.others:
+            marks.forget(variable)  # they may be on other devices
         return (
             state.to_overwrite(program.written, everywhere),
             [on_read.locals_of(v, self._distribution) for v in program.local],

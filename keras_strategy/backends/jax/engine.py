@@ -12,12 +12,17 @@ from jax.core import Tracer
 
 from keras_strategy.backends.jax import connection, devices, gradients
 from keras_strategy.backends.jax.replica import in_program
+from keras_strategy.values.distributed import DistributedValues, is_no_tensor
 
 if TYPE_CHECKING:
     from keras_strategy.backends.jax.group import JaxReplicaGroup
     from keras_strategy.core.strategy import Strategy
     from keras_strategy.options.cross_device_ops import CrossDeviceOps
     from keras_strategy.workers.cluster import Cluster
+
+# Keras asks NumPy to convert what it does not know.
+_protocol: Any = DistributedValues
+_protocol.__array__ = is_no_tensor
 
 
 class JaxEngine:

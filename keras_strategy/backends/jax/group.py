@@ -30,7 +30,12 @@ from keras_strategy.core.components import VariableComponent, bare, update_compo
 from keras_strategy.core.registry import get_engine
 from keras_strategy.rules import first_values
 from keras_strategy.rules.aggregation import is_on_read
-from keras_strategy.values.distributed import DistributedValues, Mirrored, ReduceOp
+from keras_strategy.values.distributed import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    ReduceOp,
+)
 
 if TYPE_CHECKING:
     from keras_strategy.core.strategy import Strategy
@@ -103,7 +108,7 @@ class JaxReplicaGroup:
 
     def components(self, variable: Any) -> tuple[Any, ...]:
         if in_program():
-            return TracedPerReplica(component_of(variable)).values
+            return self.parts(variable).values
         scope = keras_scope()
         if isinstance(scope, MergedScope):
             return tuple(scope.components(variable))
@@ -114,6 +119,11 @@ class JaxReplicaGroup:
         array = hooks.array_of(variable)
         # Copies, since the next step overwrites the variable's own buffers.
         return tuple(jnp.copy(part) for part in shards(array, self.distribution))
+
+    def parts(self, variable: Any) -> PerReplica:
+        if in_program():
+            return TracedPerReplica(component_of(variable))
+        return PerReplica(self.components(variable))
 
     def assign_components(self, variable: Any, values: Sequence[Any]) -> None:
         # Copies: a value may be part of another variable's array, which the next
@@ -142,12 +152,22 @@ class JaxReplicaGroup:
         if not in_program():
             return update_components(self, variable, fn, args, kwargs)
         # One trace serves all replicas: this replica's component stands for all.
-        value = component_of(variable)
-        component = VariableComponent(variable, value, ", ".join(self.devices))
-        args, kwargs = tree.map_structure(of_this_replica, (args, kwargs))
+        made: dict[int, VariableComponent] = {}
+
+        def argument(leaf):
+            if not isinstance(leaf, keras.Variable):
+                return of_this_replica(leaf)
+            if id(leaf) not in made:
+                value = component_of(leaf)
+                made[id(leaf)] = VariableComponent(leaf, value, ", ".join(self.devices))
+            return made[id(leaf)]
+
+        component = argument(variable)
+        args, kwargs = tree.map_structure(argument, (args, kwargs))
         result = bare(fn(component, *args, **kwargs))
-        if component.assigned:
-            write_component(variable, component.value)
+        for component in made.values():
+            if component.assigned:
+                write_component(component.container, component.value)
         return tree.map_structure(
             lambda leaf: TracedMirrored(leaf) if keras.ops.is_tensor(leaf) else leaf,
             result,

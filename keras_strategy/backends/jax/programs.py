@@ -108,17 +108,27 @@ class Program:
         written: The variables that it assigns.
         read: Those that it reads.
         local: Those of which each replica has its own.
+        others: Those of other strategies, among the first two.
         seed: The first ones' state of the process's own seed generator, or None.
         name: What it is called.
     """
 
     call: Callable[..., Any]
 
-    def __init__(self, written: list, read: list, local: list, seed: Any, name: str):
+    def __init__(
+        self,
+        written: list,
+        read: list,
+        local: list,
+        others: list,
+        seed: Any,
+        name: str,
+    ):
         self.name = name
         self.written = written
         self.read = read
         self.local = local
+        self.others = others
         self._seed = next((i for i, v in enumerate(written) if v is seed), None)
         self.output: Any = None  # the structure that the function returned
 

@@ -40,6 +40,7 @@ class ShardedPerReplica(PerReplica):
         self.array = array
         self.scalars = scalars
         self.total = total
+        self.count = len(distribution.devices)
         self._distribution = distribution
 
     def belongs_to(self, distribution: ReplicaDistribution) -> bool:

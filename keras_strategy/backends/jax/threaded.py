@@ -38,6 +38,7 @@ from keras_strategy.core.protocol import Replica
 from keras_strategy.hooks.adoption import adopt
 from keras_strategy.hooks.variables import stored_dtype
 from keras_strategy.rules.aggregation import is_on_read
+from keras_strategy.rules.ownership import require_own_parts
 from keras_strategy.rules.reduction import addable
 from keras_strategy.rules.row_weights import weighted
 from keras_strategy.values.distributed import (
@@ -56,10 +57,12 @@ class Components:
     """What the replicas hold of the variables when a run begins.
 
     Args:
+        strategy: The strategy.
         distribution: The layouts of the group.
     """
 
-    def __init__(self, distribution: ReplicaDistribution):
+    def __init__(self, strategy: "Strategy", distribution: ReplicaDistribution):
+        self._strategy = strategy
         self._distribution = distribution
         self._of: dict[int, tuple[jax.Array, ...]] = {}
 
@@ -72,6 +75,7 @@ class Components:
     def _find(self, variable: Any) -> tuple[jax.Array, ...]:
         distribution = self._distribution
         if is_on_read(variable):
+            require_own_parts(self._strategy, variable)
             stacked = on_read.locals_of(variable, distribution)
             return tuple(part[0] for part in shards(stacked, distribution))
         lend(variable)  # the function may return its part
@@ -277,7 +281,7 @@ class ThreadedRunner:
     def run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """See `ReplicaGroup.run`."""
         with self._lock:  # one run at a time
-            components = Components(self._distribution)
+            components = Components(self._strategy, self._distribution)
             turns, own = Turns(len(self._devices)), self._attributes.begin()
             replicas = [
                 ThreadedReplica(
@@ -364,7 +368,9 @@ def _run_replica(
         replica.scope,
         own.in_turn(),
     ):
-        mine = tree.map_structure(place, select_replica((args, kwargs), replica.index))
+        replicas = len(replica.topology.devices)
+        mine = select_replica((args, kwargs), replica.index, replicas)
+        mine = tree.map_structure(place, mine)
         output = tree.map_structure(bare, fn(*mine[0], **mine[1]))
         # Nothing is written before every replica has come this far.
         replica.exchange("the end of the function", None, lambda _: None)

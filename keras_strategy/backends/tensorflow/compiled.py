@@ -12,9 +12,11 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 from keras import tree
 
+from keras_strategy.backends.tensorflow.containers import Unchanged
 from keras_strategy.backends.tensorflow.replica import Peers
 from keras_strategy.rules.known_functions import (
     MANY_PROGRAMS,
@@ -81,6 +83,12 @@ class _CompiledRun:
         self._function = tf.function(trace, autograph=False, reduce_retracing=True)
 
     def __call__(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        if [x for x in tree.flatten((args, kwargs)) if isinstance(x, keras.Variable)]:
+            # They are variables in the function too, not what they hold now.
+            args, kwargs = tree.map_structure(
+                lambda x: Unchanged(x) if isinstance(x, keras.Variable) else x,
+                (args, kwargs),
+            )
         if not self._templates:
             self._build(fn, args, kwargs)
         function, templates = self._function, self._templates
@@ -129,6 +137,9 @@ class _CompiledRun:
 
     def _trace(self, templates, args, kwargs):
         taken = self._seeds.taken
+        args, kwargs = tree.map_structure(
+            lambda x: x.it if isinstance(x, Unchanged) else x, (args, kwargs)
+        )
         outputs = self._call(self._brought.fn, args, kwargs)
         self._draws |= self._seeds.taken > taken
         tensors = [leaf for leaf in tree.flatten(outputs) if _holds_tensors(leaf)]

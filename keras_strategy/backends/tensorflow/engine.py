@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_strategy.backends.tensorflow import devices
 from keras_strategy.backends.tensorflow.devices import native_name
-from keras_strategy.values.distributed import DistributedValues
+from keras_strategy.values.distributed import DistributedValues, is_no_tensor
 
 if TYPE_CHECKING:
     from keras_strategy.backends.tensorflow.group import TensorFlowGroup
@@ -26,10 +26,11 @@ def _unflatten(cls: Any, metadata: Any, components: Sequence[Any]) -> Any:
 
 
 # tf.nest and tf.function then see the tensors inside distributed values, so that
-# users' own tf.functions take and return them.
+# users' own tf.functions take and return them. None of them is a tensor.
 _protocol: Any = DistributedValues
 _protocol.__tf_flatten__ = lambda self: ((), self.values)
 _protocol.__tf_unflatten__ = classmethod(_unflatten)
+_protocol.__tf_tensor__ = is_no_tensor
 
 
 class TensorFlowEngine:

@@ -131,6 +131,9 @@ class TensorFlowGroup:
     def components(self, variable: Any) -> tuple[Any, ...]:
         return tuple(self.native.experimental_local_results(stored(variable)))
 
+    def parts(self, variable: Any) -> PerReplica:
+        return PerReplica(self.components(variable))
+
     def part_of_this_worker(self, variable: Any) -> Any:
         """What this worker adds to an on_read variable's value."""
         components = [tf.convert_to_tensor(c) for c in self.components(variable)]
@@ -198,10 +201,10 @@ class TensorFlowGroup:
 
     @tf.autograph.experimental.do_not_convert
     def _in_turns(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        policy = keras.config.dtype_policy()
-        outputs: list[Any] = [None] * len(self.devices)
+        policy, replicas = keras.config.dtype_policy(), len(self.devices)
+        outputs: list[Any] = [None] * replicas
         own = self._attributes.begin()
-        meeting = Meeting([None] * len(self.devices), kept_generator(), own)
+        meeting = Meeting([None] * replicas, kept_generator(), own)
         threads: list[threading.Thread] = []
 
         @tf.autograph.experimental.do_not_convert
@@ -213,7 +216,7 @@ class TensorFlowGroup:
                 context.replica_in_charge(ReplicaContext(self.strategy, replica)),
                 own[replica.index].in_turn(),
             ):
-                args, kwargs = select_replica((args, kwargs), replica.index)
+                args, kwargs = select_replica((args, kwargs), replica.index, replicas)
                 result = fn(*args, **kwargs)
                 outputs[replica.index] = tree.map_structure(_read, result)
 

@@ -30,7 +30,7 @@ from keras_strategy.hooks.data_adapters import counts_of_arrays
 from keras_strategy.hooks.hook import home_of, hook, model_hook
 from keras_strategy.hooks.metrics import results_of_step
 from keras_strategy.rules.aggregation import is_on_read, no_value
-from keras_strategy.rules.ownership import strategy_of_variable
+from keras_strategy.rules.ownership import require_own_parts, strategy_of_variable
 from keras_strategy.rules.step import rows_of
 
 keras_seeds = home_of("global_seed_generator", "keras.src.random.seed_generator")
@@ -121,10 +121,16 @@ def _value(original, self):
     strategy = strategy_of_variable(self)
     if strategy is None:
         return original(self)
-    replica = in_replica()
+    replica: Any = in_replica()
     if replica is not None:
         if self.aggregation == "sum":
             replica.step.read.add(id(self))
+        if strategy is not replica.peers.strategy and not in_stateless_scope():
+            if is_on_read(self):
+                require_own_parts(replica.peers.strategy, self)
+            elif replica.index >= len(strategy.extended.worker_devices):
+                # All its components are the same.
+                return self._maybe_autocast(strategy.extended.group.components(self)[0])
         return original(self)
     if not is_on_read(self):
         return original(self)
@@ -161,16 +167,6 @@ def _handle(original, self):
             "variable. Put the step into a function that `strategy.run` calls, or use "
             "`keras_strategy.value_and_grad`."
         ) from error
-
-
-@hook(keras.Variable, ("__float__", "__int__"), "(self)", when=strategy_of_variable)
-def _as_number(original, strategy, self):
-    """Native mirrored variables lack it."""
-    native = isinstance(self._value, tf.distribute.DistributedValues)
-    if not native or self.ndim > 0:
-        return original(self)
-    convert: Any = {"__float__": float, "__int__": int}[original.__name__]
-    return convert(tf.convert_to_tensor(self.value).numpy())
 
 
 # --- optimizers

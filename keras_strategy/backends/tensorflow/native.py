@@ -8,9 +8,11 @@ import tensorflow as tf
 from tensorflow.python.distribute.collective_all_reduce_strategy import (
     CollectiveAllReduceExtended,
 )
+from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
 from tensorflow.python.distribute.values import Mirrored
 
 from keras_strategy.backends.tensorflow import combine, connection
+from keras_strategy.backends.tensorflow.containers import MakesReadable
 from keras_strategy.backends.tensorflow.devices import native_name
 from keras_strategy.backends.tensorflow.workers import TensorFlowWorkers
 
@@ -31,7 +33,14 @@ class LocalStrategy(tf.distribute.MirroredStrategy):
 
     def __init__(self, devices: Sequence[str], cross_device_ops: Any):
         self._collective_key_base = next(_local_keys)
-        super().__init__([native_name(device) for device in devices], cross_device_ops)
+        names = [native_name(device) for device in devices]
+        # What MirroredStrategy does, with our class in place of its own.
+        extended = _LocalExtended(self, names, cross_device_ops)
+        tf.distribute.Strategy.__init__(self, extended)
+
+
+class _LocalExtended(MakesReadable, MirroredExtended):
+    pass
 
 
 class WorkersStrategy(tf.distribute.MultiWorkerMirroredStrategy):
@@ -48,10 +57,11 @@ class WorkersStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     def __init__(self, devices: Sequence[str], workers: TensorFlowWorkers):
         self._collective_key_base = next(_workers_keys)
         # What MultiWorkerMirroredStrategy does, with our class in place of its own.
-        tf.distribute.Strategy.__init__(self, _Extended(self, devices, workers))
+        extended = _WorkersExtended(self, devices, workers)
+        tf.distribute.Strategy.__init__(self, extended)
 
 
-class _Extended(CollectiveAllReduceExtended):
+class _WorkersExtended(MakesReadable, CollectiveAllReduceExtended):
     # `connection.start` has done so, and `keras_strategy.workers` looks after peers.
     _std_server_started = True
     _enable_check_health = False

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
+from keras import tree
 
 from keras_strategy.backends.tensorflow import combine
 from keras_strategy.backends.tensorflow.across import sum_of_workers
@@ -77,6 +78,10 @@ class Peers:
 def regrouped(outputs: Sequence[Any]) -> Any:
     """Joins what the local replicas returned."""
     return regroup(outputs, tf.is_tensor, one_of_many=True)
+
+
+def _component(leaf: Any) -> Any:
+    return tf.convert_to_tensor(leaf) if isinstance(leaf, tf.Variable) else leaf
 
 
 @dataclasses.dataclass
@@ -182,7 +187,10 @@ class TensorFlowReplica:
             with context.strategy_in_charge(strategy):
                 return merge_fn(strategy, *args, **kwargs)
 
-        return select_replica(self._merge(merge, (args, kwargs)), self.index)
+        # What a variable holds is the replica's here, and all replicas' out there.
+        merged = self._merge(merge, tree.map_structure(_component, (args, kwargs)))
+        replicas = len(self.peers.topology.devices)
+        return select_replica(merged, self.index, replicas, "merge_call")
 
     def once(self, fn: Callable[[], Any]) -> Any:
         self.peers.made += 1

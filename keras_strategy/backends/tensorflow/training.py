@@ -105,7 +105,7 @@ def means_of(logs: Any, group: TensorFlowGroup, weights: Sequence[Any]) -> Any:
         group: All replicas.
         weights: The row weights of the local replicas.
     """
-    parts = mean_logs(logs, len(weights), weights)
+    parts = mean_logs(logs, weights)
     if group.workers is None:
         return parts
     # What this worker adds to them travels at once.

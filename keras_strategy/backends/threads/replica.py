@@ -101,10 +101,11 @@ class ThreadReplica:
             ):
                 return merge_fn(self._strategy, *joined[0], **joined[1])
 
+        replicas = len(self.topology.devices)
         merged = self.exchange("merge_call", (self.scope, (args, kwargs)), combine)
         return tree.map_structure(
             lambda x: self.here(x) if keras.ops.is_tensor(x) else x,
-            select_replica(merged, self.index),
+            select_replica(merged, self.index, replicas, "merge_call"),
         )
 
     def _aggregated(self, variable: Any, values: Sequence[Any]) -> Any:

@@ -12,6 +12,7 @@ import torch
 
 from keras_strategy.backends.threads.hooks import keras_scope
 from keras_strategy.backends.torch.workers import TorchWorkers
+from keras_strategy.core import context
 from keras_strategy.hooks.variables import stored
 from keras_strategy.rules import first_values
 from keras_strategy.rules.aggregation import (
@@ -20,6 +21,7 @@ from keras_strategy.rules.aggregation import (
     no_value,
     part_outside,
 )
+from keras_strategy.rules.ownership import require_own_parts
 from keras_strategy.values.topology import Topology
 
 ATTRIBUTE = "_ks_components"
@@ -153,10 +155,12 @@ def find_or_make(variable: Any, layout: Layout) -> Components:
     """
     components = find(variable)
     # Asked for each variable in every run: no function of its own.
-    if components is not None and (
-        components.layout is layout or components.on_read or components.layout == layout
-    ):
-        return components
+    if components is not None:
+        if components.layout is layout or components.layout == layout:
+            return components
+        if components.on_read:
+            require_own_parts(context.get_strategy(), variable)
+            return components
     if keras_scope() is None:
         first_values.settle()  # before it is copied
     components = vars(variable)[ATTRIBUTE] = Components(variable, layout)

@@ -10,7 +10,12 @@ import torch
 from keras_strategy.backends.threads import hooks as thread_hooks
 from keras_strategy.backends.torch import devices, gradients, hooks, workers
 from keras_strategy.backends.torch.group import TorchGroup
+from keras_strategy.values.distributed import DistributedValues, is_no_tensor
 from keras_strategy.workers.cluster import Cluster
+
+# Keras asks NumPy to convert what it does not know.
+_protocol: Any = DistributedValues
+_protocol.__array__ = is_no_tensor
 
 
 class TorchEngine:

@@ -26,7 +26,7 @@ from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.backends.torch.run import Run
 from keras_strategy.backends.torch.workers import TorchWorkers
 from keras_strategy.core import context
-from keras_strategy.core.components import update_components
+from keras_strategy.core.components import bare, update_components
 from keras_strategy.core.own_attributes import AttributesOfReplicas, OwnAttributes
 from keras_strategy.core.registry import get_engine
 from keras_strategy.hooks.variables import stored
@@ -109,6 +109,9 @@ class TorchGroup:
         components.refresh(variable)
         return tuple(tensor.detach() for tensor in components.tensors)
 
+    def parts(self, variable: Any) -> PerReplica:
+        return PerReplica(self.components(variable))
+
     def part_of_this_worker(self, variable: Any) -> torch.Tensor:
         """What this worker adds to an on_read variable's value."""
         return find_or_make(variable, self.layout).part_of_this_worker(variable)
@@ -152,7 +155,7 @@ class TorchGroup:
                 replica,
                 own[replica.index],
                 fn,
-                select_replica((args, kwargs), replica.index),
+                select_replica((args, kwargs), replica.index, len(replicas)),
             )
             for replica in replicas
         ]
@@ -197,6 +200,8 @@ class TorchGroup:
         ):
             args, kwargs = tensors_of_arrays(arguments)
             output = fn(*args, **kwargs)
+            if type(output) is not torch.Tensor:
+                output = bare(output)
             # Nothing is written before every replica has come this far.
             outputs = replica.exchange(
                 "the end of the function",

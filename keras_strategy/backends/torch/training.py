@@ -51,7 +51,7 @@ def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callab
             if own:
                 return batch_logs.of_own_step(model)
             if not batch_logs.are_needed(outputs):
-                return select_replica(outputs, 0)
+                return select_replica(outputs, 0, len(weights))
             if batch_logs.of_metrics is None:
                 batch_logs.of_metrics = set(model.get_metrics_result())
             return _means(outputs, strategy, weights)
@@ -151,7 +151,7 @@ def _require(condition: Any, message: str) -> None:
 
 def _means(logs: Any, strategy: Any, weights: list[float]) -> Any:
     """The means of what the replicas returned."""
-    parts = rules.mean_logs(logs, len(weights), weights)
+    parts = rules.mean_logs(logs, weights)
     workers = strategy.extended.group.workers
     if workers is None:
         return parts
