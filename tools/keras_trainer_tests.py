@@ -1,10 +1,11 @@
-"""Run Keras's own trainer tests inside a strategy's scope, once per backend.
+"""Run Keras's own trainer and callback tests in a strategy's scope, once per backend.
 
-The wheel of Keras ships `keras/src/trainers/trainer_test.py`. Each of its tests is run
-without a scope, in the scope of our MirroredStrategy over two logical CPU devices, and
-in that of what Keras offers by itself (keras.distribution on JAX, tf.distribute on
-TensorFlow). What passes without a scope should pass in ours; the tests that do not are
-listed. This file is also the pytest plugin that enters the scope.
+The wheel of Keras ships `keras/src/trainers/trainer_test.py` and the tests of its
+callbacks. Each test is run without a scope, in the scope of our MirroredStrategy over
+two logical CPU devices, and in that of what Keras offers by itself (keras.distribution
+on JAX, tf.distribute on TensorFlow). What passes without a scope should pass in ours;
+the tests that do not are listed. This file is also the pytest plugin that enters the
+scope.
 
     python tools/keras_trainer_tests.py [pytest arguments]
 """
@@ -63,11 +64,14 @@ def outcomes(backend: str, kind: str, arguments: list[str], folder: Path) -> dic
     }
     import keras
 
-    tests = Path(keras.__file__).parent / "src" / "trainers" / "trainer_test.py"
+    source = Path(keras.__file__).parent / "src"
+    tests = [source / "trainers" / "trainer_test.py", source / "callbacks"]
     subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "keras_trainer_tests"]
+        # What imports more than is installed cannot run, without a scope either.
+        + ["--continue-on-collection-errors"]
         + ["-c", os.devnull, "-p", "no:cacheprovider", "--timeout=300", "-W", "ignore"]
-        + [f"--rootdir={folder}", f"--junitxml={report}", str(tests), *arguments],
+        + [f"--rootdir={folder}", f"--junitxml={report}", *map(str, tests), *arguments],
         cwd=folder,
         env=environment,
         stdout=(folder / f"{backend}-{kind}.log").open("w"),
@@ -77,15 +81,16 @@ def outcomes(backend: str, kind: str, arguments: list[str], folder: Path) -> dic
         return {}
     found = {}
     for case in ElementTree.parse(report).iter("testcase"):
+        name = f"{case.get('classname', '').split('.')[-1]}.{case.get('name')}"
         problem = case.find("failure")
         if problem is None:
             problem = case.find("error")
         if problem is not None:
             lines = (problem.get("message") or "").strip().splitlines() or [""]
-            found[case.get("name")] = lines[0]
+            found[name] = lines[0]
         else:
             skipped = case.find("skipped") is not None
-            found[case.get("name")] = "skipped" if skipped else "passed"
+            found[name] = "skipped" if skipped else "passed"
     return found
 
 

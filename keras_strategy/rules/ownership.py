@@ -14,6 +14,7 @@ from keras_strategy.values.distributed import (
     DistributedValues,
     of_another_strategy,
 )
+from keras_strategy.values.topology import Topology
 
 
 def strategy_of_variable(variable: Any) -> Any:
@@ -43,7 +44,7 @@ def belongs_to(variable: Any, strategy: Any) -> None:
     strategy.extended.variables[id(variable)] = variable
 
 
-def require_own(strategy: Any, method: str, value: DistributedValues) -> None:
+def require_own(topology: Topology, method: str, value: DistributedValues) -> None:
     """Raises unless a value has one component for each replica of a strategy.
 
     Of which strategy a value is, it does not say, and strategies of as many replicas
@@ -51,14 +52,14 @@ def require_own(strategy: Any, method: str, value: DistributedValues) -> None:
     lose some, or have none for some replicas.
 
     Args:
-        strategy: The strategy that was given it.
-        method: Its method, for the message.
+        topology: That of the strategy that was given it.
+        method: The strategy's method, for the message.
         value: The value.
 
     Raises:
         ValueError: If it has another number.
     """
-    replicas = len(strategy.extended.topology.local_replicas)
+    replicas = len(topology.local_replicas)
     if value.count is not None and value.count != replicas:
         raise of_another_strategy(value, method, replicas)
 
@@ -82,7 +83,7 @@ def parts_of(strategy: Any, method: str, variable: Any) -> DistributedValues | N
         return None
     parts = owner.extended.group.parts(variable)
     if owner is not strategy:
-        require_own(strategy, method, parts)
+        require_own(strategy.extended.topology, method, parts)
     return parts
 
 

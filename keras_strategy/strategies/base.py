@@ -204,13 +204,15 @@ class Strategy:
         op = ReduceOp.parse(reduce_op)
         context.require_cross_replica(self, "reduce")
         with self.scope():
+            if isinstance(value, DistributedValues):  # mostly: no structure of them
+                return self._reduce_one(op, value, axis)
             return tree.map_structure(lambda x: self._reduce_one(op, x, axis), value)
 
     def _reduce_one(self, op: ReduceOp, value: Any, axis: Any) -> Any:
         if isinstance(value, keras.Variable):
             value = ownership.value_of(self, "reduce", value)
         if isinstance(value, DistributedValues):
-            ownership.require_own(self, "reduce", value)
+            ownership.require_own(self._extended.topology, "reduce", value)
             return self._extended.group.reduce(op, value, axis)
         if axis is not None and op is ReduceOp.MEAN:
             return keras.ops.mean(value, axis=axis)
@@ -258,7 +260,7 @@ class Strategy:
                 x = ownership.parts_of(self, "gather", x) or x.value
             if not isinstance(x, DistributedValues):
                 return x
-            ownership.require_own(self, "gather", x)
+            ownership.require_own(self._extended.topology, "gather", x)
             _check_gatherable(x, axis)
             return self._extended.group.gather(x.values, axis)
 
@@ -307,7 +309,7 @@ class Strategy:
         if not leaves:
             return (value,)
         for leaf in leaves:
-            ownership.require_own(self, method, leaf)
+            ownership.require_own(self._extended.topology, method, leaf)
         replicas = len(leaves[0].values)
         return tuple(
             select_replica(value, replica, replicas, method)

@@ -247,7 +247,7 @@ class StrategyExtended:
             if (differs or own and is_on_read(leaf)) and not is_on_read(var):
                 raise _would_differ(var, leaf)
             if isinstance(value, DistributedValues):
-                ownership.require_own(self._strategy, "update", value)
+                ownership.require_own(self.topology, "update", value)
             return value
 
         return tree.map_structure(argument, (args, kwargs))
@@ -305,7 +305,7 @@ class StrategyExtended:
                 value = ownership.value_of(self._strategy, "reduce_to", value)
             for given in (value, destinations):
                 if isinstance(given, DistributedValues):
-                    ownership.require_own(self._strategy, "reduce_to", given)
+                    ownership.require_own(self.topology, "reduce_to", given)
             if isinstance(value, DistributedValues) and not isinstance(value, Mirrored):
                 value = self.group.reduce(op, value, None)
             elif op is ReduceOp.SUM and self._strategy.num_replicas_in_sync > 1:

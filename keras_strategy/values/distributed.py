@@ -252,6 +252,7 @@ def regroup(
     is_tensor: Callable[[Any], bool],
     kind: type[DistributedValues] = PerReplica,
     one_of_many: bool = False,
+    of_variables: Callable[[Sequence[Any]], Any] | None = None,
 ) -> Any:
     """Joins what the replicas returned into one structure.
 
@@ -261,12 +262,14 @@ def regroup(
         kind: What tensors become.
         one_of_many: Whether there are replicas on other workers, so that the output
             of a single one is distributed too.
+        of_variables: What the replicas' variables become, which are mostly the same
+            one; None if that stays a variable.
 
     Returns:
         The structure of one output. Tensors and NumPy values become
-        distributed values of the kind; variables, distributed values, and Python
-        constants that are equal on all replicas, stay what they are. With one replica,
-        its output as it is.
+        distributed values of the kind; distributed values, and Python constants that
+        are equal on all replicas, stay what they are. With one replica, its output as
+        it is.
 
     Raises:
         ValueError: If the replicas returned different structures.
@@ -285,11 +288,14 @@ def regroup(
             ) from error
 
     def join(*leaves):
-        same = all(leaf is leaves[0] for leaf in leaves)
-        if same and isinstance(leaves[0], keras.Variable | DistributedValues):
-            return leaves[0]
+        if isinstance(leaves[0], keras.Variable | DistributedValues):
+            if of_variables is not None and isinstance(leaves[0], keras.Variable):
+                return of_variables(leaves)
+            # It is of all replicas already.
+            return leaves[0] if all(x is leaves[0] for x in leaves) else kind(leaves)
         if is_tensor(leaves[0]) or hasattr(leaves[0], "__array__"):
             return kind(leaves)
+        same = all(leaf is leaves[0] for leaf in leaves)
         if same or all(leaf == leaves[0] for leaf in leaves):
             return leaves[0]
         return kind(leaves)

@@ -8,6 +8,7 @@ such a trace is thrown away, as are those in which a tf.function makes variables
 """
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -83,7 +84,8 @@ class _CompiledRun:
         self._function = tf.function(trace, autograph=False, reduce_retracing=True)
 
     def __call__(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        if [x for x in tree.flatten((args, kwargs)) if isinstance(x, keras.Variable)]:
+        leaves = tree.flatten((args, kwargs))
+        if any(map(isinstance, leaves, itertools.repeat(keras.Variable))):
             # They are variables in the function too, not what they hold now.
             args, kwargs = tree.map_structure(
                 lambda x: Unchanged(x) if isinstance(x, keras.Variable) else x,

@@ -26,7 +26,7 @@ from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.backends.torch.run import Run
 from keras_strategy.backends.torch.workers import TorchWorkers
 from keras_strategy.core import context
-from keras_strategy.core.components import bare, update_components
+from keras_strategy.core.components import update_components
 from keras_strategy.core.own_attributes import AttributesOfReplicas, OwnAttributes
 from keras_strategy.core.registry import get_engine
 from keras_strategy.hooks.variables import stored
@@ -152,6 +152,7 @@ class TorchGroup:
         calls = [
             functools.partial(
                 self._run_replica,
+                replicas,
                 replica,
                 own[replica.index],
                 fn,
@@ -185,6 +186,7 @@ class TorchGroup:
 
     def _run_replica(
         self,
+        replicas: Sequence[TorchReplica],
         replica: TorchReplica,
         own: OwnAttributes,
         fn: Callable[..., Any],
@@ -200,13 +202,16 @@ class TorchGroup:
         ):
             args, kwargs = tensors_of_arrays(arguments)
             output = fn(*args, **kwargs)
-            if type(output) is not torch.Tensor:
-                output = bare(output)
             # Nothing is written before every replica has come this far.
             outputs = replica.exchange(
                 "the end of the function",
                 output,
-                lambda outputs: regroup(outputs, torch.is_tensor, one_of_many=True),
+                lambda outputs: regroup(
+                    outputs,
+                    torch.is_tensor,
+                    one_of_many=True,
+                    of_variables=functools.partial(_held, replicas),
+                ),
             )
         replica.scope.commit()
         return outputs
@@ -264,6 +269,15 @@ class TorchGroup:
                 for part, device in zip(parts, self.torch_devices, strict=True)
             ]
         )
+
+
+def _held(
+    replicas: Sequence[TorchReplica], variables: Sequence[keras.Variable]
+) -> PerReplica:
+    """What each replica holds of the variable that it returned."""
+    pairs = zip(replicas, variables, strict=True)
+    values = [replica.scope.get_current_value(variable) for replica, variable in pairs]
+    return PerReplica([value.detach().clone() for value in values if value is not None])
 
 
 def _placed(part: Any, device: str) -> torch.Tensor:
