@@ -6,6 +6,7 @@ from keras_strategy.testing.equality.cases import (
     loss,
     metric,
     optimizer,
+    own,
 )
 from keras_strategy.testing.equality.cases.case import Case
 
@@ -19,5 +20,6 @@ def all_cases() -> list[Case]:
         *loss.cases(),
         *layer.cases(),
         *metric.cases(),
+        *own.cases(),
         *execution.cases(),
     ]
