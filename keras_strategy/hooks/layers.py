@@ -1,5 +1,7 @@
 """Where Keras's layers are extended on every backend."""
 
+import logging
+import weakref
 from typing import Any
 
 import keras
@@ -10,6 +12,9 @@ from keras_strategy.core.own_attributes import here
 from keras_strategy.hooks.conditions import in_scope, in_step
 from keras_strategy.hooks.hook import Extension, changed, hook
 from keras_strategy.rules import normalization
+
+logger = logging.getLogger("keras_strategy")
+_layers_that_add: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @hook(keras.Layer, "__new__", "(cls, *args, **kwargs)")
@@ -102,7 +107,26 @@ def _rnn_call(original, replica, self, *args, **kwargs):
     return original(self, *args, **kwargs)
 
 
-# --- activity regularizers
+# --- losses of layers
+
+
+@hook(keras.Layer, "add_loss", "(self, loss)", when=in_step)
+def _add_loss(original, replica, self, loss):
+    """What it is taken for is said once for each layer.
+
+    The optimizer weights a replica's loss by its rows, which is right for a mean over
+    them. That a number is a sum cannot be seen.
+    """
+    if self not in _layers_that_add:
+        _layers_that_add.add(self)
+        logger.warning(
+            "What the layer '%s' gives to `add_loss` is taken for a mean over the rows "
+            "of a batch, as `ops.mean` makes it. Of a sum over rows (`ops.sum`), "
+            "several replicas make another number than one device: divide it by "
+            "the rows, `ops.shape(x)[0]`.",
+            self.name,
+        )
+    return original(self, loss)
 
 
 class _ActivityRegularizer(Extension):

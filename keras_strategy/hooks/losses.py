@@ -1,9 +1,11 @@
 """Where Keras's losses are extended on every backend."""
 
+from typing import Any
+
 import keras
 from keras import ops, tree
 
-from keras_strategy.hooks.conditions import in_replica
+from keras_strategy.hooks.conditions import in_distributed_scope, in_replica, in_step
 from keras_strategy.hooks.hook import home_of, hook
 from keras_strategy.rules import losses
 
@@ -11,6 +13,7 @@ keras_losses = home_of("apply_mask reduce_weighted_values", "keras.src.losses.lo
 keras_masking = home_of(
     "get_keras_mask set_keras_mask", "keras.src.backend.common.masking"
 )
+keras_compiled = home_of("get_loss", "keras.src.trainers.compile_utils")
 
 
 @hook(
@@ -39,16 +42,53 @@ def _call(original, replica, self, y_true, y_pred, sample_weight=None):
         if len(ops.shape(values)) > 0 or step.row_weight is None:
             given = [mask, keras_masking.get_keras_mask(values)]
             return _reduced(self, replica, values, sample_weight, given)
+    return _on_all_rows(replica, original, self, y_true, y_pred, sample_weight)
+
+
+@hook(
+    keras_compiled,
+    "get_loss",
+    "(identifier, y_true, y_pred)",
+    when=in_distributed_scope,
+)
+def _get_loss(original, strategy, identifier, y_true, y_pred):
+    """A loss with a `__call__` of its own is computed on all rows, in a step.
+
+    How it brings its rows together is not known.
+    """
+    loss = original(identifier, y_true, y_pred)
+    if loss is None or type(loss).__call__ is keras.losses.Loss.__call__:
+        return loss
+    return _OnAllRows(loss)
+
+
+class _OnAllRows:
+    """A compiled loss that is called with the rows of all replicas."""
+
+    def __init__(self, loss: keras.losses.Loss):
+        self.loss = loss
+        self.name = loss.name
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        replica, given = in_step(), (y_true, y_pred, sample_weight)
+        if replica is None or replica.step.has_all_rows:
+            return self.loss(*given)
+        return _on_all_rows(replica, type(self.loss).__call__, self.loss, *given)
+
+
+def _on_all_rows(replica, call, loss, y_true, y_pred, sample_weight):
+    """What a loss's `__call__` makes of the rows of all replicas."""
+    mask = keras_masking.get_keras_mask(y_pred)
     y_true, y_pred, sample_weight, mask = losses.rows_of_all(
         replica, (y_true, y_pred, sample_weight, mask)
     )
     if mask is not None:
         keras_masking.set_keras_mask(y_pred, mask)
-    step.has_all_rows = True
+    replica.step.has_all_rows = True
     try:
-        return original(self, y_true, y_pred, sample_weight)
+        return call(loss, y_true, y_pred, sample_weight)
     finally:
-        step.has_all_rows = False
+        replica.step.has_all_rows = False
 
 
 def _reduced(loss, replica, values, sample_weight, masks):

@@ -8,6 +8,7 @@ from keras import ops
 
 from keras_strategy.core import context
 from keras_strategy.core.registry import get_engine
+from keras_strategy.values.distributed import ReduceOp
 
 
 def value_and_grad(
@@ -55,14 +56,14 @@ def compute_average_loss(
     Of gradients that are summed over the replicas, as `optimizer.apply` does in
     `strategy.run`, the result is that of the mean over the global batch. The
     formula is that of `tf.nn.compute_average_loss`:
-    sum(per_example_loss * sample_weight) / global_batch_size.
+    sum(per_example_loss * sample_weight) / global_batch_size. In a step of `fit`, which
+    weights what replicas compute by their rows, it comes to the same mean.
 
     Args:
         per_example_loss: Losses of this replica's rows, of rank 1 or more.
         sample_weight: Weights that can be multiplied with the losses, or None.
         global_batch_size: Rows of the global batch, a number or a whole scalar. By
-            default this replica's rows times the number of replicas, which is right
-            only where all replicas have as many.
+            default the rows of all replicas, which they tell each other.
 
     Returns:
         A scalar.
@@ -91,23 +92,33 @@ def compute_average_loss(
         weights = ops.cast(ops.convert_to_tensor(sample_weight), losses.dtype)
         missing = len(losses.shape) - len(weights.shape)
         losses = losses * ops.reshape(weights, tuple(weights.shape) + (1,) * missing)
+    replica = context.distributed_replica()
+    weight = None if replica is None else replica.step.row_weight
     if global_batch_size is None:
-        replicas = context.get_strategy().num_replicas_in_sync
-        global_batch_size = ops.shape(losses)[0] * replicas
+        global_batch_size = ops.shape(losses)[0]
+        if weight is not None:
+            weight = None  # the mean over a replica's rows is what `fit` weights
+        elif replica is not None:
+            rows = ops.convert_to_tensor(global_batch_size, "int32")
+            global_batch_size = replica.all_reduce(ReduceOp.SUM, rows)
     size = ops.convert_to_tensor(global_batch_size)
     if len(size.shape) != 0:
         raise ValueError(
             "Argument `global_batch_size` must be a scalar. Received: "
             f"global_batch_size={global_batch_size!r}"
         )
-    return ops.divide_no_nan(ops.sum(losses), ops.cast(size, losses.dtype))
+    size = ops.cast(size, losses.dtype)
+    if weight is not None:
+        size = size * ops.cast(weight, size.dtype)  # as a sum is, in a step of `fit`
+    return ops.divide_no_nan(ops.sum(losses), size)
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Any:
     """Divides a regularization loss by the number of replicas.
 
     Every replica computes the whole of it, and the gradients are summed. The
-    formula is that of `tf.nn.scale_regularization_loss`: sum(loss) / replicas.
+    formula is that of `tf.nn.scale_regularization_loss`: sum(loss) / replicas. In a
+    step of `fit`, which weights what replicas compute by their rows, it is sum(loss).
 
     Args:
         regularization_loss: A tensor, or a list of scalars such as `model.losses`.
@@ -131,7 +142,10 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
             "`scale_regularization_loss` is for code that runs on a replica: call it "
             "in the function that `strategy.run` calls."
         )
+    replica = context.distributed_replica()
     replicas = context.get_strategy().num_replicas_in_sync
+    if replica is not None and replica.step.row_weight is not None:
+        replicas = 1  # `fit` adds up what the replicas' weights, of 1 in all, leave
     if isinstance(regularization_loss, list | tuple):
         losses = [ops.sum(ops.convert_to_tensor(loss)) for loss in regularization_loss]
         total = sum(losses[1:], losses[0]) if losses else ops.zeros(())

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
+from keras_strategy.testing.equality.compare import largest, scope
 
 LOSSES = np.float32([[1.0, 2.0], [3.0, 5.0]])
 WEIGHTS = np.float32([1.0, 0.5])
@@ -30,6 +31,66 @@ def test_compute_average_loss(weights, size, expected):
 def test_compute_average_loss_on_replicas(two):
     per_replica = two.run(lambda: ks.compute_average_loss(LOSSES))
     assert number(two.reduce("SUM", per_replica)) == 5.5
+
+
+def functions():
+    if keras.backend.backend() != "tensorflow":
+        return ks
+    import tensorflow as tf
+
+    return tf.nn
+
+
+def test_replicas_with_different_numbers_of_rows(two):
+    losses = ks.PerReplica([np.float32([1.0, 2.0, 3.0]), np.float32([6.0])])
+    average = functions().compute_average_loss
+    per_replica = two.run(lambda x: average(x), args=(losses,))
+    assert number(two.reduce("SUM", per_replica)) == 3.0
+
+
+class OwnLoss(keras.Model):
+    """A step as tf.distribute's loops have them."""
+
+    def __init__(self, functions, size):
+        super().__init__()
+        self.functions, self.size = functions, size
+        self.dense = keras.layers.Dense(1, kernel_regularizer="l2")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+
+        def loss_of():
+            errors = keras.ops.square(self(x)[:, 0] - y)
+            loss = self.functions.compute_average_loss(
+                errors, global_batch_size=self.size
+            )
+            return loss + self.functions.scale_regularization_loss(self.losses[0])
+
+        loss, gradients = ks.value_and_grad(loss_of, self.trainable_variables)()
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() == "jax",
+    reason="a step of one's own is a pure function there",
+)
+@pytest.mark.parametrize("size", [None, 8])
+def test_in_a_step_of_fit(size, two):
+    x, y = np.random.RandomState(1).rand(2, 17, 1).astype("float32")
+
+    def trained(strategy):
+        keras.utils.set_random_seed(1)
+        with scope(strategy):
+            model = OwnLoss(functions(), size)
+            model.compile("sgd")
+        logs = model.fit(x, y[:, 0], batch_size=8, verbose=0).history
+        return [*model.get_weights(), logs["loss"]]
+
+    assert largest(trained(None), trained(two)) < 1e-5
 
 
 def test_what_compute_average_loss_refuses():

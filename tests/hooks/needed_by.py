@@ -19,6 +19,7 @@ _JAX_WORKERS = "tests/backends/test_jax_workers.py"
 _TRAINING = "tests/workers/test_training.py"
 _OPTIMIZER = f"{_EQUALITY}::test_what_an_optimizer_does_beside_its_rule"
 _ENTRY = "tests/training/test_entry_points.py"
+_LOSSES = "tests/training/test_own_losses.py"
 _DERIVED = "tests/training/test_derived_logs.py"
 _RANDOM = "tests/training/test_replicas_own.py"
 _OWN = "tests/training/test_own_attributes.py::test_what_a_call_keeps_is_its_own"
@@ -80,6 +81,22 @@ NEEDED_BY = {
     "hooks.optimizers LossScaleOptimizer.apply": (
         "jax",
         f"{_JAX}::test_loss_scaling_in_run",
+    ),
+    "hooks.losses keras.src.trainers.compile_utils.get_loss": (
+        "torch",
+        f"{_LOSSES}::test_a_loss_class_with_a_call_of_its_own",
+    ),
+    "hooks.layers Layer.add_loss": (
+        "torch",
+        f"{_LOSSES}::test_what_add_loss_is_taken_for",
+    ),
+    "backends.tensorflow.hooks tensorflow._api.v2.nn.compute_average_loss": (
+        "tensorflow",
+        "tests/core/test_losses.py::test_in_a_step_of_fit[8]",
+    ),
+    "backends.tensorflow.hooks tensorflow._api.v2.nn.scale_regularization_loss": (
+        "tensorflow",
+        "tests/core/test_losses.py::test_in_a_step_of_fit[8]",
     ),
     "hooks.losses Loss.__call__": ("torch", f"{_EQUALITY}::test_loss_reductions"),
     "hooks.metrics Mean.update_state": (

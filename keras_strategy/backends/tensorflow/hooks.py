@@ -30,6 +30,10 @@ from keras_strategy.hooks.data_adapters import counts_of_arrays
 from keras_strategy.hooks.hook import home_of, hook, model_hook
 from keras_strategy.hooks.metrics import results_of_step
 from keras_strategy.rules.aggregation import is_on_read, no_value
+from keras_strategy.rules.gradients import (
+    compute_average_loss,
+    scale_regularization_loss,
+)
 from keras_strategy.rules.ownership import require_own_parts, strategy_of_variable
 from keras_strategy.rules.step import rows_of
 
@@ -249,6 +253,27 @@ def _maybe_build(original, replica, self, call_spec):
 def _unscaled(original, replica, value):
     """Rows weight the replicas, not 1 / N."""
     return value
+
+
+@hook(
+    tf.nn,
+    "compute_average_loss",
+    "(per_example_loss, sample_weight=None, global_batch_size=None)",
+    when=in_replica,
+)
+def _compute_average_loss(original, replica, *args, **kwargs):
+    """It is the mean over the rows of all replicas, in `run` and in `fit`.
+
+    TensorFlow's takes all replicas to have as many rows as this one. And in `fit` it
+    would be divided by the replicas twice, since what they compute is weighted.
+    """
+    return compute_average_loss(*args, **kwargs)
+
+
+@hook(tf.nn, "scale_regularization_loss", "(regularization_loss)", when=in_replica)
+def _scale_regularization_loss(original, replica, regularization_loss):
+    """In `fit` it would be divided by the replicas twice."""
+    return scale_regularization_loss(regularization_loss)
 
 
 # --- the trainer
