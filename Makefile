@@ -15,13 +15,14 @@ export BACKENDS
 STAMP := $(VENV)/.installed
 
 .PHONY: help demo test lint ruff format pyright imports private docs clean equality \
-    peer compat bench hooks drop-hooks
+    peer ports compat bench hooks drop-hooks
 
 help:
 	@echo "make demo      train on two devices and on one, on every backend"
 	@echo "make test      run the test suite on every backend"
 	@echo "make equality  the table of what equals one device, on every backend"
 	@echo "make peer      Keras's own trainer tests inside a scope, on every backend"
+	@echo "make ports     programs that others wrote; writes docs/ports.md"
 	@echo "make compat    the fit tests on other versions of Keras, on every backend"
 	@echo "make bench     how fast it is beside its peers, on every backend"
 	@echo "make lint      ruff, pyright and the import rules"
@@ -47,6 +48,10 @@ equality: $(STAMP)
 
 peer: $(STAMP)
 	@$(VENV)/bin/python tools/keras_trainer_tests.py $(ARGS)
+
+# Packages of clients (keras-hub, keras-tuner ...) are tested where they are installed.
+ports: $(STAMP)
+	@$(VENV)/bin/python tools/ports.py $(ARGS)
 
 # A selection of the tests, and minutes for each version. KERAS_VERSIONS="3.12 nightly"
 # picks some.

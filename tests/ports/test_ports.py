@@ -1,0 +1,97 @@
+"""Programs that others wrote come to the same on several replicas as on one device."""
+
+import functools
+
+import pytest
+
+import keras_strategy as ks
+from keras_strategy.testing import WorkerRunner
+from tests.ports import (
+    clients,
+    keras_hub_models,
+    keras_io_contrastive,
+    keras_io_gans,
+    keras_io_generative,
+    keras_io_layers,
+    keras_io_steps,
+    keras_io_supervised,
+    tf_distribute,
+)
+from tests.ports.port import BACKEND, TOLERANCES, Port, differences
+
+FILES = (
+    tf_distribute,
+    keras_io_layers,
+    keras_io_steps,
+    keras_io_supervised,
+    keras_io_contrastive,
+    keras_io_gans,
+    keras_io_generative,
+    keras_hub_models,
+    clients,
+)
+PORTS = {
+    value.name: value
+    for file in FILES
+    for value in vars(file).values()
+    if isinstance(value, Port)
+}
+
+
+def pytest_generate_tests(metafunc):
+    every = metafunc.config.getoption("ports", "sample") == "all"
+    names = [name for name, port in PORTS.items() if every or port.sample]
+    metafunc.parametrize("replicas", [2, 3] if every else [2], ids="{}replicas".format)
+    metafunc.parametrize("name", names)
+
+
+@functools.cache
+def on_one_device(name):
+    return PORTS[name].train(None)
+
+
+def in_worker(name):
+    """What a worker calls."""
+    return PORTS[name].train(ks.MultiWorkerMirroredStrategy())
+
+
+@pytest.fixture
+def on_replicas(request, mirrored):
+    """Trains a port on several replicas, and gives what each process has then."""
+
+    def train(port, replicas):
+        if not port.workers:
+            return [port.train(mirrored(replicas))]
+        starter = request.getfixturevalue("starter")
+        with WorkerRunner(replicas, timeout_seconds=280, starter=starter) as runner:
+            return runner.run(in_worker, port.name)
+
+    return train
+
+
+def test_port(name, replicas, on_replicas, record_property, caplog):
+    port = PORTS[name]
+    record_property("source", port.source)
+    if port.missing:
+        pytest.skip(f"{port.needs} is not installed")
+    if BACKEND in port.not_on:
+        pytest.skip(port.not_on[BACKEND])
+    one = on_one_device(name)
+    if BACKEND in port.refused:
+        with pytest.raises(Exception, match=port.refused[BACKEND]) as raised:
+            on_replicas(port, replicas)
+        record_property("error", str(raised.value))
+        return
+    many = on_replicas(port, replicas)
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelname == "WARNING" and record.name == "keras_strategy"
+    ]
+    record_property("warning", " ".join(said))
+    each = zip(*(differences(one, outcome) for outcome in many), strict=True)
+    found = [max(numbers) for numbers in each]
+    record_property("difference", max(found))
+    equal = all(a <= b for a, b in zip(found, TOLERANCES, strict=True))
+    record_property("differs", port.differs.get(BACKEND, ""))
+    assert equal != (BACKEND in port.differs), found

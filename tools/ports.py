@@ -1,0 +1,125 @@
+"""Run the ports of programs that others wrote, and write docs/ports.md.
+
+    python tools/ports.py [pytest arguments]
+
+The ports are in tests/ports. Each runs on one device and on 2 and 3 replicas, once per
+backend; what was measured is printed, and becomes the page if all of them ran.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "ports.md"
+NAMES = {"jax": "JAX", "torch": "torch", "tensorflow": "TensorFlow"}
+BACKENDS = os.environ.get("BACKENDS", " ".join(NAMES)).split()
+
+HEAD = """\
+# Programs that others wrote
+
+Short ports of tutorials, examples and packages, each with its source, on one device and
+on 2 and 3 replicas, with a last batch that these do not divide. A number is the largest
+difference from one device that was measured in weights, logs and predictions, absolute
+for values up to 1 and relative for larger ones; weights may differ by 2e-5, logs and
+predictions by 1e-5. "Error" means that several replicas are refused, by name and with
+what to do; a warning is said below the table. Bold are other numbers than one device's.
+
+What the sources draw at random in a step comes with the data in the ports, and rates of
+dropout are 0, since [replicas draw their own](differences.md#results). Where the bias
+of an attention's keys trains, SGD stands for Adam, which scales up what is mere
+rounding there. The data are made up, or scikit-learn's digits. Off JAX, batch
+normalizations see [a replica's rows](differences.md#results), and are frozen here.
+
+`make ports` runs all of them and writes this page; `make test` runs a sample. What
+needs a package of its own is left out where that is not installed.
+"""
+
+
+def run(backend: str, arguments: list[str], folder: Path) -> dict[str, dict[str, str]]:
+    """The source and the cell of each port, and what it warned of."""
+    report = folder / f"{backend}.xml"
+    environment = {
+        "NPROC": "8",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        **os.environ,
+        "KERAS_BACKEND": backend,
+    }
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "tests/ports", "--ports", "all", "-q"]
+        + [f"--junitxml={report}", *arguments],
+        cwd=ROOT,
+        env=environment,
+    )
+    cases: dict[str, list[ElementTree.Element]] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        name = (case.get("name") or "").removeprefix("test_port[").rsplit("-", 1)[0]
+        cases.setdefault(name, []).append(case)
+    return {name: outcome(each) for name, each in cases.items()}
+
+
+def outcome(cases: list[ElementTree.Element]) -> dict[str, str]:
+    """What a port's runs on 2 and 3 replicas say together."""
+    said = {
+        p.get("name"): p.get("value") or "" for c in cases for p in c.iter("property")
+    }
+    found = {"source": said.get("source", ""), "warning": said.get("warning", "")}
+    problems = [p for c in cases for p in (*c.iter("failure"), *c.iter("error"))]
+    skipped = [skip.get("message") or "" for c in cases for skip in c.iter("skipped")]
+    if problems:
+        lines = (problems[0].get("message") or "").strip().splitlines() or [""]
+        return {**found, "cell": f"**failed: {lines[0][:80]}**", "failed": "yes"}
+    if skipped:
+        return {**found, "cell": f"– ({skipped[0]})"}
+    if "error" in said:
+        return {**found, "cell": "error"}
+    differences = [
+        float(p.get("value") or 0)
+        for case in cases
+        for p in case.iter("property")
+        if p.get("name") == "difference"
+    ]
+    if said["differs"]:
+        return {**found, "cell": f"**{max(differences):.0e}**: {said['differs']}"}
+    return {**found, "cell": f"{max(differences):.0e}"}
+
+
+def table(found: dict[str, dict[str, dict[str, str]]]) -> str:
+    """The rows of the page: each port on each backend, and what was warned of."""
+    lines = [
+        f"| port | {' | '.join(NAMES[b] for b in found)} |",
+        "| --- |" + " --- |" * len(found),
+    ]
+    source, notes = "", []
+    names = dict.fromkeys(name for each in found.values() for name in each)
+    for name in names:
+        each = {b: found[b].get(name, {"cell": "did not run"}) for b in found}
+        of = next(e["source"] for e in each.values() if "source" in e)
+        if of.split(":")[0] != source:
+            source = of.split(":")[0]
+            lines.append(f"| **{source}** |" + " |" * len(found))
+        cells = " | ".join(e["cell"] for e in each.values())
+        lines.append(f"| {name}: `{of.partition(': ')[2] or of}` | {cells} |")
+        for backend, e in each.items():
+            if e.get("warning"):
+                notes.append(f"- {name} on {NAMES[backend]}: {e['warning']}")
+    return "\n".join([*lines, "", *notes])
+
+
+def main() -> int:
+    """Prints the table; writes the page if every port ran on every backend."""
+    arguments = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as folder:
+        found = {b: run(b, arguments, Path(folder)) for b in BACKENDS}
+    text = table(found)
+    print(text)
+    if not arguments and list(NAMES) == BACKENDS:
+        PAGE.write_text(f"{HEAD}\n{text.rstrip()}\n")
+    return int(any("failed" in e for each in found.values() for e in each.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
