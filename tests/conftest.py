@@ -42,9 +42,11 @@ if keras.backend.backend() == "tensorflow":
     # What it would save, functions that run a few times do not take.
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
-# The engine's modules stay, and are a million objects to look through for garbage.
+# The engine's modules stay, and are a million objects to look through for garbage. What
+# a test leaves is little beside them: a twelfth of the time went into looking for it.
 gc.collect()
 gc.freeze()
+gc.set_threshold(50_000, 20, 50)
 
 # What these rooms hold knows no engine, and is tested once.
 ENGINELESS = {"benchmarks", "coordination", "launch", "testing"}

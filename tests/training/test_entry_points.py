@@ -106,20 +106,22 @@ def test_a_base_model_made_outside_of_the_scope(two):
     assert largest(fit(None), fit(two)) < 2e-5
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 8])
-def test_on_batch(rows, mirrored):
+def test_on_batch(mirrored):
     def use(strategy):
         keras.utils.set_random_seed(1)
         with scope(strategy):
             model = sequential()
             model.compile("adam", "mse", metrics=["mae"])
-        logs = [model.train_on_batch(X[:rows], Y[:rows]) for _ in range(2)]
-        logs.append(model.test_on_batch(X[:rows], Y[:rows]))
-        prediction = model.predict_on_batch(X[:rows])
-        assert isinstance(prediction, np.ndarray) and prediction.shape == (rows, 1)
-        return [*logs, prediction, *model.get_weights()]
+        for rows in (1, 2, 5, 8):
+            model.reset_metrics()
+            logs = [model.train_on_batch(X[:rows], Y[:rows]) for _ in range(2)]
+            logs.append(model.test_on_batch(X[:rows], Y[:rows]))
+            prediction = model.predict_on_batch(X[:rows])
+            assert isinstance(prediction, np.ndarray) and prediction.shape == (rows, 1)
+            yield [*logs, prediction, *model.get_weights()]
 
-    assert largest(use(None), use(mirrored(3))) < 1e-5
+    for one, many in zip(use(None), use(mirrored(3)), strict=True):
+        assert largest(one, many) < 1e-5
 
 
 def test_evaluate_and_predict(mirrored):
@@ -215,22 +217,6 @@ def test_components_are_equal_after_training(mirrored):
             np.testing.assert_array_equal(first, other, err_msg=variable.path)
 
 
-def test_stored_seeds_equal_those_of_one_device(two):
-    def use(strategy):
-        keras.utils.set_random_seed(1)
-        with scope(strategy):
-            model = keras.Sequential(
-                [keras.Input((4,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
-            )
-            model.compile("adam", "mse")
-        model.fit(X, Y, batch_size=8, epochs=2, verbose=0)
-        return [
-            keras.ops.convert_to_numpy(v.value) for v in model.non_trainable_variables
-        ]
-
-    assert largest(use(None), use(two)) == 0
-
-
 def test_a_users_own_compute_loss(two):
     class Own(keras.Model):
         """Counts its steps, and logs what is no metric."""
@@ -281,20 +267,6 @@ def test_one_device(two):
         many = train(strategy, compiled, X, Y)
         assert largest(one.weights, many.weights) == 0
         assert largest(list(one.logs.values()), list(many.logs.values())) == 0
-
-
-def test_freezing_between_fits(two):
-    def use(strategy):
-        keras.utils.set_random_seed(1)
-        with scope(strategy):
-            model = sequential()
-        for trainable in (True, False, True):
-            model.layers[0].trainable = trainable
-            model.compile("sgd", "mse")
-            model.fit(X, Y, batch_size=8, verbose=0)
-        return model.get_weights()
-
-    assert largest(use(None), use(two)) < 2e-5
 
 
 def test_run_eagerly(two):

@@ -18,47 +18,37 @@ RANDOM = {
 }
 
 
-def random_model(name):
-    shape = (2, 2, 1) if name == "RandomFlip" else (4, 1)
-    model = keras.Sequential(
-        [
-            keras.Input((4,)),
-            keras.layers.Reshape(shape),
-            RANDOM[name](),
-            keras.layers.Flatten(),
-            keras.layers.Dense(1),
-        ]
-    )
-    model.compile("adam", "mse")
-    return model
-
-
-def fitted(strategy, name):
+def fitted(strategy):
+    """A model that draws with each of them, after a training."""
     keras.utils.set_random_seed(1)
+    shapes = {"RandomFlip": (2, 2, 1)}
     with scope(strategy):
-        model = random_model(name)
+        model = keras.Sequential([keras.Input((4,))])
+        for name, make in RANDOM.items():
+            model.add(keras.layers.Reshape(shapes.get(name, (4, 1))))
+            model.add(make())
+        model.add(keras.layers.Flatten())
+        model.add(keras.layers.Dense(1))
+        model.compile("adam", "mse")
     model.fit(X, Y, batch_size=8, epochs=2, verbose=0)
     return model
 
 
-@pytest.mark.parametrize("name", RANDOM)
-def test_random_layers_are_reproducible(name, mirrored):
-    first, second = (fitted(mirrored(3), name) for _ in range(2))
-    assert largest(first.get_weights(), second.get_weights()) == 0
-
-
-@pytest.mark.parametrize("name", RANDOM)
-def test_stored_seeds_are_those_of_one_device(name, mirrored):
+def test_random_layers_are_reproducible_and_store_the_seeds_of_one_device(mirrored):
     strategy = mirrored(3)
-    one, many = fitted(None, name), fitted(strategy, name)
-    states = [v for v in many.non_trainable_variables if "seed" in v.name]
-    assert len(states) == 1
-    expected = [v for v in one.non_trainable_variables if "seed" in v.name]
-    for component in strategy.experimental_local_results(states[0]):
-        np.testing.assert_array_equal(
-            keras.ops.convert_to_numpy(component),
-            keras.ops.convert_to_numpy(expected[0].value),
-        )
+    first, second, one = fitted(strategy), fitted(strategy), fitted(None)
+    assert largest(first.get_weights(), second.get_weights()) == 0
+    states, expected = (
+        [v for v in model.non_trainable_variables if "seed" in v.name]
+        for model in (first, one)
+    )
+    assert len(states) == len(RANDOM)
+    for state, seed in zip(states, expected, strict=True):
+        for component in strategy.experimental_local_results(state):
+            np.testing.assert_array_equal(
+                keras.ops.convert_to_numpy(component),
+                keras.ops.convert_to_numpy(seed.value),
+            )
 
 
 @pytest.mark.parametrize("name", ["Dropout", "GaussianNoise"])
@@ -164,18 +154,16 @@ class OwnLogs(keras.Model):
         return (logs, result[1]) if JAX else logs
 
 
-@pytest.mark.parametrize("rows", [7, 8, 1])
-def test_logs_of_ones_own_are_weighted_by_rows(rows, mirrored):
+def test_logs_of_ones_own_are_weighted_by_rows(mirrored):
     def logs(strategy):
         keras.utils.set_random_seed(1)
         with scope(strategy):
             model = OwnLogs()
             model.compile("sgd", "mse", metrics=["mae"])
-        batch = X[:rows], Y[:rows]
-        return [
-            model.train_on_batch(*batch, return_dict=True),
-            model.test_on_batch(*batch, return_dict=True),
-        ]
+        for rows in (7, 8, 1):
+            model.reset_metrics()
+            yield model.train_on_batch(X[:rows], Y[:rows], return_dict=True)
+            yield model.test_on_batch(X[:rows], Y[:rows], return_dict=True)
 
     for one, many in zip(logs(None), logs(mirrored(3)), strict=True):
         assert one.keys() == many.keys() == {"loss", "mae", "mean of x"}

@@ -23,13 +23,14 @@ BATCH = 8
 ROWS = (21, 17, 18)
 
 
-def run(case: Case, rows: int, strategy=None) -> Trained:
-    """Trains a case under a strategy, or on one device."""
+def run(case: Case, rows: int, strategy=None, predicted: int | None = None) -> Trained:
+    """Trains a case under a strategy, or on one device, and predicts for some rows."""
     previous = keras.config.dtype_policy()
     keras.config.set_dtype_policy(case.policy)
     try:
         x, y = case.data(rows)
-        return train(strategy, case.make, x, y, BATCH, **case.fit(rows))
+        fit = case.fit(rows)
+        return train(strategy, case.make, x, y, BATCH, predicted=predicted, **fit)
     finally:
         keras.config.set_dtype_policy(previous)
 

@@ -49,6 +49,7 @@ def train(
     batch_size: int = 8,
     epochs: int = 2,
     seed: int = 1,
+    predicted: int | None = None,
     **fit: Any,
 ) -> Trained:
     """Makes a compiled model in the scope and trains it outside of it.
@@ -62,6 +63,7 @@ def train(
         batch_size: Rows of a global batch.
         epochs: How many times the data is gone through.
         seed: Seeds the initial weights and the order of the rows.
+        predicted: How many of the rows `predict` is given at the end; all by default.
         **fit: Further arguments of `fit`.
 
     Returns:
@@ -82,6 +84,8 @@ def train(
     # optimizer may share.
     weights = [np.array(w) for w in model.get_weights()]
     optimizer = [np.array(v.numpy()) for v in model.optimizer.variables]
+    if predicted is not None:
+        x = keras.tree.map_structure(lambda array: array[:predicted], x)
     predictions = model.predict(x, batch_size=batch_size, verbose=0)
     return Trained(
         model, weights, optimizer, logs, predictions, replicas_apart(strategy, model)
