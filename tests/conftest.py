@@ -9,8 +9,8 @@ import signal
 # Without it XLA's CPU devices can starve each other on a machine of few cores; make
 # sets it too.
 os.environ.setdefault("NPROC", "8")
-# Before anything asks for devices, which settles how many there are.
-os.environ["KERAS_STRATEGY_LOGICAL_CPUS"] = "4"
+# Torch's threads wait for work by spinning: several processes take each other's cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Most of what tests on JAX cost is compiling programs that run a few times: less than
 # half of it with these. A jaxlib that does not know one of them says so and aborts.
 os.environ["XLA_FLAGS"] = (
@@ -32,6 +32,10 @@ import pytest
 
 import keras_strategy as ks
 from keras_strategy.testing import WarmStarter, WorkerRunner
+
+# Not by the environment variable: programs that tests start would inherit it, and
+# import an engine with the package.
+ks.config.set_logical_devices("cpu", 4)
 
 # A shell has what it starts in the background ignore Ctrl-C, which tests press.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -67,13 +71,15 @@ def part_of(path: pathlib.Path) -> str:
         return "engineless"
     if {room, path.name} & PROCESSES or path.stem.endswith("_workers"):
         return "processes"
+    if path.name.startswith("test_equality"):
+        return "equality"
     return "training" if room == "training" else "single"
 
 
 def pytest_addoption(parser):
     parser.addoption(
         "--part",
-        choices=("single", "training", "processes", "engineless"),
+        choices=("single", "training", "equality", "processes", "engineless"),
         help="run a part of the suite, as tools/run_tests.py does",
     )
 

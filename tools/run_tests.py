@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BACKENDS = os.environ.get("BACKENDS", "jax torch tensorflow").split()
 # Those of the whole suite, and the backends' order in each: the longest first.
-PARTS = ["training", "processes", "single"]
+PARTS = ["training", "processes", "equality", "single"]
 SLOW_FIRST = ["tensorflow", "jax", "torch"]
 # These tests start programs without an engine.
 ENGINELESS = ("torch", "engineless")

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import os
 import weakref
 
 import keras
@@ -11,8 +10,6 @@ import pytest
 
 if keras.backend.backend() != "tensorflow":
     pytest.skip("Tests of the TensorFlow adapter", allow_module_level=True)
-
-os.environ.setdefault("KERAS_STRATEGY_LOGICAL_CPUS", "4")
 
 import tensorflow as tf
 

@@ -28,24 +28,23 @@ pool.submit([call, call])
 """
 
 
+def run(program):
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+
+
 def test_the_process_ends_after_its_threads():
     # A thread that the interpreter ends while it releases a tensor aborts the process.
-    ended = subprocess.run(
-        [sys.executable, "-c", SLOW_TO_RELEASE],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    ended = run(SLOW_TO_RELEASE)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split() == ["released", "released"]
 
 
 def test_threads_end_with_their_owner():
-    program = SLOW_TO_RELEASE + (
-        "del pool\ntime.sleep(0.2)\nprint(len(threading.enumerate()), flush=True)\n"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    ended = run(
+        SLOW_TO_RELEASE
+        + "del pool\ntime.sleep(0.2)\nprint(len(threading.enumerate()), flush=True)\n"
     )
     assert ended.returncode == 0, ended.stderr
     # They are out of Python, and still waited for.

@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import json
-import os
 import pathlib
 import signal
 import socket
@@ -87,9 +86,6 @@ class Processes:
         exit_process: bool = True,
     ) -> None:
         """Starts a worker for each script, and waits until all have joined."""
-        environment = dict(os.environ)
-        # Where it is set, the package imports Keras at once.
-        environment.pop("KERAS_STRATEGY_LOGICAL_CPUS", None)
         for rank, script in enumerate(scripts):
             arguments = {
                 "rank": rank,
@@ -102,7 +98,6 @@ class Processes:
             self.workers.append(
                 subprocess.Popen(
                     [sys.executable, str(WORKER), json.dumps(arguments)],
-                    env=environment,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,

@@ -7,7 +7,6 @@ import keras_strategy as ks
 from benchmarks.figures import Figures
 from keras_strategy.testing import WorkerRunner
 
-torch = pytest.importorskip("torch")
 if keras.backend.backend() != "torch":
     pytest.skip("for the torch backend", allow_module_level=True)
 
@@ -23,15 +22,6 @@ WORKER_CALLS = 600
 THREADS_CALLS = 1100
 
 
-@pytest.fixture(autouse=True)
-def _one_core():
-    """On a busy machine, torch's threads wait long for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def check(figures, python_calls, digest=0):
     assert figures.collectives == 1  # the gradients, in one piece
     assert figures.bytes == figures.gradient_bytes + digest
@@ -45,9 +35,8 @@ def test_two_threads(loop, mirrored):
     check(torch_jobs.figures(mirrored(2), loop), THREADS_CALLS)
 
 
-def test_two_processes():
-    one_core = {"OMP_NUM_THREADS": "1"}
-    with WorkerRunner(2, timeout_seconds=300, environment=one_core) as runner:
+def test_two_processes(starter):
+    with WorkerRunner(2, timeout_seconds=300, starter=starter) as runner:
         results = runner.run(torch_jobs.figures_of_a_worker)
     for figures_of_loops in results:
         for figures in figures_of_loops:

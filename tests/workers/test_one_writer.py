@@ -4,13 +4,24 @@ import csv
 
 import keras
 import numpy as np
+import pytest
 
+from keras_strategy.testing import WorkerRunner
 from tests.workers import jobs
 
 
-def test_the_chief_writes_and_all_go_on(two_workers, tmp_path):
-    results = two_workers.run(jobs.write_everything, str(tmp_path))
-    files = sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*"))
+@pytest.fixture(scope="module")
+def written(starter, tmp_path_factory):
+    """A training that writes: the folder, what workers return, what they print."""
+    folder = tmp_path_factory.mktemp("written")
+    with WorkerRunner(2, timeout_seconds=300, starter=starter) as runner:
+        results = runner.run(jobs.write_everything, str(folder))
+        return folder, results, [runner.output(rank) for rank in (0, 1)]
+
+
+def test_the_chief_writes_and_all_go_on(written):
+    folder, results, printed = written
+    files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*"))
     assert files == [
         "backup",
         "backup/latest.weights.h5",
@@ -22,20 +33,20 @@ def test_the_chief_writes_and_all_go_on(two_workers, tmp_path):
         "last.keras",
         "log.csv",
     ]
-    with open(tmp_path / "log.csv") as file:
+    with open(folder / "log.csv") as file:
         assert [row["epoch"] for row in csv.DictReader(file)] == ["0", "1", "2"]
     # One process loads what two have saved.
-    model = keras.models.load_model(tmp_path / "last.keras")
+    model = keras.models.load_model(folder / "last.keras")
     predicted = model.predict(jobs.digits(29)[0], verbose=0)
     for result in results:
         np.testing.assert_allclose(result["predicted"], predicted, atol=1e-6)
     # The progress is the chief's to print.
-    assert "accuracy" in two_workers.output(0)
-    assert "accuracy" not in two_workers.output(1)
+    assert "accuracy" in printed[0]
+    assert "accuracy" not in printed[1]
 
 
-def test_what_the_chief_restores_is_everybodys(two_workers, tmp_path):
-    whole = two_workers.run(jobs.write_everything, str(tmp_path / "whole"))
+def test_what_the_chief_restores_is_everybodys(written, two_workers, tmp_path):
+    _, whole, _ = written
     half = str(tmp_path / "half")
     two_workers.run(jobs.write_everything, half, epochs=1)
     resumed = two_workers.run(jobs.write_everything, half)

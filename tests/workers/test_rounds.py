@@ -44,9 +44,11 @@ def test_workers_do_not_ask_before_what_they_have_run_before(results):
         assert "strategy.run" not in other
 
 
-def test_workers_that_go_different_ways():
+def test_workers_that_go_different_ways(starter):
     environment = {"KERAS_STRATEGY_TIMEOUT_SECONDS": "8"}
-    with WorkerRunner(2, timeout_seconds=110, environment=environment) as runner:
+    with WorkerRunner(
+        2, timeout_seconds=110, environment=environment, starter=starter
+    ) as runner:
         runner.start(jobs.different_programs)
         ends = runner.wait()
     for end in ends:

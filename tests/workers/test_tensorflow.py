@@ -11,10 +11,14 @@ from tests.workers import tensorflow_jobs as jobs
 from tests.workers.test_training import equal
 
 
-def test_fit_in_many_ways_equals_one_device(workers):
-    expected = jobs.fit_in_many_ways(alone=True)
+@pytest.fixture(scope="module")
+def fit_in_many_ways_alone():
+    return jobs.fit_in_many_ways(alone=True)
+
+
+def test_fit_in_many_ways_equals_one_device(workers, fit_in_many_ways_alone):
     for result in workers.run(jobs.fit_in_many_ways):
-        assert equal(result, expected)
+        assert equal(result, fit_in_many_ways_alone)
 
 
 def test_all_workers_shuffle_alike(two_workers):

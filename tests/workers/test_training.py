@@ -1,6 +1,7 @@
 """Several workers train as one device does."""
 
 import numpy as np
+import pytest
 
 from tests.workers import jobs
 
@@ -21,11 +22,15 @@ def equal(one, other, tolerance=TOLERANCE):
     return True
 
 
-def test_fit_equals_one_device(workers):
+@pytest.fixture(scope="module")
+def fit_arrays_alone():
+    return jobs.fit_arrays(alone=True)
+
+
+def test_fit_equals_one_device(workers, fit_arrays_alone):
     results = workers.run(jobs.fit_arrays)
-    expected = jobs.fit_arrays(alone=True)
     for result in results:
-        assert equal(result, expected)
+        assert equal(result, fit_arrays_alone)
     # The workers do not drift apart by rounding either.
     for a, b in zip(results[0]["weights"], results[1]["weights"], strict=True):
         np.testing.assert_array_equal(a, b)
