@@ -67,19 +67,17 @@ TESTS = pathlib.Path(__file__).parent
 def part_of(path: pathlib.Path) -> str:
     """The part of the suite that a file belongs to."""
     room = path.relative_to(TESTS).parts[0]
-    if room in ENGINELESS:
-        return "engineless"
     if {room, path.name} & PROCESSES or path.stem.endswith("_workers"):
         return "processes"
-    if path.name.startswith("test_equality"):
-        return "equality"
-    return "training" if room == "training" else "single"
+    # The tests of equality would make that part twice as long as the others.
+    equality = path.name.startswith("test_equality")
+    return "training" if room == "training" and not equality else "single"
 
 
 def pytest_addoption(parser):
     parser.addoption(
         "--part",
-        choices=("single", "training", "equality", "processes", "engineless"),
+        choices=("single", "training", "processes"),
         help="run a part of the suite, as tools/run_tests.py does",
     )
 
@@ -93,9 +91,10 @@ def pytest_ignore_collect(collection_path, config):
 
 def is_engineless(item):
     """A resolver's test that asks an engine says with a `skipif` which one."""
-    if item.path.relative_to(TESTS).parts[0] == "cluster_resolver":
+    room = item.path.relative_to(TESTS).parts[0]
+    if room == "cluster_resolver":
         return not item.get_closest_marker("skipif")
-    return part_of(item.path) == "engineless"
+    return room in ENGINELESS
 
 
 def pytest_collection_modifyitems(items):

@@ -22,10 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BACKENDS = os.environ.get("BACKENDS", "jax torch tensorflow").split()
 # Those of the whole suite, and the backends' order in each: the longest first.
-PARTS = ["training", "processes", "equality", "single"]
+PARTS = ["training", "processes", "single"]
 SLOW_FIRST = ["tensorflow", "jax", "torch"]
-# These tests start programs without an engine.
-ENGINELESS = ("torch", "engineless")
 SLOWEST = 10
 
 
@@ -118,8 +116,7 @@ def runs(arguments: list[str]) -> list[tuple[str, str]]:
     if arguments:
         return [(backend, "") for backend in BACKENDS]
     backends = sorted(BACKENDS, key=SLOW_FIRST.index)
-    whole = [(backend, part) for part in PARTS for backend in backends]
-    return [*whole, ENGINELESS] if ENGINELESS[0] in BACKENDS else whole
+    return [(backend, part) for part in PARTS for backend in backends]
 
 
 def run_and_tell(backend: str, part: str, arguments: list[str], folder: Path) -> Result:

@@ -269,16 +269,6 @@ def test_one_device(two):
         assert largest(list(one.logs.values()), list(many.logs.values())) == 0
 
 
-def test_run_eagerly(two):
-    def compiled():
-        model = sequential()
-        model.compile("adam", "mse", run_eagerly=True)
-        return model
-
-    one = train(None, compiled, X, Y, epochs=1)
-    assert_equal(one, train(two, compiled, X, Y, epochs=1))
-
-
 def test_several_steps_in_one_execution(mirrored):
     def use(strategy):
         keras.utils.set_random_seed(1)

@@ -23,14 +23,20 @@ BATCH = 8
 ROWS = (21, 17, 18)
 
 
-def run(case: Case, rows: int, strategy=None, predicted: int | None = None) -> Trained:
+def run(
+    case: Case,
+    rows: int,
+    strategy=None,
+    predicted: int | None = None,
+    eagerly: bool = False,
+) -> Trained:
     """Trains a case under a strategy, or on one device, and predicts for some rows."""
     previous = keras.config.dtype_policy()
     keras.config.set_dtype_policy(case.policy)
     try:
         x, y = case.data(rows)
-        fit = case.fit(rows)
-        return train(strategy, case.make, x, y, BATCH, predicted=predicted, **fit)
+        how = {"predicted": predicted, "eagerly": eagerly, **case.fit(rows)}
+        return train(strategy, case.make, x, y, BATCH, **how)
     finally:
         keras.config.set_dtype_policy(previous)
 

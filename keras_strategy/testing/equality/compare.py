@@ -50,6 +50,7 @@ def train(
     epochs: int = 2,
     seed: int = 1,
     predicted: int | None = None,
+    eagerly: bool = False,
     **fit: Any,
 ) -> Trained:
     """Makes a compiled model in the scope and trains it outside of it.
@@ -64,6 +65,10 @@ def train(
         epochs: How many times the data is gone through.
         seed: Seeds the initial weights and the order of the rows.
         predicted: How many of the rows `predict` is given at the end; all by default.
+        eagerly: Whether to compile no step, which is half the time of a short training
+            on TensorFlow. Models of several outputs are compiled all the same: Keras
+            weights what it logs for each of them by rows, but where it traces a step
+            it does not know how many these are.
         **fit: Further arguments of `fit`.
 
     Returns:
@@ -72,6 +77,8 @@ def train(
     keras.utils.set_random_seed(seed)
     with scope(strategy):
         model = make()
+    if eagerly and len(keras.tree.flatten(y)) == 1:
+        model.run_eagerly = True
     history = model.fit(
         x, y, batch_size=batch_size, epochs=epochs, verbose=0, **fit
     ).history

@@ -106,6 +106,13 @@ def _loss_scales() -> Iterator[Case]:
             data=models.with_a_row_of_zeros,
         )
     yield Case(
+        # Both are conditions on TensorFlow, where one in the other may not synchronize.
+        "LossScaleOptimizer over EMA, overwriting every 2 steps",
+        lambda: compiled(
+            optimizer=scaled(adam(use_ema=True, ema_overwrite_frequency=2))
+        ),
+    )
+    yield Case(
         "LossScaleOptimizer, a scale that grows",
         lambda: compiled(
             optimizer=scaled(adam(), initial_scale=8.0, dynamic_growth_steps=2)
