@@ -13,7 +13,7 @@ EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 )
 def test_example(name, last, program):
     # It makes its own logical devices.
-    end = program(EXAMPLES / name, "--epochs=2")
+    end = program(EXAMPLES / name, "--epochs=3")
     assert end.exit_status == 0, end.output
-    assert "on 2 devices" in end.output and "epoch 2" in end.output
+    assert "on 2 devices" in end.output and "epoch 3" in end.output
     assert last in end.output

@@ -116,7 +116,7 @@ def runs(arguments: list[str]) -> list[tuple[str, str]]:
     if arguments:
         return [(backend, "") for backend in BACKENDS]
     backends = sorted(BACKENDS, key=SLOW_FIRST.index)
-    return [(backend, part) for part in PARTS for backend in backends]
+    return [(backend, part) for backend in backends for part in PARTS]
 
 
 def run_and_tell(backend: str, part: str, arguments: list[str], folder: Path) -> Result:

@@ -69,7 +69,8 @@ def current_replica() -> "ReplicaContext | None":
 def distributed_replica() -> "Replica | None":
     """The replica that is running, if there are others beside it."""
     replica = _place.replica
-    if replica is None or replica.num_replicas_in_sync == 1:
+    # Hooks ask hundreds of times in a step: the property is called for the first alone.
+    if replica is None or (replica._replicas or replica.num_replicas_in_sync) == 1:
         return None
     return replica._replica  # the rules work with what the adapter made
 

@@ -31,16 +31,24 @@ def test_the_example(two_workers):
     assert "on 2 replicas" in chief.output
 
 
-def test_a_restart_ends_where_an_uninterrupted_run_does(two_workers, tmp_path):
+def test_a_training_that_died_ends_where_an_uninterrupted_one_does(
+    two_workers, tmp_path
+):
+    """It goes on in workers that the launcher starts, and that import all themselves.
+
+    That the launcher starts them anew by itself is tested with it, in tests/launch.
+    """
     script = ROOT / "tests" / "workers" / "train_script.py"
     two_workers.start(script, tmp_path / "whole.npz", tmp_path / "a", 0)
     for end in two_workers.wait():
         assert end.exit_status == 0, end.output
-    resumed = run(
-        "--max-restarts", 1, script, tmp_path / "resumed.npz", tmp_path / "b", 1
-    )
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    arguments = tmp_path / "resumed.npz", tmp_path / "b", 1
+    two_workers.start(script, *arguments)
+    for end in two_workers.wait():
+        assert end.exit_status != 0, end.output
     assert (tmp_path / "b.died").exists()
+    resumed = run(script, *arguments)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     with (
         np.load(tmp_path / "whole.npz") as one,
         np.load(tmp_path / "resumed.npz") as other,
