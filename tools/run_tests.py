@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BACKENDS = os.environ.get("BACKENDS", "jax torch tensorflow").split()
-# Those of the whole suite, and the backends' order in each: the longest first.
+# Those of the whole suite, and the order of the backends: the longest first.
 PARTS = ["training", "processes", "single"]
 SLOW_FIRST = ["tensorflow", "jax", "torch"]
 SLOWEST = 10
