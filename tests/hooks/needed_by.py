@@ -17,7 +17,9 @@ _JAX = "tests/backends/test_jax.py"
 _TF = "tests/backends/test_tensorflow.py"
 _JAX_WORKERS = "tests/backends/test_jax_workers.py"
 _TRAINING = "tests/workers/test_training.py"
-_OPTIMIZER = f"{_EQUALITY}::test_what_an_optimizer_does_beside_its_rule"
+_ROW = "tests/training/test_equality_table.py::test_two_replicas_equal_one_device"
+_OPTIMIZER = f"{_ROW}[clipping, decay, EMA and accumulation at once]"
+_REDUCTION = f"{_ROW}[reduction sum, sample weights]"
 _ENTRY = "tests/training/test_entry_points.py"
 _LOSSES = "tests/training/test_own_losses.py"
 _DERIVED = "tests/training/test_derived_logs.py"
@@ -98,7 +100,7 @@ NEEDED_BY = {
         "tensorflow",
         "tests/core/test_losses.py::test_in_a_step_of_fit[8]",
     ),
-    "hooks.losses Loss.__call__": ("torch", f"{_EQUALITY}::test_loss_reductions"),
+    "hooks.losses Loss.__call__": ("torch", _REDUCTION),
     "hooks.metrics Mean.update_state": (
         "torch",
         f"{_RANDOM}::test_a_metric_that_is_a_number",
@@ -115,14 +117,14 @@ NEEDED_BY = {
         "torch",
         f"{_RANDOM}::test_replicas_draw_different_numbers",
     ),
-    "hooks.own_attributes Layer.__setattr__": ("torch", f"{_OWN}[2-Attribute]"),
-    "hooks.own_attributes TrackedList.append": ("torch", f"{_OWN}[2-InAList]"),
-    "hooks.own_attributes TrackedDict.update": ("torch", f"{_OWN}[2-InADict]"),
+    "hooks.own_attributes Layer.__setattr__": ("torch", _OWN),
+    "hooks.own_attributes TrackedList.append": ("torch", _OWN),
+    "hooks.own_attributes TrackedDict.update": ("torch", _OWN),
     "hooks.own_attributes TrackedOrderedDict.update": (
         "torch",
-        f"{_OWN}[2-InAnOrderedDict]",
+        _OWN,
     ),
-    "hooks.own_attributes TrackedSet.add": ("torch", f"{_OWN}[2-AddedLoss]"),
+    "hooks.own_attributes TrackedSet.add": ("torch", _OWN),
     "backends.threads.hooks keras.src.random.seed_generator.global_seed_generator": (
         "torch",
         f"{_RANDOM}::test_distributions_are_reproducible",
@@ -210,7 +212,7 @@ NEEDED_BY = {
     ),
     "backends.torch.hooks Layer.zero_grad": (
         "torch",
-        f"{_EQUALITY}::test_shuffle_draws_the_order_of_one_device",
+        f"{_ROW}[shuffle]",
     ),
     "backends.torch.hooks TorchModuleWrapper.call": (
         "torch",
@@ -218,7 +220,7 @@ NEEDED_BY = {
     ),
     "backends.torch.hooks Model.make_train_function": (
         "torch",
-        f"{_EQUALITY}::test_loss_reductions",
+        _REDUCTION,
     ),
     "backends.torch.hooks Model.make_test_function": (
         "torch",
@@ -274,7 +276,7 @@ NEEDED_BY = {
     ),
     "backends.tensorflow.hooks Optimizer._backend_update_step": (
         "tensorflow",
-        f"{_EQUALITY}::test_loss_reductions",
+        _REDUCTION,
     ),
     "backends.tensorflow.hooks "
     "Optimizer._overwrite_model_variables_with_average_value": (
@@ -289,19 +291,19 @@ NEEDED_BY = {
     "backends.tensorflow.hooks Optimizer.assign_add": ("tensorflow", _OPTIMIZER),
     "backends.tensorflow.hooks Optimizer.assign_sub": (
         "tensorflow",
-        f"{_EQUALITY}::test_loss_reductions",
+        _REDUCTION,
     ),
     "backends.tensorflow.hooks LossScaleOptimizer._tf_apply": (
         "tensorflow",
-        f"{_EQUALITY}::test_an_optimizer_that_averages_inside_a_loss_scale",
+        f"{_ROW}[LossScaleOptimizer over EMA, overwriting every 2 steps]",
     ),
     "backends.tensorflow.hooks keras.src.losses.loss.scale_loss_for_distribution": (
         "tensorflow",
-        f"{_EQUALITY}::test_regularizers_and_activity_losses",
+        f"{_ROW}[kernel and bias regularizers]",
     ),
     "backends.tensorflow.hooks keras.src.losses.loss.unscale_loss_for_distribution": (
         "tensorflow",
-        f"{_EQUALITY}::test_loss_reductions",
+        _REDUCTION,
     ),
     "backends.tensorflow.hooks Model.distribute_strategy": (
         "tensorflow",

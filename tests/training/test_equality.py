@@ -15,6 +15,7 @@ from keras_strategy.testing.equality.compare import (
     scope,
     train,
 )
+from keras_strategy.testing.equality.models import regression
 
 CLASSES = 3
 
@@ -114,23 +115,17 @@ def test_training_equals_one_device(kind, mirrored, record_property):
             assert predictions <= LOGS, (replicas, name)
 
 
-def compiled(loss="mse", optimizer="adam", outputs=1, **compile):
+def compiled():
     model = keras.Sequential(
-        [keras.Input((4,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(outputs)]
+        [keras.Input((4,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)]
     )
-    model.compile(optimizer, loss, **compile)
+    model.compile("adam", "mse")
     return model
-
-
-def regression(rows=21):
-    rng = np.random.RandomState(1)
-    x = rng.randn(rows, 4).astype("float32")
-    return x, x[:, :1] * 2 + rng.randn(rows, 1).astype("float32")
 
 
 def test_synchronized_batch_normalization(mirrored):
     """The statistics of the global batch, on every backend."""
-    x, y = regression()
+    x, y = regression(21)
 
     def make(synchronized):
         def compiled():
@@ -155,7 +150,7 @@ def test_synchronized_batch_normalization(mirrored):
 
 
 def test_two_runs_are_bit_equal(mirrored):
-    x, y = regression()
+    x, y = regression(21)
     first = train(mirrored(3), compiled, x, y)
     second = train(mirrored(3), compiled, x, y)
     for a, b in zip(first.weights, second.weights, strict=True):
