@@ -24,6 +24,7 @@ def weighted_step(
     logs_are_metrics: bool,
     layers: Callable[[], Iterable[Any]],
     require: Callable[[Any, str], None],
+    rows_to_predict: Callable[[Any], Any] | None = None,
 ) -> Callable[[Any, Any], Any]:
     """Makes a step of a model into one that a replica can run.
 
@@ -32,6 +33,8 @@ def weighted_step(
         logs_are_metrics: See `returns_metrics`.
         layers: Gives the model's layers.
         require: See `state.settle`.
+        rows_to_predict: Gives the rows of a tensor, where the step is one of
+            `predict`.
 
     Returns:
         A function of the replica's data and its weight, for `strategy.run`.
@@ -44,11 +47,45 @@ def weighted_step(
         try:
             outputs = step(data)
             settle(replica, layers, require)
+            if rows_to_predict is not None:
+                _require_rows(outputs, data, rows_to_predict, require)
             return outputs
         finally:
             replica.step = StepState()
 
     return replica_step
+
+
+def _require_rows(
+    outputs: Any,
+    data: Any,
+    rows: Callable[[Any], Any],
+    require: Callable[[Any, str], None],
+) -> None:
+    """Checks that what a replica predicts can be joined to what one device predicts.
+
+    Args:
+        outputs: What `predict_step` returned.
+        data: The replica's rows of the batch.
+        rows: Gives the rows of a tensor.
+        require: See `state.settle`.
+    """
+    expected = rows(next(leaf for leaf in tree.flatten(data) if leaf is not None))
+    for path, output in tree.flatten_with_path(outputs):
+        if output is None:
+            continue
+        shape = getattr(output, "shape", ())
+        where = "".join(f"[{key!r}]" for key in path)
+        message = (
+            "`predict` joins what the replicas predict row by row, so each output "
+            "must have one row for each row of the batch. Received the output"
+            f"{where and ' ' + where} of shape {shape} from one replica. Give "
+            "it as many rows, for example with `ops.broadcast_to`, or leave it out of "
+            "the outputs of the model that predicts."
+        )
+        if shape == ():
+            raise ValueError(message)
+        require(rows(output) == expected, message)
 
 
 def returns_metrics(model: keras.Model, kind: str) -> bool:

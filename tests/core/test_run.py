@@ -197,13 +197,18 @@ def test_run_inside_merge_call(two, compiled):
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "expected"),
-    [("mean", 2.0), ("sum", 4.0), ("only_first_replica", 1.0)],
+    ("aggregation", "dtype", "expected"),
+    [
+        ("mean", "float32", 2.0),
+        ("mean", "int32", 2.0),
+        ("sum", "float32", 4.0),
+        ("only_first_replica", "float32", 1.0),
+    ],
 )
-def test_assigning_a_mirrored_variable(aggregation, expected, two):
+def test_assigning_a_mirrored_variable(aggregation, dtype, expected, two):
     with two.scope():
-        v = keras.Variable(0.0, aggregation=aggregation, trainable=False)
-    x = per_replica(two, *floats(1.0, 3.0))
+        v = keras.Variable(0, dtype=dtype, aggregation=aggregation, trainable=False)
+    x = per_replica(two, *np.array([1, 3], dtype))
 
     def assign(x):
         v.assign(x)

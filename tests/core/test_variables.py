@@ -94,6 +94,32 @@ def test_assigning_a_variable_of_nobody_in_run(two):
     assert outside.numpy() == 2.0
 
 
+OPTIMIZERS = {
+    "assign_sub": lambda: keras.optimizers.SGD(0.5),
+    "assign_add": lambda: keras.optimizers.SGD(0.5, momentum=0.5, nesterov=True),
+    "assign": lambda: keras.optimizers.Ftrl(0.5),
+}
+
+
+@pytest.mark.parametrize("method", OPTIMIZERS)
+def test_an_optimizer_of_a_variable_of_nobody_in_run(method, two):
+    make = OPTIMIZERS[method]
+    outside, alone = keras.Variable([1.0, 2.0]), keras.Variable([1.0, 2.0])
+    with two.scope():
+        optimizer = make()
+
+    def step():
+        optimizer.apply([keras.ops.ones(2)], [outside])
+
+    if keras.backend.backend() == "tensorflow":
+        with pytest.raises(ValueError, match="made outside the scope"):
+            two.run(step)
+        return
+    two.run(step)
+    make().apply([2 * keras.ops.ones(2)], [alone])
+    np.testing.assert_allclose(outside.numpy(), alone.numpy(), atol=1e-6)
+
+
 def test_a_structure_that_depends_on_the_replica(two):
     def fn():
         replica = ks.get_replica_context().replica_id_in_sync_group

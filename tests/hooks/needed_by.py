@@ -12,6 +12,9 @@ _RUN = "tests/core/test_run.py"
 _WRITER = "tests/workers/test_one_writer.py"
 _SYNCHRONIZED = f"{_EQUALITY}::test_synchronized_batch_normalization"
 _REFUSED = f"{_BAD_INPUT}::test_a_model_made_outside_is_refused_inside"
+_OF_NOBODY = (
+    "tests/core/test_variables.py::test_an_optimizer_of_a_variable_of_nobody_in_run"
+)
 _ADDING = f"{_RUN}::test_adding_to_a_mirrored_variable"
 _JAX = "tests/backends/test_jax.py"
 _TF = "tests/backends/test_tensorflow.py"
@@ -35,12 +38,17 @@ NEEDED_BY = {
     "hooks.trainer Model.evaluate": ("torch", f"{_REFUSED}[evaluate]"),
     "hooks.trainer Model.predict": (
         "torch",
-        "tests/training/test_distributed_input.py::"
-        "test_validation_evaluate_and_predict",
+        f"{_REFUSED}[predict]",
     ),
     "hooks.trainer Model.train_on_batch": ("torch", f"{_REFUSED}[train_on_batch]"),
-    "hooks.trainer Model.test_on_batch": ("jax", f"{_ENTRY}::test_on_batch"),
-    "hooks.trainer Model.predict_on_batch": ("jax", f"{_ENTRY}::test_on_batch"),
+    "hooks.trainer Model.test_on_batch": (
+        "torch",
+        f"{_REFUSED}[test_on_batch]",
+    ),
+    "hooks.trainer Model.predict_on_batch": (
+        "torch",
+        f"{_REFUSED}[predict_on_batch]",
+    ),
     "hooks.trainer Model._symbolic_build": (
         "tensorflow",
         f"{_ENTRY}::test_an_optimizer_and_a_metric_made_outside_of_the_scope",
@@ -167,7 +175,7 @@ NEEDED_BY = {
     ),
     "backends.jax.hooks keras.src.backend.jax.distribution_lib.distribute_tensor": (
         "jax",
-        f"{_JAX}::test_what_another_strategy_was_assigned_lasts",
+        f"{_JAX_WORKERS}::test_replicas_of_different_shapes[2x1]",
     ),
     "backends.jax.hooks Variable._initialize": (
         "jax",
@@ -175,11 +183,11 @@ NEEDED_BY = {
     ),
     "backends.jax.hooks Variable.value": (
         "jax",
-        f"{_JAX}::test_donation_spares_what_others_hold",
+        f"{_JAX}::test_a_step_computes_in_the_memory_of_the_one_before",
     ),
     "backends.jax.hooks Variable.__reduce_ex__": (
         "jax",
-        f"{_JAX}::test_a_variable_can_be_copied_after_a_step",
+        f"{_JAX}::test_a_variable_that_shares_its_array_keeps_its_value",
     ),
     "backends.jax.hooks LossScaleOptimizer._common_apply": (
         "jax",
@@ -244,7 +252,7 @@ NEEDED_BY = {
     ),
     "backends.tensorflow.hooks Variable._direct_assign": (
         "tensorflow",
-        f"{_RUN}::test_assigning_a_mirrored_variable",
+        "tests/core/test_on_read.py::test_a_sum_is_dealt_out[plainly-int32-5-2]",
     ),
     "backends.tensorflow.hooks Variable.handle": (
         "tensorflow",
@@ -256,7 +264,7 @@ NEEDED_BY = {
     ),
     "backends.tensorflow.hooks Variable._map_aggregation": (
         "tensorflow",
-        f"{_RUN}::test_assigning_a_mirrored_variable",
+        f"{_RUN}::test_assigning_a_mirrored_variable[mean-int32-2.0]",
     ),
     "backends.tensorflow.hooks Variable.value": (
         "tensorflow",
@@ -268,7 +276,7 @@ NEEDED_BY = {
     ),
     "backends.tensorflow.hooks Optimizer.add_variable_from_reference": (
         "tensorflow",
-        f"{_TF}::test_run_builds_lazily",
+        f"{_OF_NOBODY}[assign]",
     ),
     "backends.tensorflow.hooks Optimizer._apply_weight_decay": (
         "tensorflow",
@@ -287,11 +295,17 @@ NEEDED_BY = {
         "tensorflow",
         _OPTIMIZER,
     ),
-    "backends.tensorflow.hooks Optimizer.assign": ("tensorflow", _OPTIMIZER),
-    "backends.tensorflow.hooks Optimizer.assign_add": ("tensorflow", _OPTIMIZER),
+    "backends.tensorflow.hooks Optimizer.assign": (
+        "tensorflow",
+        f"{_OF_NOBODY}[assign]",
+    ),
+    "backends.tensorflow.hooks Optimizer.assign_add": (
+        "tensorflow",
+        f"{_OF_NOBODY}[assign_add]",
+    ),
     "backends.tensorflow.hooks Optimizer.assign_sub": (
         "tensorflow",
-        _REDUCTION,
+        f"{_OF_NOBODY}[assign_sub]",
     ),
     "backends.tensorflow.hooks LossScaleOptimizer._tf_apply": (
         "tensorflow",
@@ -327,11 +341,11 @@ NEEDED_BY = {
     ),
     "backends.tensorflow.hooks Model._maybe_symbolic_build": (
         "tensorflow",
-        f"{_ENTRY}::test_on_batch",
+        f"{_BAD_INPUT}::test_rows_that_differ",
     ),
     "backends.tensorflow.hooks keras.src.random.seed_generator.global_seed_generator": (
         "tensorflow",
-        f"{_RANDOM}::test_distributions_are_reproducible",
+        "tests/core/test_seeds.py::test_a_seed_that_is_set_reaches_run[True]",
     ),
 }
 

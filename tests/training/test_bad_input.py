@@ -18,12 +18,17 @@ def compiled():
     return model
 
 
-@pytest.mark.parametrize("method", ["fit", "evaluate", "train_on_batch"])
+METHODS = ["fit", "evaluate", "predict"]
+METHODS += ["train_on_batch", "test_on_batch", "predict_on_batch"]
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_a_model_made_outside_is_refused_inside(method, two):
     model = compiled()
     before = model.get_weights()
+    data = (X,) if method.startswith("predict") else (X, Y)
     with two.scope(), pytest.raises(ValueError, match="made outside of it"):
-        getattr(model, method)(X, Y)
+        getattr(model, method)(*data)
     assert largest(before, model.get_weights()) == 0
     model.fit(X, Y, verbose=0)  # on one device it still works
 

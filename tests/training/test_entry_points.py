@@ -11,6 +11,8 @@ RNG = np.random.RandomState(7)
 X = RNG.randn(21, 4).astype("float32")
 Y = RNG.randn(21, 1).astype("float32")
 
+JAX = keras.backend.backend() == "jax"
+
 
 def sequential():
     return keras.Sequential(
@@ -137,6 +139,39 @@ def test_evaluate_and_predict(mirrored):
         return [*logs.values(), predictions]
 
     assert largest(use(None), use(mirrored(4))) < 1e-5
+
+
+@pytest.mark.parametrize("shape", [(), (3,)], ids=["scalar", "vector"])
+def test_outputs_without_rows(shape, two):
+    """They are one device's in training; predictions are joined row by row."""
+
+    class Temperature(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+            self.temperature = self.add_weight(shape=shape, initializer="ones")
+
+        def call(self, x):
+            t = self.temperature * 1.0
+            return {"y": self.dense(x) * keras.ops.sum(t), "temperature": t}
+
+    def use(strategy):
+        keras.utils.set_random_seed(1)
+        with scope(strategy):
+            model = Temperature()
+            model.compile("sgd", {"y": "mse", "temperature": None})
+        losses = model.fit(X, {"y": Y}, batch_size=8, verbose=0).history["loss"]
+        return model, [*losses, *model.get_weights()]
+
+    (one, trained), (many, also) = use(None), use(two)
+    assert largest(trained, also) < 1e-5
+    if JAX:
+        own, ours = one.predict_on_batch(X), many.predict_on_batch(X)
+        assert largest([*own.values()], [*ours.values()]) < 1e-5
+        return
+    for predict in (many.predict, many.predict_on_batch):
+        with pytest.raises(ValueError, match=r"output \['temperature'\] of shape"):
+            predict(X)
 
 
 @pytest.mark.parametrize("make", MODELS, ids=lambda m: m.__name__)

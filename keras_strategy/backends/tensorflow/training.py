@@ -69,7 +69,9 @@ class TrainingStrategy:
         steps = {model.train_step: "train", model.test_step: "test"}
         kind = steps.get(step, "predict")
         own = returns_metrics(model, kind)
-        replica_step = weighted_step(step, own, lambda: all_layers(model), require)
+        rows = _rows if kind == "predict" else None
+        layers = functools.partial(all_layers, model)
+        replica_step = weighted_step(step, own, layers, require, rows)
         outputs = group.call(
             replica_step, (PerReplica(shards), PerReplica(weights)), {}
         )
@@ -225,8 +227,6 @@ def join(value: DistributedValues, weights: Sequence[Any]) -> Any:
         One tensor.
     """
     parts = value.values
-    if parts[0].shape.rank == 0:
-        return tf.stack(parts)
     real = [
         slice_rows(part, (0, tf.where(weight > 0, _rows(part), 0)))
         for part, weight in zip(parts, weights, strict=True)

@@ -38,7 +38,11 @@ def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callab
     """
     own = rules.returns_metrics(model, kind)
     weighted = rules.weighted_step(
-        getattr(model, f"{kind}_step"), own, lambda: all_layers(model), _require
+        getattr(model, f"{kind}_step"),
+        own,
+        lambda: all_layers(model),
+        _require,
+        (lambda tensor: tensor.shape[0]) if kind == "predict" else None,
     )
     batch_logs = BatchLogs()
 
