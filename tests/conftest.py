@@ -46,13 +46,9 @@ if keras.backend.backend() == "tensorflow":
     # What it would save, functions that run a few times do not take.
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
-    # Whoever drops an iterator of tf.data waits for the thread that tunes it. On busy
-    # cores that thread can look whether it is to end just before it is told to, and
-    # then sleeps first, for up to a minute.
-    _iterate = tf.data.Dataset.__iter__
-    _untuned = tf.data.Options()
-    _untuned.autotune.enabled = False
-    tf.data.Dataset.__iter__ = lambda self: _iterate(self.with_options(_untuned))
+    from tests.untuned import leave_untuned
+
+    leave_untuned()
 
 # The engine's modules stay, and are a million objects to look through for garbage. What
 # a test leaves is little beside them: a twelfth of the time went into looking for it.

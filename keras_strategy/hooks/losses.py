@@ -27,11 +27,14 @@ def _call(original, replica, self, y_true, y_pred, sample_weight=None):
 
     A loss that gives one number is computed on all rows: what it does with them is not
     known. Dice divides sums over all of them, and of the replicas' numbers no mean
-    would be what one device computes.
+    would be what one device computes. So is Circle, the one loss of Keras's that
+    compares rows and gives a number for each.
     """
     step = replica.step
     if step.has_all_rows:
         return original(self, y_true, y_pred, sample_weight)
+    if step.row_weight is not None and vars(self).get("fn") is keras.losses.circle:
+        return _on_all_rows(replica, original, self, y_true, y_pred, sample_weight)
     mask = keras_masking.get_keras_mask(y_pred)
     # As Keras does it, up to where it reduces what the loss gave for each entry.
     with keras.name_scope(self.name):

@@ -13,10 +13,6 @@ from keras_strategy.testing.equality.models import compiled, mlp
 
 # CTC has data of its own. The others compare the rows of a batch with each other.
 _APART = {"CTC", "Circle", "Dice", "Tversky"}
-_ACROSS_ROWS = {
-    engine: "it compares the rows of a batch with each other: those of each replica"
-    for engine in ("torch", "tensorflow")
-}
 
 
 def each() -> Iterator[Case]:
@@ -43,10 +39,9 @@ def each() -> Iterator[Case]:
             data=_one_hot,
         )
     yield Case(
-        "loss Circle",
+        "loss Circle, which compares rows",
         lambda: compiled(mlp(outputs=models.CLASSES), loss=losses.Circle()),
         data=models.classes,
-        not_on=_ACROSS_ROWS,
     )
     yield Case(
         "loss CTC",
