@@ -64,7 +64,6 @@ ENGINELESS = {"benchmarks", "coordination", "launch", "testing"}
 PROCESSES = {
     *("speed", "workers"),
     *("test_examples.py", "test_imports.py", "test_killed.py", "test_threads.py"),
-    "test_needed_by.py",
 }
 TESTS = pathlib.Path(__file__).parent
 

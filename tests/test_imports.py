@@ -13,6 +13,13 @@ import pytest
 import keras_strategy as ks
 
 
+# What no adapter has a part in.
+on_torch = pytest.mark.skipif(
+    keras.backend.backend() != "torch",
+    reason="the same on every backend: it runs on torch",
+)
+
+
 def python(code: str, **environment: str) -> str:
     """Runs code in a fresh interpreter and returns the last line it prints."""
     done = subprocess.run(
@@ -38,6 +45,7 @@ def last_line(program):
     return run
 
 
+@on_torch
 def test_keras_is_imported_with_the_first_name_that_needs_it():
     code = """
 import sys
@@ -54,6 +62,7 @@ print(light, resolver.num_accelerators(), "keras" in sys.modules)
     assert python(code) == "True {} True"
 
 
+@on_torch
 def test_any_public_name_may_be_the_first(last_line):
     """Each in a process of its own, forked from one that has imported the engine."""
     code = """

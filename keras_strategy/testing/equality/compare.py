@@ -64,7 +64,8 @@ def train(
         batch_size: Rows of a global batch.
         epochs: How many times the data is gone through.
         seed: Seeds the initial weights and the order of the rows.
-        predicted: How many of the rows `predict` is given at the end; all by default.
+        predicted: How many of the rows `predict` is given at the end; all by default,
+            and with 0 it is not called.
         eagerly: Whether to compile no step, which is half the time of a short training
             on TensorFlow. Models of several outputs are compiled all the same: Keras
             weights what it logs for each of them by rows, but where it traces a step
@@ -93,7 +94,9 @@ def train(
     optimizer = [np.array(v.numpy()) for v in model.optimizer.variables]
     if predicted is not None:
         x = keras.tree.map_structure(lambda array: array[:predicted], x)
-    predictions = model.predict(x, batch_size=batch_size, verbose=0)
+    predictions = (
+        [] if predicted == 0 else model.predict(x, batch_size=batch_size, verbose=0)
+    )
     return Trained(
         model, weights, optimizer, logs, predictions, replicas_apart(strategy, model)
     )

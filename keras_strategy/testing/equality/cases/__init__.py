@@ -15,6 +15,7 @@ def all_cases() -> list[Case]:
     """Every row of the table, in the order of the table."""
     return [
         *optimizer.each(),
+        *optimizer.at_once(),
         *optimizer.beside_the_rule(),
         *loss.each(),
         *loss.cases(),

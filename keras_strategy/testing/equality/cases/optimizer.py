@@ -4,7 +4,8 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from keras import optimizers
+import keras
+from keras import layers, optimizers
 
 from keras_strategy.testing.equality import models
 from keras_strategy.testing.equality.cases.case import BFLOAT16, FLOAT16, Case, shipped
@@ -30,8 +31,26 @@ def each() -> Iterator[Case]:
         )
 
 
-def _built(optimizer):
-    model = compiled(optimizer=optimizer)
+def at_once() -> Iterator[Case]:
+    """All of them in one model: each updates a layer of its own."""
+    if hasattr(optimizers, "MultiOptimizer"):
+        classes = list(shipped(optimizers, optimizers.Optimizer, _OF_OTHERS))
+        yield Case(f"{len(classes)} optimizers", lambda: _each_for_a_layer(classes))
+
+
+def _each_for_a_layer(classes):
+    each = {cls.__name__.lower(): cls(learning_rate=0.01) for cls in classes}
+    x = keras.Input((models.FEATURES,))
+    y = layers.Add()([layers.Dense(1, name=name)(x) for name in each])
+
+    def of_variable(variable):
+        return each[variable.path.split("/")[0]]
+
+    return _built(optimizers.MultiOptimizer(of_variable), keras.Model(x, y))
+
+
+def _built(optimizer, model=None):
+    model = compiled(model, optimizer)
     # Built while it is traced, ScheduleFreeAdamW would on TensorFlow copy the
     # weights into its averages in every step, on one device.
     model.optimizer.build(model.trainable_variables)
