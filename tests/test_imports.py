@@ -12,7 +12,6 @@ import pytest
 
 import keras_strategy as ks
 
-
 # What no adapter has a part in.
 on_torch = pytest.mark.skipif(
     keras.backend.backend() != "torch",
