@@ -444,11 +444,13 @@ def test_a_replica_without_rows_does_not_abort_the_process(strategy):
     np.testing.assert_allclose(predicted, model(x), rtol=1e-4, atol=1e-5)
 
 
-def test_jit_compile_warns(two, caplog):
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_jit_compile_warns(method, two, caplog):
     with two.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse", jit_compile=True)
-    model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
+    targets = () if method == "predict" else (np.ones((4, 1)),)
+    getattr(model, method)(np.ones((4, 3)), *targets, verbose=0)
     assert "jit_compile=True is not used" in caplog.text
 
 

@@ -325,15 +325,15 @@ NEEDED_BY = {
     ),
     "backends.tensorflow.hooks Model.make_train_function": (
         "tensorflow",
-        f"{_TF}::test_jit_compile_warns",
+        f"{_TF}::test_jit_compile_warns[fit]",
     ),
     "backends.tensorflow.hooks Model.make_test_function": (
         "tensorflow",
-        "tests/workers/test_tensorflow.py::test_fit_in_many_ways_equals_one_device",
+        f"{_TF}::test_jit_compile_warns[evaluate]",
     ),
     "backends.tensorflow.hooks Model.make_predict_function": (
         "tensorflow",
-        "tests/workers/test_tensorflow.py::test_fit_in_many_ways_equals_one_device",
+        f"{_TF}::test_jit_compile_warns[predict]",
     ),
     "backends.tensorflow.hooks TFEpochIterator._get_iterator": (
         "tensorflow",
