@@ -21,17 +21,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BACKENDS = os.environ.get("BACKENDS", "jax torch tensorflow").split()
-# The parts of the whole suite: the longest first, and beside them the one that mostly
-# waits, so that no core is idle at the end.
+# The parts of the whole suite: the longest first, and beside them those that mostly
+# wait, so that no core is idle at the end.
 PARTS = [
     ("tensorflow", "training"),
     ("tensorflow", "single"),
     ("torch", "single"),
     ("tensorflow", "processes"),
     ("jax", "single"),
+    ("torch", "processes"),
     ("jax", "processes"),
     ("jax", "training"),
-    ("torch", "processes"),
     ("torch", "training"),
 ]
 SLOWEST = 10

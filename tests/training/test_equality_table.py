@@ -11,15 +11,16 @@ from keras_strategy.testing.equality.cases import (
     all_cases,
     execution,
     layer,
+    metric,
     optimizer,
     own,
 )
 from keras_strategy.testing.equality.compare import assert_equal
 
 BACKEND = keras.backend.backend()
-# One row has all optimizers, where Keras can do that.
-ONE_BY_ONE = optimizer.each() if list(optimizer.at_once()) else ()
-LEFT_OUT = {case.name for case in ONE_BY_ONE}
+# One row has all metrics, and one all optimizers where Keras can do that.
+ONE_BY_ONE = [metric, optimizer] if list(optimizer.at_once()) else [metric]
+LEFT_OUT = {case.name for rows in ONE_BY_ONE for case in rows.each()}
 CASES = [case for case in all_cases() if case.name not in LEFT_OUT]
 # The models of other rows are small ones, whose predictions follow from their weights.
 PREDICTING = {case.name for rows in (layer, own, execution) for case in rows.cases()}

@@ -20,6 +20,8 @@ def all_cases() -> list[Case]:
         *loss.each(),
         *loss.cases(),
         *layer.cases(),
+        *metric.each(),
+        *metric.at_once(),
         *metric.cases(),
         *own.cases(),
         *execution.cases(),

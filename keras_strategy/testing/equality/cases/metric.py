@@ -39,58 +39,86 @@ _OUTPUTS = {
 _OF_VALUES = {"Mean", "Sum"}
 
 
-def cases() -> Iterator[Case]:
+# It wants a weight for each entry, and Keras's fit has them for rows.
+_UNWEIGHTED = {metrics.BinaryIoU}
+
+
+def each() -> Iterator[Case]:
     """Every metric class that Keras ships, in trainings that share them."""
-    by_output: dict[str, list[Any]] = {"onehot": [], "sparse": [], "predicted": []}
-
-    def add(output, cls, name):
-        by_output[output].append(
-            functools.partial(cls, name=name, **_ARGUMENTS.get(cls.__name__, {}))
-        )
-
-    for cls in shipped(metrics, metrics.Metric, _OF_VALUES):
-        add(_OUTPUTS.get(cls.__name__, "onehot"), cls, f"m_{cls.__name__.lower()}")
-
-    def make(kind, without=()):
-        inputs = keras.Input((models.FEATURES,))
-        hidden = layers.Dense(8, "tanh")(inputs)
-        softmax = layers.Dense(models.CLASSES, "softmax")(hidden)
-        outputs = {
-            name: layers.Identity(name=name)(softmax) for name in ("onehot", "sparse")
-        }
-        outputs["predicted"] = models.Choice(name="predicted")(softmax)
-        return compiled(
-            keras.Model(inputs, outputs),
-            loss={
-                "onehot": "categorical_crossentropy",
-                "sparse": "sparse_categorical_crossentropy",
-                "predicted": None,
-            },
-            **{
-                kind: {
-                    name: [make() for make in makers if make.func not in without]
-                    for name, makers in by_output.items()
-                }
-            },
-        )
-
-    def data(rows):
-        x, y = models.classes(rows)
-        one_hot = keras.utils.to_categorical(y, models.CLASSES)
-        return x, {"onehot": one_hot, "sparse": y, "predicted": y}
-
-    # It wants a weight for each entry, and Keras's fit has them for rows.
-    unweighted = {metrics.BinaryIoU}
-    count = sum(len(makers) for makers in by_output.values())
-    yield Case(f"{count} metrics", lambda: make("metrics"), data)
+    makers = _makers()
+    yield Case(f"{len(makers)} metrics", lambda: _measured(makers, []), _targets)
+    weighted = [make for make in makers if make.func not in _UNWEIGHTED]
     yield Case(
-        f"{count - len(unweighted)} metrics, sample weights",
-        lambda: make("weighted_metrics", unweighted),
-        data,
-        fit=lambda rows: {
-            "sample_weight": dict.fromkeys(by_output, models.weights_of(rows))
-        },
+        f"{len(weighted)} metrics, sample weights",
+        lambda: _measured([], weighted),
+        _targets,
+        fit=_weights,
     )
+
+
+def at_once() -> Iterator[Case]:
+    """All of them in one training: the one half with sample weights."""
+    makers = _makers()
+    weighted = [make for make in makers[::2] if make.func not in _UNWEIGHTED]
+    others = [make for make in makers if make not in weighted]
+    yield Case(
+        f"{len(makers)} metrics, half of them with sample weights",
+        lambda: _measured(others, weighted),
+        _targets,
+        fit=_weights,
+    )
+
+
+def _makers():
+    return [
+        functools.partial(
+            cls, name=f"m_{cls.__name__.lower()}", **_ARGUMENTS.get(cls.__name__, {})
+        )
+        for cls in shipped(metrics, metrics.Metric, _OF_VALUES)
+    ]
+
+
+def _measured(plain, weighted):
+    """A model with the metrics that some functions make."""
+    inputs = keras.Input((models.FEATURES,))
+    hidden = layers.Dense(8, "tanh")(inputs)
+    softmax = layers.Dense(models.CLASSES, "softmax")(hidden)
+    outputs = {
+        name: layers.Identity(name=name)(softmax) for name in ("onehot", "sparse")
+    }
+    outputs["predicted"] = models.Choice(name="predicted")(softmax)
+
+    def by_output(makers):
+        made: dict[str, list[Any]] = {name: [] for name in outputs}
+        for make in makers:
+            made[_OUTPUTS.get(make.func.__name__, "onehot")].append(make())
+        return made
+
+    return compiled(
+        keras.Model(inputs, outputs),
+        loss={
+            "onehot": "categorical_crossentropy",
+            "sparse": "sparse_categorical_crossentropy",
+            "predicted": None,
+        },
+        metrics=by_output(plain),
+        weighted_metrics=by_output(weighted),
+    )
+
+
+def _targets(rows):
+    x, y = models.classes(rows)
+    one_hot = keras.utils.to_categorical(y, models.CLASSES)
+    return x, {"onehot": one_hot, "sparse": y, "predicted": y}
+
+
+def _weights(rows):
+    outputs = ("onehot", "sparse", "predicted")
+    return {"sample_weight": dict.fromkeys(outputs, models.weights_of(rows))}
+
+
+def cases() -> Iterator[Case]:
+    """Metrics of values, and of a user's own."""
     yield Case(
         "Mean and Sum, of rows and of scalars", lambda: compiled(models.OwnMetrics())
     )
