@@ -2,8 +2,7 @@
 
 `tools/drop_hooks.py` leaves out each in turn. Of a hook that is installed on several
 backends, one shows what it is for. `UNSHOWN` are those whose test was tried and passed
-without the hook: they need a better one. Those of torch were tried, those of JAX
-and TensorFlow not yet.
+without the hook: they need a better one.
 """
 
 _BAD_INPUT = "tests/training/test_bad_input.py"
@@ -363,4 +362,8 @@ UNSHOWN = {
     "backends.torch.hooks Model.make_test_function",
     "backends.torch.hooks Model.make_predict_function",
     "backends.torch.hooks Model.get_metrics_result",
+    "backends.jax.hooks Model.make_test_function",
+    "backends.jax.hooks Model._get_metrics_result_or_logs",
+    "backends.jax.hooks Variable._initialize",
+    "backends.tensorflow.hooks TFEpochIterator._get_iterator",
 }
