@@ -7,21 +7,11 @@ import keras
 import pytest
 
 from keras_strategy.testing.equality.__main__ import run
-from keras_strategy.testing.equality.cases import (
-    all_cases,
-    execution,
-    layer,
-    metric,
-    optimizer,
-    own,
-)
+from keras_strategy.testing.equality.cases import all_cases, execution, layer, own
 from keras_strategy.testing.equality.compare import assert_equal
 
 BACKEND = keras.backend.backend()
-# One row has all metrics, and one all optimizers where Keras can do that.
-ONE_BY_ONE = [metric, optimizer] if list(optimizer.at_once()) else [metric]
-LEFT_OUT = {case.name for rows in ONE_BY_ONE for case in rows.each()}
-CASES = [case for case in all_cases() if case.name not in LEFT_OUT]
+CASES = all_cases(briefly=True)
 # The models of other rows are small ones, whose predictions follow from their weights.
 PREDICTING = {case.name for rows in (layer, own, execution) for case in rows.cases()}
 # Batches of 8, 8 and 1, or 8, 8 and 5: the second replica has no rows in the last one,

@@ -11,17 +11,20 @@ from keras_strategy.testing.equality.cases import (
 from keras_strategy.testing.equality.cases.case import Case
 
 
-def all_cases() -> list[Case]:
-    """Every row of the table, in the order of the table."""
+def all_cases(briefly: bool = False) -> list[Case]:
+    """Every row of the table, in the order of the table.
+
+    Args:
+        briefly: Whether one row has all optimizers, where Keras can do that, and one
+            all metrics.
+    """
     return [
-        *optimizer.each(),
-        *optimizer.at_once(),
+        *(optimizer.at_once() if briefly else optimizer.each()),
         *optimizer.beside_the_rule(),
         *loss.each(),
         *loss.cases(),
         *layer.cases(),
-        *metric.each(),
-        *metric.at_once(),
+        *(metric.at_once() if briefly else metric.each()),
         *metric.cases(),
         *own.cases(),
         *execution.cases(),

@@ -33,9 +33,11 @@ def each() -> Iterator[Case]:
 
 def at_once() -> Iterator[Case]:
     """All of them in one model: each updates a layer of its own."""
-    if hasattr(optimizers, "MultiOptimizer"):
-        classes = list(shipped(optimizers, optimizers.Optimizer, _OF_OTHERS))
-        yield Case(f"{len(classes)} optimizers", lambda: _each_for_a_layer(classes))
+    if not hasattr(optimizers, "MultiOptimizer"):
+        yield from each()
+        return
+    classes = list(shipped(optimizers, optimizers.Optimizer, _OF_OTHERS))
+    yield Case(f"{len(classes)} optimizers", lambda: _each_for_a_layer(classes))
 
 
 def _each_for_a_layer(classes):
