@@ -27,6 +27,8 @@ class _Place(threading.local):
 
 
 _place = _Place()
+# For a hook that is asked more often than any other: a look at it, and no call.
+place = _place
 _process_wide: list[Any] = []  # at most one (strategy, entered scope)
 _default: "Strategy | None" = None
 _make_default: "Callable[[], Strategy] | None" = None

@@ -226,6 +226,12 @@ class OwnAttributes:
             if self.aside:
                 self._swap()
 
+    def keep(self) -> None:
+        """Ends the only turn of a replica that has none beside it."""
+        here.own = None
+        self._in_place = False
+        self.aside.clear()
+
     def _swap(self) -> None:
         for key, (place, value) in self.aside.items():
             self.aside[key] = place, place.read()

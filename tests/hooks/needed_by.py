@@ -212,6 +212,10 @@ NEEDED_BY = {
         "torch",
         f"{_ENTRY}::test_reading_and_setting_weights",
     ),
+    "backends.torch.hooks Variable.__init__": (
+        "torch",
+        "tests/workers/test_collectives.py::test_a_run_that_fails_changes_nothing",
+    ),
     "backends.torch.hooks Layer._track_variables": (
         "torch",
         "tests/workers/test_rounds.py::"

@@ -538,3 +538,118 @@ def different_programs() -> None:
         print(float(strategy.experimental_local_results(total)[0]))
     else:
         strategy.gather(strategy.run(lambda: keras.ops.ones((1,))), axis=0)
+
+
+def runs_that_fail() -> dict:
+    """What runs that fail change, and what those before them gave."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    x, y = digits(6)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+        adam = keras.optimizers.Adam(0.1, use_ema=True)
+        adam.build(model.trainable_variables)
+        total = keras.Variable(0.0, aggregation="sum")
+        parts = keras.Variable(
+            4.0, aggregation="sum", synchronization="on_read", trainable=False
+        )
+        mean = keras.metrics.Mean()
+        model.kept = [1]
+
+    def step():
+        def loss_fn():
+            return keras.ops.mean(keras.ops.square(model(x)))
+
+        loss, gradients = ks.value_and_grad(loss_fn, model.trainable_variables)()
+        adam.apply(gradients, model.trainable_variables)
+        total.assign_add(1.0)
+        parts.assign_add(1.0)
+        mean.update_state(loss)
+        model.kept.append(2)
+        return total.value
+
+    def fail():
+        step()
+        raise ArithmeticError("boom")
+
+    def make():
+        return keras.Variable(1.0).value
+
+    def state():
+        variables = [*model.variables, *adam.variables, *mean.variables, total, parts]
+        return [keras.ops.convert_to_numpy(v) for v in variables]
+
+    def first(value):
+        return float(strategy.experimental_local_results(value)[0])
+
+    eager = ks.RunOptions(compile=False)
+    given = strategy.run(step, options=eager)
+    before, kept, returned = state(), list(model.kept), first(given)
+    said = []
+    for fn in (fail, make):
+        try:
+            strategy.run(fn, options=eager)
+        except Exception as error:
+            said.append(str(error))
+    after, kept_after = state(), list(model.kept)
+    strategy.run(step, options=eager)
+    return {
+        "replicas": strategy.num_replicas_in_sync,
+        "said": said,
+        "before": before,
+        "after": after,
+        "kept": (kept, kept_after),
+        "returned": (returned, first(given), float(total)),
+    }
+
+
+def adversaries(alone: bool = False) -> list[np.ndarray]:
+    """Two models that train against each other, with optimizers of their own.
+
+    One of them accumulates and clips, the other has a frozen layer; and the numbers of
+    rows differ from step to step.
+    """
+    keras.utils.set_random_seed(17)
+    strategy, _ = in_charge(alone)
+    strategy = strategy or ks.OneDeviceStrategy("cpu:0")
+    layers, optimizers = keras.layers, keras.optimizers
+    with strategy.scope():
+        maker = keras.Sequential(
+            [keras.Input((6,)), layers.Dense(4, "tanh"), layers.Dense(3)]
+        )
+        maker.layers[0].trainable = False
+        judge = keras.Sequential(
+            [keras.Input((3,)), layers.Dense(3, "tanh"), layers.Dense(1)]
+        )
+        by_maker = optimizers.SGD(0.1, momentum=0.9)
+        by_judge = optimizers.Adam(
+            0.01, global_clipnorm=0.1, gradient_accumulation_steps=2
+        )
+        by_maker.build(maker.trainable_variables)
+        by_judge.build(judge.trainable_variables)
+    x, y = digits(29)
+    one_hot = np.eye(3, dtype="float32")[y]
+    batches = [(x[i : i + 8], one_hot[i : i + 8]) for i in range(0, 29, 8)]
+
+    def step(x, real, rows):
+        def judged():
+            wrong = keras.ops.sum(keras.ops.softplus(judge(maker(x))))
+            return (wrong + keras.ops.sum(keras.ops.softplus(-judge(real)))) / rows
+
+        def made():
+            return keras.ops.sum(keras.ops.softplus(-judge(maker(x)))) / rows
+
+        for optimizer, model, loss in (
+            (by_judge, judge, judged),
+            (by_maker, maker, made),
+        ):
+            variables = model.trainable_variables
+            _, gradients = ks.value_and_grad(loss, variables)()
+            optimizer.apply(gradients, variables)
+
+    distributed = strategy.experimental_distribute_dataset(batches)
+    for (x, real), batch in zip(distributed, batches, strict=True):
+        strategy.run(step, args=(x, real, float(len(batch[0]))))
+    everything = (maker, judge, by_maker, by_judge)
+    return [
+        keras.ops.convert_to_numpy(v) for owner in everything for v in owner.variables
+    ]

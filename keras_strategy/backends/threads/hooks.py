@@ -9,7 +9,8 @@ from typing import Any
 
 import keras
 
-from keras_strategy.backends.threads.scopes import ReplicaScope
+from keras_strategy.backends.threads.scopes import ReplicaScope, WritesAtOnce
+from keras_strategy.core import context
 from keras_strategy.core.own_attributes import set_for_all, whose_turn
 from keras_strategy.hooks.hook import home_of, hook
 
@@ -87,21 +88,26 @@ def keras_scope() -> Any:
     return global_state.get_global_attribute("stateless_scope")
 
 
-def replica_scope() -> ReplicaScope | None:
-    """The scope of the replica whose thread this is, or None."""
+def replica_here() -> Any:
+    """The replica whose thread this is, or None in a scope that holds values itself."""
     scope = keras_scope()
-    while scope is not None and not isinstance(scope, ReplicaScope):
+    while scope is not None:
+        if isinstance(scope, ReplicaScope):
+            return scope.replica
         # A scope that a gradient is taken in knows the one around it.
-        scope = getattr(scope, "parent", None)
-    return scope
+        if not hasattr(scope, "parent"):
+            return None
+        scope = scope.parent
+    replica = context.distributed_replica()
+    return replica if isinstance(replica, WritesAtOnce) else None
 
 
-@hook(keras_seeds, "global_seed_generator", "()", when=replica_scope)
-def _global_seed_generator(original, scope):
+@hook(keras_seeds, "global_seed_generator", "()", when=replica_here)
+def _global_seed_generator(original, replica):
     """It is made once for all replicas, from one seed."""
     if global_state.get_global_attribute(_SEED) is not None:
         return original()
-    generator = scope.replica.global_seed_generator(original)
+    generator = replica.global_seed_generator(original)
     global_state.set_global_attribute(_SEED, generator)
     return generator
 
@@ -114,8 +120,8 @@ def _maybe_build(original, own, self, call_spec):
     """The replica that comes first builds a layer for all of them."""
     if self.built:
         return original(self, call_spec)
-    scope = replica_scope()
-    if scope is None:  # it is traced
+    replica = replica_here()
+    if replica is None:  # it is traced
         with set_for_all():
             return original(self, call_spec)
-    return scope.replica.once(lambda: original(self, call_spec))
+    return replica.once(lambda: original(self, call_spec))

@@ -14,6 +14,10 @@ from keras_strategy.rules.aggregation import is_on_read, local_parts_outside
 from keras_strategy.values.topology import Topology
 
 
+class WritesAtOnce:
+    """A replica that writes to the variables themselves, in no scope of Keras's."""
+
+
 class ReplicaScope(keras.StatelessScope):
     """The variables as one replica sees them.
 

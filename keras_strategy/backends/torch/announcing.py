@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 DIGEST_BYTES = 7
+# What travels behind the values: the digest's bytes, and their squares.
+TAIL = 2 * DIGEST_BYTES
 # In these the sums of a digest's bytes and of their squares are exact.
 _EXACT = (torch.float32, torch.float64, torch.int32, torch.int64)
 _MOST_WORKERS = 256
@@ -29,12 +31,16 @@ class _Sum:
         size: The number of elements.
         dtype: Theirs.
         device: Where they were.
+        said: The digest, as each worker sends it.
+        told: What the workers' digests add up to.
     """
 
     digest: bytes
     size: int
     dtype: torch.dtype
     device: torch.device
+    said: torch.Tensor
+    told: list[int]
 
 
 class Announcements:
@@ -79,10 +85,11 @@ class Announcements:
             self._all_reduce(both, dist.ReduceOp.MAX)
             same = int(both[0]) == -int(both[1])
         else:
+            # It is another digest than what was expected.
             nothing = torch.zeros(
-                expected.size, dtype=expected.dtype, device=expected.device
+                expected.size + TAIL, dtype=expected.dtype, device=expected.device
             )
-            same = self._sum_and_compare(digest, nothing) is not None
+            same = self._sum_and_compare(nothing, self._saying(digest, nothing))
         if same:
             self._expected.pop(self._last, None)
             self._last = digest
@@ -98,36 +105,56 @@ class Announcements:
         Returns:
             A new tensor; None if the workers are about to do different things.
         """
+        both = flat.new_empty(flat.numel() + TAIL)
+        both[:-TAIL].copy_(flat)
+        return both[:-TAIL] if self.sum_in_place(digest, both) else None
+
+    def sum_in_place(self, digest: bytes, both: torch.Tensor) -> bool:
+        """Makes a tensor the sum of the workers' tensors.
+
+        Args:
+            digest: What this worker adds up, its size and dtype included.
+            both: A tensor of one dimension, of which the last `TAIL` elements are room
+                for what travels behind the values.
+
+        Returns:
+            Whether all workers add up the same.
+        """
         before = self._last
         expected = self._expected.get(before)
         if expected is not None and expected.digest == digest:
-            total = self._sum_and_compare(digest, flat)
-            if total is not None:
+            same = self._sum_and_compare(both, expected)
+            if same:
                 self._last = digest
-            return total
-        if not self.compare(digest, flat.device):
-            return None
-        total = flat.clone()
-        self._all_reduce(total, dist.ReduceOp.SUM)
+            return same
+        if not self.compare(digest, both.device):
+            return False
+        values = both[:-TAIL]
+        self._all_reduce(values, dist.ReduceOp.SUM)
         if (
-            total.dtype in _EXACT
+            values.dtype in _EXACT
             and self._workers <= _MOST_WORKERS
-            and total.nbytes <= _LARGEST_BYTES
+            and values.nbytes <= _LARGEST_BYTES
         ):
             if len(self._expected) >= _MOST_REMEMBERED:
                 self._expected.clear()
-            self._expected[before] = _Sum(
-                digest, total.numel(), total.dtype, total.device
-            )
-        return total
+            self._expected[before] = self._saying(digest, both)
+        return True
 
-    def _sum_and_compare(
-        self, digest: bytes, flat: torch.Tensor
-    ) -> torch.Tensor | None:
-        # Numbers are all equal if their mean is one of them and their variance is 0.
+    def _saying(self, digest: bytes, both: torch.Tensor) -> _Sum:
         said = [*digest, *(byte * byte for byte in digest)]
-        both = torch.cat([flat, flat.new_tensor(said)])
+        return _Sum(
+            digest,
+            both.numel() - TAIL,
+            both.dtype,
+            both.device,
+            both.new_tensor(said),
+            # They are all equal if their mean is one of them and their variance is 0.
+            [self._workers * number for number in said],
+        )
+
+    def _sum_and_compare(self, both: torch.Tensor, sum_: _Sum) -> bool:
+        tail = both[-TAIL:]
+        tail.copy_(sum_.said)
         self._all_reduce(both, dist.ReduceOp.SUM)
-        total, told = both.split([flat.numel(), len(said)])
-        same = told.tolist() == [self._workers * number for number in said]
-        return total if same else None
+        return tail.tolist() == sum_.told

@@ -53,6 +53,8 @@ class Components:
     def __init__(self, variable: Any, layout: Layout):
         self.layout = layout
         self.on_read = is_on_read(variable)
+        # That a replica reads it, see `StepState.read`.
+        self.is_noted = variable.aggregation == "sum" and not self.on_read
         self.first = stored(variable)
         self.tensors = [self.first]
         for device in layout.devices[1:]:

@@ -22,8 +22,10 @@ from keras_strategy.backends.threads.turns import Turns
 from keras_strategy.backends.torch.batch_logs import watch_readers
 from keras_strategy.backends.torch.components import Layout, add, find_or_make
 from keras_strategy.backends.torch.devices import torch_device
+from keras_strategy.backends.torch.direct import DirectReplica
+from keras_strategy.backends.torch.flat import Joined
 from keras_strategy.backends.torch.replica import TorchReplica
-from keras_strategy.backends.torch.run import Run
+from keras_strategy.backends.torch.run import HALF_WRITTEN, Run
 from keras_strategy.backends.torch.workers import TorchWorkers
 from keras_strategy.core import context
 from keras_strategy.core.components import update_components
@@ -42,12 +44,6 @@ from keras_strategy.values.distributed import (
     select_replica,
 )
 from keras_strategy.values.topology import Topology
-
-_HALF_WRITTEN = (
-    "keras_strategy: the training step had begun to update the variables. They are "
-    "the same on all replicas, but may be half-updated: load them again from a "
-    "checkpoint before you go on."
-)
 
 
 class TorchGroup:
@@ -71,6 +67,7 @@ class TorchGroup:
         self._team = Team(devices)
         self._attributes = AttributesOfReplicas(len(devices), torch.is_tensor)
         self._lock = threading.Lock()
+        self.joined = Joined()
 
     def scope(self):
         return keras.device(self.torch_devices[0])
@@ -140,6 +137,8 @@ class TorchGroup:
     ) -> Any:
         # One run at a time: a second one of another Python thread waits.
         with self._lock:
+            if len(self.devices) == 1:
+                return DirectReplica(self).run(fn, args, kwargs)
             return self._run(fn, args, kwargs)
 
     def _run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -161,8 +160,7 @@ class TorchGroup:
             for replica in replicas
         ]
         try:
-            # The only replica here has nobody to wait for.
-            outputs = [calls[0]()] if len(calls) == 1 else self._in_turns(turns, calls)
+            outputs = self._in_turns(turns, calls)
         except BaseException as error:
             self._mend(error, replicas)
             raise
@@ -228,7 +226,7 @@ class TorchGroup:
                     tensor.copy_(components.first)
             components.version = components.first._version
         if changed:
-            error.add_note(_HALF_WRITTEN)
+            error.add_note(HALF_WRITTEN)
 
     def reduce(
         self, reduce_op: ReduceOp, value: DistributedValues, axis: Any

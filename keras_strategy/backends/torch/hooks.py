@@ -14,7 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from keras_strategy.backends.threads import hooks as thread_hooks
 from keras_strategy.backends.torch import components
 from keras_strategy.backends.torch.batch_logs import BatchLogs
+from keras_strategy.backends.torch.direct import DirectReplica, direct_replica
 from keras_strategy.backends.torch.modules import call_module
+from keras_strategy.core.context import distributed_replica, place
 from keras_strategy.hooks.conditions import (
     in_replica,
     in_scope_of_workers,
@@ -24,11 +26,15 @@ from keras_strategy.hooks.conditions import (
 from keras_strategy.hooks.data_adapters import counts_of_arrays
 from keras_strategy.hooks.hook import changed, home_of, hook, model_hook
 from keras_strategy.hooks.metrics import results_of_step
+from keras_strategy.hooks.variables import stored
 from keras_strategy.input.agreement import AgreedBatches
 from keras_strategy.rules import first_values
 from keras_strategy.rules.ownership import strategy_of_model
 
 keras_random = home_of("dropout", "keras.src.backend.torch.random")
+AutocastScope: Any = home_of(
+    "AutocastScope", "keras.src.backend.common.variables"
+).AutocastScope
 TorchEpochIterator: Any = home_of(
     "TorchEpochIterator", "keras.src.backend.torch.trainer"
 ).TorchEpochIterator
@@ -64,6 +70,21 @@ def _dropout(original, replica, inputs, rate, noise_shape=None, seed=None):
 # --- variables
 
 
+_settings = thread_hooks.global_state.GLOBAL_STATE_TRACKER
+
+
+def _finds_settings() -> bool:
+    """Whether what decides how this Keras reads a variable is found in `_settings`."""
+    names = ("stateless_scope", "autocast_scope", "torch_device")
+    scope, cast = keras.StatelessScope(initialize_variables=False), AutocastScope(None)
+    with scope, cast, keras.device("meta"):
+        found = [getattr(_settings, name, None) for name in names]
+    return found == [scope, cast, "meta"]
+
+
+_settings_are_known = _finds_settings()
+
+
 @hook(keras.Variable, "value", None)
 def _value(original, self):
     """Outside of replicas an on_read variable is aggregated.
@@ -71,11 +92,37 @@ def _value(original, self):
     With no replica's scope in the thread, Keras would read the first component. And a
     first value that is read is the chief's on every worker.
     """
+    # Read very often: what asks for nothing more is seen first, and without the call
+    # that a condition would be.
+    own = self.__dict__.get(components.ATTRIBUTE)
+    running = place.replica
+    if running is not None and isinstance(running._replica, DirectReplica):
+        replica, tensor = running._replica, stored(self)
+        if (
+            own is None
+            or own.is_noted
+            or own.first is not tensor
+            or own.layout is not replica.layout
+            or (
+                replica.step.applying
+                and not replica.is_half_written
+                and id(tensor) not in replica.before
+            )
+        ):
+            here = direct_replica()
+            if here is not None and tensor is not None:
+                here.reads(self)
+        if (
+            _settings_are_known
+            and tensor is not None
+            and getattr(_settings, "stateless_scope", None) is None
+            and getattr(_settings, "autocast_scope", None) is None
+            and getattr(_settings, "torch_device", None) == replica.device
+        ):
+            return tensor  # as Keras does, after ten calls
+        return original(self)
     if first_values.waiting and thread_hooks.keras_scope() is None:
         first_values.settle()
-    # Read very often, and few variables are on_read: that is seen first, and without
-    # the call that a condition would be.
-    own = self.__dict__.get(components.ATTRIBUTE)
     if own is None or not own.on_read or thread_hooks.keras_scope() is not None:
         return original(self)
     own = components.find(self)
@@ -91,10 +138,26 @@ def _initialize(original, strategy, self, value):
     first_values.note(strategy, self)
 
 
-@hook(keras.Variable, "_direct_assign", "(self, value)", when=components.find)
-def _direct_assign(original, own, self, value):
+def _writer(variable):
+    """What writes to a variable: the replica that is running, or its components."""
+    replica = distributed_replica()
+    return replica if isinstance(replica, DirectReplica) else components.find(variable)
+
+
+@hook(keras.Variable, "_direct_assign", "(self, value)", when=_writer)
+def _direct_assign(original, writer, self, value):
     """Outside of replicas all components are written."""
-    own.assign(self, value)
+    writer.assign(self, value)
+
+
+@hook(keras.Variable, "__init__", (), when=direct_replica)
+def _init(original, replica, self, *args, **kwargs):
+    """A replica makes no variable that has a value, the only one of a process neither.
+
+    Keras gives it none in a scope of its own, and says what is wrong.
+    """
+    with keras.StatelessScope(initialize_variables=False):
+        original(self, *args, **kwargs)
 
 
 # --- layers
@@ -121,6 +184,9 @@ def _zero_grad(original, replica, self, set_to_none=True):
 
     torch would clear those of the first replica, from every replica's thread.
     """
+    if isinstance(replica, DirectReplica):
+        original(self, set_to_none)
+        return
     for variable in self.variables:
         variable.value.grad = None
 
@@ -196,11 +262,15 @@ def _get_metrics_result(original, strategy, self):
     replica = in_step()
     if replica is not None:
         return results_of_step(_neutral_metrics_result, replica, self)
-    if strategy.extended.cluster is None or thread_hooks.keras_scope() is not None:
+    if strategy.extended.cluster is None or _is_inside():
         return _neutral_metrics_result(self)
     from keras_strategy.backends.torch.training import metrics_of_workers
 
     return metrics_of_workers(self, strategy)
+
+
+def _is_inside():
+    return distributed_replica() is not None or thread_hooks.keras_scope() is not None
 
 
 # That of all backends, which torch's trainer overrides from 3.16 on.

@@ -32,10 +32,14 @@ class TorchReplica(ThreadReplica):
         self, group: Any, index: int, turns: Turns, own: OwnAttributes, run: Run
     ):
         super().__init__(group.strategy, index, group.topology, turns, own)
-        self.scope = TorchScope(self, index, group.layout, run)
         self._group = group
+        self.scope = self.make_scope(group, index, run)
         self._run = run
         self._generators: dict[torch.device, torch.Generator] = {}
+
+    def make_scope(self, group: Any, index: int, run: Run) -> Any:
+        """Makes what the replica sees the variables through."""
+        return TorchScope(self, index, group.layout, run)
 
     def here(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.scope.device)

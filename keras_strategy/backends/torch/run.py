@@ -2,6 +2,12 @@
 
 import torch
 
+HALF_WRITTEN = (
+    "keras_strategy: the training step had begun to update the variables. They are "
+    "the same on all replicas, but may be half-updated: load them again from a "
+    "checkpoint before you go on."
+)
+
 # Large and odd, so that the seeds of replicas and of consecutive runs stay apart.
 _STRIDE = 0x9E3779B1
 

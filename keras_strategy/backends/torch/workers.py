@@ -1,5 +1,6 @@
 """Collectives between the processes of a cluster, by torch.distributed."""
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from keras_strategy.backends.torch import connection
-from keras_strategy.backends.torch.announcing import DIGEST_BYTES, Announcements
+from keras_strategy.backends.torch.announcing import DIGEST_BYTES, TAIL, Announcements
 from keras_strategy.core.workers import Workers, kind_of
 from keras_strategy.workers.cluster import Cluster
 
@@ -38,6 +39,20 @@ class TorchWorkers(Workers):
         if total is None:
             raise self._difference(name, tensor, shape)
         return total.view(shape)
+
+    def sum_in_place(self, name: str, both: torch.Tensor) -> None:
+        """Makes a tensor the sum of the workers' tensors.
+
+        Args:
+            name: What it is for.
+            both: A tensor of one dimension, of which the last `TAIL` elements are room.
+        """
+        values = both[:-TAIL]
+        shape = tuple(values.shape)
+        with self.waiting(name):
+            same = self._announcements.sum_in_place(_digest(name, values, shape), both)
+        if not same:
+            raise self._difference(name, values, shape)
 
     def sum_all(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return in_one_piece(tensors, lambda flat: self.sum(name, flat))
@@ -106,7 +121,12 @@ class TorchWorkers(Workers):
 
 
 def _digest(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> bytes:
-    layout = f"{kind_of(name)}|{shape}|{tensor.dtype}"
+    return _digest_of(kind_of(name), shape, tensor.dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _digest_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
+    layout = f"{kind}|{shape}|{dtype}"
     return hashlib.blake2b(layout.encode(), digest_size=DIGEST_BYTES).digest()
 
 

@@ -1,0 +1,198 @@
+"""The only replica of a process, which writes to the variables themselves.
+
+Nobody here computes beside it, so what it assigns need not be kept apart, and it runs
+as Keras runs on one device. What it overwrites is noted first, and written back if its
+function fails.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from keras_strategy.backends.single import tensors_of_arrays
+from keras_strategy.backends.threads.hooks import replica_here
+from keras_strategy.backends.threads.scopes import WritesAtOnce, unbuilt
+from keras_strategy.backends.threads.turns import Turns
+from keras_strategy.backends.torch.announcing import TAIL
+from keras_strategy.backends.torch.components import ATTRIBUTE, Components, find_or_make
+from keras_strategy.backends.torch.flat import parted
+from keras_strategy.backends.torch.replica import TorchReplica
+from keras_strategy.backends.torch.run import HALF_WRITTEN, Run
+from keras_strategy.core import context
+from keras_strategy.core.own_attributes import OwnAttributes
+from keras_strategy.hooks.variables import stored
+from keras_strategy.values.distributed import (
+    PerReplica,
+    map_leaves,
+    regroup,
+    select_replica,
+)
+
+
+class DirectScope:
+    """The variables as this replica sees them, for a `merge_call`.
+
+    Args:
+        replica: The replica.
+        device: Its device, as torch calls it.
+    """
+
+    def __init__(self, replica: "DirectReplica", device: str):
+        self.device = device
+        self._replica = replica
+
+    def get_current_value(self, variable: Any) -> torch.Tensor | None:
+        if stored(variable) is None:
+            return None
+        return self._replica.reads(variable).first
+
+    def add_update(self, update: tuple[Any, torch.Tensor]) -> None:
+        self._replica.assign(*update)
+
+
+class DirectReplica(WritesAtOnce, TorchReplica):
+    """See `core.protocol.Replica`.
+
+    Args:
+        group: The group that it alone is.
+
+    Attributes:
+        before: What was overwritten, by `id`: the tensor, and what it held.
+        is_half_written: Whether a training step has begun to update the variables, of
+            which it keeps no copies.
+    """
+
+    scope: Any
+
+    def __init__(self, group: Any):
+        super().__init__(group, 0, Turns(1), OwnAttributes({}), Run())
+        self.layout, self.device = group.layout, group.torch_devices[0]
+        self.before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.is_half_written = False
+
+    def make_scope(self, group: Any, index: int, run: Run) -> DirectScope:
+        return DirectScope(self, group.torch_devices[index])
+
+    def reads(self, variable: Any) -> Components:
+        """Notes that the replica reads a variable.
+
+        Args:
+            variable: One that has a value.
+        """
+        components = find_or_make(variable, self.layout)
+        if variable.aggregation == "sum":
+            self.step.read.add(id(variable))
+        if self.step.applying:
+            # Keras's torch optimizers work in place, on what they read.
+            self._is_overwritten(components.first)
+        return components
+
+    def assign(self, variable: Any, value: torch.Tensor) -> None:
+        """Writes to a variable."""
+        tensor = stored(variable)
+        if tensor is None:
+            raise unbuilt(variable)
+        own = vars(variable).get(ATTRIBUTE)
+        if own is None or own.first is not tensor or own.layout is not self.layout:
+            find_or_make(variable, self.layout)  # which deals a sum out first
+        if id(tensor) not in self.before:
+            self._is_overwritten(tensor)
+        with torch.no_grad():
+            tensor.copy_(value)
+
+    def _is_overwritten(self, tensor: torch.Tensor) -> None:
+        if self.step.applying and self.step.row_weight is not None:
+            self.is_half_written = True
+        elif id(tensor) not in self.before:
+            self.before[id(tensor)] = tensor, tensor.detach().clone()
+
+    def weighted_sum(
+        self, tensors: Sequence[torch.Tensor], weight: float | None
+    ) -> list[torch.Tensor]:
+        kinds = {(type(t), t.dtype, t.device, t.layout) for t in tensors}
+        if len(kinds) != 1:
+            return super().weighted_sum(tensors, weight)
+        ((kind, dtype, _, layout),) = kinds
+        if (
+            kind is not torch.Tensor
+            or layout is not torch.strided
+            or not dtype.is_floating_point
+        ):
+            return super().weighted_sum(tensors, weight)
+        with torch.no_grad():
+            both = self._group.joined(tensors)
+            flat = both[:-TAIL]
+            if weight == 0:
+                flat.zero_()
+            elif weight is not None:
+                flat.mul_(weight)
+            self._group.workers.sum_in_place("optimizer.apply", both)
+            return parted(flat, tensors)
+
+    def run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Calls a function, all of whose effects are undone if it fails.
+
+        Returns:
+            What it returned, as a part of what all replicas do.
+        """
+        device = self.device
+        try:
+            with (
+                contextlib.nullcontext()
+                if device == "cpu"
+                else torch.cuda.device(device),
+                context.replica_in_charge(self.context),
+            ):
+                self._own.put_back()
+                args, kwargs = tensors_of_arrays(select_replica((args, kwargs), 0, 1))
+                outputs = self._outputs(fn(*args, **kwargs))
+            self._own.keep()
+            return outputs
+        except BaseException as error:
+            self._own.set_aside()
+            self._undo()
+            if self.is_half_written:
+                error.add_note(HALF_WRITTEN)
+            raise
+        finally:
+            self.before.clear()  # the replica is part of a cycle
+
+    def _outputs(self, output: Any) -> Any:
+        if self.before:
+            written = {_memory(tensor) for tensor, _ in self.before.values()}
+            output = map_leaves(functools.partial(_apart, written), output)
+        return regroup(
+            [output], torch.is_tensor, one_of_many=True, of_variables=self._held
+        )
+
+    def _held(self, variables: Any) -> PerReplica:
+        """What this replica holds of the variable that it returned."""
+        values = [stored(variable) for variable in variables]
+        return PerReplica([v.detach().clone() for v in values if v is not None])
+
+    def _undo(self) -> None:
+        with torch.no_grad():
+            for tensor, value in self.before.values():
+                tensor.copy_(value)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _apart(written: set[int], leaf: Any) -> Any:
+    """What was returned, with memory of its own if later runs will write to it."""
+    if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+        return leaf.clone() if _memory(leaf) in written else leaf
+    return leaf
+
+
+def direct_replica() -> DirectReplica | None:
+    """The replica that is running and to which reads and writes are to be told."""
+    replica = context.distributed_replica()
+    if isinstance(replica, DirectReplica) and replica_here() is replica:
+        return replica
+    return None

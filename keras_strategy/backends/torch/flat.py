@@ -1,0 +1,61 @@
+"""Tensors that travel together, in memory that is kept from step to step."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._utils import _unflatten_dense_tensors
+
+from keras_strategy.backends.torch.announcing import TAIL
+
+_MOST_KEPT = 4
+# How many tensors there are of some memory.
+_users: Callable[[Any], int] = torch._C._storage_Use_Count  # pyright: ignore
+
+
+class Joined:
+    """Makes one tensor of several, in memory that is written again and again.
+
+    The system hands out new memory page by page, as it is written for the first time.
+    Memory that somebody still looks into, as an optimizer that keeps its gradients, is
+    left to them.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, tuple[torch.Tensor, int]] = {}
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Joins tensors of one dtype, on one device.
+
+        Args:
+            tensors: One or more.
+
+        Returns:
+            A tensor of one dimension: their elements, and `TAIL` elements of room.
+        """
+        sizes = sum([tensor.numel() for tensor in tensors])
+        joined = self._take(sizes + TAIL, tensors[0])
+        torch.cat([tensor.reshape(-1) for tensor in tensors], out=joined[:sizes])
+        return joined
+
+    def _take(self, size: int, like: torch.Tensor) -> torch.Tensor:
+        key = size, like.dtype, like.device
+        kept = self._kept.pop(key, None)
+        if kept is None or _users(kept[0].untyped_storage()._cdata) != kept[1]:
+            fresh = like.new_empty(size)
+            kept = fresh, _users(fresh.untyped_storage()._cdata)
+        if len(self._kept) >= _MOST_KEPT:
+            self._kept.pop(next(iter(self._kept)))  # that was used least lately
+        self._kept[key] = kept
+        return kept[0]
+
+
+def parted(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The parts of what was joined, each with the shape of its tensor.
+
+    Args:
+        flat: What was joined, without the room behind it.
+        tensors: What it was joined of.
+    """
+    # As DistributedDataParallel does it: not a call of Python's for each.
+    return list(_unflatten_dense_tensors(flat, tensors))
