@@ -12,6 +12,8 @@ torch = pytest.importorskip("torch")
 if keras.backend.backend() != "torch":
     pytest.skip("for the torch backend", allow_module_level=True)
 
+from keras_strategy.backends.torch.flat import Joined, parted  # noqa: E402
+
 X = np.random.RandomState(0).randn(10, 3).astype("float32")
 Y = np.random.RandomState(1).randn(10, 1).astype("float32")
 
@@ -139,3 +141,25 @@ def test_a_module_that_counts_is_refused(two):
     model = model_of_a_module(two, counts=True)
     with pytest.raises(ValueError, match="The buffer 'calls' of a Residual changes"):
         model.fit(X, Y, verbose=0)
+
+
+def test_memory_that_is_written_again():
+    joined = Joined()
+
+    def address(parts):
+        return joined(parts).data_ptr()
+
+    parts = [torch.ones(2), torch.zeros(3, 1)]
+    with torch.inference_mode():
+        address(parts)  # nobody else may write to what is made here
+    with torch.no_grad():
+        first = joined(parts)
+        assert first[:5].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]
+        seen = parted(first[:5], parts)
+        assert [part.shape for part in seen] == [(2,), (3, 1)]
+        kept = first.data_ptr()
+        del first
+        assert address(parts) != kept  # it is looked into
+        del seen
+        again = address(parts)
+        assert address(parts) == again

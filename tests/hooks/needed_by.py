@@ -214,7 +214,7 @@ NEEDED_BY = {
     ),
     "backends.torch.hooks Variable.__init__": (
         "torch",
-        "tests/workers/test_collectives.py::test_a_run_that_fails_changes_nothing",
+        "tests/workers/test_only_replica.py::test_a_run_that_fails_changes_nothing",
     ),
     "backends.torch.hooks Layer._track_variables": (
         "torch",

@@ -59,9 +59,3 @@ def test_workers_whose_data_ends_early(two_workers):
 def test_workers_that_read_different_batches(two_workers):
     for said in two_workers.run(jobs.different_batches):
         assert "worker 0: 8, worker 1: 9" in said
-
-
-def test_models_with_optimizers_of_their_own(two_workers):
-    expected = jobs.adversaries(alone=True)
-    for result in two_workers.run(jobs.adversaries):
-        assert equal(result, expected)

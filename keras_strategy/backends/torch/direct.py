@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from keras_strategy.backends.single import tensors_of_arrays
@@ -112,14 +113,15 @@ class DirectReplica(WritesAtOnce, TorchReplica):
     def weighted_sum(
         self, tensors: Sequence[torch.Tensor], weight: float | None
     ) -> list[torch.Tensor]:
-        kinds = {(type(t), t.dtype, t.device, t.layout) for t in tensors}
-        if len(kinds) != 1:
-            return super().weighted_sum(tensors, weight)
-        ((kind, dtype, _, layout),) = kinds
+        kinds = {
+            (t.dtype, t.device, t.layout) if type(t) is torch.Tensor else None
+            for t in tensors
+        }
+        kind = kinds.pop() if len(kinds) == 1 else None
         if (
-            kind is not torch.Tensor
-            or layout is not torch.strided
-            or not dtype.is_floating_point
+            kind is None
+            or not kind[0].is_floating_point
+            or kind[2] is not torch.strided
         ):
             return super().weighted_sum(tensors, weight)
         with torch.no_grad():
@@ -170,7 +172,7 @@ class DirectReplica(WritesAtOnce, TorchReplica):
 
     def _held(self, variables: Any) -> PerReplica:
         """What this replica holds of the variable that it returned."""
-        values = [stored(variable) for variable in variables]
+        values = [self.scope.get_current_value(variable) for variable in variables]
         return PerReplica([v.detach().clone() for v in values if v is not None])
 
     def _undo(self) -> None:
@@ -187,6 +189,8 @@ def _apart(written: set[int], leaf: Any) -> Any:
     """What was returned, with memory of its own if later runs will write to it."""
     if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
         return leaf.clone() if _memory(leaf) in written else leaf
+    if isinstance(leaf, np.ndarray) and not leaf.flags.owndata:
+        return leaf.copy()  # it may look into a tensor
     return leaf
 
 

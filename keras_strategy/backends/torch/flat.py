@@ -39,7 +39,9 @@ class Joined:
         return joined
 
     def _take(self, size: int, like: torch.Tensor) -> torch.Tensor:
-        key = size, like.dtype, like.device
+        # What is made in this mode can be written to in this mode alone.
+        mode = torch.is_inference_mode_enabled()
+        key = size, like.dtype, like.device, mode
         kept = self._kept.pop(key, None)
         if kept is None or _users(kept[0].untyped_storage()._cdata) != kept[1]:
             fresh = like.new_empty(size)

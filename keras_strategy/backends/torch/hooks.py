@@ -70,15 +70,16 @@ def _dropout(original, replica, inputs, rate, noise_shape=None, seed=None):
 # --- variables
 
 
-_settings = thread_hooks.global_state.GLOBAL_STATE_TRACKER
+global_state = thread_hooks.global_state
 
 
 def _finds_settings() -> bool:
-    """Whether what decides how this Keras reads a variable is found in `_settings`."""
+    """Whether what decides how this Keras reads a variable is found where it was."""
+    settings = global_state.GLOBAL_STATE_TRACKER
     names = ("stateless_scope", "autocast_scope", "torch_device")
     scope, cast = keras.StatelessScope(initialize_variables=False), AutocastScope(None)
     with scope, cast, keras.device("meta"):
-        found = [getattr(_settings, name, None) for name in names]
+        found = [getattr(settings, name, None) for name in names]
     return found == [scope, cast, "meta"]
 
 
@@ -112,12 +113,14 @@ def _value(original, self):
             here = direct_replica()
             if here is not None and tensor is not None:
                 here.reads(self)
+        # Another one since `clear_session` was called.
+        settings = global_state.GLOBAL_STATE_TRACKER
         if (
             _settings_are_known
             and tensor is not None
-            and getattr(_settings, "stateless_scope", None) is None
-            and getattr(_settings, "autocast_scope", None) is None
-            and getattr(_settings, "torch_device", None) == replica.device
+            and getattr(settings, "stateless_scope", None) is None
+            and getattr(settings, "autocast_scope", None) is None
+            and getattr(settings, "torch_device", None) == replica.device
         ):
             return tensor  # as Keras does, after ten calls
         return original(self)

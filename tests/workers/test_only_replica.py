@@ -1,0 +1,69 @@
+"""A replica that is the only one of its process; on torch it writes at once."""
+
+import keras
+import numpy as np
+import pytest
+
+from tests.workers import only_replica_jobs as jobs
+from tests.workers.test_training import equal
+
+BACKEND = keras.backend.backend()
+ON_TORCH = BACKEND == "torch"
+for_torch = pytest.mark.skipif(not ON_TORCH, reason="elsewhere a step is compiled")
+
+
+@pytest.mark.skipif(
+    BACKEND == "tensorflow", reason="a run that fails says that this stays assigned"
+)
+def test_a_run_that_fails_changes_nothing(two_workers):
+    for result in two_workers.run(jobs.runs_that_fail):
+        boom, *others = result["said"]
+        assert boom == "boom"
+        if ON_TORCH:
+            # As in replicas that are not the only one of their process.
+            assert "create a variable while in a stateless scope" in others[0]
+        for before, after in zip(result["before"], result["after"], strict=True):
+            np.testing.assert_array_equal(before, after)
+        kept, kept_after = result["kept"]
+        assert kept == kept_after
+        returned, still, total = result["returned"]
+        assert (returned, still, total) == (2.0, 2.0, 4.0)
+
+
+def test_what_a_run_returned_stays_as_it_is(two_workers):
+    for result in two_workers.run(jobs.values_of_runs):
+        assert set(result["kept"].values()) == {2.0}
+        assert (result["total"], result["part"]) == (4.0, 2.0)
+        assert result["written"] == 6.0
+        assert not result["turn"]  # nothing that is set on a layer is noted any more
+
+
+def test_models_with_optimizers_of_their_own(two_workers):
+    expected = jobs.adversaries(alone=True)
+    for result in two_workers.run(jobs.adversaries):
+        assert equal(result, expected)
+
+
+@for_torch
+def test_a_scope_in_which_the_session_is_cleared(two_workers):
+    expected = jobs.a_cleared_session(alone=True)
+    for result in two_workers.run(jobs.a_cleared_session):
+        assert equal(result, expected)
+
+
+@for_torch
+def test_gradients_that_an_optimizer_keeps(two_workers):
+    expected = jobs.kept_gradients(alone=True)
+    for result in two_workers.run(jobs.kept_gradients):
+        assert equal(result, expected)
+
+
+@for_torch
+def test_steps_that_fail(two_workers):
+    for result in two_workers.run(jobs.steps_that_fail):
+        before, after, sums = result["said"]
+        assert before == ["before"]
+        assert after[0] == "after" and "half-updated" in after[1]
+        assert "had read it" in sums[0]
+        # What comes before the optimizer is undone; what comes after it too.
+        assert result["steps"] == [1.0] * 4
