@@ -4,6 +4,7 @@ import functools
 
 from keras_strategy.core.registry import get_engine
 from keras_strategy.hooks import (
+    callbacks,
     layers,
     losses,
     metrics,
@@ -19,9 +20,9 @@ from keras_strategy.hooks.hook import Extension, hooks_of, install
 
 def all_hooks() -> list[Extension]:
     """Those of all backends and those of the backend in use, in their order."""
-    areas = (trainer, saving, layers, variables, optimizers, losses, metrics, random)
+    areas = (trainer, callbacks, saving, layers, variables, optimizers, losses, metrics)
     engines = get_engine().hook_modules()
-    return hooks_of(*areas, own_attributes, *engines)
+    return hooks_of(*areas, random, own_attributes, *engines)
 
 
 @functools.cache

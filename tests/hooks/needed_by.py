@@ -26,6 +26,9 @@ _ENTRY = "tests/training/test_entry_points.py"
 _LOSSES = "tests/training/test_own_losses.py"
 _DERIVED = "tests/training/test_derived_logs.py"
 _RANDOM = "tests/training/test_replicas_own.py"
+_NOBODY = (
+    "tests/training/test_batch_callbacks.py::test_nobody_is_told_where_nobody_listens"
+)
 _OWN = "tests/training/test_own_attributes.py::test_what_a_call_keeps_is_its_own"
 
 NEEDED_BY = {
@@ -52,6 +55,9 @@ NEEDED_BY = {
         "tensorflow",
         f"{_ENTRY}::test_an_optimizer_and_a_metric_made_outside_of_the_scope",
     ),
+    "hooks.callbacks CallbackList.on_epoch_begin": ("jax", f"{_NOBODY}[fit]"),
+    "hooks.callbacks CallbackList.on_test_begin": ("jax", f"{_NOBODY}[evaluate]"),
+    "hooks.callbacks CallbackList.on_predict_begin": ("jax", f"{_NOBODY}[predict]"),
     "hooks.saving Model.save": (
         "torch",
         f"{_WRITER}::test_the_chief_writes_and_all_go_on",

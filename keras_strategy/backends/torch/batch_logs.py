@@ -4,11 +4,11 @@ from typing import Any
 
 import keras
 
+from keras_strategy.hooks.callbacks import listens
 from keras_strategy.hooks.mirror_check import MirrorCheck
 from keras_strategy.rules.chiefs_lead import ChiefsLead
 
 _ATTRIBUTE = "_ks_batch_logs"
-_SAVING = (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)
 
 
 class BatchLogs:
@@ -80,23 +80,9 @@ def may_read(callback: keras.callbacks.Callback, kind: str) -> bool:
         callback: The callback.
         kind: "train" or "test".
     """
-    if isinstance(callback, ChiefsLead | MirrorCheck):
-        return False
-    if kind == "test":
-        return not _is_one_of(callback, "on_test_batch_end", [keras.callbacks.Callback])
-    idle: list[type] = [keras.callbacks.Callback]
-    if isinstance(callback, _SAVING) and callback.save_freq == "epoch":
-        idle += _SAVING
-    return not (
-        _is_one_of(callback, "on_train_batch_end", idle)
-        and _is_one_of(callback, "on_batch_end", [keras.callbacks.Callback])
-    )
-
-
-def _is_one_of(callback: Any, name: str, owners: list[type]) -> bool:
-    """Whether a callback's method is that of one of some classes."""
-    function = getattr(getattr(callback, name), "__func__", None)
-    return any(function is getattr(owner, name) for owner in owners)
+    # These two listen, and look at the variables alone.
+    ours = isinstance(callback, ChiefsLead | MirrorCheck)
+    return not ours and listens(callback, kind)
 
 
 def watch_readers(strategy: Any, method: str, arguments: dict[str, Any]) -> None:

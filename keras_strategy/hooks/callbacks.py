@@ -1,0 +1,78 @@
+"""Where Keras's callbacks are extended on every backend: who is told of batches."""
+
+from typing import Any
+
+import keras
+
+from keras_strategy.core import context
+from keras_strategy.hooks.hook import hook
+
+_SAVING = (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)
+# A method of Keras's own that does nothing with a batch and its logs.
+_NOBODY = keras.callbacks.Callback().on_batch_end
+
+
+@hook(keras.callbacks.CallbackList, "on_epoch_begin", "(self, epoch, logs=None)")
+def _on_epoch_begin(original, self, epoch, logs=None):
+    """Nothing is made of a batch's logs where no callback takes them.
+
+    Keras hands the logs of every batch to a thread that reads them, or waits for them
+    itself, before it asks the callbacks, most of which want the epochs alone.
+    """
+    original(self, epoch, logs)
+    _tell_whoever_listens(self, "train")
+
+
+@hook(
+    keras.callbacks.CallbackList,
+    ("on_test_begin", "on_predict_begin"),
+    "(self, logs=None)",
+)
+def _on_begin(original, self, logs=None):
+    """Nothing is made of a batch's logs where no callback takes them.
+
+    See `_on_epoch_begin`.
+    """
+    original(self, logs)
+    _tell_whoever_listens(self, original.__name__.split("_")[1])
+
+
+def _tell_whoever_listens(callbacks: keras.callbacks.CallbackList, kind: str) -> None:
+    """Takes the calls for each batch out of a list, or puts them back.
+
+    Args:
+        callbacks: The list.
+        kind: "train", "test" or "predict".
+    """
+    own = type(callbacks) is not keras.callbacks.CallbackList
+    leave_out = context.current_scope() is not None and not own
+    for time in ("begin", "end"):
+        name = f"on_{kind}_batch_{time}"
+        if leave_out and not any(listens(c, kind, time) for c in callbacks.callbacks):
+            vars(callbacks)[name] = _NOBODY
+        else:
+            vars(callbacks).pop(name, None)
+
+
+def listens(callback: keras.callbacks.Callback, kind: str, time: str = "end") -> bool:
+    """Whether a callback may do something with a batch.
+
+    Args:
+        callback: The callback.
+        kind: "train", "test" or "predict".
+        time: "begin" or "end" of the batch.
+    """
+    idle: list[type] = [keras.callbacks.Callback]
+    names = [f"on_{kind}_batch_{time}"]
+    if kind == "train":
+        names.append(f"on_batch_{time}")
+        if isinstance(callback, _SAVING) and callback.save_freq == "epoch":
+            idle += _SAVING
+            names.append("_should_save_on_batch")
+    return not all(_is_one_of(callback, name, idle) for name in names)
+
+
+def _is_one_of(callback: Any, name: str, owners: list[type]) -> bool:
+    """Whether a callback's method is that of one of some classes."""
+    function = getattr(getattr(callback, name, None), "__func__", None)
+    return function in [vars(owner).get(name, _NOBODY) for owner in owners]

@@ -1,0 +1,127 @@
+"""Batches are told to whoever listens, and nothing is made of them for nobody."""
+
+import collections
+
+import keras
+import numpy as np
+import pytest
+from keras import callbacks
+
+import keras_strategy as ks
+from keras_strategy.testing.equality.compare import scope
+
+X, Y = np.ones((12, 3), "float32"), np.ones((12, 1), "float32")
+NAMES = [
+    f"on_{kind}_batch_{time}"
+    for kind in ("train", "test", "predict")
+    for time in ("begin", "end")
+]
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """How often Keras's list is told of batches, by the name of its method."""
+    counts = collections.Counter()
+
+    def counting(name):
+        original = getattr(callbacks.CallbackList, name)
+
+        def count(self, *args, **kwargs):
+            counts[name] += 1
+            return original(self, *args, **kwargs)
+
+        return count
+
+    for name in NAMES:
+        monkeypatch.setattr(callbacks.CallbackList, name, counting(name))
+    return counts
+
+
+def compiled(strategy):
+    with scope(strategy):
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    return model
+
+
+class Listener(callbacks.Callback):
+    """Keeps the numbers of batches from the second epoch on."""
+
+    def __init__(self):
+        super().__init__()
+        self.batches = []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+            self.on_train_batch_end = lambda batch, logs: self.batches.append(batch)
+
+
+def loop(model, method, listening=()):
+    options = {"batch_size": 4, "verbose": 0, "callbacks": list(listening)}
+    if method == "predict":
+        model.predict(X, **options)
+    else:
+        getattr(model, method)(X, Y, **options)
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_nobody_is_told_where_nobody_listens(method, two, told):
+    one_device = ks.OneDeviceStrategy(two.extended.worker_devices[0])
+    for strategy in (one_device, two):
+        loop(compiled(strategy), method)
+        assert not told
+    loop(compiled(None), method)  # not ours
+    kind = {"fit": "train", "evaluate": "test", "predict": "predict"}[method]
+    assert told == {f"on_{kind}_batch_begin": 3, f"on_{kind}_batch_end": 3}
+
+
+def test_who_begins_to_listen_is_told(two, told):
+    listener = Listener()
+    model = compiled(two)
+    model.fit(X, Y, batch_size=4, epochs=3, verbose=0, callbacks=[listener])
+    assert told == {"on_train_batch_end": 6}
+    assert listener.batches == [0, 1, 2] * 2
+    began = []
+    begins = callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: began.append(batch)
+    )
+    loop(model, "fit", [begins])
+    assert began == [0, 1, 2]
+
+
+def test_saving_listens_where_it_saves_between_epochs(two, told, tmp_path):
+    model = compiled(two)
+    file = str(tmp_path / "{batch}.weights.h5")
+    for often, saved in (("epoch", 0), (2, 1)):
+        save = callbacks.ModelCheckpoint(
+            file, save_freq=often, save_weights_only=True, monitor="loss"
+        )
+        if often == "epoch":
+            save.filepath = str(tmp_path / "epoch.weights.h5")
+        loop(model, "fit", [save])
+        assert told["on_train_batch_end"] == 3 * saved
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "2.weights.h5",
+        "epoch.weights.h5",
+    ]
+
+
+def test_a_list_of_ones_own_is_used_again_without_a_scope(two, told):
+    """And one that is of a class of its own is told itself."""
+    own = callbacks.CallbackList([], add_history=True)
+    for strategy, expected in ((two, 0), (None, 3)):
+        model = compiled(strategy)
+        own.set_model(model)
+        model.fit(X, Y, batch_size=4, verbose=0, callbacks=own)
+        assert told["on_train_batch_end"] == expected
+
+    class Own(callbacks.CallbackList):
+        batches = 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.batches += 1
+
+    model = compiled(two)
+    own = Own([], add_history=True, model=model)
+    model.fit(X, Y, batch_size=4, verbose=0, callbacks=own)
+    assert own.batches == 3
