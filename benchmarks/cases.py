@@ -35,10 +35,15 @@ class Case:
     load: Callable[[], tuple[np.ndarray, np.ndarray]]
     batch: int
 
-    def compiled(self) -> keras.Model:
+    def compiled(self, steps_per_execution: int = 1) -> keras.Model:
         """The model, ready for `fit`."""
         model = self.build()
-        model.compile(optimizer(), loss(), metrics=["accuracy"])
+        model.compile(
+            optimizer(),
+            loss(),
+            metrics=["accuracy"],
+            steps_per_execution=steps_per_execution,
+        )
         return model
 
     @functools.lru_cache(maxsize=2)  # noqa: B019, the cases live as long as the process

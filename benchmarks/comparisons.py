@@ -50,10 +50,12 @@ def fit(model: keras.Model, case: Case) -> Train:
     return train
 
 
-def fit_in_scope(strategy: ks.Strategy, case: Case) -> Train:
+def fit_in_scope(
+    strategy: ks.Strategy, case: Case, steps_per_execution: int = 1
+) -> Train:
     keras.utils.set_random_seed(0)
     with strategy.scope():
-        return fit(case.compiled(), case)
+        return fit(case.compiled(steps_per_execution), case)
 
 
 def plain_fit(case: Case) -> Train:

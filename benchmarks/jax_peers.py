@@ -187,4 +187,12 @@ COMPARISONS: tuple[Comparison, ...] = (
         lambda case: (fit_in_scope(mirrored(), case), by_hand(case)),
         without=(*_LARGE, "embedding"),
     ),
+    Comparison(
+        "fit, steps_per_execution=8",
+        "jax.jit over a mesh, by hand",
+        2,
+        0.9,
+        lambda case: (fit_in_scope(mirrored(), case, 8), by_hand(case)),
+        without=(*_LARGE, "embedding"),
+    ),
 )
