@@ -127,10 +127,12 @@ class SingleReplicaGroup:
         args: tuple,
         kwargs: dict,
         options: "RunOptions",
+        scope: Callable[[], contextlib.AbstractContextManager[Any]],
     ) -> Any:
-        args, kwargs = tensors_of_arrays(select_replica((args, kwargs), 0, 1))
-        with context.replica_in_charge(self.context):
-            return fn(*args, **kwargs)
+        with scope():
+            args, kwargs = tensors_of_arrays(select_replica((args, kwargs), 0, 1))
+            with context.replica_in_charge(self.context):
+                return fn(*args, **kwargs)
 
     def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
         (component,) = value.values

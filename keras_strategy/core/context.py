@@ -84,13 +84,23 @@ def strategy_in_charge(strategy: "Strategy | None") -> Iterator[None]:
     Args:
         strategy: The strategy; None for what belongs to no strategy.
     """
-    _place.scopes.append(strategy)
     replica, _place.replica = _place.replica, None
+    enter_scope(strategy)
     try:
         yield
     finally:
+        leave_scope()
         _place.replica = replica
-        _place.scopes.pop()
+
+
+def enter_scope(strategy: "Strategy | None") -> None:
+    """Puts this thread, which runs no replica, into a scope until `leave_scope`."""
+    _place.scopes.append(strategy)
+
+
+def leave_scope() -> None:
+    """Leaves the scope that was entered last."""
+    _place.scopes.pop()
 
 
 @contextlib.contextmanager

@@ -247,6 +247,7 @@ class ReplicaGroup(Protocol):
         args: tuple,
         kwargs: dict,
         options: "RunOptions",
+        scope: Callable[[], AbstractContextManager[Any]],
     ) -> Any:
         """Calls `fn` on every replica, in replica context.
 
@@ -256,6 +257,8 @@ class ReplicaGroup(Protocol):
                 `DistributedValues` give every replica its component.
             kwargs: Its keyword arguments, likewise.
             options: Whether to compile it.
+            scope: The strategy's, in which `fn` runs. A program that was compiled
+                before runs no Python, and does without.
 
         Returns:
             The outputs, joined as `values.regroup` joins them.

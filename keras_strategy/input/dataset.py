@@ -25,6 +25,63 @@ class Parts(list[Any]):
 
     alike: bool | None = None
 
+    def placed(self, place: Callable[[Sequence[Any]], Any]) -> Any:
+        """The element, with what `place` makes of the parts of each array."""
+        return tree.map_structure(lambda *leaves: place(leaves), *self)
+
+
+class EvenParts:
+    """A batch of which each replica, all of them here, gets as many rows.
+
+    Args:
+        batch: The batch.
+        arrays: What it holds, as arrays or tensors.
+        replicas: The number of replicas.
+    """
+
+    alike = True
+
+    def __init__(self, batch: Any, arrays: list[Any], replicas: int):
+        self._batch = batch
+        self._arrays = arrays
+        self._replicas = replicas
+
+    def placed(self, place: Callable[[Sequence[Any]], Any]) -> Any:
+        """See `Parts.placed`."""
+        replicas = self._replicas
+        leaves = [
+            None if array is None else place(EvenRows(array, replicas))
+            for array in self._arrays
+        ]
+        return tree.pack_sequence_as(self._batch, leaves)
+
+
+class EvenRows(Sequence[Any]):
+    """An array as parts of equal rows, which are cut when somebody looks at them.
+
+    Attributes:
+        whole: The array.
+
+    Args:
+        whole: The array.
+        parts: How many there are.
+    """
+
+    __slots__ = ("_parts", "whole")
+
+    def __init__(self, whole: Any, parts: int):
+        self.whole = whole
+        self._parts = parts
+
+    def __len__(self) -> int:
+        return self._parts
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < self._parts:
+            raise IndexError(index)
+        rows = self.whole.shape[0] // self._parts
+        return self.whole[index * rows : (index + 1) * rows]
+
 
 class DistributedDataset:
     """A dataset whose elements are split over the replicas of a strategy.
@@ -53,7 +110,9 @@ class DistributedDataset:
     # What `fit` reads in its place: see `input_splitting.for_keras`.
     _global_batches: Any = None
 
-    def __init__(self, strategy: "Strategy", start: Callable[[], Iterator[Parts]]):
+    def __init__(
+        self, strategy: "Strategy", start: Callable[[], Iterator[Parts | EvenParts]]
+    ):
         self._strategy = strategy
         self._start = start
         self._opened: DistributedIterator | None = None
@@ -132,7 +191,7 @@ class DistributedIterator:
     ```
     """
 
-    def __init__(self, strategy: "Strategy", parts: Iterator[Parts]):
+    def __init__(self, strategy: "Strategy", parts: Iterator[Parts | EvenParts]):
         self._strategy = strategy
         self._parts = parts
         self._ahead: list[Any] = []  # at most one element
@@ -155,8 +214,8 @@ class DistributedIterator:
         parts = next(self._parts)
         group = self._strategy.extended.group
 
-        def place(*leaves):
-            if all(leaf is None for leaf in leaves):
+        def place(leaves):
+            if leaves[0] is None and all(leaf is None for leaf in leaves):
                 return None
             try:
                 return group.place(leaves, parts.alike)
@@ -167,7 +226,7 @@ class DistributedIterator:
                     f"the dtype {leaves[0].dtype}."
                 ) from error
 
-        return tree.map_structure(place, *parts)
+        return parts.placed(place)
 
     def get_next(self) -> Any:
         """Returns the next element.

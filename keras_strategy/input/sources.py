@@ -80,6 +80,8 @@ def as_array(leaf: Any, argument: str) -> Any:
     Raises:
         TypeError: If it is something else.
     """
+    if type(leaf) is np.ndarray:  # mostly
+        return leaf
     if leaf is None or get_engine().is_tensor(leaf):
         return leaf
     if hasattr(leaf, "detach") and hasattr(leaf, "cpu"):  # a tensor of torch

@@ -10,7 +10,7 @@ from keras import tree
 
 from keras_strategy.core import context
 from keras_strategy.core.registry import get_engine
-from keras_strategy.input.dataset import DistributedDataset, Parts
+from keras_strategy.input.dataset import DistributedDataset, EvenParts, Parts
 from keras_strategy.input.rounds import (
     agreed_rounds,
     is_own_rows,
@@ -30,7 +30,7 @@ from keras_strategy.options.input import (
     InputReplicationMode,
 )
 from keras_strategy.rules.row_weights import split_rows
-from keras_strategy.rules.step import rows_of
+from keras_strategy.rules.step import rows_of_arrays
 
 if TYPE_CHECKING:
     from keras_strategy.core.strategy import Strategy
@@ -70,7 +70,7 @@ def distribute(
     replicas = strategy.num_replicas_in_sync
     local = strategy.extended.topology.local_replicas
 
-    def parts() -> Iterator[Parts]:
+    def parts() -> Iterator[Parts | EvenParts]:
         batches = start()
         return (_split(batch, replicas, local, argument) for batch in batches)
 
@@ -211,13 +211,17 @@ def _check(
         )
 
 
-def _split(batch: Any, replicas: int, local: range, argument: str) -> Parts:
+def _split(batch: Any, replicas: int, local: range, argument: str) -> Parts | EvenParts:
     """The rows of a global batch that each replica of this worker gets."""
-    batch = tree.map_structure(lambda leaf: as_array(leaf, argument), batch)
+    arrays = [as_array(leaf, argument) for leaf in tree.flatten(batch)]
     try:
-        bounds = split_rows(rows_of(batch), replicas)
+        rows = rows_of_arrays(arrays)
     except ValueError as error:
         raise ValueError(f"{argument}: {error} {_BATCH_FIRST}") from None
+    if rows % replicas == 0 and len(local) == replicas:
+        return EvenParts(batch, arrays, replicas)
+    batch = tree.pack_sequence_as(batch, arrays)
+    bounds = split_rows(rows, replicas)
     parts = Parts(
         tree.map_structure(
             lambda leaf, b=begin, e=end: None if leaf is None else leaf[b:e], batch

@@ -39,6 +39,9 @@ class RunOptions(NamedTuple):
     compile: bool | None = None
 
 
+_DEFAULT = RunOptions()
+
+
 def check_call(fn: Any, args: Any) -> None:
     """Checks what is to be called on components or replicas.
 
@@ -73,7 +76,7 @@ def check_run_options(options: Any) -> RunOptions:
         ValueError: If one of them has a value that it cannot have.
     """
     if options is None:
-        return RunOptions()
+        return _DEFAULT
     if not isinstance(options, RunOptions):
         raise TypeError(
             "Argument `options` of `run` must be a `keras_strategy.RunOptions` or "
@@ -84,6 +87,6 @@ def check_run_options(options: Any) -> RunOptions:
             "`RunOptions.compile` must be None, True or False. Received: "
             f"compile={options.compile!r}"
         )
-    if options[:3] != RunOptions()[:3]:
+    if options[:3] != _DEFAULT[:3]:
         logger.info("The experimental ones of %r have no effect here.", options)
     return options

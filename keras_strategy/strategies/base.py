@@ -157,15 +157,16 @@ class Strategy:
         check_call(fn, args)
         options = check_run_options(options)
         context.require_cross_replica(self, "run")
-        with self.scope():
-            if first_values.waiting:
+        if first_values.waiting:
+            with self.scope():
                 first_values.settle()
-            result = self._extended.group.run(
-                fn, tuple(args), dict(kwargs or {}), options
-            )
-            if mirror_check.enabled:
+        result = self._extended.group.run(
+            fn, tuple(args), dict(kwargs or {}), options, self.scope
+        )
+        if mirror_check.enabled:
+            with self.scope():
                 mirror_check.check(self, "strategy.run")
-            return result
+        return result
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
         """Combines the replicas' values into one.
@@ -479,17 +480,25 @@ class _Scope(contextlib.AbstractContextManager):
 
     def __init__(self, strategy: Strategy):
         self._strategy = strategy
-        self._entered: list[contextlib.ExitStack] = []
+        # What the adapter enters, innermost last.
+        self._entered: list[contextlib.AbstractContextManager[Any]] = []
 
     def __enter__(self) -> Strategy:
         context.require_cross_replica(self._strategy, "scope")
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(context.strategy_in_charge(self._strategy))
-            stack.enter_context(self._strategy.extended.group.scope())
-            self._entered.append(stack.pop_all())
+        context.enter_scope(self._strategy)
+        try:
+            engines = self._strategy.extended.group.scope()
+            engines.__enter__()
+        except BaseException:
+            context.leave_scope()
+            raise
+        self._entered.append(engines)
         return self._strategy
 
     def __exit__(self, *exception: Any) -> None:
         if first_values.waiting and context.depth() == 1 and exception[0] is None:
             first_values.settle()
-        self._entered.pop().__exit__(*exception)
+        try:
+            self._entered.pop().__exit__(*exception)
+        finally:
+            context.leave_scope()

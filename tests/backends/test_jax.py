@@ -54,7 +54,7 @@ def test_a_batch_is_split_where_it_can_be(two):
 def test_the_rows_behind_the_steps_are_split(two):
     distribution = two.extended.group.distribution
     for rows, axis in ((8, "replica"), (7, None)):
-        placed = distribution.place_rows(np.ones((3, rows, 2)), steps_in_front=True)
+        placed = distribution.place_batch(np.ones((3, rows, 2)), steps_in_front=True)
         spec = jax.sharding.PartitionSpec(None, axis)
         wanted = jax.sharding.NamedSharding(distribution.mesh, spec)
         assert placed.sharding.is_equivalent_to(wanted, 3)
@@ -196,6 +196,24 @@ def test_a_function_is_compiled_once(two):
     # The first trace finds the variable, the second one threads it.
     assert len(traces) == 2
     assert float(v.value) == 21.0
+
+
+def test_a_program_that_jax_traces_again_finds_its_scope(two):
+    """JAX does where its settings changed, and the function may do something else."""
+    with two.scope():
+        first, other = (keras.Variable(1.0, aggregation="sum") for _ in range(2))
+    seen = []
+
+    def step(x):
+        seen.append((ks.get_strategy(), keras.distribution.distribution() is not None))
+        precise = jax.config.jax_default_matmul_precision == "float32"
+        (other if precise else first).assign_add(x)
+
+    for precision in (None, None, "float32", "float32"):
+        with jax.default_matmul_precision(precision):
+            two.run(step, (np.float32(1),))
+    assert [float(v.value) for v in (first, other)] == [5.0, 5.0]
+    assert set(seen) == {(two, True)}
 
 
 def test_donation_spares_what_others_hold(two):

@@ -40,9 +40,11 @@ class Constant:
     value: Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tensor:
     """A leaf that the program is called with.
+
+    Compared by identity, as Python does fastest: those of arguments are these three.
 
     Attributes:
         split: Whether every replica gets its part of it.
@@ -55,7 +57,12 @@ class Tensor:
     total: int | None = None
 
 
-@dataclass
+_WHOLE = Tensor(split=False)
+_ROWS = Tensor(split=True)
+_SCALARS = Tensor(split=True, scalar=True)
+
+
+@dataclass(slots=True)
 class Arguments:
     """The arguments of one call.
 
@@ -63,11 +70,14 @@ class Arguments:
         structure: Of `(args, kwargs)`, with a Constant or Tensor for each leaf.
         arrays: The arrays of the Tensor leaves, in order, placed on the devices.
         key: Equal for calls that one program can serve.
+        of_all: Whether this worker knows what distributed values the others bring. It
+            does of what a program of all workers returned, and of a dataset's elements.
     """
 
     structure: Any
     arrays: list[jax.Array]
     key: Any
+    of_all: bool
 
     def restore(self, tensors: list[Any]) -> tuple[tuple, dict]:
         """The arguments of one replica, made of what the program got for the arrays."""
@@ -82,8 +92,10 @@ class Arguments:
         return tree.map_structure(leaf, self.structure)
 
 
-def take_apart(arguments: Any, distribution: ReplicaDistribution) -> Arguments:
-    """Places the arrays of `(args, kwargs)` and tells them from the rest.
+def take_apart(
+    args: tuple, kwargs: dict, distribution: ReplicaDistribution
+) -> Arguments:
+    """Places the arrays of arguments and tells them from the rest.
 
     Python numbers are constants, as in tf.function: a function may use them as a
     range or a shape. A number that changes with every step should be an array.
@@ -93,10 +105,32 @@ def take_apart(arguments: Any, distribution: ReplicaDistribution) -> Arguments:
             no tensor.
         ValueError: If a value has another number of components.
     """
-    arrays, key, replicas = [], [], len(distribution.devices)
+    if not kwargs:
+        # The usual call. What follows for any other takes longer than all else.
+        leaves, arrays = [], []
+        key: list[Any] = [len(args)]
+        for x in args:
+            if type(x) is not ShardedPerReplica or x.distribution is not distribution:
+                break
+            leaf, aval = _SCALARS if x.scalars else _ROWS, x.array.aval
+            leaves.append(leaf)
+            arrays.append(x.array)
+            key += (leaf, aval.shape, aval.dtype, aval.weak_type)
+        else:
+            return Arguments((tuple(leaves), {}), arrays, tuple(key), True)
+    return _taken_apart((args, kwargs), distribution)
+
+
+def _taken_apart(arguments: Any, distribution: ReplicaDistribution) -> Arguments:
+    """`take_apart` of what is not a few values of a dataset."""
+    arrays, replicas, of_all = [], len(distribution.devices), True
 
     def leaf(x):
+        nonlocal of_all
         if isinstance(x, DistributedValues):
+            of_all = of_all and (
+                isinstance(x, ShardedPerReplica) and x.belongs_to(distribution)
+            )
             if x.count != replicas:
                 raise of_another_strategy(x, "run", replicas)
             if isinstance(x, UnevenPerReplica):
@@ -104,7 +138,7 @@ def take_apart(arguments: Any, distribution: ReplicaDistribution) -> Arguments:
             if isinstance(x, ShardedPerReplica) or all(map(is_array, x.values)):
                 value = _joined(x, distribution)
                 arrays.append(value.array)
-                return Tensor(split=True, scalar=value.scalars)
+                return _SCALARS if value.scalars else _ROWS
             first = x.values[0]
             if all(c is first or c == first for c in x.values[1:]):
                 return Constant(first)
@@ -112,22 +146,26 @@ def take_apart(arguments: Any, distribution: ReplicaDistribution) -> Arguments:
         # Python numbers are left to the trace, and so are arrays of objects.
         if isinstance(x, jax.Array) or is_numeric_array(x):
             arrays.append(put(jnp.asarray(x), distribution.everywhere))
-            return Tensor(split=False)
+            return _WHOLE
         return Constant(x)
 
     args, kwargs = arguments
     if not kwargs and all(isinstance(x, _LEAVES) for x in args):
-        # The usual call. What follows for any other would take longer than all else.
         leaves = [leaf(x) for x in args]
         structure, shape = (tuple(leaves), {}), len(leaves)
     else:
         structure = tree.map_structure(leaf, arguments)
         leaves = tree.flatten(structure)
         shape = jax.tree.structure(tree.map_structure(lambda _: 0, structure))
+    key: list[Any] = [shape]
+    remaining = iter(arrays)
     for x in leaves:
-        key.append(_constant_key(x.value) if isinstance(x, Constant) else x)
-    key += [(array.shape, array.dtype, array.weak_type) for array in arrays]
-    return Arguments(structure, arrays, (shape, *key))
+        if isinstance(x, Constant):
+            key.append(_constant_key(x.value))
+        else:
+            aval = next(remaining).aval
+            key += (x, aval.shape, aval.dtype, aval.weak_type)
+    return Arguments(structure, arrays, tuple(key), of_all)
 
 
 def described(arguments: Any, distribution: ReplicaDistribution) -> list[Any]:
@@ -146,18 +184,6 @@ def described(arguments: Any, distribution: ReplicaDistribution) -> list[Any]:
         return ["constant", _simple(x)]
 
     return [leaf(x) for x in tree.flatten(arguments)]
-
-
-def is_known(arguments: Any, distribution: ReplicaDistribution) -> bool:
-    """Whether this worker knows what distributed values the others bring.
-
-    It does of what a program of all workers returned, and of a dataset's elements.
-    """
-    return all(
-        (isinstance(x, ShardedPerReplica) and x.belongs_to(distribution))
-        for x in tree.flatten(arguments)
-        if isinstance(x, DistributedValues)
-    )
 
 
 def is_uneven(arguments: Any) -> bool:

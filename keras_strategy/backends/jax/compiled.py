@@ -8,8 +8,8 @@ thrown away, and the second trace threads them.
 
 import contextlib
 import inspect
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from keras import tree
 
-from keras_strategy.backends.jax import hooks, marks, on_read, state
+from keras_strategy.backends.jax import hooks, on_read, state
 from keras_strategy.backends.jax.arguments import (
     Arguments,
     Constant,
@@ -27,11 +27,11 @@ from keras_strategy.backends.jax.arguments import (
     Tensor,
     bare,
     described,
-    is_known,
     is_uneven,
     of_first_replica,
     take_apart,
 )
+from keras_strategy.backends.jax.calling import Caller
 from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution
 from keras_strategy.backends.jax.programs import (
     Function,
@@ -40,7 +40,6 @@ from keras_strategy.backends.jax.programs import (
     RunScope,
 )
 from keras_strategy.backends.jax.replica import JaxReplica
-from keras_strategy.backends.jax.sharded import ShardedPerReplica
 from keras_strategy.backends.jax.threaded import ThreadedRunner
 from keras_strategy.backends.jax.workers import JaxWorkers
 from keras_strategy.core import context
@@ -55,10 +54,6 @@ from keras_strategy.rules.ownership import require_own_parts, strategy_of_variab
 if TYPE_CHECKING:
     from keras_strategy.core.strategy import Strategy
     from keras_strategy.workers.cluster import Cluster
-
-# Programs of two Python threads must reach all their devices in the same order: each
-# would wait for the other's collectives else.
-_dispatch = threading.Lock()
 
 try:
     _shard_map = jax.shard_map
@@ -96,24 +91,66 @@ class Runner:
         self._replicas = len(devices)
         self._workers = workers
         self._threaded = ThreadedRunner(strategy, devices, distribution, workers)
-        self._previous: list[jax.Array] = []
+        self._caller = Caller(distribution, workers)
         self._functions = KnownFunctions(Function)
 
     def run(
-        self, fn: Callable[..., Any], args: tuple, kwargs: dict, compiled: bool
+        self,
+        fn: Callable[..., Any],
+        args: tuple,
+        kwargs: dict,
+        compiled: bool,
+        scope: Callable[[], AbstractContextManager[Any]],
     ) -> Any:
         """See `ReplicaGroup.run`."""
         function = self._functions.find(fn, compiled)
         arguments = None
         if compiled:
-            with contextlib.suppress(NotOneProgram):
-                arguments = take_apart((args, kwargs), self._distribution)
+            try:
+                arguments = take_apart(args, kwargs, self._distribution)
+            except NotOneProgram:
+                pass
+            else:
+                program = self._known(function, arguments)
+                if program is not None:
+                    try:
+                        return self._caller.call(program, arguments.arrays)
+                    except _TRACED_AGAIN:
+                        pass  # since a setting of JAX changed; nothing was computed
+        with scope():
+            return self._run(fn, function, (args, kwargs), arguments, compiled)
+
+    def _known(self, function: Function, arguments: Arguments) -> Program | None:
+        """The program for arguments, if it is there and needs no word with others."""
+        if self._workers is None or arguments.of_all:
+            return function.programs.get(arguments.key)
+        return None
+
+    def _run(
+        self,
+        fn: Callable[..., Any],
+        function: Function,
+        given: tuple[tuple, dict],
+        arguments: Arguments | None,
+        compiled: bool,
+    ) -> Any:
+        """Makes the program first, or does without one.
+
+        Args:
+            fn: The function.
+            function: What is known of it.
+            given: Its arguments.
+            arguments: Them, taken apart; None where one program does not serve all
+                replicas.
+            compiled: Whether it is to be compiled.
+        """
+        args, kwargs = given
         if compiled and self._workers is not None:
             cluster = self._workers.cluster
-            if not self._is_for_all(cluster, function, arguments, (args, kwargs)):
+            if not self._is_for_all(cluster, function, arguments, given):
                 arguments = None
         if arguments is None:
-            self._learn(fn, function, of_first_replica((args, kwargs), self._replicas))
+            self._learn(fn, function, of_first_replica(given, self._replicas))
             result = self._threaded.run(fn, args, kwargs)
             self._functions.called(fn)
             return result
@@ -121,9 +158,13 @@ class Runner:
         def attempt():
             program = function.programs.get(arguments.key)
             if program is not None:
-                return self._call(program, arguments)
+                try:
+                    return self._caller.call(program, arguments.arrays)
+                except NewVariables:
+                    function.programs.pop(arguments.key)
+                    raise
             program = self._compile(fn, function, arguments)
-            result = self._call(program, arguments)
+            result = self._caller.call(program, arguments.arrays)
             function.keep(program, arguments.key, fn)
             self._functions.called(fn)
             return result
@@ -149,11 +190,7 @@ class Runner:
         """
         if is_uneven(given):
             return True
-        if (
-            arguments is not None
-            and arguments.key in function.programs
-            and is_known(given, self._distribution)
-        ):
+        if arguments is not None and self._known(function, arguments) is not None:
             return True
         mine = described(given, self._distribution)
         return cluster.differences("strategy.run", mine) is None
@@ -172,10 +209,12 @@ class Runner:
             return
 
         def attempt():
-            arguments = take_apart(first, self._distribution)
+            args, kwargs = first
+            arguments = take_apart(args, kwargs, self._distribution)
             with set_for_nobody():
                 program = self._compile(fn, function, arguments)
-                jax.eval_shape(program.call, *self._state(program), arguments.arrays)
+                values = self._caller.state(program)
+                jax.eval_shape(program.call, *values, arguments.arrays)
 
         # Whatever is wrong with the function, its run will tell.
         with contextlib.suppress(Exception):
@@ -243,9 +282,15 @@ class Runner:
             replica = JaxReplica(self._strategy, self._devices)
             place = ReplicaContext(self._strategy, replica)
             args, kwargs = arguments.restore(tensors)
-            with context.replica_in_charge(place), scope:
+            # JAX may trace again at any call, which may be outside of every scope.
+            with (
+                context.strategy_in_charge(self._strategy),
+                self._distribution.scope(),
+                context.replica_in_charge(place),
+                scope,
+            ):
                 result = tree.map_structure(bare, fn(*args, **kwargs))
-            if function.learn(scope):
+            if function.learn(scope) or not program.threads(scope):
                 raise NewVariables
             outputs, totals = [], []
 
@@ -299,74 +344,6 @@ class Runner:
             and jnp.issubdtype(output.dtype, jnp.inexact)
         )
 
-    def _call(self, program: Program, arguments: Arguments) -> Any:
-        """Calls a program and writes what it assigned."""
-        # From the reading of the state to its writing: one of two threads would be
-        # given arrays that the program of the other overwrites.
-        with _dispatch, self._waiting(program):
-            program.renew_seed()
-            written, local, read = self._state(program)
-            try:
-                outputs, totals, values, local, aggregated = program.call(
-                    written, local, read, arguments.arrays
-                )
-                if self._distribution.one_at_a_time:
-                    jax.block_until_ready((outputs, values, local, aggregated))
-            except Exception as error:
-                if any(array.is_deleted() for array in (*written, *local)):
-                    error.add_note(
-                        "keras_strategy: the step had begun, and the variables that it "
-                        "assigns are lost. Load them from a checkpoint to go on."
-                    )
-                raise
-            self._write(program, values, local, aggregated)
-        if self._workers is not None:
-            self._previous = outputs
-        remaining = iter(outputs)
-
-        def leaf(x):
-            if isinstance(x, Constant):
-                return x.value
-            total = None if x.total is None else totals[x.total]
-            return ShardedPerReplica(
-                next(remaining), x.scalar, self._distribution, total
-            )
-
-        return tree.map_structure(leaf, program.output)
-
-    def _write(self, program: Program, values: Any, local: Any, aggregated: Any):
-        """Writes what a program assigned."""
-        state.give(program.written, values)
-        program.release_seed()
-        for variable, value, stacked in zip(
-            program.local, aggregated, local, strict=True
-        ):
-            on_read.remember(variable, value, stacked)
-
-    @contextlib.contextmanager
-    def _waiting(self, program: Program) -> Iterator[None]:
-        """Tells who watches over the workers that they wait for each other here.
-
-        For the outputs of the call before: the devices work while Python prepares.
-        """
-        if self._workers is None:
-            yield
-            return
-        with self._workers.waiting(f"strategy.run({program.name})"):
-            jax.block_until_ready(self._previous)
-            yield
-
-    def _state(self, program: Program) -> tuple[list, list, list]:
-        """The values of the variables that a program is called with."""
-        everywhere = self._distribution.everywhere
-        for variable in program.others:
-            marks.forget(variable)  # they may be on other devices
-        return (
-            state.to_overwrite(program.written, everywhere),
-            [on_read.locals_of(v, self._distribution) for v in program.local],
-            state.to_read(program.read, everywhere),
-        )
-
 
 _NUMPY = np.ndarray | np.generic
 _CONCRETE_ERRORS = (
@@ -374,6 +351,8 @@ _CONCRETE_ERRORS = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
+# What a trace raises before its program computes anything.
+_TRACED_AGAIN = (NewVariables, *_CONCRETE_ERRORS)
 _CONCRETE = (
     "The function given to `strategy.run` made a Python decision on a tensor, such as "
     "`if`, `int()` or `range()` of a value or of the replica id. On JAX one compiled "

@@ -75,26 +75,39 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         """The layout of a variable of `rank` dimensions."""
         return keras.distribution.TensorLayout([None] * rank, self.device_mesh)
 
-    def place_rows(self, array: Any, steps_in_front: bool = False) -> Any:
-        """Puts a batch's array on the devices, split by rows where it can be.
+    def place_batch(self, batch: Any, steps_in_front: bool = False) -> Any:
+        """Puts a batch's arrays on the devices, split by rows where they can be.
 
         A sparse matrix is computed whole on each of them: what it stores is in no
         order of rows.
 
         Args:
-            array: The array.
+            batch: A structure of arrays and None.
             steps_in_front: Whether the rows are the second axis, after the steps that
                 Keras computes in one go.
         """
-        if isinstance(array, JAXSparse):
-            return jax.tree.map(lambda x: put(x, self.everywhere), array)
-        if not hasattr(array, "shape"):
-            array = keras.ops.convert_to_tensor(array)
-        axis = 1 if steps_in_front else 0
-        shape = array.shape
-        if len(shape) <= axis or shape[axis] % self.replicas:
-            return put(array, self.everywhere)
-        return put(array, self._split_after_steps if steps_in_front else self.split)
+        leaves = keras.tree.flatten(batch)
+        split = self._split_after_steps if steps_in_front else self.split
+        axis, replicas = int(steps_in_front), self.replicas
+        for i, leaf in enumerate(leaves):
+            if leaf is None:
+                continue
+            if isinstance(leaf, JAXSparse):
+                leaves[i] = jax.tree.map(lambda x: put(x, self.everywhere), leaf)
+                continue
+            if not hasattr(leaf, "shape"):
+                leaf = keras.ops.convert_to_tensor(leaf)
+            shape = leaf.shape
+            even = len(shape) > axis and shape[axis] % replicas == 0
+            layout = split if even else self.everywhere
+            if type(leaf) is np.ndarray:
+                # What `jax.device_put` does, in half of its time.
+                leaves[i] = jax.make_array_from_callback(
+                    shape, layout, leaf.__getitem__
+                )
+            else:
+                leaves[i] = put(leaf, layout)
+        return keras.tree.pack_sequence_as(batch, leaves)
 
     def joined(self, parts: Sequence[jax.Array]) -> jax.Array:
         """One array, split by rows, of which each of our devices has its part."""
@@ -112,7 +125,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
 
         Args:
             batches: The batches.
-            steps_in_front: See `place_rows`.
+            steps_in_front: See `place_batch`.
         """
         previous = 0
         rows = 1 if steps_in_front else 0

@@ -90,10 +90,7 @@ class JaxReplicaGroup:
             self.workers.require_same_shapes(method, data)
         if method == "predict_on_batch":
             # Keras forgets to distribute its batch.
-            arguments["x"] = tree.map_structure(
-                lambda x: None if x is None else self.distribution.place_rows(x),
-                arguments["x"],
-            )
+            arguments["x"] = self.distribution.place_batch(arguments["x"])
         try:
             yield
         except BaseException:
@@ -185,8 +182,9 @@ class JaxReplicaGroup:
         args: tuple,
         kwargs: dict,
         options: "RunOptions",
+        scope: Callable[[], AbstractContextManager[Any]],
     ) -> Any:
-        return self._runner.run(fn, args, kwargs, options.compile is not False)
+        return self._runner.run(fn, args, kwargs, options.compile is not False, scope)
 
     def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
         return reduced(reduce_op, value, axis, self.distribution, self.workers)

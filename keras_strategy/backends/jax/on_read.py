@@ -32,10 +32,13 @@ def locals_of(variable: Any, distribution: ReplicaDistribution) -> jax.Array:
     return _spread(distribution.split, distribution.replicas)(*parts)
 
 
-def remember(variable: Any, value: jax.Array, stacked: jax.Array) -> None:
-    """Notes what the replicas hold, and its aggregate as the variable's value."""
-    hooks.set_array(variable, value)
-    vars(variable)["_ks_locals"] = (value, stacked)
+def remember(
+    variables: Sequence[Any], values: Sequence[jax.Array], stacked: Sequence[jax.Array]
+) -> None:
+    """Notes what the replicas hold, and its aggregate as each variable's value."""
+    hooks.set_arrays(variables, values)
+    for variable, *pair in zip(variables, values, stacked, strict=True):
+        vars(variable)["_ks_locals"] = tuple(pair)
 
 
 def remember_parts(
@@ -44,7 +47,7 @@ def remember_parts(
     """Notes what each replica holds, given one array on each device."""
     stacked = distribution.joined([x[None] for x in parts])
     value = _joined(distribution.everywhere)(stacked, variable.aggregation)
-    remember(variable, value, stacked)
+    remember([variable], [value], [stacked])
 
 
 def aggregate(variable: Any, local: Any) -> Any:

@@ -132,6 +132,12 @@ class Program:
         self._seed = next((i for i, v in enumerate(written) if v is seed), None)
         self.output: Any = None  # the structure that the function returned
 
+    def threads(self, scope: RunScope) -> bool:
+        """Whether it has what a trace met, and writes what that assigned."""
+        changed = {id(v) for v in (*self.written, *self.local)}
+        known = changed.union(map(id, self.read))
+        return scope.written.keys() <= changed and scope.met.keys() <= known
+
     def renew_seed(self) -> None:
         """See `Function.renew_seed`."""
         at = self._seed

@@ -12,6 +12,7 @@ import numpy as np
 from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution, put
 from keras_strategy.backends.jax.replica import Traced
 from keras_strategy.backends.jax.workers import JaxWorkers
+from keras_strategy.input.dataset import EvenRows
 from keras_strategy.rules.reduction import addable, axes_of, axes_to_reduce, entries
 from keras_strategy.values.distributed import DistributedValues, PerReplica, ReduceOp
 
@@ -41,15 +42,15 @@ class ShardedPerReplica(PerReplica):
         self.scalars = scalars
         self.total = total
         self.count = len(distribution.devices)
-        self._distribution = distribution
+        self.distribution = distribution
 
     def belongs_to(self, distribution: ReplicaDistribution) -> bool:
         """Whether the components are on the devices of a group, one on each."""
-        return self._distribution.mesh == distribution.mesh
+        return self.distribution.mesh == distribution.mesh
 
     @property
     def values(self) -> tuple[Any, ...]:
-        parts = shards(self.array, self._distribution)
+        parts = shards(self.array, self.distribution)
         return tuple(part.reshape(()) for part in parts) if self.scalars else parts
 
     def __repr__(self) -> str:
@@ -112,6 +113,14 @@ def placed(
     parts: Sequence[Any], distribution: ReplicaDistribution, alike: bool | None
 ) -> PerReplica:
     """See `ReplicaGroup.place`; one array where the parts have one shape."""
+    if isinstance(parts, EvenRows) and type(parts.whole) is np.ndarray:
+        # A copy, as below.
+        dtype = jax.dtypes.canonicalize_dtype(parts.whole.dtype)
+        whole = np.array(parts.whole, dtype, copy=True)
+        array = jax.make_array_from_callback(
+            whole.shape, distribution.split, whole.__getitem__
+        )
+        return ShardedPerReplica(array, False, distribution)
     first = parts[0]
     if distribution.cluster is None and all(
         isinstance(part, np.ndarray)
@@ -119,7 +128,6 @@ def placed(
         and part.dtype == first.dtype
         for part in parts
     ):
-        # A copy, as below, that goes to all devices in one call.
         dtype = jax.dtypes.canonicalize_dtype(first.dtype)
         join = np.concatenate if first.ndim else np.stack
         whole = join(parts, dtype=dtype, casting="unsafe")

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from keras_strategy.backends.jax import hooks, marks
 from keras_strategy.backends.jax.distribution import put
-from keras_strategy.backends.jax.marks import Mark
 
 
 def to_overwrite(variables: Sequence[Any], everywhere: Any) -> list[jax.Array]:
@@ -28,12 +27,9 @@ def to_overwrite(variables: Sequence[Any], everywhere: Any) -> list[jax.Array]:
     """
     arrays = hooks.arrays_of(variables)
     # No function is called for each variable, here and below: there may be hundreds.
-    for i, variable in enumerate(variables):
-        mark = vars(variable).get(marks.NAME)
-        if mark is None or mark.array() is not arrays[i]:
+    for i, mark in enumerate(marks.of(variables)):
+        if mark.own() is not arrays[i]:
             arrays[i] = jnp.copy(_placed(arrays[i], everywhere))
-        elif not mark.own:
-            arrays[i] = jnp.copy(arrays[i])
     return arrays
 
 
@@ -45,12 +41,11 @@ def to_read(variables: Sequence[Any], everywhere: Any) -> list[jax.Array]:
         everywhere: The layout that the program was compiled for.
     """
     arrays = hooks.arrays_of(variables)
-    for i, variable in enumerate(variables):
-        mark = vars(variable).get(marks.NAME)
-        if mark is None or mark.array() is not arrays[i]:
+    for i, mark in enumerate(marks.of(variables)):
+        if mark.placed() is not arrays[i]:
             placed = _placed(arrays[i], everywhere)
             if placed is arrays[i]:
-                vars(variable)[marks.NAME] = Mark(weakref.ref(placed), own=False)
+                mark.placed, mark.own = weakref.ref(placed), marks.nothing
             arrays[i] = placed
     return arrays
 
@@ -58,13 +53,8 @@ def to_read(variables: Sequence[Any], everywhere: Any) -> list[jax.Array]:
 def give(variables: Sequence[Any], arrays: Sequence[jax.Array]) -> None:
     """Gives variables what a program made for them."""
     hooks.set_arrays(variables, arrays)
-    for variable, array in zip(variables, arrays, strict=True):
-        mark = vars(variable).get(marks.NAME)
-        if mark is None:
-            vars(variable)[marks.NAME] = Mark(weakref.ref(array), own=True)
-        else:
-            mark.array = weakref.ref(array)
-            mark.own = True
+    for mark, array in zip(marks.of(variables), arrays, strict=True):
+        mark.own = mark.placed = weakref.ref(array)
 
 
 def strong(array: Any) -> Any:

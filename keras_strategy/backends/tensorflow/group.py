@@ -168,14 +168,16 @@ class TensorFlowGroup:
         args: tuple,
         kwargs: dict,
         options: "RunOptions",
+        scope: Callable[[], AbstractContextManager[Any]],
     ) -> Any:
-        if options.compile is False:
-            with self.calling("strategy.run"):
+        with scope():
+            if options.compile is False:
+                with self.calling("strategy.run"):
+                    return self.call(fn, args, kwargs)
+            if tf.inside_function() or tf.config.functions_run_eagerly():
                 return self.call(fn, args, kwargs)
-        if tf.inside_function() or tf.config.functions_run_eagerly():
-            return self.call(fn, args, kwargs)
-        with self.calling("strategy.run"):
-            return self._compiled(fn, args, kwargs)
+            with self.calling("strategy.run"):
+                return self._compiled(fn, args, kwargs)
 
     def calling(self, name: str) -> AbstractContextManager[Any]:
         """See `TensorFlowWorkers.calling`; nothing without other workers."""

@@ -134,9 +134,10 @@ class TorchGroup:
         args: tuple,
         kwargs: dict,
         options: Any,  # there is nothing to compile
+        scope: Callable[[], AbstractContextManager[Any]],
     ) -> Any:
         # One run at a time: a second one of another Python thread waits.
-        with self._lock:
+        with scope(), self._lock:
             if len(self.devices) == 1:
                 return DirectReplica(self).run(fn, args, kwargs)
             return self._run(fn, args, kwargs)
