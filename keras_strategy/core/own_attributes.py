@@ -50,26 +50,51 @@ class OwnValues(PerReplica):
         )
 
 
-_before_turns: list[Callable[[], None]] = []
-_lock = threading.Lock()
+class _Notice:
+    """What notices that an attribute is set: it is there while replicas take turns.
 
+    And stays when they end, since the next ones begin soon, until `end` is called.
 
-def before_first_turn(callback: Callable[[], None]) -> None:
-    """Has something done when a replica's turn begins for the first time.
-
-    Args:
-        callback: Called without arguments, once.
+    Attributes:
+        lock: Held by who changes the others.
+        turns: How many threads are in a replica's turn.
+        there: Whether it is there.
     """
-    with _lock:
-        _before_turns.append(callback)
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.turns = 0
+        self.there = False
+        self._pairs: list[tuple[Callable[[], None], Callable[[], None]]] = []
+
+    def add(self, put: Callable[[], None], take: Callable[[], None]) -> None:
+        """Has something put in place before a turn begins, and taken away at the end.
+
+        Args:
+            put: Called without arguments.
+            take: Called without arguments.
+        """
+        with self.lock:
+            self._pairs.append((put, take))
+            if self.there:
+                put()
+
+    def put(self) -> None:
+        """Puts all in place, for who holds the lock."""
+        for put, _ in self._pairs:
+            put()
+        self.there = True
+
+    def end(self) -> None:
+        """Takes all away, unless some thread is in a replica's turn."""
+        with self.lock:
+            if self.there and not self.turns:
+                for _, take in self._pairs:
+                    take()
+                self.there = False
 
 
-def _prepare_turns() -> None:
-    with _lock:
-        # Another thread waits for the lock as long as there are some.
-        for callback in _before_turns:
-            callback()
-        _before_turns.clear()
+notice = _Notice()
 
 
 class _Here(threading.local):
@@ -211,8 +236,10 @@ class OwnAttributes:
 
     def put_back(self) -> None:
         """Begins a turn."""
-        if _before_turns:
-            _prepare_turns()
+        with notice.lock:  # each turn of each step: no function is called here
+            notice.turns += 1
+            if not notice.there:
+                notice.put()
         here.own = self
         self._in_place = True
         if self.aside:
@@ -223,6 +250,8 @@ class OwnAttributes:
         here.own = None
         if self._in_place:
             self._in_place = False
+            with notice.lock:
+                notice.turns -= 1
             if self.aside:
                 self._swap()
 
@@ -230,6 +259,8 @@ class OwnAttributes:
         """Ends the only turn of a replica that has none beside it."""
         here.own = None
         self._in_place = False
+        with notice.lock:
+            notice.turns -= 1
         self.aside.clear()
 
     def _swap(self) -> None:

@@ -10,8 +10,8 @@ import keras
 
 from keras_strategy.core.own_attributes import (
     ABSENT,
-    before_first_turn,
     here,
+    notice,
     whose_turn,
 )
 from keras_strategy.hooks.hook import Extension, changed, home_of
@@ -26,8 +26,8 @@ class _Noted(Extension):
     """What a replica sets on a layer is its own until the run ends.
 
     No hooks of single functions: they are called very often, and outside of a replica
-    each costs one look at where this thread is. They are put in place when the first
-    replica takes its turn.
+    each costs one look at where this thread is. They are put in place when a replica
+    takes its turn.
 
     Attributes:
         owner: The class.
@@ -57,12 +57,25 @@ class _Noted(Extension):
     def install(self) -> None:
         """Has them noted as soon as there is a replica that takes turns."""
         # On JAX there need be none, and Keras sets attributes in each step of fit.
-        before_first_turn(self._put_in_place)
+        before: dict[str, tuple[Any, Any]] = {}
 
-    def _put_in_place(self) -> None:
-        for name, around in self.methods.items():
-            original = inspect.getattr_static(self.owner, name)
-            setattr(self.owner, name, functools.wraps(original)(around(original)))
+        def put():
+            for name, around in self.methods.items():
+                original = inspect.getattr_static(self.owner, name)
+                replacement = functools.wraps(original)(around(original))
+                before[name] = vars(self.owner).get(name, ABSENT), replacement
+                setattr(self.owner, name, replacement)
+
+        def take():
+            for name, (original, replacement) in before.items():
+                if vars(self.owner)[name] is not replacement:
+                    continue  # somebody else has put something around it
+                if original is ABSENT:
+                    delattr(self.owner, name)
+                else:
+                    setattr(self.owner, name, original)
+
+        notice.add(put, take)
 
 
 def _setting(original: Callable) -> Callable:

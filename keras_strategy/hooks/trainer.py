@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from keras_strategy.core import context
+from keras_strategy.core.own_attributes import notice
 from keras_strategy.hooks import mirror_check
 from keras_strategy.hooks.adoption import adopt_variables
 from keras_strategy.hooks.conditions import in_scope
@@ -56,9 +57,11 @@ def _of_strategy(
 ) -> Any:
     """Keras's method, with the arguments that the replicas and workers need."""
     cluster = strategy.extended.cluster
-    if cluster is None and strategy.num_replicas_in_sync == 1:
-        return original(model, *args, **kwargs)
     name = original.__name__
+    if cluster is None and strategy.num_replicas_in_sync == 1:
+        if name in _LOOPS:
+            notice.end()  # there are no turns here
+        return original(model, *args, **kwargs)
     try:
         call = _signature(original).bind(model, *args, **kwargs)
     except TypeError:

@@ -208,12 +208,60 @@ def test_a_program_that_jax_traces_again_finds_its_scope(two):
         seen.append((ks.get_strategy(), keras.distribution.distribution() is not None))
         precise = jax.config.jax_default_matmul_precision == "float32"
         (other if precise else first).assign_add(x)
+        return ("precise", x) if precise else "as usual"
 
-    for precision in (None, None, "float32", "float32"):
+    for precision in (None, None, "float32", "float32", None):
         with jax.default_matmul_precision(precision):
-            two.run(step, (np.float32(1),))
-    assert [float(v.value) for v in (first, other)] == [5.0, 5.0]
+            result = two.run(step, (np.float32(1),))
+            assert (result == "as usual") is (precision is None)
+    assert [float(v.value) for v in (first, other)] == [7.0, 5.0]
     assert set(seen) == {(two, True)}
+
+
+def test_an_error_when_jax_traces_again(two):
+    """It leaves all as it was, and what the step made by then can be assigned."""
+    with two.scope():
+        v = keras.Variable(1.0, aggregation="sum")
+    made = keras.layers.Dense(1)
+
+    def step(x):
+        v.assign_add(x)
+        if jax.config.jax_default_matmul_precision == "float32":
+            made.build((None, 2))
+            raise ValueError("no")
+
+    two.run(step, (np.float32(1),))
+    two.run(step, (np.float32(1),))
+    with jax.default_matmul_precision("float32"), pytest.raises(ValueError, match="no"):
+        two.run(step, (np.float32(1),))
+    assert float(v.value) == 5.0
+    made.kernel.assign(np.ones((2, 1)))
+    total = two.run(lambda: keras.ops.sum(made.kernel))
+    assert float(total.values[0]) == 2.0
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_run_during_an_epoch_of_fit_is_refused(known, compiled, two):
+    """Keras has taken the values out of the variables."""
+    with two.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.ones((4, 3), "float32")
+    options = ks.RunOptions(compile=compiled)
+
+    def step(x):
+        return keras.ops.sum(model(x))
+
+    def run(*_, **__):
+        return two.run(step, (x,), options=options)
+
+    if known:
+        run()
+    told = keras.callbacks.LambdaCallback(on_train_batch_end=run)
+    with pytest.raises(RuntimeError, match="Keras keeps the values"):
+        model.fit(x, x[:, :1], verbose=0, callbacks=[told])
+    assert float(run().values[0]) == float(keras.ops.sum(model(x)))
 
 
 def test_donation_spares_what_others_hold(two):

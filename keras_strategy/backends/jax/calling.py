@@ -13,7 +13,7 @@ from keras import tree
 from keras_strategy.backends.jax import marks, on_read, state
 from keras_strategy.backends.jax.arguments import Constant, Tensor
 from keras_strategy.backends.jax.distribution import ReplicaDistribution
-from keras_strategy.backends.jax.programs import Program
+from keras_strategy.backends.jax.programs import Outputs, Program
 from keras_strategy.backends.jax.sharded import ShardedPerReplica
 from keras_strategy.backends.jax.workers import JaxWorkers
 
@@ -33,7 +33,7 @@ class Caller:
     def __init__(self, distribution: ReplicaDistribution, workers: JaxWorkers | None):
         self._distribution = distribution
         self._workers = workers
-        self._previous: list[jax.Array] = []
+        self._previous: Outputs | None = None
 
     def call(self, program: Program, arrays: list[jax.Array]) -> Any:
         """What the function returns that a program was compiled of.
@@ -51,11 +51,13 @@ class Caller:
                 jax.block_until_ready(self._previous)
                 outputs, totals = self._call(program, arrays)
             self._previous = outputs
-        structure, distribution = program.output, self._distribution
+        structure, distribution = outputs.structure.it, self._distribution
         if type(structure) is Tensor:  # mostly: a loss
             total = None if structure.total is None else totals[structure.total]
-            return ShardedPerReplica(outputs[0], structure.scalar, distribution, total)
-        remaining = iter(outputs)
+            return ShardedPerReplica(
+                outputs.arrays[0], structure.scalar, distribution, total
+            )
+        remaining = iter(outputs.arrays)
 
         def leaf(x):
             if isinstance(x, Constant):
@@ -65,7 +67,7 @@ class Caller:
 
         return tree.map_structure(leaf, structure)
 
-    def _call(self, program: Program, arrays: list[jax.Array]) -> tuple[list, list]:
+    def _call(self, program: Program, arrays: list[jax.Array]) -> tuple[Outputs, list]:
         """The outputs, and the sums over the replicas.
 
         From the reading of the state to its writing nothing comes between: one of two

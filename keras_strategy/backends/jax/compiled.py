@@ -36,6 +36,7 @@ from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution
 from keras_strategy.backends.jax.programs import (
     Function,
     NewVariables,
+    Outputs,
     Program,
     RunScope,
 )
@@ -50,6 +51,7 @@ from keras_strategy.rules import first_values
 from keras_strategy.rules.aggregation import is_on_read
 from keras_strategy.rules.known_functions import KnownFunctions
 from keras_strategy.rules.ownership import require_own_parts, strategy_of_variable
+from keras_strategy.rules.reads import Identity
 
 if TYPE_CHECKING:
     from keras_strategy.core.strategy import Strategy
@@ -117,6 +119,9 @@ class Runner:
                         return self._caller.call(program, arguments.arrays)
                     except _TRACED_AGAIN:
                         pass  # since a setting of JAX changed; nothing was computed
+                    except BaseException:
+                        hooks.initialize_pending()
+                        raise
         with scope():
             return self._run(fn, function, (args, kwargs), arguments, compiled)
 
@@ -161,7 +166,7 @@ class Runner:
                 try:
                     return self._caller.call(program, arguments.arrays)
                 except NewVariables:
-                    function.programs.pop(arguments.key)
+                    function.programs.pop(arguments.key, None)
                     raise
             program = self._compile(fn, function, arguments)
             result = self._caller.call(program, arguments.arrays)
@@ -304,10 +309,10 @@ class Runner:
                     return Tensor(split=True, scalar=True, total=len(totals) - 1)
                 return Tensor(split=True, scalar=x.ndim == 0)
 
-            program.output = tree.map_structure(leaf, result)
+            structure = tree.map_structure(leaf, result)
             local = [state.strong(scope.state_mapping[id(v)]) for v in program.local]
             return (
-                outputs,
+                Outputs(Identity(structure), outputs),
                 totals,
                 [state.strong(scope.state_mapping[id(v)]) for v in program.written],
                 [x[None] for x in local],

@@ -27,6 +27,7 @@ from keras_strategy.backends.jax.workers import JaxWorkers
 from keras_strategy.backends.threads.hooks import keras_scope
 from keras_strategy.backends.threads.scopes import MergedScope
 from keras_strategy.core.components import VariableComponent, bare, update_components
+from keras_strategy.core.own_attributes import notice
 from keras_strategy.core.registry import get_engine
 from keras_strategy.rules import first_values
 from keras_strategy.rules.aggregation import is_on_read
@@ -88,6 +89,8 @@ class JaxReplicaGroup:
             # Otherwise each would compute on the rows of another batch.
             data = [arguments.get(name) for name in ("x", "y", "sample_weight")]
             self.workers.require_same_shapes(method, data)
+        if method in ("fit", "evaluate", "predict"):
+            notice.end()  # replicas take turns in `run` alone
         if method == "predict_on_batch":
             # Keras forgets to distribute its batch.
             arguments["x"] = self.distribution.place_batch(arguments["x"])

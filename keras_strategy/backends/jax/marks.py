@@ -7,9 +7,8 @@ from typing import Any
 _NAME = "_ks_mark"
 _noted: Callable[[Any], Any] = attrgetter(_NAME)
 
-
-def nothing() -> None:
-    """A reference to no array."""
+# A reference to no array.
+nothing: Callable[[], Any] = object
 
 
 class Mark:

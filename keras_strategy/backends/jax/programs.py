@@ -1,9 +1,10 @@
 """The programs that a function was compiled to, and the variables that it uses."""
 
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import keras
 
@@ -14,6 +15,7 @@ from keras_strategy.rules.known_functions import (
     PROGRAMS,
     warn_of_many_programs,
 )
+from keras_strategy.rules.reads import Identity
 
 
 class RunScope(keras.StatelessScope):
@@ -101,6 +103,26 @@ class Function:
             warn_of_many_programs(fn, len(self.programs))
 
 
+class Outputs(NamedTuple):
+    """What a function returned, as its program does.
+
+    JAX traces a program again where its settings changed, and keeps each trace. So it
+    keeps the structure as well, which may differ.
+
+    Attributes:
+        structure: The structure, with a Constant or Tensor for each leaf.
+        arrays: The arrays of the Tensor leaves, in order.
+    """
+
+    structure: Identity
+    arrays: Sequence[Any]
+
+
+jax.tree_util.register_pytree_node(
+    Outputs, lambda outputs: (outputs.arrays, outputs.structure), Outputs
+)
+
+
 class Program:
     """One compiled program, what it threads, and what it is called.
 
@@ -130,7 +152,6 @@ class Program:
         self.local = local
         self.others = others
         self._seed = next((i for i, v in enumerate(written) if v is seed), None)
-        self.output: Any = None  # the structure that the function returned
 
     def threads(self, scope: RunScope) -> bool:
         """Whether it has what a trace met, and writes what that assigned."""

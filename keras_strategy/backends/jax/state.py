@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from keras_strategy.backends.jax import hooks, marks
 from keras_strategy.backends.jax.distribution import put
+from keras_strategy.backends.threads.scopes import unbuilt
 
 
 def to_overwrite(variables: Sequence[Any], everywhere: Any) -> list[jax.Array]:
@@ -28,8 +29,9 @@ def to_overwrite(variables: Sequence[Any], everywhere: Any) -> list[jax.Array]:
     arrays = hooks.arrays_of(variables)
     # No function is called for each variable, here and below: there may be hundreds.
     for i, mark in enumerate(marks.of(variables)):
-        if mark.own() is not arrays[i]:
-            arrays[i] = jnp.copy(_placed(arrays[i], everywhere))
+        array = arrays[i]
+        if array is None or mark.own() is not array:
+            arrays[i] = jnp.copy(_placed(variables[i], array, everywhere))
     return arrays
 
 
@@ -42,9 +44,10 @@ def to_read(variables: Sequence[Any], everywhere: Any) -> list[jax.Array]:
     """
     arrays = hooks.arrays_of(variables)
     for i, mark in enumerate(marks.of(variables)):
-        if mark.placed() is not arrays[i]:
-            placed = _placed(arrays[i], everywhere)
-            if placed is arrays[i]:
+        array = arrays[i]
+        if array is None or mark.placed() is not array:
+            placed = _placed(variables[i], array, everywhere)
+            if placed is array:
                 mark.placed, mark.own = weakref.ref(placed), marks.nothing
             arrays[i] = placed
     return arrays
@@ -67,8 +70,19 @@ def strong(array: Any) -> Any:
     return jax.lax.convert_element_type(array, array.dtype)
 
 
-def _placed(array: jax.Array, everywhere: Any) -> jax.Array:
-    array = strong(array)
+def without_value(variable: Any) -> RuntimeError:
+    """The error for a variable that holds no array."""
+    return RuntimeError(
+        f"{unbuilt(variable)} While an epoch of `fit` runs on JAX, or `evaluate` or "
+        "`predict`, Keras keeps the values of the model's variables to itself: call "
+        "`strategy.run` when the epoch has ended."
+    )
+
+
+def _placed(variable: Any, value: jax.Array | None, everywhere: Any) -> jax.Array:
+    if value is None:
+        raise without_value(variable)
+    array: jax.Array = strong(value)
     if array.sharding.is_equivalent_to(everywhere, array.ndim):
         return array
     return put(array, everywhere)

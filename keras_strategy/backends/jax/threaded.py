@@ -23,13 +23,14 @@ from keras_strategy.backends.jax import hooks, on_read
 from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
 from keras_strategy.backends.jax.marks import lend
 from keras_strategy.backends.jax.sharded import shards
+from keras_strategy.backends.jax.state import without_value
 from keras_strategy.backends.jax.workers import JaxWorkers
 from keras_strategy.backends.threads.hooks import (
     ThreadState,
     keep_global_seed_generator,
 )
 from keras_strategy.backends.threads.replica import ThreadReplica
-from keras_strategy.backends.threads.scopes import ReplicaScope, unbuilt
+from keras_strategy.backends.threads.scopes import ReplicaScope
 from keras_strategy.backends.threads.team import Team
 from keras_strategy.backends.threads.turns import Turns
 from keras_strategy.core import context
@@ -100,7 +101,7 @@ class ThreadScope(ReplicaScope):
 
     def get_current_value(self, variable: Any) -> jax.Array:
         if hooks.array_of(variable) is None:
-            raise unbuilt(variable)
+            raise without_value(variable)
         staged = self.state_mapping.get(id(variable))
         if staged is not None:
             return staged
