@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 import keras_strategy as ks
+from keras_strategy.core.context import distributed_replica
 from keras_strategy.core.own_attributes import whose_turn
 from tests.workers.jobs import digits, in_charge, weights
 
@@ -143,8 +144,11 @@ def values_of_runs() -> dict:
             np.zeros((3,), "float32"), aggregation="sum", trainable=False
         )
 
+    def write(strategy):
+        written.assign(6.0)
+
     def step():
-        written.assign(3.0)
+        ks.get_replica_context().merge_call(write)
         total.assign_add(keras.ops.ones((3,)))
         value = total.value
         array = value.detach().numpy() if hasattr(value, "detach") else 2.0
@@ -279,3 +283,22 @@ def steps_that_fail() -> dict:
             said.append([str(error), *getattr(error, "__notes__", [])])
         steps.append(float(model.steps))
     return {"said": said, "steps": steps}
+
+
+def sums_of_all_kinds() -> list[list]:
+    """Weighted sums of whole numbers, of several kinds of floats, and of arrays."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    thirds = np.full((2,), 1 / 3, "float32")
+    kinds = ([np.int32([4])], [np.float16([1]), thirds], [thirds, thirds])
+
+    def sums(parts):
+        replica = distributed_replica()
+        assert replica is not None
+        tensors = [keras.ops.convert_to_tensor(part) for part in parts]
+        alike = replica.weighted_sum(tensors, 0.5)
+        arrays = replica.weighted_sum(parts, 0.5)
+        return [keras.ops.convert_to_numpy(x) for x in (*alike, *arrays)]
+
+    results = [strategy.run(lambda parts=parts: sums(parts)) for parts in kinds]
+    local = strategy.experimental_local_results
+    return [[local(total)[0] for total in totals] for totals in results]

@@ -67,3 +67,12 @@ def test_steps_that_fail(two_workers):
         assert "had read it" in sums[0]
         # What comes before the optimizer is undone; what comes after it too.
         assert result["steps"] == [1.0] * 4
+
+
+@for_torch
+def test_sums_of_all_kinds(two_workers):
+    thirds = np.full((2,), 1 / 3)
+    for whole, mixed, alike in two_workers.run(jobs.sums_of_all_kinds):
+        assert equal(whole, [[4], [4]], 1e-7)
+        assert equal(mixed, [[1.0], thirds] * 2, 1e-7)
+        assert equal(alike, [thirds] * 4, 1e-7)

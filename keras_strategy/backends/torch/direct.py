@@ -114,15 +114,10 @@ class DirectReplica(WritesAtOnce, TorchReplica):
         self, tensors: Sequence[torch.Tensor], weight: float | None
     ) -> list[torch.Tensor]:
         kinds = {
-            (t.dtype, t.device, t.layout) if type(t) is torch.Tensor else None
-            for t in tensors
+            (t.dtype, t.device) if type(t) is torch.Tensor else None for t in tensors
         }
         kind = kinds.pop() if len(kinds) == 1 else None
-        if (
-            kind is None
-            or not kind[0].is_floating_point
-            or kind[2] is not torch.strided
-        ):
+        if kind is None or not kind[0].is_floating_point:
             return super().weighted_sum(tensors, weight)
         with torch.no_grad():
             both = self._group.joined(tensors)
