@@ -37,10 +37,15 @@ _OUTPUTS = {
 }
 # Metrics of a value rather than of targets and predictions.
 _OF_VALUES = {"Mean", "Sum"}
-
-
 # It wants a weight for each entry, and Keras's fit has them for rows.
 _UNWEIGHTED = {metrics.BinaryIoU}
+# They make whole numbers of the weights, so that most rows count for nothing.
+_WHOLE_WEIGHTS = {
+    metrics.IoU,
+    metrics.MeanIoU,
+    metrics.OneHotIoU,
+    metrics.OneHotMeanIoU,
+}
 
 
 def each() -> Iterator[Case]:
@@ -59,7 +64,8 @@ def each() -> Iterator[Case]:
 def at_once() -> Iterator[Case]:
     """All of them in one training: the one half with sample weights."""
     makers = _makers()
-    weighted = [make for make in makers[::2] if make.func not in _UNWEIGHTED]
+    plain = _UNWEIGHTED | _WHOLE_WEIGHTS
+    weighted = [make for make in makers[::2] if make.func not in plain]
     others = [make for make in makers if make not in weighted]
     yield Case(
         f"{len(makers)} metrics, half of them with sample weights",
