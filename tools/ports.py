@@ -56,7 +56,7 @@ def run(backend: str, arguments: list[str], folder: Path) -> dict[str, dict[str,
     )
     cases: dict[str, list[ElementTree.Element]] = {}
     for case in ElementTree.parse(report).iter("testcase"):
-        name = (case.get("name") or "").removeprefix("test_port[").rsplit("-", 1)[0]
+        name = (case.get("name") or "").rstrip("]").partition("-")[2]
         cases.setdefault(name, []).append(case)
     return {name: outcome(each) for name, each in cases.items()}
 
