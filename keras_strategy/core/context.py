@@ -9,12 +9,27 @@ context*: it acts for one replica.
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from keras_strategy.core.protocol import Replica
     from keras_strategy.core.replica_context import ReplicaContext
     from keras_strategy.core.strategy import Strategy
+
+
+@dataclass
+class Trial:
+    """What became known of a function that was called as on one device.
+
+    Attributes:
+        knows: Whether it, or a rule of ours that has no part in the trial, knows of the
+            other replicas.
+        drew: Whether it drew random numbers.
+    """
+
+    knows: bool = False
+    drew: bool = False
 
 
 class _Place(threading.local):
@@ -24,6 +39,7 @@ class _Place(threading.local):
         self.scopes: list[Strategy | None] = []
         self.replica: ReplicaContext | None = None
         self.replicas_wait = False
+        self.trial: Trial | None = None
 
 
 _place = _Place()
@@ -104,6 +120,27 @@ def leave_scope() -> None:
 
 
 @contextlib.contextmanager
+def as_on_one_device() -> Iterator[Trial]:
+    """Puts this thread, which runs a replica, where no strategy is.
+
+    Yields:
+        What becomes known there.
+    """
+    trial = Trial()
+    with strategy_in_charge(None):
+        before, _place.trial = _place.trial, trial
+        try:
+            yield trial
+        finally:
+            _place.trial = before
+
+
+def current_trial() -> Trial | None:
+    """The trial that this thread is in, see `as_on_one_device`."""
+    return _place.trial
+
+
+@contextlib.contextmanager
 def replica_in_charge(context: "ReplicaContext") -> Iterator[None]:
     """Puts this thread into the replica context `context`."""
     previous, _place.replica = _place.replica, context
@@ -173,6 +210,8 @@ def get_replica_context() -> "ReplicaContext | None":
         assert ks.get_replica_context() is None
     ```
     """
+    if _place.trial is not None:
+        _place.trial.knows = True
     if current_scope() is None:
         return default_strategy().extended.group.context
     return _place.replica

@@ -272,8 +272,12 @@ class OwnAttributes:
 @contextlib.contextmanager
 def set_for_nobody() -> Iterator[None]:
     """Forgets what this thread sets on layers while it only looks at what they do."""
-    with OwnAttributes({}).in_turn():
-        yield
+    own = here.own
+    try:
+        with OwnAttributes({}).in_turn():
+            yield
+    finally:
+        here.own = own
 
 
 class AttributesOfReplicas:

@@ -1,5 +1,6 @@
 """What is true of the training step that a replica is in."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,9 @@ class StepState:
             replicas.
         logs_are_metrics: Whether what the step returns is `get_metrics_result`'s, which
             is asked for again when all replicas have come to its end.
+        warn_unless: Takes a function that is called in a loop's first step and gives
+            whether something holds, and the warning if not; None where nothing is to
+            be tried, see `rules.row_trials`.
     """
 
     row_weight: Any = None
@@ -37,3 +41,4 @@ class StepState:
     applying: bool = False
     has_all_rows: bool = False
     logs_are_metrics: bool = False
+    warn_unless: Callable[[Callable[[], Any], str], None] | None = None

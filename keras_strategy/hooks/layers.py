@@ -10,9 +10,10 @@ from keras import ops
 from keras_strategy.core import context
 from keras_strategy.core.own_attributes import here
 from keras_strategy.hooks.conditions import in_scope, in_step
-from keras_strategy.hooks.hook import Extension, changed, hook
+from keras_strategy.hooks.hook import Extension, changed, home_of, hook
 from keras_strategy.rules import normalization
 
+keras_functional = home_of("Functional", "keras.src.models.functional")
 logger = logging.getLogger("keras_strategy")
 _layers_that_add: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -187,3 +188,19 @@ _activity_regularizer = _ActivityRegularizer()
 def all_layers(model: keras.Model) -> list[Any]:
     """A model, its layers, and theirs."""
     return list(model._flatten_layers())
+
+
+def own_methods(model: keras.Model, kind: str) -> list[str]:
+    """Which of "call" and "compute_loss" are no methods of Keras's own models.
+
+    Args:
+        model: The model.
+        kind: "train", "test" or "predict", which knows no loss.
+    """
+    keras_own = (keras.Model, keras.Sequential, keras_functional.Functional)
+    return [
+        name
+        for name in ("call", "compute_loss")
+        if getattr(type(model), name) not in [getattr(cls, name) for cls in keras_own]
+        and not (name == "compute_loss" and kind == "predict")
+    ]

@@ -5,9 +5,13 @@ from typing import Any
 import keras
 from keras import ops, tree
 
-from keras_strategy.hooks.conditions import in_distributed_scope, in_replica, in_step
+from keras_strategy.hooks.conditions import (
+    in_distributed_scope,
+    in_step,
+    reducing_replica,
+)
 from keras_strategy.hooks.hook import home_of, hook
-from keras_strategy.rules import losses
+from keras_strategy.rules import losses, row_trials
 
 keras_losses = home_of("apply_mask reduce_weighted_values", "keras.src.losses.loss")
 keras_masking = home_of(
@@ -20,7 +24,7 @@ keras_compiled = home_of("get_loss", "keras.src.trainers.compile_utils")
     keras.losses.Loss,
     "__call__",
     "(self, y_true, y_pred, sample_weight=None)",
-    when=in_replica,
+    when=reducing_replica,
 )
 def _call(original, replica, self, y_true, y_pred, sample_weight=None):
     """A replica's loss has the denominator of all rows.
@@ -43,9 +47,17 @@ def _call(original, replica, self, y_true, y_pred, sample_weight=None):
         )
         values = self.call(true, pred)
         if len(ops.shape(values)) > 0 or step.row_weight is None:
+            if step.warn_unless is not None and _is_own(self):
+                row_trials.of_loss(step.warn_unless, self, true, pred)
             given = [mask, keras_masking.get_keras_mask(values)]
             return _reduced(self, replica, values, sample_weight, given)
     return _on_all_rows(replica, original, self, y_true, y_pred, sample_weight)
+
+
+def _is_own(loss: keras.losses.Loss) -> bool:
+    """Whether a user wrote what gives a loss's numbers."""
+    function = vars(loss).get("fn", type(loss))
+    return not (row_trials.is_keras(function) and row_trials.is_keras(type(loss)))
 
 
 @hook(

@@ -8,12 +8,18 @@ import keras
 
 from keras_strategy.hooks.conditions import in_step
 from keras_strategy.hooks.hook import Extension, changed, home_of, hook
+from keras_strategy.rules import row_trials
 from keras_strategy.rules.metrics import merged
+from keras_strategy.rules.row_trials import is_keras
 
 stateless_scopes = home_of(
     "get_stateless_scope",
     "keras.src.backend.common.stateless_scope",
 )
+
+compiling = home_of("CompileMetrics MetricsList", "keras.src.trainers.compile_utils")
+# What a model has its metrics in.
+_JOIN = (compiling.CompileMetrics, compiling.MetricsList)
 
 
 @hook(
@@ -36,24 +42,22 @@ def _update_state(original, replica, self, values, sample_weight=None):
     return original(self, values, sample_weight)
 
 
-# --- results
+# --- methods that each class has of its own
 
 
-class _Results(Extension):
-    """In a step, a metric's result is that of the rows of all replicas.
+class _OfEachClass(Extension):
+    """A method that each class of metrics has of its own, a user's classes too."""
 
-    What a step returns is then one device's, under any key and in any formula. Each
-    class of metrics has a `result` of its own, a user's classes too.
-    """
+    method: str
 
     @property
     def target(self) -> str:
-        """The method, which each class has of its own."""
-        return "Metric.result"
+        """The method."""
+        return f"Metric.{self.method}"
 
     def check(self) -> None:
         """Raises `KerasVersionError` unless every metric has one."""
-        if "result" not in vars(keras.metrics.Metric):
+        if self.method not in vars(keras.metrics.Metric):
             raise changed(self.target, "is gone")
 
     def install(self) -> None:
@@ -61,38 +65,81 @@ class _Results(Extension):
         classes = [keras.metrics.Metric]
         while classes:
             cls = classes.pop()
-            replace_result(cls)
+            self.replace(cls)
             classes += cls.__subclasses__()
+
+    def replace(self, cls: type) -> None:
+        """Replaces the one that a class defines, if it does."""
+        original = vars(cls).get(self.method)
+        if not callable(original) or hasattr(original, "_ks_original"):
+            return
+        replacement = functools.wraps(original)(self.around(original))
+        replacement._ks_original = original  # pyright: ignore
+        setattr(cls, self.method, replacement)
+
+    def around(self, original: Callable) -> Callable:
+        """What is called instead."""
+        raise NotImplementedError
+
+
+class _Results(_OfEachClass):
+    """In a step, a metric's result is that of the rows of all replicas.
+
+    What a step returns is then one device's, under any key and in any formula. Each
+    class of metrics has a `result` of its own, a user's classes too.
+    """
+
+    method = "result"
+
+    def around(self, original: Callable) -> Callable:
+        def result(self, *args, **kwargs):
+            replica = in_step()
+            if replica is None:
+                return original(self, *args, **kwargs)
+            with _AllReplicas(merged(replica, self.variables)):
+                return original(self, *args, **kwargs)
+
+        return result
+
+
+class _Updates(_OfEachClass):
+    """In the first step it is tried whether a user's metric adds up over replicas.
+
+    What the replicas hold of its variables is added up.
+    """
+
+    method = "update_state"
+
+    def replace(self, cls: type) -> None:
+        """Replaces the one of a class that is not Keras's, or calls a function."""
+        keras_own = is_keras(cls) or issubclass(cls, _JOIN)
+        if cls is keras.metrics.MeanMetricWrapper or not keras_own:
+            super().replace(cls)
+
+    def around(self, original: Callable) -> Callable:
+        def update_state(self, *args, **kwargs):
+            replica = in_step()
+            if replica is not None and replica.step.warn_unless is not None:
+                function = vars(self).get("_fn", type(self))
+                if not (is_keras(function) and is_keras(type(self))):
+                    row_trials.of_metric(replica.step.warn_unless, self, args, kwargs)
+            return original(self, *args, **kwargs)
+
+        return update_state
 
 
 _results = _Results()
+_updates = _Updates()
 
 
 @hook(keras.metrics.Metric, "__init__", "(self, dtype=None, name=None)")
 def _init(original, self, *args, **kwargs):
-    """Classes of metrics that were made later have results of their own, too."""
+    """Classes of metrics that were made later have methods of their own, too."""
     for cls in type(self).__mro__:
         if issubclass(cls, keras.metrics.Metric):
-            replace_result(cls)
+            _results.replace(cls)
+            _updates.replace(cls)
     original(self, *args, **kwargs)
-
-
-def replace_result(cls: type) -> None:
-    """Has the `result` that a class of metrics defines be that of all replicas."""
-    original = vars(cls).get("result")
-    if not callable(original) or hasattr(original, "_ks_original"):
-        return
-
-    @functools.wraps(original)
-    def result(self, *args, **kwargs):
-        replica = in_step()
-        if replica is None:
-            return original(self, *args, **kwargs)
-        with _AllReplicas(merged(replica, self.variables)):
-            return original(self, *args, **kwargs)
-
-    result._ks_original = original  # pyright: ignore[reportAttributeAccessIssue]
-    cls.result = result  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _AllReplicas(keras.StatelessScope):

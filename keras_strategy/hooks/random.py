@@ -5,7 +5,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_strategy.hooks.conditions import in_replica
+from keras_strategy.hooks.conditions import drawing_replica
 from keras_strategy.hooks.hook import home_of, hook
 
 global_state = home_of(
@@ -15,7 +15,7 @@ global_state = home_of(
 _SEED = "global_seed_generator"
 
 
-@hook(keras.random.SeedGenerator, "next", "(self, ordered=True)", when=in_replica)
+@hook(keras.random.SeedGenerator, "next", "(self, ordered=True)", when=drawing_replica)
 def _next(original, replica, self, ordered=True):
     """Every replica draws its own numbers.
 

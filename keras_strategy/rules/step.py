@@ -14,6 +14,7 @@ from keras import tree
 from keras_strategy.core.context import distributed_replica
 from keras_strategy.core.step_state import StepState
 from keras_strategy.rules.aggregation import is_on_read
+from keras_strategy.rules.row_trials import RowTrials
 from keras_strategy.rules.row_weights import weighted_mean
 from keras_strategy.rules.state import settle
 from keras_strategy.values.distributed import select_replica
@@ -24,6 +25,7 @@ def weighted_step(
     logs_are_metrics: bool,
     layers: Callable[[], Iterable[Any]],
     require: Callable[[Any, str], None],
+    trials: RowTrials,
     rows_to_predict: Callable[[Any], Any] | None = None,
 ) -> Callable[[Any, Any], Any]:
     """Makes a step of a model into one that a replica can run.
@@ -33,6 +35,7 @@ def weighted_step(
         logs_are_metrics: See `returns_metrics`.
         layers: Gives the model's layers.
         require: See `state.settle`.
+        trials: What the first step tries.
         rows_to_predict: Gives the rows of a tensor, where the step is one of
             `predict`.
 
@@ -43,8 +46,14 @@ def weighted_step(
     def replica_step(data, weight):
         replica = distributed_replica()
         assert replica is not None
-        replica.step = StepState(weight, logs_are_metrics=logs_are_metrics)
+        replica.step = StepState(
+            weight,
+            logs_are_metrics=logs_are_metrics,
+            warn_unless=trials.of(replica),
+        )
         try:
+            if replica.step.warn_unless is not None:
+                trials.of_model(data)
             outputs = step(data)
             settle(replica, layers, require)
             if rows_to_predict is not None:

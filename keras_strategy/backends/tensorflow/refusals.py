@@ -1,12 +1,14 @@
-"""What a program refuses when it is executed, and cannot raise in Python."""
+"""What a program refuses or warns of when it is executed, and Python cannot know."""
 
 import contextlib
+import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
+logger = logging.getLogger("keras_strategy")
 _MARK = "keras_strategy refuses this, for reason number"
 _reasons: list[str] = []
 
@@ -21,6 +23,47 @@ def require(condition: Any, message: str) -> None:
     if message not in _reasons:
         _reasons.append(message)
     tf.debugging.Assert(condition, [f"{_MARK} {_reasons.index(message)}."])
+
+
+class FirstStep:
+    """What a program does when it is executed for the first time.
+
+    Args:
+        eagerly: See `Peers.beside_them`.
+    """
+
+    def __init__(self, eagerly: Callable[..., Any]):
+        self._eagerly = eagerly
+        self._to_come: Any = None
+
+    def warn_unless(self, holds: Callable[[], Any], message: str) -> None:
+        """Warns unless something holds.
+
+        Args:
+            holds: Gives whether it holds, a boolean or a scalar tensor.
+            message: The warning.
+        """
+
+        def warn():
+            tf.py_function(lambda: logger.warning(message), [], [])
+            return True
+
+        def look():
+            return tf.cond(tf.cast(holds(), "bool"), lambda: True, warn)
+
+        if tf.executing_eagerly():
+            look()
+            return
+        if self._to_come is None:
+            self._to_come = self._eagerly(
+                lambda: tf.Variable(tf.constant(True), trainable=False), in_scope=False
+            )
+        tf.cond(self._to_come.read_value(), look, lambda: True)
+
+    def end(self) -> None:
+        """Ends the step."""
+        if self._to_come is not None:
+            self._to_come.assign(False)
 
 
 @contextlib.contextmanager

@@ -16,8 +16,9 @@ from keras import tree
 
 from keras_strategy.backends.tensorflow.across import gather_of_workers
 from keras_strategy.backends.tensorflow.group import TensorFlowGroup
-from keras_strategy.backends.tensorflow.refusals import require
-from keras_strategy.hooks.layers import all_layers
+from keras_strategy.backends.tensorflow.refusals import FirstStep, require
+from keras_strategy.hooks.layers import all_layers, own_methods
+from keras_strategy.rules.row_trials import RowTrials
 from keras_strategy.rules.row_weights import split_rows
 from keras_strategy.rules.step import (
     mean_logs,
@@ -71,10 +72,13 @@ class TrainingStrategy:
         own = returns_metrics(model, kind)
         rows = _rows if kind == "predict" else None
         layers = functools.partial(all_layers, model)
-        replica_step = weighted_step(step, own, layers, require, rows)
+        first = FirstStep(group.peers.beside_them)
+        trials = RowTrials(model, own_methods(model, kind), first.warn_unless)
+        replica_step = weighted_step(step, own, layers, require, trials, rows)
         outputs = group.call(
             replica_step, (PerReplica(shards), PerReplica(weights)), {}
         )
+        first.end()
         if own:
             return metrics_of(model, group)
         if kind != "predict":

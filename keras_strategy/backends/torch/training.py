@@ -1,6 +1,7 @@
 """fit, evaluate and predict on torch: a loop over `strategy.run`."""
 
 import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,9 @@ from keras import tree
 
 from keras_strategy.backends.single import tensors_of_arrays
 from keras_strategy.backends.torch.batch_logs import BatchLogs
-from keras_strategy.hooks.layers import all_layers
+from keras_strategy.hooks.layers import all_layers, own_methods
 from keras_strategy.rules import step as rules
+from keras_strategy.rules.row_trials import RowTrials
 from keras_strategy.rules.row_weights import split_rows
 from keras_strategy.rules.step import rows_of_arrays
 from keras_strategy.values.distributed import (
@@ -21,6 +23,8 @@ from keras_strategy.values.distributed import (
     map_leaves,
     select_replica,
 )
+
+logger = logging.getLogger("keras_strategy")
 
 
 def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callable:
@@ -37,11 +41,13 @@ def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callab
         on.
     """
     own = rules.returns_metrics(model, kind)
+    trials = RowTrials(model, own_methods(model, kind), _warn_unless)
     weighted = rules.weighted_step(
         getattr(model, f"{kind}_step"),
         own,
         lambda: all_layers(model),
         _require,
+        trials,
         (lambda tensor: tensor.shape[0]) if kind == "predict" else None,
     )
     batch_logs = BatchLogs()
@@ -76,6 +82,7 @@ def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callab
 
     def function(batches):
         outputs = [one_batch(batch) for batch in batches]
+        trials.active = False
         if kind == "predict" and len(outputs) > 1:
             return tree.map_structure(lambda *parts: torch.cat(parts), *outputs)
         return outputs[-1]
@@ -151,6 +158,12 @@ def _shards(batch: Any, strategy: Any) -> list[_Shard]:
 def _require(condition: Any, message: str) -> None:
     if not condition:
         raise ValueError(message)
+
+
+def _warn_unless(holds: Callable[[], Any], message: str) -> None:
+    with torch.no_grad():
+        if not holds():
+            logger.warning(message)
 
 
 def _means(logs: Any, strategy: Any, weights: list[float]) -> Any:

@@ -1,0 +1,272 @@
+"""Whether what a user wrote treats the rows of a batch as replicas need it.
+
+A replica computes on its rows of a batch; what the replicas computed is joined row by
+row, added up, or averaged. Whether that comes to what one device computes of the whole
+batch cannot be read off a function. So it is tried: in the first step of a loop, what
+is not Keras's own is called on the first replica's rows and on the two halves of them,
+as on one device. Where the halves come to something else, a warning names the function
+and says what to do. What a trial assigns is forgotten. A function that asks for its
+replica knows of the others, and what draws random numbers cannot be compared: neither
+is judged.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+from keras import ops, tree
+
+from keras_strategy.core.context import as_on_one_device
+from keras_strategy.core.own_attributes import set_for_nobody
+from keras_strategy.rules.aggregation import is_on_read, parts_outside
+
+logger = logging.getLogger("keras_strategy")
+
+# Kernels sum in another order where there are other rows.
+_ROUNDING = 1e-3
+
+WarnUnless = Callable[[Callable[[], Any], str], None]
+
+_of_keras = {
+    id(part)
+    for public in (*vars(keras.losses).values(), *vars(keras.metrics).values())
+    # With what Keras's classes inherit from.
+    for part in (public.__mro__[:-1] if isinstance(public, type) else (public,))
+}
+# What was tried of each object.
+_tried: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+_GATHER = "`ks.get_replica_context().all_gather(x, axis=0)`"
+
+
+def is_keras(loss_or_metric: Any) -> bool:
+    """Whether a class or function is one of Keras's losses or metrics."""
+    return id(loss_or_metric) in _of_keras
+
+
+@dataclass
+class RowTrials:
+    """What a loop over batches tries in its first step.
+
+    Attributes:
+        model: The model.
+        own: Which of "call" and "compute_loss" are methods of the model's own.
+        warn_unless: See `StepState.warn_unless`.
+        active: Whether the first step is still to come.
+    """
+
+    model: Any
+    own: Collection[str]
+    warn_unless: WarnUnless
+    active: bool = True
+
+    def of(self, replica: Any) -> WarnUnless | None:
+        """What the step of a replica warns with, if it is to try something."""
+        return self.warn_unless if self.active and replica.index == 0 else None
+
+    def of_model(self, data: Any) -> None:
+        """Tries the model's own methods.
+
+        Args:
+            data: The replica's rows of a batch.
+        """
+        name = type(self.model).__name__
+        if "call" in self.own and _is_new(self.model, "call"):
+            self.warn_unless(
+                lambda: _holds(_same_rows, data, self.model),
+                f"What `{name}.call` gives for a row depends on the other rows of the "
+                "batch. Several replicas compute it of their own rows each, which "
+                "makes other numbers than one device's. To compare all rows, gather "
+                f"them: {_GATHER}.",
+            )
+        if "compute_loss" in self.own and _is_new(self.model, "compute_loss"):
+            self.warn_unless(
+                lambda: _holds(_mean_of_rows, data, self.model),
+                f"What `{name}.compute_loss` gives is no mean over the rows of a "
+                "batch: of two halves the mean is another than of the whole. Several "
+                "replicas compute it of their own rows each, and the mean of that is "
+                "not one device's loss. Divide a sum by the rows, `ops.shape(x)[0]`; "
+                f"to compare all rows, gather them: {_GATHER}.",
+            )
+
+
+def of_loss(warn_unless: WarnUnless, loss: Any, y_true: Any, y_pred: Any) -> None:
+    """Tries a loss that gives a number for each row.
+
+    Args:
+        warn_unless: See `StepState.warn_unless`.
+        loss: The loss, none of Keras's.
+        y_true: The targets of the replica's rows.
+        y_pred: What the model made of the rows.
+    """
+    if not _is_new(loss, "call"):
+        return
+
+    def same(whole, first, _):
+        return _same_leaf(loss.call(*whole), loss.call(*first), whole[1])
+
+    warn_unless(
+        lambda: _holds(same, (y_true, y_pred)),
+        f"What the loss '{loss.name}' gives for a row depends on the other rows of the "
+        "batch. Several replicas compute it of their own rows each, which makes "
+        "another loss than one device's. Give one number for the batch, such as the "
+        "mean: a loss that gives one number is computed of all rows.",
+    )
+
+
+def of_metric(warn_unless: WarnUnless, metric: Any, args: tuple, kwargs: dict) -> None:
+    """Tries a metric whose variables are added up over the replicas.
+
+    Args:
+        warn_unless: See `StepState.warn_unless`.
+        metric: The metric.
+        args: What its `update_state` is called with.
+        kwargs: Likewise.
+    """
+    variables = metric.variables
+    if not variables or not all(
+        is_on_read(v) and v.aggregation == "sum" for v in variables
+    ):
+        return  # what was written counts
+    if not _is_new(metric, "update_state"):
+        return
+
+    def adds_up(*rows):
+        # On one device, and on two replicas.
+        twin = object.__new__(type(metric))
+        vars(twin).update(vars(metric))
+        initial = [_value(v) for v in twin.stateless_reset_state()]
+        parts = [
+            parts_outside(variable, value, 2)
+            for variable, value in zip(variables, initial, strict=True)
+        ]
+        before = [initial, *zip(*parts, strict=True)]
+        one, *two = [
+            twin.stateless_update_state(list(state), *args, **kwargs)
+            for state, (args, kwargs) in zip(before, rows, strict=True)
+        ]
+        joined = [ops.add(*halves) for halves in zip(*two, strict=True)]
+        results = []
+        for state in (one, joined):
+            held = list(zip(variables, state, strict=True))
+            with keras.StatelessScope(state_mapping=held):
+                results.append([_value(x) for x in tree.flatten(twin.result())])
+        pairs = zip(*results, strict=True)
+        return _all([_close(*pair) for pair in pairs])
+
+    warn_unless(
+        lambda: _holds(adds_up, (args, kwargs)),
+        f"The metric '{metric.name}' has another result for the rows of a batch than "
+        "for two halves of them whose variables are added up. The variables of several "
+        "replicas are added up, so the result is another than one device's. Let the "
+        "variables hold sums over rows. For state that is no sum, make them with "
+        'aggregation="only_first_replica" and have all replicas hold the same: '
+        f"{_GATHER} brings all rows.",
+    )
+
+
+def _is_new(tried: Any, name: str) -> bool:
+    """Whether something is to be tried, which it is once."""
+    names = _tried.setdefault(tried, set())
+    if name in names:
+        return False
+    names.add(name)
+    return True
+
+
+def _holds(check: Callable[..., Any], structure: Any, *args: Any) -> Any:
+    """Whether something holds; True where that cannot be told.
+
+    Args:
+        check: Called with some rows, with the first and the second half of them, and
+            with `args`.
+        structure: Of tensors with the replica's rows.
+        args: See `check`.
+
+    Returns:
+        A boolean, or a scalar tensor.
+    """
+    parts, enough = _halves(structure)
+    if not parts:
+        return True
+    try:
+        with as_on_one_device() as trial, set_for_nobody(), keras.StatelessScope():
+            found = check(*parts, *args)
+    except Exception:
+        # Some functions take a batch of a certain size alone.
+        logger.debug("No trial of a function by rows.", exc_info=True)
+        return True
+    if trial.knows or trial.drew:
+        return True
+    return ops.logical_or(found, ops.logical_not(enough))
+
+
+def _halves(structure: Any) -> tuple[list[Any], Any]:
+    """Some rows of a structure, the first and the second half of them.
+
+    Returns:
+        The three structures, none if there are no rows to divide; and whether there
+        are enough of them, a scalar tensor where that is not known.
+    """
+    leaves = [x for x in tree.flatten(structure) if len(getattr(x, "shape", ())) > 0]
+    if len({x.shape[0] for x in leaves}) != 1:
+        return [], False
+    rows = ops.shape(leaves[0])[0]
+    if isinstance(rows, int):
+        half, second, enough = rows // 2, rows // 2, rows >= 2
+        if not enough:
+            return [], False
+    else:
+        half, enough = ops.maximum(rows // 2, 1), rows >= 2
+        second = ops.minimum(half, rows - 1)
+
+    def part(begin, end):
+        return tree.map_structure(
+            lambda x: x[begin:end] if len(getattr(x, "shape", ())) > 0 else x, structure
+        )
+
+    return [part(0, second + half), part(0, half), part(second, second + half)], enough
+
+
+def _same_rows(whole: Any, first: Any, _: Any, model: Any) -> Any:
+    """Whether a model gives for some rows what it gives for them among others."""
+    x, part = (keras.utils.unpack_x_y_sample_weight(rows)[0] for rows in (whole, first))
+    like = next(leaf for leaf in tree.flatten(x) if leaf is not None)
+    pairs = zip(tree.flatten(model(x)), tree.flatten(model(part)), strict=True)
+    return _all([_same_leaf(*pair, like) for pair in pairs])
+
+
+def _mean_of_rows(whole: Any, first: Any, second: Any, model: Any) -> Any:
+    """Whether a model's loss is the mean of the losses of two halves of the rows."""
+    outputs = model(keras.utils.unpack_x_y_sample_weight(whole)[0])
+    losses = []
+    for rows, y_pred in zip((whole, first, second), _halves(outputs)[0], strict=True):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(rows)
+        losses.append(model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=None))
+    return _close(losses[0], (losses[1] + losses[2]) / 2)
+
+
+def _same_leaf(whole: Any, part: Any, like: Any) -> Any:
+    """Whether a tensor begins with another one, if it has the rows that `like` has."""
+    if len(whole.shape) == 0 or whole.shape[0] != like.shape[0]:
+        return True
+    return _close(whole[: ops.shape(part)[0]], part)
+
+
+def _close(a: Any, b: Any) -> Any:
+    """Whether two tensors are equal, but for what kernels round."""
+    a, b = (ops.cast(ops.convert_to_tensor(x), "float32") for x in (a, b))
+    size = ops.max(ops.where(ops.isfinite(a), ops.abs(a), 0.0), initial=0)
+    same = ops.logical_or(ops.equal(a, b), ops.logical_and(ops.isnan(a), ops.isnan(b)))
+    return ops.all(ops.logical_or(same, ops.abs(a - b) <= _ROUNDING * size))
+
+
+def _value(x: Any) -> Any:
+    """What a variable holds here; any other value as a tensor."""
+    return x.value if isinstance(x, keras.Variable) else ops.convert_to_tensor(x)
+
+
+def _all(found: list[Any]) -> Any:
+    return ops.all(ops.stack([ops.convert_to_tensor(x) for x in found]))

@@ -1,0 +1,188 @@
+"""What a user wrote that replicas compute otherwise than one device is warned of."""
+
+import keras
+import pytest
+from keras import ops
+
+import keras_strategy as ks
+from keras_strategy.testing.equality import models
+from keras_strategy.testing.equality.compare import assert_equal, train
+
+BACKEND = keras.backend.backend()
+X, Y = models.regression(17)
+
+
+class Largest(keras.metrics.Metric):
+    """A maximum, in a variable that is added up."""
+
+    def __init__(self, name="largest"):
+        super().__init__(name=name)
+        self.largest = self.add_variable((), "zeros", name="largest")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.largest.assign(ops.maximum(self.largest, ops.max(ops.abs(y_true))))
+
+    def result(self):
+        return ops.convert_to_tensor(self.largest)
+
+
+class Moving(Largest):
+    """A moving mean."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.largest.assign(0.9 * self.largest + 0.1 * ops.mean(y_true))
+
+
+class Welford(keras.metrics.Metric):
+    """A mean and a variance, brought up to date batch by batch."""
+
+    def __init__(self, name="welford"):
+        super().__init__(name=name)
+        self.count = self.add_variable((), "zeros", name="count")
+        self.mean = self.add_variable((), "zeros", name="mean")
+        self.m2 = self.add_variable((), "zeros", name="m2")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        rows = ops.cast(ops.size(y_true), "float32")
+        mean = ops.mean(y_true)
+        delta, count = mean - self.mean, self.count + rows
+        self.m2.assign(
+            self.m2
+            + ops.sum(ops.square(y_true - mean))
+            + ops.square(delta) * self.count * rows / count
+        )
+        self.mean.assign(self.mean + delta * rows / count)
+        self.count.assign(count)
+
+    def result(self):
+        return self.m2 / self.count
+
+
+class Sums(Welford):
+    """The variance of sums over rows."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.count.assign(self.count + ops.cast(ops.size(y_true), "float32"))
+        self.mean.assign(self.mean + ops.sum(y_true))
+        self.m2.assign_add(ops.sum(ops.square(y_true)))
+
+    def result(self):
+        return self.m2 / self.count - ops.square(self.mean / self.count)
+
+
+def root(y_true, y_pred):
+    return ops.sqrt(ops.mean(ops.square(y_true - y_pred)))
+
+
+def mean_error(y_true, y_pred):
+    return ops.mean(ops.abs(y_true - y_pred))
+
+
+def against_the_mean(y_true, y_pred):
+    """A number for each row, which depends on the others."""
+    return ops.mean(ops.square(y_pred - ops.mean(y_true, axis=0)), axis=-1)
+
+
+def error_of_rows(y_true, y_pred):
+    return ops.mean(ops.square(y_pred - y_true), axis=-1)
+
+
+class Centered(keras.Model):
+    """Its call takes the mean of the batch away."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = models.mlp()
+
+    def call(self, x):
+        return self.body(x - self.mean(x))
+
+    def mean(self, x):
+        return ops.mean(x, axis=0)
+
+
+class CenteredOfAll(Centered):
+    def mean(self, x):
+        replica = ks.get_replica_context()
+        return super().mean(x if replica is None else replica.all_gather(x, axis=0))
+
+
+class Plain(Centered):
+    def call(self, x):
+        return self.body(x)
+
+
+class Noisy(Plain):
+    """Draws random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(3)
+
+    def call(self, x):
+        return self.body(x + keras.random.normal(ops.shape(x), seed=self.seed))
+
+
+class Summed(Plain):
+    def compute_loss(self, x, y, y_pred, sample_weight, training=True):
+        return ops.sum(ops.square(y - y_pred))
+
+
+class Meant(Plain):
+    def compute_loss(self, x, y, y_pred, sample_weight, training=True):
+        return ops.mean(ops.square(y - y_pred)) + 1.0
+
+
+class Kept(Plain):
+    """Keras's own, of a loss that is summed: it comes to one device's."""
+
+    def compute_loss(self, x, y, y_pred, sample_weight, training=True):
+        return super().compute_loss(x, y, y_pred, sample_weight)
+
+
+SUM = keras.losses.MeanSquaredError(reduction="sum")
+CASES = [
+    ("'largest'", {"metrics": Largest}),
+    ("'moving'", {"metrics": lambda: Moving("moving")}),
+    ("'welford'", {"metrics": Welford}),
+    (None, {"metrics": Sums}),
+    ("'root'", {"metrics": lambda: root}),
+    (None, {"metrics": lambda: mean_error}),
+    ("'against_the_mean'", {"metrics": lambda: against_the_mean}),
+    (None, {"metrics": lambda: error_of_rows}),
+    ("'against_the_mean'", {"loss": lambda: against_the_mean}),
+    (None, {"loss": lambda: error_of_rows}),
+    (None, {"loss": lambda: root}),  # computed of all rows
+    ("Centered.call", {"model": Centered}),
+    (None, {"model": CenteredOfAll}),
+    (None, {"model": Plain}),
+    (None, {"model": Noisy}),
+    ("Summed.compute_loss", {"model": Summed}),
+    (None, {"model": Meant}),
+    (None, {"model": Kept, "loss": lambda: SUM}),
+]
+
+
+def warnings_of(caplog):
+    return [r.getMessage() for r in caplog.records if "one device's" in r.getMessage()]
+
+
+@pytest.mark.parametrize("name, parts", CASES)
+def test_what_is_warned_of(name, parts, two, caplog):
+    def make():
+        compiled = {"loss": parts["loss"]()} if "loss" in parts else {}
+        compiled["metrics"] = [parts["metrics"]()] if "metrics" in parts else []
+        return models.compiled(parts.get("model", models.mlp)(), **compiled)
+
+    one = train(None, make, X, Y)
+    assert not warnings_of(caplog)
+    many = train(two, make, X, Y)
+    if BACKEND == "jax" or name is None:
+        assert warnings_of(caplog) == []
+        if parts.get("model") is not Noisy:
+            assert_equal(one, many)
+        return
+    (message,) = warnings_of(caplog)
+    assert name in message
+    with pytest.raises(AssertionError):  # it is not warned of what is exact
+        assert_equal(one, many)
