@@ -26,7 +26,8 @@ on 2 and 3 replicas, with a last batch that these do not divide. A number is the
 difference from one device that was measured in weights, logs and predictions, absolute
 for values up to 1 and relative for larger ones; weights may differ by 2e-5, logs and
 predictions by 1e-5. "Error" means that several replicas are refused, by name and with
-what to do; a warning is said below the table. Bold are other numbers than one device's.
+what to do. Bold are other numbers than one device's; a warning names the cause, and is
+said below the table.
 
 What the sources draw at random in a step comes with the data in the ports, and rates of
 dropout are 0, since [replicas draw their own](differences.md#results). Where the bias
@@ -95,11 +96,15 @@ def table(found: dict[str, dict[str, dict[str, str]]]) -> str:
         f"| port | {' | '.join(NAMES[b] for b in found)} |",
         "| --- |" + " --- |" * len(found),
     ]
-    source, notes = "", []
-    names = dict.fromkeys(name for each in found.values() for name in each)
-    for name in names:
+    source, warned = "", {}
+    sources: dict[str, str] = {}
+    for ports in found.values():
+        for name, port in ports.items():
+            sources.setdefault(name, port["source"])
+    projects = [of.split(":")[0] for of in sources.values()]
+    order = sorted(sources.items(), key=lambda x: projects.index(x[1].split(":")[0]))
+    for name, of in order:
         each = {b: found[b].get(name, {"cell": "did not run"}) for b in found}
-        of = next(e["source"] for e in each.values() if "source" in e)
         if of.split(":")[0] != source:
             source = of.split(":")[0]
             lines.append(f"| **{source}** |" + " |" * len(found))
@@ -107,8 +112,17 @@ def table(found: dict[str, dict[str, dict[str, str]]]) -> str:
         lines.append(f"| {name}: `{of.partition(': ')[2] or of}` | {cells} |")
         for backend, e in each.items():
             if e.get("warning"):
-                notes.append(f"- {name} on {NAMES[backend]}: {e['warning']}")
-    return "\n".join([*lines, "", *notes])
+                warned.setdefault(e["warning"], {}).setdefault(backend, []).append(name)
+    lines += ["", "Warnings:", ""]
+    for warning, of in warned.items():
+        where = [f"{told(ports)} on {NAMES[backend]}" for backend, ports in of.items()]
+        lines.append(f"- {', '.join(where)}: {warning}")
+    return "\n".join(lines)
+
+
+def told(ports: list[str]) -> str:
+    """The names of some ports, or how many they are."""
+    return ", ".join(ports) if len(ports) < 5 else f"{len(ports)} ports"
 
 
 def main() -> int:

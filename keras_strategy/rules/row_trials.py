@@ -12,7 +12,7 @@ is judged.
 
 import logging
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,12 +66,15 @@ class RowTrials:
         """What the step of a replica warns with, if it is to try something."""
         return self.warn_unless if self.active and replica.index == 0 else None
 
-    def of_model(self, data: Any) -> None:
+    def of_model(self, data: Any, layers: Iterable[Any]) -> None:
         """Tries the model's own methods.
 
         Args:
             data: The replica's rows of a batch.
+            layers: The model's layers; a trial builds none of them.
         """
+        if not self.own or not all(layer.built for layer in layers):
+            return
         name = type(self.model).__name__
         if "call" in self.own and _is_new(self.model, "call"):
             self.warn_unless(

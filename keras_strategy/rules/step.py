@@ -53,7 +53,7 @@ def weighted_step(
         )
         try:
             if replica.step.warn_unless is not None:
-                trials.of_model(data)
+                trials.of_model(data, layers())
             outputs = step(data)
             settle(replica, layers, require)
             if rows_to_predict is not None:

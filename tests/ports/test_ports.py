@@ -95,3 +95,4 @@ def test_port(name, replicas, on_replicas, record_property, caplog):
     equal = all(a <= b for a, b in zip(found, TOLERANCES, strict=True))
     record_property("differs", port.differs.get(BACKEND, ""))
     assert equal != (BACKEND in port.differs), found
+    assert said or equal  # nothing differs silently

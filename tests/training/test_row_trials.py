@@ -141,33 +141,40 @@ class Kept(Plain):
 
 
 SUM = keras.losses.MeanSquaredError(reduction="sum")
-CASES = [
-    ("'largest'", {"metrics": Largest}),
-    ("'moving'", {"metrics": lambda: Moving("moving")}),
-    ("'welford'", {"metrics": Welford}),
-    (None, {"metrics": Sums}),
-    ("'root'", {"metrics": lambda: root}),
-    (None, {"metrics": lambda: mean_error}),
-    ("'against_the_mean'", {"metrics": lambda: against_the_mean}),
-    (None, {"metrics": lambda: error_of_rows}),
-    ("'against_the_mean'", {"loss": lambda: against_the_mean}),
-    (None, {"loss": lambda: error_of_rows}),
-    (None, {"loss": lambda: root}),  # computed of all rows
-    ("Centered.call", {"model": Centered}),
-    (None, {"model": CenteredOfAll}),
-    (None, {"model": Plain}),
-    (None, {"model": Noisy}),
-    ("Summed.compute_loss", {"model": Summed}),
-    (None, {"model": Meant}),
-    (None, {"model": Kept, "loss": lambda: SUM}),
-]
+# What the warning names, if there is one, and what a model is made of.
+CASES = {
+    "a maximum": ("'largest'", {"metrics": Largest}),
+    "a moving mean": ("'moving'", {"metrics": lambda: Moving("moving")}),
+    "moments": ("'welford'", {"metrics": Welford}),
+    "sums": (None, {"metrics": Sums}),
+    "a root of a mean": ("'root'", {"metrics": lambda: root}),
+    "a mean": (None, {"metrics": lambda: mean_error}),
+    "a metric of rows that compares": (
+        "'against_the_mean'",
+        {"metrics": lambda: against_the_mean},
+    ),
+    "a metric of rows": (None, {"metrics": lambda: error_of_rows}),
+    "a loss of rows that compares": (
+        "'against_the_mean'",
+        {"loss": lambda: against_the_mean},
+    ),
+    "a loss of rows": (None, {"loss": lambda: error_of_rows}),
+    "a loss of all rows": (None, {"loss": lambda: root}),
+    "a call that compares": ("Centered.call", {"model": Centered}),
+    "a call that gathers": (None, {"model": CenteredOfAll}),
+    "a call": (None, {"model": Plain}),
+    "a call that draws": (None, {"model": Noisy}),
+    "compute_loss that sums": ("Summed.compute_loss", {"model": Summed}),
+    "compute_loss": (None, {"model": Meant}),
+    "a loss that sums in compute_loss": (None, {"model": Kept, "loss": lambda: SUM}),
+}
 
 
 def warnings_of(caplog):
     return [r.getMessage() for r in caplog.records if "one device's" in r.getMessage()]
 
 
-@pytest.mark.parametrize("name, parts", CASES)
+@pytest.mark.parametrize("name, parts", CASES.values(), ids=CASES)
 def test_what_is_warned_of(name, parts, two, caplog):
     def make():
         compiled = {"loss": parts["loss"]()} if "loss" in parts else {}
