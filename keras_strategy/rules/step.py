@@ -19,6 +19,11 @@ from keras_strategy.rules.row_weights import weighted_mean
 from keras_strategy.rules.state import settle
 from keras_strategy.values.distributed import select_replica
 
+A_PART = (
+    "A replica computes on its part of a batch, which is divided along the first "
+    "dimension of its arrays. If these are not the rows, bring the rows there."
+)
+
 
 def weighted_step(
     step: Callable[[Any], Any],
@@ -59,6 +64,10 @@ def weighted_step(
             if rows_to_predict is not None:
                 _require_rows(outputs, data, rows_to_predict, require)
             return outputs
+        except Exception as error:
+            shapes = [str(getattr(x, "shape", None)) for x in tree.flatten(data)]
+            error.add_note(f"{A_PART} Here its arrays had the shapes {shapes}.")
+            raise
         finally:
             replica.step = StepState()
 

@@ -80,7 +80,8 @@ def test_port(name, replicas, on_replicas, record_property, caplog):
     if BACKEND in port.refused:
         with pytest.raises(Exception, match=port.refused[BACKEND]) as raised:
             on_replicas(port, replicas)
-        record_property("error", str(raised.value))
+        notes = getattr(raised.value, "__notes__", [])
+        record_property("error", "\n".join([str(raised.value), *notes]))
         return
     many = on_replicas(port, replicas)
     said = [

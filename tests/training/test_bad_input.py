@@ -77,6 +77,28 @@ def test_after_an_error_in_a_step_the_strategy_is_usable(two):
     assert largest(before, model.get_weights()) > 0
 
 
+class OfPairs(keras.Model):
+    """Takes the first dimension of a batch for something else than rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, pairs):
+        return self.dense(pairs[1])
+
+
+@pytest.mark.skipif(JAX, reason="a batch is whole there")
+def test_a_first_dimension_that_is_not_the_rows(two):
+    pairs = np.stack([X, X])
+    with two.scope():
+        model = OfPairs()
+        model.compile("adam", "mse")
+    with pytest.raises(Exception) as raised:
+        model.predict(pairs, verbose=0)
+    assert any("along the first dimension" in x for x in raised.value.__notes__)
+
+
 def test_rows_that_differ(two):
     with two.scope():
         model = compiled()

@@ -8,6 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_strategy.rules.step import A_PART
+
 logger = logging.getLogger("keras_strategy")
 _MARK = "keras_strategy refuses this, for reason number"
 _reasons: list[str] = []
@@ -74,6 +76,7 @@ def explained() -> Iterator[None]:
     except tf.errors.InvalidArgumentError as error:
         found = re.search(rf"{_MARK} (\d+)", str(error))
         if found is None:
+            error.add_note(A_PART)
             raise
         refusal = ValueError(_reasons[int(found[1])])
         refusal.add_note(
