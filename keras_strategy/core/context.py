@@ -26,10 +26,12 @@ class Trial:
         knows: Whether it, or a rule of ours that has no part in the trial, knows of the
             other replicas.
         drew: Whether it drew random numbers.
+        share: Which part of all rows it is called with.
     """
 
     knows: bool = False
     drew: bool = False
+    share: float = 1.0
 
 
 class _Place(threading.local):
@@ -93,6 +95,17 @@ def distributed_replica() -> "Replica | None":
     return replica._replica  # the rules work with what the adapter made
 
 
+def replica_or_trial() -> "Replica | Trial | None":
+    """As `distributed_replica`; where a function is tried, the trial."""
+    replica = _place.replica
+    if replica is None:
+        return _place.trial
+    # As there, and not by a call of it, for the same reason.
+    if (replica._replicas or replica.num_replicas_in_sync) == 1:
+        return None
+    return replica._replica
+
+
 @contextlib.contextmanager
 def strategy_in_charge(strategy: "Strategy | None") -> Iterator[None]:
     """Puts this thread into the cross-replica context of `strategy`.
@@ -133,11 +146,6 @@ def as_on_one_device() -> Iterator[Trial]:
             yield trial
         finally:
             _place.trial = before
-
-
-def current_trial() -> Trial | None:
-    """The trial that this thread is in, see `as_on_one_device`."""
-    return _place.trial
 
 
 @contextlib.contextmanager

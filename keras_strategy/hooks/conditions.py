@@ -6,12 +6,11 @@ They return what they look for, which the hook then works with, or None.
 from typing import Any
 
 from keras_strategy.core import context
-from keras_strategy.rules.losses import MEANS
 from keras_strategy.rules.ownership import strategy_of_model
-from keras_strategy.rules.row_trials import is_keras
 
 # Not wrapped: some hooks ask hundreds of times in a step.
 in_replica = context.distributed_replica
+in_replica_or_trial = context.replica_or_trial
 in_scope = context.current_scope
 of_strategy = strategy_of_model
 
@@ -29,25 +28,6 @@ def in_step() -> Any:
     """The replica that is running, in a training step, where it speaks for its rows."""
     replica = context.distributed_replica()
     return None if replica is None or replica.step.row_weight is None else replica
-
-
-def drawing_replica() -> Any:
-    """The replica that is running; a trial takes notice that it draws."""
-    trial = context.current_trial()
-    if trial is not None:
-        trial.drew = True
-    return context.distributed_replica()
-
-
-def reducing_replica(loss: Any) -> Any:
-    """The replica that is running; a trial sees no losses but means over rows.
-
-    What other losses come to over the replicas is the replicas' own business.
-    """
-    trial = context.current_trial()
-    if trial is not None and (loss.reduction not in MEANS or not is_keras(type(loss))):
-        trial.knows = True
-    return context.distributed_replica()
 
 
 def in_distributed_scope() -> Any:

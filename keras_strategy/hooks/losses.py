@@ -5,10 +5,11 @@ from typing import Any
 import keras
 from keras import ops, tree
 
+from keras_strategy.core.context import Trial
 from keras_strategy.hooks.conditions import (
     in_distributed_scope,
+    in_replica_or_trial,
     in_step,
-    reducing_replica,
 )
 from keras_strategy.hooks.hook import home_of, hook
 from keras_strategy.rules import losses, row_trials
@@ -24,7 +25,7 @@ keras_compiled = home_of("get_loss", "keras.src.trainers.compile_utils")
     keras.losses.Loss,
     "__call__",
     "(self, y_true, y_pred, sample_weight=None)",
-    when=reducing_replica,
+    when=in_replica_or_trial,
 )
 def _call(original, replica, self, y_true, y_pred, sample_weight=None):
     """A replica's loss has the denominator of all rows.
@@ -34,10 +35,12 @@ def _call(original, replica, self, y_true, y_pred, sample_weight=None):
     would be what one device computes. So is Circle, the one loss of Keras's that
     compares rows and gives a number for each.
     """
+    if isinstance(replica, Trial):
+        return _tried(replica, original, self, y_true, y_pred, sample_weight)
     step = replica.step
     if step.has_all_rows:
         return original(self, y_true, y_pred, sample_weight)
-    if step.row_weight is not None and vars(self).get("fn") is keras.losses.circle:
+    if step.row_weight is not None and _is_circle(self):
         return _on_all_rows(replica, original, self, y_true, y_pred, sample_weight)
     mask = keras_masking.get_keras_mask(y_pred)
     # As Keras does it, up to where it reduces what the loss gave for each entry.
@@ -52,6 +55,18 @@ def _call(original, replica, self, y_true, y_pred, sample_weight=None):
             given = [mask, keras_masking.get_keras_mask(values)]
             return _reduced(self, replica, values, sample_weight, given)
     return _on_all_rows(replica, original, self, y_true, y_pred, sample_weight)
+
+
+def _tried(trial, original, loss, y_true, y_pred, sample_weight):
+    """The loss of some rows, as a replica would compute it."""
+    if _is_circle(loss) or len(ops.shape(loss.call(y_true, y_pred))) == 0:
+        trial.knows = True  # it is computed of all rows
+    value = original(loss, y_true, y_pred, sample_weight)
+    return value / trial.share if loss.reduction == "sum" else value
+
+
+def _is_circle(loss: keras.losses.Loss) -> bool:
+    return vars(loss).get("fn") is keras.losses.circle
 
 
 def _is_own(loss: keras.losses.Loss) -> bool:

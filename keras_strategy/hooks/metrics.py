@@ -45,101 +45,82 @@ def _update_state(original, replica, self, values, sample_weight=None):
 # --- methods that each class has of its own
 
 
-class _OfEachClass(Extension):
-    """A method that each class of metrics has of its own, a user's classes too."""
+class _Results(Extension):
+    """In a step, a metric's result is that of the rows of all replicas.
 
-    method: str
+    What a step returns is then one device's, under any key and in any formula. Each
+    class of metrics has a `result` of its own, a user's classes too. And it is tried
+    whether the updates of a user's metric add up over the replicas, see
+    `rules.row_trials`.
+    """
 
     @property
     def target(self) -> str:
-        """The method."""
-        return f"Metric.{self.method}"
+        """The method, which each class has of its own."""
+        return "Metric.result"
 
     def check(self) -> None:
         """Raises `KerasVersionError` unless every metric has one."""
-        if self.method not in vars(keras.metrics.Metric):
-            raise changed(self.target, "is gone")
+        for name in ("result", "update_state"):
+            if name not in vars(keras.metrics.Metric):
+                raise changed(f"Metric.{name}", "is gone")
 
     def install(self) -> None:
         """Replaces those of all classes that there are."""
         classes = [keras.metrics.Metric]
         while classes:
             cls = classes.pop()
-            self.replace(cls)
+            replace_methods(cls)
             classes += cls.__subclasses__()
-
-    def replace(self, cls: type) -> None:
-        """Replaces the one that a class defines, if it does."""
-        original = vars(cls).get(self.method)
-        if not callable(original) or hasattr(original, "_ks_original"):
-            return
-        replacement = functools.wraps(original)(self.around(original))
-        replacement._ks_original = original  # pyright: ignore
-        setattr(cls, self.method, replacement)
-
-    def around(self, original: Callable) -> Callable:
-        """What is called instead."""
-        raise NotImplementedError
-
-
-class _Results(_OfEachClass):
-    """In a step, a metric's result is that of the rows of all replicas.
-
-    What a step returns is then one device's, under any key and in any formula. Each
-    class of metrics has a `result` of its own, a user's classes too.
-    """
-
-    method = "result"
-
-    def around(self, original: Callable) -> Callable:
-        def result(self, *args, **kwargs):
-            replica = in_step()
-            if replica is None:
-                return original(self, *args, **kwargs)
-            with _AllReplicas(merged(replica, self.variables)):
-                return original(self, *args, **kwargs)
-
-        return result
-
-
-class _Updates(_OfEachClass):
-    """In the first step it is tried whether a user's metric adds up over replicas.
-
-    What the replicas hold of its variables is added up.
-    """
-
-    method = "update_state"
-
-    def replace(self, cls: type) -> None:
-        """Replaces the one of a class that is not Keras's, or calls a function."""
-        keras_own = is_keras(cls) or issubclass(cls, _JOIN)
-        if cls is keras.metrics.MeanMetricWrapper or not keras_own:
-            super().replace(cls)
-
-    def around(self, original: Callable) -> Callable:
-        def update_state(self, *args, **kwargs):
-            replica = in_step()
-            if replica is not None and replica.step.warn_unless is not None:
-                function = vars(self).get("_fn", type(self))
-                if not (is_keras(function) and is_keras(type(self))):
-                    row_trials.of_metric(replica.step.warn_unless, self, args, kwargs)
-            return original(self, *args, **kwargs)
-
-        return update_state
 
 
 _results = _Results()
-_updates = _Updates()
 
 
 @hook(keras.metrics.Metric, "__init__", "(self, dtype=None, name=None)")
 def _init(original, self, *args, **kwargs):
-    """Classes of metrics that were made later have methods of their own, too."""
+    """Classes of metrics that were made later have results of their own, too."""
     for cls in type(self).__mro__:
         if issubclass(cls, keras.metrics.Metric):
-            _results.replace(cls)
-            _updates.replace(cls)
+            replace_methods(cls)
     original(self, *args, **kwargs)
+
+
+def replace_methods(cls: type) -> None:
+    """Replaces `result`, and `update_state` if it may call a user's code."""
+    keras_own = is_keras(cls) or issubclass(cls, _JOIN)
+    around = {"result": _result_of_all_rows}
+    if cls is keras.metrics.MeanMetricWrapper or not keras_own:
+        around["update_state"] = _update_that_is_tried
+    for name, make in around.items():
+        original = vars(cls).get(name)
+        if callable(original) and not hasattr(original, "_ks_original"):
+            replacement: Any = functools.wraps(original)(make(original))
+            replacement._ks_original = original
+            setattr(cls, name, replacement)
+
+
+def _result_of_all_rows(original: Callable) -> Any:
+    def result(self, *args, **kwargs):
+        replica = in_step()
+        if replica is None:
+            return original(self, *args, **kwargs)
+        with _AllReplicas(merged(replica, self.variables)):
+            return original(self, *args, **kwargs)
+
+    return result
+
+
+def _update_that_is_tried(original: Callable) -> Any:
+    def update_state(self, *args, **kwargs):
+        replica = in_step()
+        if replica is not None and replica.step.warn_unless is not None:
+            function = vars(self).get("_fn", type(self))
+            if not (is_keras(function) and is_keras(type(self))):
+                row_trials.of_metric(replica.step.warn_unless, self, args, kwargs)
+        return original(self, *args, **kwargs)
+
+    return update_state
 
 
 class _AllReplicas(keras.StatelessScope):

@@ -5,7 +5,8 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_strategy.hooks.conditions import drawing_replica
+from keras_strategy.core.context import Trial
+from keras_strategy.hooks.conditions import in_replica_or_trial
 from keras_strategy.hooks.hook import home_of, hook
 
 global_state = home_of(
@@ -15,13 +16,18 @@ global_state = home_of(
 _SEED = "global_seed_generator"
 
 
-@hook(keras.random.SeedGenerator, "next", "(self, ordered=True)", when=drawing_replica)
+@hook(
+    keras.random.SeedGenerator, "next", "(self, ordered=True)", when=in_replica_or_trial
+)
 def _next(original, replica, self, ordered=True):
     """Every replica draws its own numbers.
 
     Only the drawn seed differs; the stored state advances as on one device.
     """
     seed = original(self, ordered)
+    if isinstance(replica, Trial):
+        replica.drew = True
+        return seed
     # A large prime keeps the replicas' seeds apart from each other and from
     # those of other generators, which users number 0, 1, 2...
     offset = ops.cast(ops.multiply(replica.id, 1000003), seed.dtype)

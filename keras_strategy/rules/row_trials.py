@@ -25,8 +25,10 @@ from keras_strategy.rules.aggregation import is_on_read, parts_outside
 
 logger = logging.getLogger("keras_strategy")
 
-# Kernels sum in another order where there are other rows.
+# Relative to the largest entry, where rows are added up in another order.
 _ROUNDING = 1e-3
+# Where a row is computed twice, beside others, and as many of them.
+_SAME = 1e-6
 
 WarnUnless = Callable[[Callable[[], Any], str], None]
 
@@ -78,7 +80,7 @@ class RowTrials:
         name = type(self.model).__name__
         if "call" in self.own and _is_new(self.model, "call"):
             self.warn_unless(
-                lambda: _holds(_same_rows, data, self.model),
+                lambda: _holds(_same_outputs, data, self.model),
                 f"What `{name}.call` gives for a row depends on the other rows of the "
                 "batch. Several replicas compute it of their own rows each, which "
                 "makes other numbers than one device's. To compare all rows, gather "
@@ -107,8 +109,8 @@ def of_loss(warn_unless: WarnUnless, loss: Any, y_true: Any, y_pred: Any) -> Non
     if not _is_new(loss, "call"):
         return
 
-    def same(whole, first, _):
-        return _same_leaf(loss.call(*whole), loss.call(*first), whole[1])
+    def same(trial, whole, first, _):
+        return _same_rows(lambda rows: loss.call(*rows), whole, first)
 
     warn_unless(
         lambda: _holds(same, (y_true, y_pred)),
@@ -136,7 +138,7 @@ def of_metric(warn_unless: WarnUnless, metric: Any, args: tuple, kwargs: dict) -
     if not _is_new(metric, "update_state"):
         return
 
-    def adds_up(*rows):
+    def adds_up(trial, *rows):
         # On one device, and on two replicas.
         twin = object.__new__(type(metric))
         vars(twin).update(vars(metric))
@@ -156,8 +158,8 @@ def of_metric(warn_unless: WarnUnless, metric: Any, args: tuple, kwargs: dict) -
             held = list(zip(variables, state, strict=True))
             with keras.StatelessScope(state_mapping=held):
                 results.append([_value(x) for x in tree.flatten(twin.result())])
-        pairs = zip(*results, strict=True)
-        return _all([_close(*pair) for pair in pairs])
+        pairs = zip(results[0], results[1], strict=True)
+        return _all([_close(a, b, _ROUNDING) for a, b in pairs])
 
     warn_unless(
         lambda: _holds(adds_up, (args, kwargs)),
@@ -183,8 +185,8 @@ def _holds(check: Callable[..., Any], structure: Any, *args: Any) -> Any:
     """Whether something holds; True where that cannot be told.
 
     Args:
-        check: Called with some rows, with the first and the second half of them, and
-            with `args`.
+        check: Called with the trial, with some rows, with the first and the second
+            half of them, and with `args`.
         structure: Of tensors with the replica's rows.
         args: See `check`.
 
@@ -196,7 +198,7 @@ def _holds(check: Callable[..., Any], structure: Any, *args: Any) -> Any:
         return True
     try:
         with as_on_one_device() as trial, set_for_nobody(), keras.StatelessScope():
-            found = check(*parts, *args)
+            found = check(trial, *parts, *args)
     except Exception:
         # Some functions take a batch of a certain size alone.
         logger.debug("No trial of a function by rows.", exc_info=True)
@@ -213,7 +215,7 @@ def _halves(structure: Any) -> tuple[list[Any], Any]:
         The three structures, none if there are no rows to divide; and whether there
         are enough of them, a scalar tensor where that is not known.
     """
-    leaves = [x for x in tree.flatten(structure) if len(getattr(x, "shape", ())) > 0]
+    leaves = [x for x in tree.flatten(structure) if _has_rows(x)]
     if len({x.shape[0] for x in leaves}) != 1:
         return [], False
     rows = ops.shape(leaves[0])[0]
@@ -227,43 +229,55 @@ def _halves(structure: Any) -> tuple[list[Any], Any]:
 
     def part(begin, end):
         return tree.map_structure(
-            lambda x: x[begin:end] if len(getattr(x, "shape", ())) > 0 else x, structure
+            lambda x: x[begin:end] if _has_rows(x) else x, structure
         )
 
     return [part(0, second + half), part(0, half), part(second, second + half)], enough
 
 
-def _same_rows(whole: Any, first: Any, _: Any, model: Any) -> Any:
+def _same_outputs(trial: Any, whole: Any, first: Any, _: Any, model: Any) -> Any:
     """Whether a model gives for some rows what it gives for them among others."""
-    x, part = (keras.utils.unpack_x_y_sample_weight(rows)[0] for rows in (whole, first))
-    like = next(leaf for leaf in tree.flatten(x) if leaf is not None)
-    pairs = zip(tree.flatten(model(x)), tree.flatten(model(part)), strict=True)
-    return _all([_same_leaf(*pair, like) for pair in pairs])
+    return _same_rows(
+        model,
+        *(keras.utils.unpack_x_y_sample_weight(rows)[0] for rows in (whole, first)),
+    )
 
 
-def _mean_of_rows(whole: Any, first: Any, second: Any, model: Any) -> Any:
+def _same_rows(fn: Callable[[Any], Any], whole: Any, first: Any) -> Any:
+    """Whether a function gives for rows the same where all others are other ones."""
+    twice = tree.map_structure(
+        lambda x: ops.concatenate([x, x]) if _has_rows(x) else x, first
+    )
+    rows = next(x for x in tree.flatten(whole) if _has_rows(x)).shape[0]
+    same = [
+        _close(a[: ops.shape(a)[0] // 2], b[: ops.shape(b)[0] // 2], _SAME)
+        for a, b in zip(*(tree.flatten(fn(x)) for x in (whole, twice)), strict=True)
+        if _has_rows(a) and a.shape[0] == rows
+    ]
+    return _all(same) if same else True
+
+
+def _mean_of_rows(trial: Any, whole: Any, first: Any, second: Any, model: Any) -> Any:
     """Whether a model's loss is the mean of the losses of two halves of the rows."""
-    outputs = model(keras.utils.unpack_x_y_sample_weight(whole)[0])
+    outputs = _halves(model(keras.utils.unpack_x_y_sample_weight(whole)[0]))[0]
     losses = []
-    for rows, y_pred in zip((whole, first, second), _halves(outputs)[0], strict=True):
+    for rows, y_pred in zip((whole, first, second), outputs, strict=True):
         x, y, _ = keras.utils.unpack_x_y_sample_weight(rows)
+        trial.share = 0.5 if losses else 1.0
         losses.append(model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=None))
-    return _close(losses[0], (losses[1] + losses[2]) / 2)
+    return _close(losses[0], (losses[1] + losses[2]) / 2, _ROUNDING)
 
 
-def _same_leaf(whole: Any, part: Any, like: Any) -> Any:
-    """Whether a tensor begins with another one, if it has the rows that `like` has."""
-    if len(whole.shape) == 0 or whole.shape[0] != like.shape[0]:
-        return True
-    return _close(whole[: ops.shape(part)[0]], part)
+def _has_rows(x: Any) -> bool:
+    return len(getattr(x, "shape", ())) > 0
 
 
-def _close(a: Any, b: Any) -> Any:
-    """Whether two tensors are equal, but for what kernels round."""
+def _close(a: Any, b: Any, tolerance: float) -> Any:
+    """Whether two tensors are equal, relative to the largest entry."""
     a, b = (ops.cast(ops.convert_to_tensor(x), "float32") for x in (a, b))
     size = ops.max(ops.where(ops.isfinite(a), ops.abs(a), 0.0), initial=0)
     same = ops.logical_or(ops.equal(a, b), ops.logical_and(ops.isnan(a), ops.isnan(b)))
-    return ops.all(ops.logical_or(same, ops.abs(a - b) <= _ROUNDING * size))
+    return ops.all(ops.logical_or(same, ops.abs(a - b) <= tolerance * size))
 
 
 def _value(x: Any) -> Any:

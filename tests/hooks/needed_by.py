@@ -118,10 +118,6 @@ NEEDED_BY = {
         "torch",
         f"{_RANDOM}::test_a_metric_that_is_a_number",
     ),
-    "hooks.metrics Metric.update_state": (
-        "torch",
-        "tests/training/test_row_trials.py::test_what_is_warned_of[a maximum]",
-    ),
     "hooks.metrics Metric.result": (
         "torch",
         f"{_DERIVED}::test_a_step_of_ones_own",
