@@ -59,7 +59,8 @@ def _call(original, replica, self, y_true, y_pred, sample_weight=None):
 
 def _tried(trial, original, loss, y_true, y_pred, sample_weight):
     """The loss of some rows, as a replica would compute it."""
-    if _is_circle(loss) or len(ops.shape(loss.call(y_true, y_pred))) == 0:
+    given = tree.map_structure(ops.convert_to_tensor, (y_true, y_pred))
+    if _is_circle(loss) or len(ops.shape(loss.call(*given))) == 0:
         trial.knows = True  # it is computed of all rows
     value = original(loss, y_true, y_pred, sample_weight)
     return value / trial.share if loss.reduction == "sum" else value
