@@ -26,6 +26,8 @@ Keras has no place to plug a strategy in. So functions of Keras are replaced whe
 first strategy is made, never at import: by the *hooks* below, {count} in all. Each of
 them calls the original and nothing else unless it finds what it acts for, most often a
 scope or a replica; a model of no scope is trained as if this package were not there.
+What has something to do with several replicas alone is put in place when the first
+strategy of several is made: on one device a step of training calls none of it.
 
 Before any is installed, every function is compared with the one that the hook was
 written for. If this Keras changed one of them, none is installed and a

@@ -23,6 +23,14 @@ from keras_strategy.errors import KerasVersionError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _ATTRIBUTE = "_ks_hooks"
+_OF_SEVERAL = "_ks_of_several"
+_Condition = TypeVar("_Condition", bound=Callable[..., Any])
+
+
+def of_several(condition: _Condition) -> _Condition:
+    """Marks a condition that is not met as long as each strategy has one replica."""
+    vars(condition)[_OF_SEVERAL] = True
+    return condition
 
 
 class Extension:
@@ -47,6 +55,11 @@ class Extension:
     def when(self) -> Callable[..., Any] | None:
         """What must be there for it to act; None if it always does."""
         return None
+
+    @property
+    def of_several(self) -> bool:
+        """Whether it has nothing to do as long as each strategy has one replica."""
+        return hasattr(self.when, _OF_SEVERAL)
 
     @property
     def name(self) -> str:
@@ -80,6 +93,7 @@ class Hook(Extension):
         condition: The `when` of `hook`.
         owner_name: What Keras's users call the owner, if it has another name itself.
         needed: See `hook`.
+        several: See `hook`.
     """
 
     owner: Any
@@ -89,6 +103,7 @@ class Hook(Extension):
     condition: Callable[..., Any] | None = None
     owner_name: str | None = None
     needed: Callable[[], bool] | None = None
+    several: bool = False
 
     def is_needed(self) -> bool:
         """Whether this Keras needs it."""
@@ -114,6 +129,11 @@ class Hook(Extension):
     def when(self) -> Callable[..., Any] | None:
         """The condition."""
         return self.condition
+
+    @property
+    def of_several(self) -> bool:
+        """Whether it has nothing to do as long as each strategy has one replica."""
+        return self.several or super().of_several
 
     def check(self) -> None:
         """Raises `KerasVersionError` unless the function is as it was."""
@@ -211,6 +231,7 @@ def hook(
     signature: str | tuple[str, ...] | None,
     when: Callable[..., Any] | None = None,
     needed: Callable[[], bool] | None = None,
+    several: bool = False,
 ) -> Callable[[_Function], _Function]:
     """Marks a function that is to be called in the place of one of Keras's.
 
@@ -228,6 +249,8 @@ def hook(
             nothing else.
         needed: Asked once, before hooks are installed: whether this Keras, on this
             backend, needs the hook; None if every one does.
+        several: Whether it has nothing to do as long as each strategy has one replica,
+            where no condition says so that was marked with `of_several`.
 
     Example:
 
@@ -241,7 +264,11 @@ def hook(
 
     def mark(function: _Function) -> _Function:
         for name in attributes:
-            made = Hook(owner, name, signature, function, when, needed=needed)
+            made = Hook(
+                *(owner, name, signature, function, when),
+                needed=needed,
+                several=several,
+            )
             _mark(function, made)
         return function
 
@@ -343,9 +370,25 @@ def hooks_of(*modules: ModuleType) -> list[Extension]:
 
 
 def install(extensions: Iterable[Extension]) -> None:
-    """Installs all that this Keras needs, or nothing where something does not fit."""
+    """Installs all that this Keras needs, or nothing where something does not fit.
+
+    What has nothing to do with one replica waits for `install_those_of_several`, and
+    costs nothing until then.
+    """
     needed = [extension for extension in extensions if extension.is_needed()]
     for extension in needed:
         extension.check()
     for extension in needed:
-        extension.install()
+        if extension.of_several:
+            _waiting.append(extension)
+        else:
+            extension.install()
+
+
+_waiting: list[Extension] = []
+
+
+def install_those_of_several() -> None:
+    """Installs what was found to fit, and waits for a strategy of several replicas."""
+    while _waiting:
+        _waiting.pop(0).install()

@@ -1,4 +1,4 @@
-"""All hooks, which are installed when the first strategy is made."""
+"""All hooks, which are installed when the first strategies are made."""
 
 import functools
 
@@ -15,7 +15,12 @@ from keras_strategy.hooks import (
     trainer,
     variables,
 )
-from keras_strategy.hooks.hook import Extension, hooks_of, install
+from keras_strategy.hooks.hook import (
+    Extension,
+    hooks_of,
+    install,
+    install_those_of_several,
+)
 
 
 def all_hooks() -> list[Extension]:
@@ -25,7 +30,17 @@ def all_hooks() -> list[Extension]:
     return hooks_of(*areas, random, own_attributes, *engines)
 
 
+def install_for(replicas: int) -> None:
+    """Installs what a strategy needs, or nothing where one of all does not fit.
+
+    Args:
+        replicas: How many it has.
+    """
+    _install_once()
+    if replicas > 1:
+        install_those_of_several()
+
+
 @functools.cache
-def install_once() -> None:
-    """Installs them all, or none where one does not fit."""
+def _install_once() -> None:
     install(all_hooks())

@@ -140,6 +140,11 @@ class _ActivityRegularizer(Extension):
     attribute = "activity_regularizer"
 
     @property
+    def of_several(self) -> bool:
+        """It is asked for a regularizer in steps alone."""
+        return True
+
+    @property
     def target(self) -> str:
         """The attribute, which each layer has of its own."""
         return f"Layer.{self.attribute}"

@@ -55,6 +55,11 @@ class _Results(Extension):
     """
 
     @property
+    def of_several(self) -> bool:
+        """The results of steps alone are changed."""
+        return True
+
+    @property
     def target(self) -> str:
         """The method, which each class has of its own."""
         return "Metric.result"
@@ -77,7 +82,12 @@ class _Results(Extension):
 _results = _Results()
 
 
-@hook(keras.metrics.Metric, "__init__", "(self, dtype=None, name=None)")
+@hook(
+    keras.metrics.Metric,
+    "__init__",
+    "(self, dtype=None, name=None)",
+    several=True,
+)
 def _init(original, self, *args, **kwargs):
     """Classes of metrics that were made later have results of their own, too."""
     for cls in type(self).__mro__:

@@ -57,11 +57,11 @@ class StrategyExtended:
         cross_device_ops: "CrossDeviceOps | None" = None,
         cluster: "Cluster | None" = None,
     ):
-        installed.install_once()
         self._strategy = container_strategy
         self._devices = tuple(devices)
         self.cluster = cluster
         self.topology = Topology(self._devices, cluster)
+        installed.install_for(self.num_replicas)
         # By id: variables are compared elementwise.
         self.variables: weakref.WeakValueDictionary[int, keras.Variable] = (
             weakref.WeakValueDictionary()

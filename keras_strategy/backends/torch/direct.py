@@ -24,6 +24,7 @@ from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.backends.torch.run import HALF_WRITTEN, Run
 from keras_strategy.core import context
 from keras_strategy.core.own_attributes import OwnAttributes
+from keras_strategy.hooks.hook import of_several
 from keras_strategy.hooks.variables import stored
 from keras_strategy.values.distributed import (
     PerReplica,
@@ -189,6 +190,7 @@ def _apart(written: set[int], leaf: Any) -> Any:
     return leaf
 
 
+@of_several
 def direct_replica() -> DirectReplica | None:
     """The replica that is running and to which reads and writes are to be told."""
     replica = context.distributed_replica()

@@ -24,7 +24,7 @@ from keras_strategy.hooks.conditions import (
     of_strategy,
 )
 from keras_strategy.hooks.data_adapters import counts_of_arrays
-from keras_strategy.hooks.hook import changed, home_of, hook, model_hook
+from keras_strategy.hooks.hook import changed, home_of, hook, model_hook, of_several
 from keras_strategy.hooks.metrics import results_of_step
 from keras_strategy.hooks.variables import stored
 from keras_strategy.input.agreement import AgreedBatches
@@ -86,7 +86,7 @@ def _finds_settings() -> bool:
 _settings_are_known = _finds_settings()
 
 
-@hook(keras.Variable, "value", None)
+@hook(keras.Variable, "value", None, several=True)
 def _value(original, self):
     """Outside of replicas an on_read variable is aggregated.
 
@@ -141,6 +141,7 @@ def _initialize(original, strategy, self, value):
     first_values.note(strategy, self)
 
 
+@of_several
 def _writer(variable):
     """What writes to a variable: the replica that is running, or its components."""
     replica = distributed_replica()
@@ -166,6 +167,7 @@ def _init(original, replica, self, *args, **kwargs):
 # --- layers
 
 
+@of_several
 def _while_values_wait(layer):
     """The variables that wait for the chief's values, if there are some."""
     return first_values.waiting or None
