@@ -1,6 +1,7 @@
 """All hooks, which are installed when the first strategies are made."""
 
 import functools
+import threading
 
 from keras_strategy.core.registry import get_engine
 from keras_strategy.hooks import (
@@ -30,15 +31,20 @@ def all_hooks() -> list[Extension]:
     return hooks_of(*areas, random, own_attributes, *engines)
 
 
+# Several threads may make strategies at the same time.
+_installing = threading.RLock()
+
+
 def install_for(replicas: int) -> None:
     """Installs what a strategy needs, or nothing where one of all does not fit.
 
     Args:
         replicas: How many it has.
     """
-    _install_once()
-    if replicas > 1:
-        install_those_of_several()
+    with _installing:
+        _install_once()
+        if replicas > 1:
+            install_those_of_several()
 
 
 @functools.cache
