@@ -21,7 +21,9 @@ def test_python_calls_of_a_step(name, starter):
     assert calls <= CALLS[BACKEND]
 
 
-@pytest.mark.skipif(BACKEND == "torch", reason="torch runs Keras's Python at every step")
+@pytest.mark.skipif(
+    BACKEND == "torch", reason="torch runs Keras's Python at every step"
+)
 def test_replicas_that_took_turns_leave_nothing_behind(two):
     two.run(lambda: None, options=ks.RunOptions(compile=False))
     assert calls_of_a_step("OneDeviceStrategy") <= CALLS[BACKEND]
