@@ -1,5 +1,7 @@
 """What a user wrote that replicas compute otherwise than one device is warned of."""
 
+import gc
+
 import keras
 import pytest
 from keras import ops
@@ -211,3 +213,31 @@ def test_what_is_warned_of(name, parts, two, caplog):
     assert name in message
     with pytest.raises(AssertionError):  # it is not warned of what is exact
         assert_equal(one, many)
+
+
+class WithAStep(Plain):
+    def train_step(self, data):
+        x, y = data
+        loss_of = ks.value_and_grad(
+            lambda: ops.mean(ops.square(self(x) - y)), self.trainable_variables
+        )
+        loss, gradients = loss_of()
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="nothing is tried there")
+@pytest.mark.parametrize("often", [3, 5, 10])
+def test_what_is_collected_while_it_is_tried(often, two):
+    """What a program uses is kept as long as the program."""
+    with two.scope():
+        model = models.compiled(WithAStep())
+    gc.collect()
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(often, 1, 1)
+    try:
+        model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()

@@ -7,6 +7,7 @@ the replicas' row weights, and merges what they return before Keras sees it.
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,11 @@ from keras_strategy.values.distributed import DistributedValues, PerReplica
 
 if TYPE_CHECKING:
     from keras_strategy.core.strategy import Strategy
+
+# Programs do not keep the variables that they use.
+_first_steps: weakref.WeakKeyDictionary[Any, list[FirstStep]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class TrainingStrategy:
@@ -73,6 +79,7 @@ class TrainingStrategy:
         rows = _rows if kind == "predict" else None
         layers = functools.partial(all_layers, model)
         first = FirstStep(group.peers.beside_them)
+        _first_steps.setdefault(model, []).append(first)
         trials = RowTrials(model, own_methods(model, kind), first.warn_unless)
         replica_step = weighted_step(step, own, layers, require, trials, rows)
         outputs = group.call(
