@@ -125,8 +125,8 @@ def _update_that_is_tried(original: Callable) -> Any:
     def update_state(self, *args, **kwargs):
         replica = in_step()
         if replica is not None and replica.step.warn_unless is not None:
-            function = vars(self).get("_fn", type(self))
-            if not (is_keras(function) and is_keras(type(self))):
+            wraps = type(self) is keras.metrics.MeanMetricWrapper
+            if not is_keras(self._fn if wraps else type(self)):
                 row_trials.of_metric(replica.step.warn_unless, self, args, kwargs)
         return original(self, *args, **kwargs)
 

@@ -79,7 +79,8 @@ class TrainingStrategy:
         rows = _rows if kind == "predict" else None
         layers = functools.partial(all_layers, model)
         first = FirstStep(group.peers.beside_them)
-        _first_steps.setdefault(model, []).append(first)
+        if not tf.executing_eagerly():
+            _first_steps.setdefault(model, []).append(first)
         trials = RowTrials(model, own_methods(model, kind), first.warn_unless)
         replica_step = weighted_step(step, own, layers, require, trials, rows)
         outputs = group.call(
