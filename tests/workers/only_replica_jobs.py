@@ -200,8 +200,9 @@ class OwnStep(keras.Model):
     def train_step(self, data: Any) -> Any:
         """As Keras's, and more."""
         self.steps.assign_add(1.0)
+        total = self.sum + 1.0
         if self.sums:
-            self.sum.assign(self.sum + 1.0)
+            self.sum.assign(total)
         replica = ks.get_replica_context()
         if self.loses and replica is not None and replica.replica_id_in_sync_group:
             x, y = data
@@ -217,7 +218,8 @@ class OwnStep(keras.Model):
         """Counts the errors."""
         x, y = data
         self.error.update_state(y, self(x))
-        return {"error": self.error.result()}
+        # No metric has this name: what is returned counts, and not what is asked later.
+        return {"returned": self.error.result()}
 
 
 class Keeps(keras.optimizers.Optimizer):
