@@ -195,17 +195,35 @@ def all_layers(model: keras.Model) -> list[Any]:
     return list(model._flatten_layers())
 
 
-def own_methods(model: keras.Model, kind: str) -> list[str]:
-    """Which of "call" and "compute_loss" are no methods of Keras's own models.
+_KERAS_MODELS = (keras.Model, keras.Sequential, keras_functional.Functional)
+_keras_layers = frozenset(
+    part
+    for public in (*_KERAS_MODELS, *vars(keras.layers).values())
+    # With what Keras's classes inherit from.
+    for part in (public.__mro__ if isinstance(public, type) else ())
+) - {keras.layers.Lambda, keras.layers.TFSMLayer, keras.layers.TorchModuleWrapper}
+
+
+def to_try(model: keras.Model, kind: str) -> dict[str, str]:
+    """What of a model a user wrote, and `rules.row_trials` tries.
 
     Args:
         model: The model.
         kind: "train", "test" or "predict", which knows no loss.
+
+    Returns:
+        What a warning calls it, by "call" and "compute_loss".
     """
-    keras_own = (keras.Model, keras.Sequential, keras_functional.Functional)
-    return [
-        name
-        for name in ("call", "compute_loss")
-        if getattr(type(model), name) not in [getattr(cls, name) for cls in keras_own]
-        and not (name == "compute_loss" and kind == "predict")
-    ]
+    cls, found = type(model), {}
+    others = {type(layer).__name__ for layer in all_layers(model) if _is_own(layer)}
+    if cls.call not in [keras_own.call for keras_own in _KERAS_MODELS]:
+        found["call"] = f"`{cls.__name__}.call`"
+    elif others and cls.call is not keras.Model.call:  # which raises
+        found["call"] = f"the model '{model.name}', with {', '.join(sorted(others))},"
+    if cls.compute_loss is not keras.Model.compute_loss and kind != "predict":
+        found["compute_loss"] = f"`{cls.__name__}.compute_loss`"
+    return found
+
+
+def _is_own(layer: Any) -> bool:
+    return type(layer) not in _keras_layers

@@ -12,7 +12,7 @@ is judged.
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,13 +56,14 @@ class RowTrials:
 
     Attributes:
         model: The model.
-        own: Which of "call" and "compute_loss" are methods of the model's own.
+        own: What of the model is a user's, as warnings call it, by "call" and
+            "compute_loss".
         warn_unless: See `StepState.warn_unless`.
         active: Whether the first step is still to come.
     """
 
     model: Any
-    own: Collection[str]
+    own: Mapping[str, str]
     warn_unless: WarnUnless
     active: bool = True
 
@@ -71,7 +72,7 @@ class RowTrials:
         return self.warn_unless if self.active and replica.index == 0 else None
 
     def of_model(self, data: Any, layers: Iterable[Any]) -> None:
-        """Tries the model's own methods.
+        """Tries what of the model is a user's.
 
         Args:
             data: The replica's rows of a batch.
@@ -79,19 +80,18 @@ class RowTrials:
         """
         if not self.own or not all(layer.built for layer in layers):
             return
-        name = type(self.model).__name__
         if "call" in self.own and _is_new(self.model, "call"):
             self.warn_unless(
                 lambda: _holds(_same_outputs, data, self.model),
-                f"What `{name}.call` gives for a row depends on the other rows of the "
-                "batch. Several replicas compute it of their own rows each, which "
+                f"What {self.own['call']} gives for a row depends on the other rows of "
+                "the batch. Several replicas compute it of their own rows each, which "
                 "makes other numbers than one device's. To compare all rows, gather "
                 f"them: {_GATHER}.",
             )
         if "compute_loss" in self.own and _is_new(self.model, "compute_loss"):
             self.warn_unless(
                 lambda: _holds(_mean_of_rows, data, self.model),
-                f"What `{name}.compute_loss` gives is no mean over the rows of a "
+                f"What {self.own['compute_loss']} gives is no mean over the rows of a "
                 "batch: of two halves the mean is another than of the whole. Several "
                 "replicas compute it of their own rows each, and the mean of that is "
                 "not one device's loss. Divide a sum by the rows, `ops.shape(x)[0]`; "

@@ -103,6 +103,18 @@ class Centered(keras.Model):
         return ops.mean(x, axis=0)
 
 
+class Centering(keras.layers.Layer):
+    """A layer that takes the mean of the batch away."""
+
+    def call(self, x):
+        return x - ops.mean(x, axis=0)
+
+
+class Halving(keras.layers.Layer):
+    def call(self, x):
+        return x / 2
+
+
 class CenteredOfAll(Centered):
     def mean(self, x):
         replica = ks.get_replica_context()
@@ -180,6 +192,11 @@ CASES = {
     "a loss of rows": (None, {"loss": lambda: error_of_rows}),
     "a loss of all rows": (None, {"loss": lambda: root}),
     "a call that compares": ("Centered.call", {"model": Centered}),
+    "a layer that compares": (
+        "with Centering",
+        {"model": lambda: models.mlp(lambda: Centering())},
+    ),
+    "a layer": (None, {"model": lambda: models.mlp(lambda: Halving())}),
     "a call that gathers": (None, {"model": CenteredOfAll}),
     "a call": (None, {"model": Plain}),
     "a call that draws": (None, {"model": Noisy}),

@@ -18,7 +18,7 @@ from keras import tree
 from keras_strategy.backends.tensorflow.across import gather_of_workers
 from keras_strategy.backends.tensorflow.group import TensorFlowGroup
 from keras_strategy.backends.tensorflow.refusals import FirstStep, require
-from keras_strategy.hooks.layers import all_layers, own_methods
+from keras_strategy.hooks.layers import all_layers, to_try
 from keras_strategy.rules.row_trials import RowTrials
 from keras_strategy.rules.row_weights import split_rows
 from keras_strategy.rules.step import (
@@ -81,7 +81,7 @@ class TrainingStrategy:
         first = FirstStep(group.peers.beside_them)
         if not tf.executing_eagerly():
             _first_steps.setdefault(model, []).append(first)
-        trials = RowTrials(model, own_methods(model, kind), first.warn_unless)
+        trials = RowTrials(model, to_try(model, kind), first.warn_unless)
         replica_step = weighted_step(step, own, layers, require, trials, rows)
         outputs = group.call(
             replica_step, (PerReplica(shards), PerReplica(weights)), {}

@@ -12,7 +12,7 @@ from keras import tree
 
 from keras_strategy.backends.single import tensors_of_arrays
 from keras_strategy.backends.torch.batch_logs import BatchLogs
-from keras_strategy.hooks.layers import all_layers, own_methods
+from keras_strategy.hooks.layers import all_layers, to_try
 from keras_strategy.rules import step as rules
 from keras_strategy.rules.row_trials import RowTrials
 from keras_strategy.rules.row_weights import split_rows
@@ -41,7 +41,7 @@ def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callab
         on.
     """
     own = rules.returns_metrics(model, kind)
-    trials = RowTrials(model, own_methods(model, kind), _warn_unless)
+    trials = RowTrials(model, to_try(model, kind), _warn_unless)
     weighted = rules.weighted_step(
         getattr(model, f"{kind}_step"),
         own,
