@@ -201,7 +201,7 @@ _keras_layers = frozenset(
     for public in (*_KERAS_MODELS, *vars(keras.layers).values())
     # With what Keras's classes inherit from.
     for part in (public.__mro__ if isinstance(public, type) else ())
-) - {keras.layers.Lambda, keras.layers.TFSMLayer, keras.layers.TorchModuleWrapper}
+) - {keras.layers.Lambda, keras.layers.TFSMLayer}
 
 
 def to_try(model: keras.Model, kind: str) -> dict[str, str]:
@@ -215,7 +215,10 @@ def to_try(model: keras.Model, kind: str) -> dict[str, str]:
         What a warning calls it, by "call" and "compute_loss".
     """
     cls, found = type(model), {}
-    others = {type(layer).__name__ for layer in all_layers(model) if _is_own(layer)}
+    layers = {type(layer) for layer in all_layers(model)}
+    if any(issubclass(layer, keras.layers.TorchModuleWrapper) for layer in layers):
+        return found  # what a module of torch's keeps, a trial could not put back
+    others = {layer.__name__ for layer in layers - _keras_layers}
     if cls.call not in [keras_own.call for keras_own in _KERAS_MODELS]:
         found["call"] = f"`{cls.__name__}.call`"
     elif others and cls.call is not keras.Model.call:  # which raises
@@ -223,7 +226,3 @@ def to_try(model: keras.Model, kind: str) -> dict[str, str]:
     if cls.compute_loss is not keras.Model.compute_loss and kind != "predict":
         found["compute_loss"] = f"`{cls.__name__}.compute_loss`"
     return found
-
-
-def _is_own(layer: Any) -> bool:
-    return type(layer) not in _keras_layers

@@ -101,12 +101,24 @@ class Residual(torch.nn.Module):
         return x + self.normalize(self.linear(x))
 
 
-def model_of_a_module(strategy, normalizes=False, counts=False):
+class OfAModule(keras.Model):
+    """A model with a call of its own."""
+
+    def __init__(self, *parts):
+        super().__init__()
+        self.body = keras.Sequential(parts)
+
+    def call(self, x, training=None):
+        return self.body(x, training=training)
+
+
+def model_of_a_module(strategy, normalizes=False, counts=False, own=False):
     keras.utils.set_random_seed(1)
     with scope(strategy):
         module = Residual(normalizes, counts)
         wrapped = keras.layers.TorchModuleWrapper(module, output_shape=(None, 3))
-        model = keras.Sequential([keras.Input((3,)), wrapped, keras.layers.Dense(1)])
+        parts = [keras.Input((3,)), wrapped, keras.layers.Dense(1)]
+        model = OfAModule(*parts) if own else keras.Sequential(parts)
         model.compile("adam", "mse", metrics=["mae"])
     return model
 
@@ -122,9 +134,10 @@ def test_modules_of_torch_train_as_on_one_device(replicas, mirrored):
         assert all(torch.equal(components[0], other) for other in components)
 
 
-def test_statistics_of_a_module_are_the_mean_of_the_replicas(two):
-    model = model_of_a_module(two, normalizes=True)
-    module = model.layers[0].module
+@pytest.mark.parametrize("own", [False, True])
+def test_statistics_of_a_module_are_the_mean_of_the_replicas(own, two):
+    model = model_of_a_module(two, normalizes=True, own=own)
+    module = (model.body if own else model).layers[0].module
     with torch.no_grad():
         inputs = module.linear(torch.from_numpy(X[:5]))
     model.train_on_batch(X[:5], Y[:5])
