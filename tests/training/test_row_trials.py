@@ -164,6 +164,17 @@ class Meant(Plain):
         return ops.mean(ops.square(y - y_pred)) + 1.0
 
 
+class NoisyLoss(Noisy):
+    """Compares what the model gives with noise."""
+
+    def call(self, x):
+        return self.body(x)
+
+    def compute_loss(self, x, y, y_pred, sample_weight, training=True):
+        noise = keras.random.normal(ops.shape(y_pred), seed=self.seed)
+        return ops.mean(ops.square(y_pred - noise))
+
+
 class Kept(Plain):
     """Keras's own, of a loss that is summed: it comes to one device's."""
 
@@ -203,6 +214,8 @@ CASES = {
     "a call that draws by itself": (None, {"model": NoisyByTheEngine}),
     "compute_loss that sums": ("Summed.compute_loss", {"model": Summed}),
     "compute_loss": (None, {"model": Meant}),
+    "compute_loss that draws": (None, {"model": NoisyLoss}),
+    "a loss of all rows in compute_loss": (None, {"model": Kept, "loss": lambda: root}),
     "a loss that sums in compute_loss": (None, {"model": Kept, "loss": lambda: SUM}),
 }
 
@@ -223,13 +236,32 @@ def test_what_is_warned_of(name, parts, two, caplog):
     many = train(two, make, X, Y)
     if BACKEND == "jax" or name is None:
         assert warnings_of(caplog) == []
-        if parts.get("model") not in (Noisy, NoisyByTheEngine):
+        if parts.get("model") not in (Noisy, NoisyByTheEngine, NoisyLoss):
             assert_equal(one, many)
         return
     (message,) = warnings_of(caplog)
     assert name in message
     with pytest.raises(AssertionError):  # it is not warned of what is exact
         assert_equal(one, many)
+
+
+class Counting(Plain):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def call(self, x):
+        self.calls += 1
+        return super().call(x)
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="elsewhere a call is a trace")
+def test_what_a_trial_sets_is_forgotten(two):
+    one, many = (
+        train(strategy, lambda: models.compiled(Counting()), X, Y)
+        for strategy in (None, two)
+    )
+    assert one.model.calls == many.model.calls
 
 
 class WithAStep(Plain):

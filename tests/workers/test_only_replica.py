@@ -38,23 +38,18 @@ def test_what_a_run_returned_stays_as_it_is(two_workers):
         assert not result["turn"]  # nothing that is set on a layer is noted any more
 
 
-def test_models_with_optimizers_of_their_own(two_workers):
-    expected = jobs.adversaries(alone=True)
-    for result in two_workers.run(jobs.adversaries):
-        assert equal(result, expected)
-
-
-@for_torch
-def test_a_scope_in_which_the_session_is_cleared(two_workers):
-    expected = jobs.a_cleared_session(alone=True)
-    for result in two_workers.run(jobs.a_cleared_session):
-        assert equal(result, expected)
-
-
-@for_torch
-def test_gradients_that_an_optimizer_keeps(two_workers):
-    expected = jobs.kept_gradients(alone=True)
-    for result in two_workers.run(jobs.kept_gradients):
+@pytest.mark.parametrize(
+    "job",
+    [
+        jobs.adversaries,
+        pytest.param(jobs.a_cleared_session, marks=for_torch),
+        pytest.param(jobs.kept_gradients, marks=for_torch),
+    ],
+    ids=lambda job: job.__name__,
+)
+def test_what_one_process_alone_comes_to(job, two_workers):
+    expected = job(alone=True)
+    for result in two_workers.run(job):
         assert equal(result, expected)
 
 
