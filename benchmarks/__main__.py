@@ -1,101 +1,113 @@
 """Runs the benchmarks: `python -m benchmarks --json FILE`."""
 
 import argparse
+import datetime
+import itertools
 import json
 import os
-import subprocess
+import platform
 import sys
-import tempfile
 import time
-from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from benchmarks.report import table
+import keras_strategy
+from benchmarks.comparisons import BACKENDS, COMPARISONS, Comparison
+from benchmarks.measure import row_of
+from benchmarks.report import ratio, table
+from benchmarks.sides import starter_for
 
-ROOT = Path(__file__).parents[1]
-BACKENDS = ("jax", "torch", "tensorflow")
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The processes that a comparison needs.
-
-    Attributes:
-        devices: The devices of each process.
-        workers: How many processes there are.
-    """
-
-    devices: int
-    workers: int
-
-
-SHAPES = {
-    "jax": (Shape(1, 1), Shape(2, 1)),
-    "torch": (Shape(1, 1), Shape(2, 1), Shape(1, 2)),
-    "tensorflow": (Shape(1, 1), Shape(2, 1)),
-}
+# That a row is measured, at most.
+ATTEMPTS = 3
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--json", metavar="FILE", help="where the rows are written")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
-    parser.add_argument("--rounds", type=int, default=7, help="of both programs")
+    parser.add_argument("--rounds", type=int, default=9, help="of both programs")
     parser.add_argument(
-        "--seconds", type=float, default=0.3, help="that a program trains in a round"
+        "--seconds", type=float, default=0.25, help="that a program trains in a round"
     )
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="what the names must hold"
     )
+    parser.add_argument(
+        "--minutes", type=float, default=14.0, help="until noisy rows are left so"
+    )
     options = parser.parse_args()
     began = time.monotonic()
-    rows, status = [], 0
-    for backend in options.backends:
-        for shape in SHAPES[backend]:
-            more, failed = _measured(backend, shape, options)
-            rows += more
-            status |= failed
+    rows, failed = _measured(options, began + 60 * options.minutes)
     print(table(rows))
-    print(f"{len(rows)} rows in {time.monotonic() - began:.0f} s")
+    print(f"{len(rows)} rows in {time.monotonic() - began:.0f} s; failed: {failed}")
     if options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
-    return status
+        text = json.dumps({**_about(), "rows": rows}, indent=1)
+        Path(options.json).write_text(text + "\n")
+    return int(bool(failed))
 
 
 def _measured(
-    backend: str, shape: Shape, options: argparse.Namespace
-) -> tuple[list[dict], int]:
-    """The rows of the processes of one shape, and whether they failed."""
-    environment = {
-        # XLA sizes the thread pool of its CPU devices by it, see the Makefile.
-        "NPROC": "8",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        **os.environ,
-        "KERAS_BACKEND": backend,
+    options: argparse.Namespace, until: float
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows, and the names of those that failed.
+
+    Noisy ones are measured again when all are there, while there is time.
+    """
+    names = {
+        (comparison, case): f"{comparison.backend}: {case}: {comparison.name} / "
+        f"{comparison.peer}"
+        for comparison in COMPARISONS
+        for case in comparison.cases
+        if comparison.backend in options.backends
     }
-    launcher = []
-    if shape.workers == 1:
-        environment["KERAS_STRATEGY_LOGICAL_CPUS"] = str(shape.devices)
-    else:
-        launcher = [
-            *("keras_strategy", "run", f"--workers={shape.workers}"),
-            *(f"--devices-per-worker={shape.devices}", "-m"),
-        ]
-        # What they share they must not fight for: one core for each process.
-        environment["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "rows")
-        command = [
-            *(sys.executable, "-m", *launcher, "benchmarks.measure"),
-            *(f"--out={out}", f"--only={options.only}"),
-            *(f"--devices={shape.devices}", f"--workers={shape.workers}"),
-            *(f"--rounds={options.rounds}", f"--seconds={options.seconds}"),
-        ]
-        status = subprocess.run(command, cwd=ROOT, env=environment).returncode
-        lines = out.read_text().splitlines() if out.exists() else []
-    if status:
-        print(f"{backend}, {shape}: ended with status {status}", file=sys.stderr)
-    return [json.loads(line) for line in lines], int(status != 0)
+    wanted = [key for key, name in names.items() if options.only in name]
+    rows: dict[tuple[Comparison, str], dict[str, Any]] = {}
+    failed = set()
+    for attempt in range(ATTEMPTS):
+        left = [k for k in wanted if attempt == 0 or k in rows and _noisy(rows[k])]
+        for (backend, workers), group in itertools.groupby(
+            left, lambda key: (key[0].backend, key[0].workers)
+        ):
+            with starter_for(backend, workers) as starter:
+                for key in group:
+                    if attempt and time.monotonic() > until:
+                        break
+                    try:
+                        row = row_of(starter, *key, options.rounds, options.seconds)
+                    except RuntimeError as error:  # the others are still measured
+                        print(f"{names[key]}: {error}", file=sys.stderr)
+                        failed.add(names[key])
+                        continue
+                    print(f"{names[key]}: {_said(row)}", flush=True)
+                    rows[key] = min(row, rows.get(key, row), key=lambda r: r["noise"])
+    return [rows[key] for key in wanted if key in rows], sorted(failed)
+
+
+def _noisy(row: dict[str, Any]) -> bool:
+    return row["noise"] > 1
+
+
+def _said(row: dict[str, Any]) -> str:
+    ratios = ", ".join(f"{ratio(s)} {unit}" for unit, s in row["speeds"].items())
+    machine = f"others {row['others']:.1%}, idle {row['idle']:.1%}"
+    figures = "" if row["figures"] is None else f"\n    a step: {row['figures']}"
+    return f"{ratios}; {machine}{', noisy' if _noisy(row) else ''}{figures}"
+
+
+def _about() -> dict[str, Any]:
+    """What a result is of."""
+    packages = ("keras", "jax", "torch", "tensorflow-cpu", "tensorflow")
+    return {
+        "version": keras_strategy.__version__,
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "packages": {
+            found.metadata["Name"]: found.version
+            for name in packages
+            for found in metadata.distributions(name=name)
+        },
+    }
 
 
 if __name__ == "__main__":

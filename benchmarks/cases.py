@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import keras
 import numpy as np
-from sklearn.datasets import load_digits
 
 CHARACTERS = 96  # those of ASCII that print, and one for all others
 WORDS = 8192
@@ -117,6 +116,8 @@ def _embedding() -> keras.Model:
 
 @functools.cache
 def _digits() -> tuple[np.ndarray, np.ndarray]:
+    from sklearn.datasets import load_digits  # which a machine with GPUs may lack
+
     digits = load_digits()
     return (digits.data / 16).astype("float32"), digits.target.astype("int32")
 

@@ -1,15 +1,18 @@
-"""What is compared with what: a comparison makes two programs of a case."""
+"""What is compared with what: a table, which imports no engine.
 
-import importlib
-from collections.abc import Callable
+A program is named by its module and function, "ours:mirrored_fit". The two of a
+comparison run in processes of their own (`benchmarks.side`), and modules of peers never
+import `keras_strategy`.
+"""
+
 from dataclasses import dataclass
 
-import keras
-
-import keras_strategy as ks
-from benchmarks.cases import Case
-from benchmarks.pairing import Train
-from benchmarks.plain import plain_keras
+MLP = "MLP, batch 128"
+LARGE_MLP = "MLP, batch 1024"
+CNN = "CNN"
+TRANSFORMER = "transformer"
+EMBEDDING = "embedding"
+ALL = (MLP, LARGE_MLP, CNN, TRANSFORMER, EMBEDDING)
 
 
 @dataclass(frozen=True)
@@ -17,22 +20,25 @@ class Comparison:
     """Ours and a peer.
 
     Attributes:
+        backend: The Keras backend of both.
         name: What of ours it is, such as "fit".
         peer: The peer's name.
-        replicas: The replicas of ours.
+        programs: What makes the two programs of a case, ours first.
         aim: What the ratio shall be at least; None where the peer is shown alone.
-        programs: Makes both programs for a case, ours first.
-        workers: The processes that both of them run in.
-        without: The names of cases that are left out.
+        replicas: The replicas of ours.
+        workers: The processes of each side.
+        cases: The names of its cases. To compile takes longer than to measure, so not
+            every comparison has all.
     """
 
+    backend: str
     name: str
     peer: str
-    replicas: int
+    programs: tuple[str, str]
     aim: float | None
-    programs: Callable[[Case], tuple[Train, Train]]
+    replicas: int = 2
     workers: int = 1
-    without: tuple[str, ...] = ()
+    cases: tuple[str, ...] = ALL
 
     @property
     def devices(self) -> int:
@@ -40,69 +46,164 @@ class Comparison:
         return self.replicas // self.workers
 
 
-def fit(model: keras.Model, case: Case) -> Train:
-    """`model.fit` of one epoch of so many steps."""
-
-    def train(steps: int) -> None:
-        x, y = case.rows(steps * case.batch)
-        model.fit(x, y, batch_size=case.batch, verbose=0)
-
-    return train
+BACKENDS = ("jax", "torch", "tensorflow")
+PLAIN = "programs:plain_fit"
+BY_HAND = "jax.jit over a mesh, by hand"
+DDP = "Keras under DDP"
+NATIVE = "tf.distribute.MirroredStrategy"
+ONE_DEVICE_SUM = f"{NATIVE}, ReductionToOneDevice"
 
 
-def fit_in_scope(
-    strategy: ks.Strategy, case: Case, steps_per_execution: int = 1
-) -> Train:
-    keras.utils.set_random_seed(0)
-    with strategy.scope():
-        return fit(case.compiled(steps_per_execution), case)
-
-
-def plain_fit(case: Case) -> Train:
-    """`model.fit` of a Keras that nothing was installed in."""
-    keras.utils.set_random_seed(0)
-    with plain_keras():
-        train = fit(case.compiled(), case)
-
-    def plain(steps: int) -> None:
-        with plain_keras():
-            train(steps)
-
-    return plain
-
-
-def _device() -> str:
-    return ks.MirroredStrategy().extended.worker_devices[0]
-
-
-ONE_DEVICE = (
-    Comparison(
-        "fit, OneDeviceStrategy",
-        "plain Keras",
-        1,
-        0.98,
-        lambda case: (
-            fit_in_scope(ks.OneDeviceStrategy(_device()), case),
-            plain_fit(case),
+def _one_device(backend: str) -> tuple[Comparison, ...]:
+    return (
+        Comparison(
+            backend,
+            "fit, OneDeviceStrategy",
+            "plain Keras",
+            ("ours:one_device_fit", PLAIN),
+            0.98,
+            replicas=1,
+            # The same program as below: two cases show it.
+            cases=(MLP, TRANSFORMER),
         ),
-        # The same program as below: two cases show it.
-        without=("MLP, batch 1024", "CNN", "embedding"),
+        Comparison(
+            backend,
+            "fit, MirroredStrategy",
+            "plain Keras",
+            ("ours:one_replica_fit", PLAIN),
+            0.98,
+            replicas=1,
+        ),
+    )
+
+
+JAX = (
+    *_one_device("jax"),
+    Comparison(
+        "jax",
+        "fit, MirroredStrategy",
+        "keras.distribution.DataParallel",
+        ("ours:mirrored_fit", "jax_peers:keras_data_parallel"),
+        1.0,
+        cases=(MLP, TRANSFORMER, EMBEDDING),
     ),
     Comparison(
+        "jax",
+        "run, distributed dataset",
+        BY_HAND,
+        ("jax_ours:run_loop", "jax_peers:by_hand"),
+        0.95,
+        cases=(MLP, TRANSFORMER, EMBEDDING),
+    ),
+    Comparison(
+        "jax",
+        "run and reduce",
+        BY_HAND,
+        ("jax_ours:run_and_reduce_loop", "jax_peers:by_hand"),
+        0.9,
+        cases=(MLP, EMBEDDING),
+    ),
+    Comparison(
+        "jax",
         "fit, MirroredStrategy",
-        "plain Keras",
-        1,
-        0.98,
-        lambda case: (
-            fit_in_scope(ks.MirroredStrategy([_device()]), case),
-            plain_fit(case),
-        ),
+        BY_HAND,
+        ("ours:mirrored_fit", "jax_peers:by_hand"),
+        None,
+        cases=(MLP,),
+    ),
+    Comparison(
+        "jax",
+        "fit, steps_per_execution=8",
+        BY_HAND,
+        ("ours:mirrored_fit_of_8", "jax_peers:by_hand"),
+        0.9,
+        cases=(MLP,),
     ),
 )
 
+TORCH = (
+    *_one_device("torch"),
+    Comparison(
+        "torch",
+        "fit, 2 replicas",
+        "plain Keras",
+        ("ours:mirrored_fit", PLAIN),
+        0.95,
+        cases=(MLP, LARGE_MLP, CNN),
+    ),
+    Comparison(
+        "torch",
+        "fit, 2 processes",
+        DDP,
+        ("ours:workers_fit", "torch_peers:keras_under_ddp"),
+        0.95,
+        workers=2,
+    ),
+    Comparison(
+        "torch",
+        "run, 2 processes",
+        DDP,
+        ("torch_ours:workers_run_loop", "torch_peers:keras_under_ddp"),
+        0.95,
+        workers=2,
+        cases=(MLP, CNN),
+    ),
+    Comparison(
+        "torch",
+        "fit, 2 processes",
+        "nn.Module under DDP",
+        ("ours:workers_fit", "torch_peers:torch_under_ddp"),
+        None,
+        workers=2,
+        cases=(MLP, CNN),
+    ),
+)
 
-def of_backend() -> tuple[Comparison, ...]:
-    """The comparisons of the backend in use."""
-    name = keras.backend.backend()
-    peers = importlib.import_module(f"benchmarks.{name}_peers")
-    return (*ONE_DEVICE, *peers.COMPARISONS)
+TENSORFLOW = (
+    *_one_device("tensorflow"),
+    Comparison(
+        "tensorflow",
+        "steps of fit, MirroredStrategy",
+        f"Keras on {NATIVE}",
+        ("tensorflow_ours:steps_of_fit", "tensorflow_peers:steps_of_native_fit"),
+        1.0,
+        cases=(MLP, CNN, TRANSFORMER),
+    ),
+    Comparison(
+        "tensorflow",
+        "steps of fit, MirroredStrategy",
+        f"Keras on {ONE_DEVICE_SUM}",
+        (
+            "tensorflow_ours:steps_of_fit",
+            "tensorflow_peers:steps_of_native_fit_on_one_device",
+        ),
+        None,
+        cases=(MLP,),
+    ),
+    Comparison(
+        "tensorflow",
+        "loop of `run`, MirroredStrategy",
+        f"tf.function of run on {NATIVE}",
+        ("tensorflow_ours:run_loop", "tensorflow_peers:native_loop"),
+        0.95,
+        cases=(MLP, CNN),
+    ),
+    Comparison(
+        "tensorflow",
+        "loop of `run`, MirroredStrategy",
+        f"tf.function of run on {ONE_DEVICE_SUM}",
+        ("tensorflow_ours:run_loop", "tensorflow_peers:native_loop_on_one_device"),
+        None,
+        cases=(MLP,),
+    ),
+    Comparison(
+        "tensorflow",
+        "loop of a tf.function of `run`, MirroredStrategy",
+        f"tf.function of run on {NATIVE}",
+        ("tensorflow_ours:loop_of_a_function", "tensorflow_peers:native_loop"),
+        0.95,
+        cases=(MLP,),
+    ),
+)
+
+COMPARISONS = (*JAX, *TORCH, *TENSORFLOW)

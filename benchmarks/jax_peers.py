@@ -12,10 +12,8 @@ import keras
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import keras_strategy as ks
 from benchmarks.cases import Case, loss, optimizer
-from benchmarks.comparisons import Comparison, fit_in_scope
-from benchmarks.pairing import Train
+from benchmarks.programs import Train
 
 # Of one epoch; both programs go round them.
 BATCHES = 16
@@ -91,108 +89,3 @@ def by_hand(case: Case) -> Train:
         jax.block_until_ready((state, value))
 
     return train
-
-
-def mirrored() -> ks.Strategy:
-    return ks.MirroredStrategy([f"cpu:{d.id}" for d in jax.devices()])
-
-
-def run_loop(case: Case, reduces: bool) -> Train:
-    """The same loop with `strategy.run`.
-
-    Args:
-        case: What is trained.
-        reduces: Whether the loss is reduced in every step.
-    """
-    strategy = mirrored()
-    keras.utils.set_random_seed(0)
-    with strategy.scope():
-        model, adam = case.build(), optimizer()
-        accuracy = keras.metrics.SparseCategoricalAccuracy()
-    per_row = keras.losses.SparseCategoricalCrossentropy(
-        from_logits=True, reduction="none"
-    )
-
-    def step(x, y):
-        def loss_of_batch():
-            logits = model(x, training=True)
-            # The mean over all entries of the global batch.
-            losses = keras.ops.mean(
-                keras.ops.reshape(per_row(y, logits), (len(x), -1)), axis=-1
-            )
-            return ks.compute_average_loss(losses, case.batch), logits
-
-        variables = model.trainable_variables
-        (value, logits), gradients = ks.value_and_grad(
-            loss_of_batch, variables, has_aux=True
-        )()
-        adam.apply(gradients, variables)
-        accuracy.update_state(y, logits)
-        return value
-
-    dataset = strategy.experimental_distribute_dataset(batches(case))
-    elements = iter(())
-
-    def train(steps: int) -> None:
-        nonlocal elements
-        value = None
-        for _ in range(steps):
-            element = next(elements, None)
-            if element is None:
-                elements = iter(dataset)
-                element = next(elements)
-            value = strategy.run(step, args=element)
-            if reduces:
-                value = strategy.reduce("SUM", value)
-        states = (*model.variables, *adam.variables, *accuracy.variables)
-        jax.block_until_ready([v.value for v in states])
-        jax.block_until_ready(strategy.experimental_local_results(value))
-
-    return train
-
-
-# The others need seconds to compile and have the same little beside their arithmetic.
-_LARGE = ("MLP, batch 1024", "CNN", "transformer")
-
-COMPARISONS: tuple[Comparison, ...] = (
-    Comparison(
-        "fit, MirroredStrategy",
-        "keras.distribution.DataParallel",
-        2,
-        1.0,
-        lambda case: (fit_in_scope(mirrored(), case), keras_data_parallel(case)),
-        without=("MLP, batch 1024", "CNN"),
-    ),
-    Comparison(
-        "run, distributed dataset",
-        "jax.jit over a mesh, by hand",
-        2,
-        0.95,
-        lambda case: (run_loop(case, reduces=False), by_hand(case)),
-        without=("MLP, batch 1024", "CNN"),
-    ),
-    Comparison(
-        "run and reduce",
-        "jax.jit over a mesh, by hand",
-        2,
-        0.9,
-        lambda case: (run_loop(case, reduces=True), by_hand(case)),
-        without=_LARGE,
-    ),
-    Comparison(
-        "fit, MirroredStrategy",
-        "jax.jit over a mesh, by hand",
-        2,
-        None,
-        lambda case: (fit_in_scope(mirrored(), case), by_hand(case)),
-        without=(*_LARGE, "embedding"),
-    ),
-    Comparison(
-        "fit, steps_per_execution=8",
-        "jax.jit over a mesh, by hand",
-        2,
-        0.9,
-        lambda case: (fit_in_scope(mirrored(), case, 8), by_hand(case)),
-        without=(*_LARGE, "embedding"),
-    ),
-)

@@ -1,94 +1,73 @@
-"""The comparisons of one backend that run in processes of one shape.
+"""One row: a comparison of one case, and what is known of the machine meanwhile."""
 
-A process has one backend and one number of devices, so `python -m benchmarks` starts
-this module for each: see `Shape` there. Its results are lines of JSON in a file.
-"""
-
-import argparse
 import dataclasses
-import json
 import os
-import time
-from collections.abc import Callable
+from typing import Any
 
-import keras
+from benchmarks.comparisons import Comparison
+from benchmarks.machine import Others
+from benchmarks.pairing import CPU, compare, warm
+from benchmarks.sides import Sided
+from keras_strategy.testing.warm_starter import WarmStarter
 
-import keras_strategy as ks
-from benchmarks.cases import CASES
-from benchmarks.comparisons import of_backend
-from benchmarks.figures import figures_of
-from benchmarks.pairing import compare
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--devices", type=int, required=True)
-    parser.add_argument("--workers", type=int, required=True)
-    parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--only", default="")
-    options = parser.parse_args()
-
-    together: Callable[[float], float] = float
-    chief = True
-    if options.workers > 1:
-        # The cluster of the process; the comparisons' own strategies join the same.
-        strategy = ks.MultiWorkerMirroredStrategy()
-        chief = strategy.extended.cluster.is_chief
-        together = _of_all(strategy)
-    for comparison in of_backend():
-        if (comparison.devices, comparison.workers) != (
-            options.devices,
-            options.workers,
-        ):
-            continue
-        for case in CASES:
-            row = {
-                "case": f"{case.name}: {comparison.name}",
-                "backend": keras.backend.backend(),
-                "replicas": comparison.replicas,
-            }
-            name = f"{row['case']} / {comparison.peer}"
-            if case.name in comparison.without or options.only not in name:
-                continue
-            began = time.perf_counter()
-            ours, peer = comparison.programs(case)
-            speeds = compare(
-                ours, peer, options.rounds, options.seconds, together=together
-            )
-            # Last, since a profiler stays with the threads that it met.
-            figures = (
-                figures_of(ours, case.build()) if comparison.replicas > 1 else None
-            )
-            if not chief:
-                continue
-            with open(options.out, "a") as file:
-                for speed in speeds:
-                    values = dataclasses.asdict(speed)
-                    more = {"peer_name": comparison.peer, "aim": comparison.aim}
-                    if figures is not None:
-                        more["figures"] = dataclasses.asdict(figures)
-                    print(json.dumps(row | values | more), file=file)
-            ratio = ", ".join(f"{s.ratio:.3f} ({s.unit})" for s in speeds)
-            taken = time.perf_counter() - began
-            if figures is not None:
-                print(f"{row['backend']}: {row['case']}, a step: {figures}", flush=True)
-            print(f"{row['backend']}: {name}: {ratio} [{taken:.0f} s]", flush=True)
+# A row is noisy where others took more than this share of the machine, or the quartiles
+# of its ratio in CPU time are farther apart.
+OTHERS = 0.03
+WIDTH = 0.08
 
 
-def _of_all(strategy: ks.Strategy) -> Callable[[float], float]:
-    """Adds up what the processes measured; all of them wait for each other in it."""
-    cluster = strategy.extended.cluster
+def row_of(
+    starter: WarmStarter, comparison: Comparison, case: str, rounds: int, seconds: float
+) -> dict[str, Any]:
+    """Measures a row.
 
-    def together(value: float) -> float:
-        return sum(cluster.agree("a round of the benchmark", value))
+    Args:
+        starter: What starts the processes.
+        comparison: The programs.
+        case: The name of the case.
+        rounds: How often each of them is timed.
+        seconds: About how long it trains each time.
 
-    return together
+    Returns:
+        The row. Its `noise` is up to 1 where the machine was quiet.
+    """
+    sides: list[Sided] = []
+    try:
+        # One after the other: each has the machine for its first step.
+        for ours in True, False:
+            sides.append(Sided(starter, comparison, ours, case))
+        steps = warm(sides[0].train, sides[1].train, seconds)
+        others, before = Others(), _used(sides)
+        pairing = compare(sides[0].train, sides[1].train, steps, rounds)
+        used, idle = (a - b for a, b in zip(_used(sides), before, strict=True))
+        share = others.share(used)
+        peaks = [side.peak_mb for side in sides]
+        # Last, since a profiler stays with the threads that it met.
+        figures = sides[0].ask("figures")[0] if comparison.replicas > 1 else None
+    finally:
+        for side in sides:
+            side.close()
+    return {
+        "backend": comparison.backend,
+        "case": f"{case}: {comparison.name}",
+        "peer": comparison.peer,
+        "aim": comparison.aim,
+        "speeds": {
+            unit: dataclasses.asdict(speed) for unit, speed in pairing.speeds.items()
+        },
+        "once_seconds": pairing.once,
+        "first_step_seconds": [side.first_step for side in sides],
+        "peak_mb": peaks,
+        "steps": steps,
+        "others": share,
+        # Of what both used, what a side used when it was not its turn.
+        "idle": idle / used,
+        "load": os.getloadavg()[0],
+        "noise": max(share / OTHERS, pairing.speeds[CPU].width / WIDTH),
+        "figures": figures,
+    }
 
 
-if __name__ == "__main__":
-    main()
-    if "TF_CONFIG" not in os.environ:
-        # Engines may take seconds to end their threads, which nobody waits for.
-        os._exit(0)
+def _used(sides: list[Sided]) -> tuple[float, float]:
+    """The seconds of processors that both used, and those out of their turns."""
+    return sum(side.cpu for side in sides), sum(side.idle for side in sides)

@@ -2,17 +2,21 @@
 
 A shared machine is faster in one minute than in the next. So the two alternate
 (A B A B ...), every ratio is taken between neighbours, and the median of the ratios is
-what counts.
+what counts. In its turn a program trains for a short and a long time: what a call costs
+beside its steps, once, is in both, and so not in their difference.
 """
 
-import gc
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# Trains for so many steps, and returns when the devices have finished them.
-Train = Callable[[int], None]
+# Trains for so many steps; returns the seconds it took by the unit of their speed.
+Turn = Callable[[int], dict[str, float]]
+WALL = "steps/s"
+# Of all threads of all processes: where they share cores, the one that waits is free.
+CPU = "steps/CPU-s"
+
+SHORT = 8  # a short time is so much shorter than a long one
 
 
 @dataclass(frozen=True)
@@ -24,105 +28,79 @@ class Speed:
         peer: The median of the peer's.
         ratio: The median of the paired ratios, ours / peer: higher is better.
         spread: Their quartiles.
-        unit: What the speeds are counted in.
     """
 
     ours: float
     peer: float
     ratio: float
     spread: tuple[float, float]
-    unit: str
+
+    @property
+    def width(self) -> float:
+        """How far the quartiles are apart."""
+        return self.spread[1] - self.spread[0]
 
 
 @dataclass(frozen=True)
-class Clock:
-    """What a round is timed with.
+class Pairing:
+    """What the rounds gave.
 
     Attributes:
-        unit: The unit of the speed that it gives.
-        read: Gives seconds.
+        speeds: By unit.
+        once: Seconds that a call of ours, and of the peer, takes beside its steps.
     """
 
-    unit: str
-    read: Callable[[], float]
+    speeds: dict[str, Speed]
+    once: tuple[float, float]
 
 
-WALL = Clock("steps/s", time.perf_counter)
-# Of all threads of this process: where they share cores, the one that waits is free.
-CPU = Clock("steps/CPU-s", time.process_time)
+def warm(ours: Turn, peer: Turn, seconds: float) -> int:
+    """Finds how many steps take the peer so long; both are warm afterwards."""
+    steps = SHORT
+    for _ in range(3):  # what a call costs once counts less and less
+        ours(steps)
+        rate = steps / peer(steps)[WALL]
+        steps = max(SHORT, min(8 * steps, round(rate * seconds)))
+    # So that both lengths are multiples of 8, where steps are executed by eights.
+    steps = steps if steps < 64 else steps // 64 * 64
+    for turn in ours, peer:
+        turn(max(1, steps // SHORT))
+        turn(steps)
+    return steps
 
 
-def compare(
-    ours: Train,
-    peer: Train,
-    rounds: int,
-    seconds: float,
-    clocks: tuple[Clock, ...] = (WALL, CPU),
-    together: Callable[[float], float] = float,
-) -> list[Speed]:
+def compare(ours: Turn, peer: Turn, steps: int, rounds: int) -> Pairing:
     """Times two programs in turn.
 
     Args:
         ours: The one.
         peer: The other.
+        steps: Of the long time of a round.
         rounds: How often each of them is timed.
-        seconds: About how long it trains each time.
-        clocks: What to time it with.
-        together: Makes one number of what several processes have, the same in all;
-            it also brings them to one place before a round.
-
-    Returns:
-        A `Speed` for each clock.
     """
-    steps = _steps_for(seconds, ours, peer, together)
-    speeds: list[list[tuple[float, float]]] = [[] for _ in clocks]
-    for _ in range(rounds):
-        mine = _timed(ours, steps, clocks, together)
-        theirs = _timed(peer, steps, clocks, together)
-        for kept, pair in zip(speeds, zip(mine, theirs, strict=True), strict=True):
-            kept.append(pair)
-    return [
-        _speed(pairs, clock.unit) for pairs, clock in zip(speeds, clocks, strict=True)
-    ]
+    taken = [(_round(ours, steps), _round(peer, steps)) for _ in range(rounds)]
+    speeds = {
+        unit: _speed([(mine[0][unit], theirs[0][unit]) for mine, theirs in taken])
+        for unit in taken[0][0][0]
+    }
+    once = [statistics.median(pair[side][1] for pair in taken) for side in (0, 1)]
+    return Pairing(speeds, (once[0], once[1]))
 
 
-def _steps_for(
-    seconds: float, ours: Train, peer: Train, together: Callable[[float], float]
-) -> int:
-    """How many steps take so long; both programs are warm afterwards."""
-    steps = 4
-    for _ in range(3):  # the first compiles, and what a call costs counts less and less
-        ours(steps)
-        (rate,) = _timed(peer, steps, (WALL,), together)
-        steps = max(4, min(8 * steps, round(rate * seconds)))
-    ours(steps)
-    peer(steps)
-    return steps
+def _round(turn: Turn, steps: int) -> tuple[dict[str, float], float]:
+    """The seconds of a step, by unit, and those that a call takes beside its steps."""
+    few = max(1, steps // SHORT)
+    short, long = turn(few), turn(steps)
+    step = {unit: (long[unit] - short[unit]) / (steps - few) for unit in long}
+    return step, short[WALL] - few * step[WALL]
 
 
-def _timed(
-    train: Train,
-    steps: int,
-    clocks: tuple[Clock, ...],
-    together: Callable[[float], float],
-) -> list[float]:
-    gc.collect()
-    together(0.0)
-    before = [clock.read() for clock in clocks]
-    train(steps)
-    after = [clock.read() for clock in clocks]
-    return [
-        steps / together(end - begin) for begin, end in zip(before, after, strict=True)
-    ]
-
-
-def _speed(pairs: list[tuple[float, float]], unit: str) -> Speed:
-    ratios = [ours / peer for ours, peer in pairs]
+def _speed(seconds: list[tuple[float, float]]) -> Speed:
+    ratios = [peer / ours for ours, peer in seconds]
     low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return Speed(
-        ours=statistics.median(ours for ours, _ in pairs),
-        peer=statistics.median(peer for _, peer in pairs),
+        ours=1 / statistics.median(ours for ours, _ in seconds),
+        peer=1 / statistics.median(peer for _, peer in seconds),
         ratio=statistics.median(ratios),
         spread=(low, high),
-        unit=unit,
     )

@@ -1,28 +1,46 @@
 """The rows of a run, as a table for people."""
 
-HEAD = ("backend", "case: ours", "peer", "ratio of steps/s", "of steps/CPU-s", "aim")
+from typing import Any
+
+from benchmarks.pairing import CPU, WALL
+
+HEAD = (
+    *("backend", "case: ours", "peer", "ratio of steps/s", "of steps/CPU-s", "aim"),
+    *("once per call, ms", "first step, s", "peak memory, MB"),
+)
 
 
-def table(rows: list[dict]) -> str:
+def table(rows: list[dict[str, Any]]) -> str:
     """A Markdown table: a line for each comparison, with the quartiles of its ratios.
 
+    The last columns have ours / the peer's. A row that stayed noisy has a `~`.
+
     Args:
-        rows: As `python -m benchmarks --json` writes them, the clocks of a comparison
-            next to each other.
+        rows: As `python -m benchmarks --json` writes them.
     """
-    lines: dict[tuple[str, str, str], list[str]] = {}
-    aims = {}
-    for row in rows:
-        comparison = row["backend"], row["case"], row["peer_name"]
-        low, high = row["spread"]
-        ratio = f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})"
-        lines.setdefault(comparison, []).append(ratio)
-        aims[comparison] = "" if row["aim"] is None else str(row["aim"])
-    return "\n".join(
-        "| " + " | ".join(line) + " |"
-        for line in [
-            HEAD,
-            ("---",) * len(HEAD),
-            *((*names, *ratios, aims[names]) for names, ratios in lines.items()),
-        ]
+    lines = [HEAD, ("---",) * len(HEAD), *map(_line, rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def ratio(speed: dict[str, Any]) -> str:
+    low, high = speed["spread"]
+    return f"{speed['ratio']:.2f} ({low:.2f} to {high:.2f})"
+
+
+def _line(row: dict[str, Any]) -> tuple[str, ...]:
+    speeds = row["speeds"]
+    return (
+        row["backend"],
+        row["case"] + (" ~" if row.get("noise", 0) > 1 else ""),
+        row["peer"],
+        ratio(speeds[WALL]),
+        ratio(speeds[CPU]),
+        "" if row["aim"] is None else str(row["aim"]),
+        _both(row.get("once_seconds"), 1000, ".0f"),
+        _both(row.get("first_step_seconds"), 1, ".1f"),
+        _both(row.get("peak_mb"), 1, ".0f"),
     )
+
+
+def _both(pair: list[float] | None, factor: float, form: str) -> str:
+    return " / ".join(format(factor * value, form) for value in pair or ())

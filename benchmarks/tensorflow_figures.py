@@ -18,6 +18,8 @@ from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicF
 from tensorflow.python.framework import func_graph, op_callbacks
 
 HOST = "CPU:0"
+# What has the shape of its operands.
+_ELEMENTWISE = {"Identity", "Add", "AddV2", "Sub", "Mul", "Square", "RealDiv", "Cast"}
 
 
 @dataclass
@@ -72,7 +74,7 @@ def _executed(done: list[Graph]) -> Iterator[None]:
     def operation(op_type, inputs, attrs, outputs, op_name=None, graph=None):
         if graph is None and op_type == "AddN":
             # One of `strategy.reduce`: what a function returned is on the first device.
-            done.append(_of_sum(op_type, inputs, ["each", "of several"]))
+            done.append(_of_sum(op_type, inputs, outputs, ["each", "of several"]))
 
     op_callbacks.add_op_callback(operation)
     try:
@@ -129,9 +131,9 @@ def of_graph(graph: Any, arguments: Sequence[str]) -> Graph:
             if source != place and tensor.dtype not in (tf.resource, tf.variant)
         }
         if op.type == "AddN":
-            total = _of_sum(op.type, op.inputs, inputs)
+            total = _of_sum(op.type, op.inputs, op.outputs, inputs)
         elif op.type.startswith(("Collective", "Nccl")) and place == HOST:
-            total = _of_sum(op.type, op.inputs, ["each", "of several"])
+            total = _of_sum(op.type, op.inputs, op.outputs, ["each", "of several"])
         else:
             continue
         result.collectives += total.collectives
@@ -141,11 +143,27 @@ def of_graph(graph: Any, arguments: Sequence[str]) -> Graph:
     return result
 
 
-def _of_sum(kind: str, inputs: Sequence[Any], devices: Sequence[str]) -> Graph:
+def _of_sum(
+    kind: str, inputs: Sequence[Any], outputs: Sequence[Any], devices: Sequence[str]
+) -> Graph:
     if len(set(devices)) < 2:
         return Graph()
-    size = math.prod(inputs[0].shape) * inputs[0].dtype.size
+    size = math.prod(_shape([inputs[0], *outputs])) * inputs[0].dtype.size
     return Graph(collections.Counter([kind]), size)
+
+
+def _shape(tensors: list[Any]) -> tf.TensorShape:
+    """The first shape that is known, of these tensors or what is computed of them.
+
+    TensorFlow does not know that of some gradients, such as a Dense kernel's where its
+    inputs have rank 3. The optimizer adds them to a variable's slots, whose is known.
+    """
+    for tensor in tensors:
+        if tensor.shape.is_fully_defined():
+            return tensor.shape
+        uses = [op for op in tensor.consumers() if op.type in _ELEMENTWISE]
+        tensors.extend(op.outputs[0] for op in uses)  # which are looked at later
+    raise ValueError(f"The shapes of {tensors} are not known.")
 
 
 def _called(graph: Any, op: Any) -> Any:

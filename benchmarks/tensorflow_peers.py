@@ -1,10 +1,8 @@
 """Peers of the tensorflow backend: Keras and loops on native tf.distribute.
 
-Our hooks leave alone what is not made in one of our scopes: the graph of a native peer
-is the same in a process of its own.
+Our programs are the same, on a strategy of ours (`benchmarks.tensorflow_ours`).
 """
 
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,18 +10,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-import keras_strategy as ks
 from benchmarks.cases import Case, loss, optimizer
-from benchmarks.comparisons import Comparison
-from benchmarks.pairing import Train
+from benchmarks.programs import Train
 
 
-@functools.cache
-def our_strategy() -> ks.MirroredStrategy:
-    return ks.MirroredStrategy(["cpu:0", "cpu:1"])
-
-
-@functools.cache  # two in one process abort each other's collectives
 def native_strategy(one_device: bool = False) -> tf.distribute.MirroredStrategy:
     """The native strategy of the two devices.
 
@@ -157,64 +147,17 @@ def loop(case: Case, strategy: Any, compiled: bool) -> Train:
     return train
 
 
-NATIVE = "tf.distribute.MirroredStrategy"
-# To compile takes longer than to measure, so not every comparison has every case.
-BUT_MLP = ("MLP, batch 1024", "CNN", "transformer", "embedding")
-BUT_MLP_AND_CNN = ("MLP, batch 1024", "transformer", "embedding")
-COMPARISONS: tuple[Comparison, ...] = (
-    Comparison(
-        "steps of fit, MirroredStrategy",
-        f"Keras on {NATIVE}",
-        2,
-        1.0,
-        lambda case: (
-            steps_of_fit(case, our_strategy()),
-            steps_of_fit(case, native_strategy()),
-        ),
-        without=("MLP, batch 1024", "embedding"),
-    ),
-    Comparison(
-        "steps of fit, MirroredStrategy",
-        f"Keras on {NATIVE}, ReductionToOneDevice",
-        2,
-        None,
-        lambda case: (
-            steps_of_fit(case, our_strategy()),
-            steps_of_fit(case, native_strategy(one_device=True)),
-        ),
-        without=BUT_MLP,
-    ),
-    Comparison(
-        "loop of `run`, MirroredStrategy",
-        f"tf.function of run on {NATIVE}",
-        2,
-        0.95,
-        lambda case: (
-            loop(case, our_strategy(), compiled=False),
-            loop(case, native_strategy(), compiled=True),
-        ),
-        without=BUT_MLP_AND_CNN,
-    ),
-    Comparison(
-        "loop of `run`, MirroredStrategy",
-        f"tf.function of run on {NATIVE}, ReductionToOneDevice",
-        2,
-        None,
-        lambda case: (
-            loop(case, our_strategy(), compiled=False),
-            loop(case, native_strategy(one_device=True), compiled=True),
-        ),
-        without=BUT_MLP,
-    ),
-    Comparison(
-        "loop of a tf.function of `run`, MirroredStrategy",
-        f"tf.function of run on {NATIVE}",
-        2,
-        0.95,
-        lambda case: (
-            loop(case, our_strategy(), compiled=True),
-            loop(case, native_strategy(), compiled=True),
-        ),
-        without=BUT_MLP,
-    ),
-)
+def steps_of_native_fit(case: Case) -> Train:
+    return steps_of_fit(case, native_strategy())
+
+
+def steps_of_native_fit_on_one_device(case: Case) -> Train:
+    return steps_of_fit(case, native_strategy(one_device=True))
+
+
+def native_loop(case: Case) -> Train:
+    return loop(case, native_strategy(), compiled=True)
+
+
+def native_loop_on_one_device(case: Case) -> Train:
+    return loop(case, native_strategy(one_device=True), compiled=True)

@@ -2,80 +2,28 @@
 
 Over processes a peer is the loop that people write by hand: every rank takes its rows
 of the same shuffled global batches, DistributedDataParallel sums the gradients while
-they are computed, and metrics stay local until the epoch ends. With replicas in one
-process the peer is plain Keras on the whole batch, which has all cores as well.
+they are computed, and metrics stay local until the epoch ends.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-import keras_strategy as ks
 from benchmarks.cases import Case, loss, optimizer
-from benchmarks.comparisons import Comparison, fit_in_scope, plain_fit
-from benchmarks.pairing import Train
+from benchmarks.programs import Train
 
 # What a loop does with the rows of one step.
 Step = Callable[[torch.Tensor, torch.Tensor], Any]
 
-# --- a loop with `strategy.run`
-
-
-def run_loop(strategy: ks.Strategy, case: Case) -> Train:
-    """A custom loop: the step is ours to write, the epoch as well."""
-    return run_loop_of(strategy, case)[0]
-
-
-def run_loop_of(strategy: ks.Strategy, case: Case) -> tuple[Train, keras.Model]:
-    """A custom loop, and the model that it trains."""
-    keras.utils.set_random_seed(0)
-    with strategy.scope():
-        model, adam = case.build(), optimizer()
-        adam.build(model.trainable_variables)
-        mean_loss = keras.metrics.Mean()
-        accuracy = keras.metrics.SparseCategoricalAccuracy()
-    of_each_row = keras.losses.SparseCategoricalCrossentropy(
-        from_logits=True, reduction="none"
-    )
-
-    def loss_fn(x, y):
-        logits = model(x, training=True)
-        losses = of_each_row(y, logits)
-        losses = losses.reshape(losses.shape[0], -1).mean(dim=1)
-        return ks.compute_average_loss(losses, global_batch_size=case.batch), logits
-
-    value_and_grad = ks.value_and_grad(loss_fn, model.trainable_variables, has_aux=True)
-
-    def step(x, y):
-        (value, logits), gradients = value_and_grad(x, y)
-        adam.apply(gradients, model.trainable_variables)
-        mean_loss.update_state(value * strategy.num_replicas_in_sync)
-        accuracy.update_state(y, logits)
-
-    def train(steps: int) -> None:
-        x, y = case.rows(steps * case.batch)
-        order = np.random.default_rng(0).permutation(len(x)).reshape(steps, -1)
-        batches = ((x[rows], y[rows]) for rows in order)
-        for batch in strategy.experimental_distribute_dataset(batches):
-            strategy.run(step, args=batch)
-        for metric in (mean_loss, accuracy):
-            float(metric.result())
-            metric.reset_state()
-
-    return train, model
-
-
-# --- loops with DistributedDataParallel
-
 
 def keras_under_ddp(case: Case) -> Train:
     """The same Keras model, optimizer and metrics."""
+    dist.init_process_group("gloo")
     keras.utils.set_random_seed(0)
     model, adam, mean_loss_of = case.build(), optimizer(), loss()
     adam.build(model.trainable_variables)
@@ -105,6 +53,7 @@ def keras_under_ddp(case: Case) -> Train:
 
 def torch_under_ddp(case: Case) -> Train:
     """The same layers of torch's own, with its optimizer: what Keras costs is gone."""
+    dist.init_process_group("gloo")
     torch.manual_seed(0)
     ddp = DistributedDataParallel(_TORCH[case.name](), gradient_as_bucket_view=True)
     adam = torch.optim.Adam(ddp.parameters(), 1e-3, eps=1e-7, fused=True)
@@ -169,56 +118,3 @@ _TORCH = {
     "MLP, batch 1024": _torch_mlp,
     "CNN": _torch_cnn,
 }
-
-
-# --- the comparisons
-
-
-def _all_but(*names: str) -> tuple[str, ...]:
-    from benchmarks.cases import CASES
-
-    return tuple(case.name for case in CASES if case.name not in names)
-
-
-def _of_processes(
-    ours: Callable[[ks.Strategy, Case], Train], peer: Callable[[Case], Train]
-) -> Callable[[Case], tuple[Train, Train]]:
-    return lambda case: (ours(ks.MultiWorkerMirroredStrategy(), case), peer(case))
-
-
-COMPARISONS: tuple[Comparison, ...] = (
-    Comparison(
-        "fit, 2 replicas",
-        "plain Keras",
-        2,
-        0.95,
-        lambda case: (fit_in_scope(ks.MirroredStrategy(), case), plain_fit(case)),
-        without=("embedding", "transformer"),
-    ),
-    Comparison(
-        "fit, 2 processes",
-        "Keras under DDP",
-        2,
-        0.95,
-        _of_processes(fit_in_scope, keras_under_ddp),
-        workers=2,
-    ),
-    Comparison(
-        "run, 2 processes",
-        "Keras under DDP",
-        2,
-        0.95,
-        _of_processes(run_loop, keras_under_ddp),
-        workers=2,
-        without=_all_but("MLP, batch 128", "CNN"),
-    ),
-    Comparison(
-        "fit, 2 processes",
-        "nn.Module under DDP",
-        2,
-        None,
-        _of_processes(fit_in_scope, torch_under_ddp),
-        workers=2,
-        without=_all_but("MLP, batch 128", "CNN"),
-    ),
-)

@@ -1,69 +1,67 @@
 """The ratio of two programs that are timed in turn."""
 
 import itertools
-import time
 
 import pytest
 
-from benchmarks.pairing import Clock, compare
+from benchmarks.pairing import SHORT, WALL, compare, warm
 
 
 class Machine:
-    """A clock that two programs move on, twice as slow every other round."""
+    """Where programs take turns, and each round finds it twice as slow or as fast."""
 
     def __init__(self):
-        self.now = 0.0
-        self.pace = itertools.cycle([1.0, 1.0, 2.0, 2.0])
+        self.turns = []
+        self.pace = itertools.cycle([1.0] * 4 + [2.0] * 4)
 
-    def program(self, seconds_per_step):
-        def train(steps):
-            self.now += steps * seconds_per_step * next(self.pace)
-            time.sleep(1e-4)  # for the clock that finds the number of steps
+    def program(self, name, seconds_per_step, once=0.0):
+        def turn(steps):
+            self.turns.append((name, steps))
+            return {WALL: (once + steps * seconds_per_step) * next(self.pace)}
 
-        return train
+        return turn
 
 
 def test_the_ratio_is_that_of_neighbours():
     """Though the machine changes its pace by two, the ratio is that of the programs."""
     machine = Machine()
-    clock = Clock("steps/s", lambda: machine.now)
-    (speed,) = compare(
-        machine.program(0.01),
-        machine.program(0.02),
-        rounds=8,
-        seconds=0.001,
-        clocks=(clock,),
-    )
+    ours, peer = machine.program("ours", 0.01), machine.program("peer", 0.02)
+    speed = compare(ours, peer, steps=64, rounds=8).speeds[WALL]
     assert speed.ratio == pytest.approx(2)
     assert speed.spread == pytest.approx((2, 2))
-    assert speed.unit == "steps/s"
+    assert speed.width == pytest.approx(0)
+
+
+def test_what_a_call_costs_once_is_not_in_its_steps():
+    machine = Machine()
+    machine.pace = itertools.repeat(1.0)
+    ours, peer = machine.program("ours", 0.01, once=3.0), machine.program("peer", 0.01)
+    pairing = compare(ours, peer, steps=64, rounds=3)
+    assert pairing.speeds[WALL].ours == pytest.approx(100)
+    assert pairing.speeds[WALL].ratio == pytest.approx(1)
+    assert pairing.once == pytest.approx((3.0, 0.0))
 
 
 def test_both_programs_train_alike():
     """As many steps and as often, ours first; all that a round is made of."""
-    calls = []
-    compare(
-        lambda steps: calls.append(("ours", steps)),
-        lambda steps: calls.append(("peer", steps)),
-        rounds=3,
-        seconds=1e-9,
+    machine = Machine()
+    ours, peer = machine.program("ours", 0.01), machine.program("peer", 0.03)
+    compare(ours, peer, warm(ours, peer, seconds=3.0), rounds=3)
+    of_ours, of_peer = (
+        [steps for who, steps in machine.turns if who == name]
+        for name in ("ours", "peer")
     )
-    assert calls[::2] == [("ours", steps) for _, steps in calls[::2]]
-    assert [steps for _, steps in calls[::2]] == [steps for _, steps in calls[1::2]]
-    assert len(calls) == 2 * (3 + 1 + 3)
+    assert of_ours == of_peer
+    assert [who for who, _ in machine.turns[-4:]] == ["ours"] * 2 + ["peer"] * 2
 
 
-def test_processes_go_by_what_all_of_them_measured():
-    seen = []
-
-    def together(value):
-        seen.append(value)
-        return 2 * value
-
+@pytest.mark.parametrize("seconds", [0.1, 0.5, 2.0, 30.0])
+def test_both_lengths_are_whole_executions_of_eight_steps(seconds):
+    """Where it is fewer than 64, a step is too long for that to matter."""
     machine = Machine()
     machine.pace = itertools.repeat(1.0)
-    clock = Clock("steps/s", lambda: machine.now)
-    program = machine.program(0.5)
-    (speed,) = compare(program, program, 2, 1e-9, (clock,), together)
-    assert speed.ours == pytest.approx(1.0)  # two processes: 2 * 0.5 s a step
-    assert 0.0 in seen  # where they wait for each other before a round
+    program = machine.program("both", 0.01)
+    steps = warm(program, program, seconds)
+    assert steps == pytest.approx(100 * seconds, abs=64)
+    assert steps >= SHORT
+    assert steps < 64 or (steps % 8, steps // SHORT % 8) == (0, 0)

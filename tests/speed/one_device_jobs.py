@@ -2,8 +2,8 @@
 
 import keras_strategy as ks
 from benchmarks.cases import CASES
-from benchmarks.comparisons import fit_in_scope
 from benchmarks.figures import python_calls
+from benchmarks.ours import fit_in_scope
 
 
 def calls_of_a_step(name: str) -> float:

@@ -4,9 +4,9 @@ import dataclasses
 
 import keras_strategy as ks
 from benchmarks.cases import CASES
-from benchmarks.comparisons import fit
 from benchmarks.figures import Figures, figures_of
-from benchmarks.torch_peers import run_loop_of
+from benchmarks.programs import fit
+from benchmarks.torch_ours import run_loop_of
 
 # A small batch: what is counted does not depend on it.
 MLP = dataclasses.replace(CASES[0], batch=4)

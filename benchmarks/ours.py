@@ -1,0 +1,39 @@
+"""Our programs that are the same on every backend."""
+
+import keras
+
+import keras_strategy as ks
+from benchmarks.cases import Case
+from benchmarks.programs import Train, fit
+
+
+def fit_in_scope(
+    strategy: ks.Strategy, case: Case, steps_per_execution: int = 1
+) -> Train:
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        return fit(case.compiled(steps_per_execution), case)
+
+
+def one_device_fit(case: Case) -> Train:
+    return fit_in_scope(ks.OneDeviceStrategy(_device()), case)
+
+
+def one_replica_fit(case: Case) -> Train:
+    return fit_in_scope(ks.MirroredStrategy([_device()]), case)
+
+
+def mirrored_fit(case: Case) -> Train:
+    return fit_in_scope(ks.MirroredStrategy(), case)
+
+
+def mirrored_fit_of_8(case: Case) -> Train:
+    return fit_in_scope(ks.MirroredStrategy(), case, 8)
+
+
+def workers_fit(case: Case) -> Train:
+    return fit_in_scope(ks.MultiWorkerMirroredStrategy(), case)
+
+
+def _device() -> str:
+    return ks.MirroredStrategy().extended.worker_devices[0]

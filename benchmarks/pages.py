@@ -1,0 +1,99 @@
+"""Writes what was measured into the documentation: `python -m benchmarks.pages [FILE]`.
+
+FILE is what `python -m benchmarks --json FILE` has written. It is kept in
+`benchmarks/history` under its version and date, and becomes the table of
+docs/benchmarks.md and a column of docs/benchmarks_history.md. Without a file both are
+written again.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pairing import CPU, WALL
+from benchmarks.report import table
+
+ROOT = Path(__file__).parents[1]
+HISTORY = ROOT / "benchmarks" / "history"
+RESULTS = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "docs" / "benchmarks_history.md"
+_TABLE = re.compile(
+    r"(?<=<!-- results -->\n\n).*?(?=\n\n<!-- end of results -->)", re.S
+)
+
+HEAD = """\
+# How fast it was
+
+What `make bench` has given, newest first: the ratio of steps/s and the ratio of
+steps/CPU-s, ours to the peer's, as on [How fast it is](benchmarks.md). A `~` stands for
+a machine that was in use by others too. `python -m benchmarks.pages benchmarks.json`
+adds a run, and writes this page from `benchmarks/history`.
+"""
+
+
+def runs() -> list[dict[str, Any]]:
+    """All that were kept, newest first."""
+    found = [json.loads(path.read_text()) for path in HISTORY.glob("*.json")]
+    return sorted(found, key=lambda run: run["date"], reverse=True)
+
+
+def with_results(text: str, run: dict[str, Any]) -> str:
+    """A text in which the table between its two marks is that of a run."""
+    found, count = _TABLE.subn(lambda _: table(run["rows"]), text)
+    if count != 1:
+        raise ValueError("The text must have the marks of its results once.")
+    return found
+
+
+def history(kept: list[dict[str, Any]]) -> str:
+    """The page of all runs."""
+    lines = [HEAD, "## The runs", ""]
+    lines += [f"- **{_name(run)}**: {_about(run)}" for run in kept]
+    for backend in ("jax", "torch", "tensorflow"):
+        rows: dict[tuple[str, str], dict[str, str]] = {}
+        for run in kept:
+            for row in run["rows"]:
+                if row["backend"] == backend:
+                    cells = rows.setdefault((row["case"], row["peer"]), {})
+                    cells[_name(run)] = _cell(row)
+        columns = [_name(run) for run in kept]
+        lines += ["", f"## {backend}", ""]
+        lines.append("| case: ours | peer | " + " | ".join(columns) + " |")
+        lines.append("| --- | --- |" + " --- |" * len(columns))
+        lines += [
+            f"| {case} | {peer} | " + " | ".join(c.get(n, "") for n in columns) + " |"
+            for (case, peer), c in rows.items()
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _name(run: dict[str, Any]) -> str:
+    return f"{run['version']}, {run['date']}"
+
+
+def _about(run: dict[str, Any]) -> str:
+    packages = ", ".join(
+        f"{name} {version}" for name, version in run["packages"].items()
+    )
+    return f"{run['machine']}; {packages}. {run.get('note', '')}".strip()
+
+
+def _cell(row: dict[str, Any]) -> str:
+    ratios = (f"{row['speeds'][unit]['ratio']:.2f}" for unit in (WALL, CPU))
+    return " / ".join(ratios) + (" ~" if row.get("noise", 0) > 1 else "")
+
+
+def main() -> None:
+    for name in sys.argv[1:]:
+        run = json.loads(Path(name).read_text())
+        path = HISTORY / f"{run['version']}-{run['date']}.json"
+        path.write_text(json.dumps(run, indent=1) + "\n")
+    kept = runs()
+    RESULTS.write_text(with_results(RESULTS.read_text(), kept[0]))
+    PAGE.write_text(history(kept))
+
+
+if __name__ == "__main__":
+    main()

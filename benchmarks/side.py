@@ -1,0 +1,122 @@
+"""One process of one side of a comparison, which trains when it is told to.
+
+`side.py ADDRESS JOB` connects to `benchmarks.sides`, which gives the turns, and waits
+in between: it reads from a socket, and uses no processor. A peer's process does not
+import `keras_strategy`, and says so with each answer.
+"""
+
+import dataclasses
+import gc
+import importlib
+import json
+import os
+import re
+import sys
+import time
+import traceback
+from multiprocessing.connection import Client
+from typing import Any
+
+
+class Side:
+    """A program, and what it takes.
+
+    Args:
+        job: The program, whether it is ours, its case, and the devices of the process.
+    """
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self._job = job
+        self._peer = not job["ours"]
+        self._idle_since = time.process_time()
+
+    def start(self) -> dict[str, Any]:
+        """Makes the program and trains for one step."""
+        began = time.perf_counter()
+        if self._peer:
+            _divide_cpu(self._job["devices"])
+        from benchmarks.cases import CASES
+
+        (self._case,) = (c for c in CASES if c.name == self._job["case"])
+        module, _, function = self._job["program"].partition(":")
+        make = getattr(importlib.import_module(f"benchmarks.{module}"), function)
+        self._program = make(self._case)
+        self._program(1)
+        taken = time.perf_counter() - began
+        # What is there stays: to look through it after each turn would take longer.
+        gc.collect()
+        gc.freeze()
+        return {"seconds": taken}
+
+    def train(self, steps: int) -> dict[str, Any]:
+        """Trains, and tells how long and how much of the processors it took."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        idle = cpu - self._idle_since
+        self._program(steps)
+        taken = {
+            "steps/s": time.perf_counter() - wall,
+            "steps/CPU-s": time.process_time() - cpu,
+            # While the other side had its turn.
+            "idle": idle,
+        }
+        gc.collect()
+        return taken
+
+    def figures(self) -> dict[str, Any]:
+        """What is counted in a step, see `benchmarks.figures`."""
+        from benchmarks.figures import figures_of
+
+        return dataclasses.asdict(figures_of(self._program, self._case.build()))
+
+    def answer(self, request: tuple[str, ...]) -> dict[str, Any]:
+        """Does what is asked for by the name of a method and its arguments."""
+        answer = getattr(self, request[0])(*request[1:])
+        if self._peer and "keras_strategy" in sys.modules:
+            raise RuntimeError("A peer must run without keras_strategy: it imported it")
+        self._idle_since = time.process_time()
+        told = {"cpu": self._idle_since, "peak_mb": _peak_megabytes()}
+        return {"answer": answer, **told}
+
+
+def _divide_cpu(devices: int) -> None:
+    """Makes as many CPU devices as a strategy has, before the engine uses any."""
+    backend = os.environ["KERAS_BACKEND"]
+    if backend == "jax":
+        import jax
+
+        jax.config.update("jax_num_cpu_devices", devices)
+    elif backend == "tensorflow":
+        import tensorflow as tf
+
+        (cpu,) = tf.config.list_physical_devices("CPU")
+        logical = [tf.config.LogicalDeviceConfiguration() for _ in range(devices)]
+        tf.config.set_logical_device_configuration(cpu, logical)
+
+
+def _peak_megabytes() -> float:
+    """The most memory that was resident; 0 where there is no /proc."""
+    try:
+        with open("/proc/self/status") as file:
+            (kilobytes,) = re.findall(r"VmHWM:\s*(\d+) kB", file.read())
+    except FileNotFoundError:
+        return 0.0
+    return int(kilobytes) / 1024
+
+
+def main() -> None:
+    address, job = sys.argv[1], json.loads(sys.argv[2])
+    with Client(address) as driver:
+        driver.send(job["rank"])
+        side = Side(job)
+        while (request := driver.recv()) != ("end",):
+            try:
+                driver.send(side.answer(request))
+            except Exception:  # it is told where the benchmark was started
+                driver.send({"error": traceback.format_exc()})
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    # Engines may take seconds to end their threads, which nobody waits for.
+    os._exit(0)

@@ -1,0 +1,188 @@
+"""The processes of both sides of a comparison, and whose turn it is."""
+
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from benchmarks.comparisons import Comparison
+from keras_strategy.launch.environment import LocalCluster
+from keras_strategy.launch.ports import free_ports
+from keras_strategy.testing.warm_starter import WarmStarter, base_environment
+
+_SCRIPT = str(Path(__file__).with_name("side.py"))
+# To compile on a busy machine; who takes longer hangs.
+_PATIENCE = 300.0
+_END_SECONDS = 5.0
+
+
+class Sided:
+    """The processes of one side: all of them train together, and wait together.
+
+    Args:
+        starter: What forks them.
+        comparison: What they are for.
+        ours: Which of its two programs they run.
+        case: The name of the case.
+    """
+
+    def __init__(
+        self, starter: WarmStarter, comparison: Comparison, ours: bool, case: str
+    ) -> None:
+        self.idle = 0.0  # seconds of processors while the others had their turn
+        self.cpu = 0.0  # and of all that was done
+        self.peak_mb = 0.0
+        self._processes = []
+        self._connections: list[Connection] = []
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115, closed by `close`
+        job = {
+            "program": comparison.programs[0 if ours else 1],
+            "ours": ours,
+            "case": case,
+            "devices": comparison.devices,
+        }
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                address = os.path.join(folder, "turns")
+                with socket.create_server(address, family=socket.AF_UNIX) as server:
+                    for rank, more in enumerate(_environments(comparison, ours)):
+                        process = starter.start(
+                            f"{'ours' if ours else 'peer'} {rank}",
+                            _SCRIPT,
+                            [address, json.dumps(job | {"rank": rank})],
+                            {**base_environment(), **more},
+                            self._log,
+                            self._log,
+                            imports_beside=False,
+                        )
+                        self._processes.append(process)
+                    self._connections = self._connected(server)
+            answers = self.ask("start")
+        except BaseException:
+            self.close()
+            raise
+        self.first_step = max(answer["seconds"] for answer in answers)
+
+    def _connected(self, server: socket.socket) -> list[Connection]:
+        server.settimeout(1.0)
+        until = time.monotonic() + _PATIENCE
+        by_rank = {}
+        while len(by_rank) < len(self._processes):
+            try:
+                accepted, _ = server.accept()
+            except TimeoutError:
+                self._check(until)
+                continue
+            connection = Connection(accepted.detach())
+            by_rank[connection.recv()] = connection
+        return [by_rank[rank] for rank in sorted(by_rank)]
+
+    def train(self, steps: int) -> dict[str, float]:
+        """Trains; returns the seconds of all processes by the unit of their speed."""
+        answers = self.ask("train", steps)
+        self.idle += sum(answer["idle"] for answer in answers)
+        return {
+            unit: sum(answer[unit] for answer in answers)
+            for unit in ("steps/s", "steps/CPU-s")
+        }
+
+    def ask(self, *request: Any) -> list[dict[str, Any]]:
+        """Lets all processes answer something at once."""
+        until = time.monotonic() + _PATIENCE
+        for connection in self._connections:
+            connection.send(request)
+        answers = []
+        for connection in self._connections:
+            while not connection.poll(1.0):
+                self._check(until)
+            try:
+                answers.append(connection.recv())
+            except (EOFError, ConnectionError):
+                self._check(0.0)
+            if "error" in answers[-1]:
+                raise RuntimeError(answers[-1]["error"])
+        self.cpu = sum(answer["cpu"] for answer in answers)
+        self.peak_mb = sum(answer["peak_mb"] for answer in answers)
+        return [answer["answer"] for answer in answers]
+
+    def _check(self, until: float) -> None:
+        """Raises if a process has ended, or all of them took too long."""
+        time.sleep(0.1 if until == 0.0 else 0.0)  # its end comes after its last words
+        ended = [p.name for p in self._processes if p.poll() is not None]
+        if ended or time.monotonic() > until:
+            self._log.seek(0)
+            said = self._log.read().decode(errors="replace")[-4000:]
+            how = f"ended: {ended}" if ended else "did not answer"
+            raise RuntimeError(f"{self._processes[0].name} {how}. Output:\n{said}")
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for connection in self._connections:
+            try:
+                connection.send(("end",))
+            except OSError:
+                continue  # it has ended
+        until = time.monotonic() + _END_SECONDS
+        for process in self._processes:
+            while process.poll() is None and time.monotonic() < until:
+                time.sleep(0.01)
+            process.kill()
+        for connection in self._connections:
+            connection.close()
+        self._log.close()
+
+
+def _environments(comparison: Comparison, ours: bool) -> list[Mapping[str, str]]:
+    """What the processes of a side find in their environment, by rank.
+
+    A peer finds what torchrun, and TensorFlow's own cluster, would tell it.
+    """
+    workers = comparison.workers
+    logical = {"KERAS_STRATEGY_LOGICAL_CPUS": str(comparison.devices)} if ours else {}
+    if workers == 1:
+        return [logical]
+    cluster = LocalCluster.on_free_ports(workers)
+    if ours:
+        return [cluster.variables(rank) | logical for rank in range(workers)]
+    (port,) = free_ports(1)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [
+        {
+            **shared,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(workers),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "TF_CONFIG": cluster.variables(rank)["TF_CONFIG"],
+        }
+        for rank in range(workers)
+    ]
+
+
+@contextmanager
+def starter_for(backend: str, workers: int) -> Iterator[WarmStarter]:
+    """What forks processes for comparisons of a backend, with the engine imported.
+
+    Args:
+        backend: The Keras backend.
+        workers: How many processes a side has; they must not fight for the cores.
+    """
+    before = dict(os.environ)
+    os.environ["KERAS_BACKEND"] = backend
+    # XLA sizes the thread pool of its CPU devices by it, see the Makefile.
+    os.environ.setdefault("NPROC", "8")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    if workers > 1:
+        os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        with WarmStarter(["keras", "sklearn.datasets"]) as starter:
+            # Engines may set more, which must not differ for what is forked.
+            yield starter
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

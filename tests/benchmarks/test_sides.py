@@ -1,0 +1,33 @@
+"""Real processes of both sides of a comparison."""
+
+import dataclasses
+
+import keras
+import pytest
+
+from benchmarks.comparisons import COMPARISONS, MLP
+from benchmarks.measure import row_of
+from benchmarks.sides import Sided
+
+
+@pytest.fixture
+def comparison():
+    """The first of this backend: one device, and plain Keras."""
+    backend = keras.backend.backend()
+    return next(c for c in COMPARISONS if c.backend == backend)
+
+
+def test_a_row(starter, comparison):
+    row = row_of(starter, comparison, MLP, rounds=2, seconds=0.01)
+    assert set(row["speeds"]) == {"steps/s", "steps/CPU-s"}
+    assert all(speed["ratio"] > 0 for speed in row["speeds"].values())
+    assert all(seconds > 0 for seconds in row["first_step_seconds"])
+    assert all(megabytes > 50 for megabytes in row["peak_mb"])
+    assert row["figures"] is None  # of several replicas only
+
+
+def test_a_peer_runs_without_keras_strategy(starter, comparison):
+    ours = comparison.programs[0]
+    twice = dataclasses.replace(comparison, programs=(ours, ours))
+    with pytest.raises(RuntimeError, match="A peer must run without keras_strategy"):
+        Sided(starter, twice, False, MLP)
