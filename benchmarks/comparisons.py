@@ -29,6 +29,7 @@ class Comparison:
         workers: The processes of each side.
         cases: The names of its cases. To compile takes longer than to measure, so not
             every comparison has all.
+        catalog: The module of `benchmarks` that has these cases.
     """
 
     backend: str
@@ -39,6 +40,7 @@ class Comparison:
     replicas: int = 2
     workers: int = 1
     cases: tuple[str, ...] = ALL
+    catalog: str = "cases"
 
     @property
     def devices(self) -> int:

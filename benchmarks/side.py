@@ -14,6 +14,7 @@ import re
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Client
 from typing import Any
 
@@ -35,12 +36,9 @@ class Side:
         began = time.perf_counter()
         if self._peer:
             _divide_cpu(self._job["devices"])
-        from benchmarks.cases import CASES
-
-        (self._case,) = (c for c in CASES if c.name == self._job["case"])
-        module, _, function = self._job["program"].partition(":")
-        make = getattr(importlib.import_module(f"benchmarks.{module}"), function)
-        self._program = make(self._case)
+        cases = importlib.import_module(f"benchmarks.{self._job['cases']}").CASES
+        (self._case,) = (c for c in cases if c.name == self._job["case"])
+        self._program = _named(self._job["program"])(self._case)
         self._program(1)
         taken = time.perf_counter() - began
         # What is there stays: to look through it after each turn would take longer.
@@ -68,6 +66,14 @@ class Side:
 
         return dataclasses.asdict(figures_of(self._program, self._case.build()))
 
+    def call(self, name: str) -> Any:
+        """What a function says of the program.
+
+        Args:
+            name: Its module and name, such as "gpu.programs:memory".
+        """
+        return _named(name)(self._program)
+
     def answer(self, request: tuple[str, ...]) -> dict[str, Any]:
         """Does what is asked for by the name of a method and its arguments."""
         answer = getattr(self, request[0])(*request[1:])
@@ -76,6 +82,11 @@ class Side:
         self._idle_since = time.process_time()
         told = {"cpu": self._idle_since, "peak_mb": _peak_megabytes()}
         return {"answer": answer, **told}
+
+
+def _named(name: str) -> Callable[[Any], Any]:
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(f"benchmarks.{module}"), function)
 
 
 def _divide_cpu(devices: int) -> None:

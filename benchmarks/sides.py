@@ -5,16 +5,27 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks.comparisons import Comparison
 from keras_strategy.launch.environment import LocalCluster
 from keras_strategy.launch.ports import free_ports
+from keras_strategy.launch.processes import Process
 from keras_strategy.testing.warm_starter import WarmStarter, base_environment
+
+
+class Starter(Protocol):
+    """What starts scripts, warm or cold."""
+
+    @property
+    def start(self) -> Callable[..., Process]:
+        """See `WarmStarter.start`."""
+        ...
+
 
 _SCRIPT = str(Path(__file__).with_name("side.py"))
 # To compile on a busy machine; who takes longer hangs.
@@ -30,10 +41,16 @@ class Sided:
         comparison: What they are for.
         ours: Which of its two programs they run.
         case: The name of the case.
+        environments: More variables of each process, by rank.
     """
 
     def __init__(
-        self, starter: WarmStarter, comparison: Comparison, ours: bool, case: str
+        self,
+        starter: Starter,
+        comparison: Comparison,
+        ours: bool,
+        case: str,
+        environments: Sequence[Mapping[str, str]] = ({}, {}),
     ) -> None:
         self.idle = 0.0  # seconds of processors while the others had their turn
         self.cpu = 0.0  # and of all that was done
@@ -44,6 +61,7 @@ class Sided:
         job = {
             "program": comparison.programs[0 if ours else 1],
             "ours": ours,
+            "cases": comparison.catalog,
             "case": case,
             "devices": comparison.devices,
         }
@@ -56,7 +74,7 @@ class Sided:
                             f"{'ours' if ours else 'peer'} {rank}",
                             _SCRIPT,
                             [address, json.dumps(job | {"rank": rank})],
-                            {**base_environment(), **more},
+                            {**base_environment(), **more, **environments[rank]},
                             self._log,
                             self._log,
                             imports_beside=False,

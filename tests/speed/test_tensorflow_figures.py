@@ -10,6 +10,7 @@ if keras.backend.backend() != "tensorflow":
 import tensorflow as tf
 
 import keras_strategy as ks
+from benchmarks import tensorflow_figures
 from benchmarks.figures import figures_of
 
 BATCH = 8
@@ -52,6 +53,28 @@ def test_a_step_of_fit(two):
     assert figures.transfers <= 3 + VARIABLES + VARIABLES + 4 + 2
     # Keras's loop calls a compiled function, which holds everything of ours.
     assert figures.python_calls == 0
+
+
+def test_bytes_of_gradients_whose_shape_is_unknown(two):
+    """As of a Dense kernel whose inputs have rank 3."""
+    with two.scope():
+        layers = keras.layers
+        model = keras.Sequential(
+            [keras.Input((2, 5)), layers.Dense(3), layers.Flatten(), layers.Dense(3)]
+        )
+        model.compile(keras.optimizers.Adam(), loss())
+    x = np.zeros((BATCH, 2, 5), "float32")
+    batch = tf.data.Dataset.from_tensor_slices((x, Y[:BATCH])).batch(BATCH).cache()
+
+    def train(steps):
+        model.fit(batch.repeat(), steps_per_epoch=steps, verbose=0)
+
+    train(1)
+    _, short, *_ = tensorflow_figures.count(train, 2)
+    _, long, *_ = tensorflow_figures.count(train, 3)
+    gradients = sum(np.prod(v.shape) for v in model.trainable_variables)
+    # The sum and the count of the loss travel, too.
+    assert long - short == 4 * (gradients + 2)
 
 
 @pytest.mark.parametrize("strategy", [ks.OneDeviceStrategy, ks.MirroredStrategy])
