@@ -17,6 +17,7 @@ _OF_NOBODY = (
 _ADDING = f"{_RUN}::test_adding_to_a_mirrored_variable"
 _JAX = "tests/backends/test_jax.py"
 _TF = "tests/backends/test_tensorflow.py"
+_COMPILED = "tests/backends/test_torch_compiled.py::test_what_is_compiled"
 _JAX_WORKERS = "tests/backends/test_jax_workers.py"
 _TRAINING = "tests/workers/test_training.py"
 _ROW = "tests/training/test_equality_table.py::test_two_replicas_equal_one_device"
@@ -205,6 +206,15 @@ NEEDED_BY = {
     "backends.torch.hooks keras.src.backend.torch.random.dropout": (
         "torch",
         f"{_RANDOM}::test_distributions_are_reproducible",
+    ),
+    "backends.torch.hooks Layer.add_loss": ("torch", f"{_COMPILED}[adds]"),
+    "backends.torch.hooks keras.src.backend.torch.nn._can_use_flash_attention": (
+        "torch",
+        f"{_COMPILED}[attention]",
+    ),
+    "backends.torch.hooks keras.src.backend.torch.nn.moments": (
+        "torch",
+        f"{_COMPILED}[norm]",
     ),
     "backends.torch.hooks Variable.value": (
         "torch",

@@ -8,13 +8,13 @@ what does not depend on torch.
 from typing import Any
 
 import keras
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from keras_strategy.backends.threads import hooks as thread_hooks
 from keras_strategy.backends.torch import components
 from keras_strategy.backends.torch.batch_logs import BatchLogs
 from keras_strategy.backends.torch.direct import DirectReplica, direct_replica
+from keras_strategy.backends.torch.graph import graph_here
 from keras_strategy.backends.torch.modules import call_module
 from keras_strategy.core.context import distributed_replica, place
 from keras_strategy.hooks.conditions import (
@@ -32,6 +32,11 @@ from keras_strategy.rules import first_values
 from keras_strategy.rules.ownership import strategy_of_model
 
 keras_random = home_of("dropout", "keras.src.backend.torch.random")
+keras_nn = home_of(
+    "_can_use_flash_attention moments",
+    "keras.src.backend.torch.nn",
+    "keras.src.backend.torch.ops.nn",
+)
 AutocastScope: Any = home_of(
     "AutocastScope", "keras.src.backend.common.variables"
 ).AutocastScope
@@ -61,10 +66,7 @@ def _dropout(original, replica, inputs, rate, noise_shape=None, seed=None):
         or not 0 < rate < 1
     ):
         return original(inputs, rate, noise_shape, seed)
-    keep = 1.0 - rate
-    generator = replica.generator(inputs.device)
-    mask = torch.empty_like(inputs, requires_grad=False)
-    return inputs * mask.bernoulli_(keep, generator=generator).div_(keep)
+    return inputs * replica.dropout_mask(inputs, 1.0 - rate)
 
 
 # --- variables
@@ -181,6 +183,37 @@ def _track_variables(original, waiting, self):
     """
     with first_values.unread():
         original(self)
+
+
+@hook(keras.Layer, "add_loss", "(self, loss)", when=graph_here)
+def _add_loss(original, graph, self, loss):
+    """A loss that comes up in a compiled forward pass is added when it is known."""
+    graph.added.append((self, loss))
+
+
+@hook(
+    keras_nn,
+    "_can_use_flash_attention",
+    "(query, key, value, mask=None, is_causal=False, raise_error=False)",
+    when=graph_here,
+)
+def _can_use_flash_attention(original, graph, *args, raise_error=False, **kwargs):
+    """In a compiled forward pass torch chooses how attention is computed.
+
+    Keras asks for what torch chooses anyway, in a way that torch.compile cannot follow.
+    """
+    return original(*args, raise_error=True, **kwargs) if raise_error else False
+
+
+@hook(
+    keras_nn,
+    "moments",
+    "(x, axes, keepdims=False, synchronized=False)",
+    when=graph_here,
+)
+def _moments(original, graph, x, axes, *args, **kwargs):
+    """A compiled forward pass knows lists, and not the lists that a layer keeps."""
+    return original(x, list(axes), *args, **kwargs)
 
 
 @hook(keras.Layer, "zero_grad", "(self, set_to_none=True)", when=in_replica)

@@ -100,6 +100,12 @@ class TorchReplica(ThreadReplica):
             self._generators[device] = self._run.generator(self.id, device)
         return self._generators[device]
 
+    def dropout_mask(self, inputs: torch.Tensor, keep: float) -> torch.Tensor:
+        """What dropout multiplies with: 0, or 1 / keep for the part that is kept."""
+        mask = torch.empty_like(inputs, requires_grad=False)
+        generator = self.generator(inputs.device)
+        return mask.bernoulli_(keep, generator=generator).div_(keep)
+
 
 class _AllReduce(torch.autograd.Function):
     """The sum over the replicas, whose gradient is summed as well."""

@@ -1,5 +1,6 @@
 """fit, evaluate and predict on torch: a loop over `strategy.run`."""
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from keras import tree
 
 from keras_strategy.backends.single import tensors_of_arrays
 from keras_strategy.backends.torch.batch_logs import BatchLogs
+from keras_strategy.backends.torch.compiled import CompiledModel
 from keras_strategy.hooks.layers import all_layers, to_try
 from keras_strategy.rules import step as rules
 from keras_strategy.rules.row_trials import RowTrials
@@ -51,6 +53,8 @@ def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callab
         (lambda tensor: tensor.shape[0]) if kind == "predict" else None,
     )
     batch_logs = BatchLogs()
+    compiles = model.jit_compile and not model.run_eagerly
+    compiled = CompiledModel(model, strategy) if compiles else contextlib.nullcontext()
 
     def step(shard):
         data = tensors_of_arrays(shard.data) if shard.has_arrays else shard.data
@@ -81,7 +85,8 @@ def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callab
         return _rows_in_order(outputs, strategy, weights)
 
     def function(batches):
-        outputs = [one_batch(batch) for batch in batches]
+        with compiled:
+            outputs = [one_batch(batch) for batch in batches]
         trials.active = False
         if kind == "predict" and len(outputs) > 1:
             return tree.map_structure(lambda *parts: torch.cat(parts), *outputs)

@@ -1,0 +1,290 @@
+"""`jit_compile` on torch: what is compiled, what is not, and that both are exact."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+from keras_strategy.testing import WorkerRunner
+from keras_strategy.testing.equality.compare import largest, scope
+
+if keras.backend.backend() != "torch":
+    pytest.skip("for the torch backend", allow_module_level=True)
+
+import torch  # noqa: E402
+
+from tests.backends import torch_compiled_jobs as jobs  # noqa: E402
+
+X = np.random.RandomState(0).randn(14, 6).astype("float32")
+TOKENS = np.random.RandomState(0).randint(0, 5, (14, 6)).astype("int32")
+Y = np.random.RandomState(1).randn(14, 2).astype("float32")
+SEQUENCES = np.random.RandomState(2).randn(14, 6, 2).astype("float32")
+
+
+class Adds(layers.Layer):
+    """Adds a loss."""
+
+    def call(self, x):
+        self.add_loss(ops.mean(ops.square(x)))
+        return x
+
+
+class Counts(layers.Layer):
+    """Counts batches in a variable."""
+
+    def build(self, shape):
+        self.count = self.add_weight(name="count", initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.count.assign_add(1.0)
+        return x * self.count
+
+
+class Remembers(layers.Layer):
+    """Sets an attribute, which is each replica's own."""
+
+    calls = 0
+
+    def call(self, x):
+        self.calls += 1
+        return x
+
+
+class Branches(layers.Layer):
+    """Looks at its inputs."""
+
+    def call(self, x):
+        return x if float(ops.mean(x)) > 1e6 else 2 * x
+
+
+def sequential(*middle):
+    dense = layers.Dense(8, "tanh")
+    return keras.Sequential([keras.Input((6,)), dense, *middle, layers.Dense(2)])
+
+
+def attention():
+    tokens = keras.Input((6,), dtype="int32")
+    x = layers.Embedding(5, 4)(tokens)
+    x = layers.MultiHeadAttention(2, 2)(x, x, use_causal_mask=True)
+    x = layers.GlobalAveragePooling1D()(layers.LayerNormalization()(x))
+    return keras.Model(tokens, layers.Dense(2)(x))
+
+
+def masked():
+    """Its loss is of the entries that its embedding does not mask."""
+    embedding = layers.Embedding(5, 4, mask_zero=True)
+    return keras.Sequential([keras.Input((6,)), embedding, layers.Dense(2)])
+
+
+def in_bfloat16():
+    dense = layers.Dense(8, "tanh", dtype="mixed_bfloat16")
+    return keras.Sequential([keras.Input((6,)), dense, layers.Dense(2)])
+
+
+def recurrent():
+    return keras.Sequential([keras.Input((6, 2)), layers.LSTM(3), layers.Dense(2)])
+
+
+@pytest.fixture
+def told(caplog):
+    """What was said of `jit_compile`."""
+    caplog.set_level(logging.INFO, "keras_strategy")
+
+    def lines():
+        texts = [record.getMessage() for record in caplog.records]
+        return [text for text in texts if text.startswith("jit_compile=True")]
+
+    return lines
+
+
+def fitted(strategy, build, x=X, y=Y, jit_compile=True, loss="mse", **compiling):
+    """The losses and the weights after an epoch of `fit`."""
+    keras.utils.set_random_seed(1)
+    with scope(strategy):
+        model = build()
+        # Plain Keras compiles the whole step, for half a minute.
+        jit_compile = jit_compile and strategy is not None
+        model.compile("adam", loss, jit_compile=jit_compile, **compiling)
+    history = model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    return [*history.history["loss"], *model.get_weights()]
+
+
+def test_everything_equals_one_device(two, told):
+    def results(strategy):
+        keras.utils.set_random_seed(1)
+        with scope(strategy):
+            model = sequential()
+            model.compile(
+                "adam", "mse", metrics=["mae"], jit_compile=strategy is not None
+            )
+        weights = np.linspace(0.5, 2, 13)
+        # 5 rows are left: 3 and 2; then 1 and a row that stands in.
+        kwargs = dict(batch_size=8, verbose=0)
+        fit = model.fit(X[:13], Y[:13], sample_weight=weights, shuffle=False, **kwargs)
+        evaluated = model.evaluate(X[:9], Y[:9], **kwargs)
+        predicted = model.predict(X[:9], **kwargs)
+        on_batch = model.train_on_batch(X[:1], Y[:1])
+        history = [fit.history["loss"], fit.history["mae"]]
+        return [*history, *evaluated, *on_batch, predicted, *model.get_weights()], model
+
+    found, model = results(two)
+    assert largest(found, results(None)[0]) < 1e-6
+    (line,) = told()  # once, though fit, evaluate and predict have each its own
+    assert "is one graph of torch.compile, backend 'eager'" in line
+    assert "call" not in vars(model)
+
+
+@pytest.mark.parametrize(
+    "build, x, y",
+    [
+        (lambda: sequential(layers.BatchNormalization()), X, Y),
+        (lambda: sequential(layers.Dropout(0.5), layers.Dropout(0.5)), X, Y),
+        (lambda: sequential(Adds(), Counts()), X, Y),
+        (attention, TOKENS, Y),
+        (masked, TOKENS, SEQUENCES),
+        (in_bfloat16, X, Y),
+        (recurrent, SEQUENCES, Y),
+    ],
+    ids=["norm", "dropout", "adds", "attention", "masked", "bfloat16", "recurrent"],
+)
+def test_what_is_compiled(build, x, y, two, told):
+    """To the last digit what it is without a graph: also what it draws."""
+    expected = fitted(two, build, x, y, jit_compile=False)
+    assert not told()
+    assert largest(fitted(two, build, x, y), expected) == 0
+    assert "is one graph" in told()[0] and "without" not in told()[0]
+
+
+@pytest.mark.parametrize(
+    "build, x, why",
+    [
+        (lambda: sequential(Remembers()), X, "it sets Remembers.calls"),
+        (lambda: sequential(Branches()), X, "Could not guard on data-dependent"),
+        (
+            lambda: sequential(layers.BatchNormalization(synchronized=True)),
+            X,
+            "it asks a replica for its part of the rows",
+        ),
+        (lambda: sequential(layers.Dropout(0.5, seed=1)), X, "dropout.py"),
+    ],
+    ids=["attribute", "branch", "synchronized", "seeded"],
+)
+def test_what_is_not_compiled(build, x, why, two, told):
+    expected = fitted(two, build, x, jit_compile=False)
+    assert largest(fitted(two, build, x), expected) == 0
+    (line,) = told()
+    assert "without a graph, and with the same results" in line and why in line
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_another_backend(backend, two, told, monkeypatch):
+    def build():
+        return sequential(layers.BatchNormalization(), layers.Dropout(0.5))
+
+    expected = fitted(two, build, X[:8], Y[:8], jit_compile=False)
+    monkeypatch.setenv("KERAS_STRATEGY_TORCH_COMPILE_BACKEND", backend)
+    assert largest(fitted(two, build, X[:8], Y[:8]), expected) < 1e-6
+    assert f"backend '{backend}'" in told()[0]
+
+
+def test_a_compiler_that_fails(two, told, monkeypatch):
+    def broken(graph, inputs):
+        raise OSError("no compiler")
+
+    torch._dynamo.register_backend(broken, name="broken")
+    expected = fitted(two, sequential, jit_compile=False)
+    monkeypatch.setenv("KERAS_STRATEGY_TORCH_COMPILE_BACKEND", "broken")
+    assert largest(fitted(two, sequential), expected) == 0
+    assert "no compiler" in told()[0]
+
+
+class Twins(keras.Model):
+    """Its steps call its parts, one of them several times, and it has no `call`."""
+
+    def __init__(self):
+        super().__init__()
+        self.maker, self.judge = sequential(), sequential()
+        # Of what `maker` makes, `judge` takes as much as it can.
+        self.widen = layers.Dense(6, trainable=False)
+        self.widen.build((None, 2))
+        self.built = True
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        made = self.maker(x, training=True)
+        loss = ops.mean(ops.square(self.judge(self.widen(made)) - y))
+        loss = loss + ops.mean(ops.square(self.judge(x) - made))
+        loss.backward()
+        variables = self.trainable_variables
+        with torch.no_grad():
+            self.optimizer.apply([v.value.grad for v in variables], variables)
+        return {"loss": loss}
+
+
+def test_parts_of_a_model(two, told):
+    expected = fitted(two, Twins, jit_compile=False, loss=None)
+    assert largest(fitted(two, Twins, loss=None), expected) == 0
+    (line,) = told()
+    assert line.count("'sequential") == 2
+
+
+def test_compiled_again_with_other_variables_frozen(two, told):
+    def trained(jit_compile):
+        keras.utils.set_random_seed(1)
+        with two.scope():
+            model = sequential()
+        for trainable in (False, True):
+            model.layers[0].trainable = trainable
+            with two.scope():
+                model.compile("sgd", "mse", jit_compile=jit_compile)
+            model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
+        return model.get_weights()
+
+    assert largest(trained(True), trained(False)) == 0
+    assert len(told()) == 1
+
+
+def test_an_error_of_the_model_is_its_own(two, told):
+    class Raises(keras.Model):
+        def call(self, x):
+            if x.shape[0] == 3:
+                raise KeyError("mine")
+            return ops.mean(x, axis=1, keepdims=True)
+
+    with two.scope():
+        model = Raises()
+        model.compile("sgd", "mse", jit_compile=True)
+    assert model.predict(X[:8], verbose=0).shape == (8, 1)
+    with pytest.raises(KeyError, match="mine"):
+        model.predict(X[:6], verbose=0)
+    assert "call" not in vars(model)
+
+
+def test_run_eagerly_and_models_outside(two, told, monkeypatch):
+    def compile_(*_, **__):
+        raise AssertionError("torch.compile was called")
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    expected = fitted(two, sequential, jit_compile=False)
+    with pytest.warns(UserWarning, match="run_eagerly"):
+        found = fitted(two, sequential, run_eagerly=True)
+    assert largest(found, expected) == 0
+    outside = sequential()
+    outside.compile("sgd", "mse", jit_compile=True)
+    with pytest.raises(AssertionError, match="was called"):
+        outside.make_train_function()  # Keras's own
+    assert not told()
+
+
+def test_one_replica_in_each_process(starter):
+    with WorkerRunner(2, timeout_seconds=300, starter=starter) as runner:
+        for without, compiled in runner.run(jobs.with_and_without):
+            assert largest(compiled, without) == 0
+        for before, after in runner.run(jobs.failing):
+            assert largest(after, before) == 0
+        for without, _, compiled, failed in runner.run(jobs.of_a_users_own):
+            assert largest(compiled, without) < 1e-6
+            assert largest(failed, compiled) == 0
