@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BACKENDS ?= jax torch tensorflow
+GPU_PYTHON ?= $(PYTHON)
 # Further arguments for pytest: make test ARGS="tests/test_values.py -x"
 ARGS ?=
 
@@ -15,7 +16,7 @@ export BACKENDS
 STAMP := $(VENV)/.installed
 
 .PHONY: help demo test lint ruff format pyright imports private docs clean equality \
-    peer ports compat bench hooks drop-hooks
+    peer ports compat bench gpu hooks drop-hooks
 
 help:
 	@echo "make demo      train on two devices and on one, on every backend"
@@ -25,6 +26,7 @@ help:
 	@echo "make ports     programs that others wrote; writes docs/ports.md"
 	@echo "make compat    the fit tests on other versions of Keras, on every backend"
 	@echo "make bench     how fast it is beside its peers, on every backend"
+	@echo "make gpu       all that a machine with GPUs can show; GPU_PYTHON has the engines"
 	@echo "make lint      ruff, pyright and the import rules"
 	@echo "make hooks     write docs/hooks.md from the code"
 	@echo "make drop-hooks  a test must fail without each of the hooks"
@@ -60,6 +62,10 @@ compat: $(STAMP)
 
 bench: $(STAMP)
 	@$(VENV)/bin/python -m benchmarks --json benchmarks.json $(ARGS)
+
+# $(VENV) has engines for CPUs. ARGS=--rehearse tries it all on these.
+gpu:
+	@$(GPU_PYTHON) -m benchmarks.gpu --json gpu.json --table gpu.md $(ARGS)
 
 # Five targets, so that make -k runs the others when one fails.
 lint: ruff format pyright imports private

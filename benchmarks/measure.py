@@ -1,5 +1,6 @@
 """One row: a comparison of one case, and what is known of the machine meanwhile."""
 
+import contextlib
 import dataclasses
 import os
 from typing import Any
@@ -31,11 +32,11 @@ def row_of(
     Returns:
         The row. Its `noise` is up to 1 where the machine was quiet.
     """
-    sides: list[Sided] = []
-    try:
-        # One after the other: each has the machine for its first step.
+    with contextlib.ExitStack() as stack:
+        sides: list[Sided] = []
         for ours in True, False:
-            sides.append(Sided(starter, comparison, ours, case))
+            sides.append(stack.enter_context(Sided(starter, comparison, ours, case)))
+            sides[-1].ready()  # each has the machine for its first step
         steps = warm(sides[0].train, sides[1].train, seconds)
         others, before = Others(), _used(sides)
         pairing = compare(sides[0].train, sides[1].train, steps, rounds)
@@ -44,9 +45,6 @@ def row_of(
         peaks = [side.peak_mb for side in sides]
         # Last, since a profiler stays with the threads that it met.
         figures = sides[0].ask("figures")[0] if comparison.replicas > 1 else None
-    finally:
-        for side in sides:
-            side.close()
     return {
         "backend": comparison.backend,
         "case": f"{case}: {comparison.name}",

@@ -36,11 +36,11 @@ def _line(row: dict[str, Any]) -> tuple[str, ...]:
         ratio(speeds[WALL]),
         ratio(speeds[CPU]),
         "" if row["aim"] is None else str(row["aim"]),
-        _both(row.get("once_seconds"), 1000, ".0f"),
-        _both(row.get("first_step_seconds"), 1, ".1f"),
-        _both(row.get("peak_mb"), 1, ".0f"),
+        both(row.get("once_seconds"), 1000, ".0f"),
+        both(row.get("first_step_seconds"), 1, ".1f"),
+        both(row.get("peak_mb"), 1, ".0f"),
     )
 
 
-def _both(pair: list[float] | None, factor: float, form: str) -> str:
+def both(pair: list[float] | None, factor: float, form: str) -> str:
     return " / ".join(format(factor * value, form) for value in pair or ())

@@ -105,13 +105,13 @@ def _divide_cpu(devices: int) -> None:
 
 
 def _peak_megabytes() -> float:
-    """The most memory that was resident; 0 where there is no /proc."""
+    """The most memory that was resident; 0 where the system does not tell."""
     try:
         with open("/proc/self/status") as file:
-            (kilobytes,) = re.findall(r"VmHWM:\s*(\d+) kB", file.read())
+            found = re.search(r"VmHWM:\s*(\d+) kB", file.read())
     except FileNotFoundError:
-        return 0.0
-    return int(kilobytes) / 1024
+        found = None
+    return int(found[1]) / 1024 if found else 0.0
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.comparisons import Comparison
+from benchmarks.pairing import CPU, WALL
 from keras_strategy.launch.environment import LocalCluster
 from keras_strategy.launch.ports import free_ports
 from keras_strategy.launch.processes import Process
@@ -36,6 +38,8 @@ _END_SECONDS = 5.0
 class Sided:
     """The processes of one side: all of them train together, and wait together.
 
+    They start with this object; `ready` waits for their first step.
+
     Args:
         starter: What forks them.
         comparison: What they are for.
@@ -55,6 +59,7 @@ class Sided:
         self.idle = 0.0  # seconds of processors while the others had their turn
         self.cpu = 0.0  # and of all that was done
         self.peak_mb = 0.0
+        self.first_step = 0.0  # seconds
         self._processes = []
         self._connections: list[Connection] = []
         self._log = tempfile.TemporaryFile()  # noqa: SIM115, closed by `close`
@@ -81,11 +86,20 @@ class Sided:
                         )
                         self._processes.append(process)
                     self._connections = self._connected(server)
-            answers = self.ask("start")
+            self._send("start")
         except BaseException:
             self.close()
             raise
-        self.first_step = max(answer["seconds"] for answer in answers)
+
+    def __enter__(self) -> "Sided":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def ready(self) -> None:
+        """Waits until the program has been made and has trained for one step."""
+        self.first_step = max(answer["seconds"] for answer in self._answers())
 
     def _connected(self, server: socket.socket) -> list[Connection]:
         server.settimeout(1.0)
@@ -102,19 +116,25 @@ class Sided:
         return [by_rank[rank] for rank in sorted(by_rank)]
 
     def train(self, steps: int) -> dict[str, float]:
-        """Trains; returns the seconds of all processes by the unit of their speed."""
+        """Trains; returns the seconds it took by the unit of the speed."""
         answers = self.ask("train", steps)
         self.idle += sum(answer["idle"] for answer in answers)
         return {
-            unit: sum(answer[unit] for answer in answers)
-            for unit in ("steps/s", "steps/CPU-s")
+            WALL: statistics.mean(answer[WALL] for answer in answers),
+            CPU: sum(answer[CPU] for answer in answers),
         }
 
-    def ask(self, *request: Any) -> list[dict[str, Any]]:
+    def ask(self, *request: Any) -> list[Any]:
         """Lets all processes answer something at once."""
-        until = time.monotonic() + _PATIENCE
+        self._send(*request)
+        return self._answers()
+
+    def _send(self, *request: Any) -> None:
         for connection in self._connections:
             connection.send(request)
+
+    def _answers(self) -> list[Any]:
+        until = time.monotonic() + _PATIENCE
         answers = []
         for connection in self._connections:
             while not connection.poll(1.0):

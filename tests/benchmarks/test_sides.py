@@ -29,5 +29,8 @@ def test_a_row(starter, comparison):
 def test_a_peer_runs_without_keras_strategy(starter, comparison):
     ours = comparison.programs[0]
     twice = dataclasses.replace(comparison, programs=(ours, ours))
-    with pytest.raises(RuntimeError, match="A peer must run without keras_strategy"):
-        Sided(starter, twice, False, MLP)
+    with (
+        Sided(starter, twice, False, MLP) as side,
+        pytest.raises(RuntimeError, match="A peer must run without keras_strategy"),
+    ):
+        side.ready()

@@ -1,0 +1,1 @@
+"""What a machine with one or more GPUs can show: `python -m benchmarks.gpu`."""

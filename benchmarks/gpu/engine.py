@@ -1,0 +1,108 @@
+"""What is asked of the engine in use, and set in it: its GPUs, memory, precision."""
+
+import os
+from typing import Any
+
+import keras
+
+BACKEND = keras.backend.backend()
+
+
+def about() -> dict[str, Any]:
+    """The engine's version, what it was built for, and the GPUs that it sees."""
+    if BACKEND == "torch":
+        import torch
+
+        gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        version, build = torch.__version__, torch.version.cuda
+    elif BACKEND == "jax":
+        import jax
+
+        try:
+            found = jax.devices("gpu")
+        except RuntimeError:  # JAX's way to say that there is none
+            found = []
+        gpus = [device.device_kind for device in found]
+        version = jax.__version__
+        build = found[0].client.platform_version if found else None
+    else:
+        import tensorflow as tf
+
+        version, build = (
+            tf.__version__,
+            tf.sysconfig.get_build_info().get("cuda_version"),
+        )
+        found = tf.config.list_physical_devices("GPU")
+        details = [tf.config.experimental.get_device_details(gpu) for gpu in found]
+        gpus = [detail.get("device_name", "a GPU") for detail in details]
+    return {
+        "keras": keras.__version__,
+        BACKEND: version,
+        "build": f"CUDA: {build}" if build else "CPU",
+        "gpus": gpus,
+    }
+
+
+def exact() -> None:
+    """Products of float32 in float32, and sums in one order where that can be had.
+
+    With TF32, which has 10 bits, nothing could be told apart from rounding.
+    """
+    if BACKEND == "torch":
+        import torch
+
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cudnn.deterministic = True
+    elif BACKEND == "jax":
+        import jax
+
+        jax.config.update("jax_default_matmul_precision", "highest")
+    else:
+        import tensorflow as tf
+
+        tf.config.experimental.enable_tensor_float_32_execution(False)
+
+
+def divide(megabytes: int = 8192) -> list[str]:
+    """Makes two logical devices of TensorFlow's first GPU, or CPU.
+
+    Returns:
+        Their names.
+    """
+    import tensorflow as tf
+
+    kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
+    limit = {"memory_limit": megabytes} if kind == "GPU" else {}
+    one = tf.config.LogicalDeviceConfiguration(**limit)
+    device = tf.config.list_physical_devices(kind)[0]
+    tf.config.set_logical_device_configuration(device, [one, one])
+    return [f"{kind.lower()}:{index}" for index in range(2)]
+
+
+def peak_megabytes() -> float | None:
+    """The most memory of the first GPU that was in use; None without a GPU."""
+    if BACKEND == "torch":
+        import torch
+
+        if not torch.cuda.is_available():
+            return None
+        return torch.cuda.max_memory_allocated() / 1e6
+    if BACKEND == "jax":
+        import jax
+
+        stats = jax.local_devices()[0].memory_stats()
+        return None if stats is None else stats["peak_bytes_in_use"] / 1e6
+    import tensorflow as tf
+
+    if not tf.config.list_logical_devices("GPU"):
+        return None
+    return tf.config.experimental.get_memory_info("GPU:0")["peak"] / 1e6
+
+
+def visible(index: int) -> dict[str, str]:
+    """The environment of a process that is to see one GPU, by its index."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if names == "":
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": names.split(",")[index] if names else str(index)}
