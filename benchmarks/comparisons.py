@@ -121,6 +121,15 @@ JAX = (
         0.9,
         cases=(MLP,),
     ),
+    Comparison(
+        "jax",
+        "fit, 2 processes",
+        "keras.distribution.DataParallel",
+        ("ours:workers_fit", "jax_peers:data_parallel_of_workers"),
+        None,
+        workers=2,
+        cases=(MLP,),
+    ),
 )
 
 TORCH = (
@@ -204,6 +213,15 @@ TENSORFLOW = (
         f"tf.function of run on {NATIVE}",
         ("tensorflow_ours:loop_of_a_function", "tensorflow_peers:native_loop"),
         0.95,
+        cases=(MLP,),
+    ),
+    Comparison(
+        "tensorflow",
+        "loop of `run`, 2 processes",
+        "tf.function of run on tf.distribute.MultiWorkerMirroredStrategy",
+        ("tensorflow_ours:workers_loop", "tensorflow_peers:native_loop_of_workers"),
+        None,
+        workers=2,
         cases=(MLP,),
     ),
 )

@@ -5,6 +5,7 @@ is donated, over a mesh; the compiler puts the collectives.
 """
 
 import itertools
+import os
 from typing import Any
 
 import jax
@@ -30,6 +31,25 @@ def keras_data_parallel(case: Case) -> Train:
         x, y = case.rows(steps * case.batch)
         with distribution.scope():
             model.fit(x, y, batch_size=case.batch, verbose=0)
+
+    return train
+
+
+def data_parallel_of_workers(case: Case) -> Train:
+    """The same in one of several processes, each of which gives its rows to fit."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    keras.distribution.initialize(address, ranks, rank)
+    distribution = keras.distribution.DataParallel(auto_shard_dataset=False)
+    keras.utils.set_random_seed(0)
+    with distribution.scope():
+        model = case.compiled()
+
+    def train(steps: int) -> None:
+        x, y = case.rows(steps * case.batch)
+        with distribution.scope():
+            batch = case.batch // ranks
+            model.fit(x[rank::ranks], y[rank::ranks], batch_size=batch, verbose=0)
 
     return train
 

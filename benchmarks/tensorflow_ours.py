@@ -16,3 +16,8 @@ def run_loop(case: Case) -> Train:
 
 def loop_of_a_function(case: Case) -> Train:
     return tensorflow_peers.loop(case, ks.MirroredStrategy(), compiled=True)
+
+
+def workers_loop(case: Case) -> Train:
+    strategy = ks.MultiWorkerMirroredStrategy()
+    return tensorflow_peers.loop(case, strategy, compiled=False)

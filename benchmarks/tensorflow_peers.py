@@ -161,3 +161,9 @@ def native_loop(case: Case) -> Train:
 
 def native_loop_on_one_device(case: Case) -> Train:
     return loop(case, native_strategy(one_device=True), compiled=True)
+
+
+def native_loop_of_workers(case: Case) -> Train:
+    """One of several processes, as TF_CONFIG says; its `fit` fails in Keras."""
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    return loop(case, strategy, compiled=True)

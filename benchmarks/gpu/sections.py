@@ -105,7 +105,7 @@ def _workers(places: Sequence[Mapping[str, str]], implementation: str) -> Row:
         found = many.ask("call", "gpu.peers:weights")
         worst = max(largest(expected, weights) for weights in found)
         speed = _paired(
-            many, one, f"{EXACT}: fit, 2 processes, {implementation}", "one"
+            many, one, f"{EXACT}: fit, 2 processes, {implementation}", "one device"
         )
     return speed | {
         "difference": [worst],
