@@ -93,6 +93,19 @@ def test_what_alternates_travels_at_once():
     assert count == 2 * 3 + 17
 
 
+def test_what_comes_once_in_a_while_is_no_new_habit():
+    def act(announcements, rank):
+        for _ in range(4):
+            for _ in range(6):
+                add(announcements, 5, rank)  # the steps of an epoch
+            add(announcements, 3, rank)  # its logs
+
+    _, count = of_all(act)
+    # What comes after each of the three is learned once. Then an epoch has 7 sums, and
+    # one more where the logs come.
+    assert count == 4 * 7 + 3 + 4
+
+
 def test_a_dtype_that_cannot_hold_a_digest():
     def act(announcements, rank):
         return [add(announcements, 5, rank, "bfloat16").tolist() for _ in range(3)]

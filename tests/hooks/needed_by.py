@@ -237,6 +237,10 @@ NEEDED_BY = {
         "tests/workers/test_rounds.py::"
         "test_workers_ask_once_for_all_that_a_scope_makes",
     ),
+    "backends.torch.hooks Adam._parallel_update_step": (
+        "torch",
+        "tests/backends/test_torch_fused.py::test_as_keras",
+    ),
     "backends.torch.hooks Layer.zero_grad": (
         "torch",
         f"{_ROW}[shuffle]",

@@ -69,6 +69,8 @@ class Announcements:
         self._all_reduce = all_reduce
         self._last = b""
         self._expected: dict[bytes, _Sum] = {}  # by what came before
+        # Where something else came the last time, as the logs at an epoch's end.
+        self._doubted: set[bytes] = set()
 
     def compare(self, digest: bytes, device: torch.device) -> bool:
         """Whether all workers are about to do the same.
@@ -91,9 +93,17 @@ class Announcements:
             )
             same = self._sum_and_compare(nothing, self._saying(digest, nothing))
         if same:
-            self._expected.pop(self._last, None)
+            self._doubt()
             self._last = digest
         return same
+
+    def _doubt(self) -> None:
+        """What is expected has not come; the second time in a row it is forgotten."""
+        if self._last in self._doubted:
+            del self._expected[self._last]
+            self._doubted.remove(self._last)
+        elif self._last in self._expected:
+            self._doubted.add(self._last)
 
     def sum(self, digest: bytes, flat: torch.Tensor) -> torch.Tensor | None:
         """The sum of the workers' tensors.
@@ -125,6 +135,7 @@ class Announcements:
         if expected is not None and expected.digest == digest:
             same = self._sum_and_compare(both, expected)
             if same:
+                self._doubted.discard(before)
                 self._last = digest
             return same
         if not self.compare(digest, both.device):
@@ -132,12 +143,14 @@ class Announcements:
         values = both[:-TAIL]
         self._all_reduce(values, dist.ReduceOp.SUM)
         if (
-            values.dtype in _EXACT
+            before not in self._expected
+            and values.dtype in _EXACT
             and self._workers <= _MOST_WORKERS
             and values.nbytes <= _LARGEST_BYTES
         ):
             if len(self._expected) >= _MOST_REMEMBERED:
                 self._expected.clear()
+                self._doubted.clear()
             self._expected[before] = self._saying(digest, both)
         return True
 

@@ -69,8 +69,9 @@ class _Unread(dict):
         self._model = model
 
     def keys(self) -> Any:
-        """The names."""
-        return self._model.get_metrics_result().keys()
+        """The names, of which other workers need not be asked."""
+        with keras.StatelessScope():
+            return self._model.get_metrics_result().keys()
 
 
 def may_read(callback: keras.callbacks.Callback, kind: str) -> bool:

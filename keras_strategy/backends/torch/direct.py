@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from keras_strategy.backends.single import tensors_of_arrays
-from keras_strategy.backends.threads.hooks import replica_here
+from keras_strategy.backends.threads.hooks import keras_scope, replica_here
 from keras_strategy.backends.threads.scopes import WritesAtOnce, unbuilt
 from keras_strategy.backends.threads.turns import Turns
 from keras_strategy.backends.torch.announcing import TAIL
@@ -32,6 +32,9 @@ from keras_strategy.values.distributed import (
     regroup,
     select_replica,
 )
+
+# One call for all of them.
+_clones: Callable[..., Any] = torch._foreach_clone  # pyright: ignore
 
 
 class DirectScope:
@@ -89,7 +92,7 @@ class DirectReplica(WritesAtOnce, TorchReplica):
             self.step.read.add(id(variable))
         if self.step.applying:
             # Keras's torch optimizers work in place, on what they read.
-            self._is_overwritten(components.first)
+            self._are_overwritten([components.first])
         return components
 
     def assign(self, variable: Any, value: torch.Tensor) -> None:
@@ -101,15 +104,33 @@ class DirectReplica(WritesAtOnce, TorchReplica):
         if own is None or own.first is not tensor or own.layout is not self.layout:
             find_or_make(variable, self.layout)  # which deals a sum out first
         if id(tensor) not in self.before:
-            self._is_overwritten(tensor)
+            self._are_overwritten([tensor])
         with torch.no_grad():
             tensor.copy_(value)
 
-    def _is_overwritten(self, tensor: torch.Tensor) -> None:
+    def sees_variables(self) -> bool:
+        return keras_scope() is None
+
+    def to_overwrite(self, variables: Sequence[Any]) -> list[torch.Tensor]:
+        tensors = []
+        for variable in variables:  # a dozen in a small model: no call for each
+            own, tensor = vars(variable).get(ATTRIBUTE), stored(variable)
+            if own is None or own.first is not tensor or own.layout is not self.layout:
+                find_or_make(variable, self.layout)
+            tensors.append(tensor)
+        self._are_overwritten(tensors)
+        return tensors
+
+    def _are_overwritten(self, tensors: Sequence[torch.Tensor]) -> None:
         if self.step.applying and self.step.row_weight is not None:
             self.is_half_written = True
-        elif id(tensor) not in self.before:
-            self.before[id(tensor)] = tensor, tensor.detach().clone()
+            return
+        fresh = [tensor for tensor in tensors if id(tensor) not in self.before]
+        if not fresh:
+            return
+        copies = _clones([tensor.detach() for tensor in fresh])
+        for tensor, copy in zip(fresh, copies, strict=True):
+            self.before[id(tensor)] = tensor, copy
 
     def weighted_sum(
         self, tensors: Sequence[torch.Tensor], weight: float | None

@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import torch
 
+from keras_strategy.backends.threads.hooks import keras_scope
 from keras_strategy.backends.threads.replica import ThreadReplica
 from keras_strategy.backends.threads.turns import Turns
 from keras_strategy.backends.torch.components import add
@@ -40,6 +41,14 @@ class TorchReplica(ThreadReplica):
     def make_scope(self, group: Any, index: int, run: Run) -> Any:
         """Makes what the replica sees the variables through."""
         return TorchScope(self, index, group.layout, run)
+
+    def sees_variables(self) -> bool:
+        """Whether what this thread reads and writes is the replica's own."""
+        return keras_scope() is self.scope
+
+    def to_overwrite(self, variables: Sequence[Any]) -> list[torch.Tensor]:
+        """The tensors of variables that the optimizer writes to, in place."""
+        return [self.scope.get_current_value(variable) for variable in variables]
 
     def here(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.scope.device)
