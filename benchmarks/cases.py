@@ -34,7 +34,9 @@ class Case:
     load: Callable[[], tuple[np.ndarray, np.ndarray]]
     batch: int
 
-    def compiled(self, steps_per_execution: int = 1) -> keras.Model:
+    def compiled(
+        self, steps_per_execution: int = 1, jit_compile: bool | str = "auto"
+    ) -> keras.Model:
         """The model, ready for `fit`."""
         model = self.build()
         model.compile(
@@ -42,6 +44,7 @@ class Case:
             loss(),
             metrics=["accuracy"],
             steps_per_execution=steps_per_execution,
+            jit_compile=jit_compile,
         )
         return model
 

@@ -152,6 +152,23 @@ TORCH = (
     ),
     Comparison(
         "torch",
+        "fit compiled, 2 processes",
+        DDP,
+        ("torch_ours:workers_compiled_fit", "torch_peers:keras_under_ddp"),
+        1.0,
+        workers=2,
+    ),
+    Comparison(
+        "torch",
+        "fit compiled, 2 processes",
+        f"{DDP}, compiled",
+        ("torch_ours:workers_compiled_fit", "torch_peers:compiled_keras_under_ddp"),
+        None,
+        workers=2,
+        cases=(MLP, CNN),
+    ),
+    Comparison(
+        "torch",
         "run, 2 processes",
         DDP,
         ("torch_ours:workers_run_loop", "torch_peers:keras_under_ddp"),

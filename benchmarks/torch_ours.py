@@ -5,7 +5,14 @@ import numpy as np
 
 import keras_strategy as ks
 from benchmarks.cases import Case, optimizer
-from benchmarks.programs import Train
+from benchmarks.programs import Train, fit
+
+
+def workers_compiled_fit(case: Case) -> Train:
+    """`fit` with a forward pass that torch.compile has made a graph of."""
+    keras.utils.set_random_seed(0)
+    with ks.MultiWorkerMirroredStrategy().scope():
+        return fit(case.compiled(jit_compile=True), case)
 
 
 def workers_run_loop(case: Case) -> Train:
