@@ -15,6 +15,7 @@ if keras.backend.backend() != "torch":
 
 import torch  # noqa: E402
 
+from keras_strategy.backends.torch import compiled  # noqa: E402
 from tests.backends import torch_compiled_jobs as jobs  # noqa: E402
 
 X = np.random.RandomState(0).randn(14, 6).astype("float32")
@@ -187,6 +188,20 @@ def test_another_backend(backend, two, told, monkeypatch):
     monkeypatch.setenv("KERAS_STRATEGY_TORCH_COMPILE_BACKEND", backend)
     assert largest(fitted(two, build, X[:8], Y[:8]), expected) < 1e-6
     assert f"backend '{backend}'" in told()[0]
+
+
+def test_more_shapes_than_graphs(two, told, monkeypatch):
+    """Each of the two devices has one: of some rows, and of any number but 1."""
+    monkeypatch.setattr(compiled, "_MOST_GRAPHS", 1)
+    with two.scope():
+        model = sequential()
+        model.compile("sgd", "mse", jit_compile=True)
+    for rows in (8, 6, 10, 2, 12):
+        found = model.predict(X[:rows], batch_size=rows, verbose=0)
+        np.testing.assert_allclose(found, model(X[:rows]).detach(), atol=1e-6)
+    graph, limit = told()
+    assert "is one graph" in graph and "without" not in graph
+    assert "the limit of torch.compile" in limit and "is one graph" in limit
 
 
 def test_a_compiler_that_fails(two, told, monkeypatch):

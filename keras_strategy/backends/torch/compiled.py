@@ -263,6 +263,8 @@ def _has_mask(part: Any) -> bool:
 
 def _why(error: Exception) -> str:
     """An error of torch.compile in a line: what it is, and in which `call`."""
+    if type(error).__name__ == "FailOnRecompileLimitHit":
+        return "inputs of further shapes: the limit of torch.compile is reached"
     text = str(error)
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)
     calls = [frame for frame in frames if frame[2] == "call"] or frames
