@@ -241,6 +241,10 @@ NEEDED_BY = {
         "torch",
         "tests/backends/test_torch_fused.py::test_as_keras",
     ),
+    "backends.torch.hooks Model._symbolic_build": (
+        "torch",
+        "tests/workers/test_only_replica.py::test_a_worker_reads_its_own_rows",
+    ),
     "backends.torch.hooks Layer.zero_grad": (
         "torch",
         f"{_ROW}[shuffle]",

@@ -304,3 +304,41 @@ def sums_of_all_kinds() -> list[list]:
     results = [strategy.run(lambda parts=parts: sums(parts)) for parts in kinds]
     local = strategy.experimental_local_results
     return [[local(total)[0] for total in totals] for totals in results]
+
+
+def rows_that_are_read() -> dict:
+    """How many rows of an array each loop over it reads, by what it is."""
+    import torch
+
+    class Counted(torch.Tensor):
+        """Rows that count how often one of them is read."""
+
+        read = 0
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            result = super().__torch_function__(func, types, args, kwargs or {})
+            if func is torch.Tensor.__getitem__:
+                Counted.read += len(result)
+                return result.as_subclass(torch.Tensor)
+            return result
+
+    strategy = ks.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+        model.compile("sgd", "mse")
+    x, y = digits(29)
+    x = torch.from_numpy(x).as_subclass(Counted)
+    y = np.eye(3, dtype="float32")[y]
+    read = {}
+    for name, loop in {
+        "built": lambda: model.fit(x, y, batch_size=8, verbose=0),
+        "fit": lambda: model.fit(x, y, batch_size=8, epochs=2, verbose=0),
+        "in order": lambda: model.fit(x, y, batch_size=8, shuffle=False, verbose=0),
+        "evaluate": lambda: model.evaluate(x, y, batch_size=8, verbose=0),
+        "predict": lambda: model.predict(x, batch_size=8, verbose=0),
+    }.items():
+        Counted.read = 0
+        loop()
+        read[name] = Counted.read
+    return read

@@ -72,3 +72,17 @@ def test_sums_of_all_kinds(two_workers):
         assert equal(whole, [[4], [4]], 1e-7)
         assert equal(mixed, [[1.0], thirds] * 2, 1e-7)
         assert equal(alike, [thirds] * 4, 1e-7)
+
+
+@for_torch
+def test_a_worker_reads_its_own_rows(two_workers):
+    results = two_workers.run(jobs.rows_that_are_read)
+    # Of 29 rows by 8, the last batch has 3 for the first worker and 2 for the second.
+    for own, read in zip((15, 14), results, strict=True):
+        assert read == {
+            "built": 8 + own,  # Keras builds a model with a whole batch
+            "fit": 2 * own,
+            "in order": own,
+            "evaluate": own,
+            "predict": own,
+        }

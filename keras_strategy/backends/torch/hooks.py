@@ -17,6 +17,7 @@ from keras_strategy.backends.torch.batch_logs import BatchLogs
 from keras_strategy.backends.torch.direct import DirectReplica, direct_replica
 from keras_strategy.backends.torch.graph import graph_here
 from keras_strategy.backends.torch.modules import call_module
+from keras_strategy.backends.torch.own_rows import reads_own_rows
 from keras_strategy.core.context import distributed_replica, place
 from keras_strategy.hooks.conditions import (
     in_replica,
@@ -333,11 +334,33 @@ def _make_function(original, self, force=False):
         setattr(self, f"{kind}_function", distributed_function(self, kind, strategy))
 
 
+_WHOLE = "_ks_whole_batches"
+
+
+@model_hook(
+    "_symbolic_build",
+    "(self, iterator=None, data_batch=None)",
+    when=in_scope_of_workers,
+)
+def _symbolic_build(original, strategy, self, iterator=None, data_batch=None):
+    """A model is built with a whole batch, as on one device."""
+    if iterator is None:
+        return original(self, iterator, data_batch)
+    setattr(iterator, _WHOLE, True)
+    try:
+        return original(self, iterator, data_batch)
+    finally:
+        delattr(iterator, _WHOLE)
+
+
 @hook(TorchEpochIterator, "_get_iterator", "(self)", when=in_scope_of_workers)
 def _get_iterator(original, strategy, self):
-    """Several workers agree on their batches."""
-    counts = counts_of_arrays(self.data_adapter)
-    return AgreedBatches(original(self), strategy.extended.cluster, counts)
+    """Several workers agree on their batches, and read their own rows of arrays."""
+    batches, counts = original(self), counts_of_arrays(self.data_adapter)
+    several = strategy.num_replicas_in_sync > 1
+    if several and counts is not None and not hasattr(self, _WHOLE):
+        batches = reads_own_rows(batches, strategy)
+    return AgreedBatches(batches, strategy.extended.cluster, counts)
 
 
 # --- what Keras distributes by itself

@@ -14,10 +14,10 @@ from keras import tree
 from keras_strategy.backends.single import tensors_of_arrays
 from keras_strategy.backends.torch.batch_logs import BatchLogs
 from keras_strategy.backends.torch.compiled import CompiledModel
+from keras_strategy.backends.torch.own_rows import OwnRows, bounds_of_replicas
 from keras_strategy.hooks.layers import all_layers, to_try
 from keras_strategy.rules import step as rules
 from keras_strategy.rules.row_trials import RowTrials
-from keras_strategy.rules.row_weights import split_rows
 from keras_strategy.rules.step import rows_of_arrays
 from keras_strategy.values.distributed import (
     PerReplica,
@@ -129,17 +129,23 @@ class _Shard:
 def _shards(batch: Any, strategy: Any) -> list[_Shard]:
     """Splits a global batch.
 
+    Args:
+        batch: The batch, or this worker's rows of it.
+        strategy: The strategy.
+
     Returns:
         The rows of this worker's replicas. One without rows gets a stand-in, the first
         row, and the weight 0: some metrics cannot take a batch of 0 rows.
     """
+    of_all = batch.rows if isinstance(batch, OwnRows) else None
+    batch = batch if of_all is None else batch.batch
     arrays: list[Any] = []
     map_leaves(arrays.append, batch)
     rows = rows_of_arrays(arrays)
     if rows == 0:
         raise ValueError("A batch must have 1 row or more. Received a batch of 0 rows.")
-    local = strategy.extended.topology.local_replicas
-    bounds = split_rows(rows, strategy.num_replicas_in_sync)[local.start : local.stop]
+    bounds = bounds_of_replicas(of_all or rows, strategy)
+    first = 0 if of_all is None else bounds[0][0]
 
     def part(array, begin, end):
         if array is None:
@@ -152,8 +158,10 @@ def _shards(batch: Any, strategy: Any) -> list[_Shard]:
     has_arrays = any(map(is_numeric_array, arrays))
     return [
         _Shard(
-            map_leaves(lambda array, b=begin, e=end: part(array, b, e), batch),
-            (end - begin) / rows,
+            map_leaves(
+                lambda array, b=begin, e=end: part(array, b - first, e - first), batch
+            ),
+            (end - begin) / (of_all or rows),
             has_arrays,
         )
         for begin, end in bounds
