@@ -1,9 +1,11 @@
 """Process-wide settings, to be made before devices are used."""
 
 import os
+from typing import Any
 
 from keras_strategy.core.registry import get_engine
 from keras_strategy.hooks import mirror_check
+from keras_strategy.rules import draws
 
 _LOGICAL_CPUS = "KERAS_STRATEGY_LOGICAL_CPUS"
 
@@ -75,11 +77,47 @@ def check_mirrored(enabled: bool = True) -> None:
     ks.config.check_mirrored(False)
     ```
     """
+    _require_bool(enabled)
+    mirror_check.enabled = enabled
+
+
+def exact_random(enabled: bool = True) -> None:
+    """Says whether replicas draw the random numbers of one device.
+
+    In `fit`, `evaluate` and `predict` each replica draws what one device draws for the
+    whole batch, and takes what belongs to its rows: a model with Dropout, noise or
+    augmentation trains as on one device. So every device draws as much as one alone.
+    Turned off, each replica draws for its own rows, from a seed of its own: as good
+    noise, reproducible for the same number of replicas, and not one device's. On JAX
+    `fit` is one program over all devices, and draws one device's numbers anyway.
+
+    What is compiled already stays what it is: call it before training.
+
+    Args:
+        enabled: Whether they are one device's, as they are in the beginning.
+
+    Raises:
+        TypeError: If `enabled` is neither True nor False.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    ks.config.exact_random(False)
+    assert ks.MirroredStrategy().num_replicas_in_sync >= 1
+    ks.config.exact_random(True)
+    ```
+    """
+    _require_bool(enabled)
+    draws.settings.exact = enabled
+
+
+def _require_bool(enabled: Any) -> None:
     if not isinstance(enabled, bool):
         raise TypeError(
             f"Argument `enabled` must be True or False. Received: enabled={enabled!r}"
         )
-    mirror_check.enabled = enabled
 
 
 def apply_environment() -> None:

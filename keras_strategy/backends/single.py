@@ -69,6 +69,11 @@ class SingleReplica:
     def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
         return list(tensors)
 
+    def draw_once(
+        self, what: Any, draw: Callable[[], Any], skip: Callable[[], Any]
+    ) -> Any:
+        return draw()
+
     def write(self, variable: Any, value: Any) -> None:
         variable.assign(value)
 

@@ -27,11 +27,15 @@ class Trial:
             other replicas.
         drew: Whether it drew random numbers.
         share: Which part of all rows it is called with.
+        draws: What it drew, in a rehearsal of a step; see `rules.draws`.
+        drawing: Whether it is drawing now.
     """
 
     knows: bool = False
     drew: bool = False
     share: float = 1.0
+    draws: list[Any] | None = None
+    drawing: bool = False
 
 
 class _Place(threading.local):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from keras_strategy.values.distributed import DistributedValues, Mirrored, ReduceOp
 
 if TYPE_CHECKING:
+    from keras_strategy.core.context import Trial
     from keras_strategy.core.replica_context import ReplicaContext
     from keras_strategy.core.step_state import StepState
     from keras_strategy.core.strategy import Strategy
@@ -51,6 +52,35 @@ class Engine(Protocol):
 
     def is_tensor(self, value: Any) -> bool:
         """Whether `value` is a tensor of this engine."""
+        ...
+
+    def number(self, value: Any) -> int | None:
+        """A whole number that may be a tensor; None if it is not known by now."""
+        ...
+
+    def ones(self, shape: Sequence[Any], like: Any) -> Any:
+        """A tensor of ones, of the dtype of another and in memory laid out as that.
+
+        Args:
+            shape: Its shape.
+            like: A tensor of as many dimensions, or of others.
+        """
+        ...
+
+    def rehearse(
+        self, fn: Callable[..., Any], args: tuple, kwargs: dict, rows: int
+    ) -> "Trial":
+        """Calls a function as on one device, see `hooks.rehearsal`.
+
+        Args:
+            fn: The function.
+            args: Its positional arguments, whose tensors have the replica's rows.
+            kwargs: Its keyword arguments, likewise.
+            rows: How many rows it is called with in their place.
+
+        Returns:
+            What became known.
+        """
         ...
 
     def copy_to(self, value: Any, device: str) -> Any:
@@ -344,6 +374,22 @@ class Replica(Protocol):
             tensors: Tensors of the same shapes on every replica.
             weight: This replica's row weight; 0 selects zeros, so that a NaN of
                 a replica without rows stays there. None means 1 everywhere.
+        """
+        ...
+
+    def draw_once(
+        self, what: Any, draw: Callable[[], Any], skip: Callable[[], Any]
+    ) -> Any:
+        """Draws random numbers that all replicas draw alike.
+
+        Args:
+            what: Tells them from others, by `==`.
+            draw: Draws them.
+            skip: Advances what they are drawn from, in place of `draw`, where another
+                replica of this process has drawn them and a copy is taken.
+
+        Returns:
+            What `draw` returned.
         """
         ...
 

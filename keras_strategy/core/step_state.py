@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from keras_strategy.core.row_range import RowRange
+
 
 @dataclass(slots=True)
 class StepState:
@@ -28,6 +30,12 @@ class StepState:
             replicas.
         logs_are_metrics: Whether what the step returns is `get_metrics_result`'s, which
             is asked for again when all replicas have come to its end.
+        rows: Which rows of the global batch are this replica's; None where that is not
+            known.
+        draws: What is known of the random numbers that the step draws.
+        drawn: How often the step has drawn, by kind.
+        rehearse: See `rules.draws.Rehearse`.
+        drawing: Whether numbers are drawn now, for all rows or for none.
         warn_unless: Takes a function that is called in a loop's first step and gives
             whether something holds, and the warning if not; None where nothing is to
             be tried, see `rules.row_trials`.
@@ -41,4 +49,9 @@ class StepState:
     applying: bool = False
     has_all_rows: bool = False
     logs_are_metrics: bool = False
+    rows: RowRange | None = None
+    draws: Any = None
+    drawn: dict[Any, int] = field(default_factory=dict)
+    rehearse: Callable[[int], Any] | None = None
+    drawing: bool = False
     warn_unless: Callable[[Callable[[], Any], str], None] | None = None

@@ -232,6 +232,7 @@ def hook(
     when: Callable[..., Any] | None = None,
     needed: Callable[[], bool] | None = None,
     several: bool = False,
+    owner_name: str | None = None,
 ) -> Callable[[_Function], _Function]:
     """Marks a function that is to be called in the place of one of Keras's.
 
@@ -251,6 +252,7 @@ def hook(
             backend, needs the hook; None if every one does.
         several: Whether it has nothing to do as long as each strategy has one replica,
             where no condition says so that was marked with `of_several`.
+        owner_name: See `Hook`.
 
     Example:
 
@@ -266,6 +268,7 @@ def hook(
         for name in attributes:
             made = Hook(
                 *(owner, name, signature, function, when),
+                owner_name=owner_name,
                 needed=needed,
                 several=several,
             )

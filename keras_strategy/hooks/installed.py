@@ -5,7 +5,9 @@ import threading
 
 from keras_strategy.core.registry import get_engine
 from keras_strategy.hooks import (
+    augmentation,
     callbacks,
+    draws,
     layers,
     losses,
     metrics,
@@ -28,7 +30,7 @@ def all_hooks() -> list[Extension]:
     """Those of all backends and those of the backend in use, in their order."""
     areas = (trainer, callbacks, saving, layers, variables, optimizers, losses, metrics)
     engines = get_engine().hook_modules()
-    return hooks_of(*areas, random, own_attributes, *engines)
+    return hooks_of(*areas, random, draws, augmentation, own_attributes, *engines)
 
 
 # Several threads may make strategies at the same time.

@@ -1,22 +1,36 @@
 """Where Keras's optimizers are extended on every backend."""
 
+from typing import Any
+
 import keras
 
-from keras_strategy.core.context import distributed_replica
+from keras_strategy.core.context import Trial, distributed_replica, place
 from keras_strategy.hooks.conditions import in_distributed_scope
-from keras_strategy.hooks.hook import hook
+from keras_strategy.hooks.hook import hook, of_several
+from keras_strategy.rules.draws import EndOfRehearsal
 
 _APPLY = "(self, grads, trainable_variables=None)"
 
 
-@hook(keras.optimizers.Optimizer, "apply", _APPLY, when=in_distributed_scope)
-@hook(keras.optimizers.LossScaleOptimizer, "apply", _APPLY, when=in_distributed_scope)
+@of_several
+def _in_distributed_scope_or_trial() -> Any:
+    """The strategy whose scope this thread is in; or the trial."""
+    return in_distributed_scope() or place.trial
+
+
+_WHEN = _in_distributed_scope_or_trial
+
+
+@hook(keras.optimizers.Optimizer, "apply", _APPLY, when=_WHEN)
+@hook(keras.optimizers.LossScaleOptimizer, "apply", _APPLY, when=_WHEN)
 def _apply(original, strategy, self, grads, trainable_variables=None):
     """The gradients are summed over the replicas first, once.
 
     Then Keras's own code clips, accumulates, scales and applies on every replica, on
     equal inputs. The outermost optimizer does it: LossScaleOptimizer calls another.
     """
+    if isinstance(strategy, Trial):
+        raise EndOfRehearsal("gradients are applied")
     replica = distributed_replica()
     if replica is None:
         strategy.extended.group.check_apply_outside_of_replicas()

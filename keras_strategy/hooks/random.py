@@ -20,7 +20,7 @@ _SEED = "global_seed_generator"
     keras.random.SeedGenerator, "next", "(self, ordered=True)", when=in_replica_or_trial
 )
 def _next(original, replica, self, ordered=True):
-    """Every replica draws its own numbers.
+    """Every replica draws its own numbers, unless they are those of its rows.
 
     Only the drawn seed differs; the stored state advances as on one device.
     """
@@ -28,6 +28,8 @@ def _next(original, replica, self, ordered=True):
     if isinstance(replica, Trial):
         replica.drew = True
         return seed
+    if replica.step.drawing:
+        return seed  # see hooks/draws.py
     # A large prime keeps the replicas' seeds apart from each other and from
     # those of other generators, which users number 0, 1, 2...
     offset = ops.cast(ops.multiply(replica.id, 1000003), seed.dtype)

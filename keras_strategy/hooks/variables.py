@@ -11,6 +11,7 @@ from keras_strategy.core import context
 from keras_strategy.hooks.conditions import before_apply
 from keras_strategy.hooks.hook import hook
 from keras_strategy.rules.aggregation import adds_up, aggregate, assigned
+from keras_strategy.rules.draws import EndOfRehearsal
 from keras_strategy.rules.ownership import belongs_to
 
 # Without a call of Python's: they are asked for in every step.
@@ -27,6 +28,9 @@ _assign_as_is = keras.Variable.assign
 @hook(keras.Variable, "__init__", ())
 def _init(original, self, *args, **kwargs):
     """A variable belongs to the scope that it is made in."""
+    trial = context.place.trial
+    if trial is not None and trial.draws is not None:
+        raise EndOfRehearsal("a variable is made")
     original(self, *args, **kwargs)
     strategy = context.current_scope()
     if strategy is not None:

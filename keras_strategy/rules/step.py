@@ -12,8 +12,11 @@ import keras
 from keras import tree
 
 from keras_strategy.core.context import distributed_replica
+from keras_strategy.core.registry import get_engine
+from keras_strategy.core.row_range import RowRange
 from keras_strategy.core.step_state import StepState
 from keras_strategy.rules.aggregation import is_on_read
+from keras_strategy.rules.draws import KnownDraws
 from keras_strategy.rules.row_trials import RowTrials
 from keras_strategy.rules.row_weights import weighted_mean
 from keras_strategy.rules.state import settle
@@ -32,7 +35,7 @@ def weighted_step(
     require: Callable[[Any, str], None],
     trials: RowTrials,
     rows_to_predict: Callable[[Any], Any] | None = None,
-) -> Callable[[Any, Any], Any]:
+) -> Callable[[Any, Any, RowRange | None], Any]:
     """Makes a step of a model into one that a replica can run.
 
     Args:
@@ -45,15 +48,20 @@ def weighted_step(
             `predict`.
 
     Returns:
-        A function of the replica's data and its weight, for `strategy.run`.
+        A function of the replica's data, its weight and which rows these are, None if
+        that is not known, for `strategy.run`.
     """
+    draws = KnownDraws()
 
-    def replica_step(data, weight):
+    def replica_step(data, weight, rows):
         replica = distributed_replica()
         assert replica is not None
         replica.step = StepState(
             weight,
             logs_are_metrics=logs_are_metrics,
+            rows=rows,
+            draws=draws,
+            rehearse=lambda few: get_engine().rehearse(step, (data,), {}, few),
             warn_unless=trials.of(replica),
         )
         try:

@@ -30,6 +30,9 @@ _RANDOM = "tests/training/test_replicas_own.py"
 _NOBODY = (
     "tests/training/test_batch_callbacks.py::test_nobody_is_told_where_nobody_listens"
 )
+_NUMBERS = "tests/training/test_random_numbers.py"
+_EVERY = "test_every_function[2]"
+_FUNCTIONS = "normal uniform randint gamma beta binomial categorical shuffle"
 _OWN = "tests/training/test_own_attributes.py::test_what_a_call_keeps_is_its_own"
 
 NEEDED_BY = {
@@ -272,6 +275,33 @@ NEEDED_BY = {
     "backends.torch.hooks Model.get_metrics_result": (
         "torch",
         "tests/speed/test_torch_figures.py::test_two_processes",
+    ),
+    **{
+        f"hooks.draws keras.random.{name}": ("torch", f"{_NUMBERS}::{_EVERY}")
+        for name in _FUNCTIONS.split()
+    },
+    "hooks.draws keras.random.truncated_normal": (
+        "tensorflow",
+        f"{_NUMBERS}::{_EVERY}",
+    ),
+    "hooks.draws keras.random.dropout": (
+        "torch",
+        f"{_NUMBERS}::test_layers_of_keras[7]",
+    ),
+    **{
+        f"hooks.augmentation {name}": (
+            "torch",
+            f"{_ROW}[augmentation across rows, no seed]",
+        )
+        for name in (
+            "MixUp.call",
+            "CutMix.call",
+            "Equalization.transform_images",
+        )
+    },
+    "hooks.augmentation keras.ops.image.elastic_transform": (
+        "torch",
+        f"{_ROW}[RandomElasticTransform, no seed]",
     ),
     "backends.tensorflow.hooks Model.get_metrics_result": (
         "tensorflow",

@@ -12,6 +12,8 @@ from jax.core import Tracer
 
 from keras_strategy.backends.jax import connection, devices, gradients
 from keras_strategy.backends.jax.replica import in_program
+from keras_strategy.core.context import Trial
+from keras_strategy.hooks.rehearsal import rehearsing, with_rows
 from keras_strategy.values.distributed import DistributedValues, is_no_tensor
 
 if TYPE_CHECKING:
@@ -42,6 +44,26 @@ class JaxEngine:
 
     def is_tensor(self, value: Any) -> bool:
         return keras.ops.is_tensor(value)
+
+    def number(self, value: Any) -> int:
+        return int(value)
+
+    def ones(self, shape: Sequence[Any], like: Any) -> Any:
+        return jnp.ones(shape, like.dtype)
+
+    def rehearse(
+        self, fn: Callable[..., Any], args: tuple, kwargs: dict, rows: int
+    ) -> Trial:
+        def of_rows(x):
+            return jnp.zeros((rows, *x.shape[1:]), x.dtype)
+
+        def traced():
+            given = with_rows(of_rows, (args, kwargs))
+            fn(*given[0], **given[1])
+
+        with rehearsing() as trial:
+            jax.eval_shape(traced)  # shapes tell enough
+        return trial
 
     def copy_to(self, value: Any, device: str) -> Any:
         target = devices.device_named(device)

@@ -85,6 +85,11 @@ class JaxReplica:
         self.trains = True
         return jax.lax.psum([weighted(t, weight) for t in tensors], AXIS)
 
+    def draw_once(
+        self, what: Any, draw: Callable[[], Any], skip: Callable[[], Any]
+    ) -> Any:
+        return draw()
+
     def write(self, variable: Any, value: Any) -> None:
         hooks.write(variable, value)
 

@@ -250,6 +250,11 @@ class ThreadedReplica(ThreadReplica):
 
         return [self.here(t) for t in self.exchange("optimizer.apply", parts, combine)]
 
+    def draw_once(
+        self, what: Any, draw: Callable[[], Any], skip: Callable[[], Any]
+    ) -> Any:
+        return draw()
+
     def write(self, variable: Any, value: Any) -> None:
         hooks.write(variable, value)
 

@@ -1,5 +1,6 @@
 """TensorFlow: native tf.distribute underneath, made exact for Keras."""
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -10,10 +11,13 @@ import tensorflow as tf
 
 from keras_strategy.backends.tensorflow import devices
 from keras_strategy.backends.tensorflow.devices import native_name
+from keras_strategy.hooks.rehearsal import rehearsing, with_rows
+from keras_strategy.rules.draws import EndOfRehearsal
 from keras_strategy.values.distributed import DistributedValues, is_no_tensor
 
 if TYPE_CHECKING:
     from keras_strategy.backends.tensorflow.group import TensorFlowGroup
+    from keras_strategy.core.context import Trial
     from keras_strategy.core.strategy import Strategy
     from keras_strategy.input.dataset import DistributedDataset
     from keras_strategy.options.cross_device_ops import CrossDeviceOps
@@ -49,6 +53,34 @@ class TensorFlowEngine:
 
     def is_tensor(self, value: Any) -> bool:
         return tf.is_tensor(value)
+
+    def number(self, value: Any) -> int | None:
+        if isinstance(value, int):
+            return value
+        known = tf.get_static_value(value)
+        return None if known is None else int(known)
+
+    def ones(self, shape: Sequence[Any], like: Any) -> Any:
+        return tf.ones(shape, like.dtype)
+
+    def rehearse(
+        self, fn: Callable[..., Any], args: tuple, kwargs: dict, rows: int
+    ) -> "Trial":
+        def of_rows(x):
+            if tf.executing_eagerly():
+                return tf.gather(x, [row % x.shape[0] for row in range(rows)])
+            if not isinstance(x, tf.Tensor):
+                raise EndOfRehearsal(f"rows are {type(x).__name__}s")
+            return tf.compat.v1.placeholder(x.dtype, (rows, *x.shape[1:]))
+
+        place = contextlib.nullcontext()
+        if not tf.executing_eagerly():
+            # A graph that nobody runs tells shapes as well.
+            place = tf.__internal__.FuncGraph("rehearsal").as_default()
+        with rehearsing() as trial, place:
+            given = with_rows(of_rows, (args, kwargs))
+            fn(*given[0], **given[1])
+        return trial
 
     def copy_to(self, value: Any, device: str) -> Any:
         with tf.device(native_name(device)):

@@ -216,6 +216,11 @@ class TensorFlowReplica:
 
         return self._sum([share(tensor) for tensor in tensors], "optimizer.apply")
 
+    def draw_once(
+        self, what: Any, draw: Callable[[], Any], skip: Callable[[], Any]
+    ) -> Any:
+        return draw()
+
     def write(self, variable: Any, value: Any) -> None:
         component = self.own(stored(variable))
         component.assign(tf.cast(value, component.dtype))

@@ -18,6 +18,7 @@ from keras import tree
 from keras_strategy.backends.tensorflow.across import gather_of_workers
 from keras_strategy.backends.tensorflow.group import TensorFlowGroup
 from keras_strategy.backends.tensorflow.refusals import FirstStep, require
+from keras_strategy.core.row_range import RowRange
 from keras_strategy.hooks.layers import all_layers, to_try
 from keras_strategy.rules.row_trials import RowTrials
 from keras_strategy.rules.row_weights import split_rows
@@ -71,7 +72,7 @@ class TrainingStrategy:
         """
         (data,) = args
         group = self._group
-        shards, weights = split_batch(data, group)
+        shards, weights, rows_of_replicas = split_batch(data, group)
         model = self._model
         steps = {model.train_step: "train", model.test_step: "test"}
         kind = steps.get(step, "predict")
@@ -84,7 +85,9 @@ class TrainingStrategy:
         trials = RowTrials(model, to_try(model, kind), first.warn_unless)
         replica_step = weighted_step(step, own, layers, require, trials, rows)
         outputs = group.call(
-            replica_step, (PerReplica(shards), PerReplica(weights)), {}
+            replica_step,
+            (PerReplica(shards), PerReplica(weights), PerReplica(rows_of_replicas)),
+            {},
         )
         first.end()
         if own:
@@ -127,7 +130,9 @@ def means_of(logs: Any, group: TensorFlowGroup, weights: Sequence[Any]) -> Any:
     return tree.pack_sequence_as(parts, means)
 
 
-def split_batch(data: Any, group: TensorFlowGroup) -> tuple[list[Any], list[Any]]:
+def split_batch(
+    data: Any, group: TensorFlowGroup
+) -> tuple[list[Any], list[Any], list[RowRange | None]]:
     """Splits a global batch by rows.
 
     Args:
@@ -136,8 +141,8 @@ def split_batch(data: Any, group: TensorFlowGroup) -> tuple[list[Any], list[Any]
         group: The replicas.
 
     Returns:
-        The local replicas' structures, each of one row or more, and their weights:
-        rows over the batch's rows.
+        The local replicas' structures, each of one row or more, their weights (rows
+        over the batch's rows), and which rows these are, None if that is not known.
     """
     replicas = group.topology.num_replicas
     local = group.topology.local_replicas
@@ -155,7 +160,14 @@ def split_batch(data: Any, group: TensorFlowGroup) -> tuple[list[Any], list[Any]
         shards = [component(replica) for replica in own]
         counts = [_rows(leaves[0].values[replica]) for replica in own]
         total = tf.add_n(counts)
-        if group.workers is not None:
+        rows_of_replicas: list[RowRange | None] = [None] * len(counts)
+        if group.workers is None:
+            before = [tf.add_n(counts[:replica] or [0 * total]) for replica in own]
+            rows_of_replicas = [
+                RowRange(begin, count, total)
+                for begin, count in zip(before, counts, strict=True)
+            ]
+        else:
             total = group.workers.sum("the rows of a batch", total)
     else:
         data = tree.map_structure(_as_tensor, data)
@@ -164,17 +176,18 @@ def split_batch(data: Any, group: TensorFlowGroup) -> tuple[list[Any], list[Any]
         bounds = [every[replica] for replica in local]
         counts = [end - begin for begin, end in bounds]
         total = rows
-        shards = []
+        shards, rows_of_replicas = [], []
         for begin, end in bounds:
             # A replica without rows works on a stand-in, of weight 0: some of
             # TensorFlow's kernels abort the process when there is no row at all.
             first = tf.maximum(tf.minimum(begin, rows - 1), 0)
-            take = functools.partial(
-                slice_rows, bounds=(first, tf.maximum(end, first + 1))
-            )
+            last = tf.maximum(end, first + 1)
+            take = functools.partial(slice_rows, bounds=(first, last))
+            rows_of_replicas.append(RowRange(first, last - first, rows))
             shards.append(tree.map_structure(take, data))
     total = tf.cast(total, "float32")
-    return shards, [tf.cast(count, "float32") / total for count in counts]
+    weights = [tf.cast(count, "float32") / total for count in counts]
+    return shards, weights, rows_of_replicas
 
 
 def common_rows(leaves: Sequence[Any]) -> Any:

@@ -10,6 +10,8 @@ import torch
 from keras_strategy.backends.threads import hooks as thread_hooks
 from keras_strategy.backends.torch import devices, gradients, hooks, workers
 from keras_strategy.backends.torch.group import TorchGroup
+from keras_strategy.core.context import Trial
+from keras_strategy.hooks.rehearsal import rehearsing, with_rows
 from keras_strategy.values.distributed import DistributedValues, is_no_tensor
 from keras_strategy.workers.cluster import Cluster
 
@@ -34,6 +36,31 @@ class TorchEngine:
 
     def is_tensor(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor)
+
+    def number(self, value: Any) -> int:
+        return int(value)
+
+    def ones(self, shape: Sequence[Any], like: torch.Tensor) -> torch.Tensor:
+        # A random mask is filled in the order of its memory.
+        order: Sequence[int] = range(len(shape))
+        if len(shape) == like.dim():
+            order = sorted(order, key=lambda axis: -like.stride(axis))
+        back = sorted(range(len(shape)), key=order.__getitem__)
+        sizes = [int(shape[axis]) for axis in order]
+        return torch.ones(sizes, dtype=like.dtype, device=like.device).permute(back)
+
+    def rehearse(
+        self, fn: Callable[..., Any], args: tuple, kwargs: dict, rows: int
+    ) -> Trial:
+        def of_rows(x):
+            return x[[row % len(x) for row in range(rows)]]
+
+        given = with_rows(of_rows, (args, kwargs))
+        cuda = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        # Gradients end it, and what draws from the process's generator is undone.
+        with torch.random.fork_rng(cuda), torch.no_grad(), rehearsing() as trial:
+            fn(*given[0], **given[1])
+        return trial
 
     def copy_to(self, value: Any, device: str) -> torch.Tensor:
         target = devices.torch_device(device)

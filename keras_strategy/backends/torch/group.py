@@ -143,7 +143,7 @@ class TorchGroup:
             return self._run(fn, args, kwargs)
 
     def _run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        run, turns = Run(), Turns(len(self.devices))
+        run, turns = Run(len(self.devices)), Turns(len(self.devices))
         own = self._attributes.begin()
         replicas = [
             TorchReplica(self, index, turns, own[index], run)

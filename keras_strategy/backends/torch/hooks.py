@@ -26,6 +26,7 @@ from keras_strategy.hooks.conditions import (
     of_strategy,
 )
 from keras_strategy.hooks.data_adapters import counts_of_arrays
+from keras_strategy.hooks.draws import of_own_rows
 from keras_strategy.hooks.hook import changed, home_of, hook, model_hook, of_several
 from keras_strategy.hooks.metrics import results_of_step
 from keras_strategy.hooks.variables import stored
@@ -61,6 +62,8 @@ def _dropout(original, replica, inputs, rate, noise_shape=None, seed=None):
 
     Also for a `SeedGenerator` without one, whose state it leaves as it is.
     """
+    if of_own_rows() is not None or replica.step.drawing:
+        return original(inputs, rate, noise_shape, seed)
     seeded = seed is not None and getattr(seed, "_initial_seed", seed) is not None
     if (
         seeded

@@ -1,6 +1,6 @@
 """One replica: a thread, and what it asks of the others."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -37,6 +37,7 @@ class TorchReplica(ThreadReplica):
         self.scope = self.make_scope(group, index, run)
         self._run = run
         self._generators: dict[torch.device, torch.Generator] = {}
+        self._drawn = 0
 
     def make_scope(self, group: Any, index: int, run: Run) -> Any:
         """Makes what the replica sees the variables through."""
@@ -102,6 +103,12 @@ class TorchReplica(ThreadReplica):
 
     def write(self, variable: Any, value: torch.Tensor) -> None:
         self.scope.add_update((variable, value))
+
+    def draw_once(
+        self, what: Any, draw: Callable[[], Any], skip: Callable[[], Any]
+    ) -> Any:
+        number, self._drawn = self._drawn, self._drawn + 1
+        return self._run.draw_once(self.index, (number, what), draw, skip)
 
     def generator(self, device: torch.device) -> torch.Generator:
         """This replica's part in place of torch's process-wide generator."""

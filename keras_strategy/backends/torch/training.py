@@ -15,6 +15,7 @@ from keras_strategy.backends.single import tensors_of_arrays
 from keras_strategy.backends.torch.batch_logs import BatchLogs
 from keras_strategy.backends.torch.compiled import CompiledModel
 from keras_strategy.backends.torch.own_rows import OwnRows, bounds_of_replicas
+from keras_strategy.core.row_range import RowRange
 from keras_strategy.hooks.layers import all_layers, to_try
 from keras_strategy.rules import step as rules
 from keras_strategy.rules.row_trials import RowTrials
@@ -58,7 +59,7 @@ def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callab
 
     def step(shard):
         data = tensors_of_arrays(shard.data) if shard.has_arrays else shard.data
-        return weighted(data, shard.weight)
+        return weighted(data, shard.weight, shard.rows)
 
     def logs_of(outputs, weights):
         with torch.no_grad():
@@ -118,11 +119,13 @@ class _Shard:
     Attributes:
         data: The batch with the replica's rows in the place of each array.
         weight: The replica's weight.
+        rows: Which rows these are.
         has_arrays: Whether some of the data is in NumPy's arrays.
     """
 
     data: Any
     weight: float
+    rows: RowRange
     has_arrays: bool
 
 
@@ -144,7 +147,8 @@ def _shards(batch: Any, strategy: Any) -> list[_Shard]:
     rows = rows_of_arrays(arrays)
     if rows == 0:
         raise ValueError("A batch must have 1 row or more. Received a batch of 0 rows.")
-    bounds = bounds_of_replicas(of_all or rows, strategy)
+    total = of_all or rows
+    bounds = bounds_of_replicas(total, strategy)
     first = 0 if of_all is None else bounds[0][0]
 
     def part(array, begin, end):
@@ -161,7 +165,8 @@ def _shards(batch: Any, strategy: Any) -> list[_Shard]:
             map_leaves(
                 lambda array, b=begin, e=end: part(array, b - first, e - first), batch
             ),
-            (end - begin) / (of_all or rows),
+            (end - begin) / total,
+            RowRange(min(begin, total - 1), max(end - begin, 1), total),
             has_arrays,
         )
         for begin, end in bounds
@@ -174,7 +179,9 @@ def _require(condition: Any, message: str) -> None:
 
 
 def _warn_unless(holds: Callable[[], Any], message: str) -> None:
-    with torch.no_grad():
+    # What a trial draws is drawn again afterwards.
+    cuda = range(torch.cuda.device_count())
+    with torch.random.fork_rng(cuda), torch.no_grad():
         if not holds():
             logger.warning(message)
 

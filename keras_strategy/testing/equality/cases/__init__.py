@@ -7,6 +7,7 @@ from keras_strategy.testing.equality.cases import (
     metric,
     optimizer,
     own,
+    random,
 )
 from keras_strategy.testing.equality.cases.case import Case
 
@@ -15,8 +16,8 @@ def all_cases(briefly: bool = False) -> list[Case]:
     """Every row of the table, in the order of the table.
 
     Args:
-        briefly: Whether one row has all optimizers, where Keras can do that, and one
-            all metrics.
+        briefly: Whether one row has all optimizers, where Keras can do that, one all
+            metrics, and some all layers that draw.
     """
     return [
         *(optimizer.at_once() if briefly else optimizer.each()),
@@ -24,6 +25,7 @@ def all_cases(briefly: bool = False) -> list[Case]:
         *loss.each(),
         *loss.cases(),
         *layer.cases(),
+        *(random.at_once() if briefly else random.each()),
         *(metric.at_once() if briefly else metric.each()),
         *metric.cases(),
         *own.cases(),

@@ -35,11 +35,6 @@ def cases() -> Iterator[Case]:
         lambda: compiled(mlp(layers.BatchNormalization)),
         not_on=_of_each_replica("the statistics are those"),
     )
-    yield Case(
-        "Dropout",
-        lambda: compiled(mlp(lambda: layers.Dropout(0.5))),
-        not_on=_of_each_replica("the masks are"),
-    )
     yield Case("LayerNormalization", lambda: compiled(mlp(layers.LayerNormalization)))
     yield Case(
         "GroupNormalization",

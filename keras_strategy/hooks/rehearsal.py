@@ -1,0 +1,65 @@
+"""Calling a step as on one device, so that nothing is left of it but what it drew."""
+
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_strategy.core.context import Trial, as_on_one_device
+from keras_strategy.core.own_attributes import set_for_nobody
+from keras_strategy.core.registry import get_engine
+from keras_strategy.hooks.hook import home_of
+
+logger = logging.getLogger("keras_strategy")
+global_state = home_of(
+    "get_global_attribute set_global_attribute", "keras.src.backend.common.global_state"
+)
+# What Keras keeps for a thread while a layer is called.
+_OF_A_CALL = ("current_call_ctx", "autocast_scope")
+
+
+@contextlib.contextmanager
+def rehearsing() -> Iterator[Trial]:
+    """Surrounds a call of a step, in the middle of another one.
+
+    What it assigns to variables, sets on layers and draws is forgotten. It ends where a
+    variable is made or an optimizer applies gradients, and at the first error, which
+    is no matter: some functions take a batch of a certain size alone.
+
+    Yields:
+        What becomes known: what was drawn until then.
+    """
+    before = {name: global_state.get_global_attribute(name) for name in _OF_A_CALL}
+    engine = get_engine()
+    states = random.getstate(), np.random.get_state(), engine.random_state()
+    with as_on_one_device() as trial, set_for_nobody(), keras.StatelessScope():
+        trial.draws = []
+        try:
+            for name in _OF_A_CALL:
+                global_state.set_global_attribute(name, None)
+            yield trial
+        except Exception:
+            logger.debug("A rehearsal of a step ended.", exc_info=True)
+        finally:
+            for name, value in before.items():
+                global_state.set_global_attribute(name, value)
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            if states[2] is not None:
+                engine.set_random_state(states[2])
+
+
+def with_rows(take: Callable[[Any], Any], structure: Any) -> Any:
+    """Arguments of a step with other rows.
+
+    Args:
+        take: Makes of a tensor one with these rows.
+        structure: The arguments.
+    """
+    return keras.tree.map_structure(
+        lambda x: take(x) if len(getattr(x, "shape", ())) > 0 else x, structure
+    )

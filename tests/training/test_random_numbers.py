@@ -1,0 +1,221 @@
+"""The random numbers of one device, on any number of replicas."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import keras_strategy as ks
+from keras_strategy.testing.equality.compare import assert_equal, train
+
+BACKEND = keras.backend.backend()
+FEATURES = 8
+# By batches of 16 each of two replicas gets 8 rows: as many as features, and as
+# members of what belongs to no row. The last batch has 5.
+ROWS = 21
+
+
+def data():
+    rng = np.random.RandomState(0)
+    x = rng.normal(size=(ROWS, FEATURES)).astype("float32")
+    return x, rng.normal(size=(ROWS, 1)).astype("float32")
+
+
+def compiled(*middle, **compile):
+    model = keras.Sequential(
+        [keras.Input((FEATURES,)), *middle, layers.Dense(4, "tanh"), layers.Dense(1)]
+    )
+    model.compile(keras.optimizers.SGD(0.1), "mse", **compile)
+    return model
+
+
+def fitted(strategy, make, **fit):
+    eagerly = strategy is None and BACKEND == "tensorflow"
+    return train(strategy, make, *data(), 16, eagerly=eagerly, predicted=0, **fit)
+
+
+def assert_one_devices(strategy, make, **fit):
+    many = fitted(strategy, make, **fit)
+    assert_equal(fitted(None, make, **fit), many)
+    return many
+
+
+@pytest.fixture
+def off():
+    ks.config.exact_random(False)
+    yield
+    ks.config.exact_random(True)
+
+
+class Draws(layers.Layer):
+    """Multiplies its inputs by what a function draws for them in training."""
+
+    def __init__(self, draw, seed=3):
+        super().__init__()
+        self.draw = draw
+        self.seeds = keras.random.SeedGenerator(seed)
+
+    def call(self, x, training=False):
+        return x * ops.cast(self.draw(x, self.seeds), x.dtype) if training else x
+
+
+def every_function(x, seeds):
+    """Rows first, rows last, and no rows at all, though all are 8 many."""
+    rows = ops.shape(x)[0]
+    random = keras.random
+    return sum(
+        ops.cast(numbers, "float32")
+        for numbers in (
+            random.normal((rows, 1), seed=seeds),
+            random.uniform((rows, 1), seed=5),
+            random.truncated_normal((rows, FEATURES), seed=seeds),
+            ops.transpose(random.uniform((FEATURES, rows), seed=seeds)),
+            random.normal((FEATURES,), seed=seeds),
+            random.randint((rows, 1), 0, 5, seed=seeds),
+            random.gamma((rows, 1), 2.0, seed=seeds),
+            random.beta((rows, 1), 2.0, ops.abs(x[:, :1]) + 1.0, seed=seeds),
+            random.binomial((rows, 1), 5.0, 0.5, seed=seeds),
+            random.categorical(x, 1, seed=seeds),
+            random.shuffle(x, axis=1, seed=seeds),
+        )
+    )
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_every_function(replicas, mirrored):
+    assert_one_devices(mirrored(replicas), lambda: compiled(Draws(every_function)))
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_layers_of_keras(seed, mirrored, caplog):
+    def make():
+        return compiled(
+            # Its loss was added before anything is drawn.
+            layers.Dense(FEATURES, activity_regularizer="l2"),
+            layers.Dropout(0.3, seed=seed),
+            layers.Reshape((4, 2)),
+            layers.TimeDistributed(
+                keras.Sequential([layers.Dense(2), layers.GaussianNoise(0.1, seed=2)])
+            ),
+            layers.SpatialDropout1D(0.3, seed=seed),
+            layers.LSTM(4, dropout=0.2, recurrent_dropout=0.2, seed=seed),
+            layers.AlphaDropout(0.2, noise_shape=(None, 1), seed=seed),
+        )
+
+    assert_one_devices(mirrored(3), make)
+    assert "random" not in caplog.text
+
+
+def test_without_a_seed(two):
+    def unseeded(x, seeds):
+        return keras.random.uniform(ops.shape(x))
+
+    if BACKEND == "jax":
+        pytest.skip("Keras takes no unseeded numbers in a compiled step there")
+    assert_one_devices(two, lambda: compiled(Draws(unseeded)))
+
+
+def test_rows_before_features_are_joined(two, caplog):
+    def joined(x, seeds):
+        entries = ops.reshape(x, (-1,))
+        return ops.reshape(
+            keras.random.uniform(ops.shape(entries), seed=seeds), (-1, 8)
+        )
+
+    assert_one_devices(two, lambda: compiled(Draws(joined)))
+    assert ("8 random numbers or more" in caplog.text) == (BACKEND != "jax")
+
+
+def test_what_cannot_be_told_is_warned_of(two, caplog):
+    def of_pairs(x, seeds):
+        rows = ops.shape(x)[0]
+        return ops.sum(keras.random.uniform((rows, rows), seed=seeds)) * 0 + 1
+
+    fitted(two, lambda: compiled(Draws(of_pairs)))
+    told = [r for r in caplog.records if "could not be found out" in r.getMessage()]
+    assert len(told) == (BACKEND != "jax")
+    assert all("layer 'draws" in record.getMessage() for record in told)
+
+
+def test_rows_that_are_shuffled_are_warned_of(two, caplog):
+    def shuffled(x, seeds):
+        return keras.random.shuffle(x, seed=seeds)
+
+    fitted(two, lambda: compiled(Draws(shuffled)))
+    assert ("shuffles the rows" in caplog.text) == (BACKEND != "jax")
+
+
+class OwnStep(keras.Model):
+    """Draws in its step, before and after it asks for gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = layers.Dense(1)
+        self.seeds = keras.random.SeedGenerator(5)
+        self.steps = 0
+
+    def build(self, shape):
+        self.body.build(shape)
+
+    def call(self, x):
+        return self.body(x)
+
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        self.steps += 1
+        noise = keras.random.normal((ops.shape(x)[0], 1), seed=self.seeds)
+        return ops.mean(ops.square(y - y_pred + noise))
+
+
+def test_a_loss_that_draws_and_what_a_rehearsal_leaves(two):
+    def make():
+        model = OwnStep()
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    one, after_one = fitted(None, make, shuffle=False), np.random.random()
+    many, after_many = fitted(two, make, shuffle=False), np.random.random()
+    assert_equal(one, many)
+    assert after_one == after_many
+    if BACKEND == "torch":
+        assert many.model.steps == one.model.steps
+
+
+def test_evaluate(two):
+    """A model that draws in `evaluate`, as for Monte Carlo dropout."""
+
+    class Always(layers.Dropout):
+        def call(self, inputs, training=False):
+            return super().call(inputs, training=True)
+
+    losses = []
+    for strategy in (None, two):
+        many = fitted(strategy, lambda: compiled(Always(0.4, seed=3)), epochs=1)
+        losses.append(many.model.evaluate(*data(), batch_size=16, verbose=0))
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+
+
+def test_turned_off(two, off):
+    def make():
+        return compiled(layers.Dropout(0.4, seed=3))
+
+    def difference(a, b):
+        pairs = zip(a.weights, b.weights, strict=True)
+        return max(np.abs(x - y).max() for x, y in pairs)
+
+    many = fitted(two, make)
+    assert difference(many, fitted(two, make)) < 1e-6
+    assert (difference(many, fitted(None, make)) > 1e-3) == (BACKEND != "jax")
+
+
+def test_what_is_no_switch():
+    with pytest.raises(TypeError, match="enabled='yes'"):
+        ks.config.exact_random("yes")
+
+
+@pytest.fixture(autouse=True)
+def _log(caplog):
+    caplog.set_level(logging.WARNING, "keras_strategy")
