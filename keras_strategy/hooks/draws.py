@@ -35,7 +35,7 @@ def of_own_rows() -> Replica | Trial | None:
     if at is None or isinstance(at, Trial):
         return None if at is None or at.drawing else at
     step = at.step
-    if step.rows is None or step.drawing or not draws.settings.exact:
+    if not draws.settings.exact or step.drawing or step.rows is None:
         return None
     return at
 

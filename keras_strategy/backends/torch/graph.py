@@ -90,6 +90,12 @@ class _Step:
 
     applying = True  # what is assigned is brought together when it is given back
     row_weight = _Unknown()
+    drawing = False
+
+    @property
+    def rows(self) -> Any:
+        """They tell which of one device's random numbers a replica's are."""
+        raise NotInGraph("it draws one device's random numbers for a replica's rows")
 
 
 class _Refuses:
