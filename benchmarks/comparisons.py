@@ -95,7 +95,7 @@ JAX = (
         BY_HAND,
         ("jax_ours:run_loop", "jax_peers:by_hand"),
         0.95,
-        cases=(MLP, TRANSFORMER, EMBEDDING),
+        cases=(MLP, CNN, TRANSFORMER, EMBEDDING),
     ),
     Comparison(
         "jax",
