@@ -190,7 +190,7 @@ class KnownDraws:
 def _may_follow(dims: Dims, rows: int | None) -> bool:
     """Whether there is a dimension that may follow the rows."""
     if rows is None:
-        return None in dims
+        return bool(dims)
     return any(size is None or size % rows == 0 for size in dims)
 
 

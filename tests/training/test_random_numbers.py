@@ -8,7 +8,7 @@ import pytest
 from keras import layers, ops
 
 import keras_strategy as ks
-from keras_strategy.testing.equality.compare import assert_equal, train
+from keras_strategy.testing.equality.compare import assert_equal, scope, train
 
 BACKEND = keras.backend.backend()
 FEATURES = 8
@@ -106,6 +106,23 @@ def test_layers_of_keras(seed, mirrored, caplog):
 
     assert_one_devices(mirrored(3), make)
     assert "random" not in caplog.text
+
+
+def test_batches_whose_rows_are_known_beforehand(two):
+    """As those of a dataset that drops what is left over are, on TensorFlow."""
+    x, y = data()
+    losses = []
+    for strategy in (None, two):
+        keras.utils.set_random_seed(1)
+        with scope(strategy):
+            model = compiled(layers.Dropout(0.4, seed=3))
+        losses.append([model.train_on_batch(x[:16], y[:16]) for _ in range(3)])
+        if BACKEND == "tensorflow":
+            import tensorflow as tf
+
+            batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(8, True)
+            losses[-1] += model.fit(batches, verbose=0).history["loss"]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
 def test_without_a_seed(two):

@@ -185,6 +185,12 @@ def split_batch(
             take = functools.partial(slice_rows, bounds=(first, last))
             rows_of_replicas.append(RowRange(first, last - first, rows))
             shards.append(tree.map_structure(take, data))
+        known = _as_tensor(leaves[0]).shape[0]
+        if known is not None:  # what TensorFlow computes of them it would not know
+            rows_of_replicas = [
+                RowRange(min(begin, known - 1), max(end - begin, 1), known)
+                for begin, end in split_rows(known, replicas)[local.start : local.stop]
+            ]
     total = tf.cast(total, "float32")
     weights = [tf.cast(count, "float32") / total for count in counts]
     return shards, weights, rows_of_replicas
