@@ -40,12 +40,14 @@ def digits(rows: int, seed: int = 3) -> tuple[np.ndarray, np.ndarray]:
     return x, (x @ rng.normal(size=(6, 3))).argmax(axis=1).astype("int32")
 
 
-def classifier(optimizer: Any = None) -> keras.Model:
-    """A model with state of every kind: moving statistics, slots, metrics."""
+def classifier(optimizer: Any = None, noise: bool = False) -> keras.Model:
+    """A model with slots and metrics; with `noise` it draws random numbers."""
+    middle = [keras.layers.Dropout(0.3, seed=5)] if noise else []
     model = keras.Sequential(
         [
             keras.Input((6,)),
             keras.layers.Dense(8, activation="relu"),
+            *middle,
             keras.layers.Dense(3),
         ]
     )
@@ -68,7 +70,7 @@ def fit_arrays(alone: bool = False, rows: int = 29, batch_size: int = 8) -> dict
     keras.utils.set_random_seed(17)
     _, scope = in_charge(alone)
     with scope:
-        model = classifier()
+        model = classifier(noise=True)
     x, y = digits(rows)
     sample_weight = np.linspace(0.5, 2.0, rows).astype("float32")
     seen: list[dict] = []
