@@ -108,3 +108,23 @@ def test_names_are_not_used_up():
     hooks._is_keras_adam()
     number = int(name.rpartition("_")[2]) if "_" in name else 0
     assert keras.optimizers.Adam().name == f"adam_{number + 1}"
+
+
+def test_in_a_scope_of_ones_own_its_values_are_updated(two, calls):
+    with two.scope():
+        variable = keras.Variable([1.0])
+        adam = keras.optimizers.Adam(0.5)
+        adam.build([variable])
+    slots = [v for v in adam.variables if v.shape == (1,)]
+
+    def step():
+        held = [(v, torch.full((1,), 4.0 if v is variable else 0.0)) for v in slots]
+        value = torch.full((1,), 4.0)
+        with keras.StatelessScope(state_mapping=[*held, (variable, value)]):
+            adam.apply([torch.ones(1)], [variable])
+        return value
+
+    values = two.run(step).values
+    assert [float(value) for value in values] == pytest.approx([3.5, 3.5], 1e-5)
+    assert float(variable.value) == 1.0
+    assert not calls
