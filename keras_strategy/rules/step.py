@@ -11,7 +11,7 @@ from typing import Any
 import keras
 from keras import tree
 
-from keras_strategy.core.context import distributed_replica
+from keras_strategy.core.context import Trial, distributed_replica
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.row_range import RowRange
 from keras_strategy.core.step_state import StepState
@@ -53,6 +53,13 @@ def weighted_step(
     """
     draws = KnownDraws()
 
+    def rehearsed(data, few):
+        wrapper = keras.layers.TorchModuleWrapper
+        if any(isinstance(layer, wrapper) for layer in layers()):
+            # What a module of torch's keeps could not be put back.
+            return Trial(draws=[])
+        return get_engine().rehearse(step, (data,), {}, few)
+
     def replica_step(data, weight, rows):
         replica = distributed_replica()
         assert replica is not None
@@ -61,7 +68,7 @@ def weighted_step(
             logs_are_metrics=logs_are_metrics,
             rows=rows,
             draws=draws,
-            rehearse=lambda few: get_engine().rehearse(step, (data,), {}, few),
+            rehearse=lambda few: rehearsed(data, few),
             warn_unless=trials.of(replica),
         )
         try:

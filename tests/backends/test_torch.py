@@ -176,3 +176,25 @@ def test_memory_that_is_written_again():
         del seen
         again = address(parts)
         assert address(parts) == again
+
+
+def test_a_module_is_not_called_to_find_out_what_is_drawn(two):
+    """What it keeps could not be put back."""
+    kept = []
+    for strategy in (ks.OneDeviceStrategy("cpu:0"), two):
+        keras.utils.set_random_seed(3)
+        module = torch.nn.BatchNorm1d(4, affine=False, momentum=None)
+        with strategy.scope():
+            model = keras.Sequential(
+                [
+                    keras.Input((4,)),
+                    keras.layers.TorchModuleWrapper(module),
+                    keras.layers.Dropout(0.3, seed=1),
+                    keras.layers.Dense(2),
+                ]
+            )
+            model.compile("sgd", "mse")
+        rows = np.arange(8.0, dtype="float32").repeat(4).reshape(8, 4)
+        model.fit(rows, rows[:, :2], batch_size=8, shuffle=False, verbose=0)
+        kept.append(int(module.num_batches_tracked))
+    assert kept[0] == kept[1]
