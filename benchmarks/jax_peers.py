@@ -22,17 +22,7 @@ BATCHES = 16
 
 def keras_data_parallel(case: Case) -> Train:
     """Keras's own fit on all devices, without anything of ours."""
-    distribution = keras.distribution.DataParallel()
-    keras.utils.set_random_seed(0)
-    with distribution.scope():
-        model = case.compiled()
-
-    def train(steps: int) -> None:
-        x, y = case.rows(steps * case.batch)
-        with distribution.scope():
-            model.fit(x, y, batch_size=case.batch, verbose=0)
-
-    return train
+    return _fit_under(keras.distribution.DataParallel(), case)
 
 
 def data_parallel_of_workers(case: Case) -> Train:
@@ -41,15 +31,23 @@ def data_parallel_of_workers(case: Case) -> Train:
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     keras.distribution.initialize(address, ranks, rank)
     distribution = keras.distribution.DataParallel(auto_shard_dataset=False)
+    return _fit_under(distribution, case, rank, ranks)
+
+
+def _fit_under(
+    distribution: keras.distribution.DataParallel,
+    case: Case,
+    rank: int = 0,
+    ranks: int = 1,
+) -> Train:
     keras.utils.set_random_seed(0)
     with distribution.scope():
         model = case.compiled()
 
     def train(steps: int) -> None:
-        x, y = case.rows(steps * case.batch)
+        x, y = (rows[rank::ranks] for rows in case.rows(steps * case.batch))
         with distribution.scope():
-            batch = case.batch // ranks
-            model.fit(x[rank::ranks], y[rank::ranks], batch_size=batch, verbose=0)
+            model.fit(x, y, batch_size=case.batch // ranks, verbose=0)
 
     return train
 

@@ -12,6 +12,7 @@ from keras_strategy.core.own_attributes import here
 from keras_strategy.hooks.conditions import in_scope, in_step
 from keras_strategy.hooks.hook import Extension, changed, home_of, hook
 from keras_strategy.rules import normalization
+from keras_strategy.rules.row_trials import keeps_nothing_else
 
 keras_functional = home_of("Functional", "keras.src.models.functional")
 logger = logging.getLogger("keras_strategy")
@@ -215,9 +216,9 @@ def to_try(model: keras.Model, kind: str) -> dict[str, str]:
         What a warning calls it, by "call" and "compute_loss".
     """
     cls, found = type(model), {}
+    if not keeps_nothing_else(all_layers(model)):
+        return found
     layers = {type(layer) for layer in all_layers(model)}
-    if any(issubclass(layer, keras.layers.TorchModuleWrapper) for layer in layers):
-        return found  # what a module of torch's keeps, a trial could not put back
     others = {layer.__name__ for layer in layers - _keras_layers}
     if cls.call not in [keras_own.call for keras_own in _KERAS_MODELS]:
         found["call"] = f"`{cls.__name__}.call`"

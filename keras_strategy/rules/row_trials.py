@@ -50,6 +50,15 @@ def is_keras(loss_or_metric: Any) -> bool:
     return id(loss_or_metric) in _of_keras
 
 
+def keeps_nothing_else(layers: Iterable[Any]) -> bool:
+    """Whether a call of these layers as on one device leaves nothing behind.
+
+    What modules of torch's keep, a trial could not put back.
+    """
+    wrapper = keras.layers.TorchModuleWrapper
+    return not any(isinstance(layer, wrapper) for layer in layers)
+
+
 @dataclass
 class RowTrials:
     """What a loop over batches tries in its first step.

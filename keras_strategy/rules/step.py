@@ -17,7 +17,7 @@ from keras_strategy.core.row_range import RowRange
 from keras_strategy.core.step_state import StepState
 from keras_strategy.rules.aggregation import is_on_read
 from keras_strategy.rules.draws import KnownDraws
-from keras_strategy.rules.row_trials import RowTrials
+from keras_strategy.rules.row_trials import RowTrials, keeps_nothing_else
 from keras_strategy.rules.row_weights import weighted_mean
 from keras_strategy.rules.state import settle
 from keras_strategy.values.distributed import select_replica
@@ -54,9 +54,7 @@ def weighted_step(
     draws = KnownDraws()
 
     def rehearsed(data, few):
-        wrapper = keras.layers.TorchModuleWrapper
-        if any(isinstance(layer, wrapper) for layer in layers()):
-            # What a module of torch's keeps could not be put back.
+        if not keeps_nothing_else(layers()):
             return Trial(draws=[])
         return get_engine().rehearse(step, (data,), {}, few)
 
