@@ -16,7 +16,7 @@ export BACKENDS
 STAMP := $(VENV)/.installed
 
 .PHONY: help demo test lint ruff format pyright imports private docs clean equality \
-    peer ports compat bench gpu hooks drop-hooks
+    peer ports compat bench gpu hooks names drop-hooks faults pictures wheel
 
 help:
 	@echo "make demo      train on two devices and on one, on every backend"
@@ -24,13 +24,17 @@ help:
 	@echo "make equality  the table of what equals one device, on every backend"
 	@echo "make peer      Keras's own trainer tests inside a scope, on every backend"
 	@echo "make ports     programs that others wrote; writes docs/ports.md"
+	@echo "make faults    100 faults in workers, at random; writes docs/faults.md"
 	@echo "make compat    the fit tests on other versions of Keras, on every backend"
 	@echo "make bench     how fast it is beside its peers, on every backend"
 	@echo "make gpu       all that a machine with GPUs can show; GPU_PYTHON has the engines"
 	@echo "make lint      ruff, pyright and the import rules"
 	@echo "make hooks     write docs/hooks.md from the code"
+	@echo "make names     write docs/tf_distribute.md, the names of tf.distribute"
 	@echo "make drop-hooks  a test must fail without each of the hooks"
 	@echo "make docs      build the documentation into site/"
+	@echo "make pictures  draw what the documentation shows, docs/images"
+	@echo "make wheel     build the wheel, and try it in an empty environment"
 	@echo "make clean     remove the virtual environment and what was built"
 
 demo: $(STAMP)
@@ -54,6 +58,10 @@ peer: $(STAMP)
 # Packages of clients (keras-hub, keras-tuner ...) are tested where they are installed.
 ports: $(STAMP)
 	@$(VENV)/bin/python tools/ports.py $(ARGS)
+
+# Half an hour. BACKENDS=torch, COUNT=20 and SEED=1 in front pick what is planted.
+faults: $(STAMP)
+	@$(VENV)/bin/python tools/faults.py $(ARGS)
 
 # A selection of the tests, and minutes for each version. KERAS_VERSIONS="3.12 nightly"
 # picks some.
@@ -89,12 +97,30 @@ private: $(STAMP)
 hooks: $(STAMP)
 	@$(VENV)/bin/python tools/hooks_page.py
 
+# After a name of tf.distribute has come; ARGS=--names with another TensorFlow.
+names: $(STAMP)
+	@KERAS_BACKEND=tensorflow $(VENV)/bin/python tools/tf_distribute_page.py $(ARGS)
+
 # Minutes. ARGS="Variable.assign" picks some.
 drop-hooks: $(STAMP)
 	@$(VENV)/bin/python tools/drop_hooks.py $(ARGS)
 
+# Checks the links and the anchors of all pages, too.
 docs: $(STAMP)
 	$(VENV)/bin/mkdocs build --strict
+
+# Builds the wheel, installs it into an empty environment, and has it train there.
+wheel: $(STAMP)
+	rm -rf dist build
+	$(VENV)/bin/python -m pip wheel -q --no-deps -w dist .
+	$(PYTHON) -m venv build/wheel
+	build/wheel/bin/python -m pip install -qq -c constraints.txt \
+	    "$$(ls $(CURDIR)/dist/*.whl)[torch]"
+	cd build && KERAS_BACKEND=torch wheel/bin/keras-strategy doctor
+
+# After tools/pictures.py was changed.
+pictures: $(STAMP)
+	@$(VENV)/bin/python tools/pictures.py
 
 clean:
 	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .import_linter_cache

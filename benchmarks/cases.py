@@ -64,16 +64,28 @@ def loss() -> keras.losses.Loss:
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def _mlp() -> keras.Model:
+def _mlp(rate: float = 0.0) -> keras.Model:
     layers = keras.layers
     return keras.Sequential(
         [
             keras.Input((64,)),
             layers.Dense(256, "relu"),
+            *_dropout(rate),
             layers.Dense(256, "relu"),
+            *_dropout(rate),
             layers.Dense(10),
         ]
     )
+
+
+def _wide_mlp() -> keras.Model:
+    layers = keras.layers
+    hidden = [layers.Dense(1024, "relu") for _ in range(3)]
+    return keras.Sequential([keras.Input((64,)), *hidden, layers.Dense(10)])
+
+
+def _dropout(rate: float) -> list[keras.layers.Layer]:
+    return [keras.layers.Dropout(rate)] if rate else []
 
 
 def _cnn() -> keras.Model:
@@ -90,17 +102,35 @@ def _cnn() -> keras.Model:
     )
 
 
-def _transformer() -> keras.Model:
+def _normalized_cnn() -> keras.Model:
+    layers = keras.layers
+    model = keras.Sequential([keras.Input((8, 8, 1))])
+    for filters in (32, 64):
+        model.add(layers.Conv2D(filters, 3, padding="same", use_bias=False))
+        model.add(layers.BatchNormalization())
+        model.add(layers.Activation("relu"))
+    for layer in (layers.MaxPooling2D(2), layers.Flatten(), layers.Dense(10)):
+        model.add(layer)
+    return model
+
+
+def _transformer(rate: float = 0.0) -> keras.Model:
     layers, width = keras.layers, 64
     tokens = keras.Input((64,), dtype="int32")
     x = layers.Embedding(CHARACTERS, width)(tokens)
     for _ in range(2):
         y = layers.LayerNormalization()(x)
-        y = layers.MultiHeadAttention(2, width // 2)(y, y, use_causal_mask=True)
+        attention = layers.MultiHeadAttention(2, width // 2, dropout=rate)
+        y = attention(y, y, use_causal_mask=True)
+        for dropout in _dropout(rate):
+            y = dropout(y)
         x = layers.Add()([x, y])
         y = layers.LayerNormalization()(x)
         y = layers.Dense(4 * width, "gelu")(y)
-        x = layers.Add()([x, layers.Dense(width)(y)])
+        y = layers.Dense(width)(y)
+        for dropout in _dropout(rate):
+            y = dropout(y)
+        x = layers.Add()([x, y])
     logits = layers.Dense(CHARACTERS)(layers.LayerNormalization()(x))
     return keras.Model(tokens, logits)
 
@@ -159,7 +189,17 @@ def _topics_of_words() -> tuple[np.ndarray, np.ndarray]:
 CASES = (
     Case("MLP, batch 128", _mlp, _digits, 128),
     Case("MLP, batch 1024", _mlp, _digits, 1024),
+    # 9 MB of gradients: enough to send some of them while others are computed.
+    Case("wide MLP", _wide_mlp, _digits, 256),
     Case("CNN", _cnn, _images, 128),
+    Case("CNN with BatchNormalization", _normalized_cnn, _images, 128),
     Case("transformer", _transformer, _next_characters, 16),
     Case("embedding", _embedding, _topics_of_words, 128),
+    Case("MLP with Dropout", functools.partial(_mlp, 0.2), _digits, 128),
+    Case(
+        "transformer with Dropout",
+        functools.partial(_transformer, 0.1),
+        _next_characters,
+        16,
+    ),
 )

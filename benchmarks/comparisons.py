@@ -9,10 +9,13 @@ from dataclasses import dataclass
 
 MLP = "MLP, batch 128"
 LARGE_MLP = "MLP, batch 1024"
+WIDE_MLP = "wide MLP"
 CNN = "CNN"
+NORMALIZED = "CNN with BatchNormalization"
 TRANSFORMER = "transformer"
 EMBEDDING = "embedding"
 ALL = (MLP, LARGE_MLP, CNN, TRANSFORMER, EMBEDDING)
+DROPOUT = ("MLP with Dropout", "transformer with Dropout")
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Comparison:
         cases: The names of its cases. To compile takes longer than to measure, so not
             every comparison has all.
         catalog: The module of `benchmarks` that has these cases.
+        both_ours: Whether the peer is a program of ours, too.
     """
 
     backend: str
@@ -41,6 +45,7 @@ class Comparison:
     workers: int = 1
     cases: tuple[str, ...] = ALL
     catalog: str = "cases"
+    both_ours: bool = False
 
     @property
     def devices(self) -> int:
@@ -54,6 +59,22 @@ BY_HAND = "jax.jit over a mesh, by hand"
 DDP = "Keras under DDP"
 NATIVE = "tf.distribute.MirroredStrategy"
 ONE_DEVICE_SUM = f"{NATIVE}, ReductionToOneDevice"
+
+
+def _batch_statistics(
+    backend: str, name: str, ours: str, own_rows: str, workers: int = 1
+) -> Comparison:
+    """What the statistics of the global batch cost."""
+    return Comparison(
+        backend,
+        f'{name}, batch_statistics="global"',
+        "each replica's statistics",
+        (ours, own_rows),
+        None,
+        workers=workers,
+        cases=(NORMALIZED,),
+        both_ours=True,
+    )
 
 
 def _one_device(backend: str) -> tuple[Comparison, ...]:
@@ -75,6 +96,27 @@ def _one_device(backend: str) -> tuple[Comparison, ...]:
             ("ours:one_replica_fit", PLAIN),
             0.98,
             replicas=1,
+        ),
+    )
+
+
+def _dropping(
+    backend: str, name: str, peer: str, programs: tuple[str, str], workers: int = 1
+) -> tuple[Comparison, ...]:
+    """What one device's random numbers cost: the rows with them, and without."""
+    ours, theirs = programs
+    own = f"{ours}_drawing_own"
+    return (
+        Comparison(backend, name, peer, programs, None, 2, workers, DROPOUT),
+        Comparison(
+            backend,
+            f"{name}, random numbers of its own",
+            peer,
+            (own, theirs),
+            None,
+            2,
+            workers,
+            DROPOUT,
         ),
     )
 
@@ -130,6 +172,10 @@ JAX = (
         workers=2,
         cases=(MLP,),
     ),
+    # Of `fit` the statistics are those of the global batch anyway.
+    _batch_statistics(
+        "jax", "run", "jax_ours:run_loop_of_global_statistics", "jax_ours:run_loop"
+    ),
 )
 
 TORCH = (
@@ -142,12 +188,39 @@ TORCH = (
         0.95,
         cases=(MLP, LARGE_MLP, CNN),
     ),
+    *_dropping("torch", "fit, 2 replicas", "plain Keras", ("ours:mirrored_fit", PLAIN)),
     Comparison(
         "torch",
         "fit, 2 processes",
         DDP,
         ("ours:workers_fit", "torch_peers:keras_under_ddp"),
         0.95,
+        workers=2,
+    ),
+    Comparison(
+        "torch",
+        "fit, 2 processes",
+        DDP,
+        ("ours:workers_fit", "torch_peers:keras_under_ddp"),
+        None,
+        workers=2,
+        cases=(WIDE_MLP,),
+    ),
+    Comparison(
+        "torch",
+        "fit, 2 processes, gradients leave during backward",
+        "when all are there",
+        ("torch_ours:workers_fit_during_backward", "ours:workers_fit"),
+        None,
+        workers=2,
+        cases=(WIDE_MLP,),
+        both_ours=True,
+    ),
+    *_dropping(
+        "torch",
+        "fit, 2 processes",
+        DDP,
+        ("ours:workers_fit", "torch_peers:keras_under_ddp"),
         workers=2,
     ),
     Comparison(
@@ -185,10 +258,23 @@ TORCH = (
         workers=2,
         cases=(MLP, CNN),
     ),
+    _batch_statistics(
+        "torch", "fit", "ours:fit_of_global_statistics", "ours:mirrored_fit"
+    ),
+    _batch_statistics(
+        "torch",
+        "fit, 2 processes",
+        "ours:workers_fit_of_global_statistics",
+        "ours:workers_fit",
+        workers=2,
+    ),
 )
 
 TENSORFLOW = (
     *_one_device("tensorflow"),
+    *_dropping(
+        "tensorflow", "fit, 2 replicas", "plain Keras", ("ours:mirrored_fit", PLAIN)
+    ),
     Comparison(
         "tensorflow",
         "steps of fit, MirroredStrategy",
@@ -240,6 +326,12 @@ TENSORFLOW = (
         None,
         workers=2,
         cases=(MLP,),
+    ),
+    _batch_statistics(
+        "tensorflow",
+        "steps of fit",
+        "tensorflow_ours:steps_of_fit_of_global_statistics",
+        "tensorflow_ours:steps_of_fit",
     ),
 )
 

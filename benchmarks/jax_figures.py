@@ -14,10 +14,11 @@ from typing import Any
 
 import jax
 
-# One that is begun and ended by two operations is counted where it begins.
+# One that is begun and ended by two operations is counted where it begins. One that
+# XLA did not join with others has JAX's own name.
 _COLLECTIVE = re.compile(
     r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|"
-    r"collective-broadcast)(-start)?(\.\d+)?"
+    r"collective-broadcast|psum|all_gather)(-start)?(\.\d+)?"
 )
 _SHAPE = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _compilations = 0
@@ -36,14 +37,16 @@ def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]
         for each device that gets a part of it, one for each that the host reads.
     """
     before = _compilations
-    events = _profile(train, steps)
+    events = list(_profile(train, steps))
     compilations = _compilations - before
     # What the devices run, by the number that the profiler gives the program.
     programs: dict[Any, collections.Counter[str]] = collections.defaultdict(
         collections.Counter
     )
     names: dict[Any, str] = {}
-    devices: set[int] = set()
+    devices = {stats["device_ordinal"] for _, stats in events if "hlo_op" in stats}
+    # Of several workers, this one's.
+    first = min(devices, default=0)
     splits = transfers = 0
     for name, stats in events:
         if name == "DevicePutWithSharding":
@@ -51,8 +54,7 @@ def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]
         elif name in ("DevicePut", "np.asarray(jax.Array)"):
             transfers += 1
         elif "hlo_op" in stats:
-            devices.add(stats["device_ordinal"])
-            if stats["device_ordinal"] != 0:
+            if stats["device_ordinal"] != first:
                 continue
             number = stats["program_id"]
             names[number] = stats["hlo_module"]

@@ -9,14 +9,17 @@ from benchmarks.jax_peers import batches
 from benchmarks.programs import Train
 
 
-def run_loop(case: Case, reduces: bool = False) -> Train:
+def run_loop(
+    case: Case, reduces: bool = False, batch_statistics: str | None = None
+) -> Train:
     """The same loop with `strategy.run`.
 
     Args:
         case: What is trained.
         reduces: Whether the loss is reduced in every step.
+        batch_statistics: The argument of the strategy.
     """
-    strategy = ks.MirroredStrategy()
+    strategy = ks.MirroredStrategy(batch_statistics=batch_statistics)
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model, adam = case.build(), optimizer()
@@ -32,7 +35,8 @@ def run_loop(case: Case, reduces: bool = False) -> Train:
             losses = keras.ops.mean(
                 keras.ops.reshape(per_row(y, logits), (len(x), -1)), axis=-1
             )
-            return ks.compute_average_loss(losses, case.batch), logits
+            mean = ks.compute_average_loss(losses, global_batch_size=case.batch)
+            return mean, logits
 
         variables = model.trainable_variables
         (value, logits), gradients = ks.value_and_grad(
@@ -61,6 +65,10 @@ def run_loop(case: Case, reduces: bool = False) -> Train:
         jax.block_until_ready(strategy.experimental_local_results(value))
 
     return train
+
+
+def run_loop_of_global_statistics(case: Case) -> Train:
+    return run_loop(case, batch_statistics="global")
 
 
 def run_and_reduce_loop(case: Case) -> Train:

@@ -27,12 +27,33 @@ def mirrored_fit(case: Case) -> Train:
     return fit_in_scope(ks.MirroredStrategy(), case)
 
 
+def fit_of_global_statistics(case: Case) -> Train:
+    return fit_in_scope(ks.MirroredStrategy(batch_statistics="global"), case)
+
+
+def mirrored_fit_drawing_own(case: Case) -> Train:
+    """Each replica draws random numbers of its own, not one device's."""
+    ks.config.exact_random(False)
+    return mirrored_fit(case)
+
+
 def mirrored_fit_of_8(case: Case) -> Train:
     return fit_in_scope(ks.MirroredStrategy(), case, 8)
 
 
 def workers_fit(case: Case) -> Train:
     return fit_in_scope(ks.MultiWorkerMirroredStrategy(), case)
+
+
+def workers_fit_of_global_statistics(case: Case) -> Train:
+    strategy = ks.MultiWorkerMirroredStrategy(batch_statistics="global")
+    return fit_in_scope(strategy, case)
+
+
+def workers_fit_drawing_own(case: Case) -> Train:
+    """See `mirrored_fit_drawing_own`."""
+    ks.config.exact_random(False)
+    return workers_fit(case)
 
 
 def _device() -> str:

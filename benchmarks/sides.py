@@ -63,8 +63,10 @@ class Sided:
         self._processes = []
         self._connections: list[Connection] = []
         self._log = tempfile.TemporaryFile()  # noqa: SIM115, closed by `close`
+        program = comparison.programs[0 if ours else 1]
+        ours = ours or comparison.both_ours
         job = {
-            "program": comparison.programs[0 if ours else 1],
+            "program": program,
             "ours": ours,
             "cases": comparison.catalog,
             "case": case,

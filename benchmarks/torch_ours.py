@@ -5,7 +5,15 @@ import numpy as np
 
 import keras_strategy as ks
 from benchmarks.cases import Case, optimizer
+from benchmarks.ours import fit_in_scope
 from benchmarks.programs import Train, fit
+
+
+def workers_fit_during_backward(case: Case) -> Train:
+    """`fit` whose gradients leave while others are computed, as DDP's do."""
+    options = ks.experimental.CommunicationOptions(bytes_per_pack=1 << 20)
+    strategy = ks.MultiWorkerMirroredStrategy(communication_options=options)
+    return fit_in_scope(strategy, case)
 
 
 def workers_compiled_fit(case: Case) -> Train:

@@ -45,9 +45,7 @@ class Batches(keras.utils.PyDataset):
 
     def __getitem__(self, index):
         rows = self.order[index * GLOBAL_BATCH : (index + 1) * GLOBAL_BATCH]
-        # Each row carries the number of rows of its batch, which every replica needs.
-        size = np.full(len(rows), len(rows), "float32")
-        return self.images[rows], self.labels[rows], size
+        return self.images[rows], self.labels[rows]
 
 
 def load():
@@ -103,13 +101,13 @@ def main():
         from_logits=True, reduction="none"
     )
 
-    def train_step(images, labels, size):
+    def train_step(images, labels):
         def loss_of_batch():
             logits = model(images, training=True)
             losses = per_row(labels, logits)
             # Divided by the rows of the global batch, so that the replicas' gradients
             # add up to one device's.
-            return keras.ops.sum(losses / size), logits
+            return ks.compute_average_loss(losses), logits
 
         variables = model.trainable_variables
         (loss, logits), gradients = ks.value_and_grad(
@@ -119,7 +117,7 @@ def main():
         train_accuracy.update_state(labels, logits)
         return loss
 
-    def test_step(images, labels, size):
+    def test_step(images, labels):
         test_accuracy.update_state(labels, model(images, training=False))
 
     def test():

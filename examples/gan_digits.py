@@ -30,7 +30,7 @@ DISTANCE_WANTED = 0.5
 
 
 def batches(images, random):
-    """Return a function that gives an epoch's batches: images, noise, rows.
+    """Return a function that gives an epoch's batches of images and noise.
 
     The noise comes with the batch, so that its rows do not depend on the replicas.
     """
@@ -40,8 +40,7 @@ def batches(images, random):
         for begin in range(0, len(order), GLOBAL_BATCH):
             rows = order[begin : begin + GLOBAL_BATCH]
             noise = random.normal(size=(len(rows), NOISE)).astype("float32")
-            # Each row carries the number of rows of its batch: replicas divide by it.
-            yield images[rows], noise, np.full(len(rows), len(rows), "float32")
+            yield images[rows], noise
 
     return epoch
 
@@ -79,25 +78,25 @@ def main():
 
     per_row = keras.losses.BinaryCrossentropy(from_logits=True, reduction="none")
 
-    def said(is_real, logits, size):
+    def said(is_real, logits):
         wanted = keras.ops.full_like(logits, float(is_real))
-        return keras.ops.sum(per_row(wanted, logits) / size)
+        return ks.compute_average_loss(per_row(wanted, logits))
 
-    def discriminator_step(real, noise, size):
+    def discriminator_step(real, noise):
         made = generator(noise, training=False)
 
         def loss():
-            right = said(True, discriminator(real, training=True), size)
-            return right + said(False, discriminator(made, training=True), size)
+            right = said(True, discriminator(real, training=True))
+            return right + said(False, discriminator(made, training=True))
 
         variables = discriminator.trainable_variables
         value, gradients = ks.value_and_grad(loss, variables)()
         discriminators_optimizer.apply(gradients, variables)
         return value
 
-    def generator_step(real, noise, size):
+    def generator_step(real, noise):
         def loss():
-            return said(True, discriminator(generator(noise, training=True)), size)
+            return said(True, discriminator(generator(noise, training=True)))
 
         variables = generator.trainable_variables
         value, gradients = ks.value_and_grad(loss, variables)()

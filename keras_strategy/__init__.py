@@ -11,9 +11,16 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# Where each public name is; those of the first line are modules.
+# Where each public name is; those of the first entry are modules.
 _HOMES = {
-    "keras_strategy": ("cluster_resolver", "config", "errors", "experimental"),
+    "keras_strategy": (
+        "callbacks",
+        "cluster_resolver",
+        "config",
+        "coordinator",
+        "errors",
+        "experimental",
+    ),
     "keras_strategy.core.context": (
         "experimental_set_strategy",
         "get_replica_context",
@@ -21,20 +28,24 @@ _HOMES = {
         "has_strategy",
         "in_cross_replica_context",
     ),
+    "keras_strategy.core.native": ("ParameterServerStrategy", "Server"),
     "keras_strategy.core.replica_context": ("ReplicaContext",),
     "keras_strategy.input.dataset": ("DistributedDataset", "DistributedIterator"),
-    "keras_strategy.options.cross_device_ops": (
-        "CrossDeviceOps",
-        "HierarchicalCopyAllReduce",
-        "NcclAllReduce",
-        "ReductionToOneDevice",
-    ),
+    "keras_strategy.input.files": ("files",),
+    "keras_strategy.input.indexed": ("IndexedDataset",),
+    "keras_strategy.input.predictions": ("predict",),
     "keras_strategy.options.input": (
         "InputContext",
         "InputOptions",
         "InputReplicationMode",
     ),
     "keras_strategy.options.run": ("RunOptions",),
+    "keras_strategy.rules.cross_device_ops": (
+        "CrossDeviceOps",
+        "HierarchicalCopyAllReduce",
+        "NcclAllReduce",
+        "ReductionToOneDevice",
+    ),
     "keras_strategy.rules.gradients": (
         "compute_average_loss",
         "scale_regularization_loss",
@@ -45,6 +56,7 @@ _HOMES = {
     "keras_strategy.strategies.mirrored": ("MirroredStrategy",),
     "keras_strategy.strategies.multi_worker": ("MultiWorkerMirroredStrategy",),
     "keras_strategy.strategies.one_device": ("OneDeviceStrategy",),
+    "keras_strategy.strategies.placement": ("visualize",),
     "keras_strategy.values.distributed": (
         "DistributedValues",
         "Mirrored",

@@ -1,4 +1,13 @@
-from keras_strategy import cluster_resolver, config, errors, experimental
+from typing import Any
+
+from keras_strategy import (
+    callbacks,
+    cluster_resolver,
+    config,
+    coordinator,
+    errors,
+    experimental,
+)
 from keras_strategy.core.context import (
     experimental_set_strategy,
     get_replica_context,
@@ -8,18 +17,21 @@ from keras_strategy.core.context import (
 )
 from keras_strategy.core.replica_context import ReplicaContext
 from keras_strategy.input.dataset import DistributedDataset, DistributedIterator
-from keras_strategy.options.cross_device_ops import (
-    CrossDeviceOps,
-    HierarchicalCopyAllReduce,
-    NcclAllReduce,
-    ReductionToOneDevice,
-)
+from keras_strategy.input.files import files
+from keras_strategy.input.indexed import IndexedDataset
+from keras_strategy.input.predictions import predict
 from keras_strategy.options.input import (
     InputContext,
     InputOptions,
     InputReplicationMode,
 )
 from keras_strategy.options.run import RunOptions
+from keras_strategy.rules.cross_device_ops import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
 from keras_strategy.rules.gradients import (
     compute_average_loss,
     scale_regularization_loss,
@@ -30,6 +42,7 @@ from keras_strategy.strategies.extended import StrategyExtended
 from keras_strategy.strategies.mirrored import MirroredStrategy
 from keras_strategy.strategies.multi_worker import MultiWorkerMirroredStrategy
 from keras_strategy.strategies.one_device import OneDeviceStrategy
+from keras_strategy.strategies.placement import visualize
 from keras_strategy.values.distributed import (
     DistributedValues,
     Mirrored,
@@ -38,6 +51,8 @@ from keras_strategy.values.distributed import (
 )
 
 __version__: str
+ParameterServerStrategy: Any  # tf.distribute's
+Server: Any
 
 __all__ = [
     "CrossDeviceOps",
@@ -45,6 +60,7 @@ __all__ = [
     "DistributedIterator",
     "DistributedValues",
     "HierarchicalCopyAllReduce",
+    "IndexedDataset",
     "InputContext",
     "InputOptions",
     "InputReplicationMode",
@@ -53,24 +69,31 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "PerReplica",
     "ReduceOp",
     "ReductionToOneDevice",
     "ReplicaContext",
     "RunOptions",
+    "Server",
     "Strategy",
     "StrategyExtended",
     "__version__",
+    "callbacks",
     "cluster_resolver",
     "compute_average_loss",
     "config",
+    "coordinator",
     "errors",
     "experimental",
     "experimental_set_strategy",
+    "files",
     "get_replica_context",
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "predict",
     "scale_regularization_loss",
     "value_and_grad",
+    "visualize",
 ]

@@ -86,7 +86,8 @@ def exact_random(enabled: bool = True) -> None:
 
     In `fit`, `evaluate` and `predict` each replica draws what one device draws for the
     whole batch, and takes what belongs to its rows: a model with Dropout, noise or
-    augmentation trains as on one device. So every device draws as much as one alone.
+    augmentation trains as on one device. So it does in `strategy.run` for a batch of a
+    distributed dataset. So every device draws as much as one alone.
     Turned off, each replica draws for its own rows, from a seed of its own: as good
     noise, reproducible for the same number of replicas, and not one device's. On JAX
     `fit` is one program over all devices, and draws one device's numbers anyway.

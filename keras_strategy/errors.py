@@ -21,5 +21,13 @@ class ClusterError(RuntimeError):
     """The workers of a cluster did not come together."""
 
 
+class WorkersDifferError(RuntimeError):
+    """Workers that train together train something else, or hold other values."""
+
+
 class WorkerFailedError(RuntimeError):
     """The workers of a cluster cannot go on together, since one of them failed."""
+
+
+class WorkerReadError(WorkerInputError, WorkerFailedError):
+    """Another worker could not read its data."""

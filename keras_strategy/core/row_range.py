@@ -1,5 +1,6 @@
 """Which rows of the global batch are a replica's."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,3 +19,27 @@ class RowRange:
     begin: Any
     count: Any
     total: Any
+
+
+class BatchRows:
+    """The rows of one element of a distributed dataset, which its values carry.
+
+    It is made for every element, and without a call of Python's.
+
+    Attributes:
+        counts: How many each replica has, those of other workers included; None where
+            the values tell.
+        first: The number of this worker's first replica.
+    """
+
+    counts: tuple[int, ...] | None = None
+    first: int = 0
+
+
+@functools.lru_cache(maxsize=128)
+def ranges(counts: tuple[int, ...]) -> list[RowRange]:
+    """Which rows are each replica's, given how many each of them has."""
+    return [
+        RowRange(sum(counts[:replica]), count, sum(counts))
+        for replica, count in enumerate(counts)
+    ]

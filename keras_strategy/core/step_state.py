@@ -1,6 +1,6 @@
 """What is true of the training step that a replica is in."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,8 @@ class StepState:
             asked for in the step and has not changed since.
         applying: Whether an optimizer applies gradients that were summed already, so
             that all replicas compute on equal inputs.
+        gradients_of: What an optimizer has gradients of, while they are summed; None
+            where it is something else that is summed.
         has_all_rows: Whether the loss that is computed now is given the rows of all
             replicas.
         logs_are_metrics: Whether what the step returns is `get_metrics_result`'s, which
@@ -47,6 +49,7 @@ class StepState:
     parts: dict[int, Any] = field(default_factory=dict)
     merged: dict[int, Any] = field(default_factory=dict)
     applying: bool = False
+    gradients_of: Sequence[Any] | None = None
     has_all_rows: bool = False
     logs_are_metrics: bool = False
     rows: RowRange | None = None

@@ -22,6 +22,16 @@ class Strategy(Protocol):
         ...
 
     @property
+    def batch_statistics(self) -> str | None:
+        """Of which rows its replicas compute the statistics of a batch."""
+        ...
+
+    @property
+    def shard(self) -> str | None:
+        """What is split over its replicas."""
+        ...
+
+    @property
     def extended(self) -> "StrategyExtended":
         """What it holds."""
         ...
@@ -64,6 +74,11 @@ class StrategyExtended(Protocol):
     @property
     def cluster(self) -> "Cluster | None":
         """The workers that train together; None for this process alone."""
+        ...
+
+    @property
+    def own_sums(self) -> Any:
+        """What adds up in the user's own way, see `rules/own_sums.py`, or None."""
         ...
 
     @property

@@ -1,17 +1,52 @@
 """The names of `tf.distribute.experimental` that work here."""
 
+from typing import TYPE_CHECKING, Any
+
+from keras_strategy import coordinator
+from keras_strategy.core.native import native
+from keras_strategy.core.refused import absent
+from keras_strategy.experimental import old_names, partitioners
+from keras_strategy.experimental.old_names import MultiWorkerMirroredStrategy
+from keras_strategy.experimental.preemption import (
+    PreemptionCheckpointHandler,
+    PreemptionWatcher,
+)
 from keras_strategy.options.communication import (
     CommunicationImplementation,
     CommunicationOptions,
 )
 from keras_strategy.options.input import AutoShardPolicy
-from keras_strategy.strategies.multi_worker import MultiWorkerMirroredStrategy
+from keras_strategy.options.termination import TerminationConfig
 from keras_strategy.values.distributed import ValueContext
+
+if TYPE_CHECKING:
+    from keras_strategy.experimental.old_names import CollectiveHints
+
+    CollectiveCommunication = CommunicationImplementation
+    ParameterServerStrategy: Any
 
 __all__ = [
     "AutoShardPolicy",
+    "CollectiveCommunication",
+    "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
+    "PreemptionCheckpointHandler",
+    "PreemptionWatcher",
+    "TerminationConfig",
     "ValueContext",
+    "coordinator",
+    "partitioners",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("CollectiveCommunication", "CollectiveHints"):
+        return old_names.deprecated(name)
+    if name == "ParameterServerStrategy":
+        return native(name)
+    if name in old_names.REFUSED:
+        raise AttributeError(absent(__name__, name, old_names.REFUSED[name]))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,6 +7,7 @@ import keras
 
 from keras_strategy.hooks.variables import stored
 from keras_strategy.rules.ownership import belongs_to, strategy_of_variable
+from keras_strategy.rules.sharding import making_slots
 
 
 def adopt_variables(strategy: Any, model: keras.Model) -> None:
@@ -15,10 +16,10 @@ def adopt_variables(strategy: Any, model: keras.Model) -> None:
     An optimizer or a metric that was made before the scope was entered, or a layer
     of a model that was built elsewhere.
     """
-    variables = [*model.variables, *model.metrics_variables]
-    for optimizer in _optimizers(model):
-        variables += optimizer.variables
-    adopt(strategy, variables)
+    adopt(strategy, [*model.variables, *model.metrics_variables])
+    with making_slots():
+        for optimizer in _optimizers(model):
+            adopt(strategy, optimizer.variables)
 
 
 def _optimizers(model: keras.Model) -> Iterator[keras.optimizers.Optimizer]:

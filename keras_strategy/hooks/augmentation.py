@@ -1,5 +1,7 @@
 """Where augmentation looks at the rows of a batch beside each other."""
 
+import random
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -27,6 +29,30 @@ def _mixed(original, at, self, data, training=True):
         with drawing_for_all(at):  # what is not used
             return original(self, data, training=training)
     data = _of_all_rows(at, data)
+    with drawing_for_all(at):
+        return _own(at, original(self, data, training=training))
+
+
+@dataclass(frozen=True)
+class _Chance:
+    """Where Python's `random` is."""
+
+    state: Any
+
+
+@hook(keras.layers.AugMix, "call", "(self, data, training=True)", when=of_own_rows)
+def _chained(original, at, self, data, training=True):
+    """Replicas choose the same chains, and make those of all rows, which are gathered.
+
+    Python's `random` chooses: each replica begins where one device would, and leaves it
+    where one device would.
+    """
+    images = data["images"] if isinstance(data, dict) else data
+    if isinstance(at, Trial) or not training or len(ops.shape(images)) < 4:
+        return original(self, data, training=training)
+    chance = at.merge_call(lambda strategy: _Chance(random.getstate()), (), {})
+    data = _of_all_rows(at, data)
+    random.setstate(chance.state)
     with drawing_for_all(at):
         return _own(at, original(self, data, training=training))
 

@@ -1,20 +1,43 @@
 """The batches of `fit` and its like, as Keras's loops read them."""
 
+import contextlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
+import keras
 from keras import tree
 
+from keras_strategy.hooks.array_rows import ArrayDataAdapter, rows_of_arrays
 from keras_strategy.hooks.hook import home_of
-from keras_strategy.input import splitting
-from keras_strategy.input.sources import ReadOnce, as_array
+from keras_strategy.input import loaders, splitting
+from keras_strategy.input.ahead import AheadOf, Scope, kept
+from keras_strategy.input.indexed import IndexedDataset, RowsOfIndexed
+from keras_strategy.input.joining import JoinedBatches
+from keras_strategy.input.own_rows import OwnRows, Share
+from keras_strategy.input.prefetching import depth_of
+from keras_strategy.input.sources import as_array, is_tf_dataset
 
+PyDatasetAdapter: Any = home_of(
+    "PyDatasetAdapter", "keras.src.trainers.data_adapters.py_dataset_adapter"
+).PyDatasetAdapter
 GeneratorDataAdapter: Any = home_of(
     "GeneratorDataAdapter",
     "keras.src.trainers.data_adapters.generator_data_adapter",
 ).GeneratorDataAdapter
-ArrayDataAdapter: Any = home_of(
-    "ArrayDataAdapter", "keras.src.trainers.data_adapters.array_data_adapter"
-).ArrayDataAdapter
+TorchDataLoaderAdapter: Any = home_of(
+    "TorchDataLoaderAdapter",
+    "keras.src.trainers.data_adapters.torch_data_loader_adapter",
+).TorchDataLoaderAdapter
+TFDatasetAdapter: Any = home_of(
+    "TFDatasetAdapter", "keras.src.trainers.data_adapters.tf_dataset_adapter"
+).TFDatasetAdapter
+class_weight_to_sample_weights: Any = home_of(
+    "class_weight_to_sample_weights",
+    "keras.src.trainers.data_adapters.data_adapter_utils",
+).class_weight_to_sample_weights
 
 
 def for_keras(argument: Any, strategy: Any, method: str) -> Any:
@@ -26,7 +49,9 @@ def for_keras(argument: Any, strategy: Any, method: str) -> Any:
         method: The method's name.
     """
     data = splitting.for_keras(argument, strategy, method)
-    return _Batches(data) if isinstance(data, splitting.GlobalBatches) else data
+    if isinstance(data, splitting.BatchesForKeras):
+        return _Batches(data)
+    return data
 
 
 def counts_of_arrays(adapter: Any) -> list[Any] | None:
@@ -43,25 +68,294 @@ def counts_of_arrays(adapter: Any) -> list[Any] | None:
     return [adapter.num_batches, adapter.batch_size, adapter.partial_batch_size]
 
 
+def own_rows(
+    adapter: Any, share: Share, batches_of: Callable[[Any], Iterable[Any]]
+) -> Iterable[OwnRows] | None:
+    """This worker's rows of what a `fit` reads, without reading those of the others.
+
+    Args:
+        adapter: Keras's adapter of the data.
+        share: Which rows are this worker's.
+        batches_of: Gives the batches of an adapter as the engine reads them.
+
+    Returns:
+        None where nobody can tell one row from the others before they are read.
+    """
+    if isinstance(adapter, ArrayDataAdapter):
+        return rows_of_arrays(adapter, share, batches_of)
+    if isinstance(adapter, TorchDataLoaderAdapter):
+        loader = adapter.get_torch_dataloader()  # the user's, on every backend
+        if loaders.is_indexed(loader):
+            return loaders.rows_of_loader(loader, share)
+    dataset = getattr(adapter, "py_dataset", None)
+    if isinstance(dataset, IndexedDataset):
+        return _WithWeights(adapter, RowsOfIndexed(dataset, share, adapter.shuffle))
+    return None
+
+
+def read_ahead(
+    iterator: Any, batches: Iterable[Any], scope: Scope = contextlib.nullcontext
+) -> Iterable[Any]:
+    """What a loop of Keras's reads, some of it before it is asked for.
+
+    Args:
+        iterator: Keras's iterator.
+        batches: The batches, or what is made of each.
+        scope: What they are read in.
+
+    Returns:
+        `batches` themselves where that could be seen: see `prefetching.depth_of`.
+    """
+    adapter = iterator.data_adapter
+    dataset = getattr(adapter, "py_dataset", None)
+    depth = 0
+    if isinstance(adapter, _Batches):
+        depth = adapter.data.depth
+    elif isinstance(dataset, IndexedDataset) and adapter.enqueuer is None:
+        depth = depth_of(dataset, None)
+    if depth == 0:
+        return batches
+    numbers = iterator.steps_per_epoch, adapter.num_batches
+    return AheadOf(batches, depth, [number for number in numbers if number], scope)
+
+
+def engine_orders(adapter: Any) -> bool:
+    """Whether the engine shuffles the rows, so that another one has another order.
+
+    Args:
+        adapter: Keras's adapter of the data.
+    """
+    return isinstance(adapter, ArrayDataAdapter) and bool(adapter._shuffle)
+
+
+def is_own(iterator: Any) -> bool:
+    """Whether what a loop of Keras's reads are batches of this worker's own."""
+    adapter = iterator.data_adapter
+    return isinstance(adapter, _Batches) and adapter.data.own
+
+
+def joined(
+    iterator: Any, batches: Any, cluster: Any, local: int, same_shapes: bool
+) -> JoinedBatches:
+    """The batches that those of all workers make together, where `is_own`.
+
+    Args:
+        iterator: Keras's iterator.
+        batches: What it gives on this worker.
+        cluster: See `JoinedBatches`.
+        local: See `JoinedBatches`.
+        same_shapes: See `JoinedBatches`.
+    """
+    pause, shortest = steps_of_epoch(iterator), iterator.data_adapter.data.shortest
+    return JoinedBatches(batches, cluster, local, pause, same_shapes, shortest)
+
+
+def steps_of_epoch(iterator: Any) -> int | None:
+    """After how many batches no other is read ahead, None if at the data's end alone.
+
+    Args:
+        iterator: Keras's iterator: after those of an epoch, or the one that builds.
+    """
+    if builds(iterator):
+        return 1
+    return iterator.steps_per_epoch or iterator.data_adapter.num_batches
+
+
+def pauses_after(iterator: Any, batches: Any) -> Callable[[int], bool]:
+    """Whether after so many batches no other is read before it is asked for.
+
+    That could be seen by Python code that reads, of which nothing is known.
+
+    Args:
+        iterator: Keras's iterator.
+        batches: What workers read who agree on each.
+    """
+    steps = steps_of_epoch(iterator)
+    ahead = isinstance(batches, AheadOf)
+    ahead = ahead or isinstance(iterator.data_adapter, TFDatasetAdapter)
+
+    def pauses(taken: int) -> bool:
+        if steps and taken % steps == 0:
+            return True
+        if isinstance(batches, loaders.RowsOfLoader):
+            return batches.indices.whole  # its rows draw numbers
+        return not ahead
+
+    return pauses
+
+
+_BUILDS = "_ks_builds"
+
+
+@contextlib.contextmanager
+def building(iterator: Any) -> Iterator[None]:
+    """Surrounds what builds a model with the first batch of Keras's iterator."""
+    if iterator is None or builds(iterator):
+        yield
+        return
+    setattr(iterator, _BUILDS, True)
+    try:
+        yield
+    finally:
+        delattr(iterator, _BUILDS)
+
+
+def builds(iterator: Any) -> bool:
+    """Whether Keras's iterator gives a batch to build a model with."""
+    return hasattr(iterator, _BUILDS)
+
+
+def take_class_weight(fit: Any, model: Any, args: list, kwargs: dict) -> None:
+    """Has distributed data bring the sample weights that `class_weight` makes.
+
+    Keras hands out data of a kind that it does not know as it is.
+
+    Args:
+        fit: `Model.fit`.
+        model: The model.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments; changed in place.
+
+    Raises:
+        ValueError: If `y` or `sample_weight` is given beside distributed data.
+    """
+    try:
+        given = inspect.signature(fit).bind(model, *args, **kwargs).arguments
+    except TypeError:
+        return  # Keras says what is wrong
+    x = given.get("x")
+    if not isinstance(x, _Batches):
+        return
+    for name in ("y", "sample_weight"):
+        if given.get(name) is not None:
+            raise ValueError(
+                f"Argument `{name}` cannot be given beside a distributed dataset, "
+                f"whose batches hold it. Received: {name} of type "
+                f"{type(given[name]).__name__}"
+            )
+    x.class_weight = given.get("class_weight")
+
+
+@contextlib.contextmanager
+def leaving_out(adapter: Any, count: int) -> Iterator[None]:
+    """Surrounds what reads batches that nobody needs: a PyDataset makes one of them.
+
+    Its batches are known by their numbers, in the order that Keras shuffles them in.
+    What threads of Keras's read ahead of it is not.
+
+    Args:
+        adapter: Keras's adapter of the data.
+        count: How many batches are read.
+    """
+    if not isinstance(adapter, PyDatasetAdapter) or adapter.enqueuer is not None:
+        yield
+        return
+    dataset = adapter.py_dataset
+    adapter.py_dataset = _LeftOut(dataset, count)
+    try:
+        yield
+    finally:
+        adapter.py_dataset = dataset
+
+
+class _LeftOut:
+    """A PyDataset that gives the first batch it makes in the place of some."""
+
+    def __init__(self, dataset: Any, count: int):
+        self._dataset, self._count = dataset, count
+        self._batch: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dataset, name)
+
+    def __getitem__(self, index: int) -> Any:
+        if self._count == 0:
+            return self._dataset[index]
+        self._count -= 1
+        if self._batch is None:
+            self._batch = self._dataset[index]
+        return self._batch
+
+
+class _WithWeights:
+    """Own rows, with the sample weights that Keras makes of `class_weight`."""
+
+    def __init__(self, adapter: Any, rows: Iterable[OwnRows]):
+        self._adapter = adapter
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[OwnRows]:
+        return map(self._weighted, iter(self._rows))
+
+    def _weighted(self, own: OwnRows) -> OwnRows:
+        return replace(own, batch=self._adapter._standardize_batch(own.batch))
+
+
 class _Batches(GeneratorDataAdapter):
-    """Lets Keras's loop read the global batches of a distributed dataset.
+    """Lets Keras's loop read the batches of a distributed dataset.
 
     Args:
         data: The batches; every epoch starts to read them anew.
+
+    Attributes:
+        data: The batches.
+        class_weight: See `Model.fit`.
     """
 
-    def __init__(self, data: splitting.GlobalBatches):
-        def batches():
-            for batch in data.start():
-                batch = tree.map_structure(lambda leaf: as_array(leaf, "it"), batch)
-                batch = tuple(batch) if isinstance(batch, list) else batch
-                yield batch if isinstance(batch, tuple) else (batch,)
+    def __init__(self, data: splitting.BatchesForKeras):
+        self.data = data
+        self.class_weight: Any = None
+        self._output_signature = None
+        self._start, self._first = self._read, None
+        self._opened: Any = None
+        if data.own and not data.once:
+            return  # the workers tell each other when they read; nothing is read twice
+        batches = self._read()
+        self._first = first = list(itertools.islice(batches, 2))
+        if not first:
+            raise ValueError("A distributed dataset for `fit` must have a batch.")
+        if data.once:
+            # A loop begins to read when it builds the model, and then anew.
+            self._start = lambda: itertools.chain(first, batches)
 
-        super().__init__(batches())
-        self._number = data.number
-        if not isinstance(data.start, ReadOnce):
-            self.generator = batches
+    def generator(self):
+        """Starts to read."""
+        opened, self._opened = self._opened, None
+        return map(self._weighted, opened or self._start())
 
     @property
     def num_batches(self):
-        return self._number
+        return self.data.number
+
+    @property
+    def _first_batches(self):
+        """Of what TensorFlow learns what a batch is made of."""
+        if self._first is None:
+            batches = self._read()
+            self._first = list(itertools.islice(batches, 2))
+            self._opened = itertools.chain(self._first, batches)
+        return list(map(self._weighted, self._first))
+
+    def get_tf_dataset(self):
+        if self.data.own and is_tf_dataset(self.data.dataset):
+            adapter = TFDatasetAdapter(self.data.dataset, self.class_weight)
+            return adapter.get_tf_dataset()
+        return super().get_tf_dataset()
+
+    def _read(self):
+        for batch in self.data.start():
+            batch = tree.map_structure(lambda leaf: as_array(leaf, "it"), batch)
+            batch = kept(batch) if self.data.depth else batch
+            batch = tuple(batch) if isinstance(batch, list) else batch
+            yield batch if isinstance(batch, tuple) else (batch,)
+
+    def _weighted(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+        if self.class_weight is None:
+            return batch
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        if sample_weight is not None or y is None or tree.is_nested(y):
+            raise ValueError(
+                "`class_weight` is for batches of inputs and one array of targets, "
+                f"without sample weights. Received a batch of {len(batch)} parts."
+            )
+        return x, y, class_weight_to_sample_weights(y, self.class_weight)

@@ -37,7 +37,7 @@ def of_own_rows() -> Replica | Trial | None:
     step = at.step
     if not draws.settings.exact or step.drawing or step.rows is None:
         return None
-    return at
+    return None if step.draws.here(step.rows) is None else at
 
 
 _KERAS = "keras.random"
@@ -68,6 +68,9 @@ def _of_a_shape(original, at, shape, *args, **kwargs):
         if of_parameter is not None:
             value = ops.convert_to_tensor(given[key])
             given[key] = draws.of_all_rows(at, value, of_parameter.axis)
+    numbers = None if parameters else _part(at, follows, name, {**given, "shape": dims})
+    if numbers is not None:
+        return numbers
     given["shape"] = total = draws.whole(dims, follows, at.step.rows)
     return _of_all(
         at,
@@ -94,13 +97,21 @@ def _dropout(original, at, inputs, rate, noise_shape=None, seed=None):
     if noise_shape is not None:
         pairs = zip(dims, noise_shape, strict=True)
         dims = [own if given is None else given for own, given in pairs]
-    follows = _follows(at, "dropout", seed, dims)
+    engine = get_engine()
+    order = engine.memory_order(inputs)
+    follows = _follows(at, "dropout", seed, dims, order)
     if follows is None:
         return _plainly(at, original, inputs, rate, noise_shape, seed)
+    given = {"shape": dims, "rate": rate, "dtype": inputs.dtype, "seed": seed}
+    kept = _part(at, follows, "dropout", given)
+    if kept is not None:
+        return ops.where(kept, inputs / (1.0 - rate), 0)
     total = draws.whole(dims, follows, at.step.rows)
+    if order is not None and dims[follows.axis] == 1 and follows.order is not None:
+        order = follows.order  # of one row, its stride may be any
 
     def scales():
-        ones = get_engine().ones(total, inputs)
+        ones = engine.ones(total, inputs, order)
         return original(ones, rate, None if noise_shape is None else total, seed)
 
     def skip():
@@ -153,7 +164,7 @@ def _shuffle(original, at, x, axis=0, seed=None):
     if follows is None:
         return _plainly(at, original, x, axis, seed)
     if follows.axis == axis % len(x.shape):
-        at.step.draws.warn_of_shuffled_rows(seed)
+        at.step.draws.here(at.step.rows).warn_of_shuffled_rows(seed)
         return original(x, axis, seed)
     x = draws.of_all_rows(at, x, follows.axis)
     with drawing_for_all(at):
@@ -192,6 +203,18 @@ def _of_all(
     return draws.own_part(numbers, follows, rows)
 
 
+def _part(at: Replica, follows: Follows, name: str, given: dict[str, Any]) -> Any:
+    """Draws for the replica's rows alone, where the engine can begin there."""
+    rows = at.step.rows
+    if follows.axis or rows is None:
+        return None
+    begin, seed = rows.begin * follows.per_row, given.pop("seed", None)
+    with drawing_for_all(at):
+        return get_engine().draw_part(
+            name, given, begin, lambda: keras_seeds.draw_seed(seed)
+        )
+
+
 def _dims(shape: Any) -> list[Any]:
     if isinstance(shape, int):
         return [shape]
@@ -200,17 +223,24 @@ def _dims(shape: Any) -> list[Any]:
     return [shape[axis] for axis in range(shape.shape[0])]
 
 
-def _follows(at: Any, name: str, seed: Any, dims: Sequence[Any]) -> Follows | None:
+def _follows(
+    at: Any,
+    name: str,
+    seed: Any,
+    dims: Sequence[Any],
+    order: tuple[int, ...] | None = None,
+) -> Follows | None:
     """Which dimension of a draw follows the rows, if one does; notes a rehearsal's."""
     number = get_engine().number
     known = tuple(number(dim) for dim in dims)
-    drawn = draws.Drawn(draws.key_of(name, seed, len(dims)), known)
+    drawn = draws.Drawn(draws.key_of(name, seed, len(dims)), known, order)
     if isinstance(at, Trial):
         if at.draws is not None:
             at.draws.append(drawn)
         return None
     step = at.step
-    before = step.drawn.get(drawn.key, 0)
-    step.drawn[drawn.key] = before + 1
+    known = step.draws.here(step.rows)
+    before = step.drawn.get((known, drawn.key), 0)
+    step.drawn[known, drawn.key] = before + 1
     rows = number(step.rows.count)
-    return step.draws.follows(drawn, before, rows, step.rehearse)
+    return known.follows(drawn, before, rows, step.rehearse)

@@ -8,6 +8,7 @@ from keras_strategy.hooks import (
     augmentation,
     callbacks,
     draws,
+    epochs,
     layers,
     losses,
     metrics,
@@ -30,7 +31,9 @@ def all_hooks() -> list[Extension]:
     """Those of all backends and those of the backend in use, in their order."""
     areas = (trainer, callbacks, saving, layers, variables, optimizers, losses, metrics)
     engines = get_engine().hook_modules()
-    return hooks_of(*areas, random, draws, augmentation, own_attributes, *engines)
+    return hooks_of(
+        *areas, epochs, random, draws, augmentation, own_attributes, *engines
+    )
 
 
 # Several threads may make strategies at the same time.

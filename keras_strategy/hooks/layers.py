@@ -2,6 +2,7 @@
 
 import logging
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -11,6 +12,7 @@ from keras_strategy.core import context
 from keras_strategy.core.own_attributes import here
 from keras_strategy.hooks.conditions import in_scope, in_step
 from keras_strategy.hooks.hook import Extension, changed, home_of, hook
+from keras_strategy.options.batch_statistics import GLOBAL
 from keras_strategy.rules import normalization
 from keras_strategy.rules.row_trials import keeps_nothing_else
 
@@ -65,27 +67,32 @@ def _batch_normalization(original, strategy, self, *args, synchronized=False, **
     self.synchronized = True
 
 
-@hook(
-    keras.layers.BatchNormalization, "_moments", "(self, inputs, mask)", when=in_scope
-)
-def _moments(original, strategy, self, inputs, mask):
-    """The statistics are those of all replicas, if `synchronized`.
+def _in_scope_or_trial() -> Any:
+    """The strategy whose scope this thread is in; or the trial."""
+    return context.current_scope() or context.place.trial
 
-    Outside of replicas all rows are there: one device, or JAX's global program. And
-    with a mask, Keras synchronizes nothing.
+
+@hook(
+    keras.layers.BatchNormalization,
+    "_moments",
+    "(self, inputs, mask)",
+    when=_in_scope_or_trial,
+)
+def _moments(original, at, self, inputs, mask):
+    """The statistics are those of the global batch, if that was asked for.
+
+    By the layer's `synchronized`, or by the strategy's `batch_statistics`. Outside of
+    replicas all rows are there: on one device, in a trial, and in JAX's global program.
     """
-    if not self.synchronized:
-        return original(self, inputs, mask)
     replica = context.distributed_replica()
     axes = self._reduction_axes
-    if replica is None:
-        # Keras's own would refuse to synchronize.
-        if mask is None:
-            return ops.moments(inputs, axes=axes)
-        return original(self, inputs, mask)
-    if mask is None:
-        return normalization.moments(replica, inputs, axes, keepdims=False)
-    return normalization.masked_moments(replica, inputs, mask, axes)
+    if replica is not None and (self.synchronized or at.batch_statistics == GLOBAL):
+        return normalization.moments(
+            replica, at.num_replicas_in_sync, inputs, axes, mask
+        )
+    if self.synchronized and mask is None:
+        return ops.moments(inputs, axes=axes)  # Keras's own would synchronize
+    return original(self, inputs, mask)
 
 
 # --- recurrent layers
@@ -191,9 +198,19 @@ _activity_regularizer = _ActivityRegularizer()
 # --- private state of Keras
 
 
-def all_layers(model: keras.Model) -> list[Any]:
-    """A model, its layers, and theirs."""
+def all_layers(model: keras.Layer) -> list[Any]:
+    """A model or layer, its layers, and theirs."""
     return list(model._flatten_layers())
+
+
+def seed_generators(layers: Sequence[Any]) -> list[Any]:
+    """What layers draw from, each once.
+
+    Args:
+        layers: The layers, without those that they are made of.
+    """
+    found = [generator for layer in layers for generator in layer._seed_generators]
+    return list({id(generator): generator for generator in found}.values())
 
 
 _KERAS_MODELS = (keras.Model, keras.Sequential, keras_functional.Functional)
@@ -203,6 +220,19 @@ _keras_layers = frozenset(
     # With what Keras's classes inherit from.
     for part in (public.__mro__ if isinstance(public, type) else ())
 ) - {keras.layers.Lambda, keras.layers.TFSMLayer}
+
+
+_throughout: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def is_keras_throughout(layer: Any) -> bool:
+    """Whether a layer and all in it are Keras's, and leave nothing when called."""
+    known = _throughout.get(layer)
+    if known is None:
+        layers = all_layers(layer)
+        known = all(type(inner) in _keras_layers for inner in layers)
+        known = _throughout[layer] = known and keeps_nothing_else(layers)
+    return known
 
 
 def to_try(model: keras.Model, kind: str) -> dict[str, str]:

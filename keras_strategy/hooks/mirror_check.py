@@ -1,8 +1,10 @@
-"""A debug mode: do the components of mirrored variables agree?
+"""Do the components of mirrored variables agree?
 
-See `config.check_mirrored`.
+It is looked at after each epoch, and in a debug mode after each batch: see
+`config.check_mirrored`.
 """
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -12,6 +14,7 @@ from keras_strategy.core.registry import get_engine
 from keras_strategy.errors import MirrorError
 from keras_strategy.hooks.variables import stored
 from keras_strategy.rules.aggregation import is_on_read
+from keras_strategy.rules.sharding import is_split
 
 if TYPE_CHECKING:
     from keras_strategy.core.strategy import Strategy
@@ -20,12 +23,15 @@ if TYPE_CHECKING:
 enabled = False
 
 
-def check(strategy: "Strategy", after: str) -> None:
-    """Compares the components of all mirrored variables of a strategy.
+def check(
+    strategy: "Strategy", after: str, variables: Iterable[Any] | None = None
+) -> None:
+    """Compares the components of mirrored variables.
 
     Args:
         strategy: The strategy.
         after: What was called before.
+        variables: The variables. Defaults to all of the strategy.
 
     Raises:
         MirrorError: If the components of a variable differ.
@@ -33,13 +39,15 @@ def check(strategy: "Strategy", after: str) -> None:
     if strategy.num_replicas_in_sync == 1 or get_engine().in_trace():
         return
     drifted = []
-    for variable in list(strategy.extended.variables.values()):
-        if is_on_read(variable) or stored(variable) is None:
+    if variables is None:
+        variables = list(strategy.extended.variables.values())
+    for variable in variables:
+        if not _is_mirrored(variable):
             continue
-        first, *others = [
-            keras.ops.convert_to_numpy(component)
-            for component in strategy.extended.group.components(variable)
-        ]
+        components = strategy.extended.group.components(variable)
+        if len(components) == 1:
+            continue
+        first, *others = map(keras.ops.convert_to_numpy, components)
         for replica, other in enumerate(others, start=1):
             if not _same(first, other):
                 drifted.append((variable, replica, _distance(first, other)))
@@ -67,8 +75,27 @@ def _distance(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.nanmax(np.abs(a.astype("float64") - b.astype("float64"))))
 
 
-class MirrorCheck(keras.callbacks.Callback):
-    """Compares after each batch of `fit`.
+def mirrored_of(model: keras.Model) -> list[Any]:
+    """The variables of a model of which all replicas hold the same values."""
+    optimizer = getattr(model, "optimizer", None)
+    # The optimizer's first: who has another learning rate has other weights, too.
+    variables = [*getattr(optimizer, "variables", ()), *model.variables]
+    metrics = {id(variable) for variable in model.metrics_variables}
+    return [
+        variable
+        for variable in variables
+        if id(variable) not in metrics and _is_mirrored(variable)
+    ]
+
+
+def _is_mirrored(variable: Any) -> bool:
+    if stored(variable) is None:
+        return False
+    return not (is_on_read(variable) or is_split(variable))
+
+
+class EpochCheck(keras.callbacks.Callback):
+    """Compares after each epoch of `fit` what the model holds.
 
     Args:
         strategy: The strategy of the model.
@@ -77,6 +104,14 @@ class MirrorCheck(keras.callbacks.Callback):
     def __init__(self, strategy: "Strategy"):
         super().__init__()
         self._strategy = strategy
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Raises `MirrorError` if the epoch made components differ."""
+        check(self._strategy, f"fit, epoch {epoch}", mirrored_of(self.model))
+
+
+class BatchCheck(EpochCheck):
+    """Compares after each batch of `fit` as well, and all that the strategy has."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Raises `MirrorError` if a step made components differ."""

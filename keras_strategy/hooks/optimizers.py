@@ -48,10 +48,23 @@ def _apply(original, strategy, self, grads, trainable_variables=None):
 
         replica.once(build)
     present = [grad for grad in grads if grad is not None]
-    summed = iter(replica.weighted_sum(present, replica.step.row_weight))
-    grads = [None if grad is None else next(summed) for grad in grads]
+    replica.step.gradients_of = trainable_variables
+    if trainable_variables is not None and len(present) < len(grads):
+        pairs = zip(grads, trainable_variables, strict=False)  # Keras counts them
+        replica.step.gradients_of = [v for grad, v in pairs if grad is not None]
+    weight, own = replica.step.row_weight, strategy.extended.own_sums
+    try:
+        if own is None:
+            summed = list(replica.weighted_sum(present, weight))
+        else:
+            summed = list(own.weighted_sum(replica, present, weight))
+    finally:
+        replica.step.gradients_of = None
+    if len(summed) < len(grads):
+        rest = iter(summed)
+        summed = [None if grad is None else next(rest) for grad in grads]
     replica.step.applying = True
     try:
-        return original(self, grads, trainable_variables)
+        return original(self, summed, trainable_variables)
     finally:
         replica.step.applying = False

@@ -12,6 +12,7 @@ from keras_strategy.hooks.hook import home_of, hook
 global_state = home_of(
     "get_global_attribute set_global_attribute", "keras.src.backend.common.global_state"
 )
+keras_seeds = home_of("global_seed_generator", "keras.src.random.seed_generator")
 # Under which name Keras keeps a thread's own seed generator.
 _SEED = "global_seed_generator"
 

@@ -1,43 +1,63 @@
-"""Where Keras saves and restores: the chief alone writes and reads for all workers."""
+"""Where Keras saves: the chief alone writes for all workers."""
+
+import os
+import tempfile
+from typing import Any
 
 import keras
 
+from keras_strategy.hooks import drift
 from keras_strategy.hooks.conditions import of_workers
-from keras_strategy.hooks.hook import hook
-from keras_strategy.rules import entry_scope, first_values
-from keras_strategy.rules.one_writer import saving
+from keras_strategy.hooks.hook import home_of, hook
+from keras_strategy.hooks.variables import variables_of
+from keras_strategy.rules import first_values
+from keras_strategy.rules.aggregation import is_on_read
+from keras_strategy.rules.held_values import held
+from keras_strategy.rules.one_writer import by_chief, replaced, scratch
+from keras_strategy.rules.sharding import is_split
+
+saving_lib = home_of("get_temp_dir get_attr_skipset", "keras.src.saving.saving_lib")
+# What Keras leaves out where it saves objects of a kind.
+_left_out: dict[str, set[str]] = {}
 
 
 @hook(keras.Model, ("save", "save_weights", "export"), ("filepath",), when=of_workers)
 def _save(original, strategy, self, filepath, *args, **kwargs):
-    """The chief writes for all workers."""
-    first_values.settle()  # also if the chief cannot write
-    what = f"`{original.__name__}`"
-    with saving(strategy.extended.cluster, filepath, what) as path:
-        return original(self, path, *args, **kwargs)
+    """The chief writes for all workers; what only all can read, they read before."""
+    if "Optimizer" not in _left_out:
+        _left_out["Optimizer"] = saving_lib.get_attr_skipset("Optimizer")
+    first_values.settle()  # which the chief could not do alone
+    path = os.fspath(filepath)
+    operation = f"`{original.__name__}` to {os.path.basename(path)}"
+    drift.require_same_values(strategy, self, operation=operation)
+    known = _read_by_all(self)
+
+    def write() -> Any:
+        with replaced(path) as temporary, held(known):
+            return original(self, temporary, *args, **kwargs)
+
+    return by_chief(strategy.extended.cluster, operation, write)
 
 
-def _trains_on_workers(callback):
-    """The strategy of a callback's model, if it is of several workers."""
-    return of_workers(callback.model)
+@hook(saving_lib, "get_temp_dir", "()", when=scratch)
+def _get_temp_dir(original, folder):
+    """What a chief leaves that is killed lies where the next that saves removes it."""
+    return tempfile.mkdtemp(dir=folder)
 
 
-@hook(
-    keras.callbacks.BackupAndRestore,
-    "on_train_begin",
-    ("logs",),
-    when=_trains_on_workers,
-)
-def _restore(original, strategy, self, logs=None):
-    """The chief alone restores.
+@hook(saving_lib, "get_attr_skipset", "(obj_type)", when=_left_out.get)
+def _get_attr_skipset(original, found, obj_type):
+    """Keras makes an optimizer to find it, whose variables are all workers' to make."""
+    return found
 
-    The others may not see its folder; they get what it restored when all callbacks
-    have begun. To load makes variables and throws them away: they are not everybody's.
-    """
-    optimizer = self.model.optimizer
-    if self.model.built and not optimizer.built:
-        optimizer.build(self.model.trainable_variables)
-        first_values.settle()  # which the chief could not do alone
-    if strategy.extended.cluster.is_chief:
-        with entry_scope.left_for(None):
-            original(self, logs)
+
+def _read_by_all(model: keras.Model) -> list[tuple[Any, Any]]:
+    """The variables of which each replica has its part, and their values."""
+    known = []
+    for variable in variables_of(model).values():
+        if is_split(variable):
+            known.append((variable, keras.ops.convert_to_numpy(variable)))
+        elif is_on_read(variable) and variable.aggregation != "none":
+            value = keras.ops.convert_to_numpy(variable)
+            known.append((variable, keras.ops.convert_to_tensor(value)))
+    return known

@@ -1,5 +1,6 @@
 """Where Keras's trainer is extended on every backend: `fit` and its like."""
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -9,14 +10,16 @@ import keras
 
 from keras_strategy.core import context
 from keras_strategy.core.own_attributes import notice
-from keras_strategy.hooks import mirror_check
+from keras_strategy.hooks import drift, mirror_check
 from keras_strategy.hooks.adoption import adopt_variables
+from keras_strategy.hooks.backups import backed_up
 from keras_strategy.hooks.conditions import in_scope
-from keras_strategy.hooks.data_adapters import for_keras
+from keras_strategy.hooks.data_adapters import building, for_keras, take_class_weight
 from keras_strategy.hooks.hook import model_hook
 from keras_strategy.hooks.variables import stored
 from keras_strategy.input import seeds
-from keras_strategy.rules import chiefs_lead, entry_scope, first_values
+from keras_strategy.input.ahead import ended_together, not_ahead
+from keras_strategy.rules import alike, chiefs_lead, entry_scope, first_values
 from keras_strategy.rules.ownership import strategy_of_model
 
 _LOOPS = ("fit", "evaluate", "predict")
@@ -30,7 +33,10 @@ def _entry_point(original, self, *args, **kwargs):
     strategy = strategy_of_model(self)
     args = [for_keras(x, strategy, name) for x in args]
     kwargs = {k: for_keras(x, strategy, name) for k, x in kwargs.items()}
-    with entry_scope.left_for(strategy):
+    if name == "fit":
+        take_class_weight(original, self, args, kwargs)
+    ended = ended_together() if name in _LOOPS else contextlib.nullcontext()
+    with ended, entry_scope.left_for(strategy):
         if strategy is None:
             _require_no_scope(self, name)
             return original(self, *args, **kwargs)
@@ -58,22 +64,37 @@ def _of_strategy(
     """Keras's method, with the arguments that the replicas and workers need."""
     cluster = strategy.extended.cluster
     name = original.__name__
-    if cluster is None and strategy.num_replicas_in_sync == 1:
-        if name in _LOOPS:
-            notice.end()  # there are no turns here
+    alone = cluster is None and strategy.num_replicas_in_sync == 1
+    if alone and name in _LOOPS:
+        notice.end()  # there are no turns here
+    if alone and name != "fit":
         return original(model, *args, **kwargs)
     try:
         call = _signature(original).bind(model, *args, **kwargs)
     except TypeError:
         return original(model, *args, **kwargs)  # which says what is wrong
+    if name == "fit":
+        with backed_up(strategy, model, call.arguments):
+            return _of_replicas(strategy, alone, original, model, call)
+    return _of_replicas(strategy, alone, original, model, call)
+
+
+def _of_replicas(
+    strategy: Any, alone: bool, original: Callable, model: keras.Model, call: Any
+) -> Any:
+    if alone:
+        return original(*call.args, **call.kwargs)
+    cluster, name = strategy.extended.cluster, original.__name__
     if cluster is not None and name != "compile":
         first_values.settle()
         seeds.take_chiefs(cluster)
         if name in _LOOPS:
-            lead = functools.partial(_chiefs_lead, strategy)
+            lead = functools.partial(_chiefs_lead, strategy, model, call.arguments)
             chiefs_lead.worker_arguments(name, call.arguments, cluster, lead)
-    if mirror_check.enabled and name == "fit":
-        add_callback(call.arguments, mirror_check.MirrorCheck(strategy))
+    if name == "fit" and mirror_check.enabled:
+        add_callback(call.arguments, mirror_check.BatchCheck(strategy))
+    elif name == "fit" and cluster is None:
+        add_callback(call.arguments, mirror_check.EpochCheck(strategy))
     with strategy.extended.group.around(model, name, call.arguments):
         result = original(*call.args, **call.kwargs)
     if mirror_check.enabled:
@@ -101,7 +122,16 @@ def add_callback(arguments: dict[str, Any], callback: keras.callbacks.Callback) 
     return True
 
 
-def _chiefs_lead(strategy: Any, every_batch: bool) -> chiefs_lead.ChiefsLead:
+def _chiefs_lead(
+    strategy: Any,
+    model: keras.Model,
+    arguments: dict[str, Any],
+    in_step: list[Any],
+    own_minds: bool,
+) -> chiefs_lead.ChiefsLead:
+    cluster = strategy.extended.cluster
+    items = alike.items_of(model, compiled_with(model), arguments, in_step)
+
     def give_variables(model):
         variables = [*model.variables, *model.optimizer.variables]
         first_values.take_chiefs(
@@ -113,18 +143,26 @@ def _chiefs_lead(strategy: Any, every_batch: bool) -> chiefs_lead.ChiefsLead:
         model._initial_epoch = epoch
 
     return chiefs_lead.ChiefsLead(
-        strategy.extended.cluster,
+        cluster,
         give_variables,
         lambda model: model._initial_epoch,
         set_epoch,
-        every_batch,
+        alike.require(cluster, items, own_minds),
+        functools.partial(drift.require_same_values, strategy),
     )
 
 
+def compiled_with(model: keras.Model) -> dict[str, Any]:
+    """The arguments of a model's `compile`; none where its class has one of its own."""
+    compiled = getattr(model, "_compile_config", None)
+    return {} if compiled is None else compiled.config
+
+
 @model_hook("_symbolic_build", "(self, iterator=None, data_batch=None)", when=in_scope)
-def _symbolic_build(original, strategy, self, *args, **kwargs):
-    """What fit builds may hold metrics from outside."""
-    result = original(self, *args, **kwargs)
+def _symbolic_build(original, strategy, self, iterator=None, data_batch=None):
+    """What fit builds may hold metrics from outside. One batch is read for it."""
+    with not_ahead(), building(iterator):
+        result = original(self, iterator, data_batch)
     adopt_variables(strategy, self)
     first_values.settle()
     return result

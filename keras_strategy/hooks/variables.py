@@ -1,10 +1,12 @@
 """Where `keras.Variable` is extended on every backend, and its private state."""
 
+import math
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_strategy.core import context
@@ -55,6 +57,34 @@ def _assign_add(original, replica, self, value):
     increment = aggregate(replica, self, as_stored(self, value))
     sign = -1 if original.__name__ == "assign_sub" else 1
     return _assign_as_is(self, ops.add(self.value, ops.multiply(increment, sign)))
+
+
+def variables_of(model: keras.Model, metrics: bool = True) -> dict[str, Any]:
+    """The variables of a model and its optimizers, by names that all backends have.
+
+    Args:
+        model: The model.
+        metrics: Whether those of its metrics are among them.
+    """
+    groups: dict[str, Any] = {"model": model.variables}
+    for name, value in vars(model).items():
+        several = isinstance(value, list | tuple)
+        for number, leaf in enumerate(value if several else [value]):
+            if isinstance(leaf, keras.optimizers.Optimizer):
+                groups[f"{name}/{number}"] = leaf.variables
+    if metrics:
+        groups["metrics"] = model.metrics_variables
+    return {
+        f"{group}/{number}": variable
+        for group, variables in groups.items()
+        for number, variable in enumerate(variables)
+    }
+
+
+def byte_count(variable: Any) -> int:
+    """How many bytes the whole of a variable takes."""
+    # Names such as "bfloat16" are known to NumPy since Keras has imported `ml_dtypes`.
+    return math.prod(variable.shape) * np.dtype(stored_dtype(variable)).itemsize
 
 
 # --- private state of Keras

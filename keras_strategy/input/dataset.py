@@ -9,78 +9,13 @@ from keras import tree
 
 from keras_strategy.core import context
 from keras_strategy.core.registry import get_engine
+from keras_strategy.input.ahead import ReadAhead
+from keras_strategy.input.parts import EvenParts, Parts
+from keras_strategy.input.positions import Sources
 from keras_strategy.values.distributed import PerReplica
 
 if TYPE_CHECKING:
     from keras_strategy.core.strategy import Strategy
-
-
-class Parts(list[Any]):
-    """The parts of one element: what each local replica gets of it, in their order.
-
-    Attributes:
-        alike: Whether all replicas, those of other workers included, get arrays of the
-            same shapes and dtypes; None if that is not known.
-    """
-
-    alike: bool | None = None
-
-    def placed(self, place: Callable[[Sequence[Any]], Any]) -> Any:
-        """The element, with what `place` makes of the parts of each array."""
-        return tree.map_structure(lambda *leaves: place(leaves), *self)
-
-
-class EvenParts:
-    """A batch of which each replica, all of them here, gets as many rows.
-
-    Args:
-        batch: The batch.
-        arrays: What it holds, as arrays or tensors.
-        replicas: The number of replicas.
-    """
-
-    alike = True
-
-    def __init__(self, batch: Any, arrays: list[Any], replicas: int):
-        self._batch = batch
-        self._arrays = arrays
-        self._replicas = replicas
-
-    def placed(self, place: Callable[[Sequence[Any]], Any]) -> Any:
-        """See `Parts.placed`."""
-        replicas = self._replicas
-        leaves = [
-            None if array is None else place(EvenRows(array, replicas))
-            for array in self._arrays
-        ]
-        return tree.pack_sequence_as(self._batch, leaves)
-
-
-class EvenRows(Sequence[Any]):
-    """An array as parts of equal rows, which are cut when somebody looks at them.
-
-    Attributes:
-        whole: The array.
-
-    Args:
-        whole: The array.
-        parts: How many there are.
-    """
-
-    __slots__ = ("_parts", "whole")
-
-    def __init__(self, whole: Any, parts: int):
-        self.whole = whole
-        self._parts = parts
-
-    def __len__(self) -> int:
-        return self._parts
-
-    def __getitem__(self, index: Any) -> Any:
-        if not 0 <= index < self._parts:
-            raise IndexError(index)
-        rows = self.whole.shape[0] // self._parts
-        return self.whole[index * rows : (index + 1) * rows]
 
 
 class DistributedDataset:
@@ -109,12 +44,21 @@ class DistributedDataset:
 
     # What `fit` reads in its place: see `input_splitting.for_keras`.
     _global_batches: Any = None
+    # None where native tf.distribute reads it.
+    _sources: Sources | None = None
 
     def __init__(
-        self, strategy: "Strategy", start: Callable[[], Iterator[Parts | EvenParts]]
+        self,
+        strategy: "Strategy",
+        start: Callable[[], Iterator[Parts | EvenParts]],
+        depth: int = 0,
+        pauses: Sequence[int] = (),
+        sources: Sources | None = None,
     ):
         self._strategy = strategy
         self._start = start
+        self._sources = sources
+        self._ahead = depth, pauses
         self._opened: DistributedIterator | None = None
 
     def __iter__(self) -> "DistributedIterator":
@@ -130,7 +74,9 @@ class DistributedDataset:
         context.require_cross_replica(self._strategy, "DistributedDataset.__iter__")
         get_engine().require_loop_in_python()
         iterator, self._opened = self._opened, None
-        return iterator or DistributedIterator(self._strategy, self._start())
+        return iterator or DistributedIterator(
+            self._strategy, self._start(), *self._ahead, self._sources
+        )
 
     @property
     def element_spec(self) -> Any:
@@ -170,6 +116,63 @@ class DistributedDataset:
         """
         return functools.reduce(reduce_func, self, initial_state)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where loops over the dataset are: before the element that comes next.
+
+        What was read ahead of the loop does not count. With several workers, each has
+        its own.
+
+        Returns:
+            What `load_state_dict` takes, in this process or another: JSON's values, but
+            for what a source itself says of where it is.
+
+        Raises:
+            NotImplementedError: If native tf.distribute reads the dataset.
+
+        Example:
+
+        ```python
+        import numpy as np
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        batches = [np.ones(4, "float32") * i for i in range(3)]
+        dataset = strategy.experimental_distribute_dataset(batches)
+        for x in dataset:
+            break
+        state = dataset.state_dict()
+
+        again = strategy.experimental_distribute_dataset(batches)
+        again.load_state_dict(state)
+        assert len(list(again)) == 2
+        assert len(list(again)) == 3
+        ```
+        """
+        return self._known_sources().state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Has the next loop go on where `state_dict` was called.
+
+        Args:
+            state: What it returned, for a dataset of the same data.
+
+        Raises:
+            NotImplementedError: If native tf.distribute reads the dataset.
+            ValueError: If it is the state of another dataset.
+        """
+        self._known_sources().put(state)
+        self._opened = None
+
+    def _known_sources(self) -> Sources:
+        if self._sources is None:
+            raise NotImplementedError(
+                "Native tf.distribute reads a `tf.data.Dataset` on TensorFlow, and "
+                "does not say where it is. Count the steps, and go on with "
+                "`dataset.skip(steps)`, of a dataset that shuffles with "
+                f"`reshuffle_each_iteration=False`. Received: {self!r}"
+            )
+        return self._sources
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}(strategy={self._strategy!r})"
 
@@ -191,9 +194,20 @@ class DistributedIterator:
     ```
     """
 
-    def __init__(self, strategy: "Strategy", parts: Iterator[Parts | EvenParts]):
+    def __init__(
+        self,
+        strategy: "Strategy",
+        parts: Iterator[Parts | EvenParts],
+        depth: int = 0,
+        pauses: Sequence[int] = (),
+        sources: Sources | None = None,
+    ):
         self._strategy = strategy
-        self._parts = parts
+        self._sources = sources
+        place = functools.partial(_placed, strategy.extended.group)
+        self._elements: Iterator[Any] = map(place, parts)
+        if depth:
+            self._elements = ReadAhead(self._elements, depth, pauses, sources=sources)
         self._ahead: list[Any] = []  # at most one element
         self._spec: Any = None
 
@@ -210,23 +224,10 @@ class DistributedIterator:
         context.require_cross_replica(self._strategy, "DistributedIterator.__next__")
         get_engine().require_loop_in_python()
         if self._ahead:
+            if self._sources is not None:
+                self._sources.held = None
             return self._ahead.pop()
-        parts = next(self._parts)
-        group = self._strategy.extended.group
-
-        def place(leaves):
-            if leaves[0] is None and all(leaf is None for leaf in leaves):
-                return None
-            try:
-                return group.place(leaves, parts.alike)
-            except (TypeError, ValueError) as error:
-                raise TypeError(
-                    f"The Keras backend '{keras.backend.backend()}' cannot make "
-                    "tensors of what a distributed dataset holds. Received arrays of "
-                    f"the dtype {leaves[0].dtype}."
-                ) from error
-
-        return parts.placed(place)
+        return next(self._elements)
 
     def get_next(self) -> Any:
         """Returns the next element.
@@ -256,6 +257,8 @@ class DistributedIterator:
     def element_spec(self) -> Any:
         """See `DistributedDataset.element_spec`."""
         if self._spec is None:
+            sources = self._sources
+            place = None if sources is None else sources.state()
             optional = self.get_next_as_optional()
             if not optional.has_value():
                 raise ValueError(
@@ -263,6 +266,8 @@ class DistributedIterator:
                     "the first element, and there is none."
                 )
             self._ahead.append(optional.get_value())
+            if sources is not None and place is not None:
+                sources.held = place["sources"]
             self._spec = tree.map_structure(_spec, self._ahead[0])
         return self._spec
 
@@ -290,6 +295,27 @@ class OptionalElement:
         if not self._elements:
             raise ValueError("The dataset has ended: ask `has_value()` first.")
         return self._elements[0]
+
+
+def _placed(group: Any, parts: Parts | EvenParts) -> Any:
+    """An element on the devices of its replicas."""
+
+    def place(leaves):
+        if leaves[0] is None and all(leaf is None for leaf in leaves):
+            return None
+        try:
+            value = group.place(leaves, parts.alike)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"The Keras backend '{keras.backend.backend()}' cannot make "
+                "tensors of what a distributed dataset holds. Received arrays of "
+                f"the dtype {leaves[0].dtype}."
+            ) from error
+        if isinstance(value, PerReplica):
+            value.batch = parts.rows
+        return value
+
+    return parts.placed(place)
 
 
 def _spec(value: Any) -> Any:

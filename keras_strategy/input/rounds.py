@@ -1,16 +1,16 @@
 """Workers that read datasets of their own, and make each step together."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import keras
 from keras import tree
 
+from keras_strategy.core.row_range import BatchRows
 from keras_strategy.errors import WorkerInputError
-from keras_strategy.input.agreement import next_of_all
-from keras_strategy.input.dataset import Parts
-from keras_strategy.input.sources import as_array, is_tf_dataset
-from keras_strategy.options.input import AutoShardPolicy
+from keras_strategy.input import notices
+from keras_strategy.input.agreement import digest_of, next_of_all
+from keras_strategy.input.parts import Parts
+from keras_strategy.input.sources import as_array
 from keras_strategy.workers.cluster import Cluster
 
 
@@ -35,7 +35,8 @@ def agreed_rounds(
 
     def layouts(parts: Parts | None) -> Any:
         if parts is not None:
-            return [[_layout(leaf) for leaf in tree.flatten(part)] for part in parts]
+            layouts = [[_layout(x) for x in tree.flatten(part)] for part in parts]
+            return [layouts, "" if empty else digest_of(list(parts))]
         if not partial:
             return "none"
         return "empty" if empty else "never"
@@ -44,7 +45,7 @@ def agreed_rounds(
         parts, told = next_of_all(
             rounds, cluster, "the next element of a distributed dataset", layouts
         )
-        there = [said for said in told if isinstance(said, list)]
+        there = [said[0] for said in told if isinstance(said, list)]
         if not there or "none" in told:
             return
         if "never" in told:
@@ -53,6 +54,8 @@ def agreed_rounds(
                 f"The dataset of '{name}' has no element, and those of other workers "
                 "have some. Every worker's dataset must have one or more."
             )
+        if not empty:
+            notices.of_digests(cluster, [said[1] for said in told])
         if parts is None:
             parts = empty
         else:
@@ -60,50 +63,80 @@ def agreed_rounds(
         first, *others = [part for said in there for part in said]
         same = all(other == first for other in others)
         parts.alike = same and len(there) == len(told)
+        none = [[[[0]]]] * len(parts)
+        shapes = [
+            [None if leaf is None else leaf[0] for leaf in part]
+            for said in told
+            for part in (said[0] if isinstance(said, list) else none)
+        ]
+        parts.rows = rows_of_parts(shapes, cluster.rank * len(parts))
         yield parts
 
 
-def is_own_rows(dataset: Any, options: Any) -> bool:
-    """Whether each worker's dataset holds its own rows: the policy OFF.
+def rounds_of(
+    iterators: Sequence[Iterator[Any]], partial: bool, argument: str
+) -> Iterator[Parts]:
+    """The elements that the replicas take in turn.
+
+    In the last round there may be too few. The replicas that come last then get the
+    element of the first without its rows; tf.distribute drops such a round where all
+    elements have one shape (`partial` is False), and so does this where an element
+    has no rows to leave out.
 
     Args:
-        dataset: A dataset, or anything else.
-        options: `InputOptions`, or None.
-    """
-    if options is not None and options.auto_shard_policy is AutoShardPolicy.OFF:
-        return True
-    if not is_tf_dataset(dataset):
-        return False
-    own = dataset.options().experimental_distribute.auto_shard_policy
-    return getattr(own, "name", "") == "OFF"
-
-
-def whole_batches(
-    own: Iterator[Any], strategy: Any, cluster: Cluster, argument: str
-) -> Iterator[Any]:
-    """The global batches of which each worker has its own rows.
-
-    Args:
-        own: This worker's batches.
-        strategy: The strategy.
-        cluster: Its workers.
+        iterators: Whose element each replica takes; one of them may stand for several.
+        partial: Whether elements may have fewer rows than others.
         argument: What the dataset is called in errors.
     """
-    group = strategy.extended.group
+    missing = object()
+    while True:
+        elements = [next(iterator, missing) for iterator in iterators]
+        there = [element for element in elements if element is not missing]
+        if not there:
+            return
+        there = [
+            tree.map_structure(lambda leaf: as_array(leaf, argument), element)
+            for element in there
+        ]
+        for element in there[1:]:
+            _require_same_structure(there[0], element, argument)
+        if len(there) < len(elements):
+            arrays = [leaf for leaf in tree.flatten(there[0]) if leaf is not None]
+            if not partial or any(len(leaf.shape) == 0 for leaf in arrays):
+                return
+        empty = tree.map_structure(without_rows, there[0])
+        real = iter(there)
+        parts = Parts(empty if e is missing else next(real) for e in elements)
+        shapes = [[shape_of(leaf) for leaf in tree.flatten(part)] for part in parts]
+        parts.rows = rows_of_parts(shapes)
+        yield parts
 
-    def whole(leaf):
-        if leaf is None:
+
+def rows_of_parts(
+    parts: Sequence[Sequence[Sequence[int] | None]], first: int = 0
+) -> BatchRows | None:
+    """The rows of an element, given the shapes of the arrays of each replica's part.
+
+    Args:
+        parts: For each replica, the shapes; None where there is no array.
+        first: The number of this worker's first replica.
+
+    Returns:
+        The rows; None if the arrays of a part differ in their number, or have none.
+    """
+    counts, result = [], BatchRows()
+    for shapes in parts:
+        rows = {shape[0] if shape else None for shape in shapes if shape is not None}
+        if len(rows) != 1 or None in rows:
             return None
-        rows = keras.ops.convert_to_tensor(leaf)
-        return keras.ops.convert_to_numpy(group.gather([rows], 0))
+        counts.append(rows.pop())
+    result.counts, result.first = tuple(counts), first
+    return result
 
-    arrays = (
-        Parts([tree.map_structure(lambda leaf: as_array(leaf, argument), batch)])
-        for batch in own
-    )
-    for (batch,) in agreed_rounds(arrays, cluster, True):
-        with strategy.scope():
-            yield tree.map_structure(whole, batch)
+
+def shape_of(leaf: Any) -> tuple[int, ...] | None:
+    """The shape of an array; None where there is none."""
+    return None if leaf is None else tuple(leaf.shape)
 
 
 def _layout(leaf: Any) -> list[Any] | None:
@@ -113,3 +146,13 @@ def _layout(leaf: Any) -> list[Any] | None:
 def without_rows(leaf: Any) -> Any:
     """An array without its rows; what has none stays what it is."""
     return None if leaf is None or len(leaf.shape) == 0 else leaf[:0]
+
+
+def _require_same_structure(first: Any, other: Any, argument: str) -> None:
+    try:
+        tree.assert_same_structure(first, other)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{argument} must give elements of one structure. Received elements of "
+            f"different ones: {error}"
+        ) from error

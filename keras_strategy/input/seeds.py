@@ -26,19 +26,18 @@ def take_chiefs(cluster: Cluster) -> None:
     Args:
         cluster: The workers.
     """
-    state = _state()
-    text = json.dumps(state)
+    mine = state()
+    text = json.dumps(mine)
     digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     if len(set(cluster.agree("the comparison of random states", digest))) == 1:
         return
-    told = cluster.agree(
-        "the chief's random state", state if cluster.is_chief else None
-    )
+    told = cluster.agree("the chief's random state", mine if cluster.is_chief else None)
     if not cluster.is_chief:
-        _set(told[0])
+        set_state(told[0])
 
 
-def _state() -> dict[str, Any]:
+def state() -> dict[str, Any]:
+    """Where the generators of this process are, of JSON's values."""
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     engine = get_engine().random_state()
@@ -57,7 +56,8 @@ def _state() -> dict[str, Any]:
     }
 
 
-def _set(state: dict[str, Any]) -> None:
+def set_state(state: dict[str, Any]) -> None:
+    """Sets the generators to what `state` gave, in this process or another."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, *rest = state["numpy"]

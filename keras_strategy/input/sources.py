@@ -4,13 +4,15 @@ Keras reads the same kinds in `fit`. Engines other than the one in use are told 
 the names of their types: importing one to ask would cost seconds and memory.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
 from keras_strategy.core.registry import get_engine
+from keras_strategy.input.ahead import ReadAhead, kept
 
 
 def batches_of(dataset: Any, argument: str) -> Callable[[], Iterator[Any]]:
@@ -27,7 +29,7 @@ def batches_of(dataset: Any, argument: str) -> Callable[[], Iterator[Any]]:
     if is_tf_dataset(dataset):
         return lambda: iter(dataset.as_numpy_iterator())
     if isinstance(dataset, keras.utils.PyDataset):
-        return lambda: _epoch(dataset)
+        return ByNumber(dataset, dataset.__getitem__)
     if isinstance(dataset, Iterator):
         return ReadOnce(dataset, argument)
     if not _is_batch(dataset) and (
@@ -99,19 +101,58 @@ def _is_batch(value: Any) -> bool:
     return isinstance(value, str | bytes | tuple | Mapping) or hasattr(value, "shape")
 
 
-def _epoch(dataset: keras.utils.PyDataset) -> Iterator[Any]:
-    dataset.on_epoch_begin()
-    yield from dataset
-    dataset.on_epoch_end()
+class ByNumber:
+    """Starts to read a `PyDataset`, of which any batch can come first.
+
+    Args:
+        dataset: The dataset, which is told about the beginning and end of each epoch.
+        read: Gives the batch of a number.
+    """
+
+    def __init__(self, dataset: keras.utils.PyDataset, read: Callable[[int], Any]):
+        self._dataset = dataset
+        self._read = read
+
+    def __call__(self, first: int = 0) -> Iterator[Any]:
+        """Starts to read with a batch."""
+        self._dataset.on_epoch_begin()
+        number = number_of_batches(self._dataset)
+        endless = number is None
+        yield from map(
+            self._read, itertools.count(first) if endless else range(first, number)
+        )
+        self._dataset.on_epoch_end()
+
+    def pass_over(self, epochs: Sequence[int | None]) -> None:
+        """Leaves out epochs, whose batches are not read.
+
+        Args:
+            epochs: For each, how many batches were read of it; None for all.
+        """
+        for batches in epochs:
+            self._dataset.on_epoch_begin()
+            if batches is None:
+                self._dataset.on_epoch_end()
 
 
 class ReadOnce:
     """An iterator or generator, whose batches are gone when they have been read."""
 
     def __init__(self, iterator: Iterator[Any], argument: str):
-        self._iterator = iterator
+        self._given = self._iterator = iterator
         self._argument = argument
+        self._depth = 0
         self._ended = False
+
+    def read_ahead(self, depth: int) -> None:
+        """Reads some batches before they are asked for; none is lost with a reader."""
+        self._depth = depth
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets what was read ahead: the iterator has been put somewhere else."""
+        if self._depth:
+            self._iterator = ReadAhead(map(kept, self._given), self._depth)
 
     def __call__(self) -> Iterator[Any]:
         """Goes on reading.
@@ -124,7 +165,7 @@ class ReadOnce:
                 f"{self._argument} was an iterator or a generator, which gives its "
                 "batches once, and they have been read. Distribute a dataset that can "
                 "be read again (a list, or an object whose `__iter__` starts anew), "
-                f"or a new generator for each epoch. Received: {self._iterator!r}"
+                f"or a new generator for each epoch. Received: {self._given!r}"
             )
         return self._read()
 

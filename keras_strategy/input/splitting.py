@@ -1,7 +1,7 @@
 """Makes distributed datasets: which replica gets what of the user's data."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -10,14 +10,20 @@ from keras import tree
 
 from keras_strategy.core import context
 from keras_strategy.core.registry import get_engine
-from keras_strategy.input.dataset import DistributedDataset, EvenParts, Parts
-from keras_strategy.input.rounds import (
-    agreed_rounds,
-    is_own_rows,
-    whole_batches,
-    without_rows,
-)
+from keras_strategy.core.row_range import BatchRows
+from keras_strategy.errors import WorkerInputError
+from keras_strategy.input import notices
+from keras_strategy.input.ahead import ReadAhead, kept
+from keras_strategy.input.dataset import DistributedDataset
+from keras_strategy.input.indexed import IndexedDataset, own_rows_of
+from keras_strategy.input.own_rows import OwnRows, share_of
+from keras_strategy.input.parts import EvenParts, Parts
+from keras_strategy.input.policies import is_own_rows, own_part, policy_of
+from keras_strategy.input.positions import Sources
+from keras_strategy.input.prefetching import depth_of, depth_outside, to_devices
+from keras_strategy.input.rounds import agreed_rounds, rounds_of
 from keras_strategy.input.sources import (
+    ReadOnce,
     as_array,
     batches_of,
     has_fixed_shapes,
@@ -31,6 +37,7 @@ from keras_strategy.options.input import (
 )
 from keras_strategy.rules.row_weights import split_rows
 from keras_strategy.rules.step import rows_of_arrays
+from keras_strategy.workers.cluster import Cluster
 
 if TYPE_CHECKING:
     from keras_strategy.core.strategy import Strategy
@@ -55,36 +62,68 @@ def distribute(
             "`distribute_datasets_from_function`: a dataset of global batches is read "
             f"once for all replicas. Received: options={options!r}"
         )
-    start = batches_of(dataset, argument)
     cluster = strategy.extended.cluster
-    own_rows = cluster is not None and is_own_rows(dataset, options)
-    native = None
-    if cluster is not None and own_rows:
-        own = start
+    own_rows = False
+    if cluster is not None:
+        policy = policy_of(dataset, options, cluster)
+        own_rows = is_own_rows(policy)
+        if own_rows:
+            dataset = own_part(dataset, policy, cluster)
+    start = batches_of(dataset, argument)
+    indexed = None
+    if cluster is not None and not own_rows:
+        indexed = own_rows_of(dataset, share_of(strategy))
+        if indexed is None:
+            notices.of_a_stream(cluster)
+    start = indexed or start
 
-        def start():
-            return whole_batches(own(), strategy, cluster, argument)
-
-    else:
-        native = get_engine().distribute_natively(strategy, [dataset], True, options)
     replicas = strategy.num_replicas_in_sync
     local = strategy.extended.topology.local_replicas
+    number = number_of_batches(dataset)
+    if indexed is None or isinstance(dataset, IndexedDataset):
+        depth = depth_of(dataset, options)
+    else:
+        depth = 0  # a loader has `num_workers`, and tells whether its rows draw numbers
+    once = isinstance(start, ReadOnce)
+    depth = depth_outside([start], [dataset], depth)
+    sources = Sources([dataset], [start])
+    on_devices = depth if to_devices(strategy, options) else 0
+    pauses = (number,) if number else ()
+
+    def read() -> Iterator[Any]:
+        (batches,) = sources.start()
+        if depth == on_devices:
+            return batches
+        return ReadAhead(map(kept, batches), depth, pauses, sources=sources)
+
+    shortest = options is not None and options.end_with_first_worker
 
     def parts() -> Iterator[Parts | EvenParts]:
-        batches = start()
+        batches = read()
         return (_split(batch, replicas, local, argument) for batch in batches)
 
-    result = native or DistributedDataset(strategy, parts)
-    if not own_rows:
-        result._global_batches = (
-            dataset
-            if is_tf_dataset(dataset)
-            else GlobalBatches(start, number_of_batches(dataset))
+    def own_parts() -> Iterator[Parts]:
+        batches = read()
+        own = range(len(local))
+        rounds = (_split(batch, len(own), own, argument) for batch in batches)
+        assert cluster is not None
+        return agreed_rounds(map(_listed, rounds), cluster, not shortest)
+
+    if own_rows:
+        result = DistributedDataset(strategy, own_parts, sources=sources)
+    elif indexed is not None:
+        result = DistributedDataset(strategy, parts, sources=sources)
+    else:
+        native = get_engine().distribute_natively(strategy, [dataset], True, options)
+        result = native or DistributedDataset(
+            strategy, parts, on_devices, pauses, sources
         )
-    elif keras.backend.backend() != "tensorflow":
-        # There Keras reads in a thread of tf.data's, where rows could not travel in
-        # step with the other workers.
-        result._global_batches = GlobalBatches(start, None)
+    if indexed is not None or (is_tf_dataset(dataset) and not own_rows):
+        result._global_batches = dataset
+    else:
+        result._global_batches = BatchesForKeras(
+            start, number, once, own_rows, dataset, depth, shortest
+        )
     return result
 
 
@@ -120,44 +159,80 @@ def distribute_from_function(
     starts = [batches_of(dataset, argument) for dataset in datasets]
     native = get_engine().distribute_natively(strategy, datasets, False, options)
     partial = not all(map(has_fixed_shapes, datasets))
+    depth = min(depth_of(dataset, options) for dataset in datasets)
+    depth = depth_outside(starts, datasets, depth)
+    once = any(isinstance(start, ReadOnce) for start in starts)
+    sources = Sources(datasets, starts, 1 if per_replica else len(local))
+    on_devices = depth if to_devices(strategy, options) else 0
+    shortest = options is not None and options.end_with_first_worker
+
+    def own_rounds(iterators: list[Iterator[Any]]) -> Iterator[Parts]:
+        turns = iterators if per_replica else iterators * len(local)
+        return rounds_of(turns, partial, argument)
 
     def parts() -> Iterator[Parts]:
-        iterators = [start() for start in starts]
-        turns = iterators if per_replica else iterators * len(local)
-        rounds = _rounds(turns, partial, argument)
-        return rounds if cluster is None else agreed_rounds(rounds, cluster, partial)
+        started = sources.start()
+        if depth == on_devices:
+            read = own_rounds(started)
+        else:
+            rounds_kept = own_rounds([map(kept, batches) for batches in started])
+            read = ReadAhead(rounds_kept, depth, pauses, sources=sources)
+        if cluster is None:
+            return read
+        return agreed_rounds(read, cluster, partial and not shortest)
 
-    result = native or DistributedDataset(strategy, parts)
-    if cluster is not None:
-        return result  # no worker has the global batches
     counts = [number_of_batches(dataset) for dataset in datasets]
     known = [count for count in counts if count is not None]
     rounds = None
     if len(known) == len(counts) and per_replica:
         rounds = max(known) if partial else min(known)
     elif len(known) == len(counts):
-        rounds = (known[0] + (replicas - 1 if partial else 0)) // replicas
-    result._global_batches = GlobalBatches(lambda: map(_joined, parts()), rounds)
+        each = len(local)
+        rounds = (known[0] + (each - 1 if partial else 0)) // each
+    pauses = (rounds,) if rounds else ()
+    result = native or DistributedDataset(strategy, parts, on_devices, pauses, sources)
+    alone = datasets[0] if len(local) == 1 else None
+    result._global_batches = BatchesForKeras(
+        lambda: map(_joined, own_rounds([start() for start in starts])),
+        rounds,
+        once,
+        cluster is not None,
+        alone,
+        depth,
+        shortest,
+    )
     return result
 
 
 @dataclass
-class GlobalBatches:
-    """The batches of all replicas, for Keras's own loop.
+class BatchesForKeras:
+    """Batches for Keras's own loop.
 
     Attributes:
         start: Starts to read them.
         number: How many there are, None if that is not known.
+        once: Whether they can be read once only.
+        own: Whether they are this worker's own, and the global batches those of all
+            workers together; else all workers have the global batches.
+        dataset: What the user gave, if it is these batches that it gives.
+        depth: How many are to be read before they are asked for.
+        shortest: Whether they end when the first worker has no more of its own.
     """
 
     start: Callable[[], Iterator[Any]]
     number: int | None
+    once: bool
+    own: bool
+    dataset: Any
+    depth: int
+    shortest: bool = False
 
 
 def for_keras(dataset: Any, strategy: "Strategy | None", method: str) -> Any:
     """What Keras's `fit` and its like read in the place of a distributed dataset.
 
-    They split global batches themselves.
+    They split global batches themselves. Of batches that each worker has of its own,
+    the workers tell each other how many there are.
 
     Args:
         dataset: Any argument of `fit`, which is returned if it is not distributed.
@@ -165,13 +240,13 @@ def for_keras(dataset: Any, strategy: "Strategy | None", method: str) -> Any:
         method: "fit" or the like.
 
     Returns:
-        A `tf.data.Dataset` of global batches, or `GlobalBatches`.
+        A `tf.data.Dataset` of global batches, or `BatchesForKeras`.
 
     Raises:
         ValueError: If another strategy distributed the dataset.
     """
     cluster = None if strategy is None else strategy.extended.cluster
-    if strategy is not None and cluster is not None and is_own_rows(dataset, None):
+    if strategy is not None and _gives_own_rows(dataset, cluster):
         dataset = distribute(strategy, dataset, None)
     if not isinstance(dataset, DistributedDataset):
         return dataset
@@ -182,13 +257,40 @@ def for_keras(dataset: Any, strategy: "Strategy | None", method: str) -> Any:
             "the dataset as it was before, or make the model in the scope of that "
             "strategy."
         )
-    if dataset._global_batches is None:
+    if dataset._sources is not None and dataset._sources.are_put:
         raise ValueError(
-            f"`{method}` needs the same global batches on every worker, and of this "
-            "dataset each worker has its own rows alone. Give it the dataset that all "
-            f"workers share, or write a loop of your own. Received: {dataset!r}"
+            "A dataset goes on where `load_state_dict` put it in a loop of your own. "
+            f"`{method}` goes on with `keras_strategy.callbacks.BackupAndRestore`."
         )
-    return dataset._global_batches
+    batches = dataset._global_batches
+    if cluster is None or not isinstance(batches, BatchesForKeras) or not batches.own:
+        return batches
+    numbers = cluster.agree("the number of batches of its own", batches.number)
+    if 0 in numbers:
+        raise WorkerInputError(
+            "Every worker's dataset must have one batch or more. Received datasets of "
+            f"these numbers of batches: {cluster.listed(numbers)}."
+        )
+    last = min if batches.shortest else max
+    number = None if None in numbers else last(numbers)
+    return replace(batches, number=number)
+
+
+def gives_own_rows(dataset: Any, strategy: "Strategy") -> bool:
+    """Whether each worker's `fit` and its like read rows of its own from a dataset.
+
+    Args:
+        dataset: Any argument of `fit`.
+        strategy: The strategy of the model.
+    """
+    if isinstance(dataset, DistributedDataset):
+        batches = dataset._global_batches
+        return isinstance(batches, BatchesForKeras) and batches.own
+    return _gives_own_rows(dataset, strategy.extended.cluster)
+
+
+def _gives_own_rows(dataset: Any, cluster: Cluster | None) -> bool:
+    return cluster is not None and is_own_rows(policy_of(dataset, None, cluster))
 
 
 def _check(
@@ -213,55 +315,40 @@ def _check(
 
 def _split(batch: Any, replicas: int, local: range, argument: str) -> Parts | EvenParts:
     """The rows of a global batch that each replica of this worker gets."""
+    own = batch if isinstance(batch, OwnRows) else None
+    batch = batch if own is None else own.batch
     arrays = [as_array(leaf, argument) for leaf in tree.flatten(batch)]
     try:
         rows = rows_of_arrays(arrays)
     except ValueError as error:
         raise ValueError(f"{argument}: {error} {_BATCH_FIRST}") from None
+    rows, first = (rows, 0) if own is None else (own.total, own.bounds[0][0])
     if rows % replicas == 0 and len(local) == replicas:
         return EvenParts(batch, arrays, replicas)
     batch = tree.pack_sequence_as(batch, arrays)
     bounds = split_rows(rows, replicas)
     parts = Parts(
         tree.map_structure(
-            lambda leaf, b=begin, e=end: None if leaf is None else leaf[b:e], batch
+            lambda leaf, b=begin - first, e=end - first: (
+                None if leaf is None else leaf[b:e]
+            ),
+            batch,
         )
         for begin, end in bounds[local.start : local.stop]
     )
     # All workers split the same batches.
-    parts.alike = len({end - begin for begin, end in bounds}) == 1
+    counts = [end - begin for begin, end in bounds]
+    parts.alike = len(set(counts)) == 1
+    parts.rows = BatchRows()
+    parts.rows.counts, parts.rows.first = tuple(counts), local.start
     return parts
 
 
-def _rounds(
-    iterators: Sequence[Iterator[Any]], partial: bool, argument: str
-) -> Iterator[Parts]:
-    """The elements that the replicas take in turn.
-
-    In the last round there may be too few. The replicas that come last then get the
-    element of the first without its rows; tf.distribute drops such a round where all
-    elements have one shape (`partial` is False), and so does this where an element
-    has no rows to leave out.
-    """
-    missing = object()
-    while True:
-        elements = [next(iterator, missing) for iterator in iterators]
-        there = [element for element in elements if element is not missing]
-        if not there:
-            return
-        there = [
-            tree.map_structure(lambda leaf: as_array(leaf, argument), element)
-            for element in there
-        ]
-        for element in there[1:]:
-            _require_same_structure(there[0], element, argument)
-        if len(there) < len(elements):
-            arrays = [leaf for leaf in tree.flatten(there[0]) if leaf is not None]
-            if not partial or any(len(leaf.shape) == 0 for leaf in arrays):
-                return
-        empty = tree.map_structure(without_rows, there[0])
-        real = iter(there)
-        yield Parts(empty if e is missing else next(real) for e in elements)
+def _listed(parts: Parts | EvenParts) -> Parts:
+    """The parts, also where they are cut when somebody looks at them."""
+    if isinstance(parts, Parts):
+        return parts
+    return Parts(parts.placed(lambda rows, i=i: rows[i]) for i in range(len(parts)))
 
 
 def _joined(parts: Parts) -> Any:
@@ -275,13 +362,3 @@ def _joined(parts: Parts) -> Any:
         return keras.ops.concatenate(leaves)
 
     return tree.map_structure(join, *parts)
-
-
-def _require_same_structure(first: Any, other: Any, argument: str) -> None:
-    try:
-        tree.assert_same_structure(first, other)
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{argument} must give elements of one structure. Received elements of "
-            f"different ones: {error}"
-        ) from error

@@ -1,4 +1,4 @@
-"""The command line: `keras-strategy run` and `keras-strategy info`."""
+"""The command line, `keras-strategy`: `run` here, the others in `subcommands`."""
 
 import argparse
 import os
@@ -6,9 +6,15 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from keras_strategy.launch import subcommands
+
 _RUN = """\
 Starts a Python program in several workers on this machine. Each worker finds the
 cluster in TF_CONFIG. When one fails, the others are ended."""
+_EXAMPLES = """\
+examples:
+  keras-strategy run --workers 2 train.py --epochs 5
+  keras-strategy run --workers 4 --max-restarts 3 -m my_package.train"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,11 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     # What a subcommand needs is imported when it is asked for: `run` must not wait
     # for Keras.
-    if options.subcommand == "info":
-        from keras_strategy.launch import info
+    if options.subcommand != "run":
+        from keras_strategy.launch.show import DOES
 
-        print(info.text())
-        return 0
+        return DOES[options.subcommand](options)
 
     if not options.module and not os.path.exists(options.program):
         run.error(
@@ -56,20 +61,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     parser = argparse.ArgumentParser(
-        prog="keras-strategy", description="Distributed training for Keras 3."
+        prog="keras-strategy",
+        description="Distributed training for Keras 3.",
+        epilog=subcommands.EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(
-        dest="subcommand", required=True, metavar="{run,info}"
-    )
-    commands.add_parser(
-        "info",
-        help="show versions, devices and the cluster that was found",
-        description="Shows versions, devices and the cluster that was found.",
+        dest="subcommand",
+        required=True,
+        metavar="{run,info,doctor,scaling,completion}",
     )
     run = commands.add_parser(
         "run",
         help="start a program in several local workers",
         description=_RUN,
+        epilog=f"{_EXAMPLES}\n\n{subcommands.EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     run.add_argument(
@@ -90,7 +97,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         type=_count_or_zero,
         default=0,
         metavar="R",
-        help="how often all workers are started again after a failure (default: 0)",
+        help="how often all workers are started again when one failed or was preempted "
+        "(default: 0)",
     )
     run.add_argument(
         "--grace-seconds",
@@ -109,6 +117,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     run.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="the arguments of the program"
     )
+    subcommands.add_to(commands)
     return parser, run
 
 

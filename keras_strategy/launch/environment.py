@@ -3,10 +3,12 @@
 import dataclasses
 import json
 import os
+import secrets
 
 from keras_strategy.launch.ports import free_ports
 
 HUB_PORT = "KERAS_STRATEGY_PORT"
+SECRET = "KERAS_STRATEGY_SECRET"
 LOGICAL_CPUS = "KERAS_STRATEGY_LOGICAL_CPUS"
 
 
@@ -19,6 +21,7 @@ class LocalCluster:
         hub_port: The port at which worker 0 coordinates all of them.
         chief: Whether the first worker is the task "chief".
         devices_per_worker: The logical CPU devices of each; None leaves them alone.
+        secret: What the workers know each other by, and nobody else knows.
 
     Example:
 
@@ -35,6 +38,9 @@ class LocalCluster:
     hub_port: int
     chief: bool = False
     devices_per_worker: int | None = None
+    secret: str = dataclasses.field(
+        default_factory=lambda: secrets.token_hex(32), repr=False
+    )
 
     @classmethod
     def on_free_ports(
@@ -65,6 +71,7 @@ class LocalCluster:
         variables = {
             "TF_CONFIG": json.dumps({"cluster": cluster, "task": task}),
             HUB_PORT: str(self.hub_port),
+            SECRET: self.secret,
             **shared_variables(),
         }
         if self.devices_per_worker is not None:

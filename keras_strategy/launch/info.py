@@ -2,6 +2,7 @@
 
 import platform
 import sys
+from typing import Any
 
 import keras
 
@@ -11,20 +12,50 @@ from keras_strategy.core.registry import get_engine
 from keras_strategy.errors import UnsupportedBackendError
 
 
-def text() -> str:
+def data() -> dict[str, Any]:
+    """All of it, for programs."""
+    detection = detect()
+    return {
+        **{name: value for name, value in rows() if name not in _IN_WORDS},
+        "devices": _taken(),
+        "cluster": {
+            "found": detection.chosen and detection.chosen.name,
+            "says": _cluster(),
+            "looked_for": str(detection).splitlines(),
+        },
+    }
+
+
+def rows() -> list[tuple[str, str]]:
     """Versions, devices and the cluster that this process's environment tells of."""
     backend = keras.backend.backend()
     engine = getattr(sys.modules.get(backend), "__version__", "unknown")
-    rows = [
+    return [
         ("keras_strategy", keras_strategy.__version__),
         ("python", platform.python_version()),
         ("keras", keras.__version__),
         ("backend", f"{backend} {engine}"),
         ("devices", _devices()),
+        ("MirroredStrategy", f"{len(_taken())} replicas in this process"),
         ("cluster", _cluster()),
     ]
-    lines = [f"{name:<16}{value}" for name, value in rows]
-    return "\n".join([*lines, "", "Looked for a cluster:", str(detect())])
+
+
+def looked_for() -> str:
+    """Each kind of cluster, and why it is this process's or not."""
+    return str(detect())
+
+
+# What `data` has in another form.
+_IN_WORDS = {"devices", "cluster", "MirroredStrategy"}
+
+
+def _taken() -> list[str]:
+    """The devices that strategies take which are told of none."""
+    try:
+        return list(get_engine().list_devices())
+    except UnsupportedBackendError:
+        return []
 
 
 def _devices() -> str:

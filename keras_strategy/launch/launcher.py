@@ -1,7 +1,8 @@
-"""Runs a program in several workers, and again when they fail."""
+"""Runs a program in several workers, and again when they fail or are preempted."""
 
 import dataclasses
 import os
+import signal
 import sys
 import time
 
@@ -22,7 +23,8 @@ class Launcher:
         command: The program and its arguments.
         workers: How many workers run it.
         devices_per_worker: The logical CPU devices of each; None leaves them alone.
-        max_restarts: How often all workers are started again when one failed.
+        max_restarts: How often all workers are started again when one failed or was
+            preempted.
         grace_seconds: How long a worker may take to end when it is told to.
 
     Example:
@@ -48,10 +50,10 @@ class Launcher:
 
         Returns:
             0, or the exit code of the worker that failed first, which is 128 and the
-            signal if one killed it.
+            signal if one killed it; 130 after SIGINT.
         """
         with ReceivedSignals() as signals:
-            restarts = 0
+            restarts = failures = 0
             while True:
                 failure = Team(
                     LocalCluster.on_free_ports(
@@ -67,7 +69,10 @@ class Launcher:
                 what = f"{failure.name} {exit_text(failure.status)}."
                 if signals.all or restarts == self.max_restarts:
                     break
-                seconds = min(_FIRST_WAIT_SECONDS * 2**restarts, _LONGEST_WAIT_SECONDS)
+                # Who was preempted has done its part, and need not wait for longer.
+                failures = 0 if failure.preempted else failures + 1
+                seconds = _FIRST_WAIT_SECONDS * 2 ** max(0, failures - 1)
+                seconds = min(seconds, _LONGEST_WAIT_SECONDS)
                 restarts += 1
                 _say(
                     f"{what} All workers start again in {seconds:.0f} s "
@@ -75,11 +80,13 @@ class Launcher:
                 )
                 if not _wait(seconds, signals):
                     break
-            if signals.all:
+            if signals.all or failure.preempted:
                 _say(what)
             else:
                 _explain(what, failure)
-            return failure.exit_code
+            # Workers may end of it in ways of their own.
+            interrupted = signal.SIGINT in signals.all
+            return 128 + signal.SIGINT if interrupted else failure.exit_code
 
 
 def _wait(seconds: float, signals: ReceivedSignals) -> bool:

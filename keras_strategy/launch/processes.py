@@ -11,6 +11,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from keras_strategy.workers.exit_codes import PREEMPTED
+
+_GUARD = str(pathlib.Path(__file__).with_name("guard.py"))
 _STARTER = str(pathlib.Path(__file__).with_name("starter.py"))
 
 
@@ -148,10 +151,48 @@ class WorkerProcess(Process):
             os.killpg(self.pid, number)
 
 
+class Guard:
+    """Kills the groups of processes when this process is killed; see `guard`."""
+
+    def __init__(self) -> None:
+        self._popen = subprocess.Popen(
+            [sys.executable, "-I", "-S", _GUARD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
+        )
+
+    def add(self, group: int) -> None:
+        """Has it kill a group."""
+        self._say(f"+{group}")
+
+    def remove(self, group: int) -> None:
+        """Has it leave a group alone, whose number may become another's."""
+        self._say(f"-{group}")
+
+    def close(self) -> None:
+        """Ends it, and what is left of the groups."""
+        assert self._popen.stdin is not None
+        with contextlib.suppress(OSError):
+            self._popen.stdin.close()
+        self._popen.wait()
+
+    def _say(self, line: str) -> None:
+        assert self._popen.stdin is not None
+        # Somebody may have killed it.
+        with contextlib.suppress(OSError):
+            self._popen.stdin.write(line + "\n")
+            self._popen.stdin.flush()
+
+
 def exit_text(status: int | None) -> str:
     """Says in words how a process ended, such as `"was killed by SIGKILL"`."""
     if status is None:
         return "still runs"
+    if status == PREEMPTED:
+        return f"was preempted (exit status {status})"
     if status >= 0:
         return f"ended with exit status {status}"
     try:

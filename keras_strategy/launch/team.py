@@ -10,13 +10,17 @@ from collections.abc import Sequence
 
 from keras_strategy.launch.environment import LocalCluster
 from keras_strategy.launch.output import LastLines, PrefixedStream
-from keras_strategy.launch.processes import WorkerProcess
+from keras_strategy.launch.processes import Guard, WorkerProcess
 from keras_strategy.launch.signals import ReceivedSignals
 from keras_strategy.launch.watch import Watch
+from keras_strategy.workers.exit_codes import PEER_FAILED, PREEMPTED
 
 # A signal waits this long at most to be forwarded; ends are noticed at once, since
 # they close a pipe.
 _WAKE_SECONDS = 0.1
+# How long a worker may take to end by itself of what another one has ended of, or when
+# all of them are preempted.
+_CAUSE_SECONDS = 2.0
 # For output that a process outside the worker's group holds open.
 _DRAIN_SECONDS = 1.0
 
@@ -34,6 +38,11 @@ class Failure:
     name: str
     status: int
     last_lines: list[bytes]
+
+    @property
+    def preempted(self) -> bool:
+        """Whether it was asked to end, and saved what it had done."""
+        return self.status == PREEMPTED
 
     @property
     def exit_code(self) -> int:
@@ -69,6 +78,8 @@ class Team:
         self._last_lines: list[LastLines] = []
         self._selector = selectors.DefaultSelector()
         self._forwarded = 0
+        self._guard = Guard()
+        self._end_at: float | None = None
         self._watch = Watch(self._workers)
 
     def run(self) -> Failure | None:
@@ -76,17 +87,17 @@ class Team:
         try:
             for rank in range(len(self._cluster.ports)):
                 self._start(rank)
-            self._watch.until_all_ended(
-                self._meanwhile, lambda status: self._end_workers(signal.SIGTERM)
-            )
+            self._watch.until_all_ended(self._meanwhile, self._when_one_failed)
             self._drain()
         finally:
             for worker in self._workers:
                 worker.signal(signal.SIGKILL)
             for worker in self._workers:
                 worker.wait()
+                self._guard.remove(worker.pid)
                 worker.stdout.close()
                 worker.stderr.close()
+            self._guard.close()
             self._selector.close()
         failed = self._watch.failed
         if failed is None:
@@ -104,6 +115,7 @@ class Team:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
+        self._guard.add(worker.pid)
         self._workers.append(worker)
         last_lines = LastLines()
         self._last_lines.append(last_lines)
@@ -116,8 +128,20 @@ class Team:
             )
             self._selector.register(stream.source, selectors.EVENT_READ, stream)
 
+    def _when_one_failed(self, status: int) -> None:
+        if status in (PEER_FAILED, PREEMPTED):
+            # The one that it failed of is about to say why; who is preempted ends with
+            # all others.
+            self._end_at = time.monotonic() + _CAUSE_SECONDS
+        else:
+            self._end_at = None
+            self._end_workers(signal.SIGTERM)
+
     def _meanwhile(self) -> None:
         self._pass_on_output(_WAKE_SECONDS)
+        if self._end_at is not None and time.monotonic() > self._end_at:
+            self._end_at = None
+            self._end_workers(signal.SIGTERM)
         for number in self._signals.all[self._forwarded :]:
             # Who asks twice does not want to wait.
             self._end_workers(number if not self._forwarded else signal.SIGKILL)

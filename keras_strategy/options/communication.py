@@ -38,7 +38,10 @@ class CommunicationOptions:
 
     Args:
         bytes_per_pack: How many bytes of gradients travel together, at most; 0 lets
-            the engine decide. It has an effect on TensorFlow.
+            the engine decide. All workers give the same. It has an effect on
+            TensorFlow; and on torch, where gradients then leave in such packs while
+            others are computed, see [Several workers](several_workers.md). There a
+            variable's gradient is in one pack.
         timeout_seconds: How long workers wait for one that is alive and silent
             before all of them end, in seconds. None takes the environment variable
             KERAS_STRATEGY_TIMEOUT_SECONDS, or else 600.

@@ -99,17 +99,25 @@ class AutoShardPolicy(enum.Enum):
     """What a dataset that several workers read holds.
 
     Attributes:
-        AUTO: The same as DATA.
+        AUTO: What the options of a `tf.data.Dataset` say, or the sampler of a torch
+            `DataLoader`; else the same as DATA.
+        FILE: Global batches of files, of which each worker reads its own: a
+            `tf.data.Dataset`, as tf.distribute shards it. Elsewhere, give each worker
+            the files of `keras_strategy.files` and take OFF.
         DATA: The global batches, the same on every worker, which computes on its own
-            rows of them.
+            rows of them. It reads those alone where the dataset can be indexed.
         OFF: Each worker's own rows. A global batch is what all workers give for a step,
-            in the order of their ranks; it travels to all of them. A worker whose data
-            has ended goes on without rows.
+            in the order of their ranks; each computes on what it gives. A worker whose
+            data has ended goes on without rows.
+        HINT: Global batches of a `tf.data.Dataset` that each worker's part replaces
+            where it calls `shard` with `tf.data.experimental.SHARD_HINT`.
     """
 
     AUTO = "AUTO"
+    FILE = "FILE"
     DATA = "DATA"
     OFF = "OFF"
+    HINT = "HINT"
 
 
 class _Fields(NamedTuple):
@@ -118,26 +126,32 @@ class _Fields(NamedTuple):
     experimental_place_dataset_on_device: bool
     experimental_per_replica_buffer_size: int
     auto_shard_policy: AutoShardPolicy
+    end_with_first_worker: bool
 
 
 class InputOptions(_Fields):
     """How a dataset is to be distributed.
 
-    The replication mode holds on every backend. The other options are about
-    prefetching by `tf.data` and hold for `tf.data` datasets on TensorFlow; all other
-    data is put on the replicas' devices batch by batch, when the loop asks for it.
+    Who gives options has elements prefetched: they are read in a thread while the loop
+    works on those before, for all kinds of data. Without options that is so where
+    nobody can see it; `docs/distributed_input.md` says where that is.
 
     Attributes:
         experimental_fetch_to_device: Whether elements are prefetched to the
-            replicas' devices rather than to the host. None means True.
+            replicas' devices rather than to the host. None means True. With several
+            workers they are prefetched to the host.
         experimental_replication_mode: An `InputReplicationMode`. PER_REPLICA is for
             `distribute_datasets_from_function`.
         experimental_place_dataset_on_device: Whether the dataset itself runs on the
-            replicas' devices; for PER_REPLICA without fetching to the device.
+            replicas' devices; for PER_REPLICA without fetching to the device. It is
+            for a `tf.data.Dataset` on TensorFlow.
         experimental_per_replica_buffer_size: How many elements are prefetched for
-            each replica.
+            each replica; 0 for none. An `IndexedDataset` has a `prefetch` of its own.
         auto_shard_policy: An `AutoShardPolicy`, for several workers. A `tf.data`
-            dataset whose own options say OFF needs none here.
+            dataset whose own options say another than AUTO needs none here.
+        end_with_first_worker: Where workers read rows of their own, whether an epoch
+            ends when the first of them has no more. If not, it ends with the last one,
+            and a worker without rows takes part with none.
 
     Raises:
         ValueError: If the options do not fit together.
@@ -161,15 +175,22 @@ class InputOptions(_Fields):
         experimental_place_dataset_on_device: bool = False,
         experimental_per_replica_buffer_size: int = 1,
         auto_shard_policy: Any = AutoShardPolicy.AUTO,
+        end_with_first_worker: bool = False,
     ):
         """Checks the options."""
-        # `tf.data.experimental.AutoShardPolicy` has these names and more.
+        # `tf.data.experimental.AutoShardPolicy` has these names.
         policy = str(getattr(auto_shard_policy, "name", auto_shard_policy)).upper()
         if policy not in AutoShardPolicy.__members__:
             raise ValueError(
-                "Argument `auto_shard_policy` must be an `AutoShardPolicy`: AUTO, DATA "
-                "or OFF. For files, give each worker those of its own and take OFF. "
+                "Argument `auto_shard_policy` must be an `AutoShardPolicy`: AUTO, "
+                "FILE, DATA, OFF or HINT. "
                 f"Received: auto_shard_policy={auto_shard_policy!r}"
+            )
+        if experimental_per_replica_buffer_size < 0:
+            raise ValueError(
+                "Argument `experimental_per_replica_buffer_size` must be 0 or more. "
+                "Received: experimental_per_replica_buffer_size="
+                f"{experimental_per_replica_buffer_size}"
             )
         if experimental_fetch_to_device is None:
             experimental_fetch_to_device = True
@@ -199,4 +220,5 @@ class InputOptions(_Fields):
             experimental_place_dataset_on_device,
             experimental_per_replica_buffer_size,
             AutoShardPolicy[policy],
+            end_with_first_worker,
         )

@@ -4,13 +4,12 @@ All workers run the same program, so all of them make callbacks that write, rest
 decide when to stop.
 """
 
-import shutil
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import keras
 
+from keras_strategy.rules import backups
 from keras_strategy.workers.cluster import Cluster
 
 # They write, and nothing that the workers do together depends on them.
@@ -20,16 +19,20 @@ _OF_THE_CHIEF = (
     keras.callbacks.RemoteMonitor,
     keras.callbacks.ProgbarLogger,
 )
-# They decide by logs, which all workers have, or do not decide anything.
-_ALIKE_EVERYWHERE = (
-    *_OF_THE_CHIEF,
-    keras.callbacks.BackupAndRestore,
+# They write together, or change what is trained: they must be on every worker.
+IN_STEP = (
+    *backups.CALLBACKS,
     keras.callbacks.EarlyStopping,
-    keras.callbacks.History,
     keras.callbacks.LearningRateScheduler,
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.ReduceLROnPlateau,
     keras.callbacks.SwapEMAWeights,
+)
+# They decide by logs, which all workers have, or do not decide anything.
+_ALIKE_EVERYWHERE = (
+    *_OF_THE_CHIEF,
+    *IN_STEP,
+    keras.callbacks.History,
     keras.callbacks.TerminateOnNaN,
 )
 
@@ -38,7 +41,7 @@ def worker_arguments(
     method: str,
     arguments: dict[str, Any],
     cluster: Cluster,
-    lead: Callable[[bool], keras.callbacks.Callback],
+    lead: Callable[[list[Any], bool], keras.callbacks.Callback],
 ) -> None:
     """Changes the arguments of `fit` and its like to those of this worker.
 
@@ -46,8 +49,9 @@ def worker_arguments(
         method: "fit", "evaluate" or "predict".
         arguments: The arguments by name; changed in place.
         cluster: The workers.
-        lead: Makes the callback that keeps the workers together; called with whether
-            one of the user's callbacks may decide something by itself.
+        lead: Makes the callback that keeps the workers together; called with the
+            user's callbacks that must be on every worker, and whether one of the
+            others may decide something by itself.
     """
     if not cluster.is_chief:
         arguments["verbose"] = 0
@@ -57,37 +61,17 @@ def worker_arguments(
         return  # that of `fit`, which validates
     listed = list(keras.tree.flatten(given.callbacks if given else callbacks or []))
     own_minds = not all(type(c) in _ALIKE_EVERYWHERE for c in listed)
+    in_step = [c for c in listed if isinstance(c, IN_STEP)]
+    cluster.member.notes["callbacks"] = ", ".join(type(c).__name__ for c in listed)
     if not cluster.is_chief:
-        listed = [
-            _of_this_worker(c) for c in listed if not isinstance(c, _OF_THE_CHIEF)
-        ]
+        listed = [c for c in listed if not isinstance(c, _OF_THE_CHIEF)]
     if method == "fit":
-        listed.append(lead(own_minds))
+        listed.append(lead(in_step, own_minds))
     if given is None:
         arguments["callbacks"] = listed
         return
     given.callbacks = listed
     given.set_model(arguments["self"])
-
-
-def _of_this_worker(callback: Any) -> Any:
-    if not isinstance(callback, keras.callbacks.BackupAndRestore):
-        return callback
-    # What the chief restores, the others are given.
-    return _OwnBackup(
-        tempfile.mkdtemp(prefix="keras_strategy_backup_"),
-        save_freq=callback.save_freq,
-        double_checkpoint=callback.double_checkpoint,
-        delete_checkpoint=True,
-    )
-
-
-class _OwnBackup(keras.callbacks.BackupAndRestore):
-    """Takes part in the chief's backups, and keeps none."""
-
-    def on_train_end(self, logs: Any = None) -> None:
-        super().on_train_end(logs)
-        shutil.rmtree(self.backup_dir, ignore_errors=True)
 
 
 class ChiefsLead(keras.callbacks.Callback):
@@ -103,6 +87,8 @@ class ChiefsLead(keras.callbacks.Callback):
         set_epoch: Sets it.
         every_batch: Whether to ask after each batch who wants to stop; after each
             epoch it is asked in any case.
+        require_same_values: Raises where the workers hold other values; called after
+            each epoch with a value that all are to be told, and returns what they say.
     """
 
     def __init__(
@@ -112,12 +98,14 @@ class ChiefsLead(keras.callbacks.Callback):
         epoch: Callable[[keras.Model], int | None],
         set_epoch: Callable[[keras.Model, int | None], None],
         every_batch: bool,
+        require_same_values: Callable[[keras.Model, Any], list[Any]],
     ):
         super().__init__()
         self._cluster = cluster
         self._give_variables = give_variables
         self._epoch, self._set_epoch = epoch, set_epoch
         self._every_batch = every_batch
+        self._require_same_values = require_same_values
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Takes the chief's variables and first epoch."""
@@ -128,13 +116,17 @@ class ChiefsLead(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Stops if a worker wants to."""
         if self._every_batch:
-            self._agree_to_stop()
+            told = self._cluster.agree("whether to stop", self._wants_to_stop())
+            self._stop_if(any(told))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Stops if a worker wants to."""
-        self._agree_to_stop()
+        """Makes sure that all hold the same values, and stops if a worker wants to."""
+        wanted = self._wants_to_stop()
+        self._stop_if(any(self._require_same_values(self.model, wanted)))
 
-    def _agree_to_stop(self) -> None:
-        wanted = bool(self.model.stop_training)
-        if any(self._cluster.agree("whether to stop", wanted)):
+    def _wants_to_stop(self) -> bool:
+        return bool(self.model.stop_training)
+
+    def _stop_if(self, wanted: bool) -> None:
+        if wanted:
             self.model.stop_training = True

@@ -16,7 +16,7 @@ those of one row are taken to follow one another, which a warning says once.
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -63,10 +63,12 @@ class Drawn:
     Attributes:
         key: What draws of one kind have in common.
         dims: Its shape.
+        order: Its axes as they lie in memory, where that decides what is drawn.
     """
 
     key: Any
     dims: Dims
+    order: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,12 @@ class Follows:
     Attributes:
         axis: Which one.
         per_row: How many entries each row has.
+        order: See `Drawn`. A batch of one row may not show it.
     """
 
     axis: int
     per_row: int = 1
+    order: tuple[int, ...] | None = field(default=None, compare=False)
 
     def fits(self, dims: Dims, rows: int | None) -> bool:
         """Whether a draw can be of this kind, given the replica's rows."""
@@ -107,9 +111,14 @@ Kind = Follows | Fixed
 
 
 class KnownDraws:
-    """What is known of the draws of a step, from one call of it to the next."""
+    """What is known of the draws of a step, from one call of it to the next.
 
-    def __init__(self):
+    Args:
+        repeated: Whether what is rehearsed may be called several times in a step.
+    """
+
+    def __init__(self, repeated: bool = False):
+        self._repeated = repeated
         # Of each kind of draws, in the order of a step; None for what is unclear.
         self._kinds: dict[Any, list[Kind | None]] = {}
         self._rehearsals = 0
@@ -145,6 +154,8 @@ class KnownDraws:
                 self._kinds.setdefault(found, kinds)
         kinds = self._kinds.get(key, [])
         fitting = {kind for kind in kinds if kind and kind.fits(dims, rows)}
+        if self._repeated and kinds:
+            number %= len(kinds)
         if len(fitting) > 1 and number < len(kinds):
             # As long as each other, by chance: that which is drawn at this point.
             fitting &= {kinds[number]}
@@ -152,6 +163,9 @@ class KnownDraws:
             (kind,) = fitting
             if isinstance(kind, Fixed):
                 return None
+            here = kinds[number] if number < len(kinds) else None
+            if here == kind and isinstance(here, Follows):
+                kind = here  # its order
             if kind.per_row > 1:
                 self._warn(
                     (key, "several"),
@@ -173,6 +187,14 @@ class KnownDraws:
         guess = Follows(0)
         return guess if guess.fits(dims, rows) else None
 
+    def here(self, rows: RowRange) -> "KnownDraws | None":
+        """What knows of what is drawn now; None if that is to be a replica's own.
+
+        Args:
+            rows: The replica's rows.
+        """
+        return self
+
     def warn_of_shuffled_rows(self, seed: Any) -> None:
         """Says that rows are shuffled among each other."""
         self._warn(
@@ -191,24 +213,26 @@ def _may_follow(dims: Dims, rows: int | None) -> bool:
     """Whether there is a dimension that may follow the rows."""
     if rows is None:
         return bool(dims)
+    if rows == 0:
+        return 0 in dims
     return any(size is None or size % rows == 0 for size in dims)
 
 
-def _by_key(draws: Sequence[Drawn] | None) -> dict[Any, list[Dims]]:
-    found: dict[Any, list[Dims]] = {}
+def _by_key(draws: Sequence[Drawn] | None) -> dict[Any, list[Drawn]]:
+    found: dict[Any, list[Drawn]] = {}
     for drawn in draws or ():
-        found.setdefault(drawn.key, []).append(drawn.dims)
+        found.setdefault(drawn.key, []).append(drawn)
     return found
 
 
-def _kinds(few: Sequence[Dims], more: Sequence[Dims]) -> list[Kind | None]:
+def _kinds(few: Sequence[Drawn], more: Sequence[Drawn]) -> list[Kind | None]:
     """What draws are, of which two rehearsals made these; None if that is unclear."""
     if len(few) != len(more):
         return [None]
-    return [_kind(a, b) for a, b in zip(few, more, strict=True)]
+    return [_kind(a.dims, b.dims, a.order) for a, b in zip(few, more, strict=True)]
 
 
-def _kind(few: Dims, more: Dims) -> Kind | None:
+def _kind(few: Dims, more: Dims, order: tuple[int, ...] | None) -> Kind | None:
     if len(few) != len(more):
         return None
     grown = [axis for axis in range(len(few)) if few[axis] != more[axis]]
@@ -221,7 +245,8 @@ def _kind(few: Dims, more: Dims) -> Kind | None:
     if small is None or large is None or small % _ROWS[0]:
         return None
     per_row = small // _ROWS[0]
-    return Follows(axis, per_row) if large == per_row * _ROWS[1] else None
+    follows = Follows(axis, per_row, order)
+    return follows if large == per_row * _ROWS[1] else None
 
 
 def key_of(name: str, seed: Any, rank: int) -> Any:
@@ -269,7 +294,13 @@ def own_part(numbers: Any, follows: Follows, rows: RowRange) -> Any:
         rows: The replica's rows.
     """
     begin = rows.begin * follows.per_row
-    end = begin + rows.count * follows.per_row
+    count = rows.count * follows.per_row
+    if isinstance(count, int) and not isinstance(begin, int):
+        # In one program of all replicas, or where a trace knows some numbers alone.
+        start, shape = [0] * len(numbers.shape), list(keras.ops.shape(numbers))
+        start[follows.axis], shape[follows.axis] = begin, count
+        return keras.ops.slice(numbers, start, shape)
+    end = begin + count
     return numbers[(slice(None),) * follows.axis + (slice(begin, end),)]
 
 

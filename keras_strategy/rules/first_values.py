@@ -9,6 +9,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from keras_strategy.rules.sharding import is_split
+
 # The variables that wait for the chief's values, with their strategies.
 waiting: list[tuple[Any, Any]] = []
 
@@ -46,6 +48,8 @@ def take_chiefs(strategy: Any, variables: Sequence[Any]) -> None:
     A worker that reads in the middle of a scope brings fewer variables than one that
     has come to its end. What is left there is what the others make and bring later.
     """
+    # What is split was the chief's when each worker took its part.
+    variables = [variable for variable in variables if not is_split(variable)]
     while variables:
         settled = strategy.extended.group.take_first(variables)
         variables = variables[settled:]

@@ -59,11 +59,17 @@ def compute_average_loss(
     sum(per_example_loss * sample_weight) / global_batch_size. In a step of `fit`, which
     weights what replicas compute by their rows, it comes to the same mean.
 
+    Without a size it is what one device computes of the losses of all replicas,
+    however many each of them has: they tell each other how many there are. So it does
+    not matter where the batch came from, nor whether the losses are of all its rows.
+    That is one number more that travels, but for replicas that JAX compiled to one
+    program, which all have as many rows.
+
     Args:
         per_example_loss: Losses of this replica's rows, of rank 1 or more.
         sample_weight: Weights that can be multiplied with the losses, or None.
-        global_batch_size: Rows of the global batch, a number or a whole scalar. By
-            default the rows of all replicas, which they tell each other.
+        global_batch_size: What to divide by, a number or a whole scalar. By default
+            the rows of `per_example_loss` on all replicas.
 
     Returns:
         A scalar.
@@ -80,6 +86,12 @@ def compute_average_loss(
 
     losses = np.array([1.0, 2.0, 3.0], "float32")
     assert float(ks.compute_average_loss(losses, global_batch_size=6)) == 1.0
+
+    strategy = ks.MirroredStrategy()
+    batches = [np.float32([1, 2, 3, 4]), np.float32([5])]  # the last one is uneven
+    dataset = strategy.experimental_distribute_dataset(batches)
+    parts = [strategy.run(ks.compute_average_loss, args=(batch,)) for batch in dataset]
+    assert [float(strategy.reduce("SUM", part)) for part in parts] == [2.5, 5.0]
     ```
     """
     losses = ops.convert_to_tensor(per_example_loss)
@@ -99,8 +111,7 @@ def compute_average_loss(
         if weight is not None:
             weight = None  # the mean over a replica's rows is what `fit` weights
         elif replica is not None:
-            rows = ops.convert_to_tensor(global_batch_size, "int32")
-            global_batch_size = replica.all_reduce(ReduceOp.SUM, rows)
+            global_batch_size = replica.all_reduce(ReduceOp.SUM, global_batch_size)
     size = ops.convert_to_tensor(global_batch_size)
     if len(size.shape) != 0:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Statistics of the rows of all replicas, for BatchNormalization(synchronized=True)."""
+"""The statistics of a batch whose rows are on several replicas."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,74 +7,70 @@ import keras
 from keras import ops
 
 from keras_strategy.core.protocol import Replica
-from keras_strategy.rules.row_weights import if_any_rows
+from keras_strategy.rules.reduction import entries
 from keras_strategy.values.distributed import ReduceOp
 
 
 def moments(
-    replica: Replica, x: Any, axes: Sequence[int], keepdims: bool
+    replica: Replica, replicas: int, x: Any, axes: Sequence[int], mask: Any = None
 ) -> tuple[Any, Any]:
     """Mean and variance over `axes` and over the replicas, differentiable.
 
-    mean = sum(x) / n and variance = sum((x - mean)^2) / n, where the sums and the
-    number n of entries are those of all replicas. A replica without rows counts
-    nothing.
+    One collective: each replica tells the others how many entries it has, their sum,
+    and the sum of their squared distances to its own mean. The variance is that of the
+    entries about these means, and that of the means: a difference of squares would lose
+    the digits of what varies little beside its mean. The gradient takes one collective
+    too.
 
     Args:
-        replica: The replica.
+        replica: The replica. One without rows counts nothing.
+        replicas: How many there are, over all workers.
         x: A tensor, of the same rank and dimensions beside `axes` everywhere.
-        axes: The dimensions to reduce.
-        keepdims: Whether they stay, with size 1.
+        axes: The dimensions to reduce, from 0; all but one.
+        mask: Which entries are valid, for all dimensions but the last; None for all of
+            them. The number of valid ones has an epsilon added, as Keras does.
 
     Returns:
-        The mean and the variance, in `x`'s dtype.
+        The mean and the variance, in `x`'s dtype, for the dimension that is left.
     """
+    weight = replica.step.row_weight
+    has_rows = weight is None or weight > 0
     x = ops.convert_to_tensor(x)
     dtype = keras.backend.standardize_dtype(x.dtype)
     if dtype in ("float16", "bfloat16"):
         # Sums over many rows leave the range, or the precision, of half floats.
         x = ops.cast(x, "float32")
+    valid = None
+    if mask is not None:
+        valid = ops.broadcast_to(ops.expand_dims(mask, axis=-1), ops.shape(x))
+        valid = ops.cast(valid, "bool")
 
-    def total(tensor):
-        part = ops.sum(tensor, axis=tuple(axes), keepdims=True)
-        part = if_any_rows(replica.step.row_weight, part, ops.zeros_like(part))
-        return replica.all_reduce(ReduceOp.SUM, part)
+    def added_up(tensor):
+        if valid is not None:
+            tensor = ops.where(valid, tensor, 0)
+        return ops.sum(tensor, axis=tuple(axes), keepdims=True)
 
-    count = total(ops.ones_like(x))
-    mean = ops.divide_no_nan(total(x), count)
-    variance = ops.divide_no_nan(total(ops.square(x - mean)), count)
-    if not keepdims:
-        mean = ops.squeeze(mean, tuple(axes))
-        variance = ops.squeeze(variance, tuple(axes))
+    total = added_up(x)
+    if valid is None:
+        count = ops.ones_like(total) * ops.cast(entries(ops.shape(x), axes), x.dtype)
+    else:
+        count = added_up(ops.ones_like(x))
+    own_mean = ops.stop_gradient(total) / ops.maximum(count, 1)
+    squares = added_up(ops.square(x - own_mean))  # whose gradient by the mean is 0
+
+    told = ops.reshape(ops.stack([count, total, squares]), (1, 3, -1))
+    # Each in a place of its own, so that nothing is added to it.
+    place = ops.logical_and(ops.equal(ops.arange(replicas), replica.id), has_rows)
+    told = ops.where(ops.reshape(place, (-1, 1, 1)), told, 0)
+    told = replica.all_reduce(ReduceOp.SUM, told)
+
+    counts, totals, squares = told[:, 0], told[:, 1], told[:, 2]
+    count = ops.sum(counts, axis=0)
+    if valid is None:
+        count = ops.maximum(count, 1)
+    else:
+        count = count + keras.config.epsilon()
+    mean = ops.sum(totals, axis=0) / count
+    apart = totals / ops.maximum(counts, 1) - mean
+    variance = ops.sum(squares + counts * ops.square(apart), axis=0) / count
     return ops.cast(mean, dtype), ops.cast(variance, dtype)
-
-
-def masked_moments(
-    replica: Replica, x: Any, mask: Any, axes: Sequence[int]
-) -> tuple[Any, Any]:
-    """Mean and variance of the valid entries of all replicas, differentiable.
-
-    As `BatchNormalization` computes them on one device, where epsilon is added to
-    the number of valid entries.
-
-    Args:
-        replica: The replica.
-        x: A tensor.
-        mask: Which entries are valid, for all dimensions but the last.
-        axes: The dimensions to reduce.
-
-    Returns:
-        The mean and the variance, for the dimensions that are left.
-    """
-    valid = ops.broadcast_to(ops.expand_dims(mask, axis=-1), ops.shape(x))
-    valid = ops.cast(valid, "bool")
-
-    def total(tensor):
-        part = ops.sum(ops.where(valid, tensor, 0), axis=tuple(axes), keepdims=True)
-        part = if_any_rows(replica.step.row_weight, part, ops.zeros_like(part))
-        return replica.all_reduce(ReduceOp.SUM, part)
-
-    count = total(ops.ones_like(x)) + keras.config.epsilon()
-    mean = total(x) / count
-    variance = total(ops.square(x - mean)) / count
-    return ops.squeeze(mean, tuple(axes)), ops.squeeze(variance, tuple(axes))

@@ -1,51 +1,60 @@
 """What several workers write: once, by the chief, and whole.
 
 All workers run the same program, so all of them save models. The chief writes, under
-another name first, and the others wait for it.
+another name first, and the others wait for it. Nothing is written anywhere else: what
+is left of a process that was killed is found by the next that writes the same.
 """
 
 import contextlib
 import os
 import pathlib
 import shutil
-import tempfile
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import TypeVar
 
 from keras_strategy.errors import WorkerFailedError
 from keras_strategy.workers.cluster import Cluster
+from keras_strategy.workers.settings import save_timeout_seconds
+
+_Result = TypeVar("_Result")
+_scratch: ContextVar[str | None] = ContextVar("scratch", default=None)
 
 
-@contextlib.contextmanager
-def saving(cluster: Cluster, filepath: Any, what: str) -> Iterator[str | os.PathLike]:
-    """Gives the path to save to, and waits until the chief has.
-
-    All workers save, since saving may read what only all of them can; the files of
-    those that are not the chief are thrown away.
+def by_chief(
+    cluster: Cluster | None, operation: str, work: Callable[[], _Result]
+) -> _Result | None:
+    """Has the chief alone do something, for which all wait.
 
     Args:
-        cluster: The workers.
-        filepath: Where the user wants the file.
-        what: What is done, for messages.
+        cluster: The workers; None for one process, which is its own chief.
+        operation: What the chief does, for messages.
+        work: Does it.
+
+    Returns:
+        What `work` returned; None on the other workers.
 
     Raises:
-        WorkerFailedError: If the chief could not write it.
+        WorkerFailedError: If the chief could not do it.
     """
-    path = os.fspath(filepath)
-    operation = f"{what} to {os.path.basename(path)}"
-    error: Exception | None = None
-    with contextlib.ExitStack() as cleaning:
-        try:
-            if cluster.is_chief:
-                with _replaced(path) as temporary:
-                    yield temporary
-            else:
-                folder = cleaning.enter_context(tempfile.TemporaryDirectory())
-                yield os.path.join(folder, os.path.basename(path))
-        except Exception as caught:
-            error = caught
-        said = None if error is None else f"{type(error).__name__}: {error}"
-        told = cluster.agree(operation, said)
+    if cluster is None:
+        return work()
+    result = error = None
+    try:
+        if cluster.is_chief:
+            result = work()
+    except Exception as caught:
+        error = caught
+    all_hear(cluster, operation, error)
+    return result
+
+
+def all_hear(cluster: Cluster, operation: str, error: Exception | None) -> None:
+    """Waits for all workers, and raises where one has failed."""
+    said = None if error is None else f"{type(error).__name__}: {error}"
+    # The others wait for the chief, who may have much to write.
+    seconds = save_timeout_seconds(cluster.member.timeout_seconds)
+    told = cluster.agree(operation, said, seconds)
     if error is not None:
         raise error
     for name, problem in zip(cluster.names, told, strict=True):
@@ -53,9 +62,17 @@ def saving(cluster: Cluster, filepath: Any, what: str) -> Iterator[str | os.Path
             raise WorkerFailedError(f"{name} failed in {operation}: {problem}")
 
 
+def scratch() -> str | None:
+    """A folder for what is written on the way to what is `replaced` now, if any is."""
+    return _scratch.get()
+
+
 @contextlib.contextmanager
-def _replaced(path: str) -> Iterator[str]:
-    """A path beside another one, which takes its place when all went well."""
+def replaced(path: str) -> Iterator[str]:
+    """A path beside another one, which takes its place when all went well.
+
+    What a process has left there that was killed is removed.
+    """
     target = pathlib.Path(path)
     if "://" in path:
         # An object store shows a file when it is whole.
@@ -63,15 +80,20 @@ def _replaced(path: str) -> Iterator[str]:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     # Keras knows formats by the ends of names, so that the end must stay.
-    folder = tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)
+    folder = target.parent / f".{target.name}.part"
+    shutil.rmtree(folder, ignore_errors=True)
+    whole, aside = folder / "whole", folder / "aside"
+    whole.mkdir(parents=True)
+    aside.mkdir()
+    token = _scratch.set(str(aside))
     try:
-        temporary = os.path.join(folder, target.name)
-        yield temporary
+        yield os.path.join(whole, target.name)
         # Weights in several shards are several files.
-        for part in os.listdir(folder):
-            source, place = os.path.join(folder, part), target.parent / part
+        for part in os.listdir(whole):
+            source, place = os.path.join(whole, part), target.parent / part
             if os.path.isdir(source) and place.is_dir():
                 shutil.rmtree(place)
             os.replace(source, place)
     finally:
+        _scratch.reset(token)
         shutil.rmtree(folder, ignore_errors=True)

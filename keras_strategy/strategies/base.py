@@ -17,6 +17,8 @@ from keras_strategy.input.dataset import DistributedDataset
 from keras_strategy.options.input import InputContext, InputOptions
 from keras_strategy.options.run import RunOptions, check_call, check_run_options
 from keras_strategy.rules import first_values, ownership
+from keras_strategy.strategies import memory
+from keras_strategy.strategies.old_names import OldNames
 from keras_strategy.values.distributed import (
     DistributedValues,
     PerReplica,
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from keras_strategy.strategies.extended import StrategyExtended
 
 
-class Strategy:
+class Strategy(OldNames):
     """A way to run one computation on several devices at once.
 
     Make one of its subclasses, such as `MirroredStrategy`. What is created in
@@ -55,6 +57,9 @@ class Strategy:
     ```
     """
 
+    _batch_statistics: str | None = None
+    _shard: str | None = None
+
     def __init__(self, extended: "StrategyExtended"):
         self._extended = extended
 
@@ -67,6 +72,20 @@ class Strategy:
     def num_replicas_in_sync(self) -> int:
         """The number of replicas whose gradients are summed, over all workers."""
         return self._extended.num_replicas
+
+    @property
+    def batch_statistics(self) -> str | None:
+        """`"global"` if `BatchNormalization` uses the statistics of the global batch.
+
+        None if it uses what the backend computes without communication: a replica's
+        rows, or in `fit` on JAX the global batch.
+        """
+        return self._batch_statistics
+
+    @property
+    def shard(self) -> str | None:
+        """What is split over the replicas: `"optimizer"`, `"parameters"` or None."""
+        return self._shard
 
     @property
     def cluster_resolver(self) -> Any:
@@ -214,7 +233,8 @@ class Strategy:
             value = ownership.value_of(self, "reduce", value)
         if isinstance(value, DistributedValues):
             ownership.require_own(self._extended.topology, "reduce", value)
-            return self._extended.group.reduce(op, value, axis)
+            reducing = self._extended.own_sums or self._extended.group
+            return reducing.reduce(op, value, axis)
         if axis is not None and op is ReduceOp.MEAN:
             return keras.ops.mean(value, axis=axis)
         if axis is not None:  # every replica has it
@@ -267,6 +287,21 @@ class Strategy:
 
         with self.scope():
             return tree.map_structure(gather_one, value)
+
+    def summary(self) -> None:
+        """Prints the replicas of this worker, and their devices.
+
+        Example:
+
+        ```python
+        import keras_strategy as ks
+
+        ks.MirroredStrategy().summary()
+        ```
+        """
+        from keras_strategy.strategies.placement import visualize
+
+        print(visualize(self))
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Returns the components of a value that are on this worker.
@@ -450,6 +485,36 @@ class Strategy:
     ) -> DistributedDataset:
         """The old name of `distribute_datasets_from_function`."""
         return self.distribute_datasets_from_function(dataset_fn, options)
+
+    def memory_report(self, model: keras.Model) -> memory.MemoryReport:
+        """Tells what a model's variables take on each device of this worker.
+
+        Args:
+            model: A model that was made in the scope. What its optimizer keeps counts
+                when it has been made, which `fit` or `optimizer.build` does.
+
+        Returns:
+            The bytes, to be printed or read.
+
+        Raises:
+            ValueError: If the model is not this strategy's.
+
+        Example:
+
+        ```python
+        import keras
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+            model.compile("adam", "mse")
+            model.optimizer.build(model.trainable_variables)
+        report = strategy.memory_report(model)
+        assert report.parameters[0] == 16
+        ```
+        """
+        return memory.report(self, model)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(devices={list(self._extended.worker_devices)})"

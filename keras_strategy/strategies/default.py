@@ -30,6 +30,7 @@ class DefaultExtended(StrategyExtended):
     def __init__(self, container_strategy: Strategy):
         self._strategy = container_strategy
         self.cluster = None
+        self.own_sums = None
         self._devices = ("",)  # which one is asked for when somebody wants to know
         self.topology = Topology(self._devices)
         self._containers = Containers()

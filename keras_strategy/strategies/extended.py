@@ -19,6 +19,7 @@ from keras_strategy.options.communication import check_communication_options
 from keras_strategy.options.run import check_call
 from keras_strategy.rules import ownership
 from keras_strategy.rules.aggregation import is_on_read
+from keras_strategy.rules.own_sums import OwnSums
 from keras_strategy.values.devices import resolve_devices
 from keras_strategy.values.distributed import (
     DistributedValues,
@@ -30,7 +31,7 @@ from keras_strategy.values.distributed import (
 from keras_strategy.values.topology import Topology
 
 if TYPE_CHECKING:
-    from keras_strategy.options.cross_device_ops import CrossDeviceOps
+    from keras_strategy.rules.cross_device_ops import CrossDeviceOps
     from keras_strategy.strategies.base import Strategy
     from keras_strategy.workers.cluster import Cluster
 
@@ -67,6 +68,7 @@ class StrategyExtended:
             weakref.WeakValueDictionary()
         )
         self._containers = Containers()
+        self.own_sums: OwnSums | None = None
         if self.num_replicas == 1:
             self.group: ReplicaGroup = SingleReplicaGroup(
                 container_strategy, self._devices
@@ -74,6 +76,9 @@ class StrategyExtended:
             if cross_device_ops is not None:
                 cross_device_ops.say_that_it_has_no_effect("one device")
         else:
+            if cross_device_ops is not None and cross_device_ops.adds_in_its_own_way:
+                self.own_sums = OwnSums(cross_device_ops)
+                cross_device_ops = None
             self.group = get_engine().create_group(
                 container_strategy, self._devices, cross_device_ops, cluster
             )
@@ -307,7 +312,7 @@ class StrategyExtended:
                 if isinstance(given, DistributedValues):
                     ownership.require_own(self.topology, "reduce_to", given)
             if isinstance(value, DistributedValues) and not isinstance(value, Mirrored):
-                value = self.group.reduce(op, value, None)
+                value = (self.own_sums or self.group).reduce(op, value, None)
             elif op is ReduceOp.SUM and self._strategy.num_replicas_in_sync > 1:
                 raise sum_of_copies(value)
             elif isinstance(value, Mirrored):

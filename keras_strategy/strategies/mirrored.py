@@ -1,9 +1,12 @@
 """Several devices of one machine, a replica on each."""
 
+import functools
 from collections.abc import Iterable
 
 from keras_strategy.core.registry import get_engine
-from keras_strategy.options.cross_device_ops import (
+from keras_strategy.options.batch_statistics import check_batch_statistics
+from keras_strategy.options.shard import check_shard
+from keras_strategy.rules.cross_device_ops import (
     CrossDeviceOps,
     check_cross_device_ops,
 )
@@ -22,15 +25,27 @@ class MirroredStrategy(Strategy):
     Args:
         devices: A list of device names, such as `["gpu:0", "gpu:1"]`; None for
             all local accelerators, or all (logical) CPUs where there is none.
-        cross_device_ops: How gradients and `all_reduce` add up on TensorFlow, such
-            as `ReductionToOneDevice()`; None lets TensorFlow choose. JAX and torch
-            decide by themselves.
+        cross_device_ops: How gradients, `all_reduce` and `reduce` add up: None for
+            the engine's way, one of tf.distribute's, such as
+            `ReductionToOneDevice()`, which are TensorFlow's to follow, or a
+            `CrossDeviceOps` of your own, which is called on every backend.
+        batch_statistics: `"global"` has every `keras.layers.BatchNormalization` of
+            models in this scope train with the statistics of the global batch, as on
+            one device, for one collective of each layer in each pass. None leaves
+            them to the backend: each replica's rows on torch and TensorFlow, the
+            global batch in `fit` on JAX.
+        shard: What is split over the devices, for models that fill a device's memory:
+            `"optimizer"` for what the optimizer keeps of each weight, `"parameters"`
+            for the trained weights as well. None has a copy of everything on each
+            device. The weights that training ends with are the same.
 
     Raises:
-        TypeError: If `cross_device_ops` is none of this package's choices.
+        TypeError: If `cross_device_ops` is no `CrossDeviceOps` of this package.
         ValueError: If `devices` is empty, or holds a device that is not there,
-            one twice, or several kinds.
-        UnsupportedBackendError: If the Keras backend in use cannot train.
+            one twice, or several kinds; or if `batch_statistics` or `shard` is none
+            of those.
+        UnsupportedBackendError: If the Keras backend in use cannot train, or cannot
+            split that.
 
     Example:
 
@@ -51,9 +66,14 @@ class MirroredStrategy(Strategy):
         self,
         devices: Iterable[str] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
+        *,
+        batch_statistics: str | None = None,
+        shard: str | None = None,
     ):
         check_cross_device_ops(cross_device_ops)
+        self._batch_statistics = check_batch_statistics(batch_statistics)
         self._cross_device_ops = cross_device_ops
+        self._shard = check_shard(shard, get_engine())
         available = get_engine().list_devices()
         if devices is not None and not isinstance(devices, str):
             # Beside accelerators, the CPUs may be asked for by name.
@@ -64,7 +84,7 @@ class MirroredStrategy(Strategy):
         super().__init__(StrategyExtended(self, devices, cross_device_ops))
 
     def __reduce__(self):
-        return type(self), (
-            list(self.extended.worker_devices),
-            self._cross_device_ops,
+        make = functools.partial(
+            type(self), batch_statistics=self._batch_statistics, shard=self._shard
         )
+        return make, (list(self.extended.worker_devices), self._cross_device_ops)

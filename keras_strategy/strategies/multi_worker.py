@@ -1,5 +1,7 @@
 """The devices of several processes, which may be on several machines."""
 
+import functools
+import sys
 from typing import Any
 
 import keras
@@ -7,10 +9,12 @@ import keras
 from keras_strategy.cluster_resolver import detect
 from keras_strategy.core.registry import get_engine
 from keras_strategy.input import seeds
+from keras_strategy.options.batch_statistics import check_batch_statistics
 from keras_strategy.options.communication import (
     CommunicationOptions,
     check_communication_options,
 )
+from keras_strategy.options.shard import check_shard
 from keras_strategy.strategies.base import Strategy
 from keras_strategy.strategies.extended import StrategyExtended
 from keras_strategy.workers.cluster import Cluster
@@ -33,11 +37,15 @@ class MultiWorkerMirroredStrategy(Strategy):
             takes what the environment tells (TF_CONFIG, torchrun, MPI, Slurm and so
             on); without any there is one worker, and this is `MirroredStrategy`.
         communication_options: A `CommunicationOptions`, or None.
+        batch_statistics: See `MirroredStrategy`. The same on all workers.
+        shard: See `MirroredStrategy`. The same on all workers, whose devices share
+            what is split.
 
     Raises:
         TypeError: If an argument is of another type.
         ValueError: If the cluster cannot be trained on, or this process is none of
-            its workers.
+            its workers; or if `batch_statistics` or `shard` is none of those.
+        UnsupportedBackendError: If the Keras backend in use cannot split that.
         RuntimeError: In a notebook, where there are several workers; or if the
             workers differ in what must be the same.
 
@@ -60,7 +68,11 @@ class MultiWorkerMirroredStrategy(Strategy):
         self,
         cluster_resolver: Any = None,
         communication_options: CommunicationOptions | None = None,
+        *,
+        batch_statistics: str | None = None,
+        shard: str | None = None,
     ):
+        self._batch_statistics = check_batch_statistics(batch_statistics)
         options = check_communication_options(communication_options)
         if cluster_resolver is None:
             cluster_resolver = detect().resolver()
@@ -73,13 +85,15 @@ class MultiWorkerMirroredStrategy(Strategy):
             )
         self._cluster_resolver = cluster_resolver
         backend = get_engine()
+        self._shard = check_shard(shard, backend)
         workers = join(cluster_resolver, options)
         if workers is not None:
             backend.connect(workers)
         devices = tuple(backend.list_devices())
         if workers is not None:
             devices = _own_devices(devices, workers)
-            _require_alike(workers, devices)
+            chosen = {"`batch_statistics`": batch_statistics, "`shard`": shard}
+            _require_alike(workers, devices, chosen)
             seeds.take_chiefs(workers)
         super().__init__(StrategyExtended(self, devices, cluster=workers))
 
@@ -89,7 +103,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         return self._cluster_resolver
 
     def __reduce__(self):
-        return type(self), (self._cluster_resolver,)
+        make = functools.partial(
+            type(self), batch_statistics=self._batch_statistics, shard=self._shard
+        )
+        return make, (self._cluster_resolver,)
 
 
 def _own_devices(devices: tuple[str, ...], workers: Cluster) -> tuple[str, ...]:
@@ -113,20 +130,30 @@ def _own_devices(devices: tuple[str, ...], workers: Cluster) -> tuple[str, ...]:
     return devices[first : first + share]
 
 
-def _require_alike(workers: Cluster, devices: tuple[str, ...]) -> None:
+def _require_alike(
+    workers: Cluster, devices: tuple[str, ...], chosen: dict[str, str | None]
+) -> None:
     """Raises `RuntimeError` unless all workers have what must be the same."""
     kind = devices[0].split(":")[0]
     own = {
         "Keras backend": keras.backend.backend(),
         "Keras version": keras.__version__,
+        f"{keras.backend.backend()} version": _version(keras.backend.backend()),
+        "keras_strategy version": _version("keras_strategy"),
         "number of local devices": len(devices),
         "kind of device": kind,
+        **chosen,
+        "`bytes_per_pack`": workers.options.bytes_per_pack,
     }
     all_of_them = workers.agree("MultiWorkerMirroredStrategy()", own)
     for what, value in own.items():
-        told = [other[what] for other in all_of_them]
+        told = [other.get(what) for other in all_of_them]
         if any(other != value for other in told):
             raise RuntimeError(
                 f"All workers must have the same {what}. Received: "
                 f"{workers.listed(told)}."
             )
+
+
+def _version(package: str) -> str:
+    return str(getattr(sys.modules[package], "__version__", None))

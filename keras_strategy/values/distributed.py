@@ -119,7 +119,14 @@ def is_no_tensor(value: DistributedValues, *args: Any, **kwargs: Any) -> Any:
 
 
 class PerReplica(DistributedValues):
-    """A value that may differ from replica to replica."""
+    """A value that may differ from replica to replica.
+
+    Attributes:
+        batch: The `core.row_range.BatchRows` of the element of a distributed dataset
+            that it is a part of; None for any other value.
+    """
+
+    batch: Any = None
 
 
 class Mirrored(DistributedValues):

@@ -1,14 +1,19 @@
 """The workers that train together, as one of them sees them."""
 
+import functools
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from keras_strategy.options.communication import CommunicationOptions
 from keras_strategy.workers.member import Member
-from keras_strategy.workers.settings import is_loopback
+from keras_strategy.workers.settings import all_here
+
+# Into how many parts a list is split to find where it differs, and how many workers a
+# message names.
+_PARTS, _NAMED = 64, 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,15 +44,22 @@ class Cluster:
         """Whether this worker is the one that writes."""
         return self.rank == 0
 
-    @property
+    @functools.cached_property
     def is_local(self) -> bool:
         """Whether all workers are known to be on this machine."""
-        hosts = (address.rpartition(":")[0] for address in self.addresses)
-        return all(is_loopback(host.strip("[]")) for host in hosts)
+        return all_here(self.addresses)
 
-    def agree(self, operation: str, value: Any) -> list[Any]:
+    def agree(
+        self, operation: str, value: Any, seconds: float | None = None
+    ) -> list[Any]:
         """What each worker says, by rank; see `workers.Member.agree`."""
-        return self.member.agree(operation, value)
+        if seconds is None:
+            return self.member.agree(operation, value)
+        return self.member.agree(operation, value, seconds)
+
+    def tell(self, operation: str, value: Any) -> Callable[[], list[Any]]:
+        """A function that gives what each worker says; see `workers.Member.tell`."""
+        return self.member.tell(operation, value)
 
     def differences(self, operation: str, value: Any) -> list[Any] | None:
         """What each worker says, by rank, if they say different things.
@@ -59,13 +71,66 @@ class Cluster:
         Returns:
             None if all say the same.
         """
-        text = json.dumps(value).encode()
-        digest = hashlib.blake2b(text, digest_size=16).hexdigest()
-        if len(set(self.agree(operation, digest))) == 1:
+        if len(set(self.agree(operation, _digest(value)))) == 1:
             return None
         return self.agree(f"{operation}: what differs", value)
+
+    def first_difference(
+        self, operation: str, items: Sequence[Any], more: Any = None
+    ) -> tuple[list[Any], tuple[int, list[Any]] | None]:
+        """The first of a list of items that is not the same on all workers.
+
+        What travels is short however long the list is: a digest of it, and where those
+        differ the digests of its parts, until one item is left.
+
+        Args:
+            operation: What this worker is doing; all must do the same.
+            items: What JSON can say.
+            more: A value to exchange with the first digest.
+
+        Returns:
+            What each worker says as `more`, by rank; and the number of the item with
+            what each worker has there, None where its list is shorter; or None if all
+            items are the same.
+        """
+        told = self.agree(operation, [_digest(items), len(items), more])
+        others = [other for *_, other in told]
+        if all(digest == told[0][0] for digest, *_ in told):
+            return others, None
+        low, high = 0, max(count for _, count, _ in told)
+        while high - low > 1:
+            step = -(-(high - low) // _PARTS)
+            starts = range(low, high, step)
+            mine = [_digest(items[start : start + step]) for start in starts]
+            parts = self.agree(f"{operation}: what differs", mine)
+            differ = (len(set(part)) > 1 for part in zip(*parts, strict=True))
+            # Digests that differ are of lists with a part that does.
+            low = starts[next(n for n, different in enumerate(differ) if different)]
+            high = min(low + step, high)
+        item = items[low] if low < len(items) else None
+        return others, (low, self.agree(f"{operation}: what differs", item))
+
+    def grouped(self, told: Iterable[Any]) -> str:
+        """What each worker says, for a message; those that say the same are together.
+
+        Of many workers it names a few.
+        """
+        groups: dict[str, list[str]] = {}
+        for name, what in zip(self.names, told, strict=True):
+            groups.setdefault(str(what), []).append(name)
+        return "; ".join(f"{_few(who)}: {what}" for what, who in groups.items())
 
     def listed(self, told: Iterable[Any]) -> str:
         """What each worker says, for a message."""
         pairs = zip(self.names, told, strict=True)
         return ", ".join(f"{name}: {what}" for name, what in pairs)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
+
+
+def _few(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED
+    shown = names if more < 2 else [*names[:_NAMED], f"{more} more"]
+    return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import queue
+import socket
 import threading
 import time
 from typing import Any
 
 from keras_strategy.errors import ClusterError, WorkerFailedError
 from keras_strategy.workers import ending
+from keras_strategy.workers.exit_codes import PEER_FAILED
 from keras_strategy.workers.loop import LoopThread
-from keras_strategy.workers.meeting import connect
+from keras_strategy.workers.meeting import connect, hold_place
 from keras_strategy.workers.position import Position
 from keras_strategy.workers.verdict import State
 from keras_strategy.workers.watchdog import VERDICT_SECONDS, Actions, Fail, Watchdog
@@ -41,6 +43,7 @@ class Connection:
 
     def __init__(self, rank: int, names: list[str], timeout_seconds: float):
         self.name, self._chief = names[rank], names[0]
+        self._size = len(names)
         self._timeout = timeout_seconds
         self.position = Position()
         self.failure: str | None = None
@@ -48,45 +51,56 @@ class Connection:
         self.left = False
         self.ends_process = False
         self._hub_gone = False
-        # The request that waits for its reply, which is None when none will come.
-        self._asked = 0
-        self._reply: queue.SimpleQueue = queue.SimpleQueue()
+        # Where the reply to each request goes: None when none will come.
+        self._replies: dict[int, queue.SimpleQueue] = {}
         self._writer: asyncio.StreamWriter | None = None
+        self._place: socket.socket | None = None
         self._watchdog = Watchdog(rank, names, timeout_seconds, time.monotonic())
         self._thread = LoopThread("keras_strategy watchdog")
         # Set when all have arrived, who are not missing any more.
         self._missing = names
         self._joined = self._thread.loop.create_future()
 
-    def join(self, address: tuple[str, int], hello: dict[str, Any]) -> None:
+    def join(
+        self, address: tuple[str, int], claim: dict[str, Any], secret: str
+    ) -> None:
         """Connects to the hub, and waits until all workers have.
 
         Raises:
             ClusterError: If they do not come together.
             WorkerFailedError: If they do, and one fails at once.
         """
-        self._thread.run(self._join(address, hello))
+        self._place = hold_place(address, claim, secret)
+        self._thread.run(self._join(address, claim, secret))
+
+    def leaving(self) -> None:
+        """Says that nobody shall wait for this worker any more."""
+        self._thread.soon(self._send, encode({"type": "leaving"}))
 
     def leave(self) -> None:
         """Says goodbye to the hub, and ends the thread."""
         self.left = True
         self._thread.run(self._leave())
         self._thread.stop(VERDICT_SECONDS)
+        if self._place is not None:
+            self._place.close()
         self._wake()
 
     def forget(self) -> None:
         """Closes a forked child's copy of the connection."""
         self.left = True
-        if self._writer is not None:
-            forget(self._writer)
+        forget(*filter(None, (self._writer, self._place)))
 
-    def ask(self, number: int, line: bytes) -> list[Any]:
-        """Sends a request of this number, and returns the values of its reply."""
-        self._reply = reply = queue.SimpleQueue()
-        self._asked = number
+    def ask(self, number: int, line: bytes) -> queue.SimpleQueue:
+        """Sends a request of this number; `answer` waits for what it returns."""
+        self._replies[number] = reply = queue.SimpleQueue()
         # After that: a failure from here on wakes it.
         self.check()
         self._thread.soon(self._send, line)
+        return reply
+
+    def answer(self, reply: queue.SimpleQueue) -> list[Any]:
+        """The values of a reply, when it is there."""
         values = reply.get()
         if values is None:
             self.check()
@@ -121,11 +135,25 @@ class Connection:
         other = self.failure and not self.failure.startswith(message)
         return self._report() if other else ""
 
+    def blame_who_left(self, operation: str, details: str) -> None:
+        """Tells all workers that an operation failed for want of one that has left."""
+
+        async def blame() -> bool:
+            now = time.monotonic()
+            actions = self._watchdog.blame_who_left(operation, details, now)
+            self._do(actions)
+            return bool(actions)
+
+        if self._thread.run(blame()):
+            self.failed.wait(VERDICT_SECONDS + 1)
+
     # What follows is called in the thread.
 
-    async def _join(self, address: tuple[str, int], hello: dict[str, Any]) -> None:
+    async def _join(
+        self, address: tuple[str, int], claim: dict[str, Any], secret: str
+    ) -> None:
         deadline = time.monotonic() + self._timeout
-        reader, self._writer = await connect(address, hello, self._timeout)
+        reader, self._writer = await connect(address, claim, secret, self._timeout)
         self._listening = asyncio.create_task(self._listen(reader))
         self._look()
         await asyncio.wait([self._joined], timeout=deadline - time.monotonic())
@@ -149,6 +177,10 @@ class Connection:
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         why = await listen(reader, self._hear)
+        if self._writer is not None and not reader.at_eof():
+            # It is still there, and the others do not know.
+            message = f"{self._chief} {why}"
+            self._send(encode({"type": "failed", "message": message, "details": ""}))
         self._hub_gone = True
         self._do(self._watchdog.lose(why))
         self._wake()
@@ -157,15 +189,21 @@ class Connection:
         now = time.monotonic()
         self._do(self._watchdog.hear(message, now))
         kind = message["type"]
-        if kind == "reply" and message["id"] == self._asked:
-            self._reply.put(message["values"])
+        if kind == "reply":
+            self._replies.pop(message["id"]).put(self._values(message))
         elif kind == "arrived":
             self._missing = message["missing"]
             if not self._missing and not self._joined.done():
                 self._joined.set_result(None)
         elif kind == "report":
             state = dataclasses.asdict(self._state(now))
-            self._send(encode({"type": "state", "state": state}))
+            said = {"inquiry": message["inquiry"], "state": state}
+            self._send(encode({"type": "state", **said}))
+
+    def _values(self, reply: dict[str, Any]) -> list[Any]:
+        """The values of all, of which those that are the same have come once."""
+        said = reply["said"]
+        return [said[n] for n in reply.get("which", [0] * self._size)]
 
     def _look(self) -> None:
         self._do(self._watchdog.look(self.position.operation, time.monotonic()))
@@ -190,14 +228,18 @@ class Connection:
         count, last, operation = position.count, position.last, position.operation
         inside = None if operation is None else operation.name
         waited = 0.0 if operation is None else self._watchdog.waited(operation, now)
-        return State(count, last, inside, waited, *position.stack())
+        stack = position.stack()
+        way = position.agreements, *position.since(), {**position.notes}
+        return State(count, last, inside, waited, *stack, *way)
 
     def _settle(self, failure: Fail) -> None:
         """Takes a failure as final, and ends the process if that may be done."""
         text = failure.message
-        operation = self.position.operation
+        operation, last = self.position.operation, self.position.last
         if operation is not None:
             text += f" [{self.name} was in `{operation.name}`]"
+        elif last:
+            text += f" [{self.name} was past `{last}`]"
         if failure.details:
             text += "\n" + failure.details.rstrip()
         self.failure = text
@@ -206,11 +248,12 @@ class Connection:
             kind = ClusterError if self._missing else WorkerFailedError
             self._joined.set_exception(kind(text))
         if self.ends_process:
-            ending.exit_now(self._report())
+            ending.exit_now(self._report(), PEER_FAILED)
         self._wake()
 
     def _report(self) -> str:
         return f"keras_strategy: {self.name} ends. {self.failure}"
 
     def _wake(self) -> None:
-        self._reply.put(None)
+        for reply in list(self._replies.values()):
+            reply.put(None)

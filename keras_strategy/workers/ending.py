@@ -8,7 +8,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any, NoReturn, Protocol
 
 _FLUSH_SECONDS = 3.0
@@ -28,15 +28,18 @@ class Ending(Protocol):
 
 
 _told: list[Ending] = []
+# The outermost code of the program. While its frame is there, the program runs.
+_program: CodeType | None = None
 # The hook that ours is over; None while ours is not installed.
 _hook_below: Callable[..., Any] | None = None
 
 
 def register(one: Ending) -> None:
     """Tells `one` from now on when this process ends."""
-    global _hook_below
+    global _hook_below, _program
     if not _told:
         atexit.register(_at_exit)
+        _program = _outermost()
     if _hook_below is None:
         _hook_below, sys.excepthook = sys.excepthook, _excepthook
     _told.append(one)
@@ -50,17 +53,45 @@ def unregister(one: Ending) -> None:
             _restore()
 
 
-def exit_now(text: str = "") -> NoReturn:
-    """Ends this process with status 1, without the interpreter's own exit.
+def exit_now(text: str, status: int) -> NoReturn:
+    """Ends this process without the interpreter's own exit.
 
     That one would wait for the engine's, whose barriers wait for workers that may
     be gone.
+
+    Args:
+        text: What to say, if anything.
+        status: The exit code.
     """
     # Nobody may be reading any more: then a full pipe blocks for good.
     writer = threading.Thread(target=_write, args=(text,), daemon=True)
     writer.start()
     writer.join(_FLUSH_SECONDS)
-    os._exit(1)
+    os._exit(status)
+
+
+class EndsWith:
+    """Gives the process an exit code if a certain exception ends it.
+
+    Args:
+        error: The exception.
+        status: The exit code.
+    """
+
+    def __init__(self, error: BaseException, status: int):
+        self._error, self._status = error, status
+
+    def raised(self, error: BaseException, trace: str) -> None:
+        """Ends the process, if this is the exception."""
+        if error is self._error:
+            exit_now("", self._status)
+
+    def leave(self) -> None:
+        """Python ends the process as it is."""
+        unregister(self)
+
+    def forget(self) -> None:
+        """In a fork nobody raises it."""
 
 
 def _write(text: str) -> None:
@@ -75,9 +106,30 @@ def _excepthook(
 ) -> None:
     if _hook_below is not None:
         _hook_below(kind, error, trace)
+    if not _ends_process():
+        return
     text = "".join(traceback.format_exception(kind, error, trace))
     for one in list(_told):
         one.raised(error, text)
+
+
+def _ends_process() -> bool:
+    """Whether what `sys.excepthook` was called with ends the process.
+
+    C code calls it too, with an exception that it has dealt with: what PyErr_PrintEx
+    prints in a callback or in a destructor. Then the program's own frames are there;
+    when Python calls it for the last time, they are gone.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    return in_main and _outermost() is not _program
+
+
+def _outermost() -> CodeType | None:
+    """The code of the outermost frame of the main thread."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    return None if frame is None else frame.f_code
 
 
 def _at_exit() -> None:

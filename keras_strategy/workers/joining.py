@@ -3,10 +3,13 @@
 from typing import Any
 
 from keras_strategy.cluster_resolver import roles
+from keras_strategy.errors import ClusterError
 from keras_strategy.options.communication import CommunicationOptions
+from keras_strategy.workers import ending
 from keras_strategy.workers.cluster import Cluster
+from keras_strategy.workers.exit_codes import NOT_FORMED
 from keras_strategy.workers.member import Member
-from keras_strategy.workers.settings import hub_address
+from keras_strategy.workers.settings import all_here, hub_address
 
 _joined: Cluster | None = None
 
@@ -69,14 +72,24 @@ def join(resolver: Any, options: CommunicationOptions) -> Cluster | None:
             f"`keras-strategy run --workers {len(names)} train.py`, or use "
             "MirroredStrategy for the devices of this machine."
         )
-    member = Member.join(
-        hub_address(addresses),
-        rank,
-        names,
-        options.timeout_seconds,
-        exit_process=True,
-    )
+    try:
+        member = Member.join(
+            hub_address(addresses),
+            rank,
+            names,
+            options.timeout_seconds,
+            exit_process=True,
+            all_here=all_here(addresses),
+        )
+    except ClusterError as error:
+        ending.register(ending.EndsWith(error, NOT_FORMED))
+        raise
     _joined = Cluster(rank, names, addresses, member, options)
+    return _joined
+
+
+def joined() -> Cluster | None:
+    """The cluster that this process is a worker of; None if it trains alone."""
     return _joined
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import traceback
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -12,14 +13,15 @@ from typing import Any
 from keras_strategy.errors import WorkerFailedError
 from keras_strategy.workers import ending
 from keras_strategy.workers.connection import Connection
+from keras_strategy.workers.exit_codes import INTERRUPTED, PEER_FAILED
 from keras_strategy.workers.hub import Hub
 from keras_strategy.workers.meeting import listen
 from keras_strategy.workers.settings import (
-    RUN_VARIABLE,
+    SECRET_VARIABLE,
     default_timeout_seconds,
     positive_seconds,
 )
-from keras_strategy.workers.wire import MAX_LINE, PROTOCOL, encode
+from keras_strategy.workers.wire import MAX_LINE, encode
 
 # The engine's own error about a worker that is gone comes with the hub's, or before.
 _GRACE_SECONDS = 1.0
@@ -36,6 +38,8 @@ class Member:
     Attributes:
         rank: Which of the workers this is.
         timeout_seconds: How long a worker waits for the others.
+        notes: What messages tell of this worker where the workers wait for each
+            other in different operations: words, by what they are about.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class Member:
         self.rank, self.timeout_seconds = rank, timeout_seconds
         self._connection, self._hub = connection, hub
         self._position = connection.position
+        self.notes = self._position.notes
         self._exit_process = exit_process
         self._at_leave: list[Callable[[], None]] = []
         self._numbers = itertools.count()
@@ -62,7 +67,8 @@ class Member:
         timeout_seconds: float | None = None,
         *,
         exit_process: bool = False,
-        run_id: str | None = None,
+        secret: str | None = None,
+        all_here: bool = False,
     ) -> Member:
         """Meets the other workers, and returns when all are there.
 
@@ -74,12 +80,14 @@ class Member:
             timeout_seconds: How long to wait for the others, here and in every
                 operation. Defaults to `default_timeout_seconds()`.
             exit_process: Whether this process is a worker and nothing else, so that
-                it may be ended at any moment, with status 1, when another one
-                fails or when it raises. Without it, the failure is raised as a
-                `WorkerFailedError` by the next thing that this member does.
-            run_id: A text that the workers of one run share. Who has another one is
-                refused. Defaults to the environment variable
-                KERAS_STRATEGY_RUN_ID.
+                it may be ended at any moment, when another one fails or when it
+                raises; `exit_codes` says with which status. Without it, the failure
+                is raised as a `WorkerFailedError` by the next thing that this member
+                does.
+            secret: A text that the workers of one run share. Who does not know it
+                is refused. Defaults to the environment variable
+                KERAS_STRATEGY_SECRET.
+            all_here: Whether all workers are on this machine.
 
         Returns:
             The member.
@@ -98,20 +106,18 @@ class Member:
         if timeout_seconds is None:
             timeout_seconds = default_timeout_seconds()
         timeout_seconds = positive_seconds(timeout_seconds, "`timeout_seconds`")
-        if run_id is None:
-            run_id = os.environ.get(RUN_VARIABLE, "")
-        hello = {"type": "hello", "protocol": PROTOCOL, "run": run_id}
-        hello |= {"rank": rank, "names": names}
+        if secret is None:
+            secret = os.environ.get(SECRET_VARIABLE, "")
         hub = None
         with contextlib.ExitStack() as on_error:
             if rank == 0:
-                hub = Hub(listen(*address), names, run_id)
+                hub = Hub(listen(*address, all_here), names, secret)
                 on_error.callback(hub.close)
                 # It need not be able to reach itself by the name it has for others.
                 address = hub.address
             connection = Connection(rank, names, timeout_seconds)
             on_error.callback(connection.leave)
-            connection.join(address, hello)
+            connection.join(address, {"rank": rank, "names": names}, secret)
             on_error.pop_all()
         member = cls(connection, hub, rank, timeout_seconds, exit_process)
         connection.ends_process = exit_process
@@ -126,12 +132,15 @@ class Member:
         """
         self._at_leave.append(callback)
 
-    def agree(self, operation: str, value: Any = None) -> list[Any]:
+    def agree(
+        self, operation: str, value: Any = None, seconds: float | None = None
+    ) -> list[Any]:
         """Exchanges a value with all workers, and waits for them.
 
         Args:
             operation: What this worker is doing; all must do the same.
             value: What JSON can say. A tuple comes back as a list.
+            seconds: How long the others may take. Defaults to `timeout_seconds`.
 
         Returns:
             The values of all workers, by rank.
@@ -142,10 +151,35 @@ class Member:
             ValueError: If it is too large.
         """
         request = self._request(operation, value)
-        with self.waiting(operation):
-            return self._connection.ask(*request)
+        with self.waiting(operation, seconds):
+            values = self._connection.answer(self._connection.ask(*request))
+            self._position.agreed()
+        return values
 
-    def waiting(self, operation: str) -> Waiting:
+    def tell(self, operation: str, value: Any = None) -> Callable[[], list[Any]]:
+        """Exchanges a value with all workers, and goes on meanwhile.
+
+        It counts as a call of `agree` here: all workers make both in the same order.
+
+        Args:
+            operation: See `agree`.
+            value: See `agree`.
+
+        Returns:
+            A function that waits for the others and returns what `agree` returns. It
+            need not be called.
+        """
+        reply = self._connection.ask(*self._request(operation, value))
+
+        def told() -> list[Any]:
+            with self.waiting(operation):
+                values = self._connection.answer(reply)
+                self._position.agreed()
+            return values
+
+        return told
+
+    def waiting(self, operation: str, seconds: float | None = None) -> Waiting:
         """Surrounds what waits for all other workers by other means.
 
         It sends nothing; the watchdog looks at it. All workers must enter the same
@@ -153,11 +187,12 @@ class Member:
 
         Args:
             operation: What messages call it.
+            seconds: How long it may take. Defaults to `timeout_seconds`.
 
         Returns:
             A context manager.
         """
-        return Waiting(self, operation)
+        return Waiting(self, operation, seconds)
 
     def leave(self) -> None:
         """Says goodbye and closes the connection; on the chief, the hub as well.
@@ -167,6 +202,9 @@ class Member:
         """
         if self._connection.left:
             return
+        if self._at_leave:
+            # It may wait for others to end, who may be waiting for this worker.
+            self._connection.leaving()
         while self._at_leave:
             self._at_leave.pop()()
         ending.unregister(self)
@@ -183,7 +221,9 @@ class Member:
         # Another failure may have come first, and perhaps this exception of it.
         other = self._connection.fail(message, trace[-_LONGEST_TRACE:])
         if self._exit_process:
-            ending.exit_now(other)
+            status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+            of_others = other or isinstance(error, WorkerFailedError)
+            ending.exit_now(other, PEER_FAILED if of_others else status)
 
     def forget(self) -> None:
         """Closes, in a forked child, its copies of what belongs to the parent."""
@@ -206,15 +246,16 @@ class Member:
             )
         return number, line
 
-    def _after(self, error: BaseException | None) -> None:
+    def _after(self, error: BaseException | None, operation: str) -> None:
         """Raises the failure, if there is one, rather than what came of it."""
         connection = self._connection
         if isinstance(error, WorkerFailedError) or connection.left:
             return
-        if isinstance(error, Exception) and not isinstance(
-            error, StopIteration | StopAsyncIteration
-        ):
-            connection.failed.wait(_GRACE_SECONDS)
+        ends = isinstance(error, StopIteration | StopAsyncIteration)
+        failed = isinstance(error, Exception) and not ends
+        if failed and not connection.failed.wait(_GRACE_SECONDS):
+            trace = "".join(traceback.format_exception(error))
+            connection.blame_who_left(operation, trace[-_LONGEST_TRACE:])
         if connection.failure is not None:
             connection.stop_here()
             raise WorkerFailedError(connection.failure) from error
@@ -223,14 +264,14 @@ class Member:
 class Waiting:
     """Marks that its member waits for all other workers; see `Member.waiting`."""
 
-    __slots__ = ("_member", "_operation", "_outer", "_position")
+    __slots__ = ("_member", "_operation", "_outer", "_position", "_seconds")
 
-    def __init__(self, member: Member, operation: str):
-        self._member, self._operation = member, operation
+    def __init__(self, member: Member, operation: str, seconds: float | None):
+        self._member, self._operation, self._seconds = member, operation, seconds
         self._position = member._position
 
     def __enter__(self) -> None:
-        self._outer = self._position.enter(self._operation)
+        self._outer = self._position.enter(self._operation, self._seconds)
 
     def __exit__(
         self,
@@ -240,6 +281,6 @@ class Waiting:
     ) -> None:
         try:
             if error is not None or self._member._connection.failure is not None:
-                self._member._after(error)
+                self._member._after(error, self._operation)
         finally:
             self._position.operation = self._outer

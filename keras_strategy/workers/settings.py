@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import math
 import os
+import socket
 from collections.abc import Sequence
 
 PORT_VARIABLE = "KERAS_STRATEGY_PORT"
 TIMEOUT_VARIABLE = "KERAS_STRATEGY_TIMEOUT_SECONDS"
-RUN_VARIABLE = "KERAS_STRATEGY_RUN_ID"
+SAVE_TIMEOUT_VARIABLE = "KERAS_STRATEGY_SAVE_TIMEOUT_SECONDS"
+SECRET_VARIABLE = "KERAS_STRATEGY_SECRET"
 
 
 def hub_address(addresses: Sequence[str]) -> tuple[str, int]:
@@ -71,6 +74,25 @@ def default_timeout_seconds() -> float:
     return positive_seconds(given, f"the environment variable {TIMEOUT_VARIABLE}")
 
 
+def save_timeout_seconds(other: float) -> float:
+    """How long the others wait for a worker that writes files.
+
+    Args:
+        other: How long they wait for anything else.
+
+    Returns:
+        The environment variable KERAS_STRATEGY_SAVE_TIMEOUT_SECONDS, or else 3600, and
+        no less than `other`.
+
+    Raises:
+        ValueError: If the variable is not a positive number.
+    """
+    given = os.environ.get(SAVE_TIMEOUT_VARIABLE)
+    if not given:
+        return max(3600.0, other)
+    return positive_seconds(given, f"the environment variable {SAVE_TIMEOUT_VARIABLE}")
+
+
 def positive_seconds(value: float | str, name: str) -> float:
     """A number of seconds that one can wait; `name` says whose it is."""
     try:
@@ -92,6 +114,29 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def all_here(addresses: Sequence[str]) -> bool:
+    """Whether all workers are known to be on this machine, by their addresses."""
+    hosts = {_split(address)[0] for address in addresses}
+    if all(map(is_loopback, hosts)):
+        return True
+    # A name of this machine that all have; behind another's, ports may lead anywhere.
+    return len(hosts) == 1 and all(hosts) and bool(own_addresses(*hosts))
+
+
+def own_addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
+    """What a name stands for of this machine's own addresses, with their kinds."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    own = []
+    for family, _, _, _, address in dict.fromkeys(found):
+        with contextlib.suppress(OSError), socket.socket(family) as probe:
+            probe.bind((address[0], 0))
+            own.append((family, str(address[0])))
+    return own
 
 
 def host_port(host: str, port: int) -> str:

@@ -17,6 +17,10 @@ class State:
         seconds: For how long.
         where: The line of the program that it is at.
         stack: The innermost frames of its main thread.
+        agreements: How many times it has agreed with all others.
+        before: How many operations it entered since, before those that it names.
+        since: The names of the others.
+        notes: What else it says of itself.
     """
 
     count: int
@@ -25,6 +29,10 @@ class State:
     seconds: float
     where: str
     stack: str
+    agreements: int = 0
+    before: int = 0
+    since: list[str] = dataclasses.field(default_factory=list)
+    notes: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def different_operations(names: Sequence[str], operations: Mapping[int, str]) -> str:
@@ -37,6 +45,46 @@ def different_operations(names: Sequence[str], operations: Mapping[int, str]) ->
         "All workers must make the same calls in the same order. They are in "
         f"different operations ({told})."
     )
+
+
+def deadlock(
+    names: Sequence[str], states: Mapping[int, State], seconds: float
+) -> tuple[str, str] | None:
+    """Whether the workers wait for each other and will for ever.
+
+    All of them wait, and since they last agreed on something they have gone different
+    ways. A worker that is merely behind has entered what the others have, as far as it
+    came: it may be at work there, such as compiling a step.
+
+    Args:
+        names: The workers' names, by rank.
+        states: What they answered.
+        seconds: For how long each must have been waiting.
+
+    Returns:
+        The error, and the stacks of all; None where that is not so.
+    """
+    if len(states) < len(names):
+        return None
+    if any(not state.inside or state.seconds < seconds for state in states.values()):
+        return None
+    if len({state.agreements for state in states.values()}) > 1:
+        return None
+    steps: dict[int, set[str]] = {}
+    for state in states.values():
+        for number, name in enumerate(state.since, start=state.before):
+            # A name in it counts what a process has made, as that of a variable does.
+            steps.setdefault(number, set()).add(name.partition(" '")[0])
+    if all(len(step) == 1 for step in steps.values()):
+        return None
+    inside = {rank: str(state.inside) for rank, state in states.items()}
+    message = different_operations(names, inside)
+    for what in dict.fromkeys(key for s in states.values() for key in s.notes):
+        told = [states[rank].notes.get(what) or "none" for rank in range(len(names))]
+        if len(set(told)) > 1:
+            each = "; ".join(map(": ".join, zip(names, told, strict=True)))
+            message += f" Their {what} differ ({each})."
+    return message, _stacks(names, states)
 
 
 def stuck(
@@ -82,5 +130,12 @@ def stuck(
                 f"all workers reached `{front.last}`, and it did not end within "
                 f"{timeout_seconds:g} s"
             )
-        stacks = [f"Main thread of {names[r]}:\n{s.stack}" for r, s in states.items()]
+        stacks = [_stacks(names, states)]
     return "; ".join(blamed), "\n".join(stacks)
+
+
+def _stacks(names: Sequence[str], states: Mapping[int, State]) -> str:
+    return "\n".join(
+        f"Main thread of {names[rank]}:\n{state.stack}"
+        for rank, state in sorted(states.items())
+    )

@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 # How long the hub may take to ask all the others who keeps this worker waiting. A
 # process that is well says within this time what it is doing.
 ANSWER_SECONDS = 5.0
+# How long a worker waits before it has the hub find out whether all of them wait for
+# each other.
+DEADLOCK_SECONDS = 5.0
 # How long the others may still take over an operation after one of them has left.
 LEFT_SECONDS = 5.0
 # How long to wait for the hub to pass a failure on, before ending without it.
@@ -18,11 +21,15 @@ VERDICT_SECONDS = 2.0
 
 
 class Operation(NamedTuple):
-    """What a worker waits in: its number among all, its name, and since when."""
+    """What a worker waits in: its number among all, its name, and since when.
+
+    How long it may take is said where it is not as long as any other.
+    """
 
     count: int
     name: str
     since: float
+    seconds: float | None = None
 
 
 class Send(NamedTuple):
@@ -62,6 +69,9 @@ class Watchdog:
         # Who has left, and when the last one did.
         self._left: list[str] = []
         self._left_at = now
+        # The operation about which the hub was asked whether all wait for each other.
+        # Who comes last to a deadlock asks last, so that once is enough.
+        self._suspected: Operation | None = None
         # The operation about which the hub has been asked, and when.
         self._asked: tuple[Operation, float] | None = None
         # A failure that the hub has been told and has not told back, and until when
@@ -81,12 +91,12 @@ class Watchdog:
         return []
 
     def lose(self, why: str) -> Actions:
-        """The connection to the hub is over."""
+        """The connection to the hub is over: the chief "is gone", in words."""
         self._hub_gone = True
         if self._leaving or self._names[0] in self._left:
             return []
         # At once: an engine that lost its chief may end the process.
-        gone = Fail(f"{self._names[0]} is gone without a word ({why})")
+        gone = Fail(f"{self._names[0]} {why}")
         return self._end(self._claim[0] if self._claim else gone)
 
     def fail(self, message: str, details: str, now: float) -> Actions:
@@ -112,10 +122,21 @@ class Watchdog:
             return []
         waited = self.waited(operation, now)
         if self._left and min(waited, now - self._left_at) > LEFT_SECONDS:
-            gone = " and ".join(self._left)
-            waits = f"{self._name} was waiting for it in `{operation.name}`"
-            return self.fail(f"{gone} ended while {waits}", "", now)
-        return self._inquire(operation, now) if waited > self._timeout else []
+            return self.blame_who_left(operation.name, "", now)
+        if waited > (operation.seconds or self._timeout):
+            return self._inquire(operation, now)
+        if waited > DEADLOCK_SECONDS and self._suspected is not operation:
+            self._suspected = operation
+            return [Send({"type": "inquire", "count": operation.count})]
+        return []
+
+    def blame_who_left(self, operation: str, details: str, now: float) -> Actions:
+        """An operation cannot be ended without those who have left, if any have."""
+        if not self._left:
+            return []
+        gone = " and ".join(self._left)
+        waits = f"{self._name} was waiting for it in `{operation}`"
+        return self.fail(f"{gone} ended while {waits}", details, now)
 
     def waited(self, operation: Operation, now: float) -> float:
         """For how long this worker has been in an operation, while it ran."""
@@ -130,20 +151,21 @@ class Watchdog:
 
     def _inquire(self, operation: Operation, now: float) -> Actions:
         """Has the hub ask who keeps the others waiting."""
+        timeout = operation.seconds or self._timeout
         asked, asked_at = self._asked or (None, now)
         overdue = now - asked_at > ANSWER_SECONDS
         # A hub that is well asks everybody at once, this worker included.
         answered = self._heard_at > asked_at
         if asked is not operation or (overdue and answered):
             self._asked = operation, now
-            question = {"count": operation.count, "timeout": self._timeout}
+            question = {"count": operation.count, "timeout": timeout}
             return [Send({"type": "inquire", **question})]
         if not overdue:
             return []
         return self._end(
             Fail(
                 f"{self._names[0]} does not answer, and {self._name} has been in "
-                f"`{operation.name}` for more than {self._timeout:g} s: its process is "
+                f"`{operation.name}` for more than {timeout:g} s: its process is "
                 "stopped, or one long call keeps Python busy"
             )
         )

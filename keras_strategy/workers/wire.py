@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import json
 import os
+import secrets
 import socket
 from collections.abc import Callable
 from typing import Any
 
-PROTOCOL = "keras_strategy coordination 1"
+PROTOCOL = "keras_strategy coordination 2"
 
 # The longest line that a worker may send.
 MAX_LINE = 1 << 20
@@ -21,6 +23,30 @@ MAX_LINE = 1 << 20
 
 class ProtocolError(Exception):
     """What came is not a message."""
+
+
+def nonce() -> str:
+    """What nobody can have proved anything about before."""
+    return secrets.token_hex(16)
+
+
+def proof(secret: str, *about: Any) -> str:
+    """What only those can say who know a secret.
+
+    Args:
+        secret: The secret.
+        about: What is proved: who says it, nonces of both ends, claims.
+    """
+    text = json.dumps(about).encode()
+    return hmac.new(secret.encode(), text, "sha256").hexdigest()
+
+
+def proves(said: Any, secret: str, *about: Any) -> bool:
+    """Whether something that came is what `proof` gives."""
+    expected = proof(secret, *about)
+    return isinstance(said, str) and hmac.compare_digest(
+        said.encode(errors="replace"), expected.encode()
+    )
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -43,7 +69,7 @@ def decode(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         message = None
     if not isinstance(message, dict) or not isinstance(message.get("type"), str):
-        raise ProtocolError(f"not a message: {line[:80]!r}")
+        raise ProtocolError(f"{len(line)} bytes that are no message")
     return message
 
 
@@ -67,12 +93,17 @@ async def listen(
     """Has every message handled that arrives, and returns why none will any more."""
     try:
         while (message := await receive(reader)) is not None:
-            handle(message)
+            try:
+                handle(message)
+            except (KeyError, TypeError, ValueError, IndexError) as error:
+                kind = message["type"][:40]
+                raise ProtocolError(f"of the type {kind!r}: {error!r}"[:200]) from error
     except ProtocolError as error:
-        return f"what it sent cannot be understood: {error}"
+        return f"sent a message that cannot be understood ({error})"
     except OSError as error:
-        return f"its process crashed, or its machine is gone: {error}"
-    return "its process was killed or crashed"
+        gone = f"its process crashed, or its machine is gone: {error}"
+        return f"is gone without a word ({gone})"
+    return "is gone without a word (its process was killed or crashed)"
 
 
 def forget(*owners: socket.socket | asyncio.StreamWriter) -> None:

@@ -16,6 +16,7 @@ if keras.backend.backend() != "jax":
 import jax
 
 from keras_strategy.backends.jax import hooks
+from keras_strategy.backends.jax import hooks_state as keras_state
 from keras_strategy.testing.equality.compare import largest, scope
 from keras_strategy.values.distributed import PerReplica
 
@@ -292,7 +293,7 @@ def test_a_step_computes_in_the_memory_of_the_one_before(two):
     two.run(step)
     for _ in range(3):
         # Not by `v.value`: what was read is not overwritten.
-        part = hooks.array_of(v).addressable_shards[0].data
+        part = keras_state.array_of(v).addressable_shards[0].data
         two.run(step)
         assert part.is_deleted()
     held = v.value
@@ -407,7 +408,7 @@ def test_a_step_overwrites_all_that_it_assigns_and_nobody_has_read(two):
 
     def parts():
         return [
-            hooks.array_of(v).addressable_shards[0].data
+            keras_state.array_of(v).addressable_shards[0].data
             for v in (*model.trainable_variables, *optimizer.variables)
             if v is not optimizer._learning_rate
         ]
@@ -435,10 +436,10 @@ def test_a_step_that_fails_leaves_the_variables(two):
             raise ValueError("not such a batch")
 
     two.run(step, args=(np.ones(4, "float32"),))
-    before = hooks.array_of(v)
+    before = keras_state.array_of(v)
     with pytest.raises(ValueError, match="not such a batch"):
         two.run(step, args=(np.ones(2, "float32"),))
-    assert hooks.array_of(v) is before
+    assert keras_state.array_of(v) is before
     assert v.numpy().tolist() == [1.0] * 3
     two.run(step, args=(np.ones(4, "float32"),))
     assert v.numpy().tolist() == [2.0] * 3

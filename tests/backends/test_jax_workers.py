@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from keras_strategy.testing import WorkerRunner
+from keras_strategy.workers.exit_codes import PEER_FAILED
 
 if keras.backend.backend() != "jax":
     pytest.skip("tests of the JAX adapter", allow_module_level=True)
@@ -73,6 +74,8 @@ def test_different_batches_on_batch(two_workers):
 
 def test_devices_that_were_used_before(two_workers):
     two_workers.start(jobs.too_late)
-    for end in two_workers.wait():
-        assert end.exit_status == 1
+    ends = two_workers.wait()
+    for end in ends:
         assert "before the first tensor" in end.output
+    # Each raises; who does so second may have been told of the first.
+    assert {1} <= {end.exit_status for end in ends} <= {1, PEER_FAILED}

@@ -156,7 +156,7 @@ def test_an_epoch_in_a_tf_function_is_not_unrolled(strategy):
 
         def loss_of_batch():
             losses = tf.square(y - model(x))[:, 0]
-            return ks.compute_average_loss(losses, global_batch_size=4)
+            return ks.compute_average_loss(losses)
 
         loss, gradients = ks.value_and_grad(loss_of_batch, model.trainable_variables)()
         optimizer.apply(gradients, model.trainable_variables)
@@ -188,6 +188,28 @@ def test_an_epoch_in_a_tf_function_is_not_unrolled(strategy):
     for a, b in zip(after, model.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
     assert float(again) > float(total)
+
+
+def test_a_loop_in_a_tf_function_draws_one_devices_numbers(two):
+    x = np.random.RandomState(3).randn(9, 4).astype("float32")
+    source = tf.data.Dataset.from_tensor_slices(x).batch(4)
+
+    def total(strategy):
+        with strategy.scope():
+            layer = keras.layers.Dropout(0.5, seed=3)
+
+        @tf.function
+        def epoch(data):
+            result = tf.zeros(4)
+            for x in data:
+                rows = strategy.run(lambda x: layer(x, training=True), args=(x,))
+                result += strategy.reduce("SUM", rows, axis=0)
+            return result
+
+        return epoch(strategy.experimental_distribute_dataset(source)).numpy()
+
+    one = total(ks.OneDeviceStrategy("cpu:0"))
+    np.testing.assert_allclose(total(two), one, rtol=1e-6)
 
 
 def test_datasets_and_iterators_as_arguments(strategy):

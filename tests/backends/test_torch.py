@@ -178,6 +178,14 @@ def test_memory_that_is_written_again():
         assert address(parts) == again
 
 
+def test_a_module_of_torch_cannot_normalize_by_the_global_batch():
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"], batch_statistics="global")
+    model = model_of_a_module(strategy, normalizes=True)
+    with pytest.raises(ValueError, match="'normalize' of a Residual"):
+        model.fit(X, Y, verbose=0)
+    model.predict(X, verbose=0)  # by what it keeps
+
+
 def test_a_module_is_not_called_to_find_out_what_is_drawn(two):
     """What it keeps could not be put back."""
     kept = []

@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch")
 if keras.backend.backend() != "torch":
     pytest.skip("for the torch backend", allow_module_level=True)
 
-from keras_strategy.backends.torch.announcing import DIGEST_BYTES, Announcements  # noqa: E402
+from keras_strategy.backends.torch.announcing import Announcements  # noqa: E402
+from keras_strategy.core.workers import DIGEST_BYTES  # noqa: E402
 
 WORKERS = 3
 

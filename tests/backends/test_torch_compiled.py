@@ -101,12 +101,10 @@ def told(caplog):
     return lines
 
 
-@pytest.fixture
-def own_numbers():
-    """Replicas draw their own: those of one device are no part of a graph."""
-    ks.config.exact_random(False)
-    yield
-    ks.config.exact_random(True)
+def dropping(**options):
+    """It draws twice from one generator."""
+    layer = layers.Dropout(0.5, **options)
+    return sequential(layer, layers.Dense(4), layer)
 
 
 def fitted(strategy, build, x=X, y=Y, jit_compile=True, loss="mse", **compiling):
@@ -125,7 +123,7 @@ def test_everything_equals_one_device(two, told):
     def results(strategy):
         keras.utils.set_random_seed(1)
         with scope(strategy):
-            model = sequential()
+            model = dropping()
             model.compile(
                 "adam", "mse", metrics=["mae"], jit_compile=strategy is not None
             )
@@ -150,21 +148,41 @@ def test_everything_equals_one_device(two, told):
     "build, x, y",
     [
         (lambda: sequential(layers.BatchNormalization()), X, Y),
-        (lambda: sequential(layers.Dropout(0.5), layers.Dropout(0.5)), X, Y),
+        (dropping, X, Y),
+        (lambda: dropping(seed=3, noise_shape=(None, 1)), X, Y),
         (lambda: sequential(Adds(), Counts()), X, Y),
         (attention, TOKENS, Y),
         (masked, TOKENS, SEQUENCES),
         (in_bfloat16, X, Y),
         (recurrent, SEQUENCES, Y),
     ],
-    ids=["norm", "dropout", "adds", "attention", "masked", "bfloat16", "recurrent"],
+    ids=[
+        "norm",
+        "dropout",
+        "seeded",
+        "adds",
+        "attention",
+        "masked",
+        "bfloat16",
+        "recurrent",
+    ],
 )
-def test_what_is_compiled(build, x, y, two, told, own_numbers):
+def test_what_is_compiled(build, x, y, two, told):
     """To the last digit what it is without a graph: also what it draws."""
     expected = fitted(two, build, x, y, jit_compile=False)
     assert not told()
     assert largest(fitted(two, build, x, y), expected) == 0
     assert "is one graph" in told()[0] and "without" not in told()[0]
+
+
+def test_numbers_of_their_own_are_drawn_in_a_graph(two, told):
+    ks.config.exact_random(False)
+    try:
+        expected = fitted(two, dropping, jit_compile=False)
+        assert largest(fitted(two, dropping), expected) == 0
+    finally:
+        ks.config.exact_random(True)
+    assert "without" not in told()[0]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +195,7 @@ def test_what_is_compiled(build, x, y, two, told, own_numbers):
             X,
             "it asks a replica for its part of the rows",
         ),
-        (lambda: sequential(layers.Dropout(0.5)), X, "random numbers"),
+        (lambda: sequential(layers.GaussianNoise(0.5)), X, "random numbers"),
     ],
     ids=["attribute", "branch", "synchronized", "draws"],
 )
@@ -188,8 +206,21 @@ def test_what_is_not_compiled(build, x, why, two, told):
     assert "without a graph, and with the same results" in line and why in line
 
 
+def test_the_statistics_of_the_global_batch_are_not_compiled(told):
+    """By the strategy's wish, of which the layer knows nothing."""
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"], batch_statistics="global")
+
+    def build():
+        return sequential(layers.BatchNormalization())
+
+    expected = fitted(strategy, build, jit_compile=False)
+    assert largest(fitted(strategy, build), expected) == 0
+    (line,) = told()
+    assert "it asks a replica for its part of the rows" in line
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_another_backend(backend, two, told, own_numbers, monkeypatch):
+def test_another_backend(backend, two, told, monkeypatch):
     def build():
         return sequential(layers.BatchNormalization(), layers.Dropout(0.5))
 

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from keras_strategy.workers.exit_codes import PEER_FAILED
 from tests.coordination.conftest import SOON
 
 WAIT = """
@@ -28,7 +29,7 @@ def test_a_killed_worker_ends_the_others(processes, victim):
     processes.reached("there", *others)
     processes.signal(victim, signal.SIGKILL)
     for rank, (status, errors) in zip(others, processes.end(*others), strict=True):
-        assert status == 1
+        assert status == PEER_FAILED
         assert f"{THREE[victim]} is gone without a word" in errors
         assert f"{THREE[rank]} was in `all_reduce in step 12`" in errors
 
@@ -43,7 +44,7 @@ def test_a_worker_that_raises_ends_the_others(processes, victim):
     )
     processes.start(scripts)
     for rank, (status, errors) in enumerate(processes.end(0, 1, 2)):
-        assert status == 1
+        assert status == (1 if rank == victim else PEER_FAILED)
         assert "Traceback" in errors and '"script.py", line 3' in errors
         if rank != victim:
             assert (
@@ -59,7 +60,7 @@ def test_a_worker_that_hangs_ends_the_others(processes, victim):
     scripts[victim] = BUSY
     processes.start(scripts, timeout=1)
     for status, errors in processes.end(0, 1, 2):
-        assert status == 1
+        assert status == PEER_FAILED
         assert (
             f"{THREE[victim]} did not reach `all_reduce in step 12` within 1 s; it is "
             "in no operation; its main thread is in: <module> (script.py, line 1"
@@ -72,11 +73,11 @@ def test_a_stopped_worker_ends_the_others(processes):
     processes.reached("there", 0)
     processes.signal(1, signal.SIGSTOP)
     ((status, errors),) = processes.end(0)
-    assert status == 1
+    assert status == PEER_FAILED
     assert "worker 0 did not reach `all_reduce in step 12` within 1 s" in errors
     assert "does not answer" in errors
     processes.signal(1, signal.SIGCONT)
-    assert processes.end(1)[0][0] == 1
+    assert processes.end(1)[0][0] == PEER_FAILED
 
 
 def test_a_stopped_chief_ends_the_others(processes):
@@ -84,7 +85,7 @@ def test_a_stopped_chief_ends_the_others(processes):
     processes.reached("there", 1)
     processes.signal(0, signal.SIGSTOP)
     ((status, errors),) = processes.end(1)
-    assert status == 1
+    assert status == PEER_FAILED
     assert "chief does not answer" in errors and "`all_reduce in step 12`" in errors
 
 
@@ -119,7 +120,7 @@ def test_a_worker_that_leaves_ends_those_that_wait(processes, victim, script):
     processes.start(scripts)
     others = [rank for rank in range(3) if rank != victim]
     for status, errors in processes.end(*others):
-        assert status == 1
+        assert status == PEER_FAILED
         assert f"{THREE[victim]} ended while " in errors
         assert "was waiting for it in `all_reduce in step 12`" in errors
     ((status, errors),) = processes.end(victim)
@@ -146,7 +147,7 @@ time.sleep(300)
     processes.reached("there", 0)
     processes.signal(1, signal.SIGKILL)
     ((status, errors),) = processes.end(0)
-    assert status == 1 and "worker 0 is gone without a word" in errors
+    assert status == PEER_FAILED and "worker 0 is gone without a word" in errors
 
 
 def test_what_becomes_of_a_fork_is_its_own_affair(processes):
@@ -195,7 +196,7 @@ with member.waiting("all_reduce in step 12"):
     dies = "import os\nmember.agree('start')\nimport time; time.sleep(0.3); os._exit(9)"
     processes.start([engine, dies])
     ((status, errors),) = processes.end(0)
-    assert status == 1
+    assert status == PEER_FAILED
     assert "worker 0 is gone without a word" in errors
 
 
@@ -232,4 +233,34 @@ with member.waiting("all_reduce in step 12"):
     processes.start([writes, BUSY])
     processes.reached("there", 0)
     processes.signal(1, signal.SIGKILL)
-    assert processes.workers[0].wait(SOON) == 1
+    assert processes.workers[0].wait(SOON) == PEER_FAILED
+
+
+def test_an_exception_that_is_handled_ends_nothing(processes):
+    """C code prints one by `sys.excepthook`, in a callback or a destructor."""
+    prints = """
+import sys, threading
+def handled():
+    try:
+        raise ValueError("dealt with")
+    except ValueError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+handled()
+thread = threading.Thread(target=handled)
+thread.start()
+thread.join()
+member.agree("after")
+print("there", flush=True)
+"""
+    processes.start([prints, "member.agree('after')"])
+    (chief, told), other = processes.end(0, 1)
+    assert (chief, other) == (0, (0, ""))
+    assert told.count("ValueError: dealt with") == 2
+
+
+def test_an_operation_may_have_a_time_of_its_own(processes):
+    """A chief that writes for long is at work."""
+    waits = "member.agree('save', None, 60)"
+    writes = "import time; time.sleep(3)\n" + waits
+    processes.start([writes, waits], timeout=1)
+    assert processes.end(0, 1) == [(0, ""), (0, "")]

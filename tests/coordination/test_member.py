@@ -1,8 +1,10 @@
 """Members that meet, agree and look up; each is a thread of this process."""
 
 import concurrent.futures
+import contextlib
 import ipaddress
 import json
+import os
 import socket
 import threading
 import time
@@ -10,8 +12,16 @@ import time
 import pytest
 
 from keras_strategy.errors import ClusterError, WorkerFailedError
-from keras_strategy.workers import Member, default_timeout_seconds, hub_address
-from keras_strategy.workers.wire import MAX_LINE
+from keras_strategy.workers import (
+    Member,
+    default_timeout_seconds,
+    hub,
+    hub_address,
+    watchdog,
+)
+from keras_strategy.workers.meeting import listen
+from keras_strategy.workers.settings import own_addresses
+from keras_strategy.workers.wire import MAX_LINE, PROTOCOL, encode
 from tests.coordination.conftest import SOON, names_of
 
 
@@ -51,6 +61,41 @@ def test_agree_gathers_by_rank(together):
     assert together(3, work) == [expected] * 3
 
 
+def test_what_is_told_ahead(together):
+    """It is answered when it is asked for, in between or not at all."""
+
+    def work(member, rank):
+        first = member.tell("batch", [rank, 0])
+        seen = [member.agree("step", rank)]
+        member.tell("batch", "nobody asks for the answer")
+        last = member.tell("batch", [rank, 1])
+        return [*seen, member.agree("step", -rank), last(), first()]
+
+    expected = [[0, 1], [0, -1], [[0, 1], [1, 1]], [[0, 0], [1, 0]]]
+    assert together(2, work) == [expected] * 2
+
+
+def test_who_told_all_may_leave(together):
+    """And who waits for what was not told hears of it."""
+    # A failure is raised by whatever a member does next, so that both must have read
+    # what was told before one of them fails.
+    both_have_read = threading.Barrier(2)
+
+    def work(member, rank):
+        told = member.tell("batch", rank)
+        if rank == 2:
+            member.leave()
+            return None
+        time.sleep(0.3)
+        seen = told()
+        both_have_read.wait(SOON)
+        with pytest.raises(WorkerFailedError, match="ended while .* was waiting"):
+            member.agree("batch")
+        return seen
+
+    assert together(3, work, timeout=5.0)[:2] == [[0, 1, 2]] * 2
+
+
 def test_one_worker_alone(together):
     def work(member, rank):
         with member.waiting("fit step"):
@@ -69,7 +114,7 @@ def test_different_operations(together):
 
 
 def test_the_same_operation_in_another_order(together):
-    """Nobody can tell before the timeout that the workers will never meet."""
+    """With a timeout that is over before anybody suspects that they never meet."""
 
     def work(member, rank):
         if rank == 1:
@@ -82,6 +127,50 @@ def test_the_same_operation_in_another_order(together):
     for error in together(2, work, timeout=0.5):
         assert isinstance(error, WorkerFailedError)
         assert "chief" in str(error) and "`fit step`" in str(error)
+
+
+@pytest.fixture
+def suspicious(monkeypatch):
+    for module in (hub, watchdog):
+        monkeypatch.setattr(module, "DEADLOCK_SECONDS", 0.4)
+
+
+def test_workers_that_wait_for_each_other_for_ever(together, suspicious):
+    def work(member, rank):
+        member.notes["callbacks"] = "Saves" if rank == 0 else ""
+        member.agree("start")
+        with member.waiting("a step"):
+            pass
+        if rank == 0:
+            with member.waiting("a save"):
+                member._connection.failed.wait(SOON)
+        else:
+            member.agree("the next batch")
+
+    began = time.monotonic()
+    for error in together(3, work, timeout=60):
+        assert isinstance(error, WorkerFailedError)
+        assert (
+            "They are in different operations (chief: `a save`, worker 0: `the next "
+            "batch`, worker 1: `the next batch`). Their callbacks differ (chief: "
+            "Saves; worker 0: none; worker 1: none)."
+        ) in str(error)
+        assert "Main thread of worker 1" in str(error)
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("rows", [1, 100], ids=["few", "many"])
+def test_a_worker_that_is_behind_is_at_work(together, suspicious, rows):
+    """One compiles a step that the others have done, and asks nobody meanwhile."""
+
+    def work(member, rank):
+        member.agree("start")
+        for i in range(rows):
+            with member.waiting(f"step {i} 'dense_{rank}'"):
+                time.sleep(2.5 if rank == 1 and i == rows - 1 else 0)
+        return member.agree("the next batch", rank)
+
+    assert together(3, work, timeout=60) == [[0, 1, 2]] * 3
 
 
 def test_a_collective_that_does_not_end(together):
@@ -144,7 +233,6 @@ def test_nothing_is_left_after_leave(port):
     before = set(threading.enumerate())
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         members = list(pool.map(lambda rank: join(port, rank, 2), range(2)))
-    assert listening(port)
     for member in members:
         member.leave()
         member.leave()
@@ -184,6 +272,24 @@ def test_agreeing_with_a_chief_that_has_left(together):
     assert isinstance(second, WorkerFailedError) and "chief" in str(second)
 
 
+def test_who_has_things_to_end_is_not_waited_for(together):
+    """An engine's goodbye may wait for the others, who may wait for this worker."""
+    others_know = threading.Event()
+
+    def work(member, rank):
+        member.agree("start")
+        if rank == 0:
+            member.at_leave(lambda: others_know.wait(SOON))
+            return member.leave()
+        said = outcome(member.agree, "fit step")
+        others_know.set()
+        return said
+
+    _, error = together(2, work)
+    assert isinstance(error, WorkerFailedError)
+    assert "chief ended while worker 0 was waiting for it in `fit step`" in str(error)
+
+
 # Who does not come, and who does not belong.
 
 
@@ -214,51 +320,161 @@ def test_a_chief_that_never_arrives(port):
 )
 def test_who_does_not_belong_is_refused_alone(port, rank, count, run, reason):
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        joining = [pool.submit(join, port, r, 3, run_id="a") for r in (0, 1)]
-        joining.append(pool.submit(join, port, rank, count, run_id=run))
+        joining = [pool.submit(join, port, r, 3, secret="a") for r in (0, 1)]
+        # As from another machine, which calls the chief's by another name.
+        other = ("localhost", port), rank, names_of(count), SOON
+        joining.append(pool.submit(Member.join, *other, secret=run))
         # Of two that claim the same rank, either may be the first.
         done, others = concurrent.futures.wait(
             joining, return_when=concurrent.futures.FIRST_COMPLETED
         )
         (refused,) = [future.exception() for future in done]
         assert isinstance(refused, ClusterError)
-        assert "worker 0 cannot join at 127.0.0.1" in str(refused)
+        assert "worker 0 cannot join at " in str(refused)
         assert reason in str(refused)
-        members = [join(port, 2, 3, run_id="a"), *(f.result() for f in others)]
+        members = [join(port, 2, 3, secret="a"), *(f.result() for f in others)]
         agreed = list(pool.map(lambda m: m.agree("x", m.rank), members))
         assert agreed == [[0, 1, 2]] * 3
     for member in sorted(members, key=lambda member: -member.rank):
         member.leave()
 
 
+def test_who_comes_when_all_are_there_is_refused_at_once(together, port):
+    """The chief does not listen any more."""
+
+    def work(member, rank):
+        member.agree("all are there")
+        late = outcome(join, port, 1, 2) if rank == 0 else None
+        member.agree("one was late")
+        return late
+
+    begun = time.monotonic()
+    late, _ = together(2, work)
+    assert time.monotonic() - begun < SOON / 2
+    assert isinstance(late, ClusterError)
+    assert "this machine has joined as worker 0 before" in str(late)
+
+
+@pytest.fixture
+def waiting_chief(port):
+    """The chief of two workers, while the other has not arrived."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        chief = pool.submit(join, port, 0, 2, secret="ours")
+        while not listening(port):
+            time.sleep(0.01)
+        yield chief
+        other = join(port, 1, 2, secret="ours")
+        pool.submit(other.agree, "step", 1)
+        assert chief.result().agree("step", 0) == [0, 1]
+    other.leave()
+    chief.result().leave()
+
+
 @pytest.mark.parametrize(
     "sent",
     [
-        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET /passwords HTTP/1.1\r\n\r\n",
         b"\x80\x04\x95\n",
         b"x" * (MAX_LINE * 3),
         b"[" * 100_000 + b"\n",
         json.dumps({"type": "bye"}).encode() + b"\n",
+        encode({"type": "hello", "protocol": PROTOCOL, "nonce": {}})
+        + b'{"type":"join","rank":[],"names":{},"proof":"\\ud800"}\n',
+        encode({"type": "hello", "protocol": PROTOCOL}) + b'{"type":"join"}\n',
     ],
-    ids=["http", "binary", "endless", "deep", "no hello"],
+    ids=["http", "binary", "endless", "deep", "no_hello", "garbled", "no_proof"],
 )
-def test_strangers_do_no_harm(together, port, sent):
-    def work(member, rank):
-        if rank == 0:
-            with socket.create_connection(
-                ("127.0.0.1", port), timeout=SOON
-            ) as stranger:
-                try:
-                    stranger.sendall(sent)
-                    assert stranger.recv(100) == b""
-                except ConnectionError:
-                    pass  # Closed before all was sent.
-            # One that says nothing keeps nobody waiting.
-            with socket.create_connection(("127.0.0.1", port)):
-                return member.agree("step", rank)
-        return member.agree("step", rank)
+def test_strangers_do_no_harm(waiting_chief, port, sent, capfd):
+    with socket.create_connection(("127.0.0.1", port), timeout=SOON) as stranger:
+        try:
+            stranger.sendall(sent)
+            answered = b""
+            while got := stranger.recv(1000):
+                answered += got
+        except ConnectionError:
+            answered = b""  # Closed before all was sent.
+    told = [json.loads(line)["type"] for line in answered.splitlines()]
+    assert told in ([], ["challenge"], ["challenge", "stranger"])
+    assert capfd.readouterr() == ("", "")
 
-    assert together(2, work) == [[0, 1]] * 2
+
+def test_strangers_who_say_nothing(waiting_chief, port):
+    """They do not exhaust the files of the chief's process."""
+    before = len(os.listdir("/proc/self/fd"))
+    with contextlib.ExitStack() as strangers:
+        for _ in range(300):
+            stranger = socket.create_connection(("127.0.0.1", port), timeout=SOON)
+            strangers.enter_context(stranger)
+        until = time.monotonic() + SOON
+        # Both ends are of this process: the chief has let go of most.
+        while len(os.listdir("/proc/self/fd")) - before > 300 + 80:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+
+def test_nobody_can_connect_when_all_have_arrived(together, port):
+    def work(member, rank):
+        member.agree("start")
+        return listening(port)
+
+    assert together(2, work) == [False, False]
+
+
+def test_the_secret_is_not_said(port):
+    """What travels is of no use to who has heard it."""
+    heard = []
+
+    def pass_on(source, target):
+        while got := source.recv(10_000):
+            heard.append(got)
+            target.sendall(got)
+        target.shutdown(socket.SHUT_WR)
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as relay,
+        concurrent.futures.ThreadPoolExecutor(4) as pool,
+    ):
+        chief = pool.submit(join, port, 0, 2, secret="our secret")
+        while not listening(port):
+            time.sleep(0.01)
+        at = relay.getsockname()[1]
+        worker = pool.submit(join, at, 1, 2, secret="our secret")
+        ends = relay.accept()[0], socket.create_connection(("127.0.0.1", port))
+        with ends[0], ends[1]:
+            passing = [pool.submit(pass_on, *ends), pool.submit(pass_on, *ends[::-1])]
+            worker.result().leave()
+            chief.result().leave()
+            concurrent.futures.wait(passing)
+    assert b"challenge" in b"".join(heard) and b"welcome" in b"".join(heard)
+    assert b"our secret" not in b"".join(heard)
+
+
+@pytest.mark.parametrize(
+    ("sender", "sent"),
+    [
+        ("worker 0", {"type": "failed"}),
+        ("worker 0", {"type": "agree", "operation": "step"}),
+        ("worker 0", {"type": "nonsense"}),
+        ("chief", {"type": "failed"}),
+        ("chief", {"type": "left", "rank": []}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value["type"],
+)
+def test_a_message_of_a_member_that_is_none(together, sender, sent):
+    def work(member, rank):
+        member.agree("start")
+        if (sender == "chief") == (rank == 0):
+            writer = member._hub._writers[1] if rank == 0 else None
+            writer = writer or member._connection._writer
+            member._connection._thread.soon(writer.write, encode(sent))
+        with member.waiting("step"):
+            member._connection.failed.wait(SOON)
+
+    begun = time.monotonic()
+    for error in together(2, work):
+        assert isinstance(error, WorkerFailedError)
+        assert f"{sender} sent a message that cannot be understood (of" in str(error)
+    assert time.monotonic() - begun < 10
 
 
 def test_what_listens_at_the_address_is_not_the_chief():
@@ -272,9 +488,18 @@ def test_what_listens_at_the_address_is_not_the_chief():
 
         other = threading.Thread(target=answer)
         other.start()
-        with pytest.raises(ClusterError, match="not the chief of a run"):
+        with pytest.raises(ClusterError, match="not the chief of this run"):
             join(server.getsockname()[1], 1, 2)
         other.join()
+
+
+def test_what_listens_at_the_address_says_nothing():
+    """Whoever it is: the time for the chief to arrive goes on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        begun = time.monotonic()
+        with pytest.raises(ClusterError, match="chief has not arrived within 1 s"):
+            join(server.getsockname()[1], 1, 2, timeout=1.0)
+        assert time.monotonic() - begun < 5
 
 
 def test_a_taken_port():
@@ -303,12 +528,27 @@ def test_where_the_chief_listens(port, host, local):
             )
         )
         assert members[0]._hub is not None
-        at = members[0]._hub._listener.getsockname()[0]
-        assert ipaddress.ip_address(at).is_loopback == local
+        for at, _ in members[0]._hub.addresses:
+            assert ipaddress.ip_address(at).is_loopback == local
         agreed = list(pool.map(lambda m: m.agree("step", m.rank), members))
         assert agreed == [list(ranks)] * len(ranks)
     for member in members[::-1]:
         member.leave()
+
+
+def test_a_name_of_this_machine_opens_its_own_addresses(port):
+    """And not all interfaces."""
+    host = socket.gethostname()
+    own = [address for _, address in own_addresses(host)]
+    if not own:
+        pytest.skip("the name of this machine stands for none of its addresses")
+    listeners = listen(host, port, all_here=True)
+    try:
+        assert [each.getsockname()[0] for each in listeners] == own
+        assert not any(ipaddress.ip_address(at).is_unspecified for at in own)
+    finally:
+        for listener in listeners:
+            listener.close()
 
 
 def test_connections_notice_a_machine_that_is_gone(together):

@@ -4,6 +4,7 @@ import pytest
 
 from keras_strategy.workers.watchdog import (
     ANSWER_SECONDS,
+    DEADLOCK_SECONDS,
     LEFT_SECONDS,
     VERDICT_SECONDS,
     Fail,
@@ -15,6 +16,8 @@ from keras_strategy.workers.watchdog import (
 NAMES = ["chief", "worker 0", "worker 1"]
 TIMEOUT = 10.0
 STEP = Operation(7, "step", 0.0)
+# Asked once in each operation, long before its time is over.
+SUSPECTS = Send({"type": "inquire", "count": STEP.count})
 
 
 @pytest.fixture
@@ -28,7 +31,8 @@ def look(watchdog, operation, begin, end):
     done = []
     now = begin
     while now < end:
-        done += [(now, action) for action in watchdog.look(operation, now)]
+        actions = [a for a in watchdog.look(operation, now) if a != SUSPECTS]
+        done += [(now, action) for action in actions]
         now += watchdog.interval
     return done
 
@@ -45,10 +49,15 @@ def test_the_hub_is_asked_once_the_time_is_over(watchdog):
     assert look(watchdog, STEP, 0, TIMEOUT + 2) == [(TIMEOUT + 1, asks())]
 
 
+def test_the_hub_finds_out_soon_whether_all_wait_for_each_other(watchdog):
+    looked = [now for now in range(10) if watchdog.look(STEP, now) == [SUSPECTS]]
+    assert looked == [DEADLOCK_SECONDS + 1]
+
+
 def test_each_operation_has_its_own_time(watchdog):
     for count in range(5):
         begin = 0.9 * TIMEOUT * count
-        step = Operation(count, "step", begin)
+        step = STEP._replace(since=begin)
         assert look(watchdog, step, begin, begin + 0.9 * TIMEOUT) == []
 
 
@@ -135,7 +144,8 @@ def test_the_first_failure_of_its_own_counts(watchdog):
 
 def test_a_chief_that_is_gone(watchdog):
     gone = "chief is gone without a word (its process was killed or crashed)"
-    assert watchdog.lose("its process was killed or crashed") == [Fail(gone)]
+    why = "is gone without a word (its process was killed or crashed)"
+    assert watchdog.lose(why) == [Fail(gone)]
 
 
 def test_a_chief_that_is_gone_before_it_told_a_failure(watchdog):

@@ -8,6 +8,7 @@ from keras_strategy.workers import Member, hub, hub_address, watchdog
 # So that tests need not wait for long.
 hub.ANSWER_SECONDS = watchdog.ANSWER_SECONDS = 1.0
 watchdog.LEFT_SECONDS = 1.0
+hub.DEADLOCK_SECONDS = watchdog.DEADLOCK_SECONDS = 1.0
 
 arguments = json.loads(sys.argv[1])
 rank, names = arguments["rank"], arguments["names"]

@@ -1,87 +1,26 @@
-"""Every public name of tf.distribute: here with the same parameters, or excused.
+"""docs/tf_distribute.md is what tf.distribute has, and what this backend does."""
 
-tf_distribute_names.tsv, beside this file, lists the names, kinds and parameters of
-tf.distribute in TensorFlow 2.21. A parameter list begins like tf.distribute's; further
-parameters must have defaults.
-"""
-
-import csv
 import enum
 import fnmatch
 import inspect
-import pathlib
+import re
 import types
 
+import keras
 import pytest
 
 import keras_strategy as ks
+from tools import tf_distribute_page as tool
 
-SESSIONS = "It is for TensorFlow 1's sessions."
-ITERATORS = "It is for TensorFlow 1's iterators."
-DEPRECATED = "tf.distribute deprecates it; `extended` has it."
-ENGINE = "The engine reduces: these classes are choices, and reduce nothing themselves."
-SERVERS = "It is for servers that TensorFlow's coordinators send work to."
-COORDINATOR = "Parameter servers are not done yet."
-TPU = "TPUStrategy is not done yet."
-PREEMPTION = "Preemption is not done yet."
-
-EXCUSED = {
-    "*Strategy.configure": SESSIONS,
-    "*Strategy.update_config_proto": SESSIONS,
-    "*Strategy.make_dataset_iterator": ITERATORS,
-    "*Strategy.make_input_fn_iterator": ITERATORS,
-    "*Strategy.experimental_run": ITERATORS,
-    "*Strategy.unwrap": "The old name of experimental_local_results.",
-    "*Strategy.group": "It joins operations of a graph into one.",
-    "*Strategy.colocate_vars_with": DEPRECATED,
-    "*Strategy.reduce": "`axis` has a default here, so that both spellings work.",
-    "StrategyExtended": "Ours is made with the devices of its replicas.",
-    "StrategyExtended.__init__": "The same.",
-    "ReplicaContext": "`run` makes it; ours is made with the engine's replica.",
-    "ReplicaContext.__init__": "The same.",
-    "ReplicaContext.__enter__": "`run` enters it.",
-    "DistributedValues": "Ours is made with its values.",
-    "DistributedDataset": "The strategy makes it, with what it reads.",
-    "DistributedIterator": "The dataset makes it, with what it reads.",
-    **{
-        f"{owner}.{method}": ENGINE
-        for owner in (
-            "CrossDeviceOps",
-            "HierarchicalCopyAllReduce",
-            "NcclAllReduce",
-            "ReductionToOneDevice",
-        )
-        for method in ("*reduce", "*reduce_implementation", "broadcast*")
-    },
-    "experimental.Collective*": "The old names of CommunicationOptions and its kin.",
-    "experimental.CommunicationOptions": "There, only its __init__ has parameters.",
-    "experimental.MultiWorkerMirroredStrategy": (
-        "There it is the old one, which takes `communication` first."
-    ),
-    "Server": SERVERS,
-    "experimental.rpc": SERVERS,
-    "ParameterServerStrategy": COORDINATOR,
-    "experimental.ParameterServerStrategy": COORDINATOR,
-    "experimental.CentralStorageStrategy": COORDINATOR,
-    "coordinator": COORDINATOR,
-    "experimental.coordinator": COORDINATOR,
-    "experimental.partitioners": COORDINATOR,
-    "cluster_resolver.TPUClusterResolver.set_tpu_topology": TPU,
-    "cluster_resolver.TPUClusterResolver.tpu_hardware_feature": TPU,
-    "TPUStrategy": TPU,
-    "experimental.TPUStrategy": TPU,
-    "experimental.Preemption*": PREEMPTION,
-    "experimental.TerminationConfig": PREEMPTION,
-}
+VERSION, *NAMES = tool.record()
+BACKEND = keras.backend.backend()
+OWNERS = sorted({row["name"].split(".")[0] for row in NAMES})
 
 
-def rows():
-    path = pathlib.Path(__file__).with_name("tf_distribute_names.tsv")
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
-
-
-ROWS = rows()
+def rows_of(owner):
+    """The names below one of tf.distribute's, and what is said of them here."""
+    listed = [row for row in NAMES if row["name"].split(".")[0] == owner]
+    return [(row, tool.said_of(row["name"])[BACKEND]) for row in listed]
 
 
 def find(name):
@@ -95,23 +34,9 @@ def find(name):
             found = getattr(found, part)
         else:
             found = inspect.getattr_static(found, part)
+            if hasattr(found, "reason"):
+                raise AttributeError(part)
     return found
-
-
-def parameters(function):
-    """A function's parameters as the table writes them, and which have defaults."""
-    written = []
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.name in ("self", "cls"):
-            continue
-        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
-        text = stars.get(parameter.kind, "") + parameter.name
-        default = parameter.default
-        if default is not parameter.empty:
-            is_enum = isinstance(default, enum.Enum)
-            text += "=." + default.name if is_enum else f"={default!r}"
-        written.append(text)
-    return written
 
 
 def difference(row):
@@ -137,7 +62,7 @@ def difference(row):
         found = found.__func__
     if not callable(found):
         return "cannot be called"
-    ours, theirs = parameters(found), [p for p in expected.split(", ") if p]
+    ours, theirs = tool.parameters(found), [p for p in expected.split(", ") if p]
     further = ours[len(theirs) :]
     if ours[: len(theirs)] == theirs and all(
         "=" in p or p.startswith("*") for p in further
@@ -146,24 +71,72 @@ def difference(row):
     return f"takes ({', '.join(ours)}) where tf.distribute takes ({expected})"
 
 
-def excuses(name):
-    return [p for p in EXCUSED if fnmatch.fnmatchcase(name, p)]
+def error_of(row):
+    """What comes of the use of a refused name."""
+    owner, _, last = row["name"].rpartition(".")
+    if owner and tool.said_of(owner)[BACKEND].word == "refused":
+        return error_of(next(other for other in NAMES if other["name"] == owner))
+    try:
+        if owner.endswith("Strategy"):
+            getattr(ks.OneDeviceStrategy("cpu:0"), last)
+        else:
+            found = getattr(find(owner) if owner else ks, last)
+            found(*[None for p in row["parameters"].split(", ") if p])
+    except (AttributeError, ks.errors.UnsupportedBackendError) as error:
+        return str(error)
+    return "none"
 
 
-@pytest.mark.parametrize("owner", sorted({row["name"].split(".")[0] for row in ROWS}))
-def test_names_and_parameters(owner):
+def test_the_page_is_of_the_record():
+    assert tool.PAGE.read_text() == tool.page(tool.record()), "see `make names`"
+
+
+def test_the_record_is_of_this_tensorflow():
+    if BACKEND != "tensorflow":
+        pytest.skip("TensorFlow knows")
+    import tensorflow as tf
+
+    if VERSION["kind"] != tf.__version__:
+        pytest.skip("the record is of another version of TensorFlow")
+    assert tool.walk() == NAMES, "see `make names`"
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+def test_names_that_work_take_its_parameters(owner):
     wrong = {
         row["name"]: difference(row)
-        for row in ROWS
-        if row["name"].split(".")[0] == owner and not excuses(row["name"])
+        for row, said in rows_of(owner)
+        if said.word == "works"
     }
     assert {name: what for name, what in wrong.items() if what} == {}
 
 
-@pytest.mark.parametrize("pattern", EXCUSED)
-def test_every_excuse_is_needed(pattern):
-    """Once a name is as in tf.distribute, its excuse must go."""
-    excused = [row for row in ROWS if fnmatch.fnmatchcase(row["name"], pattern)]
-    assert excused, f"{pattern!r} excuses nothing"
-    needless = [row["name"] for row in excused if not difference(row)]
-    assert needless == [], f"excused by {pattern!r} for no reason"
+def test_names_that_differ_are_there():
+    for row, said in [pair for owner in OWNERS for pair in rows_of(owner)]:
+        if said.word == "differs":
+            assert difference(row) != "is not there", row["name"]
+            assert said.note
+
+
+def test_refused_names_say_why():
+    """And what to use."""
+    for row, said in [pair for owner in OWNERS for pair in rows_of(owner)]:
+        if said.word == "refused":
+            assert said.note in error_of(row), row["name"]
+
+
+def test_what_is_not_there_yet_is_said_to_be_there_when_it_is():
+    listed = [pair for owner in OWNERS for pair in rows_of(owner)]
+    absent = [row for row, said in listed if said.word == "not yet"]
+    assert [row["name"] for row in absent if not difference(row)] == []
+
+
+@pytest.mark.parametrize("pattern", tool.SAID)
+def test_all_that_is_said_is_of_a_name(pattern):
+    said = [tool.SAID[pattern]]
+    if isinstance(said[0], dict):
+        said = said[0].values()
+    assert fnmatch.filter([row["name"] for row in NAMES], pattern)
+    page = (tool.ROOT / "docs" / "differences.md").read_text().lower()
+    for anchor in {status.anchor for status in said} - {""}:
+        assert re.search(f"^## {anchor.replace('-', '.')}$", page, re.MULTILINE)

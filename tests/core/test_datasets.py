@@ -343,10 +343,10 @@ def test_input_context():
 def test_input_options():
     mode = ks.InputReplicationMode.PER_WORKER
     policy = ks.experimental.AutoShardPolicy
-    assert tuple(ks.InputOptions()) == (True, mode, False, 1, policy.AUTO)
+    assert tuple(ks.InputOptions()) == (True, mode, False, 1, policy.AUTO, False)
     assert ks.InputOptions(auto_shard_policy="off").auto_shard_policy is policy.OFF
-    with pytest.raises(ValueError, match="`auto_shard_policy` must be .*'FILE'"):
-        ks.InputOptions(auto_shard_policy="FILE")
+    with pytest.raises(ValueError, match="`auto_shard_policy` must be .*'FILES'"):
+        ks.InputOptions(auto_shard_policy="FILES")
     assert ks.InputOptions(False)._replace(experimental_fetch_to_device=True)
     with pytest.raises(ValueError, match="experimental_replication_mode='PER'"):
         ks.InputOptions(experimental_replication_mode="PER")

@@ -3,11 +3,15 @@
 import json
 import os
 import pty
+import shlex
 import signal
+import socket
+import subprocess
+import sys
 
 import pytest
 
-from tests.launch.scripts import Script, finish, start
+from tests.launch.scripts import ROOT, Script, finish, start
 from tests.processes import wait_for_pids, wait_until, wait_until_gone
 
 WAIT = """
@@ -123,6 +127,23 @@ def test_exit_code(tmp_path, end, code, words):
     assert f"worker 1 {words}" in done.stderr
 
 
+@pytest.mark.parametrize("wait", [0.5, 30], ids=["soon", "never"])
+def test_the_exit_code_is_that_of_who_failed_first(tmp_path, wait):
+    """Not of who ended before it, because of it."""
+    end = f"sys.exit(76) if rank == 0 else (time.sleep({wait}), sys.exit(3))"
+    done = Script(tmp_path, end).run("--workers", "2")
+    assert done.returncode == (3 if wait < 1 else 76)
+
+
+def test_ctrl_c(tmp_path):
+    script = Script(tmp_path, "try:\n    " + WAIT.strip().replace("\n", "\n    "))
+    script.path.write_text(script.path.read_text() + "\nfinally:\n    os._exit(1)")
+    process = script.start("--workers", "2")
+    wait_for_pids(tmp_path, 2)
+    process.send_signal(signal.SIGINT)
+    assert finish(process).returncode == 130
+
+
 def test_last_output_without_a_traceback(tmp_path):
     script = Script(tmp_path, "for i in range(100): print(i)\nsys.exit('bad')")
     lines = script.run("--workers", "1").stderr.splitlines()
@@ -162,7 +183,12 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
 """
         + WAIT,
     )
-    process = script.start("--workers", "2")
+    # Under nohup the suite ignores SIGHUP, and so would what it starts.
+    ignored = signal.signal(number, signal.default_int_handler)
+    try:
+        process = script.start("--workers", "2")
+    finally:
+        signal.signal(number, ignored)
     wait_for_pids(tmp_path, 2)
     process.send_signal(number)
     assert finish(process).returncode == 0
@@ -202,6 +228,20 @@ while True:
 def test_workers_die_with_the_launcher(tmp_path):
     ignore = "for n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\n"
     process = Script(tmp_path, ignore + WAIT).start("--workers", "2")
+    pids = wait_for_pids(tmp_path, 2)
+    process.kill()
+    process.wait()
+    wait_until_gone(*pids)
+    finish(process)
+
+
+def test_children_of_workers_die_with_the_launcher(tmp_path):
+    child = """
+import subprocess
+tell("pids", subprocess.Popen(["sleep", "300"]).pid)
+time.sleep(300)
+"""
+    process = Script(tmp_path, child).start("--workers", "2")
     pids = wait_for_pids(tmp_path, 2)
     process.kill()
     process.wait()
@@ -281,6 +321,54 @@ def test_restarts_come_to_an_end(tmp_path):
     assert done.stderr.count("start again") == 1
 
 
+# Ends with 75 when it is asked to, as trainings do that are backed up.
+SAVES = """
+def save(*_):
+    tell("saved", 1)
+    sys.exit(75)
+
+signal.signal(signal.SIGTERM, save)
+tell("pids", os.getpid())
+"""
+
+
+def test_who_is_preempted_is_started_again(tmp_path):
+    script = Script(
+        tmp_path,
+        SAVES
+        + """
+if (folder / "attempts1").exists():
+    sys.exit(0)
+while len(list(folder.glob("pids?"))) < 2:
+    time.sleep(0.01)
+if rank == 1:
+    tell("attempts", 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(300)
+""",
+    )
+    done = script.run("--workers", "2", "--max-restarts", "3")
+    assert done.returncode == 0, done.stderr
+    line = (
+        "keras-strategy: worker 1 was preempted (exit status 75). All workers start "
+        "again in 1 s (restart 1 of 3)."
+    )
+    assert done.stderr.splitlines() == [line]
+    assert script.told("saved", 2) == [1, 1]
+
+
+def test_a_job_that_is_preempted_is_not_started_again(tmp_path):
+    script = Script(tmp_path, SAVES + "time.sleep(300)")
+    process = script.start("--workers", "2", "--max-restarts", "3")
+    wait_for_pids(tmp_path, 2)
+    process.terminate()
+    done = finish(process)
+    assert done.returncode == 75
+    assert script.told("saved", 2) == [1, 1]
+    (line,) = done.stderr.splitlines()
+    assert line.endswith("was preempted (exit status 75).")
+
+
 def test_colours_on_a_terminal_only(tmp_path, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     script = Script(tmp_path, "print('text')")
@@ -314,3 +402,43 @@ def test_the_launcher_does_not_import_keras(tmp_path):
     assert "keras_strategy.launch.team" in parent
     heavy = {"keras", "numpy", "jax", "torch", "tensorflow"}
     assert not heavy & (parent | set(script.told("modules", 1)[0]))
+
+
+def test_workers_in_a_network_of_their_own(tmp_path):
+    """The recipe of the page on the threat model."""
+    inside = ["unshare", "--user", "--map-root-user", "--net"]
+    loopback = "ip link set lo up"
+    if subprocess.run([*inside, "sh", "-c", loopback], capture_output=True).returncode:
+        pytest.skip("no namespaces can be made here")
+    # As TensorFlow's servers do, they listen on all interfaces.
+    script = Script(
+        tmp_path,
+        """
+import socket
+ports = [int(a.rpartition(":")[2]) for a in config["cluster"]["worker"]]
+server = socket.create_server(("", ports[rank]))
+tell("pids", ports[rank])
+while len(list(folder.glob("pids?"))) < 2:
+    time.sleep(0.01)
+socket.create_connection(("127.0.0.1", ports[1 - rank])).close()
+tell("reached", 1)
+while not (folder / "tried").exists():
+    time.sleep(0.01)
+""",
+    )
+    run = [sys.executable, "-m", "keras_strategy", "run", "--workers", "2", script.path]
+    quoted = " ".join(map(shlex.quote, map(str, run)))
+    process = subprocess.Popen(
+        [*inside, "sh", "-c", f"{loopback} && exec {quoted}"], cwd=ROOT
+    )
+    try:
+        wait_until((tmp_path / "reached0").exists)
+        wait_until((tmp_path / "reached1").exists)
+        for port in script.told("pids", 2):
+            with socket.socket() as probe:
+                assert probe.connect_ex(("127.0.0.1", port)) != 0
+        (tmp_path / "tried").touch()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()

@@ -6,7 +6,7 @@
 import keras
 import pytest
 
-from keras_strategy.testing.equality.__main__ import run
+from keras_strategy.testing.equality.__main__ import mirrored, run
 from keras_strategy.testing.equality.cases import all_cases, execution, layer, own
 from keras_strategy.testing.equality.compare import assert_equal
 
@@ -22,11 +22,11 @@ PREDICTED = 8
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[c.name for c in CASES])
-def test_two_replicas_equal_one_device(index, two):
+def test_two_replicas_equal_one_device(index):
     case, rows = CASES[index], ROWS[index % 2]
     if BACKEND in case.not_on:
         pytest.skip(case.not_on[BACKEND])
     predicted = PREDICTED if case.name in PREDICTING else 0
     one = run(case, rows, None, predicted, eagerly=BACKEND == "tensorflow")
-    many = run(case, rows, two, predicted)
+    many = run(case, rows, mirrored(case, 2), predicted)
     assert_equal(one, many, case.weights, case.logs, case.predictions)

@@ -54,8 +54,6 @@ history = model.fit(
     Y,
     batch_size=4,
     epochs=4,
-    # A shuffle would start anew with the resumed training, on one device too.
-    shuffle=False,
     validation_data=(X[:5], Y[:5]),
     callbacks=[keras.callbacks.BackupAndRestore(folder + "/backup"), Report()],
     verbose=0,

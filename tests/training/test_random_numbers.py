@@ -1,6 +1,7 @@
 """The random numbers of one device, on any number of replicas."""
 
 import logging
+import random
 
 import keras
 import numpy as np
@@ -17,10 +18,10 @@ FEATURES = 8
 ROWS = 21
 
 
-def data():
+def data(rows=ROWS):
     rng = np.random.RandomState(0)
-    x = rng.normal(size=(ROWS, FEATURES)).astype("float32")
-    return x, rng.normal(size=(ROWS, 1)).astype("float32")
+    x = rng.normal(size=(rows, FEATURES)).astype("float32")
+    return x, rng.normal(size=(rows, 1)).astype("float32")
 
 
 def compiled(*middle, **compile):
@@ -31,9 +32,13 @@ def compiled(*middle, **compile):
     return model
 
 
-def fitted(strategy, make, **fit):
-    eagerly = strategy is None and BACKEND == "tensorflow"
-    return train(strategy, make, *data(), 16, eagerly=eagerly, predicted=0, **fit)
+# On one device, where to compile takes longer than to train.
+EAGERLY = BACKEND == "tensorflow"
+
+
+def fitted(strategy, make, rows=ROWS, **fit):
+    eagerly = strategy is None and EAGERLY
+    return train(strategy, make, *data(rows), 16, eagerly=eagerly, predicted=0, **fit)
 
 
 def assert_one_devices(strategy, make, **fit):
@@ -83,29 +88,69 @@ def every_function(x, seeds):
     )
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_every_function(replicas, mirrored):
-    assert_one_devices(mirrored(replicas), lambda: compiled(Draws(every_function)))
+def test_every_function(two):
+    assert_one_devices(two, lambda: compiled(Draws(every_function)))
 
 
-@pytest.mark.parametrize("seed", [None, 7])
-def test_layers_of_keras(seed, mirrored, caplog):
+def test_layers_of_keras(mirrored, caplog):
+    """On three replicas, of which one has no more than a row of the last batch."""
+
     def make():
         return compiled(
             # Its loss was added before anything is drawn.
             layers.Dense(FEATURES, activity_regularizer="l2"),
-            layers.Dropout(0.3, seed=seed),
+            layers.Dropout(0.3, seed=7),
+            layers.Dropout(0.3),
             layers.Reshape((4, 2)),
             layers.TimeDistributed(
                 keras.Sequential([layers.Dense(2), layers.GaussianNoise(0.1, seed=2)])
             ),
-            layers.SpatialDropout1D(0.3, seed=seed),
-            layers.LSTM(4, dropout=0.2, recurrent_dropout=0.2, seed=seed),
-            layers.AlphaDropout(0.2, noise_shape=(None, 1), seed=seed),
+            layers.SpatialDropout1D(0.3),
+            layers.Flatten(),
+            layers.AlphaDropout(0.2, noise_shape=(None, 1), seed=7),
         )
 
     assert_one_devices(mirrored(3), make)
     assert "random" not in caplog.text
+
+
+class StepsFirst(layers.Layer):
+    """Gives steps that lie in memory before the rows, as recurrent layers do."""
+
+    def call(self, x):
+        return ops.transpose(ops.stack([x, x + 1], axis=0), (1, 0, 2))
+
+
+def test_one_row_for_each_replica(two):
+    """A tensor of one row does not show how one device's lies in memory."""
+
+    def make():
+        return compiled(StepsFirst(), layers.Dropout(0.4), layers.Flatten())
+
+    many = fitted(two, make, 18)
+    assert_equal(fitted(None, make, 18), many)
+
+
+def test_chains_that_python_chooses(two):
+    """One device and replicas go on alike in Python's `random`, too."""
+    if BACKEND == "jax":
+        pytest.skip("one program chooses once")
+    trained, ends = [], []
+    for strategy in (None, two):
+
+        def make():
+            images = layers.Reshape((4, 2, 1)), layers.Concatenate()
+            inputs = keras.Input((FEATURES,))
+            x = images[1]([images[0](inputs)] * 3)
+            x = layers.AugMix((-3, 3), num_chains=2, chain_depth=2)(x)
+            model = keras.Model(inputs, layers.Dense(1)(layers.Flatten()(x)))
+            model.compile(keras.optimizers.SGD(0.01), "mse")
+            return model
+
+        trained.append(train(strategy, make, *data(), 16, predicted=0))
+        ends.append(random.random())
+    assert_equal(*trained)
+    assert ends[0] == ends[1]
 
 
 def test_batches_whose_rows_are_known_beforehand(two):
@@ -201,18 +246,33 @@ def test_a_loss_that_draws_and_what_a_rehearsal_leaves(two):
         assert many.model.steps == one.model.steps
 
 
-def test_evaluate(two):
-    """A model that draws in `evaluate`, as for Monte Carlo dropout."""
+class Always(layers.Dropout):
+    """Monte Carlo dropout."""
 
-    class Always(layers.Dropout):
-        def call(self, inputs, training=False):
-            return super().call(inputs, training=True)
+    def call(self, inputs, training=False):
+        return super().call(inputs, training=True)
 
-    losses = []
+
+@pytest.mark.parametrize("seed", [3, None] if BACKEND == "torch" else [3])
+def test_evaluate_and_predict(seed, two):
+    """Of a model that draws there, and that was not trained before."""
+    found = []
     for strategy in (None, two):
-        many = fitted(strategy, lambda: compiled(Always(0.4, seed=3)), epochs=1)
-        losses.append(many.model.evaluate(*data(), batch_size=16, verbose=0))
-    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+        keras.utils.set_random_seed(1)
+        with scope(strategy):
+            model = compiled(Always(0.4, seed=seed))
+        model.run_eagerly = strategy is None and EAGERLY
+        x, y = data()
+        found.append(
+            [
+                model.predict(x, batch_size=16, verbose=0),
+                model.predict(x, batch_size=16, verbose=0),
+                model.evaluate(x, y, batch_size=16, verbose=0),
+            ]
+        )
+    for one, many in zip(*found, strict=True):
+        np.testing.assert_allclose(one, many, rtol=1e-5, atol=1e-6)
+    assert np.abs(found[0][0] - found[0][1]).max() > 1e-3, "it drew nothing"
 
 
 def test_turned_off(two, off):

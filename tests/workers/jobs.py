@@ -5,12 +5,9 @@ one device, in this process: what the workers must equal.
 """
 
 import contextlib
-import itertools
-import json
 import os
 import pathlib
-import signal
-import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -22,12 +19,12 @@ import numpy as np
 import keras_strategy as ks
 
 
-def in_charge(alone: bool) -> Any:
+def in_charge(alone: bool, **kwargs: Any) -> Any:
     """The strategy to make a model in, and the scope."""
     if alone:
         return None, contextlib.nullcontext()
     # Alone, it is the chief's seeds that count.
-    strategy = ks.MultiWorkerMirroredStrategy()
+    strategy = ks.MultiWorkerMirroredStrategy(**kwargs)
     rank = strategy.extended.local_replicas.start
     keras.utils.set_random_seed(17 + rank)
     return strategy, strategy.scope()
@@ -97,6 +94,25 @@ def fit_arrays(alone: bool = False, rows: int = 29, batch_size: int = 8) -> dict
     }
 
 
+def batch_statistics(alone: bool = False) -> list[np.ndarray]:
+    """Normalizes by the global batch; of the last one a worker has no rows."""
+    keras.utils.set_random_seed(17)
+    _, scope = in_charge(alone, batch_statistics="global")
+    with scope:
+        model = keras.Sequential(
+            [
+                keras.Input((6,)),
+                keras.layers.Dense(4, use_bias=False),
+                keras.layers.BatchNormalization(momentum=0.5),
+                keras.layers.Dense(3),
+            ]
+        )
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    x, _ = digits(9)
+    model.fit(x, x[:, :3], batch_size=4, epochs=2, verbose=0)
+    return weights(model)
+
+
 def collectives() -> dict:
     """What replicas on different workers tell each other."""
     strategy = ks.MultiWorkerMirroredStrategy()
@@ -145,33 +161,38 @@ def collectives() -> dict:
     }
 
 
-def custom_loop(alone: bool = False) -> list[np.ndarray]:
+def custom_loop(alone: bool = False, rate: float = 0.0) -> list[np.ndarray]:
     """A loop of one's own over a distributed dataset with a last batch of 5 rows."""
     keras.utils.set_random_seed(17)
     strategy, _ = in_charge(alone)
     strategy = strategy or ks.OneDeviceStrategy("cpu:0")
     with strategy.scope():
-        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+        model = keras.Sequential(
+            [
+                keras.Input((6,)),
+                keras.layers.Dropout(rate, seed=3),
+                keras.layers.Dense(3),
+            ]
+        )
         optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
         optimizer.build(model.trainable_variables)
     x, y = digits(29)
     batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 29, 8)]
 
-    def step(x, y, rows):
+    def step(x, y):
         def loss_fn(x, y):
             losses = keras.losses.sparse_categorical_crossentropy(
-                y, model(x), from_logits=True
+                y, model(x, training=True), from_logits=True
             )
-            return keras.ops.sum(losses) / rows
+            return ks.compute_average_loss(losses)
 
         loss, grads = ks.value_and_grad(loss_fn, model.trainable_variables)(x, y)
         optimizer.apply(grads, model.trainable_variables)
         return loss
 
     losses = []
-    distributed = strategy.experimental_distribute_dataset(batches)
-    for (x, y), batch in zip(distributed, batches, strict=True):
-        loss = strategy.run(step, args=(x, y, float(len(batch[0]))))
+    for x, y in strategy.experimental_distribute_dataset(batches):
+        loss = strategy.run(step, args=(x, y))
         losses.append(float(strategy.reduce("sum", loss)))
     values = [keras.ops.convert_to_numpy(v) for v in model.variables]
     return [np.array(losses), *values]
@@ -325,6 +346,71 @@ def stop_by_one(folder: str) -> dict:
     return {"steps": int(model.optimizer.iterations), "weights": weights(model)}
 
 
+class Seen(keras.layers.Layer):
+    """Counts the rows that it has seen: each replica its own, until somebody reads."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.rows = keras.Variable(
+            0.0, trainable=False, aggregation="sum", synchronization="on_read"
+        )
+
+    def call(self, x):
+        self.rows.assign_add(keras.ops.cast(keras.ops.shape(x)[0], "float32"))
+        return x
+
+
+def bytes_written(folder: str) -> dict:
+    """What this worker writes to files while all of them save 1 MB.
+
+    Returns:
+        By what saved it: the bytes, and whether the temporary folder was used.
+    """
+    strategy = ks.MultiWorkerMirroredStrategy()
+    rank = strategy.extended.local_replicas.start
+    tempfile.tempdir = str(pathlib.Path(folder, f"temporary{rank}"))
+    os.mkdir(tempfile.tempdir)
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((64,)), Seen(), keras.layers.Dense(4096), Seen()]
+        )
+        model.compile("sgd", "mse")
+    written = {}
+
+    @contextlib.contextmanager
+    def counted(name):
+        before = _bytes_written(), os.stat(tempfile.gettempdir()).st_mtime_ns
+        yield
+        used = os.stat(tempfile.gettempdir()).st_mtime_ns != before[1]
+        written[name] = _bytes_written() - before[0], used
+
+    path = pathlib.Path(folder)
+    x, y = np.ones((4, 64), "float32"), np.ones((4, 4096), "float32")
+    model.fit(x, y, batch_size=4, verbose=0)
+    with counted("save"), strategy.scope():
+        model.save(path / "model.keras")
+    with counted("save_weights"):
+        model.save_weights(path / "model.weights.h5")
+    checkpoint = keras.callbacks.ModelCheckpoint(path / "checkpoint.keras")
+    model.fit(x, y, batch_size=4, verbose=0, callbacks=[checkpoint])
+    with counted("ModelCheckpoint"):
+        checkpoint.on_epoch_end(1, {})
+    if keras.backend.backend() != "torch":  # where Keras exports nothing by itself
+        with strategy.scope():
+            plain = keras.Sequential([keras.Input((64,)), keras.layers.Dense(4096)])
+        plain(x)
+        with counted("export"):
+            plain.export(path / "exported", verbose=False)
+    rows = float(model.layers[0].rows.value)
+    return {"written": written, "rows": rows, "weights": model.get_weights()}
+
+
+def _bytes_written() -> int:
+    """The bytes of all calls of `write` of this process."""
+    with open("/proc/self/io") as file:
+        return int(file.read().split("wchar:")[1].split()[0])
+
+
 def save_where_nobody_can(folder: str) -> str:
     """The chief cannot write; all workers hear of it."""
     strategy = ks.MultiWorkerMirroredStrategy()
@@ -337,69 +423,6 @@ def save_where_nobody_can(folder: str) -> str:
     except (OSError, ks.errors.WorkerFailedError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
-
-
-def train_until(fault: str, rank: int) -> None:
-    """Trains for long; on one worker, something happens after its third batch."""
-    own_rank = int(json.loads(os.environ["TF_CONFIG"])["task"]["index"])
-    if fault == "does not arrive" and own_rank == rank:
-        time.sleep(120)
-    strategy = ks.MultiWorkerMirroredStrategy()
-
-    def happen(batch, logs=None):
-        if own_rank != rank or batch != 3:
-            return
-        print("now", time.time(), flush=True)
-        if fault == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif fault == "raises":
-            raise ValueError("the disk is full")
-        elif fault == "hangs":
-            time.sleep(120)
-        elif fault == "leaves":
-            sys.exit(0)
-
-    with strategy.scope():
-        model = classifier()
-    x, y = digits(8)
-    model.fit(
-        *[np.repeat(a, 2000, axis=0) for a in (x, y)],
-        batch_size=8,
-        verbose=0,
-        callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=happen)],
-    )
-
-
-def own_rows(alone: bool = False) -> list[np.ndarray]:
-    """Fits batches of which each worker has its own rows.
-
-    Worker 0 gives 5, 4 and 3 rows, worker 1 gives 2, 6 and then none.
-    """
-    keras.utils.set_random_seed(17)
-    strategy, scope = in_charge(alone)
-    with scope:
-        model = classifier()
-    x, y = digits(20)
-    ends = [0, 5, 7, 11, 17, 20]
-    parts = [(x[a:b], y[a:b]) for a, b in itertools.pairwise(ends)]
-    if alone:
-        joined = [parts[0:2], parts[2:4], parts[4:5]]
-        batches = [tuple(map(np.concatenate, zip(*p, strict=True))) for p in joined]
-        for batch in batches * 2:
-            model.train_on_batch(*batch)
-        return weights(model)[: len(model.variables)]
-    rank = strategy.extended.local_replicas.start
-    options = ks.InputOptions(auto_shard_policy="OFF")
-    mine = strategy.experimental_distribute_dataset(parts[rank::2], options)
-    rows = [len(strategy.gather(batch[1], axis=0)) for batch in mine]
-    assert rows == [7, 10, 3], rows
-    if keras.backend.backend() == "tensorflow":
-        try:
-            model.fit(mine, verbose=0)
-        except ValueError as error:
-            return [str(error)]
-    model.fit(mine, epochs=2, verbose=0)
-    return weights(model)[: len(model.variables)]
 
 
 def datasets_of_their_own() -> dict:
@@ -420,15 +443,7 @@ def datasets_of_their_own() -> dict:
         rows = strategy.gather(x, axis=0)
         mean = strategy.reduce("mean", x, axis=0)
         steps.append([*keras.ops.convert_to_numpy(rows)[:, 0], float(mean[0])])
-    with strategy.scope():
-        model = classifier()
-    try:
-        model.fit(dataset)
-    except ValueError as error:
-        refused = str(error)
-    else:
-        refused = ""
-    return {"contexts": contexts, "steps": steps, "refused": refused}
+    return {"contexts": contexts, "steps": steps}
 
 
 def inputs_of_many_kinds(alone: bool = False) -> list[np.ndarray]:
@@ -467,9 +482,9 @@ def agreements(strategy: Any) -> Iterator[list[str]]:
     asked: list[str] = []
     agree = member.agree
 
-    def noted(operation, value=None):
+    def noted(operation, *arguments):
         asked.append(operation)
-        return agree(operation, value)
+        return agree(operation, *arguments)
 
     member.agree = noted
     try:
@@ -540,3 +555,117 @@ def different_programs() -> None:
         print(float(strategy.experimental_local_results(total)[0]))
     else:
         strategy.gather(strategy.run(lambda: keras.ops.ones((1,))), axis=0)
+
+
+def fits_that_differ() -> dict[str, str]:
+    """What is said where worker 1 is about to train something else; it trains alike."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    last = strategy.extended.local_replicas.start > 0
+    x, y = digits(8)
+
+    def schedule(epoch, rate):
+        return 0.5 * rate
+
+    def said(optimizer, activation=None, mine=(x, y), loss=None, **arguments):
+        with strategy.scope():
+            if last:
+                keras.layers.Dense(1)  # after which names count on
+            model = keras.Sequential(
+                [
+                    keras.Input((6,)),
+                    keras.layers.Dense(8, activation=activation),
+                    keras.layers.Dense(3),
+                ]
+            )
+            model.compile(
+                optimizer, loss or keras.losses.SparseCategoricalCrossentropy(True)
+            )
+        try:
+            model.fit(*mine, verbose=2 * last, **{"epochs": 1, **arguments})
+        except (ks.errors.WorkersDifferError, ks.errors.WorkerInputError) as error:
+            return str(error)
+        return "no error"
+
+    sgd = keras.optimizers.SGD
+    watch = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: dict(logs)
+    )
+    rates = keras.callbacks.LearningRateScheduler(schedule)
+    stop = keras.callbacks.EarlyStopping("loss", patience=2 + last)
+    other = x + last * (np.arange(8) == 3)[:, None]
+    return {
+        "beta": said(keras.optimizers.Adam(beta_1=0.5 if last else 0.9)),
+        "clipnorm": said(sgd(clipnorm=1.0 if last else None)),
+        "class": said(sgd() if last else keras.optimizers.Adam()),
+        "loss": said(sgd(), loss=_loss_of_last if last else _loss_of_first),
+        "layer": said(sgd(), activation="tanh" if last else "relu"),
+        "schedule": said(sgd(), callbacks=[rates] if last else []),
+        "patience": said(sgd(), callbacks=[stop]),
+        "epochs": said(sgd(), epochs=1 + last),
+        "arrays": said(sgd(), mine=(other, y)),
+        "batches": said(sgd(), mine=(((a, y) for a in [other, x]),)),
+        # What may differ.
+        "watch": said(sgd(), callbacks=[] if last else [watch], epochs=2),
+        "rate": said(sgd(0.1 if last else 0.2)),
+    }
+
+
+def _loss_of_first(y, p):
+    return keras.losses.sparse_categorical_crossentropy(y, p, from_logits=True)
+
+
+def _loss_of_last(y, p):
+    return 2 * _loss_of_first(y, p)
+
+
+def drifts(folder: str) -> dict[str, list[str]]:
+    """Worker 1 changes a weight in the second epoch; what finds it, by what saves."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    last = strategy.extended.local_replicas.start > 0
+    savers = {
+        "nothing": [],
+        "checkpoint": [keras.callbacks.ModelCheckpoint(f"{folder}/best.keras")],
+        "backup": [ks.callbacks.BackupAndRestore(f"{folder}/backup")],
+    }
+    results = {}
+    for name, callbacks in savers.items():
+        with strategy.scope():
+            model = classifier()
+        kernel = model.layers[-1].kernel
+
+        def change(epoch, logs, kernel=kernel):
+            if last and epoch == 1:
+                kernel.assign(keras.ops.convert_to_numpy(kernel) + 1e-3)
+
+        seen = []
+        callback = keras.callbacks.LambdaCallback(
+            on_epoch_begin=lambda epoch, logs, seen=seen: seen.append(epoch),
+            on_epoch_end=change,
+        )
+        told = "no error"
+        with agreements(strategy) as asked:
+            try:
+                model.fit(
+                    *digits(8), epochs=3, callbacks=[callback, *callbacks], verbose=0
+                )
+            except ks.errors.WorkersDifferError as error:
+                told = str(error)
+        ends = [name for name in asked if name == "the end of an epoch"]
+        results[name] = [told, str(seen), str(len(ends))]
+    return results
+
+
+def chief_predicts_alone() -> None:
+    """A callback of the chief alone has all workers wait."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    chief = strategy.extended.local_replicas.start == 0
+    with strategy.scope():
+        model = classifier()
+    x, y = digits(8)
+
+    def alone(batch, logs):
+        with strategy.extended.cluster.member.waiting("what the chief waits for"):
+            time.sleep(100)
+
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=alone)
+    model.fit(x, y, callbacks=[callback] if chief else [], verbose=0)

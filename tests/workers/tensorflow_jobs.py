@@ -187,3 +187,24 @@ def after_other_use() -> str:
     except RuntimeError as error:
         return str(error)
     return "no error"
+
+
+def gradients_of_other_shapes() -> str:
+    """What is said where workers apply gradients that do not fit together."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    last = strategy.extended.local_replicas.start > 0
+    with strategy.scope():
+        variables = [keras.Variable(tf.zeros(shape)) for shape in ((2, 3), (6,))]
+        optimizer = keras.optimizers.SGD()
+        optimizer.build(variables)
+
+    def step():
+        # As many numbers on each worker.
+        variable = variables[last]
+        optimizer.apply([tf.ones_like(variable.value)], [variable])
+
+    try:
+        strategy.run(step)
+    except ValueError as error:
+        return str(error)
+    return "no error"

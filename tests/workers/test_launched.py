@@ -31,24 +31,25 @@ def test_the_example(two_workers):
     assert "on 2 replicas" in chief.output
 
 
-def test_a_training_that_died_ends_where_an_uninterrupted_one_does(
+def test_a_training_that_is_started_again_ends_where_an_uninterrupted_one_does(
     two_workers, tmp_path
 ):
-    """It goes on in workers that the launcher starts, and that import all themselves.
-
-    That the launcher starts them anew by itself is tested with it, in tests/launch.
-    """
+    """A worker is killed, then one is preempted; the launcher starts all anew."""
     script = ROOT / "tests" / "workers" / "train_script.py"
-    two_workers.start(script, tmp_path / "whole.npz", tmp_path / "a", 0)
+    two_workers.start(script, tmp_path / "whole.npz", tmp_path / "a")
     for end in two_workers.wait():
         assert end.exit_status == 0, end.output
-    arguments = tmp_path / "resumed.npz", tmp_path / "b", 1
-    two_workers.start(script, *arguments)
-    for end in two_workers.wait():
-        assert end.exit_status != 0, end.output
-    assert (tmp_path / "b.died").exists()
-    resumed = run(script, *arguments)
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    faults = ("killed", "preempted")
+    backup = tmp_path / "b"
+    arguments = (script, tmp_path / "resumed.npz", backup, *faults)
+    resumed = run("--max-restarts", 2, *arguments)
+    said = resumed.stdout + resumed.stderr
+    assert resumed.returncode == 0, said
+    assert all(pathlib.Path(f"{backup}.{fault}").exists() for fault in faults)
+    for number in (1, 2):
+        assert f"All workers start again in 1 s (restart {number} of 2)." in said
+    assert "was preempted (exit status 75)." in said
+    assert not backup.exists()
     with (
         np.load(tmp_path / "whole.npz") as one,
         np.load(tmp_path / "resumed.npz") as other,

@@ -1,11 +1,14 @@
 """What several workers write: once, by the chief, and whole."""
 
 import csv
+import pathlib
+import signal
 
 import keras
 import numpy as np
 import pytest
 
+from keras_strategy.rules.one_writer import replaced
 from keras_strategy.testing import WorkerRunner
 from tests.workers import jobs
 
@@ -24,8 +27,8 @@ def test_the_chief_writes_and_all_go_on(written):
     files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*"))
     assert files == [
         "backup",
-        "backup/latest.weights.h5",
-        "backup/training_metadata.json",
+        "backup/backup-000000002.npz",
+        "backup/backup-000000003.npz",
         "best.keras",
         "epoch1.weights.h5",
         "epoch2.weights.h5",
@@ -43,6 +46,23 @@ def test_the_chief_writes_and_all_go_on(written):
     # The progress is the chief's to print.
     assert "accuracy" in printed[0]
     assert "accuracy" not in printed[1]
+
+
+def test_the_others_write_nothing(two_workers, tmp_path):
+    """Though the rows that each has counted are added up for the file."""
+    chief, other = two_workers.run(jobs.bytes_written, str(tmp_path))
+    for name, (count, _) in chief["written"].items():
+        assert count > 1_000_000, name
+    for name, (count, used) in other["written"].items():
+        assert not used, name
+        assert count < 10_000, name  # what engines write to pipes
+    assert chief["rows"] == other["rows"] == 8
+    saved = keras.models.load_model(
+        tmp_path / "checkpoint.keras", custom_objects={"Seen": jobs.Seen}
+    )
+    for one, values in zip(saved.get_weights(), chief["weights"], strict=True):
+        np.testing.assert_array_equal(one, values)
+    assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
 
 
 def test_what_the_chief_restores_is_everybodys(written, two_workers, tmp_path):
@@ -66,3 +86,23 @@ def test_all_hear_that_the_chief_cannot_write(two_workers, tmp_path):
     chief, other = two_workers.run(jobs.save_where_nobody_can, str(tmp_path))
     assert chief.startswith(("NotADirectoryError", "FileExistsError"))
     assert other.startswith("WorkerFailedError: worker 0 failed in `save` to")
+
+
+def test_what_a_killed_chief_leaves_is_removed(program, tmp_path):
+    folder = tmp_path / "models"
+    killed = """
+import os, signal, sys
+from keras_strategy.rules.one_writer import replaced
+
+with replaced(sys.argv[1]) as path:
+    open(path, "w").write("half of it")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    target = folder / "model.keras"
+    end = program(killed, target)
+    assert end.exit_status == -signal.SIGKILL, end.output
+    assert [file.name for file in folder.iterdir()] == [".model.keras.part"]
+    with replaced(str(target)) as path:
+        pathlib.Path(path).write_text("all of it")
+    assert [file.name for file in folder.iterdir()] == ["model.keras"]
+    assert target.read_text() == "all of it"

@@ -61,6 +61,15 @@ def test_different_values_in_a_run(two_workers):
         assert "worker 0: all_gather, worker 1: all_reduce" in calls
 
 
+def test_gradients_of_other_shapes(two_workers):
+    for said in two_workers.run(jobs.gradients_of_other_shapes):
+        assert "`optimizer.apply` needs values whose dtypes and sizes" in said
+        assert "worker 0: (2, 3) float32, worker 1: (6,) float32" in said
+    # Of what TensorFlow listens to, one of them speaks, in one line.
+    outputs = [two_workers.output(rank) for rank in (0, 1)]
+    assert [said.count("listen on all interfaces") for said in outputs] == [1, 0]
+
+
 def test_a_strategy_that_is_made_too_late(two_workers):
     for said in two_workers.run(jobs.after_other_use):
         assert "at the start of the program" in said

@@ -1,7 +1,7 @@
-"""A program for `keras-strategy run`: `train_script.py RESULT BACKUP DIES`.
+"""A program for `keras-strategy run`: `train_script.py RESULT BACKUP [FAULT...]`.
 
-It trains for 4 epochs with backups and writes its weights to RESULT. If DIES is 1,
-worker 1 kills itself in the third epoch, the first time that it gets there.
+It trains for 4 epochs with backups and writes its weights to RESULT. Each fault happens
+to worker 1 in the epoch that `FAULTS` says, the first time that it gets there.
 """
 
 import os
@@ -15,24 +15,27 @@ import numpy as np
 import keras_strategy as ks
 from tests.workers.jobs import classifier, digits, weights
 
-result, backup, dies = sys.argv[1:]
-marker = pathlib.Path(backup + ".died")
+FAULTS = {"killed": (1, signal.SIGKILL), "preempted": (2, signal.SIGTERM)}
+result, backup, *faults = sys.argv[1:]
 strategy = ks.MultiWorkerMirroredStrategy()
 rank = strategy.extended.local_replicas.start
 # Not `keras.utils.set_random_seed`, which takes seconds to import TensorFlow.
 random = np.random.RandomState(3)
 
 
-class Die(keras.callbacks.Callback):
+class Faults(keras.callbacks.Callback):
     epoch = 0
 
     def on_epoch_begin(self, epoch, logs=None):
         self.epoch = epoch
 
     def on_train_batch_end(self, batch, logs=None):
-        if rank == 1 and dies == "1" and self.epoch == 2 and not marker.exists():
-            marker.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        for fault in faults if rank == 1 and batch == 2 else []:
+            epoch, number = FAULTS[fault]
+            marker = pathlib.Path(f"{backup}.{fault}")
+            if self.epoch == epoch and not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), number)
 
 
 with strategy.scope():
@@ -44,8 +47,11 @@ model.fit(
     y,
     batch_size=8,
     epochs=4,
-    shuffle=False,  # a backup does not hold the state of the random numbers
-    callbacks=[keras.callbacks.BackupAndRestore(backup), Die()],
+    shuffle=False,  # the processes have drawn no common seed
+    callbacks=[
+        ks.callbacks.BackupAndRestore(backup, 2, save_before_preemption=True),
+        Faults(),
+    ],
     verbose=2,
 )
 if rank == 0:

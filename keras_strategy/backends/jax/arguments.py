@@ -17,6 +17,8 @@ from keras_strategy.backends.jax.sharded import (
     joined,
     shapes_of,
 )
+from keras_strategy.rules import draws
+from keras_strategy.rules.batches import batch_of, carries_rows
 from keras_strategy.rules.reads import Identity
 from keras_strategy.values.distributed import (
     DistributedValues,
@@ -49,16 +51,19 @@ class Tensor:
     Attributes:
         split: Whether every replica gets its part of it.
         scalar: Whether that part is a scalar.
+        of_batch: Whether that part is rows of a distributed dataset.
         total: Of an output, which of the program's sums over the replicas is its own.
     """
 
     split: bool
     scalar: bool = False
+    of_batch: bool = False
     total: int | None = None
 
 
 _WHOLE = Tensor(split=False)
-_ROWS = Tensor(split=True)
+_PARTS = Tensor(split=True)
+_ROWS = Tensor(split=True, of_batch=True)
 _SCALARS = Tensor(split=True, scalar=True)
 
 
@@ -109,10 +114,15 @@ def take_apart(
         # The usual call. What follows for any other takes longer than all else.
         leaves, arrays = [], []
         key: list[Any] = [len(args)]
+        batch, exact = None, draws.settings.exact
         for x in args:
             if type(x) is not ShardedPerReplica or x.distribution is not distribution:
                 break
-            leaf, aval = _SCALARS if x.scalars else _ROWS, x.array.aval
+            leaf, aval = _SCALARS if x.scalars else _PARTS, x.array.aval
+            if leaf is _PARTS and x.batch is not None and exact:
+                leaf, batch = _ROWS, batch or x.batch
+                if x.batch is not batch:
+                    break
             leaves.append(leaf)
             arrays.append(x.array)
             key += (leaf, aval.shape, aval.dtype, aval.weak_type)
@@ -124,6 +134,7 @@ def take_apart(
 def _taken_apart(arguments: Any, distribution: ReplicaDistribution) -> Arguments:
     """`take_apart` of what is not a few values of a dataset."""
     arrays, replicas, of_all = [], len(distribution.devices), True
+    batch = batch_of(*arguments)
 
     def leaf(x):
         nonlocal of_all
@@ -138,7 +149,9 @@ def _taken_apart(arguments: Any, distribution: ReplicaDistribution) -> Arguments
             if isinstance(x, ShardedPerReplica) or all(map(is_array, x.values)):
                 value = _joined(x, distribution)
                 arrays.append(value.array)
-                return _SCALARS if value.scalars else _ROWS
+                if value.scalars:
+                    return _SCALARS
+                return _ROWS if batch is not None and carries_rows(x) else _PARTS
             first = x.values[0]
             if all(c is first or c == first for c in x.values[1:]):
                 return Constant(first)

@@ -96,11 +96,11 @@ class Caller:
 
     def state(self, program: Program) -> tuple[list, list, list]:
         """The values of the variables that a program is called with."""
-        everywhere = self._distribution.everywhere
+        sharding_of = self._distribution.sharding_of
         for variable in program.others:
             marks.forget(variable)  # they may be on other devices
         return (
-            state.to_overwrite(program.written, everywhere),
+            state.to_overwrite(program.written, sharding_of),
             [on_read.locals_of(v, self._distribution) for v in program.local],
-            state.to_read(program.read, everywhere),
+            state.to_read(program.read, sharding_of),
         )

@@ -8,7 +8,7 @@ thrown away, and the second trace threads them.
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from keras import tree
 
-from keras_strategy.backends.jax import hooks, on_read, state
+from keras_strategy.backends.jax import hooks_state as keras_state
+from keras_strategy.backends.jax import on_read, state
 from keras_strategy.backends.jax.arguments import (
     Arguments,
     Constant,
@@ -41,14 +42,18 @@ from keras_strategy.backends.jax.programs import (
     RunScope,
 )
 from keras_strategy.backends.jax.replica import JaxReplica
+from keras_strategy.backends.jax.splitting import own_parts, specs, wholes
 from keras_strategy.backends.jax.threaded import ThreadedRunner
 from keras_strategy.backends.jax.workers import JaxWorkers
 from keras_strategy.core import context
 from keras_strategy.core.own_attributes import set_for_nobody
 from keras_strategy.core.replica_context import ReplicaContext
+from keras_strategy.core.row_range import RowRange
+from keras_strategy.core.step_state import StepState
 from keras_strategy.hooks.adoption import adopt
 from keras_strategy.rules import first_values
 from keras_strategy.rules.aggregation import is_on_read
+from keras_strategy.rules.batches import traced_step
 from keras_strategy.rules.known_functions import KnownFunctions
 from keras_strategy.rules.ownership import require_own_parts, strategy_of_variable
 from keras_strategy.rules.reads import Identity
@@ -120,7 +125,7 @@ class Runner:
                     except _TRACED_AGAIN:
                         pass  # since a setting of JAX changed; nothing was computed
                     except BaseException:
-                        hooks.initialize_pending()
+                        keras_state.initialize_pending()
                         raise
         with scope():
             return self._run(fn, function, (args, kwargs), arguments, compiled)
@@ -156,7 +161,7 @@ class Runner:
                 arguments = None
         if arguments is None:
             self._learn(fn, function, of_first_replica(given, self._replicas))
-            result = self._threaded.run(fn, args, kwargs)
+            result = self._threaded.run(fn, args, kwargs, function.draws)
             self._functions.called(fn)
             return result
 
@@ -239,12 +244,12 @@ class Runner:
                     return result
                 except NewVariables:
                     # Those that the trace made are initialised out here.
-                    hooks.initialize_pending()
+                    keras_state.initialize_pending()
                     first_values.settle()
                     made = [v.path for v in function.variables.values()]
                     adopt(self._strategy, function.assigned())
         except BaseException:
-            hooks.initialize_pending()
+            keras_state.initialize_pending()
             raise
         raise ValueError(
             f"The function {fn!r} makes new variables every time it is called, such as "
@@ -276,15 +281,25 @@ class Runner:
             name=getattr(fn, "__name__", type(fn).__name__),
         )
 
+        leaves = [x for x in tree.flatten(arguments.structure) if type(x) is Tensor]
+        places = [place for place, leaf in enumerate(leaves) if leaf.of_batch]
+        dimension_of = self._distribution.dimension_of
+        written_along = [dimension_of(variable) for variable in program.written]
+        read_along = [dimension_of(variable) for variable in program.read]
+
         def body(written, local, read, tensors):
             scope = RunScope(
                 [
-                    *zip(program.written, written, strict=True),
+                    *zip(program.written, wholes(written, written_along), strict=True),
                     *zip(program.local, [x[0] for x in local], strict=True),
-                    *zip(program.read, read, strict=True),
+                    *zip(program.read, wholes(read, read_along), strict=True),
                 ]
             )
             replica = JaxReplica(self._strategy, self._devices)
+            if places:
+                replica.step = self._step_of_rows(
+                    fn, function, tensors, arguments, places
+                )
             place = ReplicaContext(self._strategy, replica)
             args, kwargs = arguments.restore(tensors)
             # JAX may trace again at any call, which may be outside of every scope.
@@ -311,10 +326,11 @@ class Runner:
 
             structure = tree.map_structure(leaf, result)
             local = [state.strong(scope.state_mapping[id(v)]) for v in program.local]
+            after = [state.strong(scope.state_mapping[id(v)]) for v in program.written]
             return (
                 Outputs(Identity(structure), outputs),
                 totals,
-                [state.strong(scope.state_mapping[id(v)]) for v in program.written],
+                own_parts(after, written_along),
                 [x[None] for x in local],
                 [
                     on_read.aggregate(v, x)
@@ -323,18 +339,44 @@ class Runner:
             )
 
         split, everywhere = PartitionSpec(AXIS), PartitionSpec()
-        leaves = [x for x in tree.flatten(arguments.structure) if type(x) is Tensor]
         tensors = [split if leaf.split else everywhere for leaf in leaves]
         shard_map: Any = _shard_map  # whose parameters differ between versions
         mapped = shard_map(
             body,
             mesh=self._distribution.mesh,
-            in_specs=(everywhere, split, everywhere, tensors),
-            out_specs=(split, everywhere, everywhere, split, everywhere),
+            in_specs=(specs(written_along), split, specs(read_along), tensors),
+            out_specs=(split, everywhere, specs(written_along), split, everywhere),
             **{_CHECK: False},
         )
         program.call = jax.jit(mapped, donate_argnums=(0, 1))
         return program
+
+    def _step_of_rows(
+        self,
+        fn: Callable[..., Any],
+        function: Function,
+        tensors: Sequence[Any],
+        arguments: Arguments,
+        places: Sequence[int],
+    ) -> StepState:
+        """What is true of a replica that is given rows of a distributed dataset.
+
+        Args:
+            fn: The function.
+            function: What is known of it.
+            tensors: What the program got for the arrays of the arguments.
+            arguments: The arguments, taken apart.
+            places: Those of the rows among the tensors.
+        """
+        count = tensors[places[0]].shape[0]
+        total = count * self._strategy.num_replicas_in_sync
+        rows = RowRange(jax.lax.axis_index(AXIS) * count, count, total)
+
+        def call(tensors):
+            args, kwargs = arguments.restore(tensors)
+            fn(*args, **kwargs)
+
+        return traced_step(rows, function.draws, call, tensors, places)
 
     def _adds_up(self, output: Any, replica: JaxReplica) -> bool:
         """Whether an output is summed over the replicas in case `reduce` is asked to.

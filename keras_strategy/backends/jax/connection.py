@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import functools
+import os
 import socket
 from collections.abc import Iterator
 
@@ -31,6 +32,7 @@ def connect(cluster: Cluster) -> None:
         return
     # Before any device exists: it would be of this process alone.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    _let_sigterm_end_this_process()
     with _port(cluster) as port:
         host = "127.0.0.1"
         if not (cluster.is_local or cluster.is_chief):
@@ -105,6 +107,17 @@ def _port(cluster: Cluster) -> Iterator[int]:
         port = reserved.getsockname()[1]
         cluster.agree(_PORT, port)
         yield port
+
+
+def _let_sigterm_end_this_process() -> None:
+    """Has JAX leave SIGTERM alone, unless the environment asks for its service.
+
+    JAX would take it for `reached_preemption_sync_point`, and a worker that a scheduler
+    asks to end would go on until it is killed. See `BackupAndRestore`.
+    """
+    if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
+        with contextlib.suppress(AttributeError):  # a JAX that has no such setting
+            jax.config.update("jax_enable_preemption_service", False)
 
 
 def _stay_on_this_machine() -> None:

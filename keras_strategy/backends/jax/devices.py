@@ -37,6 +37,12 @@ def device_named(name: str) -> Any:
     )
 
 
+def name_of(device: Any) -> str:
+    """The canonical name of a local device."""
+    kind = _kind_of(device)
+    return f"{kind}:{jax.local_devices(backend=kind).index(device)}"
+
+
 def devices_of_all_workers(names: Sequence[str]) -> list[Any]:
     """The devices that have these canonical names on each worker, by rank."""
     found = []

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,12 +13,19 @@ from jax.core import Tracer
 from jax.experimental.sparse import JAXSparse
 
 from keras_strategy.backends.jax.devices import device_named, devices_of_all_workers
+from keras_strategy.input.own_rows import OwnRows
+from keras_strategy.rules.ownership import strategy_of_variable
+from keras_strategy.rules.sharding import Splitting, note_split, split_dimension
 from keras_strategy.values.topology import Topology
 from keras_strategy.workers.cluster import Cluster
 
 logger = logging.getLogger("keras_strategy")
 # The name of the mesh's only axis.
 AXIS = "replica"
+# By the mesh, of what has several workers.
+_of_mesh: weakref.WeakValueDictionary[Any, "ReplicaDistribution"] = (
+    weakref.WeakValueDictionary()
+)
 
 
 class ReplicaDistribution(keras.distribution.DataParallel):
@@ -29,17 +37,25 @@ class ReplicaDistribution(keras.distribution.DataParallel):
     Args:
         devices: Canonical names of this worker's devices.
         cluster: The workers, each with as many devices; None for this one alone.
+        shard: What is split over the devices, see `MirroredStrategy`.
 
     Attributes:
         topology: Where the replicas are.
         devices: This worker's devices.
         replicas: The number of devices, over all workers.
         mesh: The devices of all workers.
+        shard: The argument.
+        workers: What tells other workers, set by the group; None for this one alone.
         everywhere: The layout of what every device has whole.
         split: That of what is split by rows.
     """
 
-    def __init__(self, devices: tuple[str, ...], cluster: Cluster | None = None):
+    def __init__(
+        self,
+        devices: tuple[str, ...],
+        cluster: Cluster | None = None,
+        shard: str | None = None,
+    ):
         self.cluster = cluster
         self.topology = Topology(devices, cluster)
         self.devices = [device_named(name) for name in devices]
@@ -52,7 +68,8 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         super().__init__(device_mesh=mesh, auto_shard_dataset=False)
         # Collectives of two programs at once may starve each other of CPU threads.
         self.one_at_a_time = cluster is not None and self.devices[0].platform == "cpu"
-        self._warned = False
+        self.workers: Any = None
+        self._warned = self._warned_of_gathering = False
         self.mesh: jax.sharding.Mesh = mesh.backend_mesh
         self.everywhere = jax.sharding.NamedSharding(
             self.mesh, jax.sharding.PartitionSpec()
@@ -60,9 +77,14 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         self.split = jax.sharding.NamedSharding(
             self.mesh, jax.sharding.PartitionSpec(AXIS)
         )
+        self.shard = shard
+        self._splitting = Splitting(shard, self.replicas)
         self._split_after_steps = jax.sharding.NamedSharding(
             self.mesh, jax.sharding.PartitionSpec(None, AXIS)
         )
+
+        if cluster is not None:
+            _of_mesh[self.mesh] = self
 
     def get_data_layout(self, data_shape: Any) -> Any:
         if len(data_shape) == 0 or data_shape[0] % self.replicas:
@@ -71,9 +93,30 @@ class ReplicaDistribution(keras.distribution.DataParallel):
             )
         return super().get_data_layout(data_shape)
 
-    def replicated_layout(self, rank: int) -> Any:
-        """The layout of a variable of `rank` dimensions."""
-        return keras.distribution.TensorLayout([None] * rank, self.device_mesh)
+    def get_variable_layout(self, variable: Any) -> Any:
+        dimension = self._splitting.dimension(variable)
+        note_split(variable, dimension)
+        axes = [AXIS if i == dimension else None for i in range(len(variable.shape))]
+        return keras.distribution.TensorLayout(axes, self.device_mesh)
+
+    def dimension_of(self, variable: Any) -> int | None:
+        """Along which dimension our devices share a variable; None if it is whole."""
+        dimension = split_dimension(variable)
+        strategy = strategy_of_variable(variable)
+        if dimension is None or strategy is None:
+            return None
+        group = strategy.extended.group
+        return dimension if getattr(group, "distribution", None) is self else None
+
+    def sharding_of(self, variable: Any) -> jax.sharding.NamedSharding:
+        """How a variable lies on our devices."""
+        dimension = self.dimension_of(variable)
+        return self.everywhere if dimension is None else self.split_along(dimension)
+
+    def split_along(self, dimension: int) -> jax.sharding.NamedSharding:
+        """The layout of what our devices share."""
+        spec = jax.sharding.PartitionSpec(*[None] * dimension, AXIS)
+        return jax.sharding.NamedSharding(self.mesh, spec)
 
     def place_batch(self, batch: Any, steps_in_front: bool = False) -> Any:
         """Puts a batch's arrays on the devices, split by rows where they can be.
@@ -82,10 +125,14 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         order of rows.
 
         Args:
-            batch: A structure of arrays and None.
+            batch: A structure of arrays and None, or this worker's rows of one.
             steps_in_front: Whether the rows are the second axis, after the steps that
                 Keras computes in one go.
         """
+        if isinstance(batch, OwnRows):
+            return keras.tree.map_structure(
+                functools.partial(self._joined_rows, own=batch), batch.batch
+            )
         leaves = keras.tree.flatten(batch)
         split = self._split_after_steps if steps_in_front else self.split
         axis, replicas = int(steps_in_front), self.replicas
@@ -108,6 +155,22 @@ class ReplicaDistribution(keras.distribution.DataParallel):
             else:
                 leaves[i] = put(leaf, layout)
         return keras.tree.pack_sequence_as(batch, leaves)
+
+    def _joined_rows(self, leaf: Any, own: OwnRows) -> Any:
+        """A global array of which each worker has its own rows, which do not travel."""
+        if leaf is None:
+            return None
+        if own.total % self.replicas:
+            return put(leaf, self.everywhere)
+
+        first = own.bounds[0][0]
+
+        def rows_of_device(index):
+            rows, *others = index
+            return leaf[(slice(rows.start - first, rows.stop - first), *others)]
+
+        shape = (own.total, *leaf.shape[1:])
+        return jax.make_array_from_callback(shape, self.split, rows_of_device)
 
     def joined(self, parts: Sequence[jax.Array]) -> jax.Array:
         """One array, split by rows, of which each of our devices has its part."""
@@ -142,6 +205,9 @@ class ReplicaDistribution(keras.distribution.DataParallel):
                     self.replicas,
                 )
             yield data
+            if isinstance(data, OwnRows):
+                previous = data.total
+                continue
             first = data
             while isinstance(first, tuple | list) and first:
                 first = first[0]
@@ -150,6 +216,20 @@ class ReplicaDistribution(keras.distribution.DataParallel):
                 first = next(arrays, None)
             shape = getattr(first, "shape", ())
             previous = shape[rows] if len(shape) > rows else 0
+
+    def warn_of_gathered_rows(self, counts: Sequence[int]) -> None:
+        """Says, once, that the rows of a step travel to all workers."""
+        if self._warned_of_gathering:
+            return
+        self._warned_of_gathering = True
+        assert self.cluster is not None
+        logger.warning(
+            "In a step, rows that the workers have read travel to all of them (%s): a "
+            "program of JAX's has as many rows on each of its devices. The result is "
+            "right. Give each worker batches of as many rows, a multiple of %d.",
+            self.cluster.listed(counts),
+            len(self.devices),
+        )
 
     def place(self, value: Any) -> Any:
         """Puts an array that is bound to other devices on all of ours."""
@@ -161,6 +241,11 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         ):
             return put(value, self.everywhere)
         return value
+
+
+def distribution_of(sharding: Any) -> ReplicaDistribution:
+    """One of the distributions of several workers that have a layout's mesh."""
+    return _of_mesh[sharding.mesh]
 
 
 def put(value: Any, sharding: Any) -> Any:

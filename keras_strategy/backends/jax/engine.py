@@ -19,7 +19,7 @@ from keras_strategy.values.distributed import DistributedValues, is_no_tensor
 if TYPE_CHECKING:
     from keras_strategy.backends.jax.group import JaxReplicaGroup
     from keras_strategy.core.strategy import Strategy
-    from keras_strategy.options.cross_device_ops import CrossDeviceOps
+    from keras_strategy.rules.cross_device_ops import CrossDeviceOps
     from keras_strategy.workers.cluster import Cluster
 
 # Keras asks NumPy to convert what it does not know.
@@ -35,6 +35,9 @@ class JaxEngine:
     def list_devices(self, device_type: str | None = None) -> list[str]:
         return devices.list_devices(device_type)
 
+    def refusal_of_shard(self, shard: str) -> None:
+        return None
+
     def set_logical_devices(self, device_type: str, count: int) -> None:
         devices.set_logical_devices(count)
 
@@ -48,8 +51,16 @@ class JaxEngine:
     def number(self, value: Any) -> int:
         return int(value)
 
-    def ones(self, shape: Sequence[Any], like: Any) -> Any:
+    def memory_order(self, x: Any) -> None:
+        return None
+
+    def ones(self, shape: Sequence[Any], like: Any, order: None) -> Any:
         return jnp.ones(shape, like.dtype)
+
+    def draw_part(
+        self, name: str, given: dict[str, Any], begin: Any, seed: Callable[[], Any]
+    ) -> None:
+        return None
 
     def rehearse(
         self, fn: Callable[..., Any], args: tuple, kwargs: dict, rows: int
@@ -77,6 +88,11 @@ class JaxEngine:
                     return shard.data if alone else jnp.copy(shard.data)
         return jax.device_put(value, target)
 
+    def device_of(self, tensor: Any) -> str | None:
+        if isinstance(tensor, Tracer):
+            return None
+        return devices.name_of(next(iter(jnp.asarray(tensor).devices())))
+
     def in_trace(self) -> bool:
         return in_program()
 
@@ -87,11 +103,11 @@ class JaxEngine:
 
     def hook_modules(self) -> Sequence[ModuleType]:
         # Here and below: these import this package while they load.
-        from keras_strategy.backends.jax import hooks
+        from keras_strategy.backends.jax import hooks, hooks_sharding
         from keras_strategy.backends.threads import hooks as thread_hooks
 
         # A thread asks the others before the process's seed generator is made.
-        return [hooks, thread_hooks]
+        return [hooks, hooks_sharding, thread_hooks]
 
     def random_state(self) -> None:
         return None
@@ -102,10 +118,16 @@ class JaxEngine:
     def native_strategy(self, devices: tuple[str, ...]) -> Any:
         return keras.distribution.DataParallel(devices=list(devices))
 
+    def native(self, name: str) -> None:
+        return None
+
     def distribute_natively(
         self, strategy: Any, datasets: Sequence[Any], split: bool, options: Any
     ) -> None:
         return None  # JAX has no input pipeline
+
+    def checkpoints(self, thing: Any, folder: Any, cluster: Any) -> None:
+        return None  # it has none of its own
 
     def require_loop_in_python(self) -> None:
         """Nothing is compiled by its Python source."""

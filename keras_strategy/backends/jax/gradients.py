@@ -7,7 +7,7 @@ import jax
 import keras
 from keras import tree
 
-from keras_strategy.backends.jax import hooks
+from keras_strategy.backends.jax import hooks_state as keras_state
 
 
 class ChildScope(keras.StatelessScope):
@@ -61,17 +61,17 @@ def value_and_grad(
             tensors = [x for x in tree.flatten(aux) if keras.ops.is_tensor(x)]
             return value, (tensors, [inner.state_mapping[id(v)] for v in written])
 
-        scope = hooks.stateless_scope()
+        scope = keras_state.stateless_scope()
         try:
             (value, (tensors, states)), gradients = jax.value_and_grad(
                 functional, has_aux=True
             )([v.value for v in variables])
         finally:
             if scope is None:
-                hooks.initialize_pending()
+                keras_state.initialize_pending()
         # Inside fn, assigning has brought the replicas together already.
         for variable, state in zip(written, states, strict=True):
-            hooks.write(variable, state)
+            keras_state.write(variable, state)
         if not has_aux:
             return value, gradients
         leaves = iter(tensors)

@@ -11,7 +11,8 @@ import keras
 import numpy as np
 from keras import tree
 
-from keras_strategy.backends.jax import hooks, on_read
+from keras_strategy.backends.jax import hooks_state as keras_state
+from keras_strategy.backends.jax import on_read, state
 from keras_strategy.backends.jax.compiled import Runner
 from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
 from keras_strategy.backends.jax.replica import (
@@ -23,6 +24,7 @@ from keras_strategy.backends.jax.replica import (
     write_component,
 )
 from keras_strategy.backends.jax.sharded import gathered, placed, reduced, shards
+from keras_strategy.backends.jax.splitting import gathered_whole
 from keras_strategy.backends.jax.workers import JaxWorkers
 from keras_strategy.backends.threads.hooks import keras_scope
 from keras_strategy.backends.threads.scopes import MergedScope
@@ -55,30 +57,33 @@ class JaxReplicaGroup:
     ):
         self._strategy = strategy
         self.devices = devices
-        self.distribution = ReplicaDistribution(devices, cluster)
+        self.distribution = ReplicaDistribution(devices, cluster, strategy.shard)
         self.workers = (
             None if cluster is None else JaxWorkers(cluster, self.distribution)
         )
+        self.distribution.workers = self.workers
         self._runner = Runner(strategy, devices, self.distribution, self.workers)
 
     def scope(self) -> AbstractContextManager[Any]:
         return self.distribution.scope()
 
     def adopt(self, variables: Sequence[Any]) -> None:
-        variables = [v for v in variables if not hooks.is_global_seed(v)]
+        variables = [v for v in variables if not keras_state.is_global_seed(v)]
         for variable in variables:
-            layout = self.distribution.replicated_layout(len(variable.shape))
-            hooks.set_layout(variable, layout)
+            layout = self.distribution.get_variable_layout(variable)
+            keras_state.set_layout(variable, layout)
         first_values.take_chiefs(self._strategy, variables)
 
     def take_first(self, variables: Sequence[Any]) -> int:
         if self.workers is None or not variables:
             return len(variables)
-        arrays = [np.asarray(hooks.array_of(v)) for v in variables]
+        arrays = [np.asarray(keras_state.array_of(v)) for v in variables]
         chiefs = self.workers.take_chiefs("the first values of variables", arrays)
         for variable, value in zip(variables, chiefs, strict=False):
             if value is not None:
-                hooks.set_array(variable, put(value, self.distribution.everywhere))
+                keras_state.set_array(
+                    variable, put(value, self.distribution.everywhere)
+                )
         return len(chiefs)
 
     @contextlib.contextmanager
@@ -89,6 +94,8 @@ class JaxReplicaGroup:
             # Otherwise each would compute on the rows of another batch.
             data = [arguments.get(name) for name in ("x", "y", "sample_weight")]
             self.workers.require_same_shapes(method, data)
+        if method in ("fit", "train_on_batch"):
+            self._refuse_own_sums(method)
         if method in ("fit", "evaluate", "predict"):
             notice.end()  # replicas take turns in `run` alone
         if method == "predict_on_batch":
@@ -100,8 +107,17 @@ class JaxReplicaGroup:
             if method in ("evaluate", "predict"):
                 # Keras takes the variables' values out of the model for the time of
                 # the loop, and only `fit` puts them back whatever happens.
-                hooks.synchronize_state(model)
+                keras_state.synchronize_state(model)
             raise
+
+    def _refuse_own_sums(self, method: str) -> None:
+        if self._strategy.extended.own_sums is not None:
+            raise RuntimeError(
+                f"`{method}` on JAX is one program over all devices, in which XLA adds "
+                "up the gradients: the `cross_device_ops` of your own would not be "
+                "called. Train with `strategy.run` (a loop of your own), on torch or "
+                "on TensorFlow, or leave `cross_device_ops` out."
+            )
 
     def check_apply_outside_of_replicas(self) -> None:
         """There it acts on the sum already."""
@@ -116,9 +132,20 @@ class JaxReplicaGroup:
         if is_on_read(variable):
             stacked = on_read.locals_of(variable, self.distribution)
             return tuple(part[0] for part in shards(stacked, self.distribution))
-        array = hooks.array_of(variable)
+        array = keras_state.array_of(variable)
+        if self.distribution.dimension_of(variable) is not None:
+            return shards(
+                gathered_whole(variable, self.distribution), self.distribution
+            )
         # Copies, since the next step overwrites the variable's own buffers.
         return tuple(jnp.copy(part) for part in shards(array, self.distribution))
+
+    def bytes_of(self, variable: Any) -> tuple[int, ...]:
+        array = keras_state.array_of(variable)
+        if array is None:
+            raise state.without_value(variable)
+        held = {shard.device: shard.data.nbytes for shard in array.addressable_shards}
+        return tuple(held.get(device, 0) for device in self.distribution.devices)
 
     def parts(self, variable: Any) -> PerReplica:
         if in_program():
@@ -144,7 +171,8 @@ class JaxReplicaGroup:
         array = jax.make_array_from_single_device_arrays(
             tuple(variable.shape), self.distribution.everywhere, parts
         )
-        hooks.set_array(variable, array)
+        array = put(array, self.distribution.sharding_of(variable))
+        keras_state.set_array(variable, array)
 
     def update(
         self, variable: Any, fn: Callable[..., Any], args: tuple, kwargs: dict

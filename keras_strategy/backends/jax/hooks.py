@@ -1,11 +1,7 @@
-"""Where this adapter touches what Keras does not export.
+"""Where the JAX adapter extends Keras, beside `keras_strategy/hooks`."""
 
-Hooks first, with the reason for each; then the few private things that the rest of the
-adapter needs, under names of our own.
-"""
-
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,15 +9,23 @@ import keras
 from jax.core import Tracer
 from keras import tree
 
+from keras_strategy.backends.jax import hooks_state as keras_state
 from keras_strategy.backends.jax import marks
-from keras_strategy.backends.jax.distribution import AXIS, put
+from keras_strategy.backends.jax.distribution import AXIS, distribution_of, put
+from keras_strategy.backends.jax.own_rows import OwnOnDevices, own_part
 from keras_strategy.backends.threads.hooks import global_state, keras_seeds
 from keras_strategy.core import context
 from keras_strategy.core.context import distributed_replica
 from keras_strategy.hooks.conditions import in_replica, in_scope_of_workers
-from keras_strategy.hooks.data_adapters import counts_of_arrays
-from keras_strategy.hooks.hook import changed, home_of, hook, model_hook
-from keras_strategy.hooks.variables import stored
+from keras_strategy.hooks.data_adapters import (
+    counts_of_arrays,
+    is_own,
+    joined,
+    own_rows,
+    pauses_after,
+    read_ahead,
+)
+from keras_strategy.hooks.hook import home_of, hook, model_hook
 from keras_strategy.input.agreement import AgreedBatches
 from keras_strategy.rules import first_values
 from keras_strategy.rules.ownership import strategy_of_model
@@ -32,12 +36,6 @@ jax_trainer = home_of(
 jax_distribution_lib = home_of(
     "distribute_tensor", "keras.src.backend.jax.distribution_lib"
 )
-get_stateless_scope = home_of(
-    "get_stateless_scope", "keras.src.backend.common.stateless_scope"
-).get_stateless_scope
-
-# Under which name Keras keeps the process's own seed generator.
-_SEED = "global_seed_generator"
 
 
 def _distribution() -> Any:
@@ -84,10 +82,17 @@ if hasattr(jax_trainer.JAXEpochIterator, "_get_distributed_iterator"):
 
         Keras keeps that of the first batch, which a smaller last one may not fit.
         """
-        batches = self.data_adapter.get_jax_iterator()
-        batches = ours.noticing(_agreed(batches, self, ours))
-        placed = map(jax_trainer._distribute_data, batches)
-        return placed if jax.default_backend() == "cpu" else _one_ahead(placed)
+        if is_own(self):
+            return _joined(self, ours)
+        batches = _own_rows(self.data_adapter, ours)
+        batches = batches or self.data_adapter.get_jax_iterator()
+        if ours.cluster is not None:
+            batches = _agreed(read_ahead(self, batches), self, ours)
+        placed = map(ours.place_batch, ours.noticing(batches))
+        ahead = placed if ours.cluster is not None else read_ahead(self, placed)
+        if ahead is not placed or jax.default_backend() == "cpu":
+            return ahead
+        return _one_ahead(placed)
 
 else:
     _DATA = "(data, layouts=None, is_super_batch=False)"
@@ -99,6 +104,14 @@ else:
         In the Keras versions that have a layout for every batch by themselves. There,
         the batches of `steps_per_execution` steps come as one, with the steps in front.
         """
+        if is_own(self):
+            if self.steps_per_execution > 1:
+                raise NotImplementedError(
+                    "With this version of Keras, `steps_per_execution` must be 1 where "
+                    "workers read rows of their own. Received: "
+                    f"steps_per_execution={self.steps_per_execution}"
+                )
+            return _joined(self, ours)
         batches = _agreed(original(self), self, ours)
         return ours.noticing(batches, self.steps_per_execution > 1)
 
@@ -116,12 +129,43 @@ def _one_ahead(batches: Iterator[Any]) -> Iterator[Any]:
     yield from waiting
 
 
+def _own_rows(adapter: Any, distribution: Any) -> Any:
+    """The batches of which this worker reads its own rows alone, or None.
+
+    Those that the devices do not divide are read whole, as they are computed.
+    """
+    if distribution.cluster is None or distribution.replicas == 1:
+        return None
+    local, replicas = distribution.topology.local_replicas, distribution.replicas
+
+    def share(rows):
+        each, uneven = divmod(rows, replicas)
+        if uneven:
+            return [(0, rows)]
+        return [(replica * each, (replica + 1) * each) for replica in local]
+
+    return own_rows(adapter, share, lambda adapter: adapter.get_jax_iterator())
+
+
 def _agreed(batches: Any, iterator: Any, distribution: Any) -> Any:
     """The batches; of several workers, while all of them have one."""
     if distribution.cluster is None:
         return batches
     counts = counts_of_arrays(iterator.data_adapter)
-    return AgreedBatches(batches, distribution.cluster, counts)
+    pauses = pauses_after(iterator, batches)
+    return AgreedBatches(batches, distribution.cluster, counts, pauses, tells=True)
+
+
+def _joined(iterator: Any, distribution: Any) -> OwnOnDevices:
+    """The batches that the workers' own make together, on their devices."""
+    batches = joined(
+        iterator,
+        read_ahead(iterator, iterator.data_adapter.get_jax_iterator()),
+        distribution.cluster,
+        len(distribution.devices),
+        same_shapes=True,
+    )
+    return OwnOnDevices(batches, distribution)
 
 
 @hook(jax_trainer, "_distribute_data", _DATA, when=_distribution)
@@ -197,7 +241,12 @@ def _step_of_workers(step: Callable, kind: str, distribution: Any) -> Callable:
             # Python prepares one step while the devices do another.
             jax.block_until_ready(previous)
             outputs, state = step(state, iterator)
-            outputs = tree.map_structure(readable, outputs)
+            own = isinstance(iterator, OwnOnDevices) and iterator.taken()
+            if own and kind == "predict":
+                part = functools.partial(own_part, distribution, own)
+                outputs = tree.map_structure(part, outputs)
+            else:
+                outputs = tree.map_structure(readable, outputs)
             previous[:] = [outputs]
             if kind == "predict" or distribution.one_at_a_time:
                 jax.block_until_ready(outputs)
@@ -249,13 +298,22 @@ def _distribute_tensor(original, tensor, layout):
     # Also outside of the scope, where a variable may be assigned.
     ours = _is_ours(sharding)
     if ours and not sharding.is_fully_addressable:
-        return put(tensor, sharding)
+        return put(_chiefs(tensor, sharding), sharding)
     result = original(tensor, layout)
     if result is tensor or isinstance(tensor, Tracer):
         return result
     if isinstance(tensor, jax.Array) and (ours or _is_ours(tensor.sharding)):
         return jax.numpy.copy(result)
     return result
+
+
+def _chiefs(tensor: Any, sharding: Any) -> Any:
+    """What is to be split, as the chief has it: each worker keeps its part of that."""
+    if sharding.is_fully_replicated or not getattr(tensor, "is_fully_addressable", 1):
+        return tensor
+    workers = distribution_of(sharding).workers
+    (chiefs,) = workers.take_chiefs("the value of a variable that is split", [tensor])
+    return tensor if chiefs is None else chiefs
 
 
 def _is_ours(sharding: Any) -> bool:
@@ -276,7 +334,7 @@ def _value(original, self):
 
     And a first value that is read is the chief's on every worker.
     """
-    if first_values.waiting and get_stateless_scope() is None:
+    if first_values.waiting and keras_state.stateless_scope() is None:
         first_values.settle()
     marks.lend(self)
     return original(self)
@@ -309,7 +367,7 @@ def _common_apply(original, replica, self, grads, trainable_variables=None):
     for variable, value in zip(
         [*trainable, *variables], [*values, *states], strict=True
     ):
-        write(variable, value)
+        keras_state.write(variable, value)
 
 
 # --- random numbers
@@ -324,11 +382,11 @@ def _global_seed_generator(original, distribution):
     state would become a constant; `run` threads it through like any variable.
     """
     if distributed_replica() is not None:
-        generator = global_state.get_global_attribute(_SEED)
+        generator = global_state.get_global_attribute(keras_state.SEED)
         if generator is None:
             with context.strategy_in_charge(None):
                 generator = keras.random.SeedGenerator()
-            global_state.set_global_attribute(_SEED, generator)
+            global_state.set_global_attribute(keras_state.SEED, generator)
         return generator
     keras.distribution.set_distribution(None)
     try:
@@ -336,106 +394,3 @@ def _global_seed_generator(original, distribution):
             return original()
     finally:
         keras.distribution.set_distribution(distribution)
-
-
-# --- private state of Keras
-
-
-def synchronize_state(model: keras.Model) -> None:
-    """Gives the variables the values that Keras keeps to itself while it trains.
-
-    The method lost its prefix in Keras 3.16.
-    """
-    method = getattr(model, "state_sync", None) or getattr(
-        model, "jax_state_sync", None
-    )
-    if method is None:
-        raise changed("Model.jax_state_sync", "is gone, and so is Model.state_sync")
-    method()
-
-
-def stateless_scope() -> Any:
-    """The innermost `keras.StatelessScope` of this thread, or None."""
-    return get_stateless_scope()
-
-
-def initialize_pending() -> None:
-    """Initialises variables that were made in a trace; to be called outside."""
-    with keras.StatelessScope():
-        pass
-
-
-@contextlib.contextmanager
-def outside_of_trace() -> Iterator[None]:
-    """Lets code that a trace calls make variables with values, once and for all."""
-    scope = get_stateless_scope()
-    global_state.set_global_attribute("stateless_scope", None)
-    try:
-        with jax.ensure_compile_time_eval():
-            yield
-    finally:
-        global_state.set_global_attribute("stateless_scope", scope)
-
-
-def write(variable: Any, value: Any) -> None:
-    """Assigns without bringing the replicas together: they have been."""
-    scope = get_stateless_scope()
-    if scope is None:
-        variable._direct_assign(value)
-    else:
-        scope.add_update((variable, value))
-
-
-def traced_value(variable: Any) -> Any:
-    """What a variable is in the program that is being traced."""
-    scope = get_stateless_scope()
-    value = None if scope is None else scope.get_current_value(variable)
-    return variable._value if value is None else value
-
-
-array_of = stored
-
-
-def arrays_of(variables: Iterable[Any]) -> list[Any]:
-    """The arrays that variables hold: one call in every step, for all of them."""
-    return list(map(array_of, variables))
-
-
-def set_array(variable: Any, array: Any) -> None:
-    """Makes `array`, which has the variable's placement already, its value."""
-    variable._value = array
-
-
-def set_arrays(variables: Iterable[Any], arrays: Iterable[Any]) -> None:
-    """Makes each array its variable's value."""
-    for variable, array in zip(variables, arrays, strict=True):
-        variable._value = array
-
-
-def set_layout(variable: Any, layout: Any) -> None:
-    """Gives a variable a layout, and places its value by it."""
-    variable._layout = layout
-    variable._direct_assign(variable._value)
-
-
-def global_seed() -> Any:
-    """The variable of the process's own seed generator; None if there is none."""
-    generator = global_state.get_global_attribute(_SEED)
-    return None if generator is None else generator.state
-
-
-def made_global_seed() -> Any:
-    """The variable of the process's own seed generator, which is made if need be."""
-    return keras_seeds.global_seed_generator().state
-
-
-def is_global_seed(variable: Any) -> bool:
-    """Whether a variable is the state of the process's own seed generator."""
-    return variable is global_seed()
-
-
-def release(variable: Any, array: Any) -> None:
-    """Makes `array` a variable's value, bound to no devices."""
-    variable._layout = None
-    vars(variable).pop("_ks_strategy", None)
-    variable._value = jax.numpy.asarray(jax.device_get(array))

@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from keras_strategy.backends.jax import hooks
+from keras_strategy.backends.jax import hooks_state as keras_state
 from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution, put
 from keras_strategy.rules.aggregation import parts_outside
 
 
 def locals_of(variable: Any, distribution: ReplicaDistribution) -> jax.Array:
     """What the replicas hold, with the replicas in front."""
-    value = hooks.array_of(variable)
+    value = keras_state.array_of(variable)
     aggregated, stacked = vars(variable).get("_ks_locals", (None, None))
     # Another array means that the variable was assigned outside since.
     if aggregated is value and stacked.sharding == distribution.split:
@@ -36,7 +36,7 @@ def remember(
     variables: Sequence[Any], values: Sequence[jax.Array], stacked: Sequence[jax.Array]
 ) -> None:
     """Notes what the replicas hold, and its aggregate as each variable's value."""
-    hooks.set_arrays(variables, values)
+    keras_state.set_arrays(variables, values)
     for variable, *pair in zip(variables, values, stacked, strict=True):
         vars(variable)["_ks_locals"] = tuple(pair)
 

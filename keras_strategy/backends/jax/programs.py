@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from keras_strategy.backends.jax import hooks
+from keras_strategy.backends.jax import hooks_state as keras_state
 from keras_strategy.hooks.variables import stored_dtype
+from keras_strategy.rules.draws import KnownDraws
 from keras_strategy.rules.known_functions import (
     MANY_PROGRAMS,
     PROGRAMS,
@@ -26,7 +27,7 @@ class RunScope(keras.StatelessScope):
     """
 
     def __init__(self, mapping: Any):
-        super().__init__(initialize_variables=False)
+        super().__init__(collect_losses=True, initialize_variables=False)
         self.met: dict[int, Any] = {}
         self.written: dict[int, Any] = {}
         self.state_mapping.update((id(v), value) for v, value in mapping)
@@ -58,6 +59,7 @@ class Function:
         # The state of the process's own seed generator, if it is one of them.
         self.seed: Any = None
         self.programs: OrderedDict[Any, Program] = OrderedDict()
+        self.draws = KnownDraws()
         self.warned = False
         # Whether a trace has met all its variables.
         self.known = False
@@ -67,7 +69,7 @@ class Function:
         return [
             self.variables[key]
             for key in self.written
-            if not hooks.is_global_seed(self.variables[key])
+            if not keras_state.is_global_seed(self.variables[key])
         ]
 
     def learn(self, scope: RunScope) -> bool:
@@ -75,7 +77,7 @@ class Function:
         before = len(self.variables), len(self.written)
         self.variables.update(scope.met)
         self.written.update(scope.written)
-        seed = hooks.global_seed()
+        seed = keras_state.global_seed()
         if id(seed) in self.variables:
             self.seed = seed
         return before != (len(self.variables), len(self.written))
@@ -85,11 +87,11 @@ class Function:
 
         `keras.utils.set_random_seed` makes the process forget the one before.
         """
-        if self.seed is None or hooks.is_global_seed(self.seed):
+        if self.seed is None or keras_state.is_global_seed(self.seed):
             return
         self.variables.pop(id(self.seed))
         self.written.discard(id(self.seed))
-        self.seed = hooks.made_global_seed()
+        self.seed = keras_state.made_global_seed()
         self.variables[id(self.seed)] = self.seed
         self.written.add(id(self.seed))
 
@@ -162,11 +164,11 @@ class Program:
     def renew_seed(self) -> None:
         """See `Function.renew_seed`."""
         at = self._seed
-        if at is not None and not hooks.is_global_seed(self.written[at]):
-            self.written[at] = hooks.made_global_seed()
+        if at is not None and not keras_state.is_global_seed(self.written[at]):
+            self.written[at] = keras_state.made_global_seed()
 
     def release_seed(self) -> None:
         """The process's own seed generator is bound to no devices after a call."""
         if self._seed is not None:
             seed = self.written[self._seed]
-            hooks.release(seed, hooks.array_of(seed))
+            keras_state.release(seed, keras_state.array_of(seed))

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import keras
 from keras import tree
 
-from keras_strategy.backends.jax import hooks, on_read
+from keras_strategy.backends.jax import hooks_state as keras_state
+from keras_strategy.backends.jax import on_read
 from keras_strategy.backends.jax.distribution import AXIS
 from keras_strategy.core import context
 from keras_strategy.core.own_attributes import set_for_all
@@ -78,7 +79,7 @@ class JaxReplica:
         return tree.map_structure(of_this_replica, result)
 
     def once(self, fn: Callable[[], Any]) -> Any:
-        with set_for_all(), hooks.outside_of_trace():
+        with set_for_all(), keras_state.outside_of_trace():
             return fn()
 
     def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
@@ -91,7 +92,7 @@ class JaxReplica:
         return draw()
 
     def write(self, variable: Any, value: Any) -> None:
-        hooks.write(variable, value)
+        keras_state.write(variable, value)
 
 
 class TracedMergedScope(keras.StatelessScope):
@@ -103,13 +104,13 @@ class TracedMergedScope(keras.StatelessScope):
 
     def __init__(self, replicas: int):
         super().__init__(initialize_variables=False)
-        self._around = hooks.stateless_scope()
+        self._around = keras_state.stateless_scope()
         self._replicas = replicas
 
     def component(self, variable: Any) -> Any:
         """What the replica that is traced holds of a variable."""
         value = self._around.get_current_value(variable)
-        return hooks.array_of(variable) if value is None else value
+        return keras_state.array_of(variable) if value is None else value
 
     def write(self, variable: Any, value: Any) -> None:
         """Sets what the replica that is traced holds of a variable."""
@@ -131,19 +132,19 @@ class TracedMergedScope(keras.StatelessScope):
 
 def component_of(variable: Any) -> Any:
     """What the replica that is traced holds of a variable."""
-    scope = hooks.stateless_scope()
+    scope = keras_state.stateless_scope()
     if isinstance(scope, TracedMergedScope):
         return scope.component(variable)
-    return hooks.traced_value(variable)
+    return keras_state.traced_value(variable)
 
 
 def write_component(variable: Any, value: Any) -> None:
     """Sets what the replica that is traced holds of a variable."""
-    scope = hooks.stateless_scope()
+    scope = keras_state.stateless_scope()
     if isinstance(scope, TracedMergedScope):
         scope.write(variable, value)
     else:
-        hooks.write(variable, value)
+        keras_state.write(variable, value)
 
 
 class Traced(DistributedValues):

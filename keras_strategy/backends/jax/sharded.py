@@ -12,7 +12,7 @@ import numpy as np
 from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution, put
 from keras_strategy.backends.jax.replica import Traced
 from keras_strategy.backends.jax.workers import JaxWorkers
-from keras_strategy.input.dataset import EvenRows
+from keras_strategy.input.parts import EvenRows
 from keras_strategy.rules.reduction import addable, axes_of, axes_to_reduce, entries
 from keras_strategy.values.distributed import DistributedValues, PerReplica, ReduceOp
 

@@ -8,45 +8,50 @@ array is copied first, once, since what the program returns is its own again.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from keras_strategy.backends.jax import hooks, marks
+from keras_strategy.backends.jax import hooks_state as keras_state
+from keras_strategy.backends.jax import marks
 from keras_strategy.backends.jax.distribution import put
 from keras_strategy.backends.threads.scopes import unbuilt
 
 
-def to_overwrite(variables: Sequence[Any], everywhere: Any) -> list[jax.Array]:
+def to_overwrite(
+    variables: Sequence[Any], sharding_of: Callable[[Any], Any]
+) -> list[jax.Array]:
     """The variables' arrays, which the program may delete.
 
     Args:
         variables: The variables, each of them once.
-        everywhere: The layout that the program was compiled for.
+        sharding_of: Gives the layout that the program was compiled for.
     """
-    arrays = hooks.arrays_of(variables)
+    arrays = keras_state.arrays_of(variables)
     # No function is called for each variable, here and below: there may be hundreds.
     for i, mark in enumerate(marks.of(variables)):
         array = arrays[i]
         if array is None or mark.own() is not array:
-            arrays[i] = jnp.copy(_placed(variables[i], array, everywhere))
+            arrays[i] = jnp.copy(_placed(variables[i], array, sharding_of))
     return arrays
 
 
-def to_read(variables: Sequence[Any], everywhere: Any) -> list[jax.Array]:
+def to_read(
+    variables: Sequence[Any], sharding_of: Callable[[Any], Any]
+) -> list[jax.Array]:
     """The variables' arrays on all devices.
 
     Args:
         variables: The variables.
-        everywhere: The layout that the program was compiled for.
+        sharding_of: Gives the layout that the program was compiled for.
     """
-    arrays = hooks.arrays_of(variables)
+    arrays = keras_state.arrays_of(variables)
     for i, mark in enumerate(marks.of(variables)):
         array = arrays[i]
         if array is None or mark.placed() is not array:
-            placed = _placed(variables[i], array, everywhere)
+            placed = _placed(variables[i], array, sharding_of)
             if placed is array:
                 mark.placed, mark.own = weakref.ref(placed), marks.nothing
             arrays[i] = placed
@@ -55,7 +60,7 @@ def to_read(variables: Sequence[Any], everywhere: Any) -> list[jax.Array]:
 
 def give(variables: Sequence[Any], arrays: Sequence[jax.Array]) -> None:
     """Gives variables what a program made for them."""
-    hooks.set_arrays(variables, arrays)
+    keras_state.set_arrays(variables, arrays)
     for mark, array in zip(marks.of(variables), arrays, strict=True):
         mark.own = mark.placed = weakref.ref(array)
 
@@ -79,10 +84,13 @@ def without_value(variable: Any) -> RuntimeError:
     )
 
 
-def _placed(variable: Any, value: jax.Array | None, everywhere: Any) -> jax.Array:
+def _placed(
+    variable: Any, value: jax.Array | None, sharding_of: Callable[[Any], Any]
+) -> jax.Array:
     if value is None:
         raise without_value(variable)
     array: jax.Array = strong(value)
-    if array.sharding.is_equivalent_to(everywhere, array.ndim):
+    sharding = sharding_of(variable)
+    if array.sharding.is_equivalent_to(sharding, array.ndim):
         return array
-    return put(array, everywhere)
+    return put(array, sharding)

@@ -19,7 +19,8 @@ import numpy as np
 from jax.core import Tracer
 from keras import tree
 
-from keras_strategy.backends.jax import hooks, on_read
+from keras_strategy.backends.jax import hooks_state as keras_state
+from keras_strategy.backends.jax import on_read
 from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
 from keras_strategy.backends.jax.marks import lend
 from keras_strategy.backends.jax.sharded import shards
@@ -36,9 +37,13 @@ from keras_strategy.backends.threads.turns import Turns
 from keras_strategy.core import context
 from keras_strategy.core.own_attributes import AttributesOfReplicas, OwnAttributes
 from keras_strategy.core.protocol import Replica
+from keras_strategy.core.row_range import ranges
+from keras_strategy.core.step_state import StepState
 from keras_strategy.hooks.adoption import adopt
 from keras_strategy.hooks.variables import stored_dtype
 from keras_strategy.rules.aggregation import is_on_read
+from keras_strategy.rules.batches import batch_of, traced_step_of
+from keras_strategy.rules.draws import KnownDraws
 from keras_strategy.rules.ownership import require_own_parts
 from keras_strategy.rules.reduction import addable
 from keras_strategy.rules.row_weights import weighted
@@ -80,7 +85,7 @@ class Components:
             stacked = on_read.locals_of(variable, distribution)
             return tuple(part[0] for part in shards(stacked, distribution))
         lend(variable)  # the function may return its part
-        array = hooks.array_of(variable)
+        array = keras_state.array_of(variable)
         return shards(put(array, distribution.everywhere), distribution)
 
 
@@ -100,7 +105,7 @@ class ThreadScope(ReplicaScope):
         self._components = components
 
     def get_current_value(self, variable: Any) -> jax.Array:
-        if hooks.array_of(variable) is None:
+        if keras_state.array_of(variable) is None:
             raise without_value(variable)
         staged = self.state_mapping.get(id(variable))
         if staged is not None:
@@ -256,7 +261,7 @@ class ThreadedReplica(ThreadReplica):
         return draw()
 
     def write(self, variable: Any, value: Any) -> None:
-        hooks.write(variable, value)
+        keras_state.write(variable, value)
 
 
 class ThreadedRunner:
@@ -284,8 +289,10 @@ class ThreadedRunner:
         self._attributes = AttributesOfReplicas(len(devices), keras.ops.is_tensor)
         self._lock = threading.Lock()
 
-    def run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """See `ReplicaGroup.run`."""
+    def run(
+        self, fn: Callable[..., Any], args: tuple, kwargs: dict, draws: KnownDraws
+    ) -> Any:
+        """See `ReplicaGroup.run`; `draws` is what is known of the function's."""
         with self._lock:  # one run at a time
             components = Components(self._strategy, self._distribution)
             turns, own = Turns(len(self._devices)), self._attributes.begin()
@@ -302,16 +309,28 @@ class ThreadedRunner:
                 )
                 for index, device in enumerate(self._distribution.devices)
             ]
-            state = ThreadState.capture()
-            outputs = self._team.call(
-                turns,
-                [
-                    functools.partial(
-                        _run_replica, replica, own[i], state, fn, args, kwargs
+            batch = batch_of(args, kwargs)
+            if batch is not None and batch.counts is not None:
+                rows = ranges(batch.counts)[batch.first :]
+                for replica in replicas:
+                    index = replica.index
+                    replica.step = traced_step_of(
+                        fn, (args, kwargs), rows[index], index, draws
                     )
-                    for i, replica in enumerate(replicas)
-                ],
-            )
+            state = ThreadState.capture()
+            try:
+                outputs = self._team.call(
+                    turns,
+                    [
+                        functools.partial(
+                            _run_replica, replica, own[i], state, fn, args, kwargs
+                        )
+                        for i, replica in enumerate(replicas)
+                    ],
+                )
+            finally:
+                for replica in replicas:  # which are parts of cycles, and keep nothing
+                    replica.step = StepState()
             self._commit([replica.scope for replica in replicas])
             self._attributes.commit(own)
             keep_global_seed_generator(turns.seed_generator)
@@ -324,12 +343,12 @@ class ThreadedRunner:
         written: dict[int, Any] = {}
         for scope in scopes:
             written.update(scope.written)
-        seeds = [v for v in written.values() if hooks.is_global_seed(v)]
-        others = [v for v in written.values() if not hooks.is_global_seed(v)]
+        seeds = [v for v in written.values() if keras_state.is_global_seed(v)]
+        others = [v for v in written.values() if not keras_state.is_global_seed(v)]
         adopt(self._strategy, others)
         for variable in seeds:
             value = scopes[0].get_current_value(variable)
-            hooks.release(variable, value)
+            keras_state.release(variable, value)
         for variable in others:
             values = [
                 jax.device_put(
@@ -348,7 +367,8 @@ class ThreadedRunner:
                 array = jax.make_array_from_single_device_arrays(
                     values[0].shape, self._distribution.everywhere, values
                 )
-                hooks.set_array(variable, array)
+                array = put(array, self._distribution.sharding_of(variable))
+                keras_state.set_array(variable, array)
 
 
 def _run_replica(

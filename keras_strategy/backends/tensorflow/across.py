@@ -5,23 +5,31 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_strategy.backends.tensorflow.workers import Compare, TensorFlowWorkers
 from keras_strategy.core.workers import Workers
 
 
-def sum_of_workers(workers: Workers, name: str, totals: Sequence[Any]) -> list[Any]:
+def sum_of_workers(
+    workers: TensorFlowWorkers,
+    name: str,
+    totals: Sequence[Any],
+    compare: Compare = Compare.BEFORE,
+) -> list[Any]:
     """The sums of the workers' values, dense ones in one piece.
 
     Args:
         workers: The workers.
         name: What the sums are for.
         totals: Tensors and `tf.IndexedSlices`.
+        compare: When to make sure that dense ones have the same shapes and dtypes.
 
     Returns:
         A value for each, of the same kind.
     """
     results = list(totals)
     dense = [i for i, x in enumerate(totals) if not isinstance(x, tf.IndexedSlices)]
-    sums = workers.sum_all(name, [tf.convert_to_tensor(totals[i]) for i in dense])
+    tensors = [tf.convert_to_tensor(totals[i]) for i in dense]
+    sums = workers.sum_all(name, tensors, compare)
     for index, total in zip(dense, sums, strict=True):
         results[index] = total
     for index, value in enumerate(totals):

@@ -7,10 +7,9 @@ other, so the first one alone finds them unbuilt, and may have taken another bra
 such a trace is thrown away, as are those in which a tf.function makes variables.
 """
 
-import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -19,6 +18,7 @@ from keras import tree
 
 from keras_strategy.backends.tensorflow.containers import Unchanged
 from keras_strategy.backends.tensorflow.replica import Peers
+from keras_strategy.backends.tensorflow.rows import mark, marks
 from keras_strategy.rules.known_functions import (
     MANY_PROGRAMS,
     PROGRAMS,
@@ -77,7 +77,8 @@ class _CompiledRun:
     def _start(self) -> None:
         templates: list[Any] = []
 
-        def trace(args, kwargs):
+        def trace(args, kwargs, of_batch):
+            mark(args, kwargs, of_batch)
             return self._trace(templates, args, kwargs)
 
         self._templates = templates
@@ -91,14 +92,15 @@ class _CompiledRun:
                 lambda x: Unchanged(x) if isinstance(x, keras.Variable) else x,
                 (args, kwargs),
             )
+        of_batch = marks(leaves)
         if not self._templates:
-            self._build(fn, args, kwargs)
+            self._build(fn, args, kwargs, of_batch)
         function, templates = self._function, self._templates
         if self._draws:
             self._seeds.renew()
+        self._brought.fn = fn
         try:
-            with self._bringing(fn):
-                ((number, tensors),) = function(args, kwargs).items()
+            ((number, tensors),) = function(args, kwargs, of_batch).items()
         except tf.errors.OpError as error:
             error.add_note(
                 "TensorFlow writes variables in place: what the replicas had "
@@ -106,36 +108,35 @@ class _CompiledRun:
                 "on from a state that fits together."
             )
             raise
+        finally:
+            del self._brought.fn
         if len(templates) > MANY_PROGRAMS and not self._warned:
             self._warned = True
             warn_of_many_programs(fn, len(templates))
         if len(templates) > PROGRAMS:
             self._start()  # a tf.function forgets nothing that it has traced
-        tensors = iter(tensors)
+        template, tensors = templates[int(number)], iter(tensors)
+        if template is _TENSOR:  # mostly: no structure of them
+            return next(tensors)
         return tree.map_structure(
-            lambda leaf: next(tensors) if leaf is _TENSOR else leaf,
-            templates[int(number)],
+            lambda leaf: next(tensors) if leaf is _TENSOR else leaf, template
         )
 
-    def _build(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> None:
+    def _build(
+        self, fn: Callable[..., Any], args: tuple, kwargs: dict, of_batch: Any
+    ) -> None:
         """Traces the function, and forgets the trace if something was built in it."""
         made = self._peers.made
+        self._brought.fn = fn
         try:
-            with self._bringing(fn):
-                self._function.get_concrete_function(args, kwargs)
+            self._function.get_concrete_function(args, kwargs, of_batch)
         except Exception:
             if self._peers.made == made:
                 raise
-        if self._peers.made != made:
-            self._start()
-
-    @contextlib.contextmanager
-    def _bringing(self, fn: Callable[..., Any]) -> Iterator[None]:
-        self._brought.fn = fn
-        try:
-            yield
         finally:
             del self._brought.fn
+        if self._peers.made != made:
+            self._start()
 
     def _trace(self, templates, args, kwargs):
         taken = self._seeds.taken

@@ -7,6 +7,7 @@ functions that the native strategy calls, without that service.
 """
 
 import contextlib
+import logging
 import os
 import socket
 
@@ -15,6 +16,8 @@ from tensorflow.core.protobuf import tensorflow_server_pb2
 from tensorflow.python.eager import context
 
 from keras_strategy.workers.cluster import Cluster
+
+logger = logging.getLogger("keras_strategy")
 
 # All workers have the same job, whatever the cluster resolver calls them: TensorFlow
 # sorts them by rank then, and the chief is task 0.
@@ -77,6 +80,12 @@ def start(cluster: Cluster) -> list[str]:
             f"TensorFlow cannot start its server at {addresses[cluster.rank]}. The "
             "port must be free, and the host be this machine."
         ) from error
+    if cluster.is_chief:
+        logger.warning(
+            "TensorFlow's servers of the workers listen on all interfaces, which has "
+            "no setting, and who reaches one can read and write files as its user: "
+            "keep their ports from others (see 'Threat model' in the documentation)."
+        )
     return addresses
 
 

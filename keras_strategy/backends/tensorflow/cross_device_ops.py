@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_strategy.backends.tensorflow.devices import list_devices, native_name
-from keras_strategy.options import cross_device_ops as choices
+from keras_strategy.rules import cross_device_ops as choices
 from keras_strategy.values.devices import resolve_devices
 
 if TYPE_CHECKING:
-    from keras_strategy.options.cross_device_ops import CrossDeviceOps
+    from keras_strategy.rules.cross_device_ops import CrossDeviceOps
 
 
 def native_cross_device_ops(
@@ -34,7 +34,7 @@ def native_cross_device_ops(
         if device is not None:
             there_is = [*list_devices(), *list_devices("cpu")]
             device = native_name(resolve_devices([device], there_is)[0])
-        return tf.distribute.ReductionToOneDevice(device, choice.accumulation_fn)
+        return tf.distribute.ReductionToOneDevice(device)
     if isinstance(choice, choices.NcclAllReduce):
         if on_cpu:
             raise ValueError(

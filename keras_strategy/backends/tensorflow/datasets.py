@@ -13,6 +13,7 @@ from keras_strategy.backends.tensorflow.devices import native_name
 from keras_strategy.backends.tensorflow.group import TensorFlowGroup
 from keras_strategy.backends.tensorflow.training import common_rows, slice_rows
 from keras_strategy.core import context
+from keras_strategy.core.row_range import BatchRows
 from keras_strategy.input.dataset import (
     DistributedDataset,
     DistributedIterator,
@@ -140,10 +141,13 @@ def _native_options(options: InputOptions | None) -> Any:
 def _ours(strategy: "Strategy", element: Any) -> Any:
     """The element with our `PerReplica` in the place of the native ones."""
     workers = strategy.extended.cluster is not None
+    rows = None if workers else BatchRows()
 
     def convert(leaf):
         if isinstance(leaf, tf.distribute.DistributedValues):
-            return PerReplica(leaf.values)
+            value = PerReplica(leaf.values)
+            value.batch = rows
+            return value
         # On a worker of one device, native tf.distribute leaves tensors what they are.
         return PerReplica([leaf]) if workers and tf.is_tensor(leaf) else leaf
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -13,6 +14,7 @@ from keras_strategy.backends.tensorflow import devices
 from keras_strategy.backends.tensorflow.devices import native_name
 from keras_strategy.hooks.rehearsal import rehearsing, with_rows
 from keras_strategy.rules.draws import EndOfRehearsal
+from keras_strategy.values.devices import canonical_device
 from keras_strategy.values.distributed import DistributedValues, is_no_tensor
 
 if TYPE_CHECKING:
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
     from keras_strategy.core.context import Trial
     from keras_strategy.core.strategy import Strategy
     from keras_strategy.input.dataset import DistributedDataset
-    from keras_strategy.options.cross_device_ops import CrossDeviceOps
     from keras_strategy.options.input import InputOptions
+    from keras_strategy.rules.cross_device_ops import CrossDeviceOps
     from keras_strategy.workers.cluster import Cluster
 
 
@@ -45,6 +47,12 @@ class TensorFlowEngine:
     def list_devices(self, device_type: str | None = None) -> list[str]:
         return devices.list_devices(device_type)
 
+    def refusal_of_shard(self, shard: str) -> str:
+        return (
+            "the engine keeps each variable whole on each device. KERAS_BACKEND=jax "
+            "splits the optimizer's state and the parameters."
+        )
+
     def set_logical_devices(self, device_type: str, count: int) -> None:
         devices.set_logical_devices(device_type, count)
 
@@ -60,8 +68,19 @@ class TensorFlowEngine:
         known = tf.get_static_value(value)
         return None if known is None else int(known)
 
-    def ones(self, shape: Sequence[Any], like: Any) -> Any:
+    def memory_order(self, x: Any) -> None:
+        return None
+
+    def ones(self, shape: Sequence[Any], like: Any, order: None) -> Any:
         return tf.ones(shape, like.dtype)
+
+    def draw_part(
+        self, name: str, given: dict[str, Any], begin: Any, seed: Callable[[], Any]
+    ) -> Any:
+        from keras_strategy.backends.tensorflow.counted import FUNCTIONS
+
+        draw = FUNCTIONS.get(name)
+        return None if draw is None else draw(begin=begin, seed=seed(), **given)
 
     def rehearse(
         self, fn: Callable[..., Any], args: tuple, kwargs: dict, rows: int
@@ -86,6 +105,11 @@ class TensorFlowEngine:
         with tf.device(native_name(device)):
             return tf.identity(value)
 
+    def device_of(self, tensor: Any) -> str | None:
+        # Where a graph computes it may be left to TensorFlow.
+        name = getattr(tensor, "device", "")
+        return canonical_device(name) if name else None
+
     def in_trace(self) -> bool:
         return tf.inside_function()
 
@@ -97,9 +121,9 @@ class TensorFlowEngine:
         return value_and_grad(fn, variables, has_aux)
 
     def hook_modules(self) -> Sequence[ModuleType]:
-        from keras_strategy.backends.tensorflow import hooks
+        from keras_strategy.backends.tensorflow import hooks, hooks_optimizers
 
-        return [hooks]
+        return [hooks, hooks_optimizers]
 
     def random_state(self) -> bytes:
         from keras_strategy.backends.tensorflow import connection
@@ -116,6 +140,13 @@ class TensorFlowEngine:
         names = [native_name(device) for device in devices]
         return tf.distribute.MirroredStrategy(names)
 
+    def native(self, name: str) -> Any:
+        if name == "ParameterServerStrategy":
+            from keras_strategy.backends.tensorflow import parameter_servers
+
+            return parameter_servers.ParameterServerStrategy
+        return operator.attrgetter(name)(tf.distribute)
+
     def distribute_natively(
         self,
         strategy: "Strategy",
@@ -130,6 +161,11 @@ class TensorFlowEngine:
         from keras_strategy.backends.tensorflow.datasets import distribute
 
         return distribute(strategy, datasets, split, options)
+
+    def checkpoints(self, thing: Any, folder: Any, cluster: "Cluster | None") -> Any:
+        from keras_strategy.backends.tensorflow.checkpoints import checkpoints
+
+        return checkpoints(thing, folder, cluster)
 
     def require_loop_in_python(self) -> None:
         if tf.inside_function():

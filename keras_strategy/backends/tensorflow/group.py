@@ -29,6 +29,7 @@ from keras_strategy.backends.tensorflow.replica import (
     TensorFlowReplica,
     regrouped,
 )
+from keras_strategy.backends.tensorflow.rows import steps_of_rows
 from keras_strategy.backends.tensorflow.workers import TensorFlowWorkers
 from keras_strategy.backends.threads.interrupt import interrupted_together
 from keras_strategy.core import context
@@ -37,7 +38,7 @@ from keras_strategy.core.own_attributes import AttributesOfReplicas
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.replica_context import ReplicaContext
 from keras_strategy.hooks.random import kept_generator
-from keras_strategy.hooks.variables import initialize, stored
+from keras_strategy.hooks.variables import byte_count, initialize, stored
 from keras_strategy.rules.aggregation import (
     is_on_read,
     local_parts_outside,
@@ -54,8 +55,8 @@ from keras_strategy.values.topology import Topology
 
 if TYPE_CHECKING:
     from keras_strategy.core.strategy import Strategy
-    from keras_strategy.options.cross_device_ops import CrossDeviceOps
     from keras_strategy.options.run import RunOptions
+    from keras_strategy.rules.cross_device_ops import CrossDeviceOps
 
 
 class TensorFlowGroup:
@@ -130,6 +131,9 @@ class TensorFlowGroup:
 
     def components(self, variable: Any) -> tuple[Any, ...]:
         return tuple(self.native.experimental_local_results(stored(variable)))
+
+    def bytes_of(self, variable: Any) -> tuple[int, ...]:
+        return (byte_count(variable),) * len(self.devices)
 
     def parts(self, variable: Any) -> PerReplica:
         return PerReplica(self.components(variable))
@@ -208,12 +212,16 @@ class TensorFlowGroup:
         own = self._attributes.begin()
         meeting = Meeting([None] * replicas, kept_generator(), own)
         threads: list[threading.Thread] = []
+        of_workers = self.workers is not None
+        steps = steps_of_rows(fn, args, kwargs, replicas, of_workers)
 
         @tf.autograph.experimental.do_not_convert
         def replica_fn(args, kwargs):
             keras.config.set_dtype_policy(policy)  # Keras keeps it per thread
             threads.append(threading.current_thread())
             replica = TensorFlowReplica(self.peers, meeting)
+            if steps is not None:
+                replica.step = steps[replica.index]
             with (
                 context.replica_in_charge(ReplicaContext(self.strategy, replica)),
                 own[replica.index].in_turn(),

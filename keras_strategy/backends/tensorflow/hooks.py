@@ -1,9 +1,8 @@
 """Where TensorFlow's side of Keras is extended. See hooks/.
 
-Keras has its own code for tf.distribute, which reduces inside the optimizer's update
-and writes all components from there. Here the gradients are reduced before anything
+Keras has its own code for tf.distribute. Here the gradients are reduced before anything
 else, so every replica can do with Keras's backend-neutral code what one device does,
-each on its own components.
+each on its own components. What that means for optimizers is in `hooks_optimizers`.
 """
 
 import logging
@@ -14,6 +13,7 @@ import tensorflow as tf
 
 from keras_strategy.backends.tensorflow.training import TrainingStrategy
 from keras_strategy.backends.tensorflow.worker_steps import (
+    Elements,
     WorkerBatches,
     predictions_of_workers,
     steps_of_workers,
@@ -26,14 +26,25 @@ from keras_strategy.hooks.conditions import (
     in_step,
     of_distributed_strategy,
 )
-from keras_strategy.hooks.data_adapters import counts_of_arrays
+from keras_strategy.hooks.data_adapters import (
+    building,
+    counts_of_arrays,
+    is_own,
+    joined,
+    own_rows,
+    pauses_after,
+    read_ahead,
+)
 from keras_strategy.hooks.hook import home_of, hook, model_hook
 from keras_strategy.hooks.metrics import results_of_step
+from keras_strategy.input.agreement import AgreedBatches
+from keras_strategy.input.own_rows import share_of
 from keras_strategy.rules.aggregation import is_on_read, no_value
 from keras_strategy.rules.gradients import (
     compute_average_loss,
     scale_regularization_loss,
 )
+from keras_strategy.rules.held_values import held_value
 from keras_strategy.rules.ownership import require_own_parts, strategy_of_variable
 from keras_strategy.rules.step import rows_of
 
@@ -143,6 +154,9 @@ def _value(original, self):
         if isinstance(value, tf.distribute.DistributedValues):
             raise no_value(self)
         return value
+    known = held_value(self)
+    if known is not None:
+        return self._maybe_autocast(known)
     if (
         strategy.extended.cluster is None
         or self.aggregation != "only_first_replica"
@@ -171,64 +185,6 @@ def _handle(original, self):
             "variable. Put the step into a function that `strategy.run` calls, or use "
             "`keras_strategy.value_and_grad`."
         ) from error
-
-
-# --- optimizers
-
-_Optimizer = keras.optimizers.Optimizer
-# That of all backends, which TensorFlow's overrides.
-_NeutralOptimizer: Any = [
-    cls for cls in _Optimizer.__mro__ if "_backend_update_step" in vars(cls)
-][-1]
-
-
-def _neutral(original, strategy, self, *args, **kwargs):
-    """The replicas take the method that is the same on all backends.
-
-    Keras's for TensorFlow reduces the gradients once more, and updates the variables
-    of all replicas from one place.
-    """
-    return getattr(_NeutralOptimizer, original.__name__)(self, *args, **kwargs)
-
-
-_NEUTRAL = {
-    "add_variable_from_reference": (
-        "(self, reference_variable, name=None, initializer='zeros')"
-    ),
-    "_apply_weight_decay": "(self, variables)",
-    "_backend_update_step": "(self, grads, trainable_variables, learning_rate)",
-    "_overwrite_model_variables_with_average_value": "(self, trainable_variables)",
-    "_backend_increment_gradient_accumulators": "(self, grads, acc_grads)",
-}
-if hasattr(_Optimizer, "_backend_maybe_overwrite_model_variables"):
-    # From Keras 3.16 on, with a merge_call that fails in the replicas.
-    _NEUTRAL["_backend_maybe_overwrite_model_variables"] = "(self, trainable_variables)"
-for _name, _signature in _NEUTRAL.items():
-    hook(_Optimizer, _name, _signature, when=in_distributed_scope)(_neutral)
-
-
-@hook(
-    _Optimizer,
-    ("assign", "assign_add", "assign_sub"),
-    "(self, variable, value)",
-    when=in_replica,
-)
-def _on_own_component(original, replica, self, variable, value):
-    """The replica's own component is written."""
-    if isinstance(variable, keras.Variable):
-        variable = variable.value
-    return original(self, replica.own(variable), value)
-
-
-@hook(
-    keras.optimizers.LossScaleOptimizer,
-    "_tf_apply",
-    "(self, grads, trainable_variables=None)",
-    when=in_replica,
-)
-def _tf_apply(original, replica, self, grads, trainable_variables=None):
-    """The gradients are equal on all replicas."""
-    return self._common_apply(grads, trainable_variables)
 
 
 # --- layers
@@ -327,12 +283,35 @@ def _get_metrics_result(original, replica, self):
 
 @hook(TFEpochIterator, "_get_iterator", "(self)", when=in_scope_of_workers)
 def _get_iterator(original, strategy, self):
-    """Several workers agree on their batches.
+    """Several workers agree on their batches, and read their own rows of them.
 
     Keras takes them inside a tf.function, where a worker could not ask the others.
     """
+    cluster = strategy.extended.cluster
+    several = strategy.num_replicas_in_sync > 1
+    if is_own(self):
+        local = len(strategy.extended.worker_devices)
+        batches = Elements(original(self))
+        batches = joined(self, batches, cluster, local, same_shapes=False)
+        return WorkerBatches(batches if several else batches.as_read())
+    if not hasattr(self, _OWN_ROWS):
+        # Once: what shuffles arrays goes on from epoch to epoch.
+        own = several and own_rows(self.data_adapter, share_of(strategy), _dataset_of)
+        setattr(self, _OWN_ROWS, own or None)
+    own = getattr(self, _OWN_ROWS)
+    # What Keras makes of other data for tf.data is read ahead there.
+    batches = original(self) if own is None else read_ahead(self, own)
     counts = counts_of_arrays(self.data_adapter)
-    return WorkerBatches(original(self), strategy.extended.cluster, counts)
+    pauses = pauses_after(self, batches)
+    agreed = AgreedBatches(Elements(batches), cluster, counts, pauses, tells=True)
+    return WorkerBatches(agreed)
+
+
+_OWN_ROWS = "_ks_own_rows"
+
+
+def _dataset_of(adapter: Any) -> Any:
+    return adapter.get_tf_dataset()
 
 
 @model_hook(
@@ -354,9 +333,11 @@ def _maybe_symbolic_build(original, strategy, self, iterator=None, data_batch=No
         spec = iterator._distributed_dataset.element_spec
         data_batch = keras.tree.map_structure(_present, spec)
         if any(leaf.shape.rank is None for leaf in _leaves(data_batch)):
-            for _, _, batches in iterator:
-                data_batch = next(batches)
-                break
+            with building(iterator):
+                for _, _, batches in iterator:
+                    data_batch = next(batches)
+                    data_batch = getattr(data_batch, "batch", data_batch)
+                    break
     elif all(
         leaf is None or hasattr(leaf, "shape")
         for leaf in keras.tree.flatten(data_batch)

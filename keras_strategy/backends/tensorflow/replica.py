@@ -12,7 +12,7 @@ from keras import tree
 from keras_strategy.backends.tensorflow import combine
 from keras_strategy.backends.tensorflow.across import sum_of_workers
 from keras_strategy.backends.tensorflow.seeds import Seeds
-from keras_strategy.backends.tensorflow.workers import TensorFlowWorkers
+from keras_strategy.backends.tensorflow.workers import Compare, TensorFlowWorkers
 from keras_strategy.core import context
 from keras_strategy.core.own_attributes import OwnAttributes
 from keras_strategy.core.step_state import StepState
@@ -214,7 +214,8 @@ class TensorFlowReplica:
                 return tf.IndexedSlices(values, tensor.indices, tensor.dense_shape)
             return weighted(tf.convert_to_tensor(tensor), weight)
 
-        return self._sum([share(tensor) for tensor in tensors], "optimizer.apply")
+        shares = [share(tensor) for tensor in tensors]
+        return self._sum(shares, "optimizer.apply", Compare.ALONG)
 
     def draw_once(
         self, what: Any, draw: Callable[[], Any], skip: Callable[[], Any]
@@ -265,7 +266,9 @@ class TensorFlowReplica:
 
         return back
 
-    def _sum(self, tensors: Sequence[Any], name: str) -> list[Any]:
+    def _sum(
+        self, tensors: Sequence[Any], name: str, compare: Compare = Compare.BEFORE
+    ) -> list[Any]:
         """Sums over the replicas; local ones as native tf.distribute does."""
         workers = self.peers.workers
 
@@ -275,7 +278,7 @@ class TensorFlowReplica:
             for values in zip(*parts, strict=True):
                 combine.check_same_shapes(values)
                 totals.append(combine.add(values))
-            return sum_of_workers(workers, name, totals)
+            return sum_of_workers(workers, name, totals, compare)
 
         def merge(native, *values):
             for value in values:

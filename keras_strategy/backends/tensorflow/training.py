@@ -18,8 +18,11 @@ from keras import tree
 from keras_strategy.backends.tensorflow.across import gather_of_workers
 from keras_strategy.backends.tensorflow.group import TensorFlowGroup
 from keras_strategy.backends.tensorflow.refusals import FirstStep, require
+from keras_strategy.backends.tensorflow.rows import rows_of_tensor
+from keras_strategy.backends.tensorflow.workers import Compare
 from keras_strategy.core.row_range import RowRange
 from keras_strategy.hooks.layers import all_layers, to_try
+from keras_strategy.input.own_rows import OwnRows
 from keras_strategy.rules.row_trials import RowTrials
 from keras_strategy.rules.row_weights import split_rows
 from keras_strategy.rules.step import (
@@ -77,7 +80,7 @@ class TrainingStrategy:
         steps = {model.train_step: "train", model.test_step: "test"}
         kind = steps.get(step, "predict")
         own = returns_metrics(model, kind)
-        rows = _rows if kind == "predict" else None
+        rows = rows_of_tensor if kind == "predict" else None
         layers = functools.partial(all_layers, model)
         first = FirstStep(group.peers.beside_them)
         if not tf.executing_eagerly():
@@ -99,8 +102,8 @@ class TrainingStrategy:
             if not isinstance(value, DistributedValues):
                 return value
             rows = join(value, weights)
-            if group.workers is None:
-                return rows
+            if group.workers is None or getattr(data, "counts", None) is not None:
+                return rows  # each worker predicts for itself what it has read
             return gather_of_workers(group.workers, "the predictions", rows)
 
         return tree.map_structure(in_order, outputs)
@@ -110,7 +113,7 @@ def metrics_of(model: keras.Model, group: TensorFlowGroup) -> dict[str, Any]:
     """What `get_metrics_result` gives, of the metrics' states on all replicas."""
     if group.workers is None:
         return model.get_metrics_result()
-    sum_all = functools.partial(group.workers.sum_all, "logs", compare=False)
+    sum_all = functools.partial(group.workers.sum_all, "logs", compare=Compare.NEVER)
     return metrics_of_workers(model, group.part_of_this_worker, sum_all)
 
 
@@ -126,7 +129,7 @@ def means_of(logs: Any, group: TensorFlowGroup, weights: Sequence[Any]) -> Any:
     if group.workers is None:
         return parts
     # What this worker adds to them travels at once.
-    means = group.workers.sum_all("logs", tree.flatten(parts), compare=False)
+    means = group.workers.sum_all("logs", tree.flatten(parts), Compare.NEVER)
     return tree.pack_sequence_as(parts, means)
 
 
@@ -137,7 +140,8 @@ def split_batch(
 
     Args:
         data: A structure of tensors or arrays, None where something is absent, or of
-            native distributed values, which are split already.
+            native distributed values, which are split already; or this worker's
+            rows of one.
         group: The replicas.
 
     Returns:
@@ -146,6 +150,10 @@ def split_batch(
     """
     replicas = group.topology.num_replicas
     local = group.topology.local_replicas
+    own, here = None, 0
+    if isinstance(data, OwnRows):
+        own, data = data, data.batch
+        here = own.bounds[0][0]
     leaves = [leaf for leaf in tree.flatten(data) if leaf is not None]
     if not leaves:
         raise ValueError("A batch must hold at least one array. Received none.")
@@ -158,7 +166,7 @@ def split_batch(
 
         own = range(len(group.devices))
         shards = [component(replica) for replica in own]
-        counts = [_rows(leaves[0].values[replica]) for replica in own]
+        counts = [rows_of_tensor(leaves[0].values[replica]) for replica in own]
         total = tf.add_n(counts)
         rows_of_replicas: list[RowRange | None] = [None] * len(counts)
         if group.workers is None:
@@ -171,21 +179,26 @@ def split_batch(
             total = group.workers.sum("the rows of a batch", total)
     else:
         data = tree.map_structure(_as_tensor, data)
-        rows = common_rows([_as_tensor(leaf) for leaf in leaves])
-        every = split_rows(rows, replicas, tf.minimum)
-        bounds = [every[replica] for replica in local]
+        rows_here = common_rows([_as_tensor(leaf) for leaf in leaves])
+        if own is None:
+            rows = rows_here
+            every = split_rows(rows, replicas, tf.minimum)
+            bounds = [every[replica] for replica in local]
+        else:
+            rows, bounds = own.total, own.bounds
         counts = [end - begin for begin, end in bounds]
         total = rows
         shards, rows_of_replicas = [], []
         for begin, end in bounds:
             # A replica without rows works on a stand-in, of weight 0: some of
             # TensorFlow's kernels abort the process when there is no row at all.
-            first = tf.maximum(tf.minimum(begin, rows - 1), 0)
+            first = tf.maximum(tf.minimum(begin, here + rows_here - 1), 0)
             last = tf.maximum(end, first + 1)
-            take = functools.partial(slice_rows, bounds=(first, last))
-            rows_of_replicas.append(RowRange(first, last - first, rows))
+            take = functools.partial(slice_rows, bounds=(first - here, last - here))
+            number = tf.minimum(first, rows - 1)
+            rows_of_replicas.append(RowRange(number, last - first, rows))
             shards.append(tree.map_structure(take, data))
-        known = _as_tensor(leaves[0]).shape[0]
+        known = _as_tensor(leaves[0]).shape[0] if own is None else None
         if known is not None:  # what TensorFlow computes of them it would not know
             rows_of_replicas = [
                 RowRange(min(begin, known - 1), max(end - begin, 1), known)
@@ -200,8 +213,8 @@ def common_rows(leaves: Sequence[Any]) -> Any:
     """The rows of a batch, as a tensor; arrays that differ in rows are refused."""
     if all(leaf.shape.rank and leaf.shape[0] is not None for leaf in leaves):
         rows_of(leaves)
-        return _rows(leaves[0])
-    rows, *others = [_rows(leaf) for leaf in leaves]
+        return rows_of_tensor(leaves[0])
+    rows, *others = [rows_of_tensor(leaf) for leaf in leaves]
     message = "The arrays of a batch must have the same number of rows."
     checks = [tf.debugging.assert_equal(rows, other, message) for other in others]
     with tf.control_dependencies([check for check in checks if check is not None]):
@@ -212,19 +225,6 @@ def _as_tensor(value: Any) -> Any:
     if value is None or tf.is_tensor(value):
         return value
     return tf.convert_to_tensor(value)
-
-
-def _rows(value: Any) -> Any:
-    if isinstance(value, tf.RaggedTensor):
-        return tf.cast(value.nrows(), tf.int32)
-    if isinstance(value, tf.SparseTensor):
-        return tf.cast(value.dense_shape[0], tf.int32)
-    if value.shape.rank == 0:
-        raise ValueError(
-            "A batch must be made of arrays whose first dimension is its rows. "
-            "Received a scalar."
-        )
-    return tf.shape(value)[0]
 
 
 def slice_rows(value: Any, bounds: tuple[Any, Any]) -> Any:
@@ -259,7 +259,7 @@ def join(value: DistributedValues, weights: Sequence[Any]) -> Any:
     """
     parts = value.values
     real = [
-        slice_rows(part, (0, tf.where(weight > 0, _rows(part), 0)))
+        slice_rows(part, (0, tf.where(weight > 0, rows_of_tensor(part), 0)))
         for part, weight in zip(parts, weights, strict=True)
     ]
     if isinstance(parts[0], tf.SparseTensor):

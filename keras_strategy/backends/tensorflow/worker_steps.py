@@ -7,6 +7,7 @@ call, after all workers have said that they have one.
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -15,6 +16,7 @@ from keras import tree
 
 from keras_strategy.errors import WorkerInputError
 from keras_strategy.input.agreement import AgreedBatches
+from keras_strategy.input.own_rows import OwnRows
 from keras_strategy.rules.step import rows_of
 from keras_strategy.workers.cluster import Cluster
 
@@ -25,23 +27,21 @@ _NAMES = {"train": "fit", "test": "evaluate", "predict": "predict"}
 
 
 class WorkerBatches:
-    """The batches of a dataset while all workers have one.
+    """Batches for all workers, which take each together.
 
     Args:
-        dataset: A `tf.data.Dataset` of global batches.
-        cluster: The workers.
-        counts: See `AgreedBatches`.
+        batches: `AgreedBatches` or `JoinedBatches`.
     """
 
-    def __init__(self, dataset: Any, cluster: Cluster, counts: list | None):
-        self._agreed = AgreedBatches(_Batches(dataset), cluster, counts)
+    def __init__(self, batches: Iterable[Any]):
+        self._batches = batches
 
     def __iter__(self) -> "AgreedIterator":
-        return AgreedIterator(self._agreed)
+        return AgreedIterator(self._batches)
 
 
 class AgreedIterator:
-    """Reads batches that all workers have."""
+    """Reads batches that the workers take together."""
 
     def __init__(self, batches: Iterable[Any]):
         self._batches = iter(batches)
@@ -50,16 +50,77 @@ class AgreedIterator:
         return self
 
     def __next__(self) -> Any:
-        return next(self._batches)
+        batch = next(self._batches)
+        return TensorsOfOwnRows(**vars(batch)) if isinstance(batch, OwnRows) else batch
 
 
-class _Batches:
+class TensorsOfOwnRows(OwnRows):
+    """A worker's rows of a batch, which a tf.function takes."""
+
+    def __tf_flatten__(self) -> Any:
+        numbers = tf.nest.map_structure(
+            lambda number: tf.convert_to_tensor(number, tf.int32),
+            (self.bounds, self.total),
+        )
+        leaves = [leaf for leaf in tree.flatten(self.batch) if leaf is not None]
+        # The counts themselves would be traced anew.
+        joined = self.counts is not None
+        return (_Layout(self.batch), joined), (leaves, *numbers)
+
+    @classmethod
+    def __tf_unflatten__(cls, metadata: Any, components: Any) -> Any:
+        (layout, joined), (leaves, bounds, total) = metadata, components
+        counts = () if joined else None
+        return cls(layout.with_leaves(leaves), bounds, total, counts=counts)
+
+
+class _Layout:
+    """What a batch is made of, beside the sizes of its arrays.
+
+    TensorFlow traces anew for another one. What it would do of two by itself, to look
+    for a type that both have, fails for objects that are flattened in our way.
+    """
+
+    def __init__(self, batch: Any):
+        self._present = tree.map_structure(lambda leaf: leaf is not None, batch)
+        kinds = tree.map_structure(
+            lambda leaf: (
+                leaf is not None and (tf.as_dtype(leaf.dtype).name, len(leaf.shape))
+            ),
+            batch,
+        )
+        self._text = repr(kinds)
+
+    def with_leaves(self, leaves: Iterable[Any]) -> Any:
+        """A batch of this layout."""
+        given = iter(leaves)
+        return tree.map_structure(
+            lambda present: next(given) if present else None, self._present
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Layout) and self._text == other._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+
+class Elements:
+    """The elements of a `tf.data.Dataset`, with None for what they leave out.
+
+    Or a worker's rows of batches. Keras starts to read them when it takes the first:
+    to start may draw random numbers.
+    """
+
     def __init__(self, dataset: Any):
         self._dataset = dataset
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._dataset:
-            # So tf.data hands out what an element leaves out.
+            if isinstance(batch, OwnRows):
+                # As Keras's own datasets have it.
+                yield replace(batch, batch=tree.lists_to_tuples(batch.batch))
+                continue
             yield tree.map_structure(
                 lambda leaf: (
                     None if isinstance(leaf, tf.experimental.Optional) else leaf
@@ -113,8 +174,14 @@ def predictions_of_workers(
     """
 
     def of_workers(batches):
+        if not all(isinstance(batch, OwnRows) for batch in batches):
+            require_same(batches)
+        with group.calling(_NAMES["predict"]):
+            return function(batches)
+
+    def require_same(batches):
         # Also those of `predict_on_batch`, to which nobody has agreed yet.
-        rows = [rows_of(batch) for batch in batches]
+        rows = list(map(rows_of, batches))
         told = cluster.agree("the rows to predict", rows)
         if any(other != rows for other in told):
             raise WorkerInputError(
@@ -122,7 +189,5 @@ def predictions_of_workers(
                 f"rows of them. Received batches of these numbers of rows: "
                 f"{cluster.listed(told)}."
             )
-        with group.calling(_NAMES["predict"]):
-            return function(batches)
 
     return of_workers

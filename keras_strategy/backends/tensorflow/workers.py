@@ -8,6 +8,7 @@ in a loop or in a branch.
 """
 
 import contextlib
+import enum
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,14 @@ from typing import Any
 import tensorflow as tf
 
 from keras_strategy.backends.tensorflow import connection
-from keras_strategy.core.workers import Workers
+from keras_strategy.core.workers import (
+    MOST_WORKERS,
+    TAIL,
+    Workers,
+    digest_of_sum,
+    kind_of,
+    tail_of,
+)
 from keras_strategy.options.communication import CommunicationImplementation
 from keras_strategy.workers.cluster import Cluster
 
@@ -26,6 +34,28 @@ _MOST_DIMENSIONS = 12
 # Where the dimensions begin in what the workers compare.
 _FIRST_DIMENSION = 3
 _DIFFERENT = "keras_strategy: the workers bring different values"
+_DIFFERENT_SUMS = "keras_strategy: the workers add up different things:"
+# How TensorFlow says that workers meet in collectives that do not fit together.
+_REFUSED = r"(Shape mismatch in the c|C)ollective instance .*"
+# In these the sums of what travels behind the values are exact.
+_EXACT = (tf.float32, tf.float64, tf.int32, tf.int64)
+
+
+class Compare(enum.Enum):
+    """When workers compare what they add up.
+
+    Attributes:
+        BEFORE: Before it travels, in a collective of its own: all learn what differs,
+            and later collectives work.
+        ALONG: In the collective that adds it up, where the shapes are known: for what
+            follows from variables, which are compared when they are made. TensorFlow
+            ends all collectives where the sizes differ.
+        NEVER: They have agreed on it.
+    """
+
+    BEFORE = enum.auto()
+    ALONG = enum.auto()
+    NEVER = enum.auto()
 
 
 class TensorFlowWorkers(Workers):
@@ -58,16 +88,17 @@ class TensorFlowWorkers(Workers):
         # Our watchdog knows who is missing, and shall speak first.
         self.timeout_seconds = cluster.member.timeout_seconds + 60
         self._names: dict[int, str] = {}
+        self._sums: dict[str, tuple[str, list[Any]]] = {}
         with tf.init_scope(), tf.device(self._host):
             self._count = tf.Variable(tf.constant(0), trainable=False)
 
-    def sum(self, name: str, tensor: Any, compare: bool = True) -> Any:
+    def sum(self, name: str, tensor: Any, compare: Compare = Compare.BEFORE) -> Any:
         """The sum of the workers' tensors.
 
         Args:
             name: What the sum is for.
             tensor: A tensor of the same shape and dtype on all workers.
-            compare: Whether to make sure of that.
+            compare: When to make sure of that; `ALONG` is for `sum_all`.
 
         Raises:
             ValueError: If it cannot be summed, or the shapes or dtypes differ. In a
@@ -82,12 +113,21 @@ class TensorFlowWorkers(Workers):
         return self._sum(name, tensor, compare)
 
     def sum_all(
-        self, name: str, tensors: Sequence[Any], compare: bool = True
+        self,
+        name: str,
+        tensors: Sequence[Any],
+        compare: Compare = Compare.BEFORE,
     ) -> list[Any]:
         """The sums of several tensors; those of a dtype travel together."""
         results: list[Any] = list(tensors)
         for indices in self._packs(tensors):
             parts = [tensors[index] for index in indices]
+            if compare is Compare.ALONG and self._may_tell_along(parts):
+                for index, total in zip(
+                    indices, self._sum_and_compare(name, parts), strict=True
+                ):
+                    results[index] = total
+                continue
             if len(parts) == 1:
                 results[indices[0]] = self.sum(name, parts[0], compare)
                 continue
@@ -125,7 +165,7 @@ class TensorFlowWorkers(Workers):
         if self.rank > 0:
             tensors = [tf.zeros_like(tensor) for tensor in tensors]
         with self.calling(name):
-            return [self._sum(name, tensor, compare=True) for tensor in tensors]
+            return [self._sum(name, tensor, Compare.BEFORE) for tensor in tensors]
 
     @contextlib.contextmanager
     def calling(self, name: str) -> Iterator[None]:
@@ -144,20 +184,47 @@ class TensorFlowWorkers(Workers):
         with self.waiting(name):
             try:
                 yield
-            except tf.errors.InvalidArgumentError as error:
+            except (tf.errors.InvalidArgumentError, tf.errors.InternalError) as error:
                 explained = self._explained(str(error))
                 if explained is None:
                     raise
                 raise explained from error
 
-    def _sum(self, name: str, tensor: Any, compare: bool) -> Any:
+    def _sum(self, name: str, tensor: Any, compare: Compare) -> Any:
         sent, back = _sendable(tensor)
-        same = self._compared(name, tensor)[1] if compare else []
+        same = [] if compare is Compare.NEVER else self._compared(name, tensor)[1]
         if sent.shape.num_elements() == 0:
             return tensor
         with tf.control_dependencies(same):
             total = back(self._launch("reduce", tf.identity(sent)))
         return tf.ensure_shape(total, tensor.shape)
+
+    def _may_tell_along(self, parts: Sequence[Any]) -> bool:
+        """Whether tensors of one dtype can tell what they are while they travel."""
+        shapes_are_known = all(part.shape.is_fully_defined() for part in parts)
+        exact = parts[0].dtype in _EXACT and self.size <= MOST_WORKERS
+        return shapes_are_known and exact
+
+    def _sum_and_compare(self, name: str, parts: Sequence[Any]) -> list[Any]:
+        """The sums of tensors that travel together, and tell what they are."""
+        dtype, shapes = parts[0].dtype, tuple(tuple(part.shape) for part in parts)
+        digest = digest_of_sum(kind_of(name), shapes, dtype.name)
+        key = digest.hex()
+        layout = [list(shape) for shape in shapes]
+        self._sums[key] = name, [layout if len(layout) > 1 else layout[0], dtype.name]
+        tail = tf.constant(tail_of(digest), dtype)
+        flat = tf.concat([*(tf.reshape(part, [-1]) for part in parts), tail], 0)
+        total = self._launch("reduce", flat)
+        sizes = [part.shape.num_elements() for part in parts]
+        *pieces, told = tf.split(total, [*sizes, TAIL])
+        with tf.device(self._host):
+            same = tf.reduce_all(told == self.size * tail)
+            check = tf.debugging.Assert(same, [f"{_DIFFERENT_SUMS} {key}"])
+        with tf.control_dependencies([] if check is None else [check]):
+            return [
+                tf.reshape(piece, shape)
+                for piece, shape in zip(pieces, shapes, strict=True)
+            ]
 
     def _packs(self, tensors: Sequence[Any]) -> Iterator[list[int]]:
         """Which tensors travel together, by their numbers."""
@@ -229,6 +296,16 @@ class TensorFlowWorkers(Workers):
 
     def _explained(self, message: str) -> Exception | None:
         # TensorFlow writes it in one way eagerly and in another in a tf.function.
+        found = re.search(rf"{_DIFFERENT_SUMS} (\w+)", message)
+        if found is not None:
+            return self.difference(*self._sums[found[1]])
+        found = re.search(_REFUSED, message)
+        if found is not None:
+            return RuntimeError(
+                "All workers must make the same calls in the same order, of values "
+                "whose dtypes and sizes are the same. TensorFlow, which refuses all "
+                f"later collectives, says: {found[0]}"
+            )
         found = re.search(rf"{_DIFFERENT}( other than axis \d+)?:(.*)", message, re.S)
         if found is None:
             return None

@@ -11,12 +11,17 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-DIGEST_BYTES = 7
-# What travels behind the values: the digest's bytes, and their squares.
-TAIL = 2 * DIGEST_BYTES
-# In these the sums of a digest's bytes and of their squares are exact.
+from keras_strategy.backends.torch.pieces import Plan, SumInPieces, Work
+from keras_strategy.core.workers import MOST_WORKERS, TAIL, tail_of
+
+# In these the sums of what travels behind the values are exact.
 _EXACT = (torch.float32, torch.float64, torch.int32, torch.int64)
-_MOST_WORKERS = 256
+# Of these a sum may travel in pieces. The workers ask each other for a plan when it has
+# come for the second time, and seldom later: another model may have one.
+_IN_PIECES = (torch.float32, torch.float64)
+_TIMES_TO_ASK, _ALWAYS_TO_ASK = (2, 16), 128
+# Two in a row are in vain where one `fit` ends and another begins.
+_MOST_IN_VAIN = 3
 # A larger sum takes longer than to compare before, and costs more if it is in vain.
 _LARGEST_BYTES = 16 << 20
 _MOST_REMEMBERED = 1024
@@ -53,20 +58,34 @@ class Announcements:
     digests travel alone.
 
     What is expected follows from operations that all workers took part in, so it is
-    the same on all of them.
+    the same on all of them. That goes for a sum in pieces too: it is expected where it
+    came before, and all workers send its pieces, whatever they are about to do.
 
     Args:
         workers: How many there are.
         all_reduce: Combines a tensor of the same size on all workers, in place.
+        start: Starts to sum a tensor of the same size on all workers, in place.
+        least: From how many bytes on a sum may travel in pieces, with the room behind
+            it; the same number on all workers, None for never.
+
+    Attributes:
+        due: The sum in pieces that travels next on all workers, if there is one. After
+            it was in vain it is not due until something else has come.
     """
 
     def __init__(
         self,
         workers: int,
         all_reduce: Callable[[torch.Tensor, dist.ReduceOp.RedOpType], object],
+        start: Callable[[torch.Tensor], Work] | None = None,
+        least: int | None = None,
     ):
         self._workers = workers
         self._all_reduce = all_reduce
+        self._start, self._least = start, least
+        self.due: SumInPieces | None = None
+        self._in_pieces: dict[bytes, SumInPieces] = {}  # by what comes before
+        self._came: dict[tuple[bytes, bytes], int] = {}
         self._last = b""
         self._expected: dict[bytes, _Sum] = {}  # by what came before
         # Where something else came the last time, as the logs at an epoch's end.
@@ -76,16 +95,14 @@ class Announcements:
         """Whether all workers are about to do the same.
 
         Args:
-            digest: What this worker is about to do, of `DIGEST_BYTES` bytes.
+            digest: What this worker is about to do, see `digest_of_sum`.
             device: Where its values are.
         """
+        if self.due is not None:
+            self.end_pieces()  # it is another sum than this
         expected = self._expected.get(self._last)
         if expected is None:
-            number = int.from_bytes(digest)
-            # The largest of n and of -n are each other's negative if all n are equal.
-            both = torch.tensor([number, -number], device=device)
-            self._all_reduce(both, dist.ReduceOp.MAX)
-            same = int(both[0]) == -int(both[1])
+            same = self._all_say(int.from_bytes(digest), device)
         else:
             # It is another digest than what was expected.
             nothing = torch.zeros(
@@ -94,15 +111,80 @@ class Announcements:
             same = self._sum_and_compare(nothing, self._saying(digest, nothing))
         if same:
             self._doubt()
-            self._last = digest
+            self._last, self.due = digest, self._in_pieces.get(digest)
         return same
+
+    def _all_say(self, number: int, device: torch.device) -> bool:
+        # The largest of n and of -n are each other's negative if all n are equal.
+        both = torch.tensor([number, -number], device=device)
+        self._all_reduce(both, dist.ReduceOp.MAX)
+        return int(both[0]) == -int(both[1])
+
+    def end_pieces(self) -> list[torch.Tensor] | None:
+        """Brings the sum that is due to its end, of which all pieces may have left.
+
+        Returns:
+            The sums of the pieces. None if they are in vain, on all workers, and the
+            sum is to travel in one piece.
+        """
+        pieces, before = self._in_pieces[self._last], self._last
+        sums = pieces.end()
+        if sums is not None:
+            pieces.in_vain = 0
+            self._last = pieces.digest
+            self.due = self._in_pieces.get(self._last)
+            return sums
+        self.due = None
+        pieces.in_vain += 1
+        if pieces.in_vain == _MOST_IN_VAIN:
+            del self._in_pieces[before]
+            pieces.plan.given_up()
+        return None
+
+    def _ask(
+        self,
+        before: bytes,
+        digest: bytes,
+        values: torch.Tensor,
+        plan: Callable[[], Plan | None] | None,
+    ) -> None:
+        """Asks all workers whether they would send a sum in pieces from now on.
+
+        All of them ask, also one that has no plan, and the workers' plans are compared.
+        """
+        if (
+            self._start is None
+            or values.dtype not in _IN_PIECES
+            or self._workers > MOST_WORKERS
+            or before in self._in_pieces
+            or len(self._in_pieces) >= _MOST_REMEMBERED
+        ):
+            return
+        if len(self._came) >= _MOST_REMEMBERED:
+            self._came.clear()
+        times = self._came[before, digest] = self._came.get((before, digest), 0) + 1
+        if times not in _TIMES_TO_ASK and times % _ALWAYS_TO_ASK:
+            return
+        mine = plan() if plan is not None else None
+        number = 0 if mine is None else int.from_bytes(mine.digest())
+        if not self._all_say(number, values.device) or mine is None:
+            return
+        self._expected.pop(before, None)
+        self._doubted.discard(before)
+        self._in_pieces[before] = pieces = SumInPieces(
+            digest, mine, values, self._workers, self._start
+        )
+        self.due = self._in_pieces.get(self._last)
+        mine.taken(pieces)
 
     def _doubt(self) -> None:
         """What is expected has not come; the second time in a row it is forgotten."""
+        if self._last not in self._expected:
+            return
         if self._last in self._doubted:
             del self._expected[self._last]
             self._doubted.remove(self._last)
-        elif self._last in self._expected:
+        else:
             self._doubted.add(self._last)
 
     def sum(self, digest: bytes, flat: torch.Tensor) -> torch.Tensor | None:
@@ -119,33 +201,49 @@ class Announcements:
         both[:-TAIL].copy_(flat)
         return both[:-TAIL] if self.sum_in_place(digest, both) else None
 
-    def sum_in_place(self, digest: bytes, both: torch.Tensor) -> bool:
+    def sum_in_place(
+        self,
+        digest: bytes,
+        both: torch.Tensor,
+        plan: Callable[[], Plan | None] | None = None,
+    ) -> bool:
         """Makes a tensor the sum of the workers' tensors.
 
         Args:
             digest: What this worker adds up, its size and dtype included.
             both: A tensor of one dimension, of which the last `TAIL` elements are room
                 for what travels behind the values.
+            plan: Gives how this worker would send it in pieces, None if it would not.
 
         Returns:
             Whether all workers add up the same.
         """
+        if self.due is not None:
+            self.end_pieces()
         before = self._last
         expected = self._expected.get(before)
         if expected is not None and expected.digest == digest:
             same = self._sum_and_compare(both, expected)
             if same:
                 self._doubted.discard(before)
-                self._last = digest
-            return same
+                self._last, self.due = digest, self._in_pieces.get(digest)
+        else:
+            same = self._compare_and_sum(digest, both)
+        if same and self._least is not None and both.nbytes >= self._least:
+            self._ask(before, digest, both, plan)
+        return same
+
+    def _compare_and_sum(self, digest: bytes, both: torch.Tensor) -> bool:
+        before = self._last
         if not self.compare(digest, both.device):
             return False
         values = both[:-TAIL]
         self._all_reduce(values, dist.ReduceOp.SUM)
         if (
             before not in self._expected
+            and before not in self._in_pieces
             and values.dtype in _EXACT
-            and self._workers <= _MOST_WORKERS
+            and self._workers <= MOST_WORKERS
             and values.nbytes <= _LARGEST_BYTES
         ):
             if len(self._expected) >= _MOST_REMEMBERED:
@@ -155,14 +253,13 @@ class Announcements:
         return True
 
     def _saying(self, digest: bytes, both: torch.Tensor) -> _Sum:
-        said = [*digest, *(byte * byte for byte in digest)]
+        said = tail_of(digest)
         return _Sum(
             digest,
             both.numel() - TAIL,
             both.dtype,
             both.device,
             both.new_tensor(said),
-            # They are all equal if their mean is one of them and their variance is 0.
             [self._workers * number for number in said],
         )
 

@@ -5,7 +5,8 @@ from typing import Any
 import keras
 
 from keras_strategy.hooks.callbacks import listens
-from keras_strategy.hooks.mirror_check import MirrorCheck
+from keras_strategy.hooks.mirror_check import EpochCheck
+from keras_strategy.rules.backups import SAVERS
 from keras_strategy.rules.chiefs_lead import ChiefsLead
 
 _ATTRIBUTE = "_ks_batch_logs"
@@ -81,8 +82,8 @@ def may_read(callback: keras.callbacks.Callback, kind: str) -> bool:
         callback: The callback.
         kind: "train" or "test".
     """
-    # These two listen, and look at the variables alone.
-    ours = isinstance(callback, ChiefsLead | MirrorCheck)
+    # These listen, and look at the variables alone.
+    ours = isinstance(callback, (ChiefsLead, EpochCheck, *SAVERS))
     return not ours and listens(callback, kind)
 
 

@@ -19,7 +19,7 @@ from keras import tree
 
 from keras_strategy.backends.torch.graph import GraphPlace, GraphScope, may_be_read
 from keras_strategy.core.context import distributed_replica
-from keras_strategy.hooks.layers import all_layers
+from keras_strategy.hooks.layers import all_layers, seed_generators
 from keras_strategy.hooks.losses import keras_masking
 
 logger = logging.getLogger("keras_strategy")
@@ -114,6 +114,7 @@ class ForwardPass:
         self._place = GraphPlace(strategy)
         self._is_built = False
         self._variables: list[Any] = []
+        self._generators: list[Any] = []
         self._without: set[Any] = set()
         self._backend = backend
         self._most = _MOST_GRAPHS * len(strategy.extended.worker_devices)
@@ -147,7 +148,7 @@ class ForwardPass:
             return self._refuse("its inputs have masks", args, kwargs)
         values = list(map(replica.scope.get_current_value, self._variables))
         try:
-            with self._place.entered(replica):
+            with self._place.entered(self._generators):
                 assert self._graph is not None
                 found = self._graph(values, args, kwargs)
         except Exception as error:
@@ -164,8 +165,9 @@ class ForwardPass:
             self._is_built = all(layer.built for layer in all_layers(self.layer))
             if self._is_built:
                 self._variables = [v for v in self.layer.variables if may_be_read(v)]
+                self._generators = seed_generators(all_layers(self.layer))
                 self._graph = torch.compile(  # pyright: ignore[reportCallIssue]
-                    graph_function(self._plain, self._variables),
+                    graph_function(self._plain, self._variables, self._generators),
                     fullgraph=True,
                     backend=self._backend,
                     # Its own processes hang in a process that was forked.
@@ -202,24 +204,28 @@ class ForwardPass:
         return outputs
 
 
-def graph_function(call: Callable[..., Any], variables: Sequence[Any]) -> Callable:
+def graph_function(
+    call: Callable[..., Any], variables: Sequence[Any], generators: Sequence[Any]
+) -> Callable[..., Any]:
     """The forward pass as a function of the variables' values.
 
     Args:
         call: The `call` of a model.
         variables: The variables.
+        generators: The seed generators of the layers.
 
     Returns:
         A function of their values, and of the arguments of `call` as a tuple and a
         dict. It returns the outputs; their masks; what was assigned, by the `id` of
         the variable; and the losses that were added, with their layers.
     """
+    numbers = {id(generator): number for number, generator in enumerate(generators)}
 
     def forward(values, args, kwargs):
         held = {}
         for variable, value in zip(variables, values):  # noqa: B905, is compiled
             held[id(variable)] = value
-        scope = GraphScope(held)
+        scope = GraphScope(held, numbers)
         with scope:
             outputs = call(*args, **kwargs)
         masks = [keras_masking.get_keras_mask(x) for x in tree.flatten(outputs)]

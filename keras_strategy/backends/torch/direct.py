@@ -17,15 +17,16 @@ from keras_strategy.backends.single import tensors_of_arrays
 from keras_strategy.backends.threads.hooks import keras_scope, replica_here
 from keras_strategy.backends.threads.scopes import WritesAtOnce, unbuilt
 from keras_strategy.backends.threads.turns import Turns
-from keras_strategy.backends.torch.announcing import TAIL
 from keras_strategy.backends.torch.components import ATTRIBUTE, Components, find_or_make
-from keras_strategy.backends.torch.flat import parted
 from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.backends.torch.run import HALF_WRITTEN, Run
 from keras_strategy.core import context
 from keras_strategy.core.own_attributes import OwnAttributes
+from keras_strategy.core.row_range import ranges
+from keras_strategy.hooks.draws_of_layers import of_layers, rehearse_layer
 from keras_strategy.hooks.hook import of_several
 from keras_strategy.hooks.variables import stored
+from keras_strategy.rules.batches import batch_of
 from keras_strategy.values.distributed import (
     PerReplica,
     map_leaves,
@@ -75,6 +76,7 @@ class DirectReplica(WritesAtOnce, TorchReplica):
     def __init__(self, group: Any):
         super().__init__(group, 0, Turns(1), OwnAttributes({}), Run())
         self.layout, self.device = group.layout, group.torch_devices[0]
+        self.joined = group.joined
         self.before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.is_half_written = False
 
@@ -142,14 +144,9 @@ class DirectReplica(WritesAtOnce, TorchReplica):
         if kind is None or not kind[0].is_floating_point:
             return super().weighted_sum(tensors, weight)
         with torch.no_grad():
-            both = self._group.joined(tensors)
-            flat = both[:-TAIL]
-            if weight == 0:
-                flat.zero_()
-            elif weight is not None:
-                flat.mul_(weight)
-            self._group.workers.sum_in_place("optimizer.apply", both)
-            return parted(flat, tensors)
+            return self._group.workers.sum_weighted(
+                "optimizer.apply", tensors, weight, self.joined, self.step.gradients_of
+            )
 
     def run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Calls a function, all of whose effects are undone if it fails.
@@ -157,8 +154,13 @@ class DirectReplica(WritesAtOnce, TorchReplica):
         Returns:
             What it returned, as a part of what all replicas do.
         """
-        device = self.device
+        device, batch = self.device, batch_of(args, kwargs)
+        if batch is not None and batch.counts is not None:
+            self.step.rows = ranges(batch.counts)[batch.first]
+            self.step.draws, self.step.rehearse = of_layers, rehearse_layer
+        workers = self._group.workers
         try:
+            workers.during_backward.replica = self
             with (
                 contextlib.nullcontext()
                 if device == "cpu"
@@ -177,6 +179,7 @@ class DirectReplica(WritesAtOnce, TorchReplica):
                 error.add_note(HALF_WRITTEN)
             raise
         finally:
+            workers.during_backward.replica = None
             self.before.clear()  # the replica is part of a cycle
 
     def _outputs(self, output: Any) -> Any:

@@ -8,10 +8,18 @@ import keras
 import torch
 
 from keras_strategy.backends.threads import hooks as thread_hooks
-from keras_strategy.backends.torch import devices, gradients, hooks, workers
+from keras_strategy.backends.torch import (
+    devices,
+    gradients,
+    hooks,
+    hooks_compiled,
+    hooks_optimizers,
+    workers,
+)
 from keras_strategy.backends.torch.group import TorchGroup
 from keras_strategy.core.context import Trial
 from keras_strategy.hooks.rehearsal import rehearsing, with_rows
+from keras_strategy.values.devices import canonical_device
 from keras_strategy.values.distributed import DistributedValues, is_no_tensor
 from keras_strategy.workers.cluster import Cluster
 
@@ -28,6 +36,12 @@ class TorchEngine:
     def list_devices(self, device_type: str | None = None) -> list[str]:
         return devices.list_devices(device_type)
 
+    def refusal_of_shard(self, shard: str) -> str:
+        return (
+            "the engine keeps each variable whole on each device. KERAS_BACKEND=jax "
+            "splits the optimizer's state and the parameters."
+        )
+
     def set_logical_devices(self, device_type: str, count: int) -> None:
         devices.set_logical_cpus(count)
 
@@ -40,14 +54,21 @@ class TorchEngine:
     def number(self, value: Any) -> int:
         return int(value)
 
-    def ones(self, shape: Sequence[Any], like: torch.Tensor) -> torch.Tensor:
+    def memory_order(self, x: torch.Tensor) -> tuple[int, ...]:
         # A random mask is filled in the order of its memory.
-        order: Sequence[int] = range(len(shape))
-        if len(shape) == like.dim():
-            order = sorted(order, key=lambda axis: -like.stride(axis))
+        return tuple(sorted(range(x.dim()), key=lambda axis: -x.stride(axis)))
+
+    def ones(
+        self, shape: Sequence[Any], like: torch.Tensor, order: Sequence[int]
+    ) -> torch.Tensor:
         back = sorted(range(len(shape)), key=order.__getitem__)
         sizes = [int(shape[axis]) for axis in order]
         return torch.ones(sizes, dtype=like.dtype, device=like.device).permute(back)
+
+    def draw_part(
+        self, name: str, given: dict[str, Any], begin: Any, seed: Callable[[], Any]
+    ) -> None:
+        return None
 
     def rehearse(
         self, fn: Callable[..., Any], args: tuple, kwargs: dict, rows: int
@@ -67,6 +88,9 @@ class TorchEngine:
         with keras.device(target):
             return keras.ops.convert_to_tensor(value).to(target)
 
+    def device_of(self, tensor: torch.Tensor) -> str:
+        return canonical_device(str(tensor.device))
+
     def in_trace(self) -> bool:
         return False
 
@@ -76,7 +100,7 @@ class TorchEngine:
         return gradients.value_and_grad(fn, variables, has_aux)
 
     def hook_modules(self) -> Sequence[ModuleType]:
-        return [thread_hooks, hooks]
+        return [thread_hooks, hooks, hooks_compiled, hooks_optimizers]
 
     def random_state(self) -> None:
         return None  # the core asks torch on every backend
@@ -87,10 +111,16 @@ class TorchEngine:
     def native_strategy(self, names: tuple[str, ...]) -> None:
         return None  # Keras has none on torch
 
+    def native(self, name: str) -> None:
+        return None
+
     def distribute_natively(
         self, strategy: Any, datasets: Sequence[Any], split: bool, options: Any
     ) -> None:
         return None  # a DataLoader is read like any iterable
+
+    def checkpoints(self, thing: Any, folder: Any, cluster: Any) -> None:
+        return None  # it has none of its own
 
     def require_loop_in_python(self) -> None:
         """Nothing is compiled by its Python source."""

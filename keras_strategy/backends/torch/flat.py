@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch._utils import _unflatten_dense_tensors
 
-from keras_strategy.backends.torch.announcing import TAIL
+from keras_strategy.core.workers import TAIL
 
 _MOST_KEPT = 4
 # How many tensors there are of some memory.
@@ -34,11 +34,17 @@ class Joined:
             A tensor of one dimension: their elements, and `TAIL` elements of room.
         """
         sizes = sum([tensor.numel() for tensor in tensors])
-        joined = self._take(sizes + TAIL, tensors[0])
+        joined = self.take(sizes + TAIL, tensors[0])
         torch.cat([tensor.reshape(-1) for tensor in tensors], out=joined[:sizes])
         return joined
 
-    def _take(self, size: int, like: torch.Tensor) -> torch.Tensor:
+    def take(self, size: int, like: torch.Tensor) -> torch.Tensor:
+        """Memory for a tensor of one dimension, with whatever is in it.
+
+        Args:
+            size: The number of elements.
+            like: A tensor of its dtype, on its device.
+        """
         # What is made in this mode can be written to in this mode alone.
         mode = torch.is_inference_mode_enabled()
         key = size, like.dtype, like.device, mode
@@ -50,6 +56,10 @@ class Joined:
             self._kept.pop(next(iter(self._kept)))  # that was used least lately
         self._kept[key] = kept
         return kept[0]
+
+    def forget(self) -> None:
+        """Keeps no memory that was used so far."""
+        self._kept.clear()
 
 
 def parted(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

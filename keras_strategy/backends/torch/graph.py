@@ -9,7 +9,7 @@ as it is.
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -18,7 +18,9 @@ import torch
 from keras_strategy.backends.threads.hooks import keras_scope
 from keras_strategy.core.context import place
 from keras_strategy.core.own_attributes import here
+from keras_strategy.hooks.draws import keras_random
 from keras_strategy.hooks.hook import of_several
+from keras_strategy.rules import draws
 from keras_strategy.rules.aggregation import is_on_read
 
 
@@ -31,19 +33,21 @@ class GraphScope(keras.StatelessScope):
 
     Args:
         values: What each variable holds, by `id`.
+        generators: The numbers of the layers' seed generators, by `id`.
 
     Attributes:
         written: What was assigned, by `id`.
         added: The losses that layers added, with the layers.
-        draws: How many masks were drawn.
     """
 
-    def __init__(self, values: dict[int, torch.Tensor]):
+    def __init__(self, values: dict[int, torch.Tensor], generators: dict[int, int]):
         super().__init__(initialize_variables=False)
         self.values = values
         self.written: dict[int, torch.Tensor] = {}
         self.added: list[tuple[Any, Any]] = []
-        self.draws = 0
+        self._generators = generators
+        self._drawn: dict[int, torch.Tensor] = {}
+        self._draws = 0
 
     def get_current_value(self, variable: Any) -> torch.Tensor:
         value = self.values.get(id(variable))
@@ -56,6 +60,29 @@ class GraphScope(keras.StatelessScope):
         if id(variable) not in self.values or variable.aggregation != "none":
             raise NotInGraph("it assigns a variable that replicas bring together")
         self.values[id(variable)] = self.written[id(variable)] = value.detach()
+
+    def dropped(
+        self,
+        inputs: torch.Tensor,
+        rate: float,
+        noise_shape: Sequence[int | None] | None,
+        seed: Any,
+    ) -> torch.Tensor:
+        """What dropout leaves of a tensor; the arguments are those of Keras's."""
+        number = -1 if seed is None else self._generators.get(id(seed))
+        if number is None:
+            raise NotInGraph("it draws from a seed that is none of its layers'")
+        shape = None
+        if noise_shape is not None:
+            shape = [-1 if size is None else size for size in noise_shape]
+        # One generator draws in one order, and no two masks are taken for one.
+        before = self._drawn.get(number)
+        self._draws += 1
+        scales = _scales(inputs.detach(), rate, shape, number, before, self._draws)
+        self._drawn[number] = scales
+        if seed is None and shape is None and not draws.settings.exact:
+            return inputs * scales  # as the replica does it without a graph
+        return torch.where(scales != 0, inputs / (1.0 - rate), 0)
 
 
 def may_be_read(variable: Any) -> bool:
@@ -112,13 +139,6 @@ class _AnyReplica(_Refuses):
 
     step = _Step()
 
-    def dropout_mask(self, inputs: torch.Tensor, keep: float) -> torch.Tensor:
-        """See `TorchReplica`."""
-        scope = graph_here()
-        assert scope is not None
-        scope.draws += 1
-        return _dropout_mask(inputs.detach(), keep, scope.draws)
-
 
 class _AnyContext(_Refuses):
     """Its `ReplicaContext`."""
@@ -141,9 +161,15 @@ class _NobodysOwn(_Refuses):
 
 
 class _AtWork(threading.local):
-    """The replica that a graph is executed for, in this thread."""
+    """What a graph is executed for, in this thread.
 
-    replica: Any = None
+    Attributes:
+        around: Where the thread was, and whose attributes it set.
+        generators: The layers' seed generators.
+    """
+
+    around: tuple[Any, Any] = (None, None)
+    generators: Sequence[Any] = ()
 
 
 _at_work = _AtWork()
@@ -161,11 +187,15 @@ class GraphPlace:
         self._context: Any = _AnyContext(strategy)
 
     @contextlib.contextmanager
-    def entered(self, replica: Any) -> Iterator[None]:
-        """Puts a replica's thread there."""
-        context, own = place.replica, here.own
+    def entered(self, generators: Sequence[Any]) -> Iterator[None]:
+        """Puts a replica's thread there.
+
+        Args:
+            generators: The layers' seed generators.
+        """
+        around = place.replica, here.own
+        _at_work.around, _at_work.generators = around, generators
         place.replica, here.own = self._context, _nobodys_own
-        _at_work.replica = replica
         # Keras would wrap each call in what looks for errors to explain.
         filters = keras.config.is_traceback_filtering_enabled()
         keras.config.disable_traceback_filtering()
@@ -174,22 +204,48 @@ class GraphPlace:
         finally:
             if filters:
                 keras.config.enable_traceback_filtering()
-            place.replica, here.own = context, own
-            _at_work.replica = None
+            place.replica, here.own = around
+            del _at_work.around, _at_work.generators
 
 
-@torch.library.custom_op("keras_strategy::dropout_mask", mutates_args=())
-def _dropout_mask(inputs: torch.Tensor, keep: float, draw: int) -> torch.Tensor:
-    """A mask that the replica draws when the graph is executed.
+@contextlib.contextmanager
+def _without_graph() -> Iterator[None]:
+    """Puts the thread back to where it was."""
+    in_graph = place.replica, here.own
+    place.replica, here.own = _at_work.around
+    try:
+        yield
+    finally:
+        place.replica, here.own = in_graph
+
+
+@torch.library.custom_op("keras_strategy::scales", mutates_args=())
+def _scales(
+    inputs: torch.Tensor,
+    rate: float,
+    noise_shape: Sequence[int] | None,
+    generator: int,
+    before: torch.Tensor | None,
+    draw: int,
+) -> torch.Tensor:
+    """What dropout makes of ones, drawn by the replica when the graph is executed.
 
     Args:
         inputs: What it is for.
-        keep: The part that is kept.
-        draw: A number of its own, so that no two masks are taken for one.
+        rate: The part that is dropped.
+        noise_shape: See `keras.random.dropout`; -1 where that is None.
+        generator: The number of the seed generator; -1 for the process's.
+        before: What the same generator drew before, so that it draws in that order.
+        draw: A number of its own, so that no two draws are taken for one.
     """
-    return _at_work.replica.dropout_mask(inputs, keep)
+    shape = None
+    if noise_shape is not None:
+        shape = [None if size == -1 else size for size in noise_shape]
+    seed = None if generator == -1 else _at_work.generators[generator]
+    with _without_graph():
+        return keras_random.dropout(torch.ones_like(inputs), rate, shape, seed)
 
 
-@_dropout_mask.register_fake
-def _mask_like(inputs: torch.Tensor, keep: float, draw: int) -> torch.Tensor:
+@_scales.register_fake
+def _like_inputs(inputs, rate, noise_shape, generator, before, draw) -> torch.Tensor:
     return torch.empty_like(inputs)

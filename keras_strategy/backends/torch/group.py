@@ -31,8 +31,11 @@ from keras_strategy.core import context
 from keras_strategy.core.components import update_components
 from keras_strategy.core.own_attributes import AttributesOfReplicas, OwnAttributes
 from keras_strategy.core.registry import get_engine
-from keras_strategy.hooks.variables import stored
+from keras_strategy.core.row_range import ranges
+from keras_strategy.hooks.draws_of_layers import of_layers, rehearse_layer
+from keras_strategy.hooks.variables import byte_count, stored
 from keras_strategy.rules import first_values
+from keras_strategy.rules.batches import batch_of
 from keras_strategy.rules.reduction import addable, axes_to_reduce, entries
 from keras_strategy.values.distributed import (
     DistributedValues,
@@ -106,6 +109,9 @@ class TorchGroup:
         components.refresh(variable)
         return tuple(tensor.detach() for tensor in components.tensors)
 
+    def bytes_of(self, variable: Any) -> tuple[int, ...]:
+        return (byte_count(variable),) * len(self.devices)
+
     def parts(self, variable: Any) -> PerReplica:
         return PerReplica(self.components(variable))
 
@@ -149,6 +155,13 @@ class TorchGroup:
             TorchReplica(self, index, turns, own[index], run)
             for index in range(len(self.devices))
         ]
+        batch = batch_of(args, kwargs)
+        if batch is not None and batch.counts is not None:
+            rows = ranges(batch.counts)
+            for replica in replicas:
+                step = replica.step
+                step.rows = rows[batch.first + replica.index]
+                step.draws, step.rehearse = of_layers, rehearse_layer
         calls = [
             functools.partial(
                 self._run_replica,
@@ -281,8 +294,16 @@ def _held(
 
 def _placed(part: Any, device: str) -> torch.Tensor:
     if isinstance(part, torch.Tensor):
-        return part.detach().to(device, copy=True)
-    return torch.tensor(part, device=device)
+        part = part.detach()
+    elif device == "cpu":
+        return torch.tensor(part)
+    else:
+        part = torch.as_tensor(part)
+    on_host = part.device.type == "cpu" and part.layout == torch.strided
+    # What is pinned already is not copied by `pin_memory`, and may be filled again.
+    if device == "cpu" or not on_host or part.is_pinned():
+        return part.to(device, copy=True)
+    return part.pin_memory().to(device, non_blocking=True)
 
 
 def _is_number(value: Any) -> bool:

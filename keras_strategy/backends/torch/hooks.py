@@ -5,42 +5,48 @@ kept apart from what belongs to the others; see `backends/threads/hooks.py` for
 what does not depend on torch.
 """
 
+import functools
 from typing import Any
 
 import keras
-import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
 
 from keras_strategy.backends.threads import hooks as thread_hooks
-from keras_strategy.backends.torch import components, fused
+from keras_strategy.backends.torch import components
 from keras_strategy.backends.torch.batch_logs import BatchLogs
 from keras_strategy.backends.torch.direct import DirectReplica, direct_replica
-from keras_strategy.backends.torch.graph import graph_here
 from keras_strategy.backends.torch.modules import call_module
-from keras_strategy.backends.torch.own_rows import reads_own_rows
 from keras_strategy.core.context import distributed_replica, place
+from keras_strategy.hooks.array_rows import RowsOfArrays
 from keras_strategy.hooks.conditions import (
+    in_distributed_scope,
     in_replica,
     in_scope_of_workers,
     in_step,
     of_strategy,
 )
-from keras_strategy.hooks.data_adapters import counts_of_arrays
+from keras_strategy.hooks.data_adapters import (
+    builds,
+    counts_of_arrays,
+    is_own,
+    joined,
+    own_rows,
+    pauses_after,
+    read_ahead,
+)
 from keras_strategy.hooks.draws import of_own_rows
 from keras_strategy.hooks.hook import changed, home_of, hook, model_hook, of_several
 from keras_strategy.hooks.metrics import results_of_step
 from keras_strategy.hooks.variables import stored
 from keras_strategy.input.agreement import AgreedBatches
+from keras_strategy.input.loaders import RowsOfLoader
+from keras_strategy.input.own_rows import share_of
 from keras_strategy.rules import first_values
+from keras_strategy.rules.held_values import held_value
 from keras_strategy.rules.ownership import strategy_of_model
 
 keras_random = home_of("dropout", "keras.src.backend.torch.random")
-keras_nn = home_of(
-    "_can_use_flash_attention moments",
-    "keras.src.backend.torch.nn",
-    "keras.src.backend.torch.ops.nn",
-)
-Adam: Any = home_of("Adam", "keras.src.backend.torch.optimizers.torch_adam").Adam
 AutocastScope: Any = home_of(
     "AutocastScope", "keras.src.backend.common.variables"
 ).AutocastScope
@@ -139,7 +145,10 @@ def _value(original, self):
     own = components.find(self)
     if own is None:
         return original(self)
-    return self._maybe_autocast(own.aggregated(self))
+    known = held_value(self)
+    if known is None:
+        known = own.aggregated(self)
+    return self._maybe_autocast(known)
 
 
 @hook(keras.Variable, "_initialize", "(self, value)", when=in_scope_of_workers)
@@ -191,37 +200,6 @@ def _track_variables(original, waiting, self):
         original(self)
 
 
-@hook(keras.Layer, "add_loss", "(self, loss)", when=graph_here)
-def _add_loss(original, graph, self, loss):
-    """A loss that comes up in a compiled forward pass is added when it is known."""
-    graph.added.append((self, loss))
-
-
-@hook(
-    keras_nn,
-    "_can_use_flash_attention",
-    "(query, key, value, mask=None, is_causal=False, raise_error=False)",
-    when=graph_here,
-)
-def _can_use_flash_attention(original, graph, *args, raise_error=False, **kwargs):
-    """In a compiled forward pass torch chooses how attention is computed.
-
-    Keras asks for what torch chooses anyway, in a way that torch.compile cannot follow.
-    """
-    return original(*args, raise_error=True, **kwargs) if raise_error else False
-
-
-@hook(
-    keras_nn,
-    "moments",
-    "(x, axes, keepdims=False, synchronized=False)",
-    when=graph_here,
-)
-def _moments(original, graph, x, axes, *args, **kwargs):
-    """A compiled forward pass knows lists, and not the lists that a layer keeps."""
-    return original(x, list(axes), *args, **kwargs)
-
-
 @hook(keras.Layer, "zero_grad", "(self, set_to_none=True)", when=in_replica)
 def _zero_grad(original, replica, self, set_to_none=True):
     """Keras's train_step forgets this replica's gradients.
@@ -245,69 +223,6 @@ def _call_module(original, replica, self, *args, training=None, **kwargs):
     """It computes with this replica's Parameters, not with those of the first."""
     self.train(training is not False)
     return call_module(replica, self.module, self.variables, args, kwargs)
-
-
-# --- optimizers
-
-
-def _in_one_pass(adam, tensors_of, grads, variables, learning_rate) -> bool:
-    """Does Adam's step with torch's kernel, if that takes what there is.
-
-    Args:
-        adam: The optimizer.
-        tensors_of: Gives the tensors of variables that are about to be written to.
-        grads: The gradients.
-        variables: The variables.
-        learning_rate: The learning rate.
-    """
-    kept = [adam._momentums, adam._velocities]
-    if adam.amsgrad:
-        kept.append(adam._velocity_hats)
-    indices = [adam._get_variable_index(variable) for variable in variables]
-    slots = [slot[index] for slot in kept for index in indices]
-    tensors = tensors_of([*variables, *slots])
-    if not fused.takes(grads, tensors):
-        return False
-    dtype = variables[0].dtype
-    step = keras.ops.cast(keras.ops.convert_to_tensor(adam.iterations) + 1, dtype)
-    rate = keras.ops.cast(learning_rate, dtype)
-    fused.adam(tensors, grads, rate, step, (adam.beta_1, adam.beta_2), adam.epsilon)
-    return True
-
-
-def _is_keras_adam() -> bool:
-    """Whether the kernel gives what this Keras's own step gives."""
-
-    def in_one_pass(adam, *args):
-        _in_one_pass(adam, lambda variables: [v.value for v in variables], *args)
-
-    found = []
-    for step in (Adam._parallel_update_step, in_one_pass):
-        variable = keras.Variable([1.0, -2.0, 0.5], dtype="float32", name="trial")
-        adam = keras.optimizers.Adam(amsgrad=True, epsilon=0.1, name="trial")
-        adam.build([variable])
-        for gradient in ([3.0, 1e-3, -2.0], [0.0, -1.0, -2.0]):
-            tensor = torch.tensor(gradient, device=variable.value.device)
-            with torch.no_grad():
-                step(adam, [tensor], [variable], 0.5)
-            adam.iterations.assign_add(1)
-        found.append(variable.value.detach())
-    return torch.allclose(*found, rtol=1e-5)
-
-
-@hook(
-    Adam,
-    "_parallel_update_step",
-    "(self, grads, variables, learning_rate)",
-    when=in_replica,
-    needed=_is_keras_adam,
-)
-def _update(original, replica, self, grads, variables, learning_rate):
-    """Each replica updates a copy of its own: in one pass, where Keras makes twelve."""
-    if not replica.sees_variables() or not _in_one_pass(
-        self, replica.to_overwrite, grads, variables, learning_rate
-    ):
-        original(self, grads, variables, learning_rate)
 
 
 # --- the trainer
@@ -337,33 +252,69 @@ def _make_function(original, self, force=False):
         setattr(self, f"{kind}_function", distributed_function(self, kind, strategy))
 
 
-_WHOLE = "_ks_whole_batches"
+@of_several
+def _of_several():
+    """The strategy whose scope this is, if it has several replicas, or workers."""
+    return in_distributed_scope() or in_scope_of_workers()
 
 
-@model_hook(
-    "_symbolic_build",
-    "(self, iterator=None, data_batch=None)",
-    when=in_scope_of_workers,
-)
-def _symbolic_build(original, strategy, self, iterator=None, data_batch=None):
-    """A model is built with a whole batch, as on one device."""
-    if iterator is None:
-        return original(self, iterator, data_batch)
-    setattr(iterator, _WHOLE, True)
-    try:
-        return original(self, iterator, data_batch)
-    finally:
-        delattr(iterator, _WHOLE)
-
-
-@hook(TorchEpochIterator, "_get_iterator", "(self)", when=in_scope_of_workers)
+@hook(TorchEpochIterator, "_get_iterator", "(self)", when=_of_several)
 def _get_iterator(original, strategy, self):
-    """Several workers agree on their batches, and read their own rows of arrays."""
-    batches, counts = original(self), counts_of_arrays(self.data_adapter)
-    several = strategy.num_replicas_in_sync > 1
-    if several and counts is not None and not hasattr(self, _WHOLE):
-        batches = reads_own_rows(batches, strategy)
-    return AgreedBatches(batches, strategy.extended.cluster, counts)
+    """Several workers agree on their batches, and read their own rows of them.
+
+    And what nobody sees is read ahead. A model is built with a whole batch, as on one
+    device.
+    """
+    ahead = functools.partial(read_ahead, self, scope=strategy.extended.group.scope)
+    cluster = strategy.extended.cluster
+    if cluster is None:
+        return ahead(original(self))
+    to_split = strategy.num_replicas_in_sync > 1 and not builds(self)
+    if is_own(self):
+        local = len(strategy.extended.worker_devices)
+        batches = joined(self, ahead(original(self)), cluster, local, same_shapes=False)
+        return batches if to_split else batches.as_read()
+    batches = None
+    if to_split:
+        batches = own_rows(self.data_adapter, share_of(strategy), _OnHost)
+        if batches is not None and not isinstance(batches, RowsOfLoader | RowsOfArrays):
+            batches = _as_loader(batches)
+    batches = ahead(original(self) if batches is None else batches)
+    counts = counts_of_arrays(self.data_adapter)
+    pauses = pauses_after(self, batches)
+    return AgreedBatches(batches, cluster, counts, pauses, tells=not builds(self))
+
+
+class _OnHost:
+    """What Keras reads of an adapter, in tensors that stay where they are read."""
+
+    def __init__(self, adapter):
+        self._batches = adapter.get_torch_dataloader()
+
+    def __iter__(self):
+        return _on_host(iter(self._batches))
+
+
+def _on_host(batches):
+    while True:
+        with keras.device("cpu"):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
+
+
+class _Stream(IterableDataset):
+    def __init__(self, batches):
+        self._batches = batches
+
+    def __iter__(self):
+        return iter(self._batches)
+
+
+def _as_loader(batches):
+    """Draws what Keras's own loader of batches draws from torch's generator."""
+    return DataLoader(_Stream(batches), batch_size=None, collate_fn=lambda batch: batch)
 
 
 # --- what Keras distributes by itself

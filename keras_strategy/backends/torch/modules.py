@@ -8,6 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.hooks.variables import stored
+from keras_strategy.options.batch_statistics import GLOBAL
 
 
 def call_module(
@@ -28,8 +29,10 @@ def call_module(
 
     Raises:
         ValueError: If the call changes a buffer that is not one of the statistics of
-            torch's batch normalizations.
+            torch's batch normalizations; or if these are to be of the global batch.
     """
+    if module.training and replica.context.strategy.batch_statistics == GLOBAL:
+        _require_no_statistics(module)
     own = {id(stored(variable)): variable.value for variable in variables}
     parameters = {
         name: own.get(id(parameter), parameter)
@@ -43,6 +46,17 @@ def call_module(
     if module.training and buffers:
         _bring_together(replica, module, buffers)
     return outputs
+
+
+def _require_no_statistics(module: torch.nn.Module) -> None:
+    for name, part in module.named_modules():
+        if isinstance(part, _BatchNorm):
+            raise ValueError(
+                f"The strategy has batch_statistics='global', and the part '{name}' of "
+                f"a {type(module).__name__} is torch's {type(part).__name__}, which "
+                "normalizes by each replica's rows. Use "
+                "`keras.layers.BatchNormalization`, or leave `batch_statistics` out."
+            )
 
 
 @torch.no_grad()

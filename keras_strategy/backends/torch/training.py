@@ -14,9 +14,9 @@ from keras import tree
 from keras_strategy.backends.single import tensors_of_arrays
 from keras_strategy.backends.torch.batch_logs import BatchLogs
 from keras_strategy.backends.torch.compiled import CompiledModel
-from keras_strategy.backends.torch.own_rows import OwnRows, bounds_of_replicas
 from keras_strategy.core.row_range import RowRange
 from keras_strategy.hooks.layers import all_layers, to_try
+from keras_strategy.input.own_rows import OwnRows, share_of
 from keras_strategy.rules import step as rules
 from keras_strategy.rules.row_trials import RowTrials
 from keras_strategy.rules.step import rows_of_arrays
@@ -79,11 +79,12 @@ def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callab
             return logs_of(outputs, weights)
         with torch.no_grad():
             if kind == "predict":
-                _build(model, batch)
+                _build(model, batch.batch if isinstance(batch, OwnRows) else batch)
             outputs = strategy.run(step, args=(PerReplica(shards),))
             if kind == "test":
                 return logs_of(outputs, weights)
-        return _rows_in_order(outputs, strategy, weights)
+        of_all = not (isinstance(batch, OwnRows) and batch.counts)
+        return _rows_in_order(outputs, strategy, weights, of_all)
 
     def function(batches):
         with compiled:
@@ -140,16 +141,16 @@ def _shards(batch: Any, strategy: Any) -> list[_Shard]:
         The rows of this worker's replicas. One without rows gets a stand-in, the first
         row, and the weight 0: some metrics cannot take a batch of 0 rows.
     """
-    of_all = batch.rows if isinstance(batch, OwnRows) else None
-    batch = batch if of_all is None else batch.batch
+    own = batch if isinstance(batch, OwnRows) else None
+    batch = batch if own is None else own.batch
     arrays: list[Any] = []
     map_leaves(arrays.append, batch)
     rows = rows_of_arrays(arrays)
     if rows == 0:
         raise ValueError("A batch must have 1 row or more. Received a batch of 0 rows.")
-    total = of_all or rows
-    bounds = bounds_of_replicas(total, strategy)
-    first = 0 if of_all is None else bounds[0][0]
+    total = rows if own is None else own.total
+    bounds = share_of(strategy)(total) if own is None else own.bounds
+    first = 0 if own is None else bounds[0][0]
 
     def part(array, begin, end):
         if array is None:
@@ -205,7 +206,12 @@ def metrics_of_workers(model: keras.Model, strategy: Any) -> dict[str, Any]:
         return rules.metrics_of_workers(model, group.part_of_this_worker, sum_all)
 
 
-def _rows_in_order(outputs: Any, strategy: Any, weights: list[float]) -> Any:
+def _rows_in_order(
+    outputs: Any, strategy: Any, weights: list[float], of_all: bool
+) -> Any:
+    """What was predicted: of the rows of all workers, or of this one's own."""
+    group = strategy.extended.group
+
     def gather(value):
         if not isinstance(value, PerReplica):
             return value
@@ -213,6 +219,9 @@ def _rows_in_order(outputs: Any, strategy: Any, weights: list[float]) -> Any:
         values = [component for component, weight in pairs if weight > 0]
         # A worker without rows still takes part.
         values = values or [value.values[0][:0]]
-        return strategy.extended.group.gather(values, axis=0)
+        if not of_all:
+            device = group.torch_devices[0]
+            return torch.cat([value.to(device) for value in values])
+        return group.gather(values, axis=0)
 
     return tree.map_structure(gather, outputs)

@@ -1,7 +1,6 @@
 """Collectives between the processes of a cluster, by torch.distributed."""
 
 import functools
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,8 +8,10 @@ import torch
 import torch.distributed as dist
 
 from keras_strategy.backends.torch import connection
-from keras_strategy.backends.torch.announcing import DIGEST_BYTES, TAIL, Announcements
-from keras_strategy.core.workers import Workers, kind_of
+from keras_strategy.backends.torch.announcing import Announcements
+from keras_strategy.backends.torch.during_backward import FIRST_BYTES, DuringBackward
+from keras_strategy.backends.torch.flat import Joined, parted
+from keras_strategy.core.workers import TAIL, Workers, digest_of_sum, kind_of
 from keras_strategy.workers.cluster import Cluster
 
 
@@ -19,12 +20,22 @@ class TorchWorkers(Workers):
 
     torch hangs or ends the process where the workers do different things. So what they
     are about to do is compared in the collective that does it: see `announcing`.
+
+    Attributes:
+        during_backward: The sums of gradients that leave while others are computed.
     """
 
     def __init__(self, cluster: Cluster):
         super().__init__(cluster)
+        most = cluster.options.bytes_per_pack
         self._announcements = Announcements(
-            self.size, lambda tensor, op: dist.all_reduce(tensor, op=op)
+            self.size,
+            lambda tensor, op: dist.all_reduce(tensor, op=op),
+            _start,
+            most or FIRST_BYTES,
+        )
+        self.during_backward = DuringBackward(
+            self._announcements, most, cluster.is_local
         )
 
     def sum(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -40,19 +51,41 @@ class TorchWorkers(Workers):
             raise self._difference(name, tensor, shape)
         return total.view(shape)
 
-    def sum_in_place(self, name: str, both: torch.Tensor) -> None:
-        """Makes a tensor the sum of the workers' tensors.
+    def sum_weighted(
+        self,
+        name: str,
+        tensors: Sequence[torch.Tensor],
+        weight: float | None,
+        joined: Joined,
+        variables: Sequence[Any] | None,
+    ) -> list[torch.Tensor]:
+        """The sums of the workers' weighted tensors.
 
         Args:
-            name: What it is for.
-            both: A tensor of one dimension, of which the last `TAIL` elements are room.
+            name: What they are for.
+            tensors: Tensors of one dtype and on one device.
+            weight: What they are to be multiplied with, see `Replica.weighted_sum`.
+            joined: Makes one tensor of them.
+            variables: What they are gradients of; None where they are none.
         """
-        values = both[:-TAIL]
-        shape = tuple(values.shape)
         with self.waiting(name):
-            same = self._announcements.sum_in_place(_digest(name, values, shape), both)
+            if self._announcements.due is not None:
+                sums = self.during_backward.sums(tensors, weight)
+                if sums is not None:
+                    return sums
+            both = joined(tensors)
+            flat = both[:-TAIL]
+            if weight == 0:
+                flat.zero_()
+            elif weight is not None:
+                flat.mul_(weight)
+            shape = tuple(flat.shape)
+            plan = functools.partial(self.during_backward.plan, tensors, variables)
+            digest = _digest(name, flat, shape)
+            same = self._announcements.sum_in_place(digest, both, plan)
         if not same:
-            raise self._difference(name, values, shape)
+            raise self._difference(name, flat, shape)
+        return parted(flat, tensors)
 
     def sum_all(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return in_one_piece(tensors, lambda flat: self.sum(name, flat))
@@ -111,23 +144,15 @@ class TorchWorkers(Workers):
     def _difference(
         self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], which: str = ""
     ) -> Exception:
-        """Asks all workers what they are about to do, which is not the same."""
-        told = self.cluster.agree(
-            "the comparison of what is sent",
-            [kind_of(name), list(shape), str(tensor.dtype)],
-        )
-        calls = [call for call, *_ in told]
-        return self.refusal(name, calls, [layout for _, *layout in told], which)
+        return self.difference(name, [list(shape), str(tensor.dtype)], which)
+
+
+def _start(tensor: torch.Tensor) -> Any:
+    return dist.all_reduce(tensor, async_op=True)
 
 
 def _digest(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> bytes:
-    return _digest_of(kind_of(name), shape, tensor.dtype)
-
-
-@functools.lru_cache(maxsize=1024)
-def _digest_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
-    layout = f"{kind}|{shape}|{dtype}"
-    return hashlib.blake2b(layout.encode(), digest_size=DIGEST_BYTES).digest()
+    return digest_of_sum(kind_of(name), shape, tensor.dtype)
 
 
 def in_one_piece(

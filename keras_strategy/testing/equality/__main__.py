@@ -7,15 +7,16 @@ tf.distribute.MirroredStrategy on TensorFlow.
 """
 
 import argparse
+import functools
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import keras
 
 import keras_strategy as ks
 from keras_strategy.core.registry import get_engine
-from keras_strategy.testing.equality.cases import Case, all_cases
+from keras_strategy.testing.equality.cases import Case, all_cases, random
 from keras_strategy.testing.equality.compare import Trained, differences, train
 
 BATCH = 8
@@ -41,19 +42,40 @@ def run(
         keras.config.set_dtype_policy(previous)
 
 
-def compare(case: Case, many: Callable[[Case, int], Trained], ones: dict) -> tuple:
+def mirrored(
+    case: Case, replicas: int, shard: str | None = None
+) -> ks.MirroredStrategy:
+    """The strategy of so many logical CPUs that a case asks for."""
+    return _mirrored(replicas, case.batch_statistics, shard)
+
+
+@functools.cache
+def _mirrored(
+    replicas: int, batch_statistics: str | None, shard: str | None
+) -> ks.MirroredStrategy:
+    devices = [f"cpu:{i}" for i in range(replicas)]
+    return ks.MirroredStrategy(devices, batch_statistics=batch_statistics, shard=shard)
+
+
+def compare(
+    case: Case,
+    many: Callable[[Case, int], Trained],
+    ones: dict,
+    numbers: Sequence[int] = ROWS,
+) -> tuple:
     """The largest differences over several numbers of rows.
 
     Args:
         case: The row of the table.
         many: Trains it with a number of rows on several devices.
         ones: The trainings on one device by rows, kept for the next cell.
+        numbers: The numbers of rows.
 
     Returns:
         The largest difference in weights, in logs and in predictions.
     """
     worst = (0.0, 0.0, 0.0)
-    for rows in ROWS:
+    for rows in numbers:
         if rows not in ones:
             ones[rows] = run(case, rows)
         found = differences(ones[rows], many(case, rows))
@@ -63,10 +85,15 @@ def compare(case: Case, many: Callable[[Case, int], Trained], ones: dict) -> tup
     return worst
 
 
-def cell(case: Case, many: Callable[[Case, int], Trained], ones: dict) -> tuple:
+def cell(
+    case: Case,
+    many: Callable[[Case, int], Trained],
+    ones: dict,
+    numbers: Sequence[int] = ROWS,
+) -> tuple:
     """The text of one cell, and whether it is within the tolerances."""
     try:
-        found = compare(case, many, ones)
+        found = compare(case, many, ones, numbers)
     except Exception as error:
         # A row that fails is part of the answer; the others are still asked.
         first = str(error).strip().splitlines()[:1]
@@ -86,24 +113,40 @@ def written(numbers: tuple[float, ...]) -> str:
     return " / ".join(f"{number:.0e}" for number in numbers)
 
 
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _names(text: str) -> list[str | None]:
+    return [None if name == "none" else name for name in text.split(",")]
+
+
 def main() -> int:
     """Prints the table; returns 1 if a row does not equal one device."""
     parser = argparse.ArgumentParser(prog="python -m keras_strategy.testing.equality")
-    parser.add_argument("--replicas", default="2,3,4", help="such as 2,3,4")
+    parser.add_argument(
+        "--replicas", default=(2, 3, 4), type=_numbers, help="such as 2,3,4"
+    )
     parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--random", action="store_true", help="layers that draw alone")
+    parser.add_argument("--rows", default=ROWS, type=_numbers, help="such as 21,17,18")
+    parser.add_argument(
+        "--shard",
+        default=(None,),
+        type=_names,
+        help="such as none,optimizer",
+    )
     parser.add_argument("--native", action="store_true", help="the peer's column too")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
 
     backend = keras.backend.backend()
-    counts = [int(n) for n in options.replicas.split(",")]
+    counts = options.replicas
     ks.config.set_logical_devices("cpu", max(counts))
-    strategies = {
-        f"N = {n}": ks.MirroredStrategy([f"cpu:{i}" for i in range(n)]) for n in counts
-    }
     devices = tuple(f"cpu:{i}" for i in range(counts[0]))
     peer = get_engine().native_strategy(devices) if options.native else None
-    columns = [*strategies, "tolerance"]
+    ways = [(n, shard) for shard in options.shard for n in counts]
+    columns = [*(f"N = {n}{f', {s}' if s else ''}" for n, s in ways), "tolerance"]
     if peer is not None:
         columns.insert(-1, f"native, N = {counts[0]}")
 
@@ -117,7 +160,7 @@ def main() -> int:
     print(f"| row | {' | '.join(columns)} |")
     print("| --- |" + " --- |" * len(columns), flush=True)
     passed = failed = 0
-    for case in all_cases():
+    for case in random.each() if options.random else all_cases():
         if options.only not in case.name:
             continue
         if backend in case.not_on:
@@ -125,14 +168,19 @@ def main() -> int:
             continue
         ones: dict = {}
         cells = [
-            cell(case, lambda case, rows, s=s: run(case, rows, s), ones)
-            for s in strategies.values()
+            cell(
+                case,
+                lambda case, rows, n=n, s=s: run(case, rows, mirrored(case, n, s)),
+                ones,
+                options.rows,
+            )
+            for n, s in ways
         ]
         good = all(ok for _, ok in cells)
         passed, failed = passed + good, failed + (not good)
         texts = [text for text, _ in cells]
         if peer is not None:
-            texts.append(cell(case, native_run, ones)[0])
+            texts.append(cell(case, native_run, ones, options.rows)[0])
         texts.append(written(tolerances(case)))
         print(f"| {case.name} | {' | '.join(texts)} |", flush=True)
     print(f"\n{passed} rows equal one device, {failed} do not")

@@ -31,6 +31,28 @@ def cases() -> Iterator[Case]:
         data=models.steps,
     )
     yield Case(
+        "BatchNormalization, batch_statistics global",
+        lambda: compiled(mlp(layers.BatchNormalization)),
+        batch_statistics="global",
+    )
+    yield Case(
+        "BatchNormalization, batch_statistics global, with a mask",
+        lambda: compiled(models.masked_steps(layers.BatchNormalization)),
+        data=models.steps,
+        batch_statistics="global",
+    )
+    yield Case(
+        "BatchNormalization twice, with renorm, batch_statistics global",
+        lambda: compiled(
+            mlp(
+                lambda: layers.BatchNormalization(renorm=True),
+                lambda: layers.Dense(6, "tanh"),
+                lambda: layers.BatchNormalization(momentum=0.5),
+            )
+        ),
+        batch_statistics="global",
+    )
+    yield Case(
         "BatchNormalization, not synchronized",
         lambda: compiled(mlp(layers.BatchNormalization)),
         not_on=_of_each_replica("the statistics are those"),

@@ -1,5 +1,7 @@
 """Layers that draw random numbers, with a seed and without."""
 
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,20 +35,68 @@ NOISE: dict[str, Made] = {
 # What is put into a model of 4 steps of 2 features, and gives as many steps.
 STEPS: dict[str, Made] = {
     "SpatialDropout1D": lambda seed: layers.SpatialDropout1D(0.3, seed=seed),
-    "dropout of LSTM": lambda seed: layers.LSTM(
-        2, dropout=0.2, recurrent_dropout=0.2, return_sequences=True, seed=seed
+    "SpatialDropout2D": lambda seed: _shaped(
+        (2, 2, 2), layers.SpatialDropout2D(0.3, seed=seed)
     ),
-    "dropout of GRU": lambda seed: layers.GRU(
-        2, dropout=0.2, recurrent_dropout=0.2, return_sequences=True, seed=seed
+    "SpatialDropout3D": lambda seed: _shaped(
+        (2, 2, 1, 2), layers.SpatialDropout3D(0.3, seed=seed)
     ),
-    "dropout of SimpleRNN": lambda seed: layers.SimpleRNN(
-        2, dropout=0.2, recurrent_dropout=0.2, return_sequences=True, seed=seed
+    "dropout of LSTM": lambda seed: layers.LSTM(2, **_recurrent(seed)),
+    "dropout of GRU": lambda seed: layers.GRU(2, **_recurrent(seed)),
+    "dropout of SimpleRNN": lambda seed: layers.SimpleRNN(2, **_recurrent(seed)),
+    "dropout of ConvLSTM1D": lambda seed: _shaped(
+        (2, 4, 1), layers.ConvLSTM1D(1, 2, padding="same", **_recurrent(seed))
     ),
-    "dropout of MultiHeadAttention": lambda seed: SelfAttention(seed),
+    "dropout of ConvLSTM2D": lambda seed: _shaped(
+        (2, 2, 2, 1), layers.ConvLSTM2D(1, 2, padding="same", **_recurrent(seed))
+    ),
+    "dropout of ConvLSTM3D": lambda seed: _shaped(
+        (2, 2, 2, 1, 1), layers.ConvLSTM3D(1, 2, padding="same", **_recurrent(seed))
+    ),
+    "dropout of Bidirectional": lambda seed: layers.Bidirectional(
+        layers.GRU(1, **_recurrent(seed))
+    ),
+    "dropout of StackedRNNCells": lambda seed: layers.RNN(
+        [cell(2, dropout=0.2, seed=seed) for cell in (layers.LSTMCell, layers.GRUCell)],
+        return_sequences=True,
+    ),
+    "dropout of MultiHeadAttention": lambda seed: _to_each_other(
+        # The bias of the keys has no gradient but rounding noise.
+        layers.MultiHeadAttention(2, 2, dropout=0.3, use_bias=False, seed=seed)
+    ),
+    "dropout of GroupQueryAttention": lambda seed: _to_each_other(
+        layers.GroupQueryAttention(2, 2, 1, dropout=0.3, use_bias=False, seed=seed)
+    ),
+    "dropout of Attention": lambda seed: _to_each_other(
+        layers.Attention(dropout=0.3, seed=seed), at_once=True
+    ),
+    "dropout of AdditiveAttention": lambda seed: _to_each_other(
+        layers.AdditiveAttention(dropout=0.3, seed=seed), at_once=True
+    ),
     "Dropout in TimeDistributed": lambda seed: layers.TimeDistributed(
         keras.Sequential([layers.Dense(2), layers.Dropout(0.3, seed=seed)])
     ),
+    "Dropout in LSTM in TimeDistributed": lambda seed: _shaped(
+        (2, 2, 2),
+        layers.TimeDistributed(
+            keras.Sequential(
+                [
+                    layers.LSTM(2, **_recurrent(seed)),
+                    layers.Dropout(0.3, seed=seed),
+                ]
+            )
+        ),
+    ),
 }
+
+# What is not in the small form of the table.
+_SLOW = {"jax": "half a minute to compile; `fit` is one program, whatever it draws"}
+_BRIEFLY = (
+    "SpatialDropout1D",
+    "dropout of SimpleRNN",
+    "dropout of MultiHeadAttention",
+    "Dropout in TimeDistributed",
+)
 
 # What is put before a model of images.
 IMAGES: dict[str, Made] = {
@@ -80,29 +130,28 @@ IMAGES: dict[str, Made] = {
         "CutMix": {},
         "RandomElasticTransform": {"factor": 1.0, **_UNIT},
         "RandAugment": _UNIT,
+        "AugMix": _UNIT,
     }.items()
 }
 _ACROSS = ("MixUp", "CutMix", "RandAugment")
-_ELASTIC = "RandomElasticTransform"
+_ELASTIC, _CHAINS = "RandomElasticTransform", "AugMix"
 
 
-class SelfAttention(layers.Layer):
-    """Attention of steps to each other, of which some are dropped."""
+def _recurrent(seed: Any) -> dict[str, Any]:
+    """Arguments of a recurrent layer that drops some of what it gets and keeps."""
+    share = {"dropout": 0.2, "recurrent_dropout": 0.2, "seed": seed}
+    return {**share, "return_sequences": True}
 
-    def __init__(self, seed: Any):
-        super().__init__()
-        # The bias of the keys has no gradient but rounding noise.
-        self.attention = layers.MultiHeadAttention(
-            2, 2, dropout=0.3, use_bias=False, seed=seed
-        )
 
-    def build(self, shape):
-        """Builds it for queries that are keys and values, too."""
-        self.attention.build(shape, shape)
+def _shaped(shape: tuple[int, ...], layer: layers.Layer) -> layers.Layer:
+    """A layer that is given steps in another shape, and gives steps."""
+    return keras.Sequential([layers.Reshape(shape), layer, layers.Reshape((4, 2))])
 
-    def call(self, x, training=False):
-        """Attends."""
-        return self.attention(x, x, training=training)
+
+def _to_each_other(attention: layers.Layer, at_once: bool = False) -> layers.Layer:
+    """Steps that attend to each other, of which some are dropped."""
+    x = keras.Input((4, 2))
+    return keras.Model(x, attention([x, x]) if at_once else attention(x, x))
 
 
 def images(rows: int) -> tuple[Any, Any]:
@@ -117,9 +166,9 @@ def each() -> Iterator[Case]:
     for seed in (7, None):
         told = "" if seed else ", no seed"
         for name, make in NOISE.items():
-            yield _noisy(f"{name}{told}", [make], seed)
+            yield _noisy(f"{name}{told}", [make], [seed])
         for name, make in STEPS.items():
-            yield _stepwise(f"{name}{told}", [make], seed)
+            yield _stepwise(f"{name}{told}", [make], [seed])
         for name, make in IMAGES.items():
             yield _of_images(f"{name}{told}", [make], seed)
 
@@ -127,24 +176,34 @@ def each() -> Iterator[Case]:
 def at_once() -> Iterator[Case]:
     """All layers in some rows."""
     across = [IMAGES[name] for name in _ACROSS]
-    alone = [make for name, make in IMAGES.items() if name not in (*_ACROSS, _ELASTIC)]
-    for seed in (7, None):
-        told = "" if seed else ", no seed"
-        yield _noisy(f"Dropout and noise{told}", list(NOISE.values()), seed)
-        yield _stepwise(f"dropout of steps{told}", list(STEPS.values()), seed)
-    yield _of_images("augmentation", alone, 7)
-    yield _of_images("augmentation across rows, no seed", across, None)
-    yield _of_images(f"{_ELASTIC}, no seed", [IMAGES[_ELASTIC]], None)
+    apart = (*_ACROSS, _ELASTIC, _CHAINS)
+    alone = [make for name, make in IMAGES.items() if name not in apart]
+    noise = [*NOISE.values()] * 2
+    yield _noisy("Dropout and noise", noise, [7] * len(NOISE) + [None] * len(NOISE))
+    # Recurrent layers drop in one way, and each takes seconds to compile.
+    steps = [STEPS[name] for name in _BRIEFLY]
+    yield _stepwise("dropout of steps", steps, [None, 7, None, 7])
+    rest = {
+        "augmentation": (alone, 7),
+        "augmentation across rows, no seed": (across, None),
+        f"{_ELASTIC}, no seed": ([IMAGES[_ELASTIC]], None),
+    }
+    for name, (makes, seed) in rest.items():
+        case = _of_images(name, makes, seed)
+        yield dataclasses.replace(case, not_on={**_SLOW, **case.not_on})
 
 
-def _noisy(name: str, makes: list[Made], seed: Any) -> Case:
-    middle = [lambda make=make: make(seed) for make in makes]
+def _noisy(name: str, makes: list[Made], seeds: list[Any]) -> Case:
+    pairs = zip(makes, seeds, strict=True)
+    middle = [functools.partial(make, seed) for make, seed in pairs]
     return Case(name, lambda: compiled(mlp(*middle)))
 
 
-def _stepwise(name: str, makes: list[Made], seed: Any) -> Case:
+def _stepwise(name: str, makes: list[Made], seeds: list[Any]) -> Case:
+    pairs = zip(makes, seeds, strict=True)
+    middle = [functools.partial(make, seed) for make, seed in pairs]
+
     def make():
-        middle = [lambda make=make: make(seed) for make in makes]
         return compiled(mlp(lambda: layers.Reshape((4, 2)), *middle, layers.Flatten))
 
     return Case(name, make)

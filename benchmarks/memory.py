@@ -1,0 +1,138 @@
+"""What a model of 50 million parameters takes on each device, by what is split.
+
+`KERAS_BACKEND=jax python -m benchmarks.memory`. The variables' bytes are those of their
+arrays; what the program of a step takes, and what travels, XLA's compiler says.
+"""
+
+import argparse
+import math
+import os
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+WIDTH, LAYERS, ROWS = 3536, 4, 64
+_KINDS = "all-reduce", "reduce-scatter", "all-gather", "all-to-all"
+_CALL = re.compile(rf"= (\(.*?\)|\S+) ({'|'.join(_KINDS)})(?:-start)?\(")
+_ARRAY = re.compile(r"\b[a-z]+(\d+)\[([\d,]*)\]")
+
+
+class Traffic(NamedTuple):
+    """Collectives of one kind in a step.
+
+    Attributes:
+        kind: What they are called.
+        count: How many there are.
+        sent: The bytes that each device sends for them at least.
+    """
+
+    kind: str
+    count: int
+    sent: float
+
+
+def collectives(text: str, devices: int) -> list[Traffic]:
+    """The collectives of a compiled program.
+
+    Args:
+        text: The program, as XLA writes it.
+        devices: How many devices it is for.
+    """
+    # Of the result's bytes, as a ring sends them.
+    share = (devices - 1) / devices
+    sent = {
+        "all-reduce": 2 * share,
+        "reduce-scatter": devices - 1,
+        "all-gather": share,
+        "all-to-all": share,
+    }
+    found = [(kind, _bytes(result)) for result, kind in _CALL.findall(text)]
+    return [
+        Traffic(kind, len(sizes), sent[kind] * sum(sizes))
+        for kind in _KINDS
+        if (sizes := [size for name, size in found if name == kind])
+    ]
+
+
+def _bytes(result: str) -> int:
+    return sum(
+        int(bits) // 8 * math.prod(int(n) for n in shape.split(",") if n)
+        for bits, shape in _ARRAY.findall(result)
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.memory", description=__doc__
+    )
+    parser.add_argument("--width", type=int, default=WIDTH, help="of the layers")
+    options = parser.parse_args()
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    print(
+        "| N | `shard` | parameters | slots | program: arguments | temporaries "
+        "| collectives of a step | sent by each device |\n"
+        "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    )
+    for replicas, shard, report, memory, traffic in _measured(options.width):
+        kinds = ", ".join(f"{t.count} {t.kind}" for t in traffic) or "none"
+        print(
+            f"| {replicas} | {shard or 'None'} | {_mega(report.parameters[0])} | "
+            f"{_mega(report.slots[0])} | {_mega(memory.argument_size_in_bytes)} | "
+            f"{_mega(memory.temp_size_in_bytes)} | {kinds} | "
+            f"{_mega(sum(t.sent for t in traffic))} |",
+            flush=True,
+        )
+
+
+def _mega(size: float) -> str:
+    return f"{size / 1e6:,.0f}"
+
+
+def _measured(width: int) -> Iterator[tuple]:
+    import keras
+
+    import keras_strategy as ks
+
+    ks.config.set_logical_devices("cpu", 4)
+    for replicas in (1, 2, 4):
+        for shard in (None, "optimizer", "parameters") if replicas > 1 else (None,):
+            cpus = [f"cpu:{i}" for i in range(replicas)]
+            strategy = ks.MirroredStrategy(cpus, shard=shard)
+            with strategy.scope():
+                dense = [keras.layers.Dense(width, "tanh") for _ in range(LAYERS)]
+                model = keras.Sequential([keras.Input((width,)), *dense])
+                model.compile(keras.optimizers.Adam(), "mse")
+                model.optimizer.build(model.trainable_variables)
+                program = _program(model, width)
+            traffic = collectives(program.as_text(), replicas)
+            report = strategy.memory_report(model)
+            yield replicas, shard, report, program.memory_analysis(), traffic
+
+
+def _program(model: Any, width: int) -> Any:
+    """The step of `fit`, compiled as Keras has it compiled."""
+    import jax
+    import keras
+    import numpy as np
+
+    model._symbolic_build(data_batch=(np.zeros((ROWS, width)), np.zeros((ROWS, width))))
+    state = tuple(
+        [v.value for v in variables]
+        for variables in (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            model.optimizer.variables,
+            model.metrics_variables,
+        )
+    )
+    batch = (np.zeros((ROWS, width), "float32"), np.zeros((ROWS, width), "float32"))
+    distribution: Any = keras.distribution.distribution()
+    if distribution is not None:
+        batch = distribution.place_batch(batch)
+    shardings = jax.tree.map(lambda array: array.sharding, state)
+    step = jax.jit(model.train_step, out_shardings=(None, shardings), donate_argnums=0)
+    return step.lower(state, batch).compile()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""What only tf.distribute has an engine for: its own on TensorFlow, refused elsewhere.
+
+These are classes for one coordinator that gives work to servers. Nothing is added to
+them: what runs on TensorFlow is TensorFlow's.
+"""
+
+import functools
+from typing import Any
+
+from keras_strategy.core.registry import get_engine
+from keras_strategy.errors import UnsupportedBackendError
+
+_ASYNCHRONOUS = (
+    "Parameter servers are updated by workers at their own times, for which TensorFlow "
+    "alone has an engine, and which does not equal one device. Use MirroredStrategy or "
+    "MultiWorkerMirroredStrategy."
+)
+_SCHEDULING = (
+    "It sends functions to TensorFlow's servers, and JAX and torch have none that take "
+    "work from others. Use `run` of MultiWorkerMirroredStrategy, or an engine for "
+    "tasks such as Dask or Ray around a MirroredStrategy."
+)
+_SERVERS = (
+    "JAX and torch have no servers that take work from others. Workers find each other "
+    "when MultiWorkerMirroredStrategy is made; `keras-strategy run` starts them."
+)
+REASONS = {
+    "ParameterServerStrategy": _ASYNCHRONOUS,
+    "Server": _SERVERS,
+    "coordinator.ClusterCoordinator": _SCHEDULING,
+    "coordinator.PerWorkerValue": _SCHEDULING,
+    "coordinator.RemoteValue": _SCHEDULING,
+    "coordinator.experimental_get_current_worker_index": _SCHEDULING,
+    "experimental.coordinator.PerWorkerValues": _SCHEDULING,
+}
+
+
+@functools.cache
+def native(name: str) -> Any:
+    """What there is under a name of tf.distribute.
+
+    Args:
+        name: One of `REASONS`.
+
+    Returns:
+        TensorFlow's own; on other engines a class that cannot be made, and says why.
+    """
+    found = get_engine().native(name)
+    if found is not None:
+        return found
+    return type(
+        name.rpartition(".")[2],
+        (_Refused,),
+        {
+            "__doc__": REASONS[name],
+            "__module__": __name__,
+        },
+    )
+
+
+class _Refused:
+    def __init__(self, *args: Any, **kwargs: Any):
+        raise UnsupportedBackendError(
+            f"`{type(self).__name__}` of tf.distribute is not for the Keras backend in "
+            f"use, '{get_engine().name}'. {type(self).__doc__}"
+        )
+
+
+def __getattr__(name: str) -> Any:
+    if name in REASONS:
+        return native(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

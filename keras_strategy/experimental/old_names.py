@@ -1,0 +1,75 @@
+"""Names of `tf.distribute.experimental` that have become other names since."""
+
+import warnings
+from typing import Any
+
+from keras_strategy.options.communication import (
+    CommunicationImplementation,
+    CommunicationOptions,
+)
+from keras_strategy.strategies import multi_worker
+
+REFUSED = {
+    "rpc": (
+        "It calls functions of TensorFlow's servers by name. Use `tf.distribute."
+        "experimental.rpc` itself, or gRPC."
+    ),
+}
+
+
+def deprecated(name: str) -> Any:
+    """What an old name stands for, with a warning.
+
+    Args:
+        name: "CollectiveCommunication" or "CollectiveHints".
+    """
+    new = {
+        "CollectiveCommunication": CommunicationImplementation,
+        "CollectiveHints": CommunicationOptions,
+    }[name]
+    _warn(name, f"keras_strategy.experimental.{new.__name__}", stacklevel=4)
+    return CollectiveHints if name == "CollectiveHints" else new
+
+
+class CollectiveHints(CommunicationOptions):
+    """The old name of `CommunicationOptions`.
+
+    Args:
+        bytes_per_pack: See `CommunicationOptions`.
+        timeout_seconds: See `CommunicationOptions`.
+    """
+
+    def __init__(self, bytes_per_pack: int = 0, timeout_seconds: float | None = None):
+        super().__init__(bytes_per_pack, timeout_seconds)
+
+
+class MultiWorkerMirroredStrategy(multi_worker.MultiWorkerMirroredStrategy):
+    """The old form of `keras_strategy.MultiWorkerMirroredStrategy`.
+
+    Args:
+        communication: A `CommunicationImplementation` or its name.
+        cluster_resolver: See `keras_strategy.MultiWorkerMirroredStrategy`.
+    """
+
+    def __init__(
+        self,
+        communication: Any = CommunicationImplementation.AUTO,
+        cluster_resolver: Any = None,
+    ):
+        _warn(
+            "MultiWorkerMirroredStrategy", "keras_strategy.MultiWorkerMirroredStrategy"
+        )
+        self._communication = communication
+        options = CommunicationOptions(implementation=communication)
+        super().__init__(cluster_resolver, options)
+
+    def __reduce__(self):
+        return type(self), (self._communication, self.cluster_resolver)
+
+
+def _warn(old: str, new: str, stacklevel: int = 3) -> None:
+    warnings.warn(
+        f"tf.distribute deprecates `experimental.{old}`. Use `{new}`.",
+        DeprecationWarning,
+        stacklevel=stacklevel,
+    )

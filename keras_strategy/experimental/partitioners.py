@@ -1,0 +1,172 @@
+"""Into how many shards a variable is divided: plain functions of its shape and dtype.
+
+tf.distribute's ParameterServerStrategy takes them as its `variable_partitioner`.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "FixedShardsPartitioner",
+    "MaxSizePartitioner",
+    "MinSizePartitioner",
+    "Partitioner",
+]
+
+
+class Partitioner:
+    """Tells into how many shards a variable is divided."""
+
+    def __call__(self, shape: Any, dtype: Any, axis: int = 0) -> list[int]:
+        """Returns the number of shards along each dimension.
+
+        Args:
+            shape: The variable's shape.
+            dtype: Its dtype.
+            axis: The dimension along which it is divided.
+        """
+        raise NotImplementedError("A `Partitioner` must have a `__call__`.")
+
+
+class FixedShardsPartitioner(Partitioner):
+    """As many shards as are asked for, but no more than there are rows.
+
+    Args:
+        num_shards: The number of shards.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    partitioner = ks.experimental.partitioners.FixedShardsPartitioner(num_shards=2)
+    assert partitioner((10, 3), "float32") == [2, 1]
+    ```
+    """
+
+    def __init__(self, num_shards: int):
+        self._num_shards = num_shards
+
+    def __call__(self, shape: Any, dtype: Any, axis: int = 0) -> list[int]:
+        """See `Partitioner`."""
+        sizes = _sizes(shape, axis)
+        return _divided(sizes, axis, min(sizes[axis], self._num_shards))
+
+
+class MinSizePartitioner(Partitioner):
+    """As many shards as there may be, none of them smaller than a number of bytes.
+
+    Args:
+        min_shard_bytes: The least size of a shard.
+        max_shards: The largest number of shards.
+        bytes_per_string: How long a string is taken to be.
+
+    Raises:
+        ValueError: If one of them is not positive.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    MinSizePartitioner = ks.experimental.partitioners.MinSizePartitioner
+    partitioner = MinSizePartitioner(min_shard_bytes=4, max_shards=2)
+    assert partitioner((6, 1), "float32") == [2, 1]
+    ```
+    """
+
+    def __init__(
+        self,
+        min_shard_bytes: int = 256 << 10,
+        max_shards: int = 1,
+        bytes_per_string: int = 16,
+    ):
+        _require_positive("min_shard_bytes", min_shard_bytes)
+        _require_positive("max_shards", max_shards)
+        _require_positive("bytes_per_string", bytes_per_string)
+        self._min_shard_bytes = min_shard_bytes
+        self._max_shards = max_shards
+        self._bytes_per_string = bytes_per_string
+
+    def __call__(self, shape: Any, dtype: Any, axis: int = 0) -> list[int]:
+        """See `Partitioner`."""
+        sizes = _sizes(shape, axis)
+        total = math.prod(sizes) * _bytes_of(dtype, self._bytes_per_string)
+        shards = math.ceil(total / self._min_shard_bytes)
+        shards = max(1, min(sizes[axis], self._max_shards, shards))
+        return _divided(sizes, axis, shards)
+
+
+class MaxSizePartitioner(Partitioner):
+    """As few shards as there may be, none of them larger than a number of bytes.
+
+    Args:
+        max_shard_bytes: The largest size of a shard.
+        max_shards: The largest number of shards, which then may be larger; None for
+            any number.
+        bytes_per_string: How long a string is taken to be.
+
+    Raises:
+        ValueError: If one of them is not positive.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    MaxSizePartitioner = ks.experimental.partitioners.MaxSizePartitioner
+    assert MaxSizePartitioner(max_shard_bytes=4)((6, 1), "float32") == [6, 1]
+    assert MaxSizePartitioner(max_shard_bytes=1024)((6, 1), "float32") == [1, 1]
+    ```
+    """
+
+    def __init__(
+        self,
+        max_shard_bytes: int,
+        max_shards: int | None = None,
+        bytes_per_string: int = 16,
+    ):
+        _require_positive("max_shard_bytes", max_shard_bytes)
+        if max_shards is not None:
+            _require_positive("max_shards", max_shards)
+        _require_positive("bytes_per_string", bytes_per_string)
+        self._max_shard_bytes = max_shard_bytes
+        self._max_shards = max_shards
+        self._bytes_per_string = bytes_per_string
+
+    def __call__(self, shape: Any, dtype: Any, axis: int = 0) -> list[int]:
+        """See `Partitioner`."""
+        sizes = _sizes(shape, axis)
+        row = math.prod(sizes) / sizes[axis] * _bytes_of(dtype, self._bytes_per_string)
+        rows = max(1, math.floor(self._max_shard_bytes / row))
+        shards = math.ceil(sizes[axis] / rows)
+        return _divided(sizes, axis, min(self._max_shards or shards, shards))
+
+
+def _require_positive(argument: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"Argument `{argument}` must be positive. Received: {value}")
+
+
+def _sizes(shape: Any, axis: int) -> list[int]:
+    sizes = list(shape)
+    if not -len(sizes) <= axis < len(sizes) or None in sizes:
+        raise ValueError(
+            "A variable is divided along one of its dimensions, whose sizes are known. "
+            f"Received: axis={axis} for the shape {tuple(sizes)}"
+        )
+    return [int(size) for size in sizes]
+
+
+def _divided(sizes: list[int], axis: int, shards: int) -> list[int]:
+    result = [1] * len(sizes)
+    result[axis] = shards
+    return result
+
+
+def _bytes_of(dtype: Any, bytes_per_string: int) -> int:
+    # Keras's dtypes are strings, TensorFlow's have names, and NumPy knows both.
+    name = getattr(dtype, "name", dtype)
+    return bytes_per_string if name == "string" else np.dtype(name).itemsize

@@ -1,0 +1,293 @@
+"""What the workers of one `fit` do: all must do the same.
+
+A worker with another optimizer or schedule would train to the end, to other weights. So
+before the first step each says what it is about to do, in values that all workers have
+alike where their programs are: nothing of what a process counts (the numbers in names),
+of where it runs (paths), of what the chief gives all (first values, seeds, the learning
+rate) or of what nobody can compare (the code of a lambda).
+"""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_strategy.core.workers import digest_of
+from keras_strategy.errors import WorkersDifferError
+from keras_strategy.workers.cluster import Cluster
+
+# What differs between workers that do the same: built models and counted objects, and
+# what gives variables their first values, which are the chief's.
+_LEFT_OUT = {
+    *("build_config", "compile_config", "build_input_shape", "shared_object_id"),
+    "seed",
+}
+_FIRST_VALUES = {"learning_rate"}
+# Where a description ends; nobody nests deeper.
+_DEPTH = 40
+_LONGEST = 200
+# As many bytes of an array's first rows are compared.
+_BYTES = 1 << 20
+_ARGUMENTS = (
+    *("batch_size", "epochs", "initial_epoch", "steps_per_epoch", "shuffle"),
+    *("class_weight", "validation_split", "validation_steps"),
+    *("validation_batch_size", "validation_freq"),
+)
+_COMPILED = (
+    *("loss", "loss_weights", "metrics", "weighted_metrics", "auto_scale_loss"),
+    *("steps_per_execution", "jit_compile", "run_eagerly"),
+)
+_DATA = ("x", "y", "sample_weight", "validation_data")
+
+Item = list[Any]
+
+
+def require(
+    cluster: Cluster, items: list[Item], own_minds: bool, what: str = "fit"
+) -> bool:
+    """Has all workers say what they are about to do.
+
+    Args:
+        cluster: The workers.
+        items: What `items_of` says of this one.
+        own_minds: Whether a callback of this worker decides something by itself.
+        what: The method, for messages.
+
+    Returns:
+        Whether one of any worker does.
+
+    Raises:
+        WorkersDifferError: If they do not do the same.
+    """
+    told, difference = cluster.first_difference(
+        f"the start of {what}", items, own_minds
+    )
+    if difference is None:
+        return any(told)
+    _, each = difference
+    fields = {None if item is None else item[0] for item in each}
+    if len(fields) == 1:
+        (field,) = fields
+        values = [item[1] for item in each]
+    else:
+        # One has something more: what stands at the same place is no pair.
+        field = min(filter(None, fields))
+        values = [
+            "nothing there" if item is None else f"{item[0]} = {item[1]}"
+            for item in each
+        ]
+    raise WorkersDifferError(
+        f"All workers must do the same in `{what}`. They differ in {field} "
+        f"({cluster.grouped(values)})."
+    )
+
+
+def items_of(
+    model: keras.Model,
+    compiled: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    callbacks: list[Any],
+) -> list[Item]:
+    """What a worker says of its `fit`: fields and their values, for messages.
+
+    Args:
+        model: The model.
+        compiled: The arguments of its `compile`.
+        arguments: Those of `fit`.
+        callbacks: Those that must be on every worker.
+    """
+    fields: dict[str, Any] = {
+        "optimizer": described(getattr(model, "optimizer", None)),
+        **{name: described(compiled.get(name)) for name in _COMPILED},
+        **{f"argument {name}": described(arguments.get(name)) for name in _ARGUMENTS},
+        **{f"argument {name}": _data(arguments.get(name)) for name in _DATA},
+        "callbacks": [type(callback).__name__ for callback in callbacks],
+        **{f"callback {type(c).__name__}": _settings(c) for c in callbacks},
+        "model": _model(model),
+    }
+    return [
+        [path, text]
+        for field, value in _without_names(fields).items()
+        for path, text in _leaves(field, value)
+    ]
+
+
+def described(thing: Any, depth: int = 0) -> Any:
+    """What can be said of a thing, of JSON's values.
+
+    What Keras cannot serialise counts by its name or that of its class.
+    """
+    if thing is None or isinstance(thing, bool | str):
+        return thing
+    if isinstance(thing, numbers.Number | np.generic):
+        return repr(thing.item() if isinstance(thing, np.generic) else thing)
+    if depth > _DEPTH or isinstance(thing, os.PathLike | bytes):
+        return _name(type(thing))
+    if isinstance(thing, np.ndarray):
+        return _array(thing)
+    if isinstance(thing, Mapping):
+        if thing.get("class_name") == "__lambda__":
+            return "a lambda"
+        return {
+            str(key): described(value, depth + 1)
+            for key, value in thing.items()
+            if key not in _LEFT_OUT and not _is_first_value(key, value)
+        }
+    if isinstance(thing, list | tuple):
+        return [described(value, depth + 1) for value in thing]
+    if inspect.isroutine(thing) or inspect.isclass(thing):
+        return _name(thing)
+    if isinstance(thing, keras.Variable):
+        return "a variable"
+    get_config = getattr(thing, "get_config", None)
+    config: Any = None
+    if callable(get_config):
+        try:
+            config = get_config()
+        except Exception:
+            config = None
+    if not isinstance(config, Mapping):
+        return _name(type(thing))
+    return {"class": _name(type(thing)), **described(config, depth + 1)}
+
+
+def _is_first_value(key: Any, value: Any) -> bool:
+    return key in _FIRST_VALUES and isinstance(value, numbers.Number | np.generic)
+
+
+def _model(model: keras.Model) -> Any:
+    whole = described(model)
+    if isinstance(whole, Mapping):
+        return whole
+    # One of a class of the user's, without a configuration of its own.
+    layers = [described(layer) for layer in model.layers]
+    return {"class": whole, "layers": layers}
+
+
+def _settings(callback: Any) -> dict[str, Any]:
+    """The settings of a callback that all workers must have alike.
+
+    They are its public attributes, of plain values: of the others nobody can tell
+    whether they are settings.
+    """
+    settings = {}
+    for name, value in sorted(vars(callback).items()):
+        if name.startswith("_") or name in _CALLBACKS_OWN:
+            continue
+        plain = value is None or isinstance(value, bool | numbers.Number | np.generic)
+        if plain or name in _WORDS:
+            settings[name] = described(value)
+        elif inspect.isroutine(value):
+            settings[name] = _name(value)
+    return settings
+
+
+# Settings that are words; others may be paths, or names that count.
+_WORDS = {"save_freq", "mode"}
+# What a callback finds out, and where it writes.
+_CALLBACKS_OWN = {
+    *("params", "model", "validation_data", "verbose", "best", "best_weights"),
+    *(
+        "best_epoch",
+        "wait",
+        "stopped_epoch",
+        "cooldown_counter",
+        "epochs_since_last_save",
+    ),
+}
+
+
+def _data(data: Any) -> Any:
+    """What all workers must have alike of the data that they are given.
+
+    Where it is read in batches, those are compared when they are read.
+    """
+    if isinstance(data, list | tuple):
+        return [_data(part) for part in data]
+    if isinstance(data, Mapping):
+        return {str(key): _data(part) for key, part in data.items()}
+    if isinstance(data, np.ndarray):
+        return _array(data)
+    return None if data is None else _name(type(data))
+
+
+def _array(array: np.ndarray) -> str:
+    layout = f"an array {array.shape} of {array.dtype}"
+    digest = rows_digest(array)
+    return layout if digest is None else f"{layout}, whose first rows are {digest}"
+
+
+def rows_digest(array: Any) -> str | None:
+    """A digest of the first rows of an array; None where they are no plain values."""
+    if not isinstance(array, np.ndarray) or array.dtype.hasobject or not array.ndim:
+        return None
+    row = max(1, array[:1].nbytes)
+    return digest_of(array[: max(1, _BYTES // row)])[:12]
+
+
+def _without_names(value: Any) -> Any:
+    """Configurations without the names of objects, which count what a process made."""
+    names: dict[str, str] = {}
+
+    def collect(value: Any, own: bool) -> None:
+        if isinstance(value, Mapping):
+            name = value.get("name")
+            if own and isinstance(name, str):
+                names.setdefault(name, f"#{len(names)}")
+            policy = str(value.get("class_name")).endswith("DTypePolicy")
+            for part in value.values():
+                collect(part, not policy)
+        elif isinstance(value, list):
+            for part in value:
+                collect(part, True)
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, str):
+            return names.get(value, value)
+        if isinstance(value, list):
+            return [replaced(part) for part in value if not _is_added_input(part)]
+        if isinstance(value, Mapping):
+            return {key: replaced(part) for key, part in value.items()}
+        return value
+
+    collect(value, True)
+    return replaced(value)
+
+
+def _is_added_input(layer: Any) -> bool:
+    """Whether it is what a Sequential model is given when it is built."""
+    return (
+        isinstance(layer, Mapping)
+        and layer.get("class_name") == "InputLayer"
+        and "inbound_nodes" not in layer
+    )
+
+
+def _leaves(path: str, value: Any) -> Iterator[Item]:
+    if isinstance(value, Mapping) and value:
+        # Who differs in the class of a thing differs in all that comes after.
+        for key in sorted(value, key=lambda key: (key != "class", key)):
+            yield from _leaves(f"{path}.{key}".replace(".config.", "."), value[key])
+    elif isinstance(value, list) and any(isinstance(v, Mapping | list) for v in value):
+        for index, part in enumerate(value):
+            yield from _leaves(f"{path}[{index}]", part)
+    else:
+        text = value if isinstance(value, str) else repr(value)
+        if len(text) > _LONGEST:
+            digest = digest_of(np.frombuffer(text.encode(), "uint8"))[:12]
+            text = f"{text[:_LONGEST]}... ({digest})"
+        yield [path, text]
+
+
+def _name(thing: Callable | type) -> str:
+    named = getattr(thing, "__qualname__", None)
+    if named is None:
+        thing = type(thing)
+        named = thing.__qualname__
+    return f"{thing.__module__}.{named}"

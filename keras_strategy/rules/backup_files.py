@@ -1,0 +1,181 @@
+"""The files of backups: each is written whole or not at all, and checked when read.
+
+A file is a NumPy archive of arrays, with what else is known as a JSON text among them.
+It is written under another name, brought to the disk and renamed, so that a process
+that is killed leaves the file before untouched. The last two are kept: of one that the
+disk has spoiled the checksums differ, and the one before it is taken.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import pathlib
+import re
+import zipfile
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes  # a dependency of Keras
+import numpy as np
+
+logger = logging.getLogger("keras_strategy")
+
+_FACTS = "facts.json"
+_NAME = re.compile(r"backup-(\d{9})\.npz")
+# What is being written, by a process that may have been killed at it.
+_PART = re.compile(r"\.backup-\d{9}\.npz\.part")
+_DAMAGED = ".damaged"
+# So many files are kept.
+_KEPT = 2
+# What Keras's own callback leaves in its folder.
+_OF_KERAS = ("latest.weights.h5", "training_metadata.json")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a file of a backup holds.
+
+    Attributes:
+        facts: What is no array, of JSON's values.
+        arrays: The arrays by their names.
+        file: The file.
+    """
+
+    facts: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+    file: pathlib.Path
+
+
+class BackupFolder:
+    """A folder of the backups of one `fit`.
+
+    Args:
+        path: Where it is, or will be.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self._path = pathlib.Path(path)
+
+    def read(self) -> Contents | None:
+        """The last backup that is whole; None where there is none.
+
+        One that is damaged is logged, and kept under another name.
+
+        Raises:
+            ValueError: If all backups are damaged, or another program made them.
+        """
+        self._clear(_PART)
+        files = self._files()
+        for file in reversed(files):
+            try:
+                return _read(file)
+            except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+                aside = file.with_name(file.name + _DAMAGED)
+                os.replace(file, aside)
+                logger.error(
+                    "The backup %s is damaged (%s) and kept as %s. The one before it "
+                    "is used.",
+                    *(file, error, aside.name),
+                )
+        found = self._named()
+        if any(name.endswith(_DAMAGED) for name in found):
+            raise ValueError(
+                f"All backups in {self._path} are damaged. Remove the folder to train "
+                "from the beginning."
+            )
+        of_keras = [name for name in _OF_KERAS if name in found]
+        if of_keras:
+            raise ValueError(
+                f"{self._path} holds a backup that Keras alone has made "
+                f"({', '.join(of_keras)}), which says too little to go on exactly. "
+                "Remove it to train from the beginning, or name another folder."
+            )
+        return None
+
+    def write(self, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        """Writes a backup, and removes those that are no longer needed.
+
+        Args:
+            facts: What is no array, of JSON's values.
+            arrays: The arrays by their names.
+        """
+        self._path.mkdir(parents=True, exist_ok=True)
+        files = self._files()
+        number = 1 + (_number(files[-1]) if files else 0)
+        target = self._path / f"backup-{number:09}.npz"
+        part = self._path / f".{target.name}.part"
+        try:
+            with part.open("wb") as file:
+                _write(file, facts, arrays)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, target)
+        finally:
+            part.unlink(missing_ok=True)
+        _sync_folder(self._path)
+        for old in files[: len(files) + 1 - _KEPT]:
+            old.unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Removes the backups, and the folder if nothing else is in it."""
+        self._clear(_PART)
+        self._clear(_NAME)
+        with contextlib.suppress(OSError):
+            self._path.rmdir()
+
+    def _clear(self, pattern: re.Pattern) -> None:
+        for name in self._named():
+            if pattern.fullmatch(name):
+                (self._path / name).unlink(missing_ok=True)
+
+    def _files(self) -> list[pathlib.Path]:
+        return [self._path / n for n in sorted(self._named()) if _NAME.fullmatch(n)]
+
+    def _named(self) -> list[str]:
+        return os.listdir(self._path) if self._path.is_dir() else []
+
+
+def _number(file: pathlib.Path) -> int:
+    match = _NAME.fullmatch(file.name)
+    assert match is not None
+    return int(match.group(1))
+
+
+def _write(file: Any, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+    dtypes = {name: str(array.dtype) for name, array in arrays.items()}
+    text = json.dumps({"facts": facts, "dtypes": dtypes}).encode()
+    plain = {name: _as_plain(array) for name, array in arrays.items()}
+    plain[_FACTS] = np.frombuffer(text, np.uint8)
+    np.savez(file, allow_pickle=False, **plain)
+
+
+def _read(file: pathlib.Path) -> Contents:
+    with np.load(file, allow_pickle=False) as archive:
+        held = json.loads(archive[_FACTS].tobytes())
+        arrays = {
+            name: archive[name].view(_dtype(dtype))
+            for name, dtype in held["dtypes"].items()
+        }
+    return Contents(held["facts"], arrays, file)
+
+
+def _as_plain(array: np.ndarray) -> np.ndarray:
+    """An array of numbers that NumPy knows by itself."""
+    if array.dtype.isbuiltin == 1:
+        return array
+    return array.view(f"uint{8 * array.dtype.itemsize}")
+
+
+def _dtype(name: str) -> np.dtype:
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def _sync_folder(path: pathlib.Path) -> None:
+    """Brings the names of a folder's files to the disk, where the system can."""
+    with contextlib.suppress(OSError):
+        folder = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

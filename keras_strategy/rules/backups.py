@@ -1,0 +1,247 @@
+"""`BackupAndRestore`: when a training is saved, and when it goes on.
+
+What is saved, and how Keras's loop is brought to where it was, is in `hooks.backups`.
+"""
+
+import math
+import os
+from typing import Any, Protocol
+
+import keras
+
+from keras_strategy.options.termination import TerminationConfig
+from keras_strategy.workers.preemption import Next, Preemption
+
+
+class Training(Protocol):
+    """A `fit` that is backed up."""
+
+    @property
+    def batch(self) -> int:
+        """The batch that the epoch begins with which is about to begin."""
+        ...
+
+    def restore(self) -> None:
+        """Has the training go on where the backup was made, if there is one."""
+        ...
+
+    def begin(self) -> None:
+        """Is told that all callbacks have begun."""
+        ...
+
+    def expect(self) -> None:
+        """Is told that the loop reads its batches next."""
+        ...
+
+    def save(self, epoch: int, batch: int) -> None:
+        """Makes a backup.
+
+        Args:
+            epoch: The epoch that a training goes on with which starts from it.
+            batch: The batch of that epoch.
+        """
+        ...
+
+    def clear(self) -> None:
+        """Removes the backups."""
+        ...
+
+    def agree(self, says: list[bool]) -> list[list[bool]]:
+        """What each worker says of what this one says; all of them ask."""
+        ...
+
+
+class BackupAndRestore(keras.callbacks.Callback):
+    """Saves all of a training, so that one that is interrupted loses nothing.
+
+    A `fit` that is started again with the same arguments goes on at the batch that came
+    next, and ends as if it had not been interrupted: a backup holds the weights, the
+    optimizers, the metrics of the running epoch, the states of all random generators,
+    the epoch and the batch, and where in the data that is. It can be gone on from on
+    another number of replicas or workers, and on another backend.
+
+    The last two backups are kept in the folder. Each is written whole or not at all; of
+    one that is damaged the name is logged, and the one before it is used. Of several
+    workers the chief alone writes and reads them.
+
+    A `keras.callbacks.BackupAndRestore` does the same on a model of a strategy of
+    several replicas.
+
+    Args:
+        backup_dir: The folder, for this `fit` alone.
+        save_freq: "epoch", to save at the end of each, or after how many batches.
+        delete_checkpoint: Whether the backups are removed when training has ended.
+        save_before_preemption: Whether a SIGTERM to any worker, as a scheduler sends it
+            to take a machine away, has all of them save after the batch that they are
+            in, and end with the exit code 75. The workers ask each other after every
+            batch. An `experimental.TerminationConfig` says by what else they learn it,
+            how long they have, and how they end.
+
+    Example:
+
+    ```python
+    backup = ks.callbacks.BackupAndRestore("backup", save_freq=100)
+    model.fit(x, y, epochs=10, callbacks=[backup])
+    ```
+    """
+
+    def __init__(
+        self,
+        backup_dir: str | os.PathLike,
+        save_freq: int | str = "epoch",
+        delete_checkpoint: bool = True,
+        save_before_preemption: bool | TerminationConfig = False,
+    ):
+        super().__init__()
+        if not os.fspath(backup_dir) or "://" in os.fspath(backup_dir):
+            raise ValueError(
+                "`backup_dir` must be a folder of the file system. Received: "
+                f"{backup_dir!r}"
+            )
+        every = isinstance(save_freq, int) and save_freq is not True and save_freq > 0
+        if save_freq != "epoch" and not every:
+            raise ValueError(
+                "`save_freq` must be 'epoch' or a number of batches, 1 or more. "
+                f"Received: {save_freq!r}"
+            )
+        config = save_before_preemption
+        if isinstance(config, TerminationConfig) and config.save_fn is not None:
+            raise ValueError(
+                "BackupAndRestore saves by itself: a TerminationConfig with a "
+                "`save_fn` is for `experimental.PreemptionCheckpointHandler`."
+            )
+        self.backup_dir = backup_dir
+        self.save_freq = save_freq
+        self.delete_checkpoint = delete_checkpoint
+        self.save_before_preemption = save_before_preemption
+        self._training: Training | None = None
+
+    def attach(self, training: Training | None) -> None:
+        """Says which `fit` this is called in."""
+        self._training = training
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Has the training go on from the last backup."""
+        if self._training is None:
+            raise RuntimeError(
+                "`keras_strategy.callbacks.BackupAndRestore` saves models that were "
+                "made in the scope of a strategy, with `fit`. Make the model inside "
+                "`with strategy.scope():`, of a `OneDeviceStrategy` for one device."
+            )
+        self._training.restore()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Removes the backups, unless they are to be kept."""
+        if self.delete_checkpoint and self._training is not None:
+            self._training.clear()
+
+    def saver(self, training: Training) -> keras.callbacks.Callback:
+        """What saves; to be called after all other callbacks."""
+        config = self.save_before_preemption
+        if config:
+            if not isinstance(config, TerminationConfig):
+                config = TerminationConfig()
+            return _SavesBeforePreemption(training, self.save_freq, config)
+        if isinstance(self.save_freq, int):
+            return _SavesAfterBatches(training, self.save_freq)
+        return _SavesAfterEpochs(training)
+
+
+class _SavesAfterEpochs(keras.callbacks.Callback):
+    """Saves at the end of each epoch, when all other callbacks have been called."""
+
+    def __init__(self, training: Training):
+        super().__init__()
+        self._training = training
+        self._epoch = 0
+        self._due = True
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._training.begin()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+        self._training.expect()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._due:
+            assert self.model is not None
+            ended = bool(self.model.stop_training)
+            self._save(self.params["epochs"] if ended else epoch + 1, 0)
+
+    def _save(self, epoch: int, batch: int) -> None:
+        assert self.model is not None  # on JAX this gives the variables their values
+        self._training.save(epoch, batch)
+
+
+class _SavesAfterBatches(_SavesAfterEpochs):
+    """Saves after so many batches, at the end of an epoch too if it falls there."""
+
+    def __init__(self, training: Training, save_freq: int | str):
+        super().__init__(training)
+        self._save_freq = save_freq if isinstance(save_freq, int) else math.inf
+        self._due = False
+        self._since = self._next = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._next = self._training.batch
+        super().on_epoch_begin(epoch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._since += batch + 1 - self._next
+        self._next = batch + 1
+        self._due = self._since >= self._save_freq
+        # After its last batch an epoch has its end before it, which takes a batch.
+        if self._due and self._next < (self.params.get("steps") or float("inf")):
+            self._save(self._epoch, self._next)
+
+    def _save(self, epoch: int, batch: int) -> None:
+        self._since, self._due = 0, False
+        super()._save(epoch, batch)
+
+
+class _SavesBeforePreemption(_SavesAfterBatches):
+    """Saves when a worker is asked to end, and ends all of them."""
+
+    def __init__(
+        self, training: Training, save_freq: int | str, config: TerminationConfig
+    ):
+        super().__init__(training, save_freq)
+        self._preemption = Preemption(config, training.agree)
+        self._ends = False
+        # Surrounds what a notice does not end at once.
+        self.listening = self._preemption.notice.listening
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        super().on_train_batch_end(batch, logs)
+        what = self._preemption.after_step()
+        if what is Next.GO_ON:
+            return
+        self._ends = what is Next.SAVE_AND_END
+        if self._next >= (self.params.get("steps") or float("inf")):
+            self._due = True  # at the end of the epoch
+            return
+        if self._since:
+            self._save(self._epoch, self._next)
+        self._end()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._due = self._due or self._ends or self._save_freq == math.inf
+        super().on_epoch_end(epoch, logs)
+        self._end()
+
+    def _save(self, epoch: int, batch: int) -> None:
+        with self._preemption.saving():
+            super()._save(epoch, batch)
+
+    def _end(self) -> None:
+        if self._ends:
+            self._ends = False
+            self._preemption.end()
+
+
+SAVERS = _SavesAfterEpochs, _SavesAfterBatches, _SavesBeforePreemption
+"""What saves, and looks at no logs."""
+
+CALLBACKS = BackupAndRestore, *SAVERS
+"""What acts alike on all workers."""

@@ -1,0 +1,146 @@
+"""What a strategy adds up with a `CrossDeviceOps` of the user's, in its own way.
+
+That is gradients, `all_reduce` of the user's and `reduce`. What the strategy itself
+tells the replicas (the rows of a loss, the state of metrics) is the engine's to add up:
+a way to add that rounds must not change the number of rows.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_strategy.core import context
+from keras_strategy.core.protocol import Replica
+from keras_strategy.rules.cross_device_ops import CrossDeviceOps
+from keras_strategy.rules.reduction import addable, axes_to_reduce, entries
+from keras_strategy.rules.row_weights import weighted
+from keras_strategy.values.distributed import (
+    DistributedValues,
+    PerReplica,
+    ReduceOp,
+)
+
+
+class OwnSums:
+    """The sums of a strategy, in the user's way.
+
+    Args:
+        cross_device_ops: The way.
+    """
+
+    def __init__(self, cross_device_ops: CrossDeviceOps):
+        self._ops = cross_device_ops
+
+    def weighted_sum(
+        self, replica: Replica, tensors: Sequence[Any], weight: Any
+    ) -> list[Any]:
+        """See `Replica.weighted_sum`.
+
+        Args:
+            replica: The replica that asks.
+            tensors: What it brings.
+            weight: Its row weight, or None.
+        """
+        tensors = [ops.convert_to_tensor(tensor) for tensor in tensors]
+        return self._sums(replica, [weighted(tensor, weight) for tensor in tensors])
+
+    def all_reduce(self, replica: Replica, reduce_op: ReduceOp, value: Any) -> Any:
+        """See `Replica.all_reduce`; its gradient is that of the engine's sum.
+
+        Args:
+            replica: The replica that asks.
+            reduce_op: The operation.
+            value: What it brings.
+        """
+        tensor = addable(value)
+        if "float" in keras.backend.standardize_dtype(tensor.dtype):
+            total = self._differentiable_sum(replica, tensor)
+        else:
+            (total,) = self._sums(replica, [tensor])
+        if reduce_op is ReduceOp.SUM:
+            return total
+        return total / context.get_strategy().num_replicas_in_sync
+
+    def _differentiable_sum(self, replica: Replica, tensor: Any) -> Any:
+        value = ops.stop_gradient(tensor)
+        (total,) = self._sums(replica, [value])
+        # Zeros, whose sum has the gradient that the engine gives to a sum.
+        zeros = ops.where(ops.isfinite(value), tensor - value, ops.zeros_like(value))
+        return total + replica.all_reduce(ReduceOp.SUM, zeros)
+
+    def _sums(self, replica: Replica, tensors: Sequence[Any]) -> list[Any]:
+        def merge(_, *values):
+            with context.replicas_waiting():
+                return self.combine(ReduceOp.SUM, [(value, value) for value in values])
+
+        if not tensors:
+            return []
+        totals: Any = replica.merge_call(merge, tuple(tensors), {})
+        # Each replica's own, to be written to.
+        return [ops.copy(total) for total in totals]
+
+    def combine(
+        self, reduce_op: ReduceOp, pairs: Sequence[tuple[Any, Any]]
+    ) -> list[Any]:
+        """`batch_reduce` of the user's, and a look at what it returns.
+
+        Args:
+            reduce_op: The operation.
+            pairs: Pairs of a value and its destinations.
+
+        Raises:
+            TypeError: If it returns something else than tensors.
+            ValueError: If it returns fewer, of other shapes, or for other places.
+        """
+        results = self._ops.batch_reduce(reduce_op, pairs)
+        name = type(self._ops).__name__
+        if len(results) != len(pairs):
+            raise ValueError(
+                f"`batch_reduce` of {name} must return a value for each of the "
+                f"{len(pairs)} pairs. It returned {len(results)}."
+            )
+        for result, (value, where) in zip(results, pairs, strict=True):
+            _check(name, result, value, where)
+        return results
+
+    def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
+        """See `ReplicaGroup.reduce`.
+
+        Args:
+            reduce_op: The operation.
+            value: The replicas' tensors.
+            axis: Over which dimensions too, or None.
+        """
+        values = [addable(component) for component in value.values]
+        device = context.get_strategy().extended.worker_devices[0]
+        axes = axes_to_reduce(axis, [v.shape for v in values])
+        if not axes:
+            (result,) = self.combine(reduce_op, [(PerReplica(values), device)])
+            return result
+        parts = PerReplica([ops.sum(v, axis=axes) for v in values])
+        (total,) = self.combine(ReduceOp.SUM, [(parts, device)])
+        if reduce_op is ReduceOp.SUM:
+            return total
+        return total / sum(entries(ops.shape(v), axes) for v in values)
+
+
+def _check(name: str, result: Any, value: DistributedValues, destinations: Any) -> None:
+    places = 1
+    if isinstance(destinations, DistributedValues):
+        places = len(destinations.values)
+    parts = result.values if isinstance(result, DistributedValues) else (result,)
+    if not all(ops.is_tensor(part) for part in parts):
+        raise TypeError(
+            f"`reduce_implementation` of {name} must return tensors, as "
+            f"`self.broadcast(total, destinations)` makes them. It returned {result!r}."
+        )
+    expected = [tuple(value.values[0].shape)] * places
+    shapes = [tuple(part.shape) for part in parts]
+    if shapes != expected:
+        raise ValueError(
+            f"`reduce_implementation` of {name} must return, as `self.broadcast(total, "
+            f"destinations)` makes them, values of the shapes {expected}, one for each "
+            f"destination. It returned {shapes}."
+        )

@@ -1,0 +1,57 @@
+"""Adds tensors of several devices one by one, and knows where destinations are."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from keras_strategy.core import context
+from keras_strategy.core.registry import get_engine
+from keras_strategy.rules.reduction import addable
+from keras_strategy.values.devices import canonical_device
+from keras_strategy.values.distributed import DistributedValues, ReduceOp
+
+
+def combined(
+    reduce_op: ReduceOp,
+    values: Sequence[Any],
+    place: str | None,
+    add: Callable[[list[Any]], Any],
+) -> Any:
+    """The sum or mean of tensors.
+
+    Args:
+        reduce_op: The operation.
+        values: The tensors.
+        place: The device on which they are added, None where a program decides.
+        add: Adds a list of them.
+    """
+    values = [addable(value) for value in values]
+    if place is not None:
+        values = [get_engine().copy_to(value, place) for value in values]
+    total = add(values)
+    return total / len(values) if reduce_op is ReduceOp.MEAN else total
+
+
+def summed(values: list[Any]) -> Any:
+    """The sum of tensors of one device, one after the other."""
+    return sum(values[1:], values[0])
+
+
+def places_of(destinations: Any) -> list[str | None]:
+    """The devices of destinations, None for those that a program decides."""
+    if isinstance(destinations, str):
+        return [canonical_device(destinations)]
+    if isinstance(destinations, keras.Variable):
+        parts = context.get_strategy().experimental_local_results(destinations)
+    elif isinstance(destinations, DistributedValues):
+        parts = destinations.values
+    elif get_engine().is_tensor(destinations):
+        parts = [destinations]
+    else:
+        raise TypeError(
+            "Argument `destinations` must be a variable, a distributed value, a tensor "
+            f"or a device's name. Received: destinations={destinations!r} of type "
+            f"{type(destinations).__name__}"
+        )
+    return [get_engine().device_of(part) for part in parts]

@@ -1,0 +1,229 @@
+"""Sums in pieces: all workers send them, whatever they come to, or none does."""
+
+from types import SimpleNamespace
+
+import keras
+import pytest
+
+torch = pytest.importorskip("torch")
+if keras.backend.backend() != "torch":
+    pytest.skip("for the torch backend", allow_module_level=True)
+
+from keras_strategy.backends.torch.announcing import Announcements  # noqa: E402
+from keras_strategy.backends.torch.during_backward import DuringBackward  # noqa: E402
+from keras_strategy.backends.torch.flat import Joined  # noqa: E402
+from keras_strategy.backends.torch.pieces import Plan  # noqa: E402
+from keras_strategy.core.step_state import StepState  # noqa: E402
+from keras_strategy.core.workers import TAIL, digest_of_sum  # noqa: E402
+from tests.backends.test_torch_announcing import WORKERS, of_all  # noqa: E402
+
+SIZE = 5
+
+
+class Done:
+    """A collective that has ended."""
+
+    def wait(self):
+        """There is nothing to wait for."""
+
+
+class Sums:
+    """One worker's sums of `SIZE` numbers, in pieces where all workers would.
+
+    Args:
+        announcements: What the workers expect of each other.
+        rank: The worker.
+        sizes: The sizes of the pieces that it would send; None for one.
+    """
+
+    def __init__(self, announcements, rank, sizes=(2, 3)):
+        self.announcements, self.rank, self.sizes = announcements, rank, sizes
+        self.pieces, self.given_up = None, 0
+
+    def plan(self):
+        """How this worker would send them."""
+        return self.sizes and Plan(self.sizes, "", self, self.take, self.give_up)
+
+    def take(self, pieces):
+        """All workers would."""
+        self.pieces = pieces
+
+    def give_up(self):
+        """They do not any more."""
+        self.pieces, self.given_up = None, self.given_up + 1
+
+    def send(self, parts):
+        """Sends so many pieces; returns whether they are due."""
+        if self.announcements.due is None:
+            return False
+        if not self.pieces.sent:
+            self.pieces.begin(torch.empty(self.pieces.room))
+        for _ in range(parts):
+            self.pieces.values(self.pieces.sent).fill_(self.rank + 1)
+            self.pieces.send()
+        return True
+
+    def add(self, early=0):
+        """The sum; some pieces leave before it is asked for."""
+        if self.send(early) and self.send(len(self.sizes) - early):
+            sums = self.announcements.end_pieces()
+            if sums is not None:
+                return torch.cat(sums).tolist()
+        return self.in_one()
+
+    def in_one(self, size=SIZE):
+        """The sum in one piece; None if the workers are in different ones."""
+        both = torch.full((size + TAIL,), float(self.rank + 1))
+        digest = digest_of_sum("sum", (size,), "float32")
+        same = self.announcements.sum_in_place(digest, both, self.plan)
+        return both[:-TAIL].tolist() if same else None
+
+
+def of_sums(act, sizes=lambda rank: (2, 3), least=0):
+    """What each worker's `act(sums)` returned, and the collectives."""
+
+    def with_sums(announcements, rank):
+        all_reduce = announcements._all_reduce
+
+        def start(tensor):
+            all_reduce(tensor, torch.distributed.ReduceOp.SUM)
+            return Done()
+
+        announcements = Announcements(WORKERS, all_reduce, start, least)
+        return act(Sums(announcements, rank, sizes(rank)))
+
+    return of_all(with_sums)
+
+
+SUM = [6.0] * SIZE
+
+
+def test_what_all_would_send_in_pieces():
+    def act(sums):
+        return [sums.add(early) for early in (0, 0, 0, 0, 1, 1, 2)]
+
+    results, count = of_sums(act)
+    assert results == [[SUM] * 7] * WORKERS
+    # Twice in two collectives, three times in one; after the first sum that comes
+    # again they ask. Then there are two pieces.
+    assert count == 2 + 2 + 1 + 1 + 4 * 2
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        lambda rank: None if rank == 1 else (2, 3),
+        lambda rank: (3, 2) if rank == 1 else (2, 3),
+        lambda rank: None,
+    ],
+    ids=["one would not", "others", "nobody would"],
+)
+def test_what_not_all_would_send_alike_travels_in_one(sizes):
+    def act(sums):
+        return [sums.in_one() for _ in range(7)], sums.pieces
+
+    results, count = of_sums(act, sizes)
+    assert results == [([SUM] * 7, None)] * WORKERS
+    assert count == 2 + 2 + 1 + 5
+
+
+def test_small_sums_travel_in_one():
+    def act(sums):
+        return [sums.in_one() for _ in range(7)]
+
+    least = (SIZE + TAIL) * 4 + 1
+    assert of_sums(act, least=least) == ([[SUM] * 7] * WORKERS, 2 + 2 + 5)
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_one_worker_takes_back_what_it_has_sent(early):
+    def act(sums):
+        found = [sums.add() for _ in range(5)]
+        for _ in range(2):
+            if sums.rank == 1:
+                sums.send(early)
+                found.append(sums.in_one())
+            else:
+                found.append(sums.add(1))
+            found.append(sums.add(1))
+        return found, sums.given_up
+
+    results, _ = of_sums(act)
+    assert results == [([SUM] * 9, 0)] * WORKERS
+
+
+def test_pieces_in_vain_three_times_in_a_row_are_sent_no_more():
+    def act(sums):
+        given_up = []
+        for in_vain in (2, 2, 3):
+            for _ in range(5):
+                sums.add()
+            found = [sums.in_one() for _ in range(in_vain)]
+            assert found == [SUM] * in_vain
+            given_up.append(sums.given_up)
+        return given_up, sums.pieces
+
+    results, _ = of_sums(act)
+    assert results == [([0, 0, 1], None)] * WORKERS
+
+
+@pytest.mark.parametrize("early", [0, 1])
+@pytest.mark.parametrize("rank", range(WORKERS))
+def test_one_worker_does_something_else(rank, early):
+    def act(sums):
+        for _ in range(5):
+            sums.add()
+        sums.send(early)
+        other = sums.rank == rank
+        if other:
+            noticed = sums.in_one(4) is None
+        else:
+            noticed = sums.send(2 - early) and sums.announcements.end_pieces() is None
+            noticed = noticed and sums.in_one() is None
+        return noticed, sums.add(), sums.add(1)
+
+    results, _ = of_sums(act)
+    assert results == [(True, SUM, SUM)] * WORKERS
+
+
+def test_what_alternates():
+    def act(sums):
+        found = []
+        for _ in range(6):
+            found.append(sums.add() if sums.announcements.due else sums.in_one())
+            assert sums.in_one(3) == [6.0] * 3
+        return found
+
+    results, _ = of_sums(act, least=(SIZE + TAIL) * 4)
+    assert results == [[SUM] * 6] * WORKERS
+
+
+MANY, FEW = 600, 100  # 1.4 MB and 40 kB of float32 in a square
+
+
+@pytest.mark.parametrize(
+    ("most", "is_local", "own_step", "side", "leave"),
+    [
+        (0, False, False, MANY, True),  # between machines
+        (0, True, False, MANY, False),  # nothing is won
+        (0, False, True, MANY, False),  # a step of the user's
+        (0, False, False, FEW, False),  # there is nothing to divide
+        (1 << 20, True, True, MANY, True),  # it was asked for
+        (10_000, True, True, FEW, True),
+        (10_000, True, True, 10, False),
+    ],
+)
+def test_when_gradients_leave_during_backward(most, is_local, own_step, side, leave):
+    during_backward = DuringBackward(Announcements(2, lambda *_: None), most, is_local)
+    step = StepState(logs_are_metrics=not own_step)
+    during_backward.replica = SimpleNamespace(step=step, joined=Joined())
+    variables = [keras.Variable(torch.ones(side, side)) for _ in range(2)]
+    sum((v.value * v.value).sum() for v in variables).backward()
+    gradients = [v.value.grad for v in variables]
+    plan = during_backward.plan(gradients, variables)
+    assert (plan is not None) == leave
+    assert plan is None or list(plan.sizes) == [side * side] * 2
+    # Of gradients that backward left nowhere, nothing tells when they are there.
+    others = [gradient.clone() for gradient in gradients]
+    assert during_backward.plan(others, variables) is None
+    assert during_backward.plan(gradients, None) is None

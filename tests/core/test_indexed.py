@@ -1,0 +1,71 @@
+"""Batches of sources that can be indexed, and shares of files."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_strategy as ks
+
+X = np.arange(10, dtype="float32").reshape(5, 2)
+
+
+class Doubles:
+    """Rows as grain's data sources have them."""
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, index):
+        return {"x": X[index] * 2, "y": index}
+
+
+def test_batches():
+    dataset = ks.IndexedDataset(Doubles(), batch_size=2, threads=2)
+    assert len(dataset) == 3
+    np.testing.assert_array_equal(dataset[2]["x"], X[4:] * 2)
+    np.testing.assert_array_equal(dataset[0]["y"], [0, 1])
+    assert len(ks.IndexedDataset(X, batch_size=2, drop_remainder=True)) == 2
+
+
+def test_each_epoch_has_another_order():
+    dataset = ks.IndexedDataset(list(range(50)), batch_size=50, shuffle=True)
+    first = dataset[0]
+    np.testing.assert_array_equal(dataset[0], first)
+    dataset.on_epoch_end()
+    second = dataset[0]
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert list(first) != list(second)
+    again = ks.IndexedDataset(list(range(50)), batch_size=50, shuffle=True)
+    again.load_state_dict(dataset.state_dict())
+    np.testing.assert_array_equal(again[0], second)
+
+
+def test_a_dataset_of_grain():
+    grain = pytest.importorskip("grain")
+    source = grain.MapDataset.source(X).map(lambda row: row + 1)
+    np.testing.assert_array_equal(ks.IndexedDataset(source, 5)[0], X + 1)
+
+
+def test_keras_reads_it_without_a_strategy():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    dataset = ks.IndexedDataset(list(X), batch_size=2)
+    expected = model.predict(X, verbose=0)
+    np.testing.assert_allclose(model.predict(dataset, verbose=0), expected, atol=1e-5)
+
+
+def test_arguments():
+    with pytest.raises(TypeError, match="`source` must have"):
+        ks.IndexedDataset(iter(X), batch_size=2)
+    with pytest.raises(ValueError, match="`batch_size` must be 1 or more"):
+        ks.IndexedDataset(X, batch_size=0)
+
+
+def test_files(tmp_path):
+    for name in "cab":
+        (tmp_path / name).touch()
+    names = [str(tmp_path / name) for name in "abc"]
+    assert ks.files(f"{tmp_path}/*") == names
+    shares = [ks.files(f"{tmp_path}/*", ks.InputContext(2, i)) for i in range(2)]
+    assert shares == [names[::2], names[1::2]]
+    with pytest.raises(ValueError, match="a file or more to read"):
+        ks.files(f"{tmp_path}/*", ks.InputContext(4, 0))

@@ -1,0 +1,146 @@
+"""`info --json`, `doctor`, `scaling` and `completion`."""
+
+import json
+import socket
+import subprocess
+
+import keras
+import pytest
+
+import keras_strategy as ks
+from keras_strategy.launch import doctor, scaling
+from keras_strategy.launch.command import main
+from keras_strategy.workers import exit_codes
+
+
+def test_info_for_programs(capsys, monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    assert main(["info", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["keras_strategy"] == ks.__version__
+    assert told["keras"] == keras.__version__
+    assert told["devices"] == list(ks.MirroredStrategy().extended.worker_devices)
+    assert told["cluster"]["found"] is None
+    assert any("torchrun: no" in line for line in told["cluster"]["looked_for"])
+
+
+def test_the_doctor_of_a_machine_that_is_well(capsys, monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", keras.backend.backend())
+    status = main(["doctor"])
+    out = capsys.readouterr().out
+    assert status == 0, out
+    assert "well  a step on two replicas" in out
+    assert "well  a sum over 2 processes: 2.0 on each" in out
+    assert "wrong" not in out
+
+
+def wrong(finding, seen, do):
+    assert not finding.well
+    assert seen in finding.seen and do in finding.do
+
+
+def test_what_is_wrong_is_said_in_words(monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "numpy")
+    (only,) = doctor.findings(0)
+    wrong(only, "'numpy', which does not train", "set KERAS_BACKEND to one of jax")
+    monkeypatch.setenv("NPROC", "1")
+    wrong(doctor.threads(), "1 for 2 logical CPU devices", "set NPROC=8")
+    monkeypatch.setenv("TF_CONFIG", '{"cluster": 7}')
+    wrong(doctor.cluster(), "TF_CONFIG cannot be used", "mend what it names")
+
+
+def test_a_port_that_somebody_listens_at(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        task = {"type": "worker", "index": 0}
+        cluster = {"worker": [f"127.0.0.1:{port}"]}
+        monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+        wrong(
+            doctor.cluster(), f"at port {port} of 127.0.0.1", "end what listens there"
+        )
+
+
+@pytest.mark.parametrize("trial", [doctor.replicas, doctor.workers])
+def test_a_trial_that_takes_too_long_is_no_success(trial):
+    wrong(trial(0), "nothing came within 0 s", "--timeout-seconds")
+
+
+# It prints what Keras prints, and needs no engine.
+PRINTS = """
+import json, os
+workers = len(json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"])
+epoch = 0
+for seconds in (9, 8 / workers, 8 / workers):
+    epoch += 1
+    print(f"Epoch {epoch}/3")
+    print(f"29/29 - 1s - {seconds:.0f}ms/step - loss: 0.1")
+# Another fit, of something else.
+for epoch in (1, 2):
+    print(f"Epoch {epoch}/2")
+    print("29/29 - 1s - 900ms/step - loss: 0.1")
+"""
+
+
+def test_scaling(tmp_path, capsys):
+    (tmp_path / "train.py").write_text(PRINTS)
+    assert main(["scaling", "--workers", "2,1", str(tmp_path / "train.py")]) == 0
+    out = capsys.readouterr().out
+    assert "8.00" in out and "125.0" in out
+    assert "4.00" in out and "250.0" in out
+    assert out.count("100%") == 2
+
+
+def test_scaling_of_a_program_without_epochs(tmp_path, capsys):
+    (tmp_path / "train.py").write_text("print('7/7 - 1s - 3ms/step')")
+    assert main(["scaling", "--workers", "1", str(tmp_path / "train.py")]) == 1
+    assert "two epochs or more" in capsys.readouterr().err
+
+
+def test_scaling_of_a_program_that_fails(tmp_path, capsys):
+    (tmp_path / "train.py").write_text("raise ValueError('no data')")
+    assert main(["scaling", "--workers", "1", str(tmp_path / "train.py")]) == 1
+    assert "no data" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verbose", [1, 2])
+def test_the_time_of_a_step_is_read_of_what_keras_prints(verbose, capsys):
+    import numpy as np
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x = np.ones((4, 1))
+    model.fit(x, x, batch_size=2, epochs=3, verbose=verbose)
+    assert 0 < scaling.step_seconds(capsys.readouterr().out) < 10
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion(shell, capsys):
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    ask = (
+        "COMP_WORDS=(keras-strategy run --max); COMP_CWORD=2; _keras_strategy; "
+        'echo "${COMPREPLY[@]}"'
+    )
+    if shell == "bash":
+        done = subprocess.run(
+            ["bash", "-c", script + ask], capture_output=True, text=True, check=True
+        )
+        assert done.stdout.split() == ["--max-restarts"]
+    assert "doctor" in script and "--timeout-seconds" in script
+
+
+@pytest.mark.parametrize("name", ["run", "info", "doctor", "scaling", "completion"])
+def test_help_has_examples(name, capsys):
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    assert f"keras-strategy {name}" in capsys.readouterr().out.split("examples:")[1]
+
+
+def test_help_lists_the_exit_codes(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed = capsys.readouterr().out.split("exit codes:")[1]
+    codes = [v for k, v in vars(exit_codes).items() if k.isupper() and type(v) is int]
+    assert codes and all(f"\n  {code} " in listed for code in codes)

@@ -1,0 +1,75 @@
+"""The blocks of code of a page, and what the page says of them.
+
+A comment in the line before a block says how it is run:
+
+    <!-- on: torch -->                   on that backend alone
+    <!-- peer: horovod on tensorflow --> the same, where that package is, as a launcher
+                                         of one process would start it
+    <!-- alone -->                       in a process of its own
+    <!-- not run: REASON -->             not at all
+
+What a page leaves out is in a comment of several lines that begins with `<!-- set-up`.
+All else that is Python is one program, from the top of the page to its end.
+"""
+
+import re
+from dataclasses import dataclass
+
+_PART = re.compile(
+    r"<!-- set-up\n(?P<given>.*?)-->"
+    r"|(?:<!-- (?P<mark>[^\n]*) -->\n)?"
+    r"^(?P<indent> *)```(?P<language>\w*)\n(?P<code>.*?)^(?P=indent)```$",
+    re.DOTALL | re.MULTILINE,
+)
+_MARK = re.compile(
+    r"(?P<alone>alone)|on: (?P<on>\w+)|peer: (?P<peer>\w+) on (?P<peers>\w+)"
+    r"|not run: (?P<reason>.+)"
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code.
+
+    Args:
+        language: What stands behind its fence.
+        code: Its lines.
+        line: The line of the page that it begins in.
+        backend: The one that it is for, or None.
+        peer: The package that it is a program of, or None.
+        reason: Why it is not run, or None.
+        alone: Whether it is a program by itself.
+    """
+
+    language: str
+    code: str
+    line: int
+    backend: str | None = None
+    peer: str | None = None
+    reason: str | None = None
+    alone: bool = False
+
+
+def blocks_of(text: str) -> list[Block]:
+    """The blocks of a page, and its set-up, in their order."""
+    blocks = []
+    for part in _PART.finditer(text):
+        if part["given"] is not None:
+            line = text.count("\n", 0, part.start("given")) + 1
+            blocks.append(Block("python", part["given"], line))
+            continue
+        line = text.count("\n", 0, part.start("code")) + 1
+        mark = _MARK.fullmatch(part["mark"] or "")
+        said = mark.groupdict() if mark else {}
+        blocks.append(
+            Block(
+                part["language"],
+                part["code"],
+                line,
+                said.get("on") or said.get("peers"),
+                said.get("peer"),
+                said.get("reason"),
+                bool(said.get("alone")),
+            )
+        )
+    return blocks

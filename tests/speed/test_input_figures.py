@@ -1,0 +1,29 @@
+"""What workers read, ask and send for the rows of a step."""
+
+import keras
+import pytest
+
+from benchmarks import input_figures
+from keras_strategy.testing import WorkerRunner
+
+BACKEND = keras.backend.backend()
+WORKERS = 2
+
+
+@pytest.fixture(scope="module")
+def results(starter):
+    with WorkerRunner(WORKERS, timeout_seconds=300, starter=starter) as runner:
+        return runner.run(input_figures.figures_of_inputs)
+
+
+@pytest.mark.parametrize("kind", input_figures.KINDS)
+def test_figures_of_a_step(results, kind):
+    for of_worker in results:
+        figures = of_worker[kind]
+        # A PyDataset gives batches, not rows; and what it gives may depend on what the
+        # training has done until then.
+        whole = kind == "PyDataset"
+        assert figures["rows_read"] == input_figures.BATCH / (1 if whole else WORKERS)
+        assert figures["row_bytes"] == 0
+        assert figures["rounds"] == whole
+        assert figures["collectives"] == of_worker["arrays"]["collectives"] > 0

@@ -1,0 +1,164 @@
+"""Every block of code of the documentation runs, or is read by what it is for."""
+
+import collections
+import importlib.util
+import json
+import os
+import pathlib
+import shlex
+import socket
+import subprocess
+
+import keras
+import pytest
+
+import keras_strategy as ks
+from keras_strategy.launch import command
+from tests.pages import Block, blocks_of
+from tools import pictures
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = {path.stem: path for path in (ROOT / "docs").glob("*.md")}
+PAGES |= {name: ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING")}
+BLOCKS = {name: blocks_of(path.read_text()) for name, path in PAGES.items()}
+BACKEND = keras.backend.backend()
+ON_TORCH = pytest.mark.skipif(BACKEND != "torch", reason="the same on every backend")
+
+# What a launcher tells of a cluster: pages set it.
+OF_LAUNCHERS = ("TF_CONFIG", "RANK", "WORLD_SIZE", "SLURM_", "OMPI_", "TPU_", "TORCH")
+
+
+def in_language(*languages: str) -> list:
+    return [
+        pytest.param(block, id=f"{name}-{block.line}")
+        for name, blocks in BLOCKS.items()
+        for block in blocks
+        if block.language in languages and block.reason is None
+    ]
+
+
+def runs_here(block: Block) -> bool:
+    return (
+        block.language == "python"
+        and block.reason is None
+        and not block.alone  # tests/test_examples.py
+        and block.backend in (None, BACKEND)
+        and (block.peer is None or importlib.util.find_spec(block.peer) is not None)
+    )
+
+
+@pytest.fixture
+def as_it_was(monkeypatch, tmp_path):
+    """Programs write into a folder of their own, and leave no variable and no mode."""
+    monkeypatch.chdir(tmp_path)
+    for name in [n for n in os.environ if n.startswith(OF_LAUNCHERS)]:
+        monkeypatch.delenv(name)
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+    ks.config.check_mirrored(False)
+    ks.config.exact_random(True)
+
+
+def start_as_one_process(monkeypatch):
+    """What torchrun tells the only process of a job."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    told = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": port}
+    for name, value in {**told, "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+WITH_PYTHON = [
+    name
+    for name, blocks in BLOCKS.items()
+    if any(b.language == "python" and not (b.reason or b.alone) for b in blocks)
+]
+
+
+@pytest.mark.parametrize("name", WITH_PYTHON)
+def test_page(name, as_it_was, monkeypatch):
+    program = {"__name__": "page"}
+    for block in BLOCKS[name]:
+        if not runs_here(block):
+            continue
+        # Lines are those of the page.
+        code = "\n" * (block.line - 1) + block.code
+        with monkeypatch.context() as told:
+            if block.peer:
+                start_as_one_process(told)
+            exec(compile(code, f"<{name}.md>", "exec"), program)
+
+
+def test_what_is_for_one_backend_is_for_one_that_there_is():
+    backends = {block.backend for blocks in BLOCKS.values() for block in blocks}
+    assert backends <= {None, "jax", "torch", "tensorflow"}
+
+
+@ON_TORCH
+@pytest.mark.parametrize("block", in_language("bash", "shell"))
+def test_a_block_of_shell(block, capsys):
+    """It is of the shell's grammar; our command, make and torchrun know its words."""
+    read = subprocess.run(["bash", "-n"], input=block.code, text=True, check=False)
+    assert read.returncode == 0
+    for line in commands_of(block.code):
+        words = collections.deque(line)
+        while words and "=" in words[0]:
+            words.popleft()  # variables
+        match words.popleft() if words else None:
+            case "keras-strategy":
+                command._parsers()[0].parse_args(list(words))
+            case "make":
+                (target, *_) = [word for word in words if "=" not in word]
+                assert f"\n{target}:" in (ROOT / "Makefile").read_text()
+            case "torchrun":
+                from torch.distributed.run import get_args_parser
+
+                get_args_parser().parse_args(list(words))
+            case "python":
+                of_python(list(words))
+
+
+def commands_of(code: str):
+    """The words of each command; quotes may go over several lines."""
+    lines = ""
+    for line in code.replace("\\\n", " ").splitlines(keepends=True):
+        lines += line
+        try:
+            yield shlex.split(lines, comments=True)
+        except ValueError:  # a quote is open
+            continue
+        lines = ""
+    assert not lines
+
+
+def of_python(words):
+    """The file or the module is there."""
+    if words[0] == "-m":
+        assert importlib.util.find_spec(words[1]) is not None
+    elif words[0] != "train.py":
+        assert (ROOT / words[0]).exists()
+
+
+@ON_TORCH
+@pytest.mark.parametrize("block", in_language("json"))
+def test_a_block_of_json(block):
+    json.loads(block.code)
+
+
+@ON_TORCH
+@pytest.mark.parametrize("block", in_language("yaml"))
+def test_a_block_of_yaml(block):
+    yaml = pytest.importorskip("yaml")
+    for document in yaml.safe_load_all(block.code):
+        assert {"apiVersion", "kind", "metadata"} <= set(document)
+
+
+@ON_TORCH
+def test_the_drawings_are_what_is_drawn():
+    for name, draw in pictures.DRAWINGS.items():
+        assert (ROOT / "docs" / "images" / f"{name}.svg").read_text() == draw(), (
+            "run `make pictures`"
+        )

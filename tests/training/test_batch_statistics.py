@@ -1,0 +1,230 @@
+"""The statistics of the global batch, with `batch_statistics="global"`."""
+
+import json
+import pickle
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import keras_strategy as ks
+from keras_strategy.testing.equality import models
+from keras_strategy.testing.equality.compare import (
+    assert_equal,
+    largest,
+    replicas_apart,
+    scope,
+    train,
+)
+
+BACKEND = keras.backend.backend()
+RANDOM = np.random.RandomState(0)
+# By batches of 8: of the 9 rows in the last ones, or of the last row, replicas get
+# unequal parts and none.
+ROWS = {2: 21, 3: 17}
+IMAGES = RANDOM.normal(2.0, 3.0, (21, 6, 6, 2)).astype("float32")
+X = RANDOM.normal(size=(21, 4)).astype("float32")
+Y = RANDOM.normal(size=(21, 1)).astype("float32")
+
+
+@pytest.fixture
+def of_all():
+    def make(replicas):
+        devices = [f"cpu:{i}" for i in range(replicas)]
+        return ks.MirroredStrategy(devices, batch_statistics="global")
+
+    return make
+
+
+def compiled(model, **compile):
+    # Adam would scale up the rounding noise in the gradient of what a normalization
+    # takes away.
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", **compile)
+    return model
+
+
+def of(*middle, shape=(4,)):
+    return compiled(keras.Sequential([keras.Input(shape), *middle, layers.Dense(1)]))
+
+
+def equal(strategy, make, x, y, **fit):
+    rows = ROWS[strategy.num_replicas_in_sync]
+    x, y = x[:rows], y[:rows]
+    one = train(None, make, x, y, eagerly=BACKEND == "tensorflow", **fit)
+    assert_equal(one, train(strategy, make, x, y, **fit))
+
+
+def cnn():
+    """Two branches of their own, a frozen layer, channels first, and one wrapped."""
+    inputs = keras.Input(IMAGES.shape[1:])
+    x = layers.Conv2D(4, 3, padding="same", use_bias=False)(inputs)
+    x = layers.Activation("tanh")(layers.BatchNormalization(momentum=0.5)(x))
+    frozen = layers.BatchNormalization(trainable=False)
+    branches = [
+        layers.BatchNormalization(axis=1, scale=False)(layers.Conv2D(3, 3)(x)),
+        layers.BatchNormalization(center=False)(layers.SeparableConv2D(3, 3)(x)),
+        frozen(layers.SpectralNormalization(layers.Conv2D(3, 3))(x)),
+    ]
+    x = layers.Concatenate()(branches)
+    return compiled(
+        keras.Model(
+            inputs, layers.Dense(1)(layers.Flatten()(layers.Activation("tanh")(x)))
+        )
+    )
+
+
+class Clipped(layers.BatchNormalization):
+    """A normalization of somebody's own."""
+
+    def call(self, inputs, training=None, mask=None):
+        return ops.tanh(super().call(inputs, training=training, mask=mask))
+
+
+class Own(keras.Model):
+    """A model that calls its layers itself, one of them twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(4, use_bias=False)
+        self.own, self.renorm = Clipped(), layers.BatchNormalization(renorm=True)
+        self.output_ = layers.Dense(1)
+
+    def call(self, x, training=False):
+        for _ in range(2):
+            x = self.own(self.dense(x), training=training)
+        return self.output_(self.renorm(x, training=training))
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_functional_cnn(replicas, of_all):
+    equal(of_all(replicas), cnn, IMAGES, Y)
+
+
+def test_a_model_of_ones_own(of_all):
+    equal(of_all(3), lambda: compiled(Own()), X, Y)
+
+
+def test_masks(of_all):
+    """Of the steps of a sequence, also where a layer is called for each of them."""
+
+    def make():
+        normalize = layers.BatchNormalization
+        inner = keras.Sequential([layers.Dense(3), normalize()])
+        return compiled(
+            models.masked_steps(normalize, lambda: layers.TimeDistributed(inner))
+        )
+
+    equal(of_all(3), make, *models.steps(21))
+
+
+def test_numbers_that_vary_little_beside_their_mean(of_all):
+    """Float32 has 7 digits: none would be left of a difference of squares."""
+    strategy = of_all(2)
+    far = X + 1e3
+    with strategy.scope():
+        layer = layers.BatchNormalization(momentum=0.0)
+        layer.build(X.shape)
+    rows = strategy.experimental_distribute_dataset([far])
+    for batch in rows:
+        strategy.run(lambda x: layer(x, training=True), args=(batch,))
+    np.testing.assert_allclose(
+        layer.moving_variance.numpy(), far.astype("float64").var(0), rtol=1e-4
+    )
+
+
+def test_draws_after_a_normalization(of_all, two, caplog):
+    """A step is rehearsed for them, by one replica: it asks no other there."""
+
+    def make(**kwargs):
+        layer = layers.BatchNormalization(**kwargs)
+        return of(layers.Dense(4), layer, layers.Dropout(0.4, seed=3))
+
+    equal(of_all(2), make, X, Y)
+    eagerly = BACKEND == "tensorflow"
+    one = train(None, make, X, Y, eagerly=eagerly)
+    assert_equal(one, train(two, lambda: make(synchronized=True), X, Y))
+    assert "random" not in caplog.text
+
+
+def test_train_on_batch_and_run(of_all):
+    """One row after another number of them; in `run` all rows count alike."""
+    results = []
+    for strategy in (None, of_all(3)):
+        keras.utils.set_random_seed(1)
+        with scope(strategy):
+            model = of(layers.Dense(4), layers.BatchNormalization(momentum=0.5))
+            model.optimizer.build(model.trainable_variables)
+        for rows in (7, 1, 7):
+            model.train_on_batch(X[:rows], Y[:rows])
+        batches = [(X[i:j], Y[i:j]) for i, j in ((0, 7), (7, 13), (13, 15))]
+
+        def step(x, y, model=model):
+            def loss():
+                errors = ops.square(model(x, training=True) - y)
+                return ks.compute_average_loss(errors[:, 0])
+
+            value, gradients = ks.value_and_grad(loss, model.trainable_variables)()
+            model.optimizer.apply(gradients, model.trainable_variables)
+
+        if strategy is None:
+            for x, y in batches:
+                step(*map(ops.convert_to_tensor, (x, y)))
+        else:
+            for batch in strategy.experimental_distribute_dataset(batches):
+                strategy.run(step, args=batch)
+        assert replicas_apart(strategy, model) == 0
+        results.append(model.get_weights())
+    assert largest(*results) < 2e-5
+
+
+def test_half_floats(of_all):
+    """The statistics themselves are of float32."""
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+
+        def statistics(strategy):
+            keras.utils.set_random_seed(1)
+            layer = layers.BatchNormalization(momentum=0.0)
+            with scope(strategy):
+                model = of(layer)
+            model.fit(X[:13], Y[:13], batch_size=13, verbose=0)
+            return [layer.moving_mean.numpy(), layer.moving_variance.numpy()]
+
+        assert largest(statistics(None), statistics(of_all(2))) < 1e-6
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def test_what_is_saved_knows_nothing_of_it(of_all, tmp_path):
+    def make():
+        return of(layers.Dense(4, name="dense"), layers.BatchNormalization(name="n"))
+
+    with of_all(2).scope():
+        model = make()
+    model.fit(X, Y, verbose=0)
+    assert model.get_layer("n").synchronized is False
+    plain = make()
+    for ours, theirs in zip(model.layers, plain.layers, strict=True):
+        config = json.dumps(keras.saving.serialize_keras_object(ours))
+        if ours.name in ("dense", "n"):
+            assert config == json.dumps(keras.saving.serialize_keras_object(theirs))
+        assert "keras_strategy" not in config
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    predicted = [m.predict(X, verbose=0) for m in (model, loaded)]
+    assert largest(*[[p] for p in predicted]) < 1e-6
+
+
+def test_other_choices(two, of_all):
+    assert two.batch_statistics is None
+    assert ks.OneDeviceStrategy("cpu:0").batch_statistics is None
+    strategy = of_all(2)
+    assert strategy.batch_statistics == "global"
+    assert pickle.loads(pickle.dumps(strategy)).batch_statistics == "global"
+    for make in (ks.MirroredStrategy, ks.MultiWorkerMirroredStrategy):
+        with pytest.raises(ValueError, match="batch_statistics='local'"):
+            make(batch_statistics="local")
+    # Of one worker it is the same.
+    alone = ks.MultiWorkerMirroredStrategy(batch_statistics="global")
+    assert alone.batch_statistics == "global"

@@ -1,0 +1,300 @@
+"""State that the replicas share: `shard="optimizer"` and `shard="parameters"`."""
+
+import logging
+import pickle
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_strategy as ks
+from keras_strategy.core.registry import get_engine
+from keras_strategy.errors import UnsupportedBackendError
+from keras_strategy.rules.sharding import dimension_to_split
+from keras_strategy.testing.equality.__main__ import mirrored, run
+from keras_strategy.testing.equality.cases import Case, optimizer
+from keras_strategy.testing.equality.compare import assert_equal, train
+
+MODES = [s for s in ("optimizer", "parameters") if not get_engine().refusal_of_shard(s)]
+REFUSED = [s for s in ("optimizer", "parameters") if s not in MODES]
+CPUS = [f"cpu:{i}" for i in range(4)]
+FEATURES, WIDTH, ROWS, BATCH = 6, 12, 29, 12  # the last batch has 5 rows
+
+
+def strategy(replicas, shard):
+    return ks.MirroredStrategy(CPUS[:replicas], shard=shard)
+
+
+def data():
+    rng = np.random.RandomState(0)
+    x = rng.randn(ROWS, FEATURES).astype("float32")
+    return x, x[:, :1] * 2 + rng.randn(ROWS, 1).astype("float32")
+
+
+def deep(optimizer=None):
+    """Dense kernels of (6, 12) and (12, 1), which 2, 3 and 4 replicas divide."""
+    model = keras.Sequential(
+        [
+            keras.Input((FEATURES,)),
+            layers.Dense(WIDTH, use_bias=False),
+            layers.BatchNormalization(),
+            layers.Activation("tanh"),
+            layers.Dropout(0.3, seed=3),
+            layers.Dense(1),
+        ]
+    )
+    model.compile(optimizer or keras.optimizers.Adam(0.01), "mse")
+    return model
+
+
+def everything():
+    return deep(
+        keras.optimizers.AdamW(
+            0.01,
+            global_clipnorm=0.1,
+            use_ema=True,
+            ema_overwrite_frequency=2,
+            gradient_accumulation_steps=2,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "replicas", "dimension"),
+    [
+        ((6, 12), 3, 1),
+        ((12, 6), 3, 0),
+        ((8, 8), 4, 0),
+        ((6, 12), 4, 1),
+        ((4, 9), 4, 0),
+        ((5, 7), 2, None),
+        ((), 2, None),
+        ((0, 4), 2, 1),
+        ((0,), 2, None),
+    ],
+)
+def test_which_dimension_is_split(shape, replicas, dimension):
+    assert dimension_to_split(shape, replicas) == dimension
+
+
+@pytest.mark.parametrize("shard", ["params", "none", "", True, 1])
+def test_an_argument_that_is_none_of_them(shard):
+    with pytest.raises(ValueError, match=r"`shard`.*'optimizer'.*'parameters'"):
+        ks.MirroredStrategy(shard=shard)
+
+
+@pytest.mark.skipif(not REFUSED, reason="this backend splits all there is")
+def test_what_a_backend_does_not_split():
+    for shard in REFUSED:
+        for replicas in (1, 2):
+            with pytest.raises(UnsupportedBackendError, match="KERAS_BACKEND=jax"):
+                strategy(replicas, shard)
+
+
+@pytest.mark.parametrize("shard", MODES)
+def test_a_copy_splits_the_same(shard):
+    made = ks.MirroredStrategy(["cpu:0", "cpu:1"], shard=shard)
+    again = pickle.loads(pickle.dumps(made))
+    assert again.shard == made.shard == shard
+    assert again.extended.worker_devices == ("cpu:0", "cpu:1")
+
+
+@pytest.fixture(scope="module")
+def one():
+    x, y = data()
+    return train(None, everything, x, y, BATCH)
+
+
+@pytest.mark.parametrize("shard", MODES)
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+def test_clipping_decay_average_and_accumulation(one, replicas, shard):
+    x, y = data()
+    many = train(strategy(replicas, shard), everything, x, y, BATCH)
+    assert_equal(one, many)
+
+
+CASES: dict[str, Case] = {
+    case.name: case
+    for case in [*optimizer.at_once(), *optimizer.beside_the_rule()]
+    if "optimizers" in case.name
+    or case.name
+    in ("LossScaleOptimizer over accumulation, NaN on one replica", "mixed_float16")
+}
+
+
+@pytest.mark.parametrize("shard", MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_rows_of_the_equality_table(name, shard):
+    case = CASES[name]
+    one = run(case, 21, None, 0)
+    many = run(case, 21, mirrored(case, 2, shard), 0)
+    assert_equal(one, many, case.weights, case.logs, case.predictions)
+
+
+@pytest.mark.parametrize("shard", [None, *MODES])
+def test_bytes_on_each_device(shard):
+    many = strategy(4, shard)
+    with many.scope():
+        model = deep()
+        model.optimizer.build(model.trainable_variables)
+    report = many.memory_report(model)
+    # Kernels of (6, 12) and (12, 1), gamma and beta of 12; the bias of 1 stays whole.
+    split, whole = 4 * (72 + 12 + 12 + 12), 4
+    parameters = split + whole if shard != "parameters" else split // 4 + whole
+    slots = 2 * (split + whole if shard is None else split // 4 + whole)
+    counters = report.slots[0] - slots
+    assert report.parameters == (parameters,) * 4
+    assert 4 < counters < 17  # the iterations and the learning rate
+    assert len(set(report.slots)) == 1
+    paths = [v.path for v in model.optimizer.variables if v.shape == (1,)]
+    if shard == "parameters":
+        paths.append(model.trainable_variables[-1].path)
+    assert report.whole == (() if shard is None else tuple(paths))
+    assert f"shard={shard!r}" in str(report)
+    assert f"{parameters:,}" in str(report)
+
+
+def test_a_report_on_anothers_model():
+    model = deep()
+    with pytest.raises(ValueError, match="made in the strategy's scope"):
+        ks.MirroredStrategy(["cpu:0", "cpu:1"]).memory_report(model)
+
+
+@pytest.mark.parametrize("shard", MODES[:1])
+def test_what_stays_whole_is_said_once(shard, caplog):
+    with caplog.at_level(logging.INFO, "keras_strategy"):
+        many = strategy(4, shard)
+        with many.scope():
+            model = deep()
+            model.optimizer.build(model.trainable_variables)
+    said = [r.getMessage() for r in caplog.records if "stays whole" in r.getMessage()]
+    assert len(said) == 1 and "(1,)" in said[0]
+
+
+@pytest.mark.parametrize("shard", MODES)
+def test_an_optimizer_and_a_model_made_outside(shard):
+    x, y = data()
+    outside = keras.optimizers.Adam(0.01)
+    many = strategy(2, shard)
+    with many.scope():
+        model = deep(outside)
+    outside.build(model.trainable_variables)
+    model.fit(x, y, batch_size=BATCH, verbose=0)
+    other = strategy(2, shard)
+    with other.scope():
+        inside = deep()
+    inside.fit(x, y, batch_size=BATCH, verbose=0)
+    assert many.memory_report(model).slots == other.memory_report(inside).slots
+
+
+@pytest.mark.parametrize("shard", MODES)
+def test_files_hold_whole_variables(shard, tmp_path):
+    x, y = data()
+    many = strategy(4, shard)
+    with many.scope():
+        model = everything()
+    model.fit(x, y, batch_size=BATCH, verbose=0)
+    weights = model.get_weights()
+    state = [v.numpy() for v in model.optimizer.variables]
+    assert [w.shape for w in state] == [v.shape for v in model.optimizer.variables]
+    model.save(tmp_path / "model.keras")
+    model.save_weights(tmp_path / "model.weights.h5")
+    for other in (None, strategy(3, None), strategy(3, shard)):
+        with other.scope() if other else keras.device("cpu:0"):
+            loaded = keras.saving.load_model(tmp_path / "model.keras")
+            fresh = everything()
+            fresh.optimizer.build(fresh.trainable_variables)
+        fresh.load_weights(tmp_path / "model.weights.h5")
+        for found in (loaded, fresh):
+            for a, b in zip(found.get_weights(), weights, strict=True):
+                np.testing.assert_array_equal(a, b)
+        for a, b in zip(loaded.optimizer.variables, state, strict=True):
+            np.testing.assert_array_equal(a.numpy(), b)
+        loaded.fit(x, y, batch_size=BATCH, verbose=0)
+    # Of 4 slots of 436 bytes, a third but for 4 bytes of each.
+    assert other.memory_report(loaded).slots[0] < 4 * (144 + 4) + 17
+
+
+@pytest.mark.parametrize("shard", MODES)
+def test_a_backup_is_gone_on_from_with_other_replicas(shard, tmp_path):
+    x, y = data()
+
+    def fit(replicas, epochs, *callbacks):
+        keras.utils.set_random_seed(1)
+        many = strategy(replicas, shard)
+        with many.scope():
+            model = deep()
+        backup = ks.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
+        model.fit(
+            x,
+            y,
+            batch_size=BATCH,
+            epochs=epochs,
+            verbose=0,
+            callbacks=[backup] if callbacks else [],
+        )
+        return model
+
+    whole = fit(2, 2)
+    fit(2, 1, True)
+    resumed = fit(4, 2, True)
+    for a, b in zip(whole.get_weights(), resumed.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+@pytest.mark.parametrize("shard", MODES)
+@pytest.mark.parametrize("rows", [12, 9], ids=["even", "uneven"])
+def test_a_step_of_ones_own(rows, shard):
+    x, y = data()
+    batches = [(x[:rows], y[:rows])] * 3
+
+    def trained(many):
+        keras.utils.set_random_seed(1)
+        with many.scope():
+            model = deep()
+
+        def loss(x, y):
+            return keras.ops.sum((model(x, training=False) - y) ** 2) / rows
+
+        def step(x, y):
+            value, gradients = ks.value_and_grad(loss, model.trainable_variables)(x, y)
+            model.optimizer.apply(gradients, model.trainable_variables)
+            return value
+
+        losses = [
+            float(many.reduce("sum", many.run(step, batch), axis=None))
+            for batch in many.experimental_distribute_dataset(batches)
+        ]
+        return model, losses
+
+    whole, losses = trained(strategy(4, None))
+    many = strategy(4, shard)
+    model, found = trained(many)
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    for a, b in zip(whole.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+    slots = zip(whole.optimizer.variables, model.optimizer.variables, strict=True)
+    for a, b in slots:
+        np.testing.assert_allclose(a.numpy(), b.numpy(), atol=2e-5)
+    # Of 432 bytes that are split in each, and 4 that are not.
+    assert many.memory_report(model).slots[0] < 2 * (108 + 4) + 17
+
+
+@pytest.mark.parametrize("shard", MODES)
+def test_reading_and_writing_outside(shard):
+    many = strategy(2, shard)
+    with many.scope():
+        model = deep()
+        model.optimizer.build(model.trainable_variables)
+    kernel = model.trainable_variables[0]
+    slot = next(v for v in model.optimizer.variables if v.shape == kernel.shape)
+    before = many.memory_report(model)
+    for variable in (kernel, slot):
+        value = np.arange(FEATURES * WIDTH, dtype="float32").reshape(FEATURES, WIDTH)
+        variable.assign(value)
+        for component in many.experimental_local_results(variable):
+            np.testing.assert_array_equal(component, value)
+        many.extended.update(variable, lambda c: c.assign_add(c.value))
+        np.testing.assert_array_equal(variable.numpy(), 2 * value)
+    assert many.memory_report(model) == before

@@ -1,0 +1,38 @@
+"""What is recognised as a worker's own rows, and what is said of the rest."""
+
+import numpy as np
+
+from tests.workers import own_kinds_jobs as jobs
+from tests.workers.test_training import equal
+
+
+def test_fit_of_what_others_share(two_workers, tmp_path):
+    jobs.write_files(tmp_path)
+    expected = jobs.what_others_share(alone=True)
+    results = two_workers.run(jobs.what_others_share, str(tmp_path))
+    for rank, result in enumerate(results):
+        for name in jobs.KINDS:
+            assert equal(result[name], expected[name], 2e-5), name
+        np.testing.assert_allclose(result["own"], expected["own"][rank], atol=2e-5)
+        np.testing.assert_allclose(result["all"], expected["all"], atol=2e-5)
+        assert len(result["not twice"]) == jobs.ROWS
+
+
+def test_until_the_first_worker_has_ended(two_workers):
+    expected = jobs.until_the_first_ends(alone=True)
+    for result in two_workers.run(jobs.until_the_first_ends):
+        assert equal(result, expected, 2e-5)
+
+
+def test_what_is_said(two_workers):
+    chief, other = two_workers.run(jobs.what_is_said)
+    assert not any(messages for name, messages in other.items() if name != "wrong")
+    assert chief["arrays"] == []
+    (same,) = chief["same"]
+    assert "All workers read the same rows; with 2 workers that trains each" in same
+    (stream,) = chief["stream"]
+    assert "reads all rows of this data" in stream and "IndexedDataset" in stream
+    (others,) = chief["other"]
+    assert "a row that all of them have read is another" in others
+    for result in (chief, other):
+        assert "must give shard r of 2" in result["wrong"][0]

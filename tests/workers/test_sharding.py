@@ -1,0 +1,32 @@
+"""Several workers whose devices share the state of a training."""
+
+import numpy as np
+import pytest
+
+from keras_strategy.core.registry import get_engine
+from keras_strategy.testing import WorkerRunner
+from tests.workers import sharding_jobs as jobs
+
+MODES = [s for s in ("optimizer", "parameters") if not get_engine().refusal_of_shard(s)]
+
+
+@pytest.mark.parametrize("shard", MODES)
+def test_two_workers_equal_one_device(shard, starter, tmp_path):
+    one = jobs.train(None, str(tmp_path), alone=True)
+    with WorkerRunner(2, timeout_seconds=300, starter=starter) as runner:
+        results = runner.run(jobs.train, shard, str(tmp_path))
+    for result in results:
+        for a, b in zip(one["fitted"], result["fitted"], strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5)
+        for a, b in zip(result["fitted"], result["loaded"], strict=True):
+            np.testing.assert_array_equal(a, b)
+        assert result["apart"] == 0
+        # Kernels of 6 * 12 and 12, a bias of 12, and one of 1 that stays whole.
+        split, whole = 4 * (72 + 12 + 12), 4
+        parameters = split + whole if shard == "optimizer" else split // 2 + whole
+        assert result["bytes"].parameters == (parameters,)
+        assert result["bytes"].slots[0] < 2 * (split // 2 + whole) + 17
+    first, second = results
+    assert first["loss"] == second["loss"]
+    for a, b in zip(first["stepped"], second["stepped"], strict=True):
+        np.testing.assert_array_equal(a, b)

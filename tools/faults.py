@@ -1,0 +1,166 @@
+"""Plant faults in workers at random, and write docs/faults.md.
+
+    python tools/faults.py [pytest arguments]
+
+The faults are in tests/faults. COUNT of them, 100 without it, are drawn by SEED, which
+is told, and planted once per backend; the environment variable BACKENDS picks some.
+What came of each stays in build/faults, and becomes the page when each backend has been
+run.
+"""
+
+import concurrent.futures
+import datetime
+import importlib.metadata
+import os
+import platform
+import random
+import re
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "faults.md"
+REPORTS = ROOT / "build" / "faults"
+NAMES = {"jax": "JAX", "torch": "torch", "tensorflow": "TensorFlow"}
+BACKENDS = os.environ.get("BACKENDS", " ".join(NAMES)).split()
+COUNT = os.environ.get("COUNT", "100")
+SEED = os.environ.get("SEED", str(random.SystemRandom().randrange(1_000_000)))
+
+HEAD = """\
+# What becomes of a fault
+
+Something goes wrong in one worker of two or three, in one place of its program, at a
+random moment. Each time all others must end within 30 seconds, or within 30 seconds of
+their timeout where nobody can see it before; with the
+[exit code](launcher.md#how-it-ends) that says whose fault it was; with a message that
+names the worker and what they were doing; and no process, no temporary file and no file
+that cannot be loaded may be left. A number is how many seconds it took until the last
+of the others had ended, the longest of those that were planted, whose number follows.
+
+`make faults` plants them and writes this page; `make test` plants a sample.
+"""
+
+
+def run(backend: str, arguments: list[str]) -> int:
+    """Runs the faults of one backend, and prints what pytest says at the end."""
+    REPORTS.mkdir(parents=True, exist_ok=True)
+    environment = {
+        "NPROC": "8",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        **os.environ,
+        "KERAS_BACKEND": backend,
+    }
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "tests/faults", "-q", f"--faults={COUNT}"]
+        + [f"--seed={SEED}", f"--junitxml={REPORTS / backend}.xml", *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    seconds = time.monotonic() - began
+    print(f"\n=== {backend}, {seconds:.0f} s ===\n{done.stdout}", flush=True)
+    return done.returncode
+
+
+def outcomes(report: Path) -> tuple[str, list[dict[str, str]]]:
+    """The day of a run, and what is known of each fault that it planted."""
+    root = ElementTree.parse(report).getroot()
+    (suite, *_) = root.iter("testsuite")
+    found = []
+    for case in suite.iter("testcase"):
+        known = {p.get("name", ""): p.get("value") or "" for p in case.iter("property")}
+        failed = [*case.iter("failure"), *case.iter("error")]
+        found.append({**known, "failed": "yes" if failed else ""})
+    return (suite.get("timestamp") or "")[:10], found
+
+
+def table(found: dict[str, list[dict[str, str]]]) -> str:
+    """A row for each fault."""
+    faults = dict.fromkeys(o["fault"] for each in found.values() for o in each)
+    lines = [
+        f"| fault | {' | '.join(NAMES[b] for b in found)} | what another worker says |",
+        "| --- |" + " --- |" * len(found) + " --- |",
+    ]
+    for fault in faults:
+        of = {b: [o for o in each if o["fault"] == fault] for b, each in found.items()}
+        told = [o["message"] for each in of.values() for o in each if o.get("message")]
+        cells = " | ".join(map(cell, of.values()))
+        lines.append(f"| {fault} | {cells} | {shown(told[0]) if told else '–'} |")
+    return "\n".join(lines)
+
+
+def cell(planted: list[dict[str, str]]) -> str:
+    """What came of one fault on one backend."""
+    if not planted:
+        return "–"
+    failed = sum(bool(o["failed"]) for o in planted)
+    longest = max(float(o.get("seconds") or 0) for o in planted)
+    text = f"{longest:.1f} s ({len(planted)})"
+    return f"**{failed} failed**, {text}" if failed else text
+
+
+def shown(message: str) -> str:
+    """A message in a cell of a table, shortened."""
+    message = " ".join(message.split()).replace("|", "\\|").replace("`", "'")
+    message = re.sub(r"/\S*/", "", message)  # folders
+    return f"`{message[:157]}...`" if len(message) > 160 else f"`{message}`"
+
+
+def places(found: dict[str, list[dict[str, str]]]) -> str:
+    """Where the faults were planted, and how many at each place."""
+    counts: dict[str, int] = {}
+    for each in found.values():
+        for outcome in each:
+            counts[outcome["place"]] = counts.get(outcome["place"], 0) + 1
+    told = (f"{place} ({count})" for place, count in sorted(counts.items()))
+    return f"Where they were planted, on all backends together: {', '.join(told)}."
+
+
+def machine(days: dict[str, str]) -> str:
+    """When and on what it was measured."""
+    versions = {
+        "jax": "jax",
+        "torch": "torch",
+        "tensorflow": "tensorflow_cpu",
+    }
+    told = []
+    for backend, day in days.items():
+        try:
+            version = importlib.metadata.version(versions[backend])
+        except importlib.metadata.PackageNotFoundError:
+            version = ""
+        date = datetime.date.fromisoformat(day)
+        when = f"{date.day} {date:%B %Y}"
+        told.append(f"{NAMES[backend]} {version} on {when}".replace("  ", " "))
+    cores = f"{os.cpu_count()} cores"
+    return (
+        f"Measured with {', '.join(told)}, on one {platform.system()} machine with "
+        f"{cores} and no GPU, on which other programs ran at the same time."
+    )
+
+
+def main() -> int:
+    """Plants the faults, prints the table, and writes the page."""
+    print(f"{COUNT} faults on each of {', '.join(BACKENDS)}, SEED={SEED}", flush=True)
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        statuses = list(pool.map(lambda b: run(b, sys.argv[1:]), BACKENDS))
+    reports = {b: REPORTS / f"{b}.xml" for b in NAMES}
+    read = {b: outcomes(path) for b, path in reports.items() if path.exists()}
+    found = {b: each for b, (_, each) in read.items()}
+    text = "\n\n".join(
+        [table(found), places(found), machine({b: day for b, (day, _) in read.items()})]
+    )
+    print(text)
+    if found.keys() == NAMES.keys():
+        PAGE.write_text(f"{HEAD}\n{text}\n")
+    return int(any(statuses))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,249 @@
+"""Writes the drawings of the documentation, docs/images/*.svg: `make pictures`.
+
+Words stand on boxes of a colour of their own, and lines are of a middle grey, so that a
+drawing is read on a light page and on a dark one.
+"""
+
+import functools
+import json
+import pathlib
+from xml.sax.saxutils import escape
+
+IMAGES = pathlib.Path(__file__).parents[1] / "docs" / "images"
+
+PROGRAM, DATA, DEVICE, RESULT = "#283593", "#00695c", "#4527a0", "#9e3d00"
+GREY = "#808a95"
+# Dark enough for white words.
+GREY_BOX = "#57606a"
+FONT = "ui-sans-serif, system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
+MONO = "ui-monospace, 'Roboto Mono', 'DejaVu Sans Mono', monospace"
+
+
+class Drawing:
+    """Boxes and arrows, in the order in which they are drawn.
+
+    Args:
+        width: In units of the drawing.
+        height: The same.
+        says: What who does not see it is told.
+    """
+
+    def __init__(self, width: int, height: int, says: str):
+        self._lines = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            f'role="img" aria-label="{escape(says)}" font-family="{FONT}" '
+            'font-size="15">',
+            f"<title>{escape(says)}</title>",
+            '<marker id="end" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" '
+            f'markerHeight="8" orient="auto"><path d="M0 0 8 4 0 8z" fill="{GREY}"/>'
+            "</marker>",
+        ]
+
+    def box(self, x, y, width, height, colour, *lines: str, mono=False, left=False):
+        """Draws a box with its words, in lines."""
+        self._lines.append(
+            f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="6" '
+            f'fill="{colour}"/>'
+        )
+        top = y + height / 2 - 10 * (len(lines) - 1) + 5
+        at, anchor = (x + 14, "start") if left else (x + width / 2, "middle")
+        family = f' font-family="{MONO}" font-size="14"' if mono else ""
+        for number, line in enumerate(lines):
+            # Spaces in front of a line of code stay.
+            text = escape(line.replace("  ", "\u00a0\u00a0"))
+            self._lines.append(
+                f'<text x="{at:g}" y="{top + 20 * number:g}" fill="#fff" '
+                f'text-anchor="{anchor}"{family}>{text}</text>'
+            )
+
+    def arrow(self, x1, y1, x2, y2):
+        """Draws an arrow."""
+        self._lines.append(
+            f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{GREY}" '
+            'stroke-width="1.6" marker-end="url(#end)"/>'
+        )
+
+    def line(self, points, colour):
+        """Draws a line through points."""
+        through = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self._lines.append(
+            f'<polyline points="{through}" fill="none" stroke="{colour}" '
+            'stroke-width="2.4"/>'
+        )
+
+    def words(self, x, y, text, anchor="middle"):
+        """Writes words beside the boxes."""
+        self._lines.append(
+            f'<text x="{x:g}" y="{y:g}" fill="{GREY}" text-anchor="{anchor}">'
+            f"{escape(text)}</text>"
+        )
+
+    def text(self) -> str:
+        """The drawing."""
+        return "\n".join([*self._lines, "</svg>"]) + "\n"
+
+
+def idea() -> str:
+    """One program, N devices, three engines."""
+    drawing = Drawing(
+        760,
+        470,
+        "One program; its global batch is split by rows over four devices; their "
+        "gradients are added up; the weights are one device's; JAX, torch or "
+        "TensorFlow compute",
+    )
+    drawing.box(
+        *(130, 10, 500, 92, PROGRAM),
+        "with strategy.scope():",
+        "    model = keras.Sequential([...])",
+        "    model.compile(...)",
+        "model.fit(x, y, batch_size=64)",
+        mono=True,
+        left=True,
+    )
+    drawing.arrow(380, 102, 380, 130)
+    drawing.box(130, 132, 500, 34, DATA, "global batch: 64 rows")
+    for number in range(4):
+        x = 40 + 175 * number
+        drawing.arrow(205 + 117 * number, 166, x + 77, 204)
+        rows = f"rows {16 * number} to {16 * number + 15}"
+        drawing.box(x, 206, 155, 54, DEVICE, f"device {number}", rows)
+        drawing.arrow(x + 77, 260, 205 + 117 * number, 298)
+    drawing.box(
+        130, 300, 500, 34, RESULT, "gradients, weighted by rows, are added up once"
+    )
+    drawing.arrow(380, 334, 380, 362)
+    drawing.box(130, 364, 500, 34, PROGRAM, "weights, logs, predictions: one device's")
+    for number, engine in enumerate(
+        ("JAX: XLA sharding", "torch: torch.distributed", "TensorFlow: tf.distribute")
+    ):
+        drawing.box(40 + 230 * number, 424, 220, 34, GREY_BOX, engine)
+    return drawing.text()
+
+
+ROOMS = (
+    ("testing   launch", "for your tests, and the command line"),
+    ("callbacks   config", "what people use beside strategies; experimental names"),
+    ("strategies", "each is a topology and a few lines"),
+    ("backends", "JAX, torch, TensorFlow: the same job, the same file name"),
+    ("hooks", "where Keras is extended, each checked against its signature"),
+    ("input", "from your data to each replica's rows"),
+    ("rules", "rows and weights, losses, aggregation: no engine, no hook"),
+    ("core", "the protocol of engine, group, replica, workers; scopes"),
+    ("workers", "processes of one job: joining, agreeing, failing, ending"),
+    ("cluster_resolver", "who am I, who else is there"),
+    ("options   values   errors", "the ground floor"),
+)
+
+
+def house() -> str:
+    """The rooms of the package: each uses those below it alone."""
+    drawing = Drawing(
+        760,
+        10 + 44 * len(ROOMS),
+        "The rooms of keras_strategy, one above the other: "
+        + ", ".join(name.replace("   ", ", ") for name, _ in ROOMS),
+    )
+    for number, (name, what) in enumerate(ROOMS):
+        y = 6 + 44 * number
+        colour = (PROGRAM, DEVICE)[number % 2]
+        drawing.box(4, y, 230, 38, colour, name, mono=True)
+        drawing.words(248, y + 24, what, anchor="start")
+    return drawing.text()
+
+
+CALLS = (
+    (
+        "JAX",
+        ("one program over a mesh,", "keras.distribution"),
+        ("shard_map, compiled",),
+    ),
+    ("torch", ("fit's loop over run;", "replicas in turns, or processes"), ("Python",)),
+    (
+        "TensorFlow",
+        ("fit's loop over run,", "in one tf.function"),
+        ("tf.distribute's run,", "in a tf.function"),
+    ),
+)
+
+
+def calls() -> str:
+    """The way of `fit` and of `run` on each engine."""
+    drawing = Drawing(
+        760,
+        330,
+        "model.fit goes by a hook, and strategy.run by the strategy, to the adapter of "
+        "the engine in use",
+    )
+    drawing.box(60, 8, 280, 38, PROGRAM, "model.fit(x, y)", mono=True)
+    drawing.box(420, 8, 280, 38, PROGRAM, "strategy.run(step, args)", mono=True)
+    drawing.arrow(200, 46, 200, 74)
+    drawing.arrow(560, 46, 560, 74)
+    drawing.box(
+        60,
+        76,
+        280,
+        56,
+        DATA,
+        "the hook finds the model's",
+        "strategy; input splits rows",
+    )
+    drawing.box(
+        420,
+        76,
+        280,
+        56,
+        DATA,
+        "the strategy checks and unwraps",
+        "each replica's arguments",
+    )
+    drawing.words(236, 160, "fit", anchor="middle")
+    drawing.words(526, 160, "run", anchor="middle")
+    for number, (name, of_fit, of_run) in enumerate(CALLS):
+        y = 172 + 52 * number
+        drawing.box(290, y, 180, 44, RESULT, name)
+        drawing.box(20, y, 256, 44, DEVICE, *of_fit)
+        drawing.box(484, y, 256, 44, DEVICE, *of_run)
+    drawing.arrow(200, 132, 200, 168)
+    drawing.arrow(560, 132, 560, 168)
+    return drawing.text()
+
+
+def curves(path: pathlib.Path) -> str:
+    """What an example logged in each epoch, as it was recorded on each backend."""
+    recorded = json.loads(path.read_text())
+    key = recorded["key"]
+    runs = recorded["runs"]
+    values = [value for run in runs.values() for value in run]
+    low, high = min(values), max(values)
+    says = f"{key} of {path.stem}, epoch by epoch, on {', '.join(runs)}"
+    drawing = Drawing(560, 250, says)
+    for value, y in ((high, 30), (low, 190)):
+        drawing.words(56, y + 5, f"{value:.3g}", anchor="end")
+    for number, (backend, run) in enumerate(runs.items()):
+        step = 470 / max(1, len(run) - 1)
+        points = [
+            (66 + step * i, 190 - 160 * (value - low) / ((high - low) or 1))
+            for i, value in enumerate(run)
+        ]
+        drawing.line(points, LINES[number])
+        drawing.box(66 + 160 * number, 216, 150, 26, LINES[number], backend)
+    drawing.words(301, 208, f"{key}, epochs 1 to {max(map(len, runs.values()))}")
+    return drawing.text()
+
+
+LINES = ("#1565c0", "#c62828", "#bf6000")
+DRAWINGS = {"idea": idea, "house": house, "calls": calls}
+for _path in sorted(IMAGES.glob("*.json")):
+    DRAWINGS[_path.stem] = functools.partial(curves, _path)
+
+
+def main():
+    """Writes all of them."""
+    IMAGES.mkdir(exist_ok=True)
+    for name, draw in DRAWINGS.items():
+        (IMAGES / f"{name}.svg").write_text(draw())
+
+
+if __name__ == "__main__":
+    main()

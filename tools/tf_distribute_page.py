@@ -1,0 +1,315 @@
+"""Write docs/tf_distribute.md, which says of every name of tf.distribute what it does.
+
+    python tools/tf_distribute_page.py            the page, of the names on record
+    python tools/tf_distribute_page.py --names    the record too, of this TensorFlow
+
+The record, tf_distribute_names.tsv beside this file, lets a process without TensorFlow
+compare its names and parameters as well. What is said of a name is in `SAID`; a name
+that is not in it works, with tf.distribute's parameters.
+"""
+
+import csv
+import dataclasses
+import enum
+import fnmatch
+import inspect
+import itertools
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from keras_strategy.core.native import REASONS
+from keras_strategy.core.refused import Refused
+from keras_strategy.core.replica_context import ReplicaContext
+from keras_strategy.experimental import old_names
+from keras_strategy.strategies.old_names import OldNames
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "tf_distribute.md"
+RECORD = Path(__file__).with_name("tf_distribute_names.tsv")
+FIELDS = ("name", "kind", "parameters")
+BACKENDS = {"jax": "JAX", "torch": "torch", "tensorflow": "TensorFlow"}
+SPECIAL = ("__init__", "__enter__", "__iter__", "__next__")
+
+HEAD = """\
+# Every name of tf.distribute
+
+The public names of `tf.distribute` in TensorFlow {version}, {count} in all, and what
+each does here, as a name of `keras_strategy`. *Works*: it is there, and takes
+tf.distribute's parameters in their order. *Differs*: it works in another way, which
+the note or the page [Differences](differences.md) says. *Refused*: an error gives the
+reason of the note, and says what to use. *Not yet*: it is to come.
+
+`make names` writes this page. The tests compare it with the installed TensorFlow, and
+what it says of a backend with what that does.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """What becomes of a name on a backend.
+
+    Attributes:
+        word: As it stands in the page.
+        note: What the user should know.
+        anchor: The section of docs/differences.md that says more.
+    """
+
+    word: str
+    note: str = ""
+    anchor: str = ""
+
+    @property
+    def cell(self) -> str:
+        """The word in the table of the page."""
+        if not self.anchor:
+            return self.word
+        return f"[{self.word}](differences.md#{self.anchor})"
+
+
+WORKS = Status("works")
+NOT_YET = Status("not yet")
+
+
+def differs(note: str, anchor: str = "") -> Status:
+    """It works, in another way."""
+    return Status("differs", note, anchor)
+
+
+def refused(reason: str) -> Status:
+    """It raises an error with this reason."""
+    return Status("refused", reason)
+
+
+def _refused_of(pattern: str, cls: type) -> dict[str, Status]:
+    return {
+        f"{pattern}.{name}": refused(value.reason)
+        for name, value in vars(cls).items()
+        if isinstance(value, Refused)
+    }
+
+
+def _of_tensorflow(names: dict[str, str]) -> dict[str, dict[str, Status]]:
+    """What is TensorFlow's own there, and refused elsewhere."""
+    said = {}
+    for pattern, name in names.items():
+        elsewhere = refused(REASONS[name])
+        said[pattern] = {"jax": elsewhere, "torch": elsewhere, "tensorflow": WORKS}
+    return said
+
+
+_ENGINE_DECIDES = differs(
+    "The engine decides how values travel; a line in the log says so.",
+    "run-and-reduce",
+)
+
+# Of each pattern what is said on all backends, or for each; the first that fits counts.
+SAID: dict[str, Status | dict[str, Status]] = {
+    "TPUStrategy*": NOT_YET,
+    "experimental.TPUStrategy*": NOT_YET,
+    "cluster_resolver.TPUClusterResolver.set_tpu_topology": NOT_YET,
+    "cluster_resolver.TPUClusterResolver.tpu_hardware_feature": NOT_YET,
+    "experimental.PreemptionCheckpointHandler": differs(
+        "Models and variables in a dict are saved on every backend.",
+        "results",
+    ),
+    "experimental.PreemptionCheckpointHandler.watch_preemption_scope": differs(
+        "It does nothing: there, TPUs need it."
+    ),
+    "experimental.PreemptionWatcher": differs("It watches this process's SIGTERM."),
+    "experimental.PreemptionWatcher.block_until_worker_exit": differs(
+        "It does nothing: there, TPUs need it."
+    ),
+    "experimental.CentralStorageStrategy*": NOT_YET,
+    **_of_tensorflow(
+        {
+            "ParameterServerStrategy*": "ParameterServerStrategy",
+            "experimental.ParameterServerStrategy*": "ParameterServerStrategy",
+            "Server*": "Server",
+            "coordinator.*": "coordinator.ClusterCoordinator",
+            "experimental.coordinator.*": "coordinator.ClusterCoordinator",
+        }
+    ),
+    **_refused_of("*Strategy", OldNames),
+    **{
+        f"experimental.{name}*": refused(reason)
+        for name, reason in old_names.REFUSED.items()
+    },
+    "experimental.Collective*": differs("It warns that it is the old name."),
+    "experimental.MultiWorkerMirroredStrategy": differs("It warns that it is old."),
+    "experimental.MultiWorkerMirroredStrategy.__init__": differs(
+        "It warns that it is old."
+    ),
+    **_refused_of("ReplicaContext", ReplicaContext),
+    **dict.fromkeys(
+        ("HierarchicalCopyAllReduce", "NcclAllReduce", "ReductionToOneDevice"),
+        {
+            "jax": _ENGINE_DECIDES,
+            "torch": _ENGINE_DECIDES,
+            "tensorflow": WORKS,
+        },
+    ),
+    "*Strategy.reduce": differs("`axis` may be left out.", "run-and-reduce"),
+    "StrategyExtended": differs("It is made with the devices of its replicas."),
+    "StrategyExtended.__init__": differs(
+        "It is made with the devices of its replicas."
+    ),
+    "StrategyExtended.update": differs(
+        "What would make components differ is refused.", "run-and-reduce"
+    ),
+    "ReplicaContext": differs("`run` makes it."),
+    "ReplicaContext.__init__": differs("`run` makes it."),
+    "DistributedValues": differs("It is made with its values."),
+    "DistributedDataset": differs("The strategy makes it."),
+    "DistributedIterator": differs("The dataset makes it."),
+    "DistributedIterator.get_next": differs(
+        "It ends with StopIteration.", "distributed-datasets"
+    ),
+    "*Strategy.experimental_distribute_dataset": differs(
+        "Any iterable of batches, split by rows.", "distributed-datasets"
+    ),
+    "*RunOptions": differs("It has a fourth field, `compile`.", "run-and-reduce"),
+}
+
+
+def said_of(name: str) -> dict[str, Status]:
+    """What becomes of a name, by backend."""
+    fitting = (s for p, s in SAID.items() if fnmatch.fnmatchcase(name, p))
+    status = next(fitting, WORKS)
+    return status if isinstance(status, dict) else dict.fromkeys(BACKENDS, status)
+
+
+def parameters(function: Any) -> list[str]:
+    """A function's parameters as the record writes them, and which have defaults."""
+    written = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name in ("self", "cls"):
+            continue
+        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
+        text = stars.get(parameter.kind, "") + parameter.name
+        default = parameter.default
+        if default is not parameter.empty:
+            is_enum = isinstance(default, enum.Enum)
+            text += "=." + default.name if is_enum else f"={default!r}"
+        written.append(text)
+    return written
+
+
+def walk() -> list[dict[str, str]]:
+    """The public names of the installed tf.distribute."""
+    import tensorflow as tf
+
+    return [
+        dict(zip(FIELDS, row, strict=True)) for row in _of_module("", tf.distribute)
+    ]
+
+
+def _of_module(prefix: str, module: types.ModuleType) -> Iterator[tuple[str, str, str]]:
+    for short, value in sorted(vars(module).items()):
+        name = prefix + short
+        if short.startswith("_"):
+            continue
+        if isinstance(value, types.ModuleType):
+            yield name, "module", ""
+            yield from _of_module(f"{name}.", value)
+        elif isinstance(value, type) and issubclass(value, enum.Enum):
+            yield name, "enum", ""
+            for member in value:
+                yield f"{name}.{member.name}", "enum-member", repr(member.value)
+        elif isinstance(value, type):
+            yield name, "class", _written(_constructor(value))
+            yield from _of_class(name, value)
+        elif callable(value):
+            yield name, "function", _written(value)
+
+
+def _constructor(cls: type) -> Any:
+    """What tells a class's parameters: that may be hidden behind a `__new__`."""
+    hidden = parameters(cls) == ["*args", "**kwargs"]
+    return cls.__init__ if hidden else cls
+
+
+def _of_class(name: str, cls: type) -> Iterator[tuple[str, str, str]]:
+    for short in sorted(dir(cls)):
+        value = inspect.getattr_static(cls, short)
+        if short.startswith("_") and short not in SPECIAL:
+            continue
+        if value is getattr(object, short, None):
+            continue
+        if isinstance(value, staticmethod):
+            yield f"{name}.{short}", "staticmethod", _written(value.__func__)
+        elif callable(value):
+            yield f"{name}.{short}", "method", _written(value)
+        else:
+            yield f"{name}.{short}", "property", ""
+
+
+def _written(function: Any) -> str:
+    return ", ".join(parameters(function))
+
+
+def record() -> list[dict[str, str]]:
+    """The names on record."""
+    with RECORD.open(newline="") as file:
+        return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+
+
+def page(names: list[dict[str, str]]) -> str:
+    """The page.
+
+    Args:
+        names: The record.
+    """
+    version, *names = names
+    parts = [HEAD.format(version=version["kind"], count=len(names))]
+    titles = " | ".join(BACKENDS.values())
+    columns = "| --- " * (len(BACKENDS) + 2) + "|"
+    owners = itertools.groupby(names, lambda row: row["name"].split(".")[0])
+    for owner, rows in owners:
+        table = [f"| Name | {titles} | Note |", columns, *map(_line, rows)]
+        parts.append("\n".join([f"## {owner}", "", *table, ""]))
+    return "\n".join(parts)
+
+
+def _line(row: dict[str, str]) -> str:
+    text = row["name"]
+    if row["kind"] in ("class", "method", "staticmethod", "function"):
+        text += f"({row['parameters']})"
+    elif row["kind"] == "enum-member":
+        text += f" = {row['parameters']}"
+    statuses = said_of(row["name"])
+    cells = " | ".join(status.cell for status in statuses.values())
+    notes: dict[str, list[str]] = {}
+    for backend, status in statuses.items():
+        if status.note:
+            notes.setdefault(status.note, []).append(BACKENDS[backend])
+    note = " ".join(
+        text if len(where) == len(BACKENDS) else f"{', '.join(where)}: {text}"
+        for text, where in notes.items()
+    )
+    return f"| `{text}` | {cells} | {note} |".replace("|  |", "| |")
+
+
+def main() -> None:
+    """Write the page, and the record if that is asked for."""
+    if sys.argv[1:] == ["--names"]:
+        import tensorflow as tf
+
+        version = dict(zip(FIELDS, ("", tf.__version__, ""), strict=True))
+        with RECORD.open("w", newline="") as file:
+            written = csv.DictWriter(
+                file,
+                FIELDS,
+                delimiter="\t",
+                quoting=csv.QUOTE_NONE,
+                lineterminator="\n",
+            )
+            written.writeheader()
+            written.writerows([version, *walk()])
+    PAGE.write_text(page(record()))
+
+
+if __name__ == "__main__":
+    main()
