@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
+from keras_strategy.errors import WorkerInputError, WorkersDifferError
+
 if TYPE_CHECKING:
     from keras_strategy.workers.cluster import Cluster
     from keras_strategy.workers.member import Waiting
@@ -160,12 +162,12 @@ class Workers(abc.ABC):
             which: Words for which sizes must be the same.
         """
         if len(set(calls)) > 1:
-            return RuntimeError(
+            return WorkersDifferError(
                 "All workers must make the same calls in the same order. They are in "
                 f"different ones ({self.cluster.listed(calls)})."
             )
         told = self.cluster.listed(described([layout]) for layout in layouts)
-        return ValueError(
+        return WorkerInputError(
             f"`{name}` needs values whose dtypes and sizes{which} are the same on "
             f"every worker. Received: {told}."
         )

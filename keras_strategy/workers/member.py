@@ -10,7 +10,11 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from keras_strategy.errors import WorkerFailedError
+from keras_strategy.errors import (
+    WorkerFailedError,
+    WorkerInputError,
+    WorkersDifferError,
+)
 from keras_strategy.workers import ending
 from keras_strategy.workers.connection import Connection
 from keras_strategy.workers.exit_codes import INTERRUPTED, PEER_FAILED
@@ -25,6 +29,8 @@ from keras_strategy.workers.wire import MAX_LINE, encode
 
 # The engine's own error about a worker that is gone comes with the hub's, or before.
 _GRACE_SECONDS = 1.0
+# Every worker raises these: one that has left by now has raised it, too.
+_KNOWN_TO_ALL = WorkerFailedError, WorkersDifferError, WorkerInputError
 # What is told of an exception.
 _LONGEST_MESSAGE, _LONGEST_TRACE = 2_000, 20_000
 
@@ -249,7 +255,7 @@ class Member:
     def _after(self, error: BaseException | None, operation: str) -> None:
         """Raises the failure, if there is one, rather than what came of it."""
         connection = self._connection
-        if isinstance(error, WorkerFailedError) or connection.left:
+        if isinstance(error, _KNOWN_TO_ALL) or connection.left:
             return
         ends = isinstance(error, StopIteration | StopAsyncIteration)
         failed = isinstance(error, Exception) and not ends
