@@ -12,18 +12,15 @@ from keras import tree
 
 from keras_strategy.core import context
 from keras_strategy.hooks import mirror_check
-from keras_strategy.input import splitting
-from keras_strategy.input.dataset import DistributedDataset
-from keras_strategy.options.input import InputContext, InputOptions
 from keras_strategy.options.run import RunOptions, check_call, check_run_options
 from keras_strategy.rules import first_values, ownership
 from keras_strategy.strategies import memory
+from keras_strategy.strategies.data import DataMethods
 from keras_strategy.strategies.old_names import OldNames
+from keras_strategy.strategies.scope import Scope
 from keras_strategy.values.distributed import (
     DistributedValues,
-    PerReplica,
     ReduceOp,
-    ValueContext,
     select_replica,
     sum_of_copies,
 )
@@ -32,7 +29,7 @@ if TYPE_CHECKING:
     from keras_strategy.strategies.extended import StrategyExtended
 
 
-class Strategy(OldNames):
+class Strategy(DataMethods, OldNames):
     """A way to run one computation on several devices at once.
 
     Make one of its subclasses, such as `MirroredStrategy`. What is created in
@@ -119,7 +116,7 @@ class Strategy(OldNames):
             assert inside is strategy
         ```
         """
-        return _Scope(self)
+        return Scope(self)
 
     def run(
         self,
@@ -352,140 +349,6 @@ class Strategy(OldNames):
             for replica in range(replicas)
         )
 
-    def experimental_distribute_values_from_function(
-        self, value_fn: Callable[[ValueContext], Any]
-    ) -> Any:
-        """Makes a distributed value out of one value for each replica.
-
-        Args:
-            value_fn: Called once for each local replica with a `ValueContext`.
-
-        Returns:
-            The structure that `value_fn` returned, with a `PerReplica` value in
-            the place of each leaf. With one replica, what `value_fn` returned.
-
-        Raises:
-            RuntimeError: Inside a function that `run` calls.
-
-        Example:
-
-        ```python
-        import keras_strategy as ks
-
-        strategy = ks.MirroredStrategy()
-        ids = strategy.experimental_distribute_values_from_function(
-            lambda context: context.replica_id_in_sync_group
-        )
-        n = strategy.num_replicas_in_sync
-        assert strategy.experimental_local_results(ids) == tuple(range(n))
-        ```
-        """
-        context.require_cross_replica(
-            self, "experimental_distribute_values_from_function"
-        )
-        replicas = self.num_replicas_in_sync
-        local = self._extended.topology.local_replicas
-        values = [value_fn(ValueContext(i, replicas)) for i in local]
-        if replicas == 1:
-            return values[0]
-        return tree.map_structure(lambda *leaves: PerReplica(leaves), *values)
-
-    def experimental_distribute_dataset(
-        self, dataset: Any, options: InputOptions | None = None
-    ) -> DistributedDataset:
-        """Distributes a dataset of global batches.
-
-        Every batch is split by rows, in order: with N replicas each gets
-        ceil(rows / N) rows, the last ones fewer or none.
-
-        Args:
-            dataset: A `tf.data.Dataset`, a torch `DataLoader`, a
-                `keras.utils.PyDataset`, a list, or any other iterable or iterator of
-                batches. A batch is an array, or a structure of arrays of the same
-                number of rows.
-            options: An `InputOptions`, or None.
-
-        Returns:
-            A `DistributedDataset`, which gives the structure of the batch with a
-            `PerReplica` in the place of each array; with one replica, a tensor.
-
-        Raises:
-            TypeError: If `dataset` is no dataset, or `options` no options.
-            ValueError: If the dataset was distributed before; and, when it is read, if
-                its elements are not batches.
-            RuntimeError: Inside a function that `run` calls, or inside another
-                strategy's scope.
-
-        Example:
-
-        ```python
-        import numpy as np
-        import keras_strategy as ks
-
-        strategy = ks.MirroredStrategy()
-        batches = [(np.ones((4, 3), "float32"), np.ones((4,), "float32"))]
-        for x, y in strategy.experimental_distribute_dataset(batches):
-            total = strategy.reduce("SUM", y, axis=0)
-        assert float(total) == 4.0
-        ```
-        """
-        return splitting.distribute(self, dataset, options)
-
-    def distribute_datasets_from_function(
-        self,
-        dataset_fn: Callable[[InputContext], Any],
-        options: InputOptions | None = None,
-    ) -> DistributedDataset:
-        """Distributes a dataset whose batches are those of one replica each.
-
-        Each worker calls it for a dataset of its own, which its replicas read. They
-        take the batches in turn. Those that find none left at the end
-        get one of 0 rows; where a `tf.data.Dataset` promises batches of one fixed
-        shape, such a last round is dropped, as in tf.distribute.
-
-        Args:
-            dataset_fn: Called with an `InputContext`, returns a dataset of any kind
-                that `experimental_distribute_dataset` takes. With the option
-                `InputReplicationMode.PER_REPLICA` it is called for each replica, as
-                one of several pipelines.
-            options: An `InputOptions`, or None.
-
-        Returns:
-            A `DistributedDataset`.
-
-        Raises:
-            TypeError: If `dataset_fn` is not a function that returns a dataset, or
-                `options` no options.
-            RuntimeError: Inside a function that `run` calls, or inside another
-                strategy's scope.
-
-        Example:
-
-        ```python
-        import numpy as np
-        import keras_strategy as ks
-
-        strategy = ks.MirroredStrategy()
-        n = strategy.num_replicas_in_sync
-
-        def dataset_fn(context):
-            rows = context.get_per_replica_batch_size(4 * n)
-            return [np.ones((rows, 3), "float32") for _ in range(2 * n)]
-
-        steps = [x for x in strategy.distribute_datasets_from_function(dataset_fn)]
-        assert len(steps) == 2
-        ```
-        """
-        return splitting.distribute_from_function(self, dataset_fn, options)
-
-    def experimental_distribute_datasets_from_function(
-        self,
-        dataset_fn: Callable[[InputContext], Any],
-        options: InputOptions | None = None,
-    ) -> DistributedDataset:
-        """The old name of `distribute_datasets_from_function`."""
-        return self.distribute_datasets_from_function(dataset_fn, options)
-
     def memory_report(self, model: keras.Model) -> memory.MemoryReport:
         """Tells what a model's variables take on each device of this worker.
 
@@ -538,32 +401,3 @@ def _check_gatherable(value: DistributedValues, axis: int) -> None:
         f"agree. Received: axis={axis!r}, and values of the shapes {shapes} in the "
         "order of the replicas."
     )
-
-
-class _Scope(contextlib.AbstractContextManager):
-    """`strategy.scope()`: may be entered several times, and inside itself."""
-
-    def __init__(self, strategy: Strategy):
-        self._strategy = strategy
-        # What the adapter enters, innermost last.
-        self._entered: list[contextlib.AbstractContextManager[Any]] = []
-
-    def __enter__(self) -> Strategy:
-        context.require_cross_replica(self._strategy, "scope")
-        context.enter_scope(self._strategy)
-        try:
-            engines = self._strategy.extended.group.scope()
-            engines.__enter__()
-        except BaseException:
-            context.leave_scope()
-            raise
-        self._entered.append(engines)
-        return self._strategy
-
-    def __exit__(self, *exception: Any) -> None:
-        if first_values.waiting and context.depth() == 1 and exception[0] is None:
-            first_values.settle()
-        try:
-            self._entered.pop().__exit__(*exception)
-        finally:
-            context.leave_scope()

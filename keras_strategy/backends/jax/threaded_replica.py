@@ -1,0 +1,253 @@
+"""A replica of a `run` that is not compiled: what it reads, adds up and writes."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+from jax.core import Tracer
+from keras import tree
+
+from keras_strategy.backends.jax import hooks_state as keras_state
+from keras_strategy.backends.jax import on_read
+from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
+from keras_strategy.backends.jax.marks import lend
+from keras_strategy.backends.jax.sharded import shards
+from keras_strategy.backends.jax.state import without_value
+from keras_strategy.backends.jax.workers import JaxWorkers
+from keras_strategy.backends.threads.replica import ThreadReplica
+from keras_strategy.backends.threads.scopes import ReplicaScope
+from keras_strategy.backends.threads.turns import Turns
+from keras_strategy.core.own_attributes import OwnAttributes
+from keras_strategy.core.protocol import Replica
+from keras_strategy.rules.aggregation import is_on_read
+from keras_strategy.rules.ownership import require_own_parts
+from keras_strategy.rules.reduction import addable
+from keras_strategy.rules.row_weights import weighted
+from keras_strategy.values.distributed import (
+    ReduceOp,
+)
+from keras_strategy.values.topology import Topology
+
+if TYPE_CHECKING:
+    from keras_strategy.core.strategy import Strategy
+
+
+class Components:
+    """What the replicas hold of the variables when a run begins.
+
+    Args:
+        strategy: The strategy.
+        distribution: The layouts of the group.
+    """
+
+    def __init__(self, strategy: "Strategy", distribution: ReplicaDistribution):
+        self._strategy = strategy
+        self._distribution = distribution
+        self._of: dict[int, tuple[jax.Array, ...]] = {}
+
+    def of(self, variable: Any) -> tuple[jax.Array, ...]:
+        """The arrays of a variable, one for each replica."""
+        if id(variable) not in self._of:
+            self._of[id(variable)] = self._find(variable)
+        return self._of[id(variable)]
+
+    def _find(self, variable: Any) -> tuple[jax.Array, ...]:
+        distribution = self._distribution
+        if is_on_read(variable):
+            require_own_parts(self._strategy, variable)
+            stacked = on_read.locals_of(variable, distribution)
+            return tuple(part[0] for part in shards(stacked, distribution))
+        lend(variable)  # the function may return its part
+        array = keras_state.array_of(variable)
+        return shards(put(array, distribution.everywhere), distribution)
+
+
+class ThreadScope(ReplicaScope):
+    """The variables as one replica sees them.
+
+    Args:
+        replica: The replica.
+        index: Its number on this worker.
+        components: The variables' values when the run began.
+    """
+
+    def __init__(self, replica: Replica, index: int, components: Components):
+        super().__init__(replica)
+        self._index = index
+        self.written: dict[int, Any] = {}
+        self._components = components
+
+    def get_current_value(self, variable: Any) -> jax.Array:
+        if keras_state.array_of(variable) is None:
+            raise without_value(variable)
+        staged = self.state_mapping.get(id(variable))
+        if staged is not None:
+            return staged
+        return self._components.of(variable)[self._index]
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        self.written[id(update[0])] = update[0]
+        super().add_update(update)
+
+
+class ThreadedReplica(ThreadReplica):
+    """See `keras_strategy.core.protocol.Replica`.
+
+    Args:
+        strategy: The strategy.
+        index: This replica's number on this worker.
+        topology: Where the replicas are.
+        turns: The turns of the replicas of this worker.
+        own: What this replica sets on layers.
+        device: This replica's device.
+        components: The variables' values when the run began.
+        workers: The processes that the replicas belong to, or None for this one.
+    """
+
+    def __init__(
+        self,
+        strategy: "Strategy",
+        index: int,
+        topology: Topology,
+        turns: Turns,
+        own: OwnAttributes,
+        device: Any,
+        components: Components,
+        workers: JaxWorkers | None,
+    ):
+        super().__init__(strategy, index, topology, turns, own)
+        self.device = device
+        self.scope: ThreadScope = ThreadScope(self, index, components)
+        self._workers = workers
+
+    def here(self, tensor: Any) -> jax.Array:
+        return jax.device_put(tensor, self.device)
+
+    def add(self, tensors: Sequence[Any]) -> jax.Array:
+        first, *others = tensors
+        for other in others:
+            first = first + jax.device_put(other, first.sharding)
+        return first
+
+    def of_all_workers(self, name: str, tensor: Any) -> jax.Array:
+        if self._workers is None:
+            return tensor
+        return self._workers.sum_all(name, [tensor])[0]
+
+    def exchange(
+        self, name: str, value: Any, combine: Callable[[list[Any]], Any]
+    ) -> Any:
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value)):
+            raise TypeError(
+                f"`{name}` was called inside a function that JAX transforms (a jit, "
+                "a scan, a cond, or a gradient of something other than a sum or a "
+                "gathering), while the replicas' batches have different shapes. "
+                "Call it outside of that function, or give all replicas batches of "
+                "the same shape."
+            )
+        return super().exchange(name, value, combine)
+
+    def all_reduce(self, reduce_op: ReduceOp, value: Any) -> jax.Array:
+        total = self._sum(addable(value))
+        if reduce_op is ReduceOp.MEAN:
+            return total / self.topology.num_replicas
+        return total
+
+    def _sum(self, value: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(value.dtype, jnp.inexact):
+            return self.total("all_reduce", value)
+
+        @jax.custom_vjp
+        def total(x):
+            return self.total("all_reduce", x)
+
+        def forward(x):
+            return self.total("all_reduce", x), None
+
+        def backward(_, gradient):
+            return (self.total("gradient of all_reduce", gradient),)
+
+        total.defvjp(forward, backward)
+        return total(value)
+
+    def all_gather(self, value: Any, axis: int) -> jax.Array:
+        value = keras.ops.convert_to_tensor(value)
+
+        def combine(tensors):
+            joined, sizes = _concatenated(tensors, axis)
+            if self._workers is None:
+                return joined, sizes
+            joined, _ = self._workers.gather("all_gather", joined, axis)
+            sizes, _ = self._workers.gather("all_gather", np.array(sizes), 0)
+            return joined, np.asarray(sizes)
+
+        def gather(x):
+            joined, sizes = self.exchange("all_gather", x, combine)
+            return self.here(joined), sizes
+
+        if not jnp.issubdtype(value.dtype, jnp.inexact):
+            return gather(value)[0]
+
+        @jax.custom_vjp
+        def gathered(x):
+            return gather(x)[0]
+
+        def backward(sizes, gradient):
+            total = self.total("gradient of all_gather", gradient)
+            ends = np.cumsum(sizes)[:-1]
+            return (jnp.split(total, ends, axis=axis)[self.id],)
+
+        gathered.defvjp(gather, backward)
+        return gathered(value)
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: tuple, kwargs: dict
+    ) -> Any:
+        # No gradient is taken through it, as in the compiled program.
+        args, kwargs = tree.map_structure(
+            lambda x: jax.lax.stop_gradient(x) if isinstance(x, jax.Array) else x,
+            (args, kwargs),
+        )
+        return super().merge_call(merge_fn, args, kwargs)
+
+    def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
+        parts = [weighted(keras.ops.convert_to_tensor(t), weight) for t in tensors]
+
+        def combine(replicas):
+            shapes = [[tuple(t.shape) for t in replica] for replica in replicas]
+            if any(shape != shapes[0] for shape in shapes):
+                raise ValueError(
+                    "`optimizer.apply` needs gradients of the same shapes on every "
+                    f"replica. Received the shapes {shapes}, in the order of the "
+                    "replicas."
+                )
+            totals = [self.add(share) for share in zip(*replicas, strict=True)]
+            if self._workers is None:
+                return totals
+            return self._workers.sum_all("optimizer.apply", totals)
+
+        return [self.here(t) for t in self.exchange("optimizer.apply", parts, combine)]
+
+    def draw_once(
+        self, what: Any, draw: Callable[[], Any], skip: Callable[[], Any]
+    ) -> Any:
+        return draw()
+
+    def write(self, variable: Any, value: Any) -> None:
+        keras_state.write(variable, value)
+
+
+def _concatenated(tensors: Sequence[Any], axis: int) -> tuple[jax.Array, list[int]]:
+    device = tensors[0].sharding
+    try:
+        joined = jnp.concatenate([jax.device_put(t, device) for t in tensors], axis)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            "`all_gather` needs values of rank 1 or more whose dimensions other than "
+            f"axis={axis} are equal. Received the shapes "
+            f"{[tuple(t.shape) for t in tensors]}, in the order of the replicas."
+        ) from error
+    return joined, [t.shape[axis] for t in tensors]
