@@ -20,6 +20,7 @@ _HOMES = {
         "coordinator",
         "errors",
         "experimental",
+        "tpu",
     ),
     "keras_strategy.core.context": (
         "experimental_set_strategy",

@@ -7,6 +7,7 @@ from keras_strategy import (
     coordinator,
     errors,
     experimental,
+    tpu,
 )
 from keras_strategy.core.context import (
     experimental_set_strategy,
@@ -94,6 +95,7 @@ __all__ = [
     "in_cross_replica_context",
     "predict",
     "scale_regularization_loss",
+    "tpu",
     "value_and_grad",
     "visualize",
 ]

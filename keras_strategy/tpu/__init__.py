@@ -1,0 +1,5 @@
+"""The names of `tf.tpu` that work here."""
+
+from keras_strategy.tpu import experimental
+
+__all__ = ["experimental"]

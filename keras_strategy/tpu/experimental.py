@@ -1,0 +1,6 @@
+"""The names of `tf.tpu.experimental` that work here."""
+
+from keras_strategy.values.device_assignment import DeviceAssignment, DeviceOrderMode
+from keras_strategy.values.tpu_topology import Topology
+
+__all__ = ["DeviceAssignment", "DeviceOrderMode", "Topology"]
