@@ -18,6 +18,8 @@ def documented():
             for name, value in vars(public[module]).items():
                 if not name.startswith("_") and callable(value):
                     public[f"{module}.{name}"] = value
+    for name in ks.tpu.experimental.__all__:
+        public[f"tpu.experimental.{name}"] = getattr(ks.tpu.experimental, name)
     for name, value in list(public.items()):
         if str(getattr(value, "__module__", "")).startswith("tensorflow"):
             del public[name]

@@ -22,7 +22,7 @@ MESHES = [
     (4, 4, 4, 1),
     (4, 2, 2, 2),
 ]
-native = pytest.mark.skipif(
+compared = pytest.mark.skipif(
     keras.backend.backend() != "tensorflow", reason="compared where TensorFlow is"
 )
 
@@ -73,7 +73,7 @@ def told_of(topology):
     ]
 
 
-@native
+@compared
 @pytest.mark.parametrize("tasks, missing", [(1, 0), (2, 0), (1, 1), (2, 1)])
 def test_a_topology_tells_what_tensorflows_tells(tasks, missing):
     for mesh in MESHES[2:]:
@@ -107,7 +107,9 @@ def build(library, mesh, tasks=1, missing=0, **arguments):
 
 def same(mesh, **arguments):
     """Whether both give the same, or the same kind of error for the same reason."""
-    own, other = (outcome(lambda: build(lib, mesh, **arguments)) for lib in LIBRARIES)
+    mine, native = LIBRARIES
+    own = outcome(lambda: build(mine, mesh, **arguments))
+    other = outcome(lambda: build(native, mesh, **arguments))
     if isinstance(other, tuple) and other[0] is AssertionError:
         assert own[0] is ValueError  # theirs says nothing
     elif isinstance(other, tuple):
@@ -122,7 +124,7 @@ def same(mesh, **arguments):
 LIBRARIES = []
 
 
-@native
+@compared
 def test_blocks_are_tensorflows_in_every_case():
     LIBRARIES[:] = [ours, theirs()]
     built = 0
@@ -138,7 +140,7 @@ def test_blocks_are_tensorflows_in_every_case():
     assert built > 1000
 
 
-@native
+@compared
 def test_parts_of_a_mesh_that_are_missing():
     LIBRARIES[:] = [ours, theirs()]
     built = [
