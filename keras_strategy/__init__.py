@@ -51,6 +51,7 @@ _HOMES = {
         "compute_average_loss",
         "scale_regularization_loss",
         "value_and_grad",
+        "weight_by_rows",
     ),
     "keras_strategy.strategies.base": ("Strategy",),
     "keras_strategy.strategies.extended": ("StrategyExtended",),

@@ -37,6 +37,7 @@ from keras_strategy.rules.gradients import (
     compute_average_loss,
     scale_regularization_loss,
     value_and_grad,
+    weight_by_rows,
 )
 from keras_strategy.strategies.base import Strategy
 from keras_strategy.strategies.extended import StrategyExtended
@@ -98,4 +99,5 @@ __all__ = [
     "tpu",
     "value_and_grad",
     "visualize",
+    "weight_by_rows",
 ]

@@ -1,9 +1,11 @@
 """What a neutral training loop needs: gradients, and the losses to take them of."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_strategy.core import context
@@ -124,6 +126,70 @@ def compute_average_loss(
     return ops.divide_no_nan(ops.sum(losses), size)
 
 
+@contextlib.contextmanager
+def weight_by_rows(rows: Any) -> Iterator[None]:
+    """Has `optimizer.apply` weight each replica's gradients by its rows.
+
+    In `strategy.run` it adds them up, which is right for losses that
+    `compute_average_loss` divided. Gradients of a mean over a replica's own rows are
+    those of the mean over all rows if each is multiplied by rows / rows of all
+    replicas, as `fit` does it. A replica of 0 rows counts nothing, whatever its
+    gradients are. The replicas tell each other their rows: one number more travels.
+    Keras's losses need no weights: in `run` they divide by the rows of all replicas.
+
+    Args:
+        rows: How many rows this replica's mean is over, a whole number or scalar, 0 or
+            more.
+
+    Yields:
+        Nothing. Put `optimizer.apply` inside. In a step of `fit`, which weights by
+        itself, and with one replica it changes nothing.
+
+    Raises:
+        ValueError: If `rows` is not a whole number or scalar.
+
+    Example:
+
+    ```python
+    import keras
+    import numpy as np
+    import keras_strategy as ks
+
+    strategy = ks.MirroredStrategy()
+    with strategy.scope():
+        v = keras.Variable(0.0)
+        optimizer = keras.optimizers.SGD(1.0)
+
+    def step(x):
+        mean = lambda: keras.ops.mean(v * x)
+        loss, gradients = ks.value_and_grad(mean, [v])()
+        with ks.weight_by_rows(keras.ops.shape(x)[0]):
+            optimizer.apply(gradients, [v])
+
+    (batch,) = strategy.experimental_distribute_dataset([np.float32([1, 2, 6])])
+    strategy.run(step, args=(batch,))
+    assert float(v) == -3.0  # the mean of the three, on any number of replicas
+    ```
+    """
+    is_number = isinstance(rows, int | np.integer) and not isinstance(rows, bool)
+    if not is_number and not _is_whole_scalar(rows):
+        raise ValueError(
+            "Argument `rows` must be a whole number, such as `keras.ops.shape(x)[0]`. "
+            f"Received: rows={rows!r}"
+        )
+    replica = context.distributed_replica()
+    if replica is None or replica.step.row_weight is not None:
+        yield
+        return
+    count = ops.cast(rows, "float32")
+    total = replica.all_reduce(ReduceOp.SUM, count)
+    replica.step.row_weight = ops.divide_no_nan(count, total)
+    try:
+        yield
+    finally:
+        replica.step.row_weight = None
+
+
 def scale_regularization_loss(regularization_loss: Any) -> Any:
     """Divides a regularization loss by the number of replicas.
 
@@ -163,3 +229,10 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
     else:
         total = ops.sum(ops.convert_to_tensor(regularization_loss))
     return total / replicas
+
+
+def _is_whole_scalar(value: Any) -> bool:
+    """Whether a value is a tensor of one whole number."""
+    if not ops.is_tensor(value) or len(value.shape) != 0:
+        return False
+    return "int" in keras.backend.standardize_dtype(value.dtype)

@@ -335,8 +335,9 @@ def test_run_eagerly_and_models_outside(two, told, monkeypatch):
     assert not told()
 
 
+@pytest.mark.timeout(600)  # each process compiles several models
 def test_one_replica_in_each_process(starter):
-    with WorkerRunner(2, timeout_seconds=300, starter=starter) as runner:
+    with WorkerRunner(2, timeout_seconds=500, starter=starter) as runner:
         for without, compiled in runner.run(jobs.with_and_without):
             assert largest(compiled, without) == 0
         for before, after in runner.run(jobs.failing):

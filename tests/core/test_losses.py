@@ -1,4 +1,6 @@
-"""compute_average_loss and scale_regularization_loss, as tf.nn has them."""
+"""Losses and their weights in loops of one's own, as tf.nn has them and beyond."""
+
+import contextlib
 
 import keras
 import numpy as np
@@ -107,3 +109,44 @@ def test_scale_regularization_loss(two):
     assert number(ks.scale_regularization_loss([])) == 0.0
     with two.scope(), pytest.raises(RuntimeError, match="strategy.run"):
         ks.scale_regularization_loss([1.0])
+
+
+def test_means_over_own_rows_are_weighted(two):
+    """The last batches split unevenly, and leave a replica without rows."""
+    x, y = np.random.RandomState(1).rand(2, 12, 1).astype("float32")
+    batches = [(x[i:j], y[i:j]) for i, j in [(0, 4), (4, 8), (8, 11), (11, 12)]]
+
+    def trained(strategy, loss, weight):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+            optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+            optimizer.build(model.trainable_variables)
+
+        def step(x, y):
+            variables = model.trainable_variables
+            _, gradients = ks.value_and_grad(lambda: loss(y, model(x)), variables)()
+            with weight(keras.ops.shape(x)[0]):
+                optimizer.apply(gradients, variables)
+
+        for batch in strategy.experimental_distribute_dataset(batches):
+            strategy.run(step, args=batch)
+        return model.get_weights()
+
+    def mean(y, outputs):
+        return keras.ops.mean(keras.ops.square(y - outputs))
+
+    def nothing(rows):
+        return contextlib.nullcontext()
+
+    expected = trained(ks.OneDeviceStrategy("cpu:0"), mean, nothing)
+    assert largest(expected, trained(two, mean, ks.weight_by_rows)) < 2e-5
+    assert largest(expected, trained(two, mean, nothing)) > 1e-3
+    keras_mean = keras.losses.MeanSquaredError()  # which counts the rows of all
+    assert largest(expected, trained(two, keras_mean, nothing)) < 2e-5
+
+
+def test_what_weight_by_rows_refuses(two):
+    for rows in (2.0, True, [2], None):
+        with pytest.raises(ValueError, match="rows="), ks.weight_by_rows(rows):
+            pass
