@@ -11,11 +11,13 @@ import time
 from typing import Any
 
 from keras_strategy.errors import ClusterError, WorkerFailedError
-from keras_strategy.workers import ending
+from keras_strategy.workers import ending, patience
 from keras_strategy.workers.exit_codes import PEER_FAILED
 from keras_strategy.workers.loop import LoopThread
 from keras_strategy.workers.meeting import connect, hold_place
+from keras_strategy.workers.patience import Patience
 from keras_strategy.workers.position import Position
+from keras_strategy.workers.settings import host_port
 from keras_strategy.workers.verdict import State
 from keras_strategy.workers.watchdog import VERDICT_SECONDS, Actions, Fail, Watchdog
 from keras_strategy.workers.wire import encode, forget, listen
@@ -56,6 +58,7 @@ class Connection:
         self._writer: asyncio.StreamWriter | None = None
         self._place: socket.socket | None = None
         self._watchdog = Watchdog(rank, names, timeout_seconds, time.monotonic())
+        self._patience = Patience(names[rank], timeout_seconds)
         self._thread = LoopThread("keras_strategy watchdog")
         # Set when all have arrived, who are not missing any more.
         self._missing = names
@@ -153,6 +156,8 @@ class Connection:
         self, address: tuple[str, int], claim: dict[str, Any], secret: str
     ) -> None:
         deadline = time.monotonic() + self._timeout
+        loop = self._thread.loop
+        loop.call_later(patience.SECONDS, self._say_who_is_missing, address)
         reader, self._writer = await connect(address, claim, secret, self._timeout)
         self._listening = asyncio.create_task(self._listen(reader))
         self._look()
@@ -205,8 +210,19 @@ class Connection:
         said = reply["said"]
         return [said[n] for n in reply.get("which", [0] * self._size)]
 
+    def _say_who_is_missing(self, address: tuple[str, int]) -> None:
+        if self._writer is None:
+            self._patience.say_who_is_missing(
+                [f"{self._chief} at {host_port(*address)}"]
+            )
+        elif not self._joined.done():
+            self._patience.say_who_is_missing(self._missing)
+
     def _look(self) -> None:
-        self._do(self._watchdog.look(self.position.operation, time.monotonic()))
+        operation, now = self.position.operation, time.monotonic()
+        self._do(self._watchdog.look(operation, now))
+        if operation is not None:
+            self._patience.look(operation, self._watchdog.waited(operation, now))
         self._thread.loop.call_later(self._watchdog.interval, self._look)
 
     def _fail(self, message: str, details: str = "") -> None:
