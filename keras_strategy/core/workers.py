@@ -124,7 +124,7 @@ class Workers(abc.ABC):
         differences = self.cluster.differences(name, differing)
         if differences is not None:
             raise ValueError(
-                f"All workers must make the same variables. Received, for {name}: "
+                f"All workers must make the same variables. Received, for `{name}`: "
                 f"{self.cluster.listed(map(described, differences))}."
             )
         chiefs = self.broadcast(name, [tensors[i] for i in others])
@@ -164,7 +164,7 @@ class Workers(abc.ABC):
         if len(set(calls)) > 1:
             return WorkersDifferError(
                 "All workers must make the same calls in the same order. They are in "
-                f"different ones ({self.cluster.listed(calls)})."
+                f"different ones ({self.cluster.listed(f'`{c}`' for c in calls)})."
             )
         told = self.cluster.listed(described([layout]) for layout in layouts)
         return WorkerInputError(

@@ -45,15 +45,28 @@ def by_chief(
             result = work()
     except Exception as caught:
         error = caught
-    all_hear(cluster, operation, error)
+    all_hear(cluster, operation, error, others_write=not cluster.is_chief)
     return result
 
 
-def all_hear(cluster: Cluster, operation: str, error: Exception | None) -> None:
-    """Waits for all workers, and raises where one has failed."""
+def all_hear(
+    cluster: Cluster,
+    operation: str,
+    error: Exception | None,
+    others_write: bool = True,
+) -> None:
+    """Waits for all workers, and raises where one has failed.
+
+    Args:
+        cluster: The workers.
+        operation: What they do, for messages.
+        error: What this one failed by, if it did.
+        others_write: Whether another one may have much to write before it comes.
+    """
     said = None if error is None else f"{type(error).__name__}: {error}"
-    # The others wait for the chief, who may have much to write.
-    seconds = save_timeout_seconds(cluster.member.timeout_seconds)
+    seconds = cluster.member.timeout_seconds
+    if others_write:
+        seconds = save_timeout_seconds(seconds)
     told = cluster.agree(operation, said, seconds)
     if error is not None:
         raise error

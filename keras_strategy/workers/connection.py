@@ -245,8 +245,9 @@ class Connection:
         inside = None if operation is None else operation.name
         waited = 0.0 if operation is None else self._watchdog.waited(operation, now)
         stack = position.stack()
+        entered = 0 if operation is None else operation.count
         way = position.agreements, *position.since(), {**position.notes}
-        return State(count, last, inside, waited, *stack, *way)
+        return State(count, last, inside, waited, *stack, entered, *way)
 
     def _settle(self, failure: Fail) -> None:
         """Takes a failure as final, and ends the process if that may be done."""

@@ -306,7 +306,7 @@ class Hub:
         for asker, question in asking.items():
             # The one who asked may have got on meanwhile.
             state = self._states.get(asker)
-            if failure or not state or state.count != question["count"]:
+            if failure or not state or state.entered != question["count"]:
                 continue
             timeout = question.get("timeout")
             if state.inside and timeout is not None:

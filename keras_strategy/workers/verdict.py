@@ -13,7 +13,9 @@ class State:
     Attributes:
         count: How many operations it has entered.
         last: The operation that it entered last.
-        inside: The operation that it is in, if any.
+        inside: The operation that it is in, if any. Others within that may have come
+            and gone.
+        entered: How many it had entered with that one.
         seconds: For how long.
         where: The line of the program that it is at.
         stack: The innermost frames of its main thread.
@@ -29,6 +31,7 @@ class State:
     seconds: float
     where: str
     stack: str
+    entered: int = 0
     agreements: int = 0
     before: int = 0
     since: list[str] = dataclasses.field(default_factory=list)
@@ -102,24 +105,26 @@ def stuck(
         come, and it is too early to say that they do not get on.
     """
     front = max(states.values(), key=lambda state: state.count)
+    reached = front.inside or front.last
     blamed, stacks = [], []
     for rank, name in enumerate(names):
         state = states.get(rank)
         if state is None:
             blamed.append(
-                f"{name} did not reach `{front.last}` within {timeout_seconds:g} s "
+                f"{name} did not reach `{reached}` within {timeout_seconds:g} s "
                 "and does not answer: its process is stopped, or one long call keeps "
                 "Python busy"
             )
         elif state.count < front.count:
             doing = f"is in `{state.inside}`" if state.inside else "is in no operation"
+            further = front.last if state.inside == reached else reached
             blamed.append(
-                f"{name} did not reach `{front.last}` within {timeout_seconds:g} s; it "
+                f"{name} did not reach `{further}` within {timeout_seconds:g} s; it "
                 f"{doing}; its main thread is in: {state.where}"
             )
             stacks.append(f"Main thread of {name}:\n{state.stack}")
     if not blamed:
-        operations = {rank: state.last for rank, state in states.items()}
+        operations = {r: state.inside or state.last for r, state in states.items()}
         if len(set(operations.values())) > 1:
             blamed.append(different_operations(names, operations))
         # The last one to come may have come just now.
@@ -127,7 +132,7 @@ def stuck(
             return None
         else:
             blamed.append(
-                f"all workers reached `{front.last}`, and it did not end within "
+                f"all workers reached `{reached}`, and it did not end within "
                 f"{timeout_seconds:g} s"
             )
         stacks = [_stacks(names, states)]

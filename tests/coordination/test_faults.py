@@ -80,6 +80,20 @@ def test_a_stopped_worker_ends_the_others(processes):
     assert processes.end(1)[0][0] == PEER_FAILED
 
 
+def test_what_has_ended_within_an_operation_does_not_hide_that_it_lasts(processes):
+    within = """
+import time
+with member.waiting("step 12"):
+    member.agree("the next batch")
+    time.sleep(300)
+"""
+    other = "import time; member.agree('the next batch'); time.sleep(300)"
+    processes.start([within, other], timeout=1)
+    for status, errors in processes.end(0, 1):
+        assert status == PEER_FAILED
+        assert "worker 0 did not reach `step 12` within 1 s; it is in no oper" in errors
+
+
 def test_a_stopped_chief_ends_the_others(processes):
     processes.start([BUSY, WAIT_AFTER], timeout=1)
     processes.reached("there", 1)

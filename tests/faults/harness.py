@@ -29,6 +29,10 @@ JAX_SAYS = "Terminating process because the JAX distributed service"
 OPERATION = re.compile(r"`[^`]+`|could not read |failed in |given the same ")
 # What nobody waits for longer.
 LIMIT_SECONDS = 140
+# How many times as long as they may take they are waited for, to be said how long.
+MORE = 2
+# How long it may take to say what they are in.
+DUMP_SECONDS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +69,14 @@ def plant(planted: Planted, folder: pathlib.Path, starter: WarmStarter) -> Outco
     waits = TIMEOUT_SECONDS if fault.silent or planted.place == "start" else 0
     if waits:
         environment["KERAS_STRATEGY_TIMEOUT_SECONDS"] = str(waits)
+        if planted.victim == 0:
+            # A chief that writes is waited for as long as that may take.
+            environment["KERAS_STRATEGY_SAVE_TIMEOUT_SECONDS"] = str(waits)
     arguments = {"environment": environment, "starter": starter}
     with WorkerRunner(planted.workers, timeout_seconds=280, **arguments) as runner:
         runner.start(jobs.work, dataclasses.asdict(planted), str(files))
-        ends = _wait(runner, planted, fault)
-    happened = files / jobs.HAPPENED
+        happened = files / jobs.HAPPENED
+        ends = _wait(runner, planted, fault, happened, NOTICED_SECONDS + waits)
     if not happened.exists():
         return Outcome(0, "", ["it did not happen", *_outputs(ends)])
     victim = ends.pop(planted.victim)
@@ -90,21 +97,36 @@ def plant(planted: Planted, folder: pathlib.Path, starter: WarmStarter) -> Outco
     return Outcome(seconds, message, wrong)
 
 
-def _wait(runner: WorkerRunner, planted: Planted, fault: Fault) -> dict[int, End]:
-    """Waits until all have ended, the worker with the fault last."""
+def _wait(
+    runner: WorkerRunner,
+    planted: Planted,
+    fault: Fault,
+    happened: pathlib.Path,
+    allowed_seconds: float,
+) -> dict[int, End]:
+    """Waits until all have ended, the worker with the fault last.
+
+    Some seconds after it happened nobody is to be there any more. Who is, is made to
+    say what it is in.
+    """
     statuses: dict[int, tuple[int | None, float]] = {}
     others = set(range(planted.workers)) - {planted.victim}
 
-    def wait(ranks: set[int], seconds: float) -> None:
+    def wait(ranks: set[int], seconds: float, since: pathlib.Path | None = None):
         deadline = time.monotonic() + seconds
         while not ranks <= statuses.keys() and time.monotonic() < deadline:
             time.sleep(0.005)
+            if since is not None and since.exists():
+                since, deadline = None, time.monotonic() + MORE * allowed_seconds
             for rank in set(range(planted.workers)) - statuses.keys():
                 status = runner.processes[rank].poll()
                 if status is not None:
                     statuses[rank] = status, time.monotonic()
 
-    wait(others, LIMIT_SECONDS)
+    wait(others, LIMIT_SECONDS, happened)
+    for rank in others - statuses.keys():
+        runner.kill(rank, signal.SIGABRT)
+    wait(others, DUMP_SECONDS)
     if fault.stopped:
         runner.kill(planted.victim, signal.SIGCONT)
     if fault.status is not None:
@@ -195,6 +217,6 @@ def _unreadable(folder: pathlib.Path) -> list[str]:
 
 def _outputs(ends: dict[int, End]) -> list[str]:
     return [
-        f"--- worker {rank} ({end.status}):\n{end.output[-5000:]}"
+        f"--- worker {rank} ({end.status}):\n{end.output[-20_000:]}"
         for rank, end in sorted(ends.items())
     ]

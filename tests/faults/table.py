@@ -38,6 +38,8 @@ GONE = "{victim} is gone without a word"
 # Before it has joined, nobody has known it.
 NOT_THERE = f"{{victim}} has not arrived within {TIMEOUT_SECONDS} s"
 DIFFER = r"All workers must .*(differ|Received|different)"
+# Where values would travel.
+OTHER_SIZES = r"`.*` needs values whose"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +73,9 @@ def _gone(name: str, status: int) -> Fault:
 
 
 def _raises(name: str, error: str, status: int = 1) -> Fault:
+    # TensorFlow raises another one of what a generator raises.
     says = (
-        f"{{victim}} raised {error}|'{{victim}}' could not read .*: {error}"
+        f"{{victim}} raised {error}|'{{victim}}' could not read .*[ :]{error}"
         f"|{{victim}} failed in .*: {error}"
     )
     return Fault(name, (*ROUNDS[1:], *CALLED, *OF_CHIEF), says, (status,))
@@ -161,11 +164,11 @@ FAULTS = {
         _differs("another loss"),
         _differs("other rows"),
         _differs("batches of other rows"),
-        _differs("another model"),
+        _differs("another model", f"{OTHER_SIZES}|{DIFFER}"),
         Fault(
             "another shape",
             ("reduce",),
-            r"`.*` needs values whose|" + DIFFER,
+            f"{OTHER_SIZES}|{DIFFER}",
             (1, PEER_FAILED),
             (1, PEER_FAILED),
         ),
