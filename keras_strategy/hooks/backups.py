@@ -11,7 +11,12 @@ from keras_strategy.core.registry import get_engine
 from keras_strategy.hooks import drift
 from keras_strategy.hooks.callback_states import CallbackStates
 from keras_strategy.hooks.data_adapters import counts_of_arrays, engine_orders
-from keras_strategy.hooks.data_states import DataState, state_of, told_by_this_worker
+from keras_strategy.hooks.data_states import (
+    DataState,
+    TfDataState,
+    state_of,
+    told_by_this_worker,
+)
 from keras_strategy.hooks.epochs import Position, Reading, forget
 from keras_strategy.hooks.saved_variables import SavedVariables, read_by_chief
 from keras_strategy.hooks.variables import variables_of
@@ -105,7 +110,7 @@ class _Training:
         strategy: Any,
         model: keras.Model,
         folder: BackupFolder,
-        data: DataState | None,
+        data: DataState | TfDataState | None,
         callbacks: CallbackStates,
     ):
         self._strategy, self._model, self._folder = strategy, model, folder

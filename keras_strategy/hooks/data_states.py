@@ -15,6 +15,8 @@ from typing import Any
 
 import keras
 
+from keras_strategy.hooks.tf_data_states import TfDataState
+from keras_strategy.input.sources import is_tf_dataset
 from keras_strategy.rules.plain import packed, unpacked
 from keras_strategy.workers.cluster import Cluster
 
@@ -41,16 +43,17 @@ class DataState:
         )
         self._next: tuple[int, Any] | None = None
 
-    def begins(self) -> None:
-        """The loop begins to read."""
+    def begins(self, stays: bool) -> None:
+        """The loop begins to read; `stays` with what it has been reading."""
         if self._whole:
             self._begin = packed(self._data.state_dict())
 
-    def at(self, read: int) -> list[Any] | None:
+    def at(self, read: int, stays: bool) -> list[Any] | None:
         """Where the data is, of JSON's values.
 
         Args:
             read: How many batches the loop has read since it began.
+            stays: Whether it goes on with what it has been reading.
 
         Returns:
             How many batches were read, and the state then; None where it cannot say.
@@ -62,14 +65,21 @@ class DataState:
                 return [number, state]
         return None
 
-    def go_on(self, told: list[Any]) -> None:
-        """Has the data that is read next go on from what `at` gave."""
+    def go_on(self, told: list[Any] | None) -> int:
+        """Has the data that is read next go on from what `at` gave.
+
+        Returns:
+            How many batches need not be read again.
+        """
+        if told is None:
+            return 0
         number, state = told
         if self._by_number or not number:
             self._data.load_state_dict(unpacked(state))
             self._begin = state
         else:
             self._next = number, state
+        return number
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -134,13 +144,15 @@ class _Iteration:
         return getattr(self._iterator, name)
 
 
-def state_of(data: Any, each_batch: bool) -> DataState | None:
+def state_of(data: Any, each_batch: bool) -> DataState | TfDataState | None:
     """Where the data of a `fit` is; None for data that cannot say it.
 
     Args:
         data: The argument `x` of `fit`.
         each_batch: Whether it may be asked for the middle of an epoch.
     """
+    if is_tf_dataset(data):
+        return TfDataState(data)
     grain = sys.modules.get("grain")
     kinds = () if grain is None else (grain.IterDataset, grain.DataLoader)
     if isinstance(data, kinds) or says_where_it_is(data):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_strategy.hooks.data_adapters import leaving_out
-from keras_strategy.hooks.data_states import DataState
+from keras_strategy.hooks.data_states import DataState, TfDataState
 from keras_strategy.hooks.hook import home_of, hook
 
 EpochIterator: Any = home_of(
@@ -76,7 +76,7 @@ class Reading:
         self,
         random_state: Callable[[], Any],
         set_random_state: Callable[[Any], None],
-        data: DataState | None = None,
+        data: DataState | TfDataState | None = None,
     ):
         self._random_state = random_state
         self._set_random_state = set_random_state
@@ -116,7 +116,9 @@ class Reading:
 
     def told(self, position: Position) -> Any:
         """What the data says of itself, of JSON's values; None if it does not."""
-        return None if self._data is None else self._data.at(position.read)
+        if self._data is None:
+            return None
+        return self._data.at(position.read, position.begun)
 
     def begin(self, iterator: Any, original: Callable[[Any], Any]) -> None:
         """Begins to read an epoch.
@@ -138,7 +140,7 @@ class Reading:
         if not (stays and iterator._steps_seen):
             self._before, self._begun = self._random_state(), stays
             if self._data is not None:
-                self._data.begins()
+                self._data.begins(stays)
         original(iterator)
 
     def _go_on(
@@ -155,9 +157,8 @@ class Reading:
             )
         self._before, self._begun = position.before, position.begun
         again = position.read
-        if self._data is not None and self._told is not None:
-            self._data.go_on(self._told)
-            again -= self._told[0]
+        if self._data is not None:
+            again -= self._data.go_on(self._told)
         if position.read:
             self._set_random_state(position.before)
         if iterator.steps_per_epoch is not None and (position.begun or position.read):

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import keras_strategy as ks
 from keras_strategy.hooks.data_states import told_by_this_worker
+from keras_strategy.input import seeds
 from keras_strategy.rules.backup_files import BackupFolder
 from keras_strategy.rules.plain import packed, unpacked
 from keras_strategy.testing.equality.compare import largest
@@ -326,6 +327,47 @@ def test_data_that_can_say_where_it_is(models, mirrored, tmp_path, kind, killed)
     if kind is Grains:
         # Of the four batches that are left, and of what is read ahead.
         assert len(made) < 4 * 9
+
+
+@pytest.mark.parametrize(
+    ("repeated", "killed", "seed"),
+    [(False, (1, None), 7), (True, (1, 0), 7), (False, (1, 2), 8)],
+)
+def test_tf_data(models, mirrored, tmp_path, caplog, repeated, killed, seed):
+    """Rows in another order in each epoch, of which the rest comes as it would have."""
+    tf = pytest.importorskip("tensorflow")
+    strategy = mirrored(2)
+
+    def trained(model, *callbacks, seed=7):
+        drawn = seeds.state()
+        tf.random.set_seed(seed)
+        data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(13)
+        data = (data.repeat() if repeated else data).batch(4)
+        seeds.set_state(drawn)
+        steps = 3 if repeated else None
+        orders = []
+        seen = keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs: orders.append(logs["loss"])
+        )
+        arguments = {"y": None, "batch_size": None, "steps_per_epoch": steps}
+        values, _ = fit(model, seen, *callbacks, x=data, **arguments)
+        return values, orders
+
+    def backup():
+        freq = "epoch" if killed[1] is None else 1
+        return ks.callbacks.BackupAndRestore(tmp_path / "backup", freq)
+
+    whole, orders = trained(models.fresh(strategy))
+    with pytest.raises(Killed):
+        trained(models.fresh(strategy), backup(), killed_at(*killed))
+    model = started_again(models, strategy, 99)
+    values, resumed = trained(model, backup(), seed=seed)
+    assert ("is in another order" in caplog.text) == (seed != 7)
+    if seed == 7:
+        assert largest(whole, values) == 0
+    else:
+        # The epoch that was interrupted is what it would have been.
+        assert resumed[0] == orders[1] and resumed[1] != orders[2]
 
 
 @pytest.mark.parametrize("batch", [1, BATCHES - 1])

@@ -1,0 +1,147 @@
+"""A `tf.data.Dataset` that is asked where it is.
+
+tf.data can save an iterator. That is asked for when one has just been made, when it
+holds no rows yet: what it shuffles by has been drawn then, and it is read up to where
+the training goes on. What later ones draw follows from it, too, if what shuffles has
+the same seeds.
+"""
+
+import contextlib
+import hashlib
+import logging
+import pathlib
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+from keras_strategy.rules.plain import packed, unpacked
+
+_logger = logging.getLogger("keras_strategy")
+_LATER = (
+    "Give `shuffle` a `seed`, or call `keras.utils.set_random_seed` before the dataset "
+    "is made."
+)
+State = dict[str, Any]
+
+
+class TfDataState:
+    """Where the `tf.data.Dataset` of one `fit` is; see `data_states.DataState`.
+
+    Args:
+        data: What the user gave.
+    """
+
+    def __init__(self, data: Any):
+        self._data, self._kind = data, type(data)
+        # Of the iterator that the loop reads, and of one that it reads next.
+        self._read: State | None = None
+        self._spare: State | None = None
+        # What is read next, made before it is asked for.
+        self._ready: tuple[Any, State] | None = None
+        self._next: State | None = None
+        # What tells whether the first iterator of two processes is the same.
+        self._first = ""
+
+    def begins(self, stays: bool) -> None:
+        """The loop begins to read; `stays` with what it has been reading."""
+        self._read, self._spare = self._spare if stays else None, None
+
+    def at(self, read: int, stays: bool) -> list[Any] | None:
+        """See `DataState.at`."""
+        state = self._read if read else self._spare if stays else None
+        if state is None and not read:
+            if self._ready is None:
+                made = self._made()
+                if made is None:
+                    return None
+                self._ready = made
+            state = self._ready[1]
+        return None if state is None else [0, {"first": self._first, "begin": state}]
+
+    def go_on(self, told: list[Any] | None) -> int:
+        """See `DataState.go_on`."""
+        if told is None:
+            _logger.warning(
+                "This tf.data.Dataset cannot say where it is (it calls Python, or is "
+                "divided or changed before it is read): it is read again up to where "
+                "the training goes on, which is exact if it gives the same batches in "
+                "each epoch and each process."
+            )
+            return 0
+        state = told[1]
+        self._next, first = state["begin"], state["first"]
+        if not self._first:
+            self._ready = self._made()
+        if self._first != first:
+            _logger.warning(
+                "The tf.data.Dataset does not shuffle by the seeds that it had before "
+                "the training was interrupted. The rest of the epoch is what it would "
+                "have been, and each that follows is in another order. %s",
+                _LATER,
+            )
+        self._ready = None
+        return 0
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Surrounds what reads the data."""
+        members = {"__iter__": lambda data: self._iterate()}
+        watched = type(
+            self._kind.__name__,
+            (self._kind,),
+            {"__module__": self._kind.__module__, **members},
+        )
+        self._data.__class__ = watched
+        try:
+            yield
+        finally:
+            self._data.__class__ = self._kind
+
+    def _iterate(self) -> Any:
+        made, self._ready = self._ready or self._made(), None
+        if made is None:
+            return self._kind.__iter__(self._data)
+        iterator, state = made
+        then, self._next = self._next, None
+        if then is not None:
+            _restore(iterator, then)
+            state = then
+        if self._read is None:
+            self._read = state
+        else:
+            self._spare = state
+        return iterator
+
+    def _made(self) -> tuple[Any, State] | None:
+        """An iterator, and its state; None if it has none."""
+        iterator = self._kind.__iter__(self._data)
+        state = _state(iterator)
+        if state is None:
+            return None
+        if not self._first:
+            told = repr(sorted(state.items())).encode()
+            self._first = hashlib.blake2b(told, digest_size=16).hexdigest()
+        return iterator, state
+
+
+def _checkpoint(iterator: Any) -> Any:
+    return sys.modules["tensorflow"].train.Checkpoint(iterator=iterator)
+
+
+def _state(iterator: Any) -> State | None:
+    """The files that tf.data saves it in, of JSON's values."""
+    with tempfile.TemporaryDirectory(prefix="keras_strategy_") as folder:
+        try:
+            _checkpoint(iterator).write(f"{folder}/state")
+        except sys.modules["tensorflow"].errors.OpError:
+            return None  # Python, or something else with a state that is not its own
+        files = sorted(pathlib.Path(folder).iterdir())
+        return {file.name: packed(file.read_bytes()) for file in files}
+
+
+def _restore(iterator: Any, state: State) -> None:
+    with tempfile.TemporaryDirectory(prefix="keras_strategy_") as folder:
+        for name, content in state.items():
+            (pathlib.Path(folder) / name).write_bytes(unpacked(content))
+        _checkpoint(iterator).read(f"{folder}/state").assert_consumed()
