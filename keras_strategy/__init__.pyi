@@ -45,6 +45,7 @@ from keras_strategy.strategies.mirrored import MirroredStrategy
 from keras_strategy.strategies.multi_worker import MultiWorkerMirroredStrategy
 from keras_strategy.strategies.one_device import OneDeviceStrategy
 from keras_strategy.strategies.placement import visualize
+from keras_strategy.strategies.tpu import TPUStrategy
 from keras_strategy.values.distributed import (
     DistributedValues,
     Mirrored,
@@ -80,6 +81,7 @@ __all__ = [
     "Server",
     "Strategy",
     "StrategyExtended",
+    "TPUStrategy",
     "__version__",
     "callbacks",
     "cluster_resolver",

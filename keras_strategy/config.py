@@ -8,6 +8,7 @@ from keras_strategy.hooks import mirror_check
 from keras_strategy.rules import draws
 
 _LOGICAL_CPUS = "KERAS_STRATEGY_LOGICAL_CPUS"
+_divided = {"cpu": 0}
 
 
 def set_logical_devices(device_type: str, count: int) -> None:
@@ -47,6 +48,12 @@ def set_logical_devices(device_type: str, count: int) -> None:
             f"Received: count={count!r}"
         )
     get_engine().set_logical_devices("cpu", count)
+    _divided["cpu"] = count
+
+
+def logical_cpus() -> int:
+    """How many devices the CPU was divided into here; 0 if it was not."""
+    return _divided["cpu"]
 
 
 def check_mirrored(enabled: bool = True) -> None:

@@ -105,10 +105,27 @@ _ENGINE_DECIDES = differs(
     "run-and-reduce",
 )
 
-# Of each pattern what is said on all backends, or for each; the first that fits counts.
+# Who says nothing of a backend leaves it to the next.
+_NOT_ON_JAX = {
+    "torch": refused(
+        "torch has no replicas of several devices, and its TPUs are not served. Use "
+        "KERAS_BACKEND=jax, or `MirroredStrategy` here."
+    ),
+    "tensorflow": refused(
+        "use KERAS_BACKEND=jax; or `tf.distribute.TPUStrategy` itself, with which "
+        "Keras trains without this package."
+    ),
+}
+
+# Of each pattern what is said on all backends, or for some; the first that fits counts.
 SAID: dict[str, Status | dict[str, Status]] = {
-    "TPUStrategy*": NOT_YET,
-    "experimental.TPUStrategy*": NOT_YET,
+    "TPUStrategy*": _NOT_ON_JAX,
+    "experimental.TPUStrategy*": _NOT_ON_JAX,
+    "experimental.TPUStrategy": differs("It warns that it is old."),
+    "experimental.TPUStrategy.__init__": differs("It warns that it is old."),
+    "TPUStrategy.experimental_assign_to_logical_device": differs(
+        "It checks the number: XLA decides what computes where.", "run-and-reduce"
+    ),
     "cluster_resolver.TPUClusterResolver.set_tpu_topology": NOT_YET,
     "cluster_resolver.TPUClusterResolver.tpu_hardware_feature": NOT_YET,
     "experimental.PreemptionCheckpointHandler": differs(
@@ -176,9 +193,11 @@ SAID: dict[str, Status | dict[str, Status]] = {
 
 def said_of(name: str) -> dict[str, Status]:
     """What becomes of a name, by backend."""
-    fitting = (s for p, s in SAID.items() if fnmatch.fnmatchcase(name, p))
-    status = next(fitting, WORKS)
-    return status if isinstance(status, dict) else dict.fromkeys(BACKENDS, status)
+    fitting = [s for p, s in SAID.items() if fnmatch.fnmatchcase(name, p)]
+    said = {}
+    for status in (WORKS, *reversed(fitting)):
+        said |= status if isinstance(status, dict) else dict.fromkeys(BACKENDS, status)
+    return {backend: said[backend] for backend in BACKENDS}
 
 
 def parameters(function: Any) -> list[str]:

@@ -41,6 +41,14 @@ class Engine(Protocol):
         """Why this engine does not split `shard`, and what works; None if it does."""
         ...
 
+    def refusal_of_logical_devices(self) -> str | None:
+        """Why replicas have one device each, and what works; None if they need not."""
+        ...
+
+    def coordinates_of_tpus(self) -> list[tuple[int, int, int, int]]:
+        """Where the local TPU devices are in their mesh, in their order."""
+        ...
+
     def set_logical_devices(self, device_type: str, count: int) -> None:
         """Divides the machine's device into `count` logical ones.
 
@@ -373,6 +381,22 @@ class ReplicaGroup(Protocol):
 
         Raises:
             TypeError: If this engine has no tensors of that dtype; or a ValueError.
+        """
+        ...
+
+
+class LogicalGroup(ReplicaGroup, Protocol):
+    """The group of replicas that have several devices each."""
+
+    def lay_out(self, tensor: Any, parts: Sequence[int]) -> Any:
+        """A tensor of a replica that its devices share, where a program computes.
+
+        Args:
+            tensor: The tensor.
+            parts: Into how many parts each of its dimensions is split.
+
+        Raises:
+            ValueError: If a dimension cannot be split into as many.
         """
         ...
 

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from keras_strategy.values.distributed import ReduceOp
+from keras_strategy.values.logical_devices import LogicalDevices
 from keras_strategy.values.topology import Topology
 
 if TYPE_CHECKING:
@@ -29,6 +30,11 @@ class Strategy(Protocol):
     @property
     def shard(self) -> str | None:
         """What is split over its replicas."""
+        ...
+
+    @property
+    def logical_devices(self) -> LogicalDevices | None:
+        """The devices of each replica, where a replica may have several."""
         ...
 
     @property

@@ -6,7 +6,10 @@ from keras_strategy import coordinator
 from keras_strategy.core.native import native
 from keras_strategy.core.refused import absent
 from keras_strategy.experimental import old_names, partitioners
-from keras_strategy.experimental.old_names import MultiWorkerMirroredStrategy
+from keras_strategy.experimental.old_names import (
+    MultiWorkerMirroredStrategy,
+    TPUStrategy,
+)
 from keras_strategy.experimental.preemption import (
     PreemptionCheckpointHandler,
     PreemptionWatcher,
@@ -35,6 +38,7 @@ __all__ = [
     "ParameterServerStrategy",
     "PreemptionCheckpointHandler",
     "PreemptionWatcher",
+    "TPUStrategy",
     "TerminationConfig",
     "ValueContext",
     "coordinator",

@@ -7,7 +7,7 @@ from keras_strategy.options.communication import (
     CommunicationImplementation,
     CommunicationOptions,
 )
-from keras_strategy.strategies import multi_worker
+from keras_strategy.strategies import multi_worker, tpu
 
 REFUSED = {
     "rpc": (
@@ -65,6 +65,22 @@ class MultiWorkerMirroredStrategy(multi_worker.MultiWorkerMirroredStrategy):
 
     def __reduce__(self):
         return type(self), (self._communication, self.cluster_resolver)
+
+
+class TPUStrategy(tpu.TPUStrategy):
+    """The old form of `keras_strategy.TPUStrategy`.
+
+    Args:
+        tpu_cluster_resolver: See `keras_strategy.TPUStrategy`.
+        device_assignment: Its `experimental_device_assignment`.
+    """
+
+    def __init__(self, tpu_cluster_resolver: Any = None, device_assignment: Any = None):
+        _warn("TPUStrategy", "keras_strategy.TPUStrategy")
+        super().__init__(tpu_cluster_resolver, device_assignment)
+
+    def __reduce__(self):
+        return type(self), (self._resolver, self._assignment)
 
 
 def _warn(old: str, new: str, stacklevel: int = 3) -> None:

@@ -24,6 +24,7 @@ from keras_strategy.values.distributed import (
     select_replica,
     sum_of_copies,
 )
+from keras_strategy.values.logical_devices import LogicalDevices
 
 if TYPE_CHECKING:
     from keras_strategy.strategies.extended import StrategyExtended
@@ -56,6 +57,7 @@ class Strategy(DataMethods, OldNames):
 
     _batch_statistics: str | None = None
     _shard: str | None = None
+    _logical: LogicalDevices | None = None
 
     def __init__(self, extended: "StrategyExtended"):
         self._extended = extended
@@ -83,6 +85,11 @@ class Strategy(DataMethods, OldNames):
     def shard(self) -> str | None:
         """What is split over the replicas: `"optimizer"`, `"parameters"` or None."""
         return self._shard
+
+    @property
+    def logical_devices(self) -> LogicalDevices | None:
+        """The devices of each replica of a `TPUStrategy`; None for other ones."""
+        return self._logical
 
     @property
     def cluster_resolver(self) -> Any:

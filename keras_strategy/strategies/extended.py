@@ -59,14 +59,16 @@ class StrategyExtended(ReductionMethods):
         self._devices = tuple(devices)
         self.cluster = cluster
         self.topology = Topology(self._devices, cluster)
-        installed.install_for(self.num_replicas)
+        logical = container_strategy.logical_devices
+        alone = self.num_replicas == 1 and logical is None
+        installed.install_for(1 if alone else max(2, self.num_replicas))
         # By id: variables are compared elementwise.
         self.variables: weakref.WeakValueDictionary[int, keras.Variable] = (
             weakref.WeakValueDictionary()
         )
         self._containers = Containers()
         self.own_sums: OwnSums | None = None
-        if self.num_replicas == 1:
+        if alone:
             self.group: ReplicaGroup = SingleReplicaGroup(
                 container_strategy, self._devices
             )

@@ -1,5 +1,7 @@
 """What this project is tested with, for programs that want to test the same."""
 
+from typing import TYPE_CHECKING, Any
+
 from keras_strategy.testing.warm_starter import WarmStarter
 from keras_strategy.testing.worker_runner import (
     WorkerEnd,
@@ -8,4 +10,23 @@ from keras_strategy.testing.worker_runner import (
     WorkerTimeout,
 )
 
-__all__ = ["WarmStarter", "WorkerEnd", "WorkerFailed", "WorkerRunner", "WorkerTimeout"]
+if TYPE_CHECKING:
+    from keras_strategy.testing.tpu import simulated_tpu
+
+__all__ = [
+    "WarmStarter",
+    "WorkerEnd",
+    "WorkerFailed",
+    "WorkerRunner",
+    "WorkerTimeout",
+    "simulated_tpu",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "simulated_tpu":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # It needs Keras, and what starts workers does not.
+    from keras_strategy.testing.tpu import simulated_tpu
+
+    return simulated_tpu

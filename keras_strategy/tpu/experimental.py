@@ -1,6 +1,16 @@
 """The names of `tf.tpu.experimental` that work here."""
 
+from keras_strategy.strategies.tpu_system import (
+    initialize_tpu_system,
+    shutdown_tpu_system,
+)
 from keras_strategy.values.device_assignment import DeviceAssignment, DeviceOrderMode
 from keras_strategy.values.tpu_topology import Topology
 
-__all__ = ["DeviceAssignment", "DeviceOrderMode", "Topology"]
+__all__ = [
+    "DeviceAssignment",
+    "DeviceOrderMode",
+    "Topology",
+    "initialize_tpu_system",
+    "shutdown_tpu_system",
+]

@@ -68,11 +68,8 @@ except AttributeError:  # jax before 0.6
     from jax.experimental.shard_map import shard_map as _shard_map
 # Its check that outputs are replicated would refuse what each replica writes of its
 # own, and change the gradient of psum.
-_CHECK = (
-    "check_vma"
-    if "check_vma" in inspect.signature(_shard_map).parameters
-    else "check_rep"
-)
+_PARAMETERS = inspect.signature(_shard_map).parameters
+_CHECK = "check_vma" if "check_vma" in _PARAMETERS else "check_rep"
 
 
 class Runner:
@@ -346,10 +343,24 @@ class Runner:
             mesh=self._distribution.mesh,
             in_specs=(specs(written_along), split, specs(read_along), tensors),
             out_specs=(split, everywhere, specs(written_along), split, everywhere),
-            **{_CHECK: False},
+            **{_CHECK: False, **self._manual()},
         )
-        program.call = jax.jit(mapped, donate_argnums=(0, 1))
+        layouts = {}
+        if self._distribution.of_replicas_alone:
+            # XLA would choose them for what the logical devices share.
+            split, everywhere = self._distribution.split, self._distribution.everywhere
+            written = [self._distribution.sharding_of(v) for v in program.written]
+            layouts["out_shardings"] = (split, everywhere, written, split, everywhere)
+        program.call = jax.jit(mapped, donate_argnums=(0, 1), **layouts)
         return program
+
+    def _manual(self) -> dict[str, Any]:
+        """What says that a program is written for the replicas' axis alone."""
+        if not self._distribution.of_replicas_alone:
+            return {}
+        if "axis_names" in _PARAMETERS:
+            return {"axis_names": {AXIS}}
+        return {"auto": frozenset(self._distribution.mesh.axis_names) - {AXIS}}
 
     def _step_of_rows(
         self,

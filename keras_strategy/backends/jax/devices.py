@@ -26,6 +26,15 @@ def list_devices(device_type: str | None = None) -> list[str]:
     return [f"{_kind_of(device)}:{i}" for i, device in enumerate(devices)]
 
 
+def coordinates_of_tpus() -> list[tuple[int, int, int, int]]:
+    """Where the local TPU devices are: x, y, z, and the core of the chip."""
+    try:
+        found: list[Any] = jax.local_devices(backend="tpu")
+    except RuntimeError:  # there is none
+        return []
+    return [(*device.coords, device.core_on_chip) for device in found]
+
+
 def device_named(name: str) -> Any:
     """The device that has the canonical name `name`."""
     kind, _, index = name.partition(":")

@@ -20,8 +20,10 @@ from keras_strategy.values.topology import Topology
 from keras_strategy.workers.cluster import Cluster
 
 logger = logging.getLogger("keras_strategy")
-# The name of the mesh's only axis.
+# The name of the mesh's only axis; where replicas have several devices, of its first,
+# and how the names of the others begin.
 AXIS = "replica"
+LOGICAL = "logical_"
 # By the mesh, of what has several workers.
 _of_mesh: weakref.WeakValueDictionary[Any, "ReplicaDistribution"] = (
     weakref.WeakValueDictionary()
@@ -48,7 +50,10 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         workers: What tells other workers, set by the group; None for this one alone.
         everywhere: The layout of what every device has whole.
         split: That of what is split by rows.
+        of_replicas_alone: Whether the mesh has axes beside that of the replicas.
     """
+
+    of_replicas_alone = False
 
     def __init__(
         self,
@@ -61,16 +66,11 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         self.devices = [device_named(name) for name in devices]
         found = self.devices if cluster is None else devices_of_all_workers(devices)
         self.replicas = len(found)
-        # Named as JAX names them, which is what Keras looks for.
-        mesh = keras.distribution.DeviceMesh(
-            (len(found),), [AXIS], [f"{d.platform}:{d.id}" for d in found]
-        )
-        super().__init__(device_mesh=mesh, auto_shard_dataset=False)
+        self.mesh: jax.sharding.Mesh = self._set_mesh(found)
         # Collectives of two programs at once may starve each other of CPU threads.
         self.one_at_a_time = cluster is not None and self.devices[0].platform == "cpu"
         self.workers: Any = None
         self._warned = self._warned_of_gathering = False
-        self.mesh: jax.sharding.Mesh = mesh.backend_mesh
         self.everywhere = jax.sharding.NamedSharding(
             self.mesh, jax.sharding.PartitionSpec()
         )
@@ -85,6 +85,15 @@ class ReplicaDistribution(keras.distribution.DataParallel):
 
         if cluster is not None:
             _of_mesh[self.mesh] = self
+
+    def _set_mesh(self, devices: Sequence[Any]) -> jax.sharding.Mesh:
+        """Tells Keras the mesh of the replicas' devices, and returns it as JAX's."""
+        # Named as JAX names them, which is what Keras looks for.
+        mesh = keras.distribution.DeviceMesh(
+            (len(devices),), [AXIS], [f"{d.platform}:{d.id}" for d in devices]
+        )
+        super().__init__(device_mesh=mesh, auto_shard_dataset=False)
+        return mesh.backend_mesh
 
     def get_data_layout(self, data_shape: Any) -> Any:
         if len(data_shape) == 0 or data_shape[0] % self.replicas:
@@ -175,9 +184,22 @@ class ReplicaDistribution(keras.distribution.DataParallel):
     def joined(self, parts: Sequence[jax.Array]) -> jax.Array:
         """One array, split by rows, of which each of our devices has its part."""
         rows, *others = parts[0].shape
-        return jax.make_array_from_single_device_arrays(
-            (self.replicas * rows, *others), self.split, list(parts)
-        )
+        return self.global_array((self.replicas * rows, *others), self.split, parts)
+
+    def global_array(
+        self,
+        shape: tuple[int, ...],
+        sharding: jax.sharding.NamedSharding,
+        parts: Sequence[jax.Array],
+    ) -> jax.Array:
+        """An array of which each of our devices has one of these parts.
+
+        Args:
+            shape: The array's.
+            sharding: `everywhere` or `split`.
+            parts: What is on `devices`.
+        """
+        return jax.make_array_from_single_device_arrays(shape, sharding, list(parts))
 
     def noticing(
         self, batches: Iterable[Any], steps_in_front: bool = False

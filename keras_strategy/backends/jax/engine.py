@@ -38,6 +38,12 @@ class JaxEngine:
     def refusal_of_shard(self, shard: str) -> None:
         return None
 
+    def refusal_of_logical_devices(self) -> None:
+        return None
+
+    def coordinates_of_tpus(self) -> list[tuple[int, int, int, int]]:
+        return devices.coordinates_of_tpus()
+
     def set_logical_devices(self, device_type: str, count: int) -> None:
         devices.set_logical_devices(count)
 

@@ -15,6 +15,7 @@ from keras_strategy.backends.jax import hooks_state as keras_state
 from keras_strategy.backends.jax import on_read, state
 from keras_strategy.backends.jax.compiled import Runner
 from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
+from keras_strategy.backends.jax.logical import LogicalDistribution
 from keras_strategy.backends.jax.replica import (
     TracedMirrored,
     TracedPerReplica,
@@ -23,7 +24,13 @@ from keras_strategy.backends.jax.replica import (
     of_this_replica,
     write_component,
 )
-from keras_strategy.backends.jax.sharded import gathered, placed, reduced, shards
+from keras_strategy.backends.jax.sharded import (
+    ShardedPerReplica,
+    gathered,
+    placed,
+    reduced,
+    shards,
+)
 from keras_strategy.backends.jax.splitting import gathered_whole
 from keras_strategy.backends.jax.workers import JaxWorkers
 from keras_strategy.backends.threads.hooks import keras_scope
@@ -57,7 +64,11 @@ class JaxReplicaGroup:
     ):
         self._strategy = strategy
         self.devices = devices
-        self.distribution = ReplicaDistribution(devices, cluster, strategy.shard)
+        self.distribution = (
+            ReplicaDistribution(devices, cluster, strategy.shard)
+            if strategy.logical_devices is None
+            else LogicalDistribution(strategy.logical_devices)
+        )
         self.workers = (
             None if cluster is None else JaxWorkers(cluster, self.distribution)
         )
@@ -133,7 +144,7 @@ class JaxReplicaGroup:
             stacked = on_read.locals_of(variable, self.distribution)
             return tuple(part[0] for part in shards(stacked, self.distribution))
         array = keras_state.array_of(variable)
-        if self.distribution.dimension_of(variable) is not None:
+        if not array.sharding.is_fully_replicated:
             return shards(
                 gathered_whole(variable, self.distribution), self.distribution
             )
@@ -168,7 +179,7 @@ class JaxReplicaGroup:
         if is_on_read(variable):
             on_read.remember_parts(variable, parts, self.distribution)
             return
-        array = jax.make_array_from_single_device_arrays(
+        array = self.distribution.global_array(
             tuple(variable.shape), self.distribution.everywhere, parts
         )
         array = put(array, self.distribution.sharding_of(variable))
@@ -215,7 +226,20 @@ class JaxReplicaGroup:
         options: "RunOptions",
         scope: Callable[[], AbstractContextManager[Any]],
     ) -> Any:
-        return self._runner.run(fn, args, kwargs, options.compile is not False, scope)
+        compiled = options.compile is not False
+        return self._bare(self._runner.run(fn, args, kwargs, compiled, scope))
+
+    def _bare(self, result: Any) -> Any:
+        """What the only replica returned, whose devices are several."""
+        if self.distribution.replicas > 1:
+            return result
+
+        def bare(x):
+            if not isinstance(x, ShardedPerReplica):
+                return x.values[0] if isinstance(x, PerReplica) else x
+            return x.array[0] if x.scalars else x.array  # on all its devices
+
+        return tree.map_structure(bare, result)
 
     def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
         return reduced(reduce_op, value, axis, self.distribution, self.workers)
@@ -224,4 +248,9 @@ class JaxReplicaGroup:
         return gathered(values, axis, self.distribution, self.workers)
 
     def place(self, parts: Sequence[Any], alike: bool | None = None) -> Any:
-        return placed(parts, self.distribution, alike)
+        return self._bare(placed(parts, self.distribution, alike))
+
+    def lay_out(self, tensor: Any, parts: Sequence[int]) -> Any:
+        """See `LogicalDistribution.laid_out`."""
+        assert isinstance(self.distribution, LogicalDistribution)
+        return self.distribution.laid_out(tensor, parts)

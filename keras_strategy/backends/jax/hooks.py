@@ -11,7 +11,7 @@ from keras import tree
 
 from keras_strategy.backends.jax import hooks_state as keras_state
 from keras_strategy.backends.jax import marks
-from keras_strategy.backends.jax.distribution import AXIS, distribution_of, put
+from keras_strategy.backends.jax.distribution import AXIS, LOGICAL, distribution_of, put
 from keras_strategy.backends.jax.own_rows import OwnOnDevices, own_part
 from keras_strategy.backends.threads.hooks import global_state, keras_seeds
 from keras_strategy.core import context
@@ -317,7 +317,8 @@ def _chiefs(tensor: Any, sharding: Any) -> Any:
 
 
 def _is_ours(sharding: Any) -> bool:
-    return getattr(getattr(sharding, "mesh", None), "axis_names", ()) == (AXIS,)
+    first, *others = getattr(getattr(sharding, "mesh", None), "axis_names", ("",))
+    return first == AXIS and all(name.startswith(LOGICAL) for name in others)
 
 
 @hook(keras.Variable, "_initialize", "(self, value)", when=in_scope_of_workers)

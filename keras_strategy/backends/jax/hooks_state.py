@@ -18,6 +18,10 @@ get_stateless_scope = home_of(
     "get_stateless_scope", "keras.src.backend.common.stateless_scope"
 ).get_stateless_scope
 
+is_symbolic = home_of(
+    "in_symbolic_scope", "keras.src.backend.common.symbolic_scope"
+).in_symbolic_scope
+
 # Under which name Keras keeps the process's own seed generator.
 SEED = "global_seed_generator"
 
@@ -97,6 +101,12 @@ def set_layout(variable: Any, layout: Any) -> None:
     """Gives a variable a layout, and places its value by it."""
     variable._layout = layout
     variable._direct_assign(variable._value)
+
+
+def sharding_of(variable: Any) -> Any:
+    """The layout of a variable as JAX's, or None."""
+    layout = variable._layout
+    return getattr(layout, "backend_layout", layout)
 
 
 def global_seed() -> Any:

@@ -151,7 +151,7 @@ class ThreadedRunner:
             if is_on_read(variable):
                 on_read.remember_parts(variable, values, self._distribution)
             else:
-                array = jax.make_array_from_single_device_arrays(
+                array = self._distribution.global_array(
                     values[0].shape, self._distribution.everywhere, values
                 )
                 array = put(array, self._distribution.sharding_of(variable))

@@ -53,6 +53,15 @@ class TensorFlowEngine:
             "splits the optimizer's state and the parameters."
         )
 
+    def refusal_of_logical_devices(self) -> str:
+        return (
+            "use KERAS_BACKEND=jax; or `tf.distribute.TPUStrategy` itself, with which "
+            "Keras trains without this package."
+        )
+
+    def coordinates_of_tpus(self) -> list[tuple[int, int, int, int]]:
+        return []  # what refuses `TPUStrategy` asks for none
+
     def set_logical_devices(self, device_type: str, count: int) -> None:
         devices.set_logical_devices(device_type, count)
 

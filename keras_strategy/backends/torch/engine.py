@@ -42,6 +42,15 @@ class TorchEngine:
             "splits the optimizer's state and the parameters."
         )
 
+    def refusal_of_logical_devices(self) -> str:
+        return (
+            "torch has no replicas of several devices, and its TPUs are not served. "
+            "Use KERAS_BACKEND=jax, or `MirroredStrategy` here."
+        )
+
+    def coordinates_of_tpus(self) -> list[tuple[int, int, int, int]]:
+        return []  # what refuses `TPUStrategy` asks for none
+
     def set_logical_devices(self, device_type: str, count: int) -> None:
         devices.set_logical_cpus(count)
 

@@ -1,0 +1,120 @@
+"""How weights lie on the logical devices of a replica: what `layout_map` says."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from keras_strategy.values.logical_devices import axes_of_parts
+
+
+class Layouts:
+    """The layouts of a strategy's variables.
+
+    Args:
+        layout_map: The strategy's argument: a dict of regular expressions, of which
+            one is to be found in a variable's path, and numbers of parts, one for each
+            dimension; or a `keras.distribution.LayoutMap`.
+        logical: The number of logical devices of each replica.
+
+    Raises:
+        TypeError: If `layout_map` is neither.
+        ValueError: If a layout is none that so many logical devices can have.
+    """
+
+    def __init__(self, layout_map: Any, logical: int):
+        self.given, self.logical = layout_map, logical
+        of_keras = isinstance(layout_map, keras.distribution.LayoutMap)
+        if not of_keras and not isinstance(layout_map, Mapping):
+            raise TypeError(
+                "Argument `layout_map` must be a dict such as {'dense.*kernel': (1, "
+                f"{logical})}}, or a keras.distribution.LayoutMap. Received: "
+                f"layout_map={layout_map!r} of type {type(layout_map).__name__}"
+            )
+        # Keras looks up a path by its own rules.
+        self._keys = layout_map if of_keras else None
+        self._parts = {
+            key: self._checked(key, _sizes(layout_map, key) if of_keras else value)
+            for key, value in dict(layout_map.items()).items()
+        }
+
+    def _checked(self, key: Any, parts: Any) -> tuple[int, ...]:
+        received = f"Received: layout_map[{key!r}]={parts!r}"
+        try:
+            re.compile(key)
+        except (TypeError, re.error) as error:
+            raise ValueError(
+                "A key of `layout_map` must be a regular expression, which is looked "
+                f"for in the paths of variables. {received}"
+            ) from error
+        if not isinstance(parts, tuple | list) or not all(
+            isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in parts
+        ):
+            raise ValueError(
+                "A layout says into how many parts each dimension of a variable is "
+                f"split, such as (1, {self.logical}). {received}"
+            )
+        if axes_of_parts(parts, self.logical) is None:
+            raise ValueError(
+                "The product of a layout's parts must divide the number of logical "
+                f"devices of each replica, which is {self.logical}. {received}"
+            )
+        return tuple(parts)
+
+    def parts_of(self, variable: Any) -> tuple[int, ...] | None:
+        """Into how many parts each dimension of a variable is split.
+
+        Args:
+            variable: The variable, whose path and shape are known.
+
+        Returns:
+            None if each logical device has all of it, as it has what is not trained
+            and does not fit the layout.
+
+        Raises:
+            ValueError: If several layouts are for a variable that is trained, or it
+                does not fit the one.
+        """
+        keys = self._keys_of(variable.path)
+        if not keys:
+            return None
+        parts, shape = self._parts[keys[0]], tuple(variable.shape)
+        fits = len(parts) == len(shape) and not any(
+            size % n for size, n in zip(shape, parts, strict=True)
+        )
+        if fits and len(keys) == 1:
+            return parts
+        if not variable.trainable:
+            return None
+        if len(keys) > 1:
+            raise ValueError(
+                f"The path '{variable.path}' matches several keys of `layout_map`, and "
+                f"may match one: {keys}."
+            )
+        raise ValueError(
+            f"layout_map[{keys[0]!r}]={parts} does not fit the variable "
+            f"'{variable.path}' of the shape {shape}: a layout has one number for each "
+            "dimension, which divides its size."
+        )
+
+    def _keys_of(self, path: str) -> list[str]:
+        if path in self._parts:
+            return [path]
+        if self._keys is None:
+            return [key for key in self._parts if re.search(key, path)]
+        layout = self._keys[path]  # an error if several match
+        return [key for key in self._parts if layout is self._keys[key]][:1]
+
+
+def _sizes(layout_map: Any, key: str) -> tuple[int, ...]:
+    """The parts that a layout of Keras's speaks of, by its mesh."""
+    layout = layout_map[key]
+    mesh = layout.device_mesh
+    if mesh is None:
+        raise ValueError(
+            "A keras.distribution.LayoutMap must have a device mesh, whose axes tell "
+            f"how many parts there are. Received none for layout_map[{key!r}]"
+        )
+    sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
+    return tuple(1 if axis is None else int(sizes[axis]) for axis in layout.axes)

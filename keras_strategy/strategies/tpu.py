@@ -1,0 +1,323 @@
+"""The cores of a TPU, of which several may be the logical devices of one replica."""
+
+import functools
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import keras
+
+from keras_strategy.core.protocol import LogicalGroup
+from keras_strategy.core.registry import get_engine
+from keras_strategy.errors import UnsupportedBackendError
+from keras_strategy.options.batch_statistics import check_batch_statistics
+from keras_strategy.rules.layouts import Layouts
+from keras_strategy.strategies.base import Strategy
+from keras_strategy.strategies.extended import StrategyExtended
+from keras_strategy.strategies.tpu_system import TPUSystem, find_system
+from keras_strategy.values.device_assignment import DeviceAssignment
+from keras_strategy.values.logical_devices import LogicalDevices
+
+logger = logging.getLogger("keras_strategy")
+
+
+class TPUStrategy(Strategy):
+    """Synchronous training on the cores of a TPU, on JAX.
+
+    A replica has one core, or several: its logical devices. They share the weights that
+    `layout_map` splits and the tensors that `experimental_split_to_logical_devices`
+    splits, and with them the computation; training ends with the weights of one device.
+
+    A TPU can be simulated, see `keras_strategy.testing.simulated_tpu`.
+
+    Args:
+        tpu_cluster_resolver: A `cluster_resolver.TPUClusterResolver`, or what
+            `testing.simulated_tpu` returned; None is this machine's TPU.
+        experimental_device_assignment: A `tpu.experimental.DeviceAssignment`, which
+            says what cores each replica has.
+        experimental_spmd_xla_partitioning: Whether tensors can only be split, and not
+            assigned to one logical device, see `experimental_assign_to_logical_device`.
+        devices_per_replica: The number of logical devices of each replica, instead of
+            an assignment: each gets as many cores that are next to each other. None
+            is 1.
+        layout_map: How weights are split over the logical devices of a replica: a dict
+            of regular expressions, of which at most one is to be found in a variable's
+            path, and into how many parts each of its dimensions is split, such as
+            `{"dense.*kernel": (1, 2)}`; or a `keras.distribution.LayoutMap`, of which
+            the sizes of the axes count. None has all weights on each logical device.
+        batch_statistics: See `MirroredStrategy`.
+
+    Raises:
+        UnsupportedBackendError: If the Keras backend is not JAX.
+        TypeError: If an argument is of another type.
+        ValueError: If there is no TPU, or the replicas do not fit on it, or a layout
+            does not fit the replicas.
+
+    Example:
+
+    ```python
+    import keras
+    import numpy as np
+    import keras_strategy as ks
+    from keras_strategy.testing import simulated_tpu
+
+    if keras.backend.backend() == "jax":
+        strategy = ks.TPUStrategy(
+            simulated_tpu((2, 1, 1, 2)),
+            devices_per_replica=2,
+            layout_map={"wide/kernel": (1, 2)},
+        )
+        with strategy.scope():
+            wide = keras.layers.Dense(8, name="wide")
+            model = keras.Sequential([keras.Input((3,)), wide, keras.layers.Dense(1)])
+            model.compile("adam", "mse")
+        model.fit(np.ones((10, 3)), np.ones((10, 1)), batch_size=4, verbose=0)
+        assert strategy.num_replicas_in_sync == 2
+    ```
+    """
+
+    def __init__(
+        self,
+        tpu_cluster_resolver: Any = None,
+        experimental_device_assignment: DeviceAssignment | None = None,
+        experimental_spmd_xla_partitioning: bool = False,
+        *,
+        devices_per_replica: int | None = None,
+        layout_map: Any = None,
+        batch_statistics: str | None = None,
+    ):
+        refusal = get_engine().refusal_of_logical_devices()
+        if refusal is not None:
+            raise UnsupportedBackendError(
+                "`TPUStrategy` is not there with the Keras backend "
+                f"'{get_engine().name}': {refusal}"
+            )
+        self._batch_statistics = check_batch_statistics(batch_statistics)
+        self._resolver = tpu_cluster_resolver
+        self._assignment = experimental_device_assignment
+        self._spmd = bool(experimental_spmd_xla_partitioning)
+        self._told_of_assigning = False
+        system = find_system(tpu_cluster_resolver)
+        devices = _devices(system, experimental_device_assignment, devices_per_replica)
+        count = len(devices[0])
+        layouts = None if layout_map is None else Layouts(layout_map, count)
+        self._logical = LogicalDevices(devices, layouts)
+        first = tuple(own[0] for own in devices)
+        super().__init__(StrategyExtended(self, first))
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """The resolver that was given, or None."""
+        return self._resolver
+
+    def experimental_split_to_logical_devices(
+        self, tensor: Any, partition_dimensions: Sequence[int]
+    ) -> Any:
+        """Splits a tensor of a replica over its logical devices.
+
+        What is computed with it is split likewise, as far as XLA sees. No value
+        changes. Call it in a layer's `call`, or in a function that `run` calls; a
+        tensor outside of a compiled program stays where it is.
+
+        Args:
+            tensor: A tensor. In `fit` its first dimension is that of the rows.
+            partition_dimensions: Into how many parts each dimension is split. Their
+                product is the number of logical devices.
+
+        Returns:
+            The tensor.
+
+        Raises:
+            ValueError: If the tensor cannot be split like that, or is the symbolic
+                input of a functional model.
+
+        Example:
+
+        ```python
+        import keras
+        import keras_strategy as ks
+        from keras_strategy.testing import simulated_tpu
+
+        if keras.backend.backend() == "jax":
+            tpu = simulated_tpu((2, 1, 1, 2))
+            strategy = ks.TPUStrategy(tpu, devices_per_replica=2)
+
+            def step():
+                images = keras.ops.ones((4, 8, 8, 3))
+                return strategy.experimental_split_to_logical_devices(
+                    images, [1, 2, 1, 1]
+                )
+
+            strategy.run(step)
+        ```
+        """
+        parts = list(partition_dimensions)
+        shape = _shape(tensor, "experimental_split_to_logical_devices")
+        count = self._logical_count
+        if len(shape) != len(parts):
+            raise ValueError(
+                "Length of `partition_dimensions` must equal to the rank of "
+                f"`tensor.shape` ({len(shape)}). Received "
+                f"len(partition_dimensions)={len(parts)}."
+            )
+        positive = all(isinstance(n, int) and n > 0 for n in parts)
+        if not positive or math.prod(parts) != count:
+            raise ValueError(
+                "The product of `partition_dimensions` should be the same as the "
+                f"number of logical devices (={count}). Received "
+                f"`partition_dimensions`={parts}, and their product is "
+                f"{math.prod(parts)}."
+            )
+        return self._group.lay_out(tensor, parts)
+
+    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
+        """Has all of a tensor of a replica on each of its logical devices.
+
+        The opposite of `experimental_split_to_logical_devices`, to be called in the
+        same places.
+
+        Args:
+            tensor: A tensor. In `fit` its first dimension is that of the rows.
+
+        Returns:
+            The tensor.
+
+        Raises:
+            ValueError: If it is the symbolic input of a functional model.
+        """
+        shape = _shape(tensor, "experimental_replicate_to_logical_devices")
+        return self._group.lay_out(tensor, [1] * len(shape))
+
+    def experimental_assign_to_logical_device(
+        self, tensor: Any, logical_device_id: int
+    ) -> Any:
+        """Checks a number of a logical device, and returns the tensor.
+
+        XLA decides where an operation is computed: on JAX none can be pinned to one
+        logical device. No value depends on it. A line in the log says so once.
+
+        Args:
+            tensor: A tensor.
+            logical_device_id: The number of a logical device of the replica.
+
+        Returns:
+            The tensor.
+
+        Raises:
+            ValueError: If there is no such logical device; or always with
+                `experimental_spmd_xla_partitioning=True`.
+        """
+        if self._spmd:
+            raise ValueError(
+                "Cannot assign a tensor to a logical device in SPMD mode. Use "
+                "`experimental_split_to_logical_devices`, or leave "
+                "`experimental_spmd_xla_partitioning` out."
+            )
+        count = self._logical_count
+        if not 0 <= logical_device_id < count:
+            raise ValueError(
+                "`logical_core_id` to assign must be lower then total number of "
+                "logical devices per replica. Received logical device id "
+                f"{logical_device_id} but there are only total of {count} logical "
+                "devices in replica."
+            )
+        if not self._told_of_assigning:
+            self._told_of_assigning = True
+            logger.info(
+                "experimental_assign_to_logical_device has no effect on JAX, where XLA "
+                "decides which logical device computes what; the result is the same."
+            )
+        return tensor
+
+    @property
+    def _group(self) -> LogicalGroup:
+        return cast(LogicalGroup, self.extended.group)
+
+    @property
+    def _logical_count(self) -> int:
+        assert self._logical is not None
+        return self._logical.per_replica
+
+    def __repr__(self) -> str:
+        assert self._logical is not None
+        devices = [list(own) for own in self._logical.devices]
+        return f"{type(self).__name__}(devices={devices})"
+
+    def __reduce__(self):
+        assert self._logical is not None
+        layouts = self._logical.layouts
+        per_replica = self._logical_count if self._assignment is None else None
+        make = functools.partial(
+            type(self),
+            devices_per_replica=per_replica,
+            layout_map=None if layouts is None else layouts.given,
+            batch_statistics=self._batch_statistics,
+        )
+        return make, (self._resolver, self._assignment, self._spmd)
+
+
+def _shape(tensor: Any, method: str) -> tuple[int, ...]:
+    if isinstance(tensor, keras.KerasTensor):
+        raise ValueError(
+            f"`{method}` was given the symbolic tensor of a functional model, in which "
+            "it would be lost. Call it in the `call` of a layer, such as a "
+            "`keras.layers.Lambda`."
+        )
+    return tuple(keras.ops.shape(tensor))
+
+
+def _devices(
+    system: TPUSystem, assignment: Any, per_replica: Any
+) -> tuple[tuple[str, ...], ...]:
+    """The names of the devices of each replica."""
+    if assignment is not None:
+        return _assigned(system, assignment, per_replica)
+    count = 1 if per_replica is None else per_replica
+    names = system.names()
+    if (
+        isinstance(count, bool)
+        or not isinstance(count, int)
+        or count < 1
+        or len(names) % count
+    ):
+        raise ValueError(
+            "Argument `devices_per_replica` must be a whole number that divides the "
+            f"number of the TPU's cores, which is {len(names)}. Received: "
+            f"devices_per_replica={per_replica!r}"
+        )
+    return tuple(names[i : i + count] for i in range(0, len(names), count))
+
+
+def _assigned(
+    system: TPUSystem, assignment: Any, per_replica: Any
+) -> tuple[tuple[str, ...], ...]:
+    if not isinstance(assignment, DeviceAssignment):
+        raise TypeError(
+            "Argument `experimental_device_assignment` must be a "
+            "`keras_strategy.tpu.experimental.DeviceAssignment`, or None. Received: "
+            f"{assignment!r} of type {type(assignment).__name__}"
+        )
+    if per_replica is not None:
+        raise ValueError(
+            "`experimental_device_assignment` says how many logical devices a replica "
+            "has, and so may `devices_per_replica`: give one of them. Received: "
+            f"devices_per_replica={per_replica!r}"
+        )
+    given = assignment.topology.serialized()
+    if given != system.topology.serialized():
+        raise ValueError(
+            "Argument `experimental_device_assignment` must be of the topology of this "
+            "TPU, as `initialize_tpu_system(tpu_cluster_resolver)` returns it. "
+            f"Received one of the mesh {assignment.topology.mesh_shape}, and this "
+            f"TPU's is {system.topology.mesh_shape}."
+        )
+    cores = assignment.core_assignment
+    if not cores.size or len(set(map(tuple, cores.reshape(-1, 4)))) < cores.size // 4:
+        raise ValueError(
+            "Argument `experimental_device_assignment` must give each replica cores of "
+            f"its own. Received: core_assignment={cores.tolist()}"
+        )
+    return tuple(
+        tuple(system.name_at(coordinates) for coordinates in own) for own in cores
+    )
