@@ -68,8 +68,8 @@ def run(backend: str, arguments: list[str]) -> int:
     return done.returncode
 
 
-def outcomes(report: Path) -> tuple[str, list[dict[str, str]]]:
-    """The day of a run, and what is known of each fault that it planted."""
+def outcomes(report: Path) -> tuple[str, float, list[dict[str, str]]]:
+    """A run's day and seconds, and what is known of each fault that it planted."""
     root = ElementTree.parse(report).getroot()
     (suite, *_) = root.iter("testsuite")
     found = []
@@ -77,7 +77,8 @@ def outcomes(report: Path) -> tuple[str, list[dict[str, str]]]:
         known = {p.get("name", ""): p.get("value") or "" for p in case.iter("property")}
         failed = [*case.iter("failure"), *case.iter("error")]
         found.append({**known, "failed": "yes" if failed else ""})
-    return (suite.get("timestamp") or "")[:10], found
+    day, seconds = (suite.get("timestamp") or "")[:10], suite.get("time") or 0
+    return day, float(seconds), found
 
 
 def table(found: dict[str, list[dict[str, str]]]) -> str:
@@ -122,22 +123,24 @@ def places(found: dict[str, list[dict[str, str]]]) -> str:
     return f"Where they were planted, on all backends together: {', '.join(told)}."
 
 
-def machine(days: dict[str, str]) -> str:
-    """When and on what it was measured."""
+def machine(runs: dict[str, tuple[str, float, list]]) -> str:
+    """When and on what it was measured, and how long that took."""
     versions = {
         "jax": "jax",
         "torch": "torch",
         "tensorflow": "tensorflow_cpu",
     }
     told = []
-    for backend, day in days.items():
+    for backend, (day, seconds, planted) in runs.items():
         try:
             version = importlib.metadata.version(versions[backend])
         except importlib.metadata.PackageNotFoundError:
             version = ""
         date = datetime.date.fromisoformat(day)
         when = f"{date.day} {date:%B %Y}"
-        told.append(f"{NAMES[backend]} {version} on {when}".replace("  ", " "))
+        name = f"{NAMES[backend]} {version}".strip()
+        took = f"{len(planted)} in {seconds / 60:.0f} minutes"
+        told.append(f"{name} on {when} ({took})")
     cores = f"{os.cpu_count()} cores"
     return (
         f"Measured with {', '.join(told)}, on one {platform.system()} machine with "
@@ -152,10 +155,8 @@ def main() -> int:
         statuses = list(pool.map(lambda b: run(b, sys.argv[1:]), BACKENDS))
     reports = {b: REPORTS / f"{b}.xml" for b in NAMES}
     read = {b: outcomes(path) for b, path in reports.items() if path.exists()}
-    found = {b: each for b, (_, each) in read.items()}
-    text = "\n\n".join(
-        [table(found), places(found), machine({b: day for b, (day, _) in read.items()})]
-    )
+    found = {b: each for b, (*_, each) in read.items()}
+    text = "\n\n".join([table(found), places(found), machine(read)])
     print(text)
     if found.keys() == NAMES.keys():
         PAGE.write_text(f"{HEAD}\n{text}\n")

@@ -185,7 +185,8 @@ class Layer(keras.layers.Dense):
     program: Any = None
 
     def call(self, inputs, training=None):
-        if self.program is not None:
+        # Not when Keras builds the model, which says so and not what the error is.
+        if self.program is not None and training:
             self.program.come("layer")
         return super().call(inputs)
 

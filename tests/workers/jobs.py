@@ -17,6 +17,7 @@ import keras
 import numpy as np
 
 import keras_strategy as ks
+from tests.workers.listening import listens_at
 
 
 def in_charge(alone: bool, **kwargs: Any) -> Any:
@@ -158,6 +159,7 @@ def collectives() -> dict:
         "gathered": keras.ops.convert_to_numpy(strategy.gather(out["row"], axis=0)),
         "total": float(total),
         "first": keras.ops.convert_to_numpy(first),
+        "listens at": listens_at(),
     }
 
 

@@ -1,5 +1,8 @@
 """What replicas on different workers tell each other."""
 
+import ipaddress
+
+import keras
 import numpy as np
 
 from tests.workers import jobs
@@ -24,6 +27,14 @@ def test_collectives(workers):
         np.testing.assert_array_equal(result["first"], results[0]["first"])
     told = np.concatenate([result["local"]["id"] for result in results])
     np.testing.assert_array_equal(told, ids)
+    for result in results:
+        beyond = [
+            address
+            for address in result["listens at"]
+            if not ipaddress.ip_address(address).is_loopback
+        ]
+        # Of TensorFlow's servers docs/threat_model.md says so.
+        assert bool(beyond) == (keras.backend.backend() == "tensorflow"), beyond
 
 
 def test_values_of_different_shapes(two_workers):
