@@ -221,9 +221,11 @@ class Member:
     def raised(self, error: BaseException, trace: str) -> None:
         """Tells the others of an exception that ends this process."""
         what = f"{type(error).__name__}: {error}"[:_LONGEST_MESSAGE]
-        message = f"{self._connection.name} raised {what}"
+        first, *more = what.split("\n", 1)
+        message = f"{self._connection.name} raised {first}"
         if self._position.last:
             message += f" (in or after `{self._position.last}`)"
+        message = "\n".join([message, *more])
         # Another failure may have come first, and perhaps this exception of it.
         other = self._connection.fail(message, trace[-_LONGEST_TRACE:])
         if self._exit_process:

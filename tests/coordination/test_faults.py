@@ -40,7 +40,7 @@ def test_a_worker_that_raises_ends_the_others(processes, victim):
     scripts[victim] = (
         "member.agree('start')\n"
         "with member.waiting('all_reduce in step 12'):\n"
-        "    raise ValueError('no such row')"
+        "    raise ValueError('no such row\\nin this table')"
     )
     processes.start(scripts)
     for rank, (status, errors) in enumerate(processes.end(0, 1, 2)):
@@ -49,7 +49,7 @@ def test_a_worker_that_raises_ends_the_others(processes, victim):
         if rank != victim:
             assert (
                 f"{THREE[rank]} ends. {THREE[victim]} raised ValueError: no such row "
-                "(in or after `all_reduce in step 12`)"
+                "(in or after `all_reduce in step 12`)\nin this table"
             ) in errors
 
 

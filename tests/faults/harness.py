@@ -31,7 +31,7 @@ OPERATION = re.compile(r"`[^`]+`|could not read |failed in |given the same ")
 LIMIT_SECONDS = 140
 # How many times as long as they may take they are waited for, to be said how long.
 MORE = 2
-# How long it may take to say what they are in.
+# How long it may take to say what they are in, and what they started to end with them.
 DUMP_SECONDS = 5
 
 
@@ -77,6 +77,8 @@ def plant(planted: Planted, folder: pathlib.Path, starter: WarmStarter) -> Outco
         runner.start(jobs.work, dataclasses.asdict(planted), str(files))
         happened = files / jobs.HAPPENED
         ends = _wait(runner, planted, fault, happened, NOTICED_SECONDS + waits)
+        ended = [r for r, end in ends.items() if end.status is not None]
+        processes = _processes([runner.processes[rank].pid for rank in ended])
     if not happened.exists():
         return Outcome(0, "", ["it did not happen", *_outputs(ends)])
     victim = ends.pop(planted.victim)
@@ -88,7 +90,7 @@ def plant(planted: Planted, folder: pathlib.Path, starter: WarmStarter) -> Outco
         wrong += [f"worker {rank} does not say why" for rank in silent]
         if seconds > NOTICED_SECONDS + waits:
             wrong.append(f"the others took {seconds:.0f} s to end")
-    wrong += [f"a process is left: {name}" for name in _processes(str(temporary))]
+    wrong += [f"a process is left: {name}" for name in processes]
     left = sorted(str(p.relative_to(temporary)) for p in temporary.rglob("*"))
     wrong += [f"in the temporary folder there is {name}" for name in left]
     wrong += _unreadable(files)
@@ -182,15 +184,24 @@ def _said(
     return message or f"{JAX_SAYS} ...", silent
 
 
-def _processes(mark: str) -> list[str]:
-    """The processes that run with a mark in their environment."""
+def _processes(groups: list[int]) -> list[str]:
+    """The processes that workers have left behind, each of which led a group."""
+    deadline = time.monotonic() + DUMP_SECONDS
+    while (found := _members(groups)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def _members(groups: list[int]) -> list[str]:
     found = []
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
         try:
-            if mark.encode() in (folder / "environ").read_bytes():
+            _, _, rest = (folder / "stat").read_text().rpartition(")")
+            state, _, group, *_ = rest.split()
+            if int(group) in groups and state not in "ZX":
                 found.append((folder / "cmdline").read_text().replace("\0", " "))
         except OSError:
-            continue  # it is another user's, or has ended
+            continue  # it has ended
     return found
 
 
