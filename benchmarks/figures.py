@@ -5,7 +5,6 @@ bytes they carry and how often our own Python is entered is the same everywhere,
 tests can hold on to it.
 """
 
-import importlib
 import math
 import sys
 import threading
@@ -18,6 +17,7 @@ import keras
 import numpy as np
 
 import keras_strategy
+from keras_strategy.core.registry import get_engine
 
 _OURS = str(Path(keras_strategy.__file__).parent)
 
@@ -46,11 +46,6 @@ class Figures:
     python_calls: float
 
 
-# What an engine counts: the collectives, their bytes, compilations and transfers of
-# some steps, by the number of steps.
-Counter = Callable[[Callable[[int], None], int], tuple[int, int, int, int]]
-
-
 def figures_of(train: Callable[[int], None], model: keras.Model) -> Figures:
     """Counts what a program does in a step of training.
 
@@ -62,12 +57,12 @@ def figures_of(train: Callable[[int], None], model: keras.Model) -> Figures:
         The figures. What a call costs once is not in those of a step: they are the
         difference of a long and a short call.
     """
-    counter = importlib.import_module(f"benchmarks.{keras.backend.backend()}_figures")
+    count = get_engine().count
     # First of all, so that the replicas' threads start under the profiler.
     python_calls(train, 2)
     calls = python_calls(train, 30) - python_calls(train, 10)
-    compilations = counter.count(train, 100)[2]
-    short, long = counter.count(train, 10), counter.count(train, 30)
+    compilations = count(train, 100)[2]
+    short, long = count(train, 10), count(train, 30)
     collectives, data, _, transfers = (
         (b - a) / 20 for a, b in zip(short, long, strict=True)
     )

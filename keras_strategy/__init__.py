@@ -59,6 +59,7 @@ _HOMES = {
     "keras_strategy.strategies.multi_worker": ("MultiWorkerMirroredStrategy",),
     "keras_strategy.strategies.one_device": ("OneDeviceStrategy",),
     "keras_strategy.strategies.placement": ("visualize",),
+    "keras_strategy.strategies.profile": ("profile",),
     "keras_strategy.strategies.tpu": ("TPUStrategy",),
     "keras_strategy.values.distributed": (
         "DistributedValues",

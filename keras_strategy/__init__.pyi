@@ -45,6 +45,7 @@ from keras_strategy.strategies.mirrored import MirroredStrategy
 from keras_strategy.strategies.multi_worker import MultiWorkerMirroredStrategy
 from keras_strategy.strategies.one_device import OneDeviceStrategy
 from keras_strategy.strategies.placement import visualize
+from keras_strategy.strategies.profile import profile
 from keras_strategy.strategies.tpu import TPUStrategy
 from keras_strategy.values.distributed import (
     DistributedValues,
@@ -97,6 +98,7 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "predict",
+    "profile",
     "scale_regularization_loss",
     "tpu",
     "value_and_grad",

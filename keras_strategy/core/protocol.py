@@ -197,6 +197,35 @@ class Engine(Protocol):
         """
         ...
 
+    def count(
+        self, train: Callable[[int], None], steps: int
+    ) -> tuple[int, int, int, int]:
+        """Counts what this engine does while a program trains.
+
+        Args:
+            train: Trains for so many steps.
+            steps: How many.
+
+        Returns:
+            The collectives, the bytes that one replica gives to them, the programs
+            that were compiled, and the copies between host and devices.
+        """
+        ...
+
+    def shares(
+        self, train: Callable[[int], None], steps: int
+    ) -> tuple[float, float] | None:
+        """The shares of the time in which a device computed, and was in collectives.
+
+        Args:
+            train: See `count`.
+            steps: See `count`.
+
+        Returns:
+            What this engine's profiler says; None where it says nothing.
+        """
+        ...
+
     def require_loop_in_python(self) -> None:
         """Raises where a Python loop over data would be compiled, and unrolled.
 

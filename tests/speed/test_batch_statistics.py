@@ -1,15 +1,13 @@
 """How often replicas speak to each other for the statistics of a global batch."""
 
-import importlib
-
 import keras
 import numpy as np
 import pytest
 from keras import layers, ops
 
 import keras_strategy as ks
+from keras_strategy.core.registry import get_engine
 
-counter = importlib.import_module(f"benchmarks.{keras.backend.backend()}_figures")
 NORMALIZATIONS = 3
 
 
@@ -40,5 +38,5 @@ def test_one_collective_for_a_layer_and_pass():
                 keras.tree.map_structure(ops.convert_to_numpy, value)
 
         train(1)
-        short, long = (counter.count(train, steps)[0] for steps in (2, 4))
+        short, long = (get_engine().count(train, steps)[0] for steps in (2, 4))
         assert (long - short) / 2 == passes * NORMALIZATIONS

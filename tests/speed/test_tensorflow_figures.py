@@ -10,8 +10,8 @@ if keras.backend.backend() != "tensorflow":
 import tensorflow as tf
 
 import keras_strategy as ks
-from benchmarks import tensorflow_figures
 from benchmarks.figures import figures_of
+from keras_strategy.backends.tensorflow import counting
 
 BATCH = 8
 X = np.random.RandomState(0).rand(64, 5).astype("float32")
@@ -70,8 +70,8 @@ def test_bytes_of_gradients_whose_shape_is_unknown(two):
         model.fit(batch.repeat(), steps_per_epoch=steps, verbose=0)
 
     train(1)
-    _, short, *_ = tensorflow_figures.count(train, 2)
-    _, long, *_ = tensorflow_figures.count(train, 3)
+    _, short, *_ = counting.count(train, 2)
+    _, long, *_ = counting.count(train, 3)
     gradients = sum(np.prod(v.shape) for v in model.trainable_variables)
     # The sum and the count of the loss travel, too.
     assert long - short == 4 * (gradients + 2)

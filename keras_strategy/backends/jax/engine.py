@@ -135,6 +135,16 @@ class JaxEngine:
     def checkpoints(self, thing: Any, folder: Any, cluster: Any) -> None:
         return None  # it has none of its own
 
+    def count(self, train: Any, steps: int) -> tuple[int, int, int, int]:
+        from keras_strategy.backends.jax import counting
+
+        return counting.count(train, steps)
+
+    def shares(self, train: Any, steps: int) -> tuple[float, float] | None:
+        from keras_strategy.backends.jax import counting
+
+        return counting.shares(train, steps)
+
     def require_loop_in_python(self) -> None:
         """Nothing is compiled by its Python source."""
 

@@ -176,6 +176,14 @@ class TensorFlowEngine:
 
         return checkpoints(thing, folder, cluster)
 
+    def count(self, train: Any, steps: int) -> tuple[int, int, int, int]:
+        from keras_strategy.backends.tensorflow import counting
+
+        return counting.count(train, steps)
+
+    def shares(self, train: Any, steps: int) -> None:
+        return None  # its profiler writes for TensorBoard alone
+
     def require_loop_in_python(self) -> None:
         if tf.inside_function():
             raise RuntimeError(

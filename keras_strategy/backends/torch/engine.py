@@ -131,6 +131,16 @@ class TorchEngine:
     def checkpoints(self, thing: Any, folder: Any, cluster: Any) -> None:
         return None  # it has none of its own
 
+    def count(self, train: Any, steps: int) -> tuple[int, int, int, int]:
+        from keras_strategy.backends.torch import counting
+
+        return counting.count(train, steps)
+
+    def shares(self, train: Any, steps: int) -> tuple[float, float] | None:
+        from keras_strategy.backends.torch import counting
+
+        return counting.shares(train, steps)
+
     def require_loop_in_python(self) -> None:
         """Nothing is compiled by its Python source."""
 

@@ -8,16 +8,13 @@ import torch
 import torch.distributed as dist
 
 from keras_strategy.backends.torch.replica import TorchReplica
+from keras_strategy.rules import spans
 
 _COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor")
 
 
 def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]:
-    """Counts what happens in some steps.
-
-    Args:
-        train: Trains for so many steps.
-        steps: The number of steps.
+    """See `Engine.count`.
 
     Returns:
         The collectives: calls of torch.distributed, and sums over the threads of one
@@ -35,6 +32,61 @@ def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]
         train(steps)
     collectives, data, copies = seen
     return collectives, data, 0, copies
+
+
+# What torch's profiler calls collectives, and what adds up replicas of one process.
+_ADDS = "keras_strategy::add"
+_COLLECTIVE_EVENTS = ("c10d::", "gloo:", "nccl:", "ncclDevKernel", "mpi:", _ADDS)
+
+
+def shares(train: Callable[[int], None], steps: int) -> tuple[float, float] | None:
+    """See `Engine.shares`: on GPUs those of the kernels of this process.
+
+    On CPUs an operation counts as long as torch is in it, in any thread: replicas of
+    one process take turns.
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    on_gpus = torch.cuda.is_available()
+    if on_gpus:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    profiling: Any = torch.profiler
+    everywhere = profiling._ExperimentalConfig(profile_all_threads=True)
+    profiler = profiling.profile(activities=activities, experimental_config=everywhere)
+    with _named(TorchReplica, "add", _ADDS), profiler:
+        train(steps)
+    events: Any = profiler.events()
+    wanted = "CUDA" if on_gpus else "CPU"
+    return spans.shares(
+        (event.time_range.start, event.time_range.end, _is_collective(event))
+        for event in events
+        if event.device_type.name == wanted
+        and event.time_range.end > event.time_range.start
+    )
+
+
+def _is_collective(event: Any) -> bool:
+    """Whether it is one, or a part of one."""
+    while event is not None:
+        if event.name.startswith(_COLLECTIVE_EVENTS):
+            return True
+        event = event.cpu_parent
+    return False
+
+
+@contextlib.contextmanager
+def _named(owner: Any, name: str, event: str) -> Iterator[None]:
+    """Has torch's profiler see calls of a function."""
+    original = getattr(owner, name)
+
+    def named(*args, **kwargs):
+        with torch.profiler.record_function(event):
+            return original(*args, **kwargs)
+
+    setattr(owner, name, named)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
 @contextlib.contextmanager
@@ -67,9 +119,10 @@ def _counting_copies(seen: list[int]) -> Iterator[None]:
         seen[2] += result.device != tensor.device
         return result
 
-    original = torch.Tensor.to
-    torch.Tensor.to = to
+    tensor_class: Any = torch.Tensor
+    original = tensor_class.to
+    tensor_class.to = to
     try:
         yield
     finally:
-        del torch.Tensor.to  # it is the base class's
+        del tensor_class.to  # it is the base class's

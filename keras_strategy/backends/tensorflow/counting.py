@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
@@ -40,7 +39,7 @@ class Graph:
 
 
 def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]:
-    """See `benchmarks.figures.Counter`.
+    """See `Engine.count`.
 
     A trace of a tf.function counts as a compilation, those of tf.data's own functions
     aside. The batches that tf.data brings to the devices are not among the transfers.
@@ -83,7 +82,7 @@ def _executed(done: list[Graph]) -> Iterator[None]:
 
     op_callbacks.add_op_callback(operation)
     try:
-        with mock.patch.object(AtomicFunction, "call_flat", called):
+        with _replaced(AtomicFunction, "call_flat", called):
             yield
     finally:
         op_callbacks.remove_op_callback(operation)
@@ -99,8 +98,18 @@ def _traced(traced: list[str]) -> Iterator[None]:
             traced.append(name)
         return original(name, *args, **kwargs)
 
-    with mock.patch.object(func_graph, "func_graph_from_py_func", traced_as):
+    with _replaced(func_graph, "func_graph_from_py_func", traced_as):
         yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
 def of_graph(graph: Any, arguments: Sequence[str]) -> Graph:
@@ -153,7 +162,8 @@ def _of_sum(
 ) -> Graph:
     if len(set(devices)) < 2:
         return Graph()
-    size = math.prod(_shape([inputs[0], *outputs])) * inputs[0].dtype.size
+    shape: Any = _shape([inputs[0], *outputs])
+    size = math.prod(shape) * inputs[0].dtype.size
     return Graph(collections.Counter([kind]), size)
 
 

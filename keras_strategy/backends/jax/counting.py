@@ -14,6 +14,8 @@ from typing import Any
 
 import jax
 
+from keras_strategy.rules import spans
+
 # One that is begun and ended by two operations is counted where it begins. One that
 # XLA did not join with others has JAX's own name.
 _COLLECTIVE = re.compile(
@@ -25,11 +27,7 @@ _compilations = 0
 
 
 def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]:
-    """Counts what is done in `train(steps)`.
-
-    Args:
-        train: Trains for so many steps.
-        steps: How many.
+    """See `Engine.count`.
 
     Returns:
         The collectives, the bytes that one replica gives to them, the programs that
@@ -37,7 +35,7 @@ def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]
         for each device that gets a part of it, one for each that the host reads.
     """
     before = _compilations
-    events = list(_profile(train, steps))
+    events = [(name, stats) for name, stats, _ in _profile(train, steps)]
     compilations = _compilations - before
     # What the devices run, by the number that the profiler gives the program.
     programs: dict[Any, collections.Counter[str]] = collections.defaultdict(
@@ -69,9 +67,25 @@ def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]
     return collectives, data, compilations, transfers + splits * len(devices)
 
 
+def shares(train: Callable[[int], None], steps: int) -> tuple[float, float] | None:
+    """See `Engine.shares`: those of this process's first device."""
+    ran = [
+        (stats["device_ordinal"], stats["hlo_op"], span)
+        for _, stats, span in _profile(train, steps)
+        if "hlo_op" in stats
+    ]
+    first = min((device for device, *_ in ran), default=0)
+    return spans.shares(
+        (*span, bool(_COLLECTIVE.match(name)))
+        for device, name, span in ran
+        if device == first
+    )
+
+
 def _profile(
     train: Callable[[int], None], steps: int
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Iterator[tuple[str, dict[str, Any], tuple[float, float]]]:
+    """The name of each event, what is said of it, and when it began and ended."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -82,7 +96,7 @@ def _profile(
     for plane in profile.planes:
         for line in plane.lines:
             for event in line.events:
-                yield event.name, dict(event.stats)
+                yield event.name, dict(event.stats), (event.start_ns, event.end_ns)
 
 
 def _sizes(module: str, ran: set[str], devices: int) -> dict[str, int]:
@@ -126,7 +140,7 @@ def _width(dtype: str) -> int:
     return int(re.findall(r"\d+", dtype)[0]) // 8
 
 
-def _listen(event: str, duration: float, **_: Any) -> None:
+def _listen(event: str, duration_secs: float, **kwargs: Any) -> None:
     global _compilations
     _compilations += event == "/jax/core/compile/backend_compile_duration"
 
