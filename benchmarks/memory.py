@@ -1,7 +1,8 @@
 """What a model of 50 million parameters takes on each device, by what is split.
 
 `KERAS_BACKEND=jax python -m benchmarks.memory`. The variables' bytes are those of their
-arrays; what the program of a step takes, and what travels, XLA's compiler says.
+arrays; what the program of a step takes, and what travels, XLA's compiler says. On
+torch it is counted in a process for each device, see `benchmarks.memory_torch`.
 """
 
 import argparse
@@ -68,6 +69,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=WIDTH, help="of the layers")
     options = parser.parse_args()
     os.environ.setdefault("KERAS_BACKEND", "jax")
+    if os.environ["KERAS_BACKEND"] == "torch":
+        _of_torch(options.width)
+        return
     print(
         "| N | `shard` | parameters | slots | program: arguments | temporaries "
         "| collectives of a step | sent by each device |\n"
@@ -80,6 +84,25 @@ def main() -> None:
             f"{_mega(report.slots[0])} | {_mega(memory.argument_size_in_bytes)} | "
             f"{_mega(memory.temp_size_in_bytes)} | {kinds} | "
             f"{_mega(sum(t.sent for t in traffic))} |",
+            flush=True,
+        )
+
+
+def _of_torch(width: int) -> None:
+    from benchmarks.memory_torch import measured
+
+    print(
+        "| N | `shard` | parameters | slots | most alive "
+        "| collectives of a step | sent by each device |\n"
+        "| --- | --- | --- | --- | --- | --- | --- |"
+    )
+    for workers, shard, found in measured(width):
+        sent = found["sent"]
+        kinds = ", ".join(f"{count} {kind}" for kind, (count, _) in sent.items())
+        print(
+            f"| {workers} | {shard or 'None'} | {_mega(found['parameters'])} | "
+            f"{_mega(found['slots'])} | {_mega(found['alive'])} | {kinds or 'none'} | "
+            f"{_mega(sum(size for _, size in sent.values()))} |",
             flush=True,
         )
 

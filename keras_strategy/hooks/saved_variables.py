@@ -68,10 +68,14 @@ class SavedVariables:
             arrays[key + _PARTS] = _numpy(parts)
             if variable.aggregation != "none":
                 arrays[key] = _numpy(variable.value)
-        elif is_split(variable):
-            arrays[key] = variable.numpy()  # of which each worker has a part
-        elif self._cluster is None or self._cluster.is_chief:
-            arrays[key] = _numpy(variable.value)
+        else:
+            writes = self._cluster is None or self._cluster.is_chief
+            if is_split(variable):
+                whole = variable.numpy()  # of which each worker has a part
+                if writes:
+                    arrays[key] = whole
+            elif writes:
+                arrays[key] = _numpy(variable.value)
         return arrays
 
     def assign(

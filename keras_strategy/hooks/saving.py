@@ -30,7 +30,7 @@ def _save(original, strategy, self, filepath, *args, **kwargs):
     path = os.fspath(filepath)
     operation = f"`{original.__name__}` to {os.path.basename(path)}"
     drift.require_same_values(strategy, self, operation=operation)
-    known = _read_by_all(self)
+    known = _read_by_all(self, strategy.extended.cluster.is_chief)
 
     def write() -> Any:
         with replaced(path) as temporary, held(known):
@@ -51,12 +51,17 @@ def _get_attr_skipset(original, found, obj_type):
     return found
 
 
-def _read_by_all(model: keras.Model) -> list[tuple[Any, Any]]:
-    """The variables of which each replica has its part, and their values."""
+def _read_by_all(model: keras.Model, is_chief: bool) -> list[tuple[Any, Any]]:
+    """The variables of which each replica has its part, and their values.
+
+    What is split is too large to be kept by workers that do not write it.
+    """
     known = []
     for variable in variables_of(model).values():
         if is_split(variable):
-            known.append((variable, keras.ops.convert_to_numpy(variable)))
+            value = keras.ops.convert_to_numpy(variable)
+            if is_chief:
+                known.append((variable, value))
         elif is_on_read(variable) and variable.aggregation != "none":
             value = keras.ops.convert_to_numpy(variable)
             known.append((variable, keras.ops.convert_to_tensor(value)))

@@ -1,21 +1,26 @@
 """Which part of its variables a replica keeps, where a strategy's `shard` splits them.
 
-A variable is split along one dimension into as many equal parts as there are replicas,
-of which each keeps one. Which dimension follows from the shape alone, so that all
-workers split alike.
+Where one program computes for all replicas, a variable is split along one dimension
+into as many equal parts as there are replicas, of which each keeps one. Which dimension
+follows from the shape alone, so that all workers split alike.
+
+Where each replica updates what it keeps by itself, it keeps some of the elements, in
+the order of the memory: a share.
 """
 
 import contextlib
 import logging
+import math
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from keras_strategy.rules.aggregation import is_on_read
 
 logger = logging.getLogger("keras_strategy")
 
-_SLOT, _DIMENSION = "_ks_slot", "_ks_split"
+_SLOT, _DIMENSION, _SHARES = "_ks_slot", "_ks_split", "_ks_shares"
 _making = threading.local()
 
 
@@ -65,7 +70,48 @@ def split_dimension(variable: Any) -> int | None:
 
 def is_split(variable: Any) -> bool:
     """Whether each replica keeps a part of a variable alone."""
-    return split_dimension(variable) is not None
+    return split_dimension(variable) is not None or _SHARES in vars(variable)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Which elements of a variable each replica keeps.
+
+    Attributes:
+        shape: The variable's shape.
+        bounds: For each replica, where its elements begin and end.
+    """
+
+    shape: tuple[int, ...]
+    bounds: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def even(cls, shape: Sequence[int], replicas: int) -> "Shares":
+        """As many elements for each replica, as far as they go."""
+        ends = [math.prod(shape) * r // replicas for r in range(replicas + 1)]
+        return cls(tuple(shape), tuple(zip(ends, ends[1:], strict=False)))
+
+    @classmethod
+    def of_one(cls, shape: Sequence[int], replicas: int, owner: int) -> "Shares":
+        """All elements for one replica."""
+        size = math.prod(shape)
+        bounds = [(0, 0)] * owner + [(0, size)] + [(size, size)] * replicas
+        return cls(tuple(shape), tuple(bounds[:replicas]))
+
+    def size_of(self, replica: int) -> int:
+        """How many elements a replica keeps."""
+        begin, end = self.bounds[replica]
+        return end - begin
+
+    def shape_of(self, replica: int) -> tuple[int, ...]:
+        """The shape of what a replica keeps: the variable's, or one dimension."""
+        size = self.size_of(replica)
+        return self.shape if size == math.prod(self.shape) else (size,)
+
+
+def note_shares(variable: Any, shares: Shares) -> None:
+    """Notes which elements of a variable each replica keeps."""
+    vars(variable)[_SHARES] = shares
 
 
 class Splitting:

@@ -216,6 +216,22 @@ NEEDED_BY = {
         "jax",
         "tests/workers/test_sharding.py::test_two_workers_equal_one_device[optimizer]",
     ),
+    "backends.torch.hooks_sharding Optimizer.add_variable_from_reference": (
+        "torch",
+        f"{_SHARDING}::test_bytes_on_each_device[optimizer]",
+    ),
+    "backends.torch.hooks_sharding Optimizer._backend_apply_gradients": (
+        "torch",
+        f"{_SHARDING}::test_clipping_decay_average_and_accumulation[2-optimizer]",
+    ),
+    "backends.torch.hooks_sharding Optimizer._clip_gradients": (
+        "torch",
+        f"{_SHARDING}::test_clipping_decay_average_and_accumulation[2-optimizer]",
+    ),
+    "backends.torch.hooks_sharding Optimizer._apply_weight_decay": (
+        "torch",
+        f"{_SHARDING}::test_rules_that_are_not_elementwise[Lamb-optimizer]",
+    ),
     "backends.jax.hooks LossScaleOptimizer._common_apply": (
         "jax",
         f"{_JAX}::test_loss_scaling_in_run",

@@ -50,7 +50,8 @@ class TensorFlowEngine:
     def refusal_of_shard(self, shard: str) -> str:
         return (
             "the engine keeps each variable whole on each device. KERAS_BACKEND=jax "
-            "splits the optimizer's state and the parameters."
+            "splits the optimizer's state and the parameters, KERAS_BACKEND=torch the "
+            "optimizer's state."
         )
 
     def refusal_of_logical_devices(self) -> str:

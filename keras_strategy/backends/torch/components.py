@@ -22,6 +22,7 @@ from keras_strategy.rules.aggregation import (
     part_outside,
 )
 from keras_strategy.rules.ownership import require_own_parts
+from keras_strategy.rules.sharding import Shares
 from keras_strategy.values.topology import Topology
 
 ATTRIBUTE = "_ks_components"
@@ -48,7 +49,12 @@ class Components:
     Args:
         variable: A `keras.Variable` that is initialized.
         layout: Where its strategy's replicas are.
+
+    Attributes:
+        shares: Which elements each replica keeps, None where each keeps all.
     """
+
+    shares: Shares | None = None
 
     def __init__(self, variable: Any, layout: Layout):
         self.layout = layout
@@ -107,6 +113,25 @@ class Components:
                 tensor.copy_(value)
         self.version = self.first._version
 
+    def own_part(self, value: torch.Tensor, index: int) -> torch.Tensor:
+        """What a replica of this worker keeps of what is assigned to the variable.
+
+        Args:
+            value: The value, of the variable's shape.
+            index: The replica's number on this worker.
+        """
+        return value
+
+    def together(self, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The variable's value for each replica of this worker.
+
+        All replicas' shares make it up; with several workers, all of them have to ask.
+
+        Args:
+            parts: What each of them holds.
+        """
+        return parts
+
     def aggregated(self, variable: Any) -> torch.Tensor:
         """What an on_read variable is outside of the replicas.
 
@@ -149,6 +174,12 @@ def find(variable: Any) -> Components | None:
     return components
 
 
+def together(variable: Any, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The value of a variable for each replica of this worker, of what each holds."""
+    components = find(variable)
+    return values if components is None else components.together(values)
+
+
 def find_or_make(variable: Any, layout: Layout) -> Components:
     """The components of a variable, made when a replica first uses it.
 
@@ -160,7 +191,7 @@ def find_or_make(variable: Any, layout: Layout) -> Components:
     if components is not None:
         if components.layout is layout or components.layout == layout:
             return components
-        if components.on_read:
+        if components.on_read or components.shares is not None:
             require_own_parts(context.get_strategy(), variable)
             return components
     if keras_scope() is None:

@@ -17,7 +17,12 @@ from keras_strategy.backends.single import tensors_of_arrays
 from keras_strategy.backends.threads.hooks import keras_scope, replica_here
 from keras_strategy.backends.threads.scopes import WritesAtOnce, unbuilt
 from keras_strategy.backends.threads.turns import Turns
-from keras_strategy.backends.torch.components import ATTRIBUTE, Components, find_or_make
+from keras_strategy.backends.torch.components import (
+    ATTRIBUTE,
+    Components,
+    find_or_make,
+    together,
+)
 from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.backends.torch.run import HALF_WRITTEN, Run
 from keras_strategy.core import context
@@ -104,16 +109,21 @@ class DirectReplica(WritesAtOnce, TorchReplica):
             raise unbuilt(variable)
         own = vars(variable).get(ATTRIBUTE)
         if own is None or own.first is not tensor or own.layout is not self.layout:
-            find_or_make(variable, self.layout)  # which deals a sum out first
+            # Which deals a sum out first.
+            own = find_or_make(variable, self.layout)
+        if own.shares is not None:
+            value = own.own_part(value, 0)
         if id(tensor) not in self.before:
             self._are_overwritten([tensor])
         with torch.no_grad():
             tensor.copy_(value)
 
     def sees_variables(self) -> bool:
-        return keras_scope() is None
+        return keras_scope() is self._updating
 
     def to_overwrite(self, variables: Sequence[Any]) -> list[torch.Tensor]:
+        if self._updating is not None:
+            return super().to_overwrite(variables)
         tensors = []
         for variable in variables:  # a dozen in a small model: no call for each
             own, tensor = vars(variable).get(ATTRIBUTE), stored(variable)
@@ -193,7 +203,8 @@ class DirectReplica(WritesAtOnce, TorchReplica):
     def _held(self, variables: Any) -> PerReplica:
         """What this replica holds of the variable that it returned."""
         values = [self.scope.get_current_value(variable) for variable in variables]
-        return PerReplica([v.detach().clone() for v in values if v is not None])
+        values = [v.detach().clone() for v in values if v is not None]
+        return PerReplica(together(variables[0], values))
 
     def _undo(self) -> None:
         with torch.no_grad():

@@ -14,6 +14,7 @@ from keras_strategy.backends.torch import (
     hooks,
     hooks_compiled,
     hooks_optimizers,
+    hooks_sharding,
     workers,
 )
 from keras_strategy.backends.torch.group import TorchGroup
@@ -36,10 +37,13 @@ class TorchEngine:
     def list_devices(self, device_type: str | None = None) -> list[str]:
         return devices.list_devices(device_type)
 
-    def refusal_of_shard(self, shard: str) -> str:
+    def refusal_of_shard(self, shard: str) -> str | None:
+        if shard == "optimizer":
+            return None
         return (
-            "the engine keeps each variable whole on each device. KERAS_BACKEND=jax "
-            "splits the optimizer's state and the parameters."
+            "the engine keeps each weight whole on each device. shard='optimizer' "
+            "splits the optimizer's state; KERAS_BACKEND=jax splits the parameters, "
+            "too."
         )
 
     def refusal_of_logical_devices(self) -> str:
@@ -109,7 +113,7 @@ class TorchEngine:
         return gradients.value_and_grad(fn, variables, has_aux)
 
     def hook_modules(self) -> Sequence[ModuleType]:
-        return [thread_hooks, hooks, hooks_compiled, hooks_optimizers]
+        return [thread_hooks, hooks, hooks_compiled, hooks_optimizers, hooks_sharding]
 
     def random_state(self) -> None:
         return None  # the core asks torch on every backend

@@ -20,10 +20,17 @@ from keras_strategy.backends.threads.scopes import MergedScope
 from keras_strategy.backends.threads.team import Team
 from keras_strategy.backends.threads.turns import Turns
 from keras_strategy.backends.torch.batch_logs import watch_readers
-from keras_strategy.backends.torch.components import Layout, add, find_or_make
+from keras_strategy.backends.torch.components import (
+    Layout,
+    add,
+    find,
+    find_or_make,
+    together,
+)
 from keras_strategy.backends.torch.devices import torch_device
 from keras_strategy.backends.torch.direct import DirectReplica
 from keras_strategy.backends.torch.flat import Joined
+from keras_strategy.backends.torch.hooks_sharding import share_adopted
 from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.backends.torch.run import HALF_WRITTEN, Run
 from keras_strategy.backends.torch.workers import TorchWorkers
@@ -78,7 +85,8 @@ class TorchGroup:
     def adopt(self, variables: Sequence[Any]) -> None:
         first_values.take_chiefs(self.strategy, variables)
         for variable in variables:
-            find_or_make(variable, self.layout)
+            if not share_adopted(self.strategy, variable):
+                find_or_make(variable, self.layout)
 
     def take_first(self, variables: Sequence[Any]) -> int:
         if self.workers is None or not variables:
@@ -103,14 +111,19 @@ class TorchGroup:
 
     def components(self, variable: Any) -> tuple[torch.Tensor, ...]:
         scope = keras_scope()
-        if isinstance(scope, MergedScope):
-            return tuple(tensor.detach() for tensor in scope.components(variable))
         components = find_or_make(variable, self.layout)
-        components.refresh(variable)
-        return tuple(tensor.detach() for tensor in components.tensors)
+        if isinstance(scope, MergedScope):
+            tensors = scope.components(variable)
+        else:
+            components.refresh(variable)
+            tensors = components.tensors
+        return tuple(tensor.detach() for tensor in components.together(tensors))
 
     def bytes_of(self, variable: Any) -> tuple[int, ...]:
-        return (byte_count(variable),) * len(self.devices)
+        shared = find(variable)
+        if shared is None or shared.shares is None:
+            return (byte_count(variable),) * len(self.devices)
+        return tuple(t.numel() * t.element_size() for t in shared.tensors)
 
     def parts(self, variable: Any) -> PerReplica:
         return PerReplica(self.components(variable))
@@ -235,6 +248,8 @@ class TorchGroup:
             changed.update(replica.scope.changed_in_place)
         for variable in changed.values():
             components = find_or_make(variable, self.layout)
+            if components.shares is not None:
+                continue
             with torch.no_grad():
                 for tensor in components.tensors[1:]:
                     tensor.copy_(components.first)
@@ -289,7 +304,8 @@ def _held(
     """What each replica holds of the variable that it returned."""
     pairs = zip(replicas, variables, strict=True)
     values = [replica.scope.get_current_value(variable) for replica, variable in pairs]
-    return PerReplica([value.detach().clone() for value in values if value is not None])
+    values = [value.detach().clone() for value in values if value is not None]
+    return PerReplica(together(variables[0], values))
 
 
 def _placed(part: Any, device: str) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from keras_strategy.backends.threads import hooks as thread_hooks
-from keras_strategy.backends.torch import components
+from keras_strategy.backends.torch import components, sharing
 from keras_strategy.backends.torch.batch_logs import BatchLogs
 from keras_strategy.backends.torch.direct import DirectReplica, direct_replica
 from keras_strategy.backends.torch.modules import call_module
@@ -110,6 +110,10 @@ def _value(original, self):
     # Read very often: what asks for nothing more is seen first, and without the call
     # that a condition would be.
     own = self.__dict__.get(components.ATTRIBUTE)
+    if own is not None and own.shares is not None:
+        device = getattr(global_state.GLOBAL_STATE_TRACKER, "torch_device", None)
+        whole = None if device == "meta" else sharing.whole_of(self, own)
+        return original(self) if whole is None else self._maybe_autocast(whole)
     running = place.replica
     if running is not None and isinstance(running._replica, DirectReplica):
         replica, tensor = running._replica, stored(self)

@@ -1,6 +1,7 @@
 """One replica: a thread, and what it asks of the others."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -38,6 +39,7 @@ class TorchReplica(ThreadReplica):
         self._run = run
         self._generators: dict[torch.device, torch.Generator] = {}
         self._drawn = 0
+        self._updating: Any = None
 
     def make_scope(self, group: Any, index: int, run: Run) -> Any:
         """Makes what the replica sees the variables through."""
@@ -45,11 +47,46 @@ class TorchReplica(ThreadReplica):
 
     def sees_variables(self) -> bool:
         """Whether what this thread reads and writes is the replica's own."""
-        return keras_scope() is self.scope
+        return keras_scope() is (self._updating or self.scope)
 
     def to_overwrite(self, variables: Sequence[Any]) -> list[torch.Tensor]:
         """The tensors of variables that the optimizer writes to, in place."""
-        return [self.scope.get_current_value(variable) for variable in variables]
+        scope = self._updating or self.scope
+        return [scope.get_current_value(variable) for variable in variables]
+
+    @contextlib.contextmanager
+    def updating(self, scope: Any) -> Iterator[None]:
+        """Surrounds an optimizer that sees the variables through another scope."""
+        self._updating = scope
+        try:
+            yield
+        finally:
+            self._updating = None
+
+    def parts_of_all(
+        self, name: str, part: torch.Tensor, sizes: Sequence[int]
+    ) -> torch.Tensor:
+        """The replicas' tensors of one dimension, joined in their order.
+
+        Args:
+            name: What they are for.
+            part: This replica's.
+            sizes: How many elements each replica has; the same on all of them.
+
+        Returns:
+            A tensor that nobody may change.
+        """
+        workers = self._group.workers
+
+        def combine(parts):
+            joined = torch.cat([part.to(parts[0].device) for part in parts])
+            if workers is None:
+                return joined
+            local = len(parts)
+            each = [sum(sizes[i : i + local]) for i in range(0, len(sizes), local)]
+            return workers.gather_known(name, joined, each)
+
+        return self.here(self.exchange(name, part, combine))
 
     def here(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.scope.device)

@@ -82,9 +82,13 @@ class TorchScope(ReplicaScope):
         variable, value = update
         if stored(variable) is None:
             raise unbuilt(variable)
+        component = self._component(variable)
+        known = self._components[id(variable)]
+        if known.shares is not None:
+            value = known.own_part(value, self._index)
         if id(variable) in self.changed_in_place:
             with torch.no_grad():
-                self._component(variable).copy_(value)
+                component.copy_(value)
         else:
             self._stage(variable, value)
 

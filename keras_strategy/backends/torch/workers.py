@@ -118,6 +118,29 @@ class TorchWorkers(Workers):
             joined = joined.to(torch.bool)
         return joined.movedim(0, axis), counts
 
+    def gather_known(
+        self, name: str, tensor: torch.Tensor, sizes: Sequence[int]
+    ) -> torch.Tensor:
+        """The workers' tensors of one dimension, whose sizes all of them know.
+
+        What they did just before has shown that they are in the same operation.
+
+        Args:
+            name: What it is for.
+            tensor: This worker's.
+            sizes: How many elements each worker has, by rank.
+        """
+        most = max(sizes)
+        sent = tensor
+        if len(sent) < most:  # what is sent has one size
+            sent = tensor.new_zeros(most)
+            sent[: len(tensor)] = tensor
+        every = sent.new_empty(most * self.size)
+        with self.waiting(name):
+            dist.all_gather_into_tensor(every, sent)
+        parts = every.split(most)
+        return torch.cat([p[:size] for p, size in zip(parts, sizes, strict=True)])
+
     def broadcast(
         self, name: str, tensors: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:

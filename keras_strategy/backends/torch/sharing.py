@@ -1,0 +1,213 @@
+"""Variables of optimizers of which each replica keeps a share of the elements.
+
+A replica updates its share of the weights alone, so that it needs no more of what the
+optimizer keeps of them. Then the replicas give each other what they have updated.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import torch
+
+from keras_strategy.backends.threads.hooks import keras_scope, replica_here
+from keras_strategy.backends.threads.scopes import MergedScope
+from keras_strategy.backends.torch.components import ATTRIBUTE, Components, Layout
+from keras_strategy.backends.torch.during_backward import MOST_BYTES
+from keras_strategy.backends.torch.replica import TorchReplica
+from keras_strategy.hooks.variables import initialize, stored
+from keras_strategy.rules.held_values import held_value
+from keras_strategy.rules.sharding import Shares, note_shares
+
+
+class SharedComponents(Components):
+    """What the replicas of this worker keep of a variable, each its share.
+
+    Args:
+        variable: A variable that is initialized, whose tensor is replaced by the share
+            of this worker's first replica.
+        layout: Where its strategy's replicas are.
+        shares: Which elements each of them keeps.
+    """
+
+    def __init__(self, variable: Any, layout: Layout, shares: Shares):
+        whole, self.shares, self.layout = stored(variable).detach(), shares, layout
+        self.path, self.on_read = variable.path, False
+        # Its reads are looked at in any case.
+        self.is_noted = True
+        self.tensors = [
+            torch.nn.Parameter(
+                part_of(whole, shares, replica).to(device, copy=True),
+                requires_grad=False,
+            )
+            for replica, device in zip(
+                layout.topology.local_replicas, layout.devices, strict=True
+            )
+        ]
+        self.first = self.tensors[0]
+        self.version = self.first._version
+        self._run: object = None
+        note_shares(variable, shares)
+        initialize(variable, self.first)
+        vars(variable)[ATTRIBUTE] = self
+
+    def refresh(self, variable: Any) -> None:
+        """No replica holds what another one does."""
+
+    def assign(self, variable: Any, value: torch.Tensor) -> None:
+        self.assign_each([value.detach()] * len(self.tensors))
+
+    def assign_each(self, values: Sequence[torch.Tensor]) -> None:
+        parts = [self.own_part(value, index) for index, value in enumerate(values)]
+        super().assign_each(parts)
+
+    def own_part(self, value: torch.Tensor, index: int) -> torch.Tensor:
+        assert self.shares is not None
+        return part_of(value, self.shares, self.layout.topology.local_replicas[index])
+
+    def together(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        assert self.shares is not None
+        flat = torch.cat([part.detach().reshape(-1).to(self.first) for part in parts])
+        if self.layout.workers is not None:
+            name = f"the value of '{self.path}'"
+            flat, _ = self.layout.workers.gather(name, flat, 0)
+        whole = flat.view(self.shares.shape)
+        return [whole.to(device) for device in self.layout.devices]
+
+
+def part_of(whole: torch.Tensor, shares: Shares, replica: int) -> torch.Tensor:
+    """What a replica keeps of a tensor; it shares the tensor's memory if it can."""
+    begin, end = shares.bounds[replica]
+    return whole.reshape(-1)[begin:end].view(shares.shape_of(replica))
+
+
+def whole_of(variable: Any, components: Components) -> torch.Tensor | None:
+    """The value of a variable that the replicas share, for who reads it.
+
+    Outside of replicas and within, all of them read it, and all workers do.
+
+    Args:
+        variable: The variable.
+        components: What this worker's replicas keep.
+
+    Returns:
+        None where its scope has a value of its own: while the optimizer updates its
+        share, and in a scope that a user has given values.
+    """
+    scope, replica = keras_scope(), replica_here()
+    if isinstance(scope, MergedScope):
+        return components.together(scope.components(variable))[0]
+    if replica is not None:
+        assert components.shares is not None
+        part = replica.scope.get_current_value(variable).detach().reshape(-1)
+        with torch.no_grad():
+            return replica.all_gather(part, 0).view(components.shares.shape)
+    if scope is not None and scope.get_current_value(variable) is not None:
+        return None
+    known = held_value(variable)
+    if known is not None:
+        return keras.ops.convert_to_tensor(known)
+    return components.together(components.tensors)[0]
+
+
+class Division:
+    """How the replicas share what an optimizer keeps.
+
+    Args:
+        replicas: Their number, over all workers.
+        elementwise: Whether the optimizer updates an element of a weight by what it
+            keeps of that element. Otherwise each weight has one replica that updates
+            it, and keeps all that belongs to it.
+
+    Attributes:
+        slots: The variables that they share.
+    """
+
+    def __init__(self, replicas: int, elementwise: bool):
+        self.elementwise = elementwise
+        self.slots: list[Any] = []
+        self._loads = [0] * replicas
+        self._owners: dict[int, tuple[Any, int]] = {}
+
+    def shares(self, weight: Any, shape: Sequence[int]) -> Shares:
+        """The shares of a weight, or of what is kept of it.
+
+        All workers ask for weights in one order, so that they find the same.
+
+        Args:
+            weight: The weight.
+            shape: The shape of what is shared.
+        """
+        replicas = len(self._loads)
+        if self.elementwise:
+            return Shares.even(shape, replicas)
+        if id(weight) not in self._owners:
+            owner = min(range(replicas), key=self._loads.__getitem__)
+            self._loads[owner] += math.prod(weight.shape)
+            self._owners[id(weight)] = weight, owner
+        return Shares.of_one(shape, replicas, self._owners[id(weight)][1])
+
+    def add(self, slot: Any, weight: Any, layout: Layout) -> None:
+        """Leaves each replica its share of a variable that was made.
+
+        Args:
+            slot: What the optimizer keeps.
+            weight: Of which weight.
+            layout: Where the replicas are.
+        """
+        SharedComponents(slot, layout, self.shares(weight, slot.shape))
+        self.slots.append(slot)
+
+
+class Updated(NamedTuple):
+    """A weight of which each replica has updated its share.
+
+    Attributes:
+        tensor: What the replica holds of it.
+        part: The replica's share, updated.
+        shares: Which elements each replica has updated.
+    """
+
+    tensor: torch.Tensor
+    part: torch.Tensor
+    shares: Shares
+
+
+def bring_together(replica: TorchReplica, updated: Sequence[Updated]) -> None:
+    """Writes to each replica's weights what the others have updated.
+
+    Args:
+        replica: The replica.
+        updated: The same weights on every replica, in the same order.
+    """
+    for some in _in_groups(updated):
+        sizes = [
+            sum([one.shares.size_of(r) for one in some])
+            for r in range(len(some[0].shares.bounds))
+        ]
+        own = torch.cat([one.part.reshape(-1) for one in some])
+        every = replica.parts_of_all("optimizer.apply", own, sizes).split(sizes)
+        parts = [
+            part.split([one.shares.size_of(r) for one in some])
+            for r, part in enumerate(every)
+        ]
+        for one, *of_replicas in zip(some, *parts, strict=True):
+            one.tensor.copy_(torch.cat(of_replicas).view(one.shares.shape))
+
+
+def _in_groups(updated: Sequence[Updated]) -> Iterator[list[Updated]]:
+    """Weights that travel together: of one dtype, and no more than need be at once."""
+    some: list[Updated] = []
+    size = 0
+    for one in updated:
+        bytes_of_one = one.tensor.numel() * one.tensor.element_size()
+        if some and (
+            some[0].tensor.dtype != one.tensor.dtype or size + bytes_of_one > MOST_BYTES
+        ):
+            yield some
+            some, size = [], 0
+        some.append(one)
+        size += bytes_of_one
+    if some:
+        yield some
