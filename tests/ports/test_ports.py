@@ -8,6 +8,7 @@ import keras_strategy as ks
 from keras_strategy.testing import WorkerRunner
 from tests.ports import (
     clients,
+    data,
     keras_hub_models,
     keras_io_contrastive,
     keras_io_gans,
@@ -29,6 +30,7 @@ FILES = (
     keras_io_generative,
     keras_hub_models,
     clients,
+    data,
 )
 PORTS = {
     value.name: value
@@ -62,7 +64,8 @@ def on_replicas(request, mirrored):
     def train(port, replicas):
         if not port.workers:
             return [port.train(mirrored(replicas))]
-        starter = request.getfixturevalue("starter")
+        # What belongs to such a package may start threads as soon as Keras is imported.
+        starter = None if port.needs else request.getfixturevalue("starter")
         with WorkerRunner(replicas, timeout_seconds=280, starter=starter) as runner:
             return runner.run(in_worker, port.name)
 

@@ -8,6 +8,7 @@ import numpy as np
 
 import keras_strategy as ks
 from benchmarks.input_figures import Watch
+from tests.workers.input_jobs import Rows, model_of, weights_of
 from tests.workers.jobs import classifier, digits, in_charge, weights
 
 # Rows of each worker's batches, step by step; 0 where its data has ended. A job takes
@@ -177,6 +178,26 @@ def parts_of_replicas(batches: list, strategy: Any) -> list:
 def of_tables(tables: list[str], workers: int, alone: bool = False) -> list[dict]:
     """`own_rows` of several tables."""
     return [own_rows(name, workers, alone) for name in tables]
+
+
+def of_sources(alone: bool = False) -> dict:
+    """Fits what all workers have, by rows or by batches: 29 rows by 8."""
+    import torch
+
+    _, model = model_of(alone)
+    x, y = digits(29)
+    indexed = ks.IndexedDataset(Rows(), 8, shuffle=True)
+    batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 29, 8)]
+    result = {}
+    for name, data in {
+        "arrays": (x, y, 8),
+        "indexed": (indexed,),
+        "loader": (torch.utils.data.DataLoader(Rows(), batch_size=8),),
+        "stream": (batch for batch in batches),
+    }.items():
+        model.fit(*(data if isinstance(data, tuple) else (data,)), verbose=0)
+        result[name] = weights_of(model)
+    return result
 
 
 def ways_to_fit(alone: bool = False) -> dict:

@@ -18,14 +18,18 @@ def rows_of(table, rank):
 
 
 @pytest.mark.parametrize(
-    ("count", "devices", "tables"),
-    [(2, 1, ["equal", "unequal"]), (3, 1, ["unequal"]), (2, 2, ["equal", "unequal"])],
+    ("count", "devices"),
+    [(2, 1), (3, 1), (2, 2)],
     ids=["2x1", "3x1", "2x2"],
 )
-def test_own_rows_make_one_devices_weights(starter, count, devices, tables):
+def test_own_rows_make_one_devices_weights(starter, count, devices):
+    tables = list(jobs.TABLES)
     expected = jobs.of_tables(tables, count, alone=True)
+    shared = jobs.of_sources(alone=True)
     with WorkerRunner(count, devices, timeout_seconds=300, starter=starter) as runner:
         results = runner.run(jobs.of_tables, tables, count)
+        for of_worker in runner.run(jobs.of_sources):
+            assert equal(of_worker, shared, 2e-5)
     for rank, of_worker in enumerate(results):
         for name, got, want in zip(tables, of_worker, expected, strict=True):
             own = {rank: want["same"]["predicted"][rank]}
