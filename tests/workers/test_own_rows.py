@@ -25,11 +25,12 @@ def rows_of(table, rank):
 def test_own_rows_make_one_devices_weights(starter, count, devices):
     tables = list(jobs.TABLES)
     expected = jobs.of_tables(tables, count, alone=True)
-    shared = jobs.of_sources(alone=True)
     with WorkerRunner(count, devices, timeout_seconds=300, starter=starter) as runner:
         results = runner.run(jobs.of_tables, tables, count)
-        for of_worker in runner.run(jobs.of_sources):
-            assert equal(of_worker, shared, 2e-5)
+        # What 2 workers do with sources that all have is in test_input.py.
+        shared = runner.run(jobs.of_sources) if count == 3 else []
+    if shared:
+        assert equal(shared, [jobs.of_sources(alone=True)] * count, 2e-5)
     for rank, of_worker in enumerate(results):
         for name, got, want in zip(tables, of_worker, expected, strict=True):
             own = {rank: want["same"]["predicted"][rank]}
