@@ -139,7 +139,6 @@ SAID: dict[str, Status | dict[str, Status]] = {
     "experimental.PreemptionWatcher.block_until_worker_exit": differs(
         "It does nothing: there, TPUs need it."
     ),
-    "experimental.CentralStorageStrategy*": NOT_YET,
     **_of_tensorflow(
         {
             "ParameterServerStrategy*": "ParameterServerStrategy",

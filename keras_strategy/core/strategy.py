@@ -38,6 +38,11 @@ class Strategy(Protocol):
         ...
 
     @property
+    def parameter_device(self) -> str | None:
+        """The device that keeps all variables; None where each replica's does."""
+        ...
+
+    @property
     def extended(self) -> "StrategyExtended":
         """What it holds."""
         ...

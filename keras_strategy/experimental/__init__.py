@@ -6,6 +6,7 @@ from keras_strategy import coordinator
 from keras_strategy.core.native import native
 from keras_strategy.core.refused import absent
 from keras_strategy.experimental import old_names, partitioners
+from keras_strategy.experimental.central_storage import CentralStorageStrategy
 from keras_strategy.experimental.old_names import (
     MultiWorkerMirroredStrategy,
     TPUStrategy,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AutoShardPolicy",
+    "CentralStorageStrategy",
     "CollectiveCommunication",
     "CollectiveHints",
     "CommunicationImplementation",

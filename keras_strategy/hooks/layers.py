@@ -13,7 +13,7 @@ from keras_strategy.core.own_attributes import here
 from keras_strategy.hooks.conditions import in_scope, in_step
 from keras_strategy.hooks.hook import Extension, changed, home_of, hook
 from keras_strategy.options.batch_statistics import GLOBAL
-from keras_strategy.rules import normalization
+from keras_strategy.rules import central, normalization
 from keras_strategy.rules.row_trials import keeps_nothing_else
 
 keras_functional = home_of("Functional", "keras.src.models.functional")
@@ -85,6 +85,8 @@ def _moments(original, at, self, inputs, mask):
     replicas all rows are there: on one device, in a trial, and in JAX's global program.
     """
     replica = context.distributed_replica()
+    if replica is not None:
+        central.note(self)  # it assigns its moving statistics next
     axes = self._reduction_axes
     if replica is not None and (self.synchronized or at.batch_statistics == GLOBAL):
         return normalization.moments(

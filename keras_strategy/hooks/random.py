@@ -8,6 +8,7 @@ from keras import ops
 from keras_strategy.core.context import Trial
 from keras_strategy.hooks.conditions import in_replica_or_trial
 from keras_strategy.hooks.hook import home_of, hook
+from keras_strategy.rules import central
 
 global_state = home_of(
     "get_global_attribute set_global_attribute", "keras.src.backend.common.global_state"
@@ -25,6 +26,7 @@ def _next(original, replica, self, ordered=True):
 
     Only the drawn seed differs; the stored state advances as on one device.
     """
+    central.note(self)  # it assigns its state
     seed = original(self, ordered)
     if isinstance(replica, Trial):
         replica.drew = True

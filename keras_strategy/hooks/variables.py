@@ -12,6 +12,7 @@ from keras import ops
 from keras_strategy.core import context
 from keras_strategy.hooks.conditions import before_apply
 from keras_strategy.hooks.hook import hook
+from keras_strategy.rules import central
 from keras_strategy.rules.aggregation import adds_up, aggregate, assigned
 from keras_strategy.rules.draws import EndOfRehearsal
 from keras_strategy.rules.ownership import belongs_to
@@ -42,7 +43,10 @@ def _init(original, self, *args, **kwargs):
 @hook(keras.Variable, "assign", "(self, value)", when=before_apply)
 def _assign(original, replica, self, value):
     """What replicas assign is brought together."""
-    return original(self, assigned(replica, self, as_stored(self, value)))
+    value = as_stored(self, value)
+    if central.is_unsaid(self):
+        return original(self, central.assigned(replica, self, value))
+    return original(self, assigned(replica, self, value))
 
 
 @hook(keras.Variable, ("assign_add", "assign_sub"), "(self, value)", when=before_apply)

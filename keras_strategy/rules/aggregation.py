@@ -28,7 +28,9 @@ def adds_up(variable: Any) -> bool:
     return not is_on_read(variable) and variable.aggregation in ("sum", "mean")
 
 
-def aggregate(replica: Replica, variable: Any, value: Any) -> Any:
+def aggregate(
+    replica: Replica, variable: Any, value: Any, aggregation: str | None = None
+) -> Any:
     """Brings together what the replicas assign to a mirrored variable, or add to it.
 
     Args:
@@ -36,16 +38,18 @@ def aggregate(replica: Replica, variable: Any, value: Any) -> Any:
         variable: The variable, of aggregation "sum", "mean" or
             "only_first_replica".
         value: This replica's value, a tensor.
+        aggregation: What stands for the variable's own, or None.
 
     Returns:
         The value for every replica, of the same dtype.
     """
     weight = replica.step.row_weight
-    if variable.aggregation == "sum":
+    aggregation = aggregation or variable.aggregation
+    if aggregation == "sum":
         # In a training step some replicas may have no rows.
         value = if_any_rows(weight, value, ops.zeros_like(value))
         total = replica.all_reduce(ReduceOp.SUM, value)
-    elif variable.aggregation == "only_first_replica":
+    elif aggregation == "only_first_replica":
         total = replica.all_reduce(ReduceOp.SUM, of_first_replica(replica, value))
     elif weight is None:
         total = replica.all_reduce(ReduceOp.MEAN, value)

@@ -84,6 +84,11 @@ def declare(owner: Any) -> None:
                     vars(variable)[_RULE] = entry.rule
 
 
+def declared(variable: Any) -> Rule | None:
+    """The rule that is noted for a variable, or None."""
+    return vars(variable).get(_RULE)
+
+
 def settle(
     replica: Replica,
     layers: Callable[[], Iterable[Any]],

@@ -58,6 +58,7 @@ class Strategy(DataMethods, OldNames):
     _batch_statistics: str | None = None
     _shard: str | None = None
     _logical: LogicalDevices | None = None
+    _parameter_device: str | None = None
 
     def __init__(self, extended: "StrategyExtended"):
         self._extended = extended
@@ -90,6 +91,11 @@ class Strategy(DataMethods, OldNames):
     def logical_devices(self) -> LogicalDevices | None:
         """The devices of each replica of a `TPUStrategy`; None for other ones."""
         return self._logical
+
+    @property
+    def parameter_device(self) -> str | None:
+        """The device that keeps all variables; None where each replica's does."""
+        return self._parameter_device
 
     @property
     def cluster_resolver(self) -> Any:

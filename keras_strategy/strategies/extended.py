@@ -109,7 +109,8 @@ class StrategyExtended(ReductionMethods):
     @property
     def parameter_devices(self) -> tuple[str, ...]:
         """The devices on which the variables' components are."""
-        return self._devices
+        central = self._strategy.parameter_device
+        return self._devices if central is None else (central,)
 
     @property
     def experimental_require_static_shapes(self) -> bool:

@@ -119,6 +119,12 @@ def _of_model(model: keras.Model) -> Placement:
         name: [_components(strategy, variable) for variable in variables]
         for name, variables in groups.items()
     }
+    central = getattr(strategy, "parameter_device", None)
+    if central is not None:
+        title = f"model {model.name!r} of {type(strategy).__name__}, kept on one device"
+        kept = [sum(_bytes(v.value) for v in group) for group in groups.values()]
+        sizes = [_in_units(size) for size in (*kept, sum(kept))]
+        return Placement(title, ("device", *groups, "all"), ((central, *sizes),))
     rows = []
     for place, (number, device) in enumerate(_replicas(strategy)):
         of_group = [

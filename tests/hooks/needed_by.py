@@ -172,6 +172,10 @@ NEEDED_BY = {
         "jax",
         f"{_JAX}::test_an_average_of_the_weights_shares_no_array_with_them",
     ),
+    "backends.jax.hooks_home Model._get_state_sharding_spec": (
+        "jax",
+        "tests/training/test_central_storage.py::test_fit_evaluate_predict_and_save",
+    ),
     "backends.jax.hooks Model.make_train_function": (
         "jax",
         f"{_JAX_WORKERS}::test_what_keras_reads",

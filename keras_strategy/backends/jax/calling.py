@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from keras import tree
 
+from keras_strategy.backends.jax import hooks_state as keras_state
 from keras_strategy.backends.jax import marks, on_read, state
 from keras_strategy.backends.jax.arguments import Constant, Tensor
 from keras_strategy.backends.jax.distribution import ReplicaDistribution
@@ -88,7 +89,10 @@ class Caller:
                     "assigns are lost. Load them from a checkpoint to go on."
                 )
             raise
-        state.give(program.written, values)
+        if self._distribution.home is None:
+            state.give(program.written, values)
+        else:
+            keras_state.set_arrays(program.written, self._distribution.kept(values))
         program.release_seed()
         if local:
             on_read.remember(program.local, aggregated, local)

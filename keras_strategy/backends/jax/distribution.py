@@ -14,6 +14,7 @@ from jax.experimental.sparse import JAXSparse
 
 from keras_strategy.backends.jax.devices import device_named, devices_of_all_workers
 from keras_strategy.input.own_rows import OwnRows
+from keras_strategy.rules.aggregation import is_on_read
 from keras_strategy.rules.ownership import strategy_of_variable
 from keras_strategy.rules.sharding import Splitting, note_split, split_dimension
 from keras_strategy.values.topology import Topology
@@ -40,6 +41,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         devices: Canonical names of this worker's devices.
         cluster: The workers, each with as many devices; None for this one alone.
         shard: What is split over the devices, see `MirroredStrategy`.
+        home: The device that keeps the variables; None where each device does.
 
     Attributes:
         topology: Where the replicas are.
@@ -49,6 +51,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         shard: The argument.
         workers: What tells other workers, set by the group; None for this one alone.
         everywhere: The layout of what every device has whole.
+        home: That of variables which one device keeps between steps, or None.
         split: That of what is split by rows.
         of_replicas_alone: Whether the mesh has axes beside that of the replicas.
     """
@@ -60,6 +63,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         devices: tuple[str, ...],
         cluster: Cluster | None = None,
         shard: str | None = None,
+        home: str | None = None,
     ):
         self.cluster = cluster
         self.topology = Topology(devices, cluster)
@@ -77,6 +81,15 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         self.split = jax.sharding.NamedSharding(
             self.mesh, jax.sharding.PartitionSpec(AXIS)
         )
+        self._home_mesh, self.home = None, None
+        if home is not None:
+            device = device_named(home)
+            self._home_mesh = keras.distribution.DeviceMesh(
+                (1,), [AXIS], [f"{device.platform}:{device.id}"]
+            )
+            self.home = jax.sharding.NamedSharding(
+                self._home_mesh.backend_mesh, jax.sharding.PartitionSpec()
+            )
         self.shard = shard
         self._splitting = Splitting(shard, self.replicas)
         self._split_after_steps = jax.sharding.NamedSharding(
@@ -103,6 +116,9 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         return super().get_data_layout(data_shape)
 
     def get_variable_layout(self, variable: Any) -> Any:
+        if self._home_mesh is not None and not is_on_read(variable):
+            axes = [None] * len(variable.shape)
+            return keras.distribution.TensorLayout(axes, self._home_mesh)
         dimension = self._splitting.dimension(variable)
         note_split(variable, dimension)
         axes = [AXIS if i == dimension else None for i in range(len(variable.shape))]
@@ -121,6 +137,32 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         """How a variable lies on our devices."""
         dimension = self.dimension_of(variable)
         return self.everywhere if dimension is None else self.split_along(dimension)
+
+    def kept_as(self, variable: Any) -> jax.sharding.NamedSharding:
+        """How a variable lies on devices between programs."""
+        return self.home or self.sharding_of(variable)
+
+    def fetched(self, arrays: Any) -> Any:
+        """A structure of arrays on all devices, in memory that a step may overwrite."""
+
+        def fetch(x):
+            if not isinstance(x, jax.Array) or isinstance(x, Tracer):
+                return x
+            return jax.device_put(x, self.everywhere, may_alias=False)
+
+        return keras.tree.map_structure(fetch, arrays)
+
+    def kept(self, arrays: Any) -> Any:
+        """A structure of arrays on the device that keeps them, if there is one."""
+
+        def keep(x):
+            if not isinstance(x, jax.Array) or isinstance(x, Tracer):
+                return x
+            return jax.device_put(x, self.home)
+
+        if self.home is None:
+            return arrays
+        return keras.tree.map_structure(keep, arrays)
 
     def split_along(self, dimension: int) -> jax.sharding.NamedSharding:
         """The layout of what our devices share."""
@@ -254,14 +296,15 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         )
 
     def place(self, value: Any) -> Any:
-        """Puts an array that is bound to other devices on all of ours."""
+        """Puts an array that is bound to other devices where our variables are."""
+        where = self.home or self.everywhere
         if (
             isinstance(value, jax.Array)
             and not isinstance(value, Tracer)
             and value.committed
-            and value.sharding.device_set != self.everywhere.device_set
+            and value.sharding.device_set != where.device_set
         ):
-            return put(value, self.everywhere)
+            return put(value, where)
         return value
 
 

@@ -65,7 +65,9 @@ class JaxReplicaGroup:
         self._strategy = strategy
         self.devices = devices
         self.distribution = (
-            ReplicaDistribution(devices, cluster, strategy.shard)
+            ReplicaDistribution(
+                devices, cluster, strategy.shard, strategy.parameter_device
+            )
             if strategy.logical_devices is None
             else LogicalDistribution(strategy.logical_devices)
         )
@@ -148,6 +150,8 @@ class JaxReplicaGroup:
             return shards(
                 gathered_whole(variable, self.distribution), self.distribution
             )
+        if self.distribution.home is not None:
+            array = put(array, self.distribution.everywhere)
         # Copies, since the next step overwrites the variable's own buffers.
         return tuple(jnp.copy(part) for part in shards(array, self.distribution))
 
@@ -182,7 +186,7 @@ class JaxReplicaGroup:
         array = self.distribution.global_array(
             tuple(variable.shape), self.distribution.everywhere, parts
         )
-        array = put(array, self.distribution.sharding_of(variable))
+        array = put(array, self.distribution.kept_as(variable))
         keras_state.set_array(variable, array)
 
     def update(
@@ -242,10 +246,12 @@ class JaxReplicaGroup:
         return tree.map_structure(bare, result)
 
     def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
-        return reduced(reduce_op, value, axis, self.distribution, self.workers)
+        result = reduced(reduce_op, value, axis, self.distribution, self.workers)
+        return self.distribution.kept(result)  # where it can meet variables
 
     def gather(self, values: Sequence[Any], axis: int) -> Any:
-        return gathered(values, axis, self.distribution, self.workers)
+        result = gathered(values, axis, self.distribution, self.workers)
+        return self.distribution.kept(result)
 
     def place(self, parts: Sequence[Any], alike: bool | None = None) -> Any:
         return self._bare(placed(parts, self.distribution, alike))

@@ -12,6 +12,10 @@ from keras import tree
 from keras_strategy.backends.jax import hooks_state as keras_state
 from keras_strategy.backends.jax import marks
 from keras_strategy.backends.jax.distribution import AXIS, LOGICAL, distribution_of, put
+from keras_strategy.backends.jax.hooks_home import (
+    distribution_from_home,
+    step_from_home,
+)
 from keras_strategy.backends.jax.own_rows import OwnOnDevices, own_part
 from keras_strategy.backends.threads.hooks import global_state, keras_seeds
 from keras_strategy.core import context
@@ -55,6 +59,11 @@ def _distribution_of_workers(model: Any) -> Any:
     return (
         None if distribution is None or distribution.cluster is None else distribution
     )
+
+
+def _distribution_around_steps(model: Any) -> Any:
+    """The distribution of a model's strategy, if a step needs something around it."""
+    return _distribution_of_workers(model) or distribution_from_home(model)
 
 
 def _of_strategy(strategy: Any) -> Any:
@@ -215,20 +224,21 @@ def _get_jax_state(original, ours, self, purge_model_variables=False, **taken):
 @model_hook(
     ("make_train_function", "make_test_function", "make_predict_function"),
     "(self, force=False)",
-    when=_distribution_of_workers,
+    when=_distribution_around_steps,
 )
 def _make_function(original, distribution, self, force=False):
     """Workers wait for each other in what it makes.
 
     And what that returns is brought to all of them, since Keras or a callback reads it.
+    Where one device keeps the variables, a step begins and ends with them there.
     """
     kind = original.__name__.split("_")[1]
     before = getattr(self, f"{kind}_function")
     result = original(self, force)
     made = getattr(self, f"{kind}_function")
     if made is not before:
-        step = _step_of_workers(made, kind, distribution)
-        setattr(self, f"{kind}_function", step)
+        around = _step_of_workers if distribution.home is None else step_from_home
+        setattr(self, f"{kind}_function", around(made, kind, distribution))
     return result
 
 

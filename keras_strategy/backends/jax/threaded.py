@@ -154,7 +154,7 @@ class ThreadedRunner:
                 array = self._distribution.global_array(
                     values[0].shape, self._distribution.everywhere, values
                 )
-                array = put(array, self._distribution.sharding_of(variable))
+                array = put(array, self._distribution.kept_as(variable))
                 keras_state.set_array(variable, array)
 
 

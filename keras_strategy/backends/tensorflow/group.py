@@ -84,7 +84,7 @@ class TensorFlowGroup:
         self.native: Any
         if workers is None:
             chosen = native_cross_device_ops(cross_device_ops, devices)
-            self.native = LocalStrategy(devices, chosen)
+            self.native = LocalStrategy(devices, chosen, strategy.parameter_device)
         else:
             self.native = WorkersStrategy(devices, workers)
         self.peers = Peers(strategy, self.native, self.topology, workers)
@@ -133,7 +133,11 @@ class TensorFlowGroup:
         return tuple(self.native.experimental_local_results(stored(variable)))
 
     def bytes_of(self, variable: Any) -> tuple[int, ...]:
-        return (byte_count(variable),) * len(self.devices)
+        central = self.strategy.parameter_device
+        if central is None:
+            return (byte_count(variable),) * len(self.devices)
+        copies = byte_count(variable) * len(self.devices)
+        return tuple(copies if device == central else 0 for device in self.devices)
 
     def parts(self, variable: Any) -> PerReplica:
         return PerReplica(self.components(variable))

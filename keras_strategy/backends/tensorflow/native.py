@@ -1,5 +1,6 @@
 """The native strategies underneath ours."""
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -29,18 +30,36 @@ class LocalStrategy(tf.distribute.MirroredStrategy):
     Args:
         devices: Canonical names.
         cross_device_ops: The native object that reduces, or None.
+        home: The device that keeps the variables; None where each replica's does.
     """
 
-    def __init__(self, devices: Sequence[str], cross_device_ops: Any):
+    def __init__(
+        self, devices: Sequence[str], cross_device_ops: Any, home: str | None = None
+    ):
         self._collective_key_base = next(_local_keys)
         names = [native_name(device) for device in devices]
         # What MirroredStrategy does, with our class in place of its own.
         extended = _LocalExtended(self, names, cross_device_ops)
+        extended.home = None if home is None else native_name(home)
         tf.distribute.Strategy.__init__(self, extended)
 
 
 class _LocalExtended(MakesReadable, MirroredExtended):
-    pass
+    home: str | None = None
+
+    def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
+        if self.home is not None and kwargs.get("colocate_with") is None:
+            # Each replica's component, but all of them on one device.
+            homes = (self.home,) * len(self._devices)
+            kwargs["colocate_with"] = _Devices(homes)
+        return super()._create_variable(next_creator, **kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Devices:
+    """What native tf.distribute looks at of a variable to put another beside it."""
+
+    _devices: tuple[str, ...]
 
 
 class WorkersStrategy(tf.distribute.MultiWorkerMirroredStrategy):

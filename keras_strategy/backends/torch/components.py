@@ -36,11 +36,14 @@ class Layout:
         devices: torch's names of the local replicas' devices.
         workers: The processes that they belong to, None for this one alone.
         topology: The numbers of the replicas.
+        home: torch's name of the device that keeps the variables; None where each
+            replica's keeps a copy.
     """
 
     devices: tuple[str, ...]
     workers: TorchWorkers | None
     topology: Topology
+    home: str | None = None
 
 
 class Components:
@@ -63,6 +66,12 @@ class Components:
         self.is_noted = variable.aggregation == "sum" and not self.on_read
         self.first = stored(variable)
         self.tensors = [self.first]
+        # One for all replicas, of which each works on a copy while it runs.
+        self.is_central = layout.home is not None and not self.on_read
+        if self.is_central:
+            self.tensors *= len(layout.devices)
+            self.version, self._run = 0, None
+            return
         for device in layout.devices[1:]:
             with torch.no_grad():
                 tensor = self.first.detach().to(device, copy=True)
@@ -94,7 +103,7 @@ class Components:
         Code that knows nothing of replicas (an optimizer of torch's, an in-place
         operation on `variable.value`) writes to the first alone.
         """
-        if self.first._version == self.version or self.on_read:
+        if self.first._version == self.version or self.on_read or self.is_central:
             return
         with torch.no_grad():
             for tensor in self.tensors[1:]:
@@ -105,6 +114,20 @@ class Components:
         """Writes a value for all replicas, outside of them."""
         value = value.detach()
         self.assign_each(local_parts_outside(variable, value, self.layout.topology))
+
+    def copy_for(self, index: int) -> torch.Tensor:
+        """A replica's own of what one device keeps for all, while it runs.
+
+        It is a Parameter of its own, which gathers this replica's gradient. On the
+        device that keeps the variable it shares the memory, since a replica writes when
+        all have succeeded; to any other it is copied.
+
+        Args:
+            index: The replica's number on this worker.
+        """
+        with torch.no_grad():
+            value = self.first.detach().to(self.layout.devices[index])
+        return torch.nn.Parameter(value, requires_grad=self.first.requires_grad)
 
     def assign_each(self, values: Sequence[torch.Tensor]) -> None:
         """Writes a value for each replica, outside of them."""

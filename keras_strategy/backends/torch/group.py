@@ -42,6 +42,7 @@ from keras_strategy.core.row_range import ranges
 from keras_strategy.hooks.draws_of_layers import of_layers, rehearse_layer
 from keras_strategy.hooks.variables import byte_count, stored
 from keras_strategy.rules import first_values
+from keras_strategy.rules.aggregation import is_on_read
 from keras_strategy.rules.batches import batch_of
 from keras_strategy.rules.reduction import addable, axes_to_reduce, entries
 from keras_strategy.values.distributed import (
@@ -73,14 +74,18 @@ class TorchGroup:
         self.torch_devices = tuple(torch_device(name) for name in devices)
         self.workers = workers
         self.topology = Topology(devices, workers)
-        self.layout = Layout(self.torch_devices, workers, self.topology)
+        central = strategy.parameter_device
+        home = None if central is None else torch_device(central)
+        # Where variables are made, and results of all replicas are.
+        self._first = home or self.torch_devices[0]
+        self.layout = Layout(self.torch_devices, workers, self.topology, home)
         self._team = Team(devices)
         self._attributes = AttributesOfReplicas(len(devices), torch.is_tensor)
         self._lock = threading.Lock()
         self.joined = Joined()
 
     def scope(self):
-        return keras.device(self.torch_devices[0])
+        return keras.device(self._first)
 
     def adopt(self, variables: Sequence[Any]) -> None:
         first_values.take_chiefs(self.strategy, variables)
@@ -117,9 +122,18 @@ class TorchGroup:
         else:
             components.refresh(variable)
             tensors = components.tensors
+        if components.is_central:
+            pairs = zip(tensors, self.torch_devices, strict=True)
+            return tuple(tensor.detach().to(device) for tensor, device in pairs)
         return tuple(tensor.detach() for tensor in components.together(tensors))
 
     def bytes_of(self, variable: Any) -> tuple[int, ...]:
+        central = self.strategy.parameter_device
+        if central is not None and not is_on_read(variable):
+            return tuple(
+                byte_count(variable) if device == central else 0
+                for device in self.devices
+            )
         shared = find(variable)
         if shared is None or shared.shares is None:
             return (byte_count(variable),) * len(self.devices)
@@ -260,7 +274,7 @@ class TorchGroup:
     def reduce(
         self, reduce_op: ReduceOp, value: DistributedValues, axis: Any
     ) -> torch.Tensor:
-        device = self.torch_devices[0]
+        device = self._first
         if not all(_is_number(component) for component in value.values):
             raise ValueError(
                 "Only tensors and numbers can be reduced. Received a PerReplica value "
@@ -282,7 +296,7 @@ class TorchGroup:
         return self.workers.sum("strategy.reduce", tensor)
 
     def gather(self, values: Sequence[Any], axis: int) -> torch.Tensor:
-        device = self.torch_devices[0]
+        device = self._first
         tensors = [keras.ops.convert_to_tensor(value).to(device) for value in values]
         joined = torch.cat(tensors, dim=axis)
         if self.workers is None:

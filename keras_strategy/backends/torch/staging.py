@@ -39,6 +39,8 @@ class TorchScope(ReplicaScope):
         self._run = run
         self._variables: dict[int, Any] = {}
         self._components: dict[int, Components] = {}
+        # This replica's own of what one device keeps for all of them.
+        self._copies: dict[int, torch.Tensor] = {}
         # What the optimizer read in a training step, and so changed in place.
         self.changed_in_place: dict[int, Any] = {}
 
@@ -51,6 +53,11 @@ class TorchScope(ReplicaScope):
             self._variables[id(variable)] = variable
             if variable.aggregation == "sum":
                 self.replica.step.read.add(id(variable))
+        if components.is_central:
+            own = self._copies.get(id(variable))
+            if own is None:
+                own = self._copies[id(variable)] = components.copy_for(self._index)
+            return own
         first = components.first
         if self._index == 0:
             return first
@@ -66,12 +73,12 @@ class TorchScope(ReplicaScope):
             return staged
         if not self.replica.step.applying:
             known = self._components.get(key) if self._index == 0 else None
-            if known is not None:
+            if known is not None and not known.is_central:
                 return known.first
             return None if stored(variable) is None else self._component(variable)
         if stored(variable) is None:
             return None
-        if self.replica.step.row_weight is None:
+        if self.replica.step.row_weight is None or self._layout.home is not None:
             # Keras's torch optimizers work in place, on what they read here.
             return self._stage(variable, self._component(variable))
         # A training step saves itself the copies; see `TorchGroup.run`.
@@ -104,7 +111,11 @@ class TorchScope(ReplicaScope):
         """Writes what this replica staged to its components."""
         with torch.no_grad():
             for key, staged in self.state_mapping.items():
-                self._component(self._variables[key]).copy_(staged)
+                components = self._components[key]
+                if not components.is_central:
+                    self._component(self._variables[key]).copy_(staged)
+                elif self._index == 0:  # they are the same on all replicas
+                    components.first.copy_(staged)
 
     def note_versions(self) -> None:
         """Remembers that what was written now was written by the replicas."""
