@@ -69,7 +69,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     commands = parser.add_subparsers(
         dest="subcommand",
         required=True,
-        metavar="{run,info,doctor,scaling,completion}",
+        metavar="{run,info,doctor,scaling,port,completion}",
     )
     run = commands.add_parser(
         "run",

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import sys
 
 from rich.console import Console
 from rich.markup import escape
@@ -68,6 +69,26 @@ def do_scaling(options: argparse.Namespace) -> int:
     return 0
 
 
+def do_port(options: argparse.Namespace) -> int:
+    """Prints what becomes of a program."""
+    from keras_strategy.launch import port
+
+    try:
+        with open(options.file, encoding="utf-8", newline="") as file:
+            source = file.read()
+        ported = port.port(source)
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        told = f"{options.file!r} cannot be read as a Python program: {error}"
+        print(told, file=sys.stderr)
+        return 1
+    print(port.diff(source, ported, options.file), end="")
+    if ported.text == source:
+        print("No name of tf.distribute changes.", file=sys.stderr)
+    for note in ported.notes:
+        print(note, file=sys.stderr)
+    return 0
+
+
 def do_completion(options: argparse.Namespace) -> int:
     """Prints a script for a shell."""
     print(completion.script(options.shell, options.commands), end="")
@@ -78,5 +99,6 @@ DOES = {
     "info": do_info,
     "doctor": do_doctor,
     "scaling": do_scaling,
+    "port": do_port,
     "completion": do_completion,
 }

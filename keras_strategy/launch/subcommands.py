@@ -37,6 +37,13 @@ _SCALING_EXAMPLES = """\
 examples:
   keras-strategy scaling examples/multi_worker.py
   keras-strategy scaling --workers 1,2,8 train.py --epochs 3"""
+_PORT = """\
+Prints which names of a program change from tf.distribute to this package, as a diff,
+and on the standard error what must be done by hand. The file stays as it is."""
+_PORT_EXAMPLES = """\
+examples:
+  keras-strategy port train.py
+  keras-strategy port train.py | patch train.py"""
 _COMPLETION_EXAMPLES = """\
 examples:
   source <(keras-strategy completion bash)
@@ -85,6 +92,10 @@ def add_to(commands) -> None:
     scale.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="the arguments of the program"
     )
+    moves = add(
+        "port", "print what tf.distribute's names become", _PORT, _PORT_EXAMPLES
+    )
+    moves.add_argument("file", help="a Python program that uses tf.distribute")
     completes = "what a shell completes"
     complete = add(
         "completion", f"print {completes}", f"Prints {completes}.", _COMPLETION_EXAMPLES

@@ -1,0 +1,101 @@
+"""`keras-strategy port`."""
+
+import pytest
+
+from keras_strategy.launch import port
+from keras_strategy.launch.command import main
+from tools import tf_distribute_page as table
+
+PROGRAM = '''\
+"""Trainiert auf zwei Geräten."""
+
+import os
+import tensorflow as tf
+from tensorflow import distribute as d
+from tensorflow.distribute import ReduceOp, OneDeviceStrategy as One
+
+strategy: tf.distribute.Strategy = tf.distribute.MirroredStrategy()
+é = d.experimental.CollectiveHints(
+    1)  # tf.distribute in words stays
+servers = tf.distribute.experimental.ParameterServerStrategy(resolver)
+rpc = tf.distribute.experimental.rpc.Server
+n = tf.nn.compute_average_loss(x) / tf.distribute.get_strategy().num_replicas_in_sync
+tf.function(strategy.unwrap)
+'''
+PORTED = '''\
+"""Trainiert auf zwei Geräten."""
+
+import os
+import tensorflow as tf
+import keras_strategy as ks
+from tensorflow import distribute as d
+from keras_strategy import ReduceOp, OneDeviceStrategy as One
+
+strategy: ks.Strategy = ks.MirroredStrategy()
+é = ks.experimental.CollectiveHints(
+    1)  # tf.distribute in words stays
+servers = ks.experimental.ParameterServerStrategy(resolver)
+rpc = tf.distribute.experimental.rpc.Server
+n = ks.compute_average_loss(x) / ks.get_strategy().num_replicas_in_sync
+tf.function(strategy.unwrap)
+'''
+
+
+def test_the_diff(tmp_path, capsys):
+    """It makes the program what it should be, and leaves the file alone."""
+    file = tmp_path / "train.py"
+    file.write_text(PROGRAM, encoding="utf-8")
+    assert main(["port", str(file)]) == 0
+    printed = capsys.readouterr()
+    assert file.read_text(encoding="utf-8") == PROGRAM
+    assert port.port(PROGRAM).text == PORTED
+    changed = {line for line in printed.out.splitlines() if line[:1] in "+-"}
+    assert "+strategy: ks.Strategy = ks.MirroredStrategy()" in changed
+    assert "-é = d.experimental.CollectiveHints(" in changed
+    assert "+import keras_strategy as ks" in changed and len(changed) == 2 + 11
+    notes = printed.err.splitlines()
+    assert [note.split(":")[0] for note in notes] == ["line 9", "line 11", "line 12"]
+    assert "CommunicationOptions" in notes[0]
+    assert "JAX and torch raise an error" in notes[1]
+    assert "TensorFlow's servers" in notes[2]
+    # What was ported stays as it is, but for what there is no name for.
+    assert port.port(PORTED).text == PORTED
+
+
+def test_tensorflow_goes_where_nothing_needs_it():
+    ported = port.port("import tensorflow as tf\ns = tf.distribute.get_strategy()\n")
+    assert ported == port.Ported(
+        "import keras_strategy as ks\ns = ks.get_strategy()\n", ()
+    )
+    taken = port.port("import tensorflow as tf\nks = tf.distribute.get_strategy()\n")
+    assert "ks = keras_strategy.get_strategy()" in taken.text
+
+
+def test_what_cannot_be_read(tmp_path, capsys):
+    file = tmp_path / "train.py"
+    for text in (None, "if", "x = 1"):
+        if text:
+            file.write_text(text)
+        assert main(["port", str(file)]) == (0 if text == "x = 1" else 1)
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        expected = "No name of" if text == "x = 1" else "cannot be read as a Python pr"
+        assert expected in printed.err
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_it_says_what_the_table_of_names_says():
+    _, *names = table.record()
+    wrong = []
+    for row in names:
+        if "." in row["name"] and row["kind"] not in ("class", "function"):
+            continue
+        words = {status.word for status in table.said_of(row["name"]).values()}
+        there, note = port.told_of(row["name"].split("."))
+        if (
+            there != bool(words & {"works", "differs"})
+            or "refused" in words
+            and not note
+        ):
+            wrong.append((row["name"], words, there, note))
+    assert wrong == []
