@@ -17,6 +17,19 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     def __init__(self, cluster_resolver: Any, variable_partitioner: Any = None):
         super().__init__(_native(cluster_resolver), variable_partitioner)
 
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """See tf.distribute's, which Keras calls in `fit`, where it cannot be."""
+        if not tf.inside_function():
+            raise ValueError(
+                "ParameterServerStrategy distributes a dataset inside the function "
+                "alone that `ClusterCoordinator.create_per_worker_dataset` is given. "
+                "`fit`, `evaluate` and `predict` of Keras 3 have no loop for it: write "
+                "one with `keras_strategy.coordinator.ClusterCoordinator` and its "
+                "`schedule`, or train with MirroredStrategy or "
+                "MultiWorkerMirroredStrategy."
+            )
+        return super().experimental_distribute_dataset(dataset, options)
+
 
 def _native(resolver: Any) -> Any:
     if isinstance(resolver, tf.distribute.cluster_resolver.ClusterResolver):
