@@ -16,7 +16,7 @@ export BACKENDS
 STAMP := $(VENV)/.installed
 
 .PHONY: help demo test lint ruff format pyright imports private docs clean equality \
-    peer ports compat bench gpu hooks names drop-hooks faults pictures wheel
+    peer ports compat bench gpu hooks names drop-hooks faults pictures gallery wheel
 
 help:
 	@echo "make demo      train on two devices and on one, on every backend"
@@ -33,6 +33,7 @@ help:
 	@echo "make names     write docs/tf_distribute.md, the names of tf.distribute"
 	@echo "make drop-hooks  a test must fail without each of the hooks"
 	@echo "make docs      build the documentation into site/"
+	@echo "make gallery   run the examples on every backend, and draw what came out"
 	@echo "make pictures  draw what the documentation shows, docs/images"
 	@echo "make wheel     build the wheel, and try it in an empty environment"
 	@echo "make clean     remove the virtual environment and what was built"
@@ -117,6 +118,11 @@ wheel: $(STAMP)
 	build/wheel/bin/python -m pip install -qq -c constraints.txt \
 	    "$$(ls $(CURDIR)/dist/*.whl)[torch]"
 	cd build && KERAS_BACKEND=torch wheel/bin/keras-strategy doctor
+
+# Minutes: every example on every backend. ARGS="vae_digits" picks some.
+gallery: $(STAMP)
+	@$(VENV)/bin/python tools/gallery.py $(ARGS)
+	@$(VENV)/bin/python tools/pictures.py
 
 # After tools/pictures.py was changed.
 pictures: $(STAMP)

@@ -49,7 +49,8 @@ def main():
     """Train, compare generated images with real ones, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=10)
-    epochs = parser.parse_args().epochs
+    parser.add_argument("--save", help="a file.npz for what came out")
+    options = parser.parse_args()
 
     ks.config.set_logical_devices("cpu", 2)
     strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -108,7 +109,7 @@ def main():
         return float(np.abs(made.mean(axis=0) - images.mean(axis=0)).mean())
 
     first = distance()
-    for epoch in range(epochs):
+    for epoch in range(options.epochs):
         sums, steps = np.zeros(2), 0
         for batch in strategy.experimental_distribute_dataset(epoch_of_batches()):
             losses = (
@@ -122,6 +123,9 @@ def main():
             f"generator {sums[1] / steps:.4f}, distance {distance():.4f}"
         )
 
+    if options.save:
+        made = generator.predict(some_noise[:24], verbose=0).reshape(-1, 8, 8)
+        np.savez(options.save, made=made, real=images[:24].reshape(-1, 8, 8))
     reached = distance() / first
     print(f"the distance of the pixels' means fell to {reached:.2f} of the first")
     if not reached <= DISTANCE_WANTED:

@@ -1,10 +1,13 @@
 """The examples run as their docstrings say. `make demo` runs fit_digits.py."""
 
+import ast
 import pathlib
 
+import keras
 import pytest
 
 from tests.pages import blocks_of
+from tools import notebooks
 
 ROOT = pathlib.Path(__file__).parents[1]
 ALONE = [
@@ -14,6 +17,24 @@ ALONE = [
     if block.alone
 ]
 EXAMPLES = ROOT / "examples"
+# `make gallery` runs them all on every backend, and in full.
+ON_ONE = {
+    "jax": {
+        "sharded_optimizer": "weight difference to one device",
+        "transfer_learning": "transferred",
+    },
+    "torch": {
+        "distillation": "small distilled",
+        "early_stopping": "largest weight difference 0.0e+00",
+        "own_rows": "of 5391 rows",
+        "text_transformer": "perplexity",
+    },
+    "tensorflow": {
+        "denoising_autoencoder": "mean squared error",
+        "tf_distribute_port": "loaded",
+        "vae_digits": "loss",
+    },
+}
 
 
 @pytest.mark.parametrize(
@@ -26,6 +47,43 @@ def test_example(name, last, program):
     assert end.exit_status == 0, end.output
     assert "on 2 devices" in end.output and "epoch 3" in end.output
     assert last in end.output
+
+
+@pytest.mark.parametrize("name", sorted(ON_ONE[keras.backend.backend()]))
+def test_example_on_one_backend(name, program):
+    quick = {"own_rows": 3, "text_transformer": 1}
+    epochs = {"early_stopping": (), "tf_distribute_port": ()}.get(
+        name, (f"--epochs={quick.get(name, 2)}",)
+    )
+    more = ("--letters=3",) if name == "text_transformer" else ()
+    end = program(EXAMPLES / f"{name}.py", *epochs, *more)
+    assert end.exit_status == 0, end.output
+    assert ON_ONE[keras.backend.backend()][name] in end.output
+
+
+def test_every_example_is_in_the_gallery_and_tested():
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    page = (ROOT / "docs" / "gallery.md").read_text()
+    tested = {name for of_backend in ON_ONE.values() for name in of_backend}
+    elsewhere = {"custom_loop", "fit_digits", "gan_digits", "multi_worker"}
+    assert names == tested | elsewhere
+    for name in names:
+        assert f"examples/{name}.py" in page
+    for drawn in (ROOT / "docs" / "images" / "gallery").glob("*.json"):
+        assert f"images/gallery/{drawn.stem}.svg" in page
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.stem)
+def test_notebook(path):
+    """It has all of the program, in order, and calls it at its end."""
+    cells = notebooks.notebook(path.read_text())["cells"]
+    assert cells[0]["cell_type"] == "markdown"
+    *body, last = ["".join(cell["source"]) for cell in cells[1:]]
+    assert "assert main(" in last
+    tree = ast.parse(path.read_text())
+    assert ast.dump(ast.Module(tree.body[1:-1], [])) == ast.dump(
+        ast.parse("\n".join(body))
+    )
 
 
 @pytest.mark.parametrize("code", ALONE)

@@ -7,6 +7,7 @@ drawing is read on a light page and on a dark one.
 import functools
 import json
 import pathlib
+import textwrap
 from xml.sax.saxutils import escape
 
 IMAGES = pathlib.Path(__file__).parents[1] / "docs" / "images"
@@ -63,12 +64,28 @@ class Drawing:
             'stroke-width="1.6" marker-end="url(#end)"/>'
         )
 
-    def line(self, points, colour):
+    def line(self, points, colour, dash=""):
         """Draws a line through points."""
         through = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         self._lines.append(
             f'<polyline points="{through}" fill="none" stroke="{colour}" '
-            'stroke-width="2.4"/>'
+            f'stroke-width="2.4" stroke-dasharray="{dash}"/>'
+        )
+
+    def picture(self, x, y, width, height, png):
+        """Shows pixels, as they are."""
+        self._lines.append(
+            f'<image x="{x:g}" y="{y:g}" width="{width:g}" height="{height:.1f}" '
+            'image-rendering="pixelated" preserveAspectRatio="none" '
+            f'href="data:image/png;base64,{png}"/>'
+        )
+
+    def printed(self, x, y, text):
+        """Writes what a program has printed, on a box."""
+        text = escape(text.replace(" ", "\u00a0"))
+        self._lines.append(
+            f'<text x="{x:g}" y="{y:g}" fill="#fff" font-family="{MONO}" '
+            f'font-size="13">{text}</text>'
         )
 
     def words(self, x, y, text, anchor="middle"):
@@ -209,33 +226,103 @@ def calls() -> str:
     return drawing.text()
 
 
-def curves(path: pathlib.Path) -> str:
-    """What an example logged in each epoch, as it was recorded on each backend."""
+LINES = {"jax": "#1565c0", "torch": "#c62828", "tensorflow": "#bf6000"}
+DASHES = "", "7 5", "2 4"
+# What a line of the monospaced font holds beside the name of a backend.
+LETTERS = 76
+
+
+def card(path: pathlib.Path) -> str:
+    """What came out of an example, as tools/gallery.py has recorded it."""
     recorded = json.loads(path.read_text())
-    key = recorded["key"]
-    runs = recorded["runs"]
-    values = [value for run in runs.values() for value in run]
-    low, high = min(values), max(values)
-    says = f"{key} of {path.stem}, epoch by epoch, on {', '.join(runs)}"
-    drawing = Drawing(560, 250, says)
-    for value, y in ((high, 30), (low, 190)):
-        drawing.words(56, y + 5, f"{value:.3g}", anchor="end")
-    for number, (backend, run) in enumerate(runs.items()):
-        step = 470 / max(1, len(run) - 1)
-        points = [
-            (66 + step * i, 190 - 160 * (value - low) / ((high - low) or 1))
-            for i, value in enumerate(run)
-        ]
-        drawing.line(points, LINES[number])
-        drawing.box(66 + 160 * number, 216, 150, 26, LINES[number], backend)
-    drawing.words(301, 208, f"{key}, epochs 1 to {max(map(len, runs.values()))}")
+    key, runs = recorded["key"], recorded["runs"]
+    pictures = [
+        (f"{name}, {backend}", made)
+        for name in next(iter(runs.values()))["images"]
+        for backend, run in runs.items()
+        for made in [run["images"][name]]
+        # What is the same on all backends is shown once.
+        if backend == next(iter(runs))
+        or made != next(iter(runs.values()))["images"][name]
+    ]
+    said = [
+        (backend, part)
+        for backend, run in runs.items()
+        for line in run["said"]
+        for part in textwrap.wrap(line, LETTERS)
+    ]
+    wide = [made["width"] > made["height"] for _, made in pictures]
+    rows = len(pictures) if any(wide) else bool(pictures)
+    each = 118 if any(wide) else 252
+    top = 262
+    high = top + each * rows + 20 * len(said) + 56
+    drawing = Drawing(
+        760,
+        high,
+        f"{key} of examples/{path.stem}.py, epoch by epoch, on {', '.join(runs)}, "
+        "and what it printed in the end",
+    )
+    _curves(drawing, key, runs)
+    for number, (name, made) in enumerate(pictures):
+        if any(wide):
+            x, y, width = 60, top + each * number, 640
+        else:
+            x, y, width = 20 + 246 * number, top, 226
+        height = width * made["height"] / made["width"]
+        drawing.picture(x, y, width, height, made["png"])
+        drawing.words(x + width / 2, y + height + 18, name)
+    y = top + each * rows + 6
+    drawing.box(4, y, 752, 20 * len(said) + 14, GREY_BOX)
+    for number, (backend, line) in enumerate(said):
+        first = number == 0 or said[number - 1][0] != backend
+        drawing.printed(
+            14, y + 22 + 20 * number, f"{backend if first else '':11}{line}"
+        )
+    versions = ", ".join(f"{p} {v}" for p, v in recorded["versions"].items())
+    drawing.words(
+        380, high - 10, f"{recorded['date']}, {recorded['machine']}; {versions}"
+    )
     return drawing.text()
 
 
-LINES = ("#1565c0", "#c62828", "#bf6000")
+def _curves(drawing: Drawing, key: str, runs: dict) -> None:
+    """The number of each epoch, a colour for a backend, and a dash for a training."""
+    drawn = [
+        (backend, number, training["first"], values)
+        for backend, run in runs.items()
+        for number, training in enumerate(
+            t for t in run["trainings"] if key in t["epochs"][-1]
+        )
+        for values in [[epoch.get(key) for epoch in training["epochs"]]]
+    ]
+    values = [v for *_, values in drawn for v in values if v is not None]
+    low, high = min(values), max(values)
+    epochs = max(first + len(values) - 1 for *_, first, values in drawn)
+    for value, y in ((high, 50), (low, 210)):
+        drawing.words(56, y + 5, f"{value:.3g}", anchor="end")
+    for backend, number, first, values in drawn:
+        points = [
+            (
+                66 + 670 * (first + i - 1) / max(1, epochs - 1),
+                210 - 160 * (value - low) / ((high - low) or 1),
+            )
+            for i, value in enumerate(values)
+            if value is not None
+        ]
+        drawing.line(points, LINES[backend], DASHES[number % len(DASHES)])
+    for number, backend in enumerate(runs):
+        drawing.box(66 + 120 * number, 6, 112, 26, LINES[backend], backend)
+    drawing.words(736, 24, f"{key}, epochs 1 to {epochs}", anchor="end")
+    names = [t["after"] for t in next(iter(runs.values()))["trainings"]]
+    if len(names) > 1:
+        lines = ("solid", "dashed", "dotted")
+        told = (f"{line}: {name}" for line, name in zip(lines, names, strict=False))
+        drawing.words(380, 240, "; ".join(told))
+
+
 DRAWINGS = {"idea": idea, "house": house, "calls": calls}
-for _path in sorted(IMAGES.glob("*.json")):
-    DRAWINGS[_path.stem] = functools.partial(curves, _path)
+for _path in sorted(IMAGES.glob("gallery/*.json")):
+    DRAWINGS[f"gallery/{_path.stem}"] = functools.partial(card, _path)
 
 
 def main():

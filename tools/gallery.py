@@ -1,0 +1,200 @@
+"""Runs the examples, and writes down what they print and make: `make gallery`.
+
+    python tools/gallery.py [--backends jax torch tensorflow] [--verbose] [NAME ...]
+
+What was recorded is in docs/images/gallery/*.json, and `make pictures` draws it. It
+takes minutes.
+"""
+
+import argparse
+import base64
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import re
+import struct
+import sys
+import tempfile
+import zlib
+
+import numpy as np
+
+from keras_strategy.testing import WarmStarter, WorkerRunner
+
+ROOT = pathlib.Path(__file__).parents[1]
+RECORDED = ROOT / "docs" / "images" / "gallery"
+# Of each example: its workers, which number of an epoch is drawn, and whether it saves
+# what it has made.
+EXAMPLES = {
+    "fit_digits": (1, "loss", False),
+    "custom_loop": (1, "test accuracy", False),
+    "gan_digits": (1, "distance", True),
+    "multi_worker": (2, "accuracy", False),
+    "text_transformer": (1, "loss", False),
+    "denoising_autoencoder": (1, "loss", True),
+    "vae_digits": (1, "loss", True),
+    "transfer_learning": (1, "val_accuracy", False),
+    "distillation": (1, "accuracy", False),
+    "early_stopping": (1, "val_loss", False),
+    "own_rows": (2, "loss", False),
+    "sharded_optimizer": (1, "loss", False),
+    "tf_distribute_port": (1, "accuracy", False),
+}
+PACKAGES = "keras", "jax", "torch", "tensorflow-cpu"
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m|\x08")
+# What engines and libraries print by themselves.
+_OF_OTHERS = re.compile(r"\[Gloo\]|[IWE]\d{4} |WARNING:|/")
+_EPOCH = re.compile(r"Epoch (\d+)/\d+|epoch (\d+): (.*)")
+_OF_FIT = re.compile(r" - (\w+): ([-+.e\d]+)")
+_OF_LOOP = re.compile(r"([a-z][a-z ]*) ([-+.e\d]+)")
+
+
+def curves(output: str) -> list[dict]:
+    """What was printed of each epoch, training by training.
+
+    Args:
+        output: What an example has printed, with `fit`'s lines or its own.
+
+    Returns:
+        For each training the line that was printed before it, its first epoch, and its
+        numbers by name, epoch by epoch.
+    """
+    trainings: list[dict] = []
+    said, begins = "", True
+    for line in re.split(r"[\r\n]+", _COLOURS.sub("", output)):
+        epoch = _EPOCH.match(line)
+        if epoch:
+            if begins:
+                first = int(epoch[1] or epoch[2])
+                trainings.append({"after": said, "first": first, "epochs": []})
+                begins = False
+            numbers = _OF_LOOP.findall(epoch[3] or "")
+            trainings[-1]["epochs"].append(
+                {name.strip(): float(number) for name, number in numbers}
+            )
+        elif numbers := _OF_FIT.findall(line):
+            # The last of a progress bar counts.
+            if trainings:
+                of_epoch = trainings[-1]["epochs"][-1]
+                of_epoch.update({name: float(number) for name, number in numbers})
+        elif line.strip() and not re.match(rf" *\S*\d+/\d+|{_OF_OTHERS.pattern}", line):
+            said, begins = line.strip(), True
+    return trainings
+
+
+def words(output: str) -> list[str]:
+    """The lines of an example's own, without `fit`'s."""
+    lines = _COLOURS.sub("", output).replace("\r", "\n").splitlines()
+    return [
+        line
+        for line in map(str.strip, lines)
+        if line
+        and not _EPOCH.match(line)
+        and not re.match(rf"\d+/\d+|{_OF_OTHERS.pattern}", line)
+    ]
+
+
+def png(pixels: np.ndarray) -> str:
+    """A picture of values from 0 to 1, in grey or in colours, for an SVG."""
+    data = (np.clip(pixels, 0, 1) * 255).round().astype("uint8")
+    high, wide = data.shape[:2]
+    rows = b"".join(b"\0" + row.tobytes() for row in data)
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        check = zlib.crc32(kind + content)
+        return (
+            struct.pack(">I", len(content)) + kind + content + struct.pack(">I", check)
+        )
+
+    head = struct.pack(">IIBBBBB", wide, high, 8, 2 if data.ndim == 3 else 0, 0, 0, 0)
+    file = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head)
+    file += chunk(b"IDAT", zlib.compress(rows, 9)) + chunk(b"IEND", b"")
+    return base64.b64encode(file).decode()
+
+
+def tiled(images: np.ndarray) -> dict:
+    """Images side by side: in rows as long as they are many where there are more."""
+    count = len(images)
+    across = count if count <= 12 else round(count**0.5)
+    rows = [np.concatenate(images[i : i + across], 1) for i in range(0, count, across)]
+    whole = np.concatenate(rows)
+    return {"width": whole.shape[1], "height": whole.shape[0], "png": png(whole)}
+
+
+def recorded(name: str, starter: WarmStarter, verbose: bool) -> dict:
+    """Runs an example."""
+    workers, _, saves = EXAMPLES[name]
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder, "made.npz")
+        arguments = ["--save", str(file)] if saves else []
+        # It asks for its devices by itself.
+        alone = {"KERAS_STRATEGY_LOGICAL_CPUS": None}
+        with WorkerRunner(
+            workers, timeout_seconds=280, environment=alone, starter=starter
+        ) as runner:
+            runner.start(ROOT / "examples" / f"{name}.py", *arguments)
+            ends = runner.wait()
+        for end in ends:
+            if verbose or end.exit_status:
+                print(end.output, file=sys.stderr)
+            if end.exit_status:
+                raise RuntimeError(f"ended with {end.exit_status}")
+        made = dict(np.load(file)) if saves else {}
+    trainings = curves(ends[0].output)
+    titles = {training["after"] for training in trainings}
+    said = [
+        line
+        for end in ends
+        for line in [x for x in words(end.output) if x not in titles][-3 // workers :]
+    ]
+    return {
+        "trainings": trainings,
+        "said": said,
+        "images": {key: tiled(value) for key, value in made.items()},
+    }
+
+
+def note(name: str, backend: str, run: dict) -> None:
+    """Writes a run to the file of its example."""
+    path = RECORDED / f"{name}.json"
+    runs = json.loads(path.read_text())["runs"] if path.exists() else {}
+    content = {
+        "key": EXAMPLES[name][1],
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {p: importlib.metadata.version(p) for p in PACKAGES},
+        "runs": runs | {backend: run},
+    }
+    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
+    parser.add_argument("--backends", nargs="+", default=["jax", "torch", "tensorflow"])
+    parser.add_argument("--verbose", action="store_true", help="shows their output")
+    options = parser.parse_args()
+    os.environ.setdefault("NPROC", "8")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    RECORDED.mkdir(exist_ok=True, parents=True)
+    failed = False
+    for backend in options.backends:
+        os.environ["KERAS_BACKEND"] = backend
+        with WarmStarter(["keras", "sklearn.datasets"]) as starter:
+            for name in options.names or EXAMPLES:
+                try:
+                    run = recorded(name, starter, options.verbose)
+                except RuntimeError as error:
+                    print(f"{name} on {backend}: {error}", flush=True)
+                    failed = True
+                    continue
+                print(f"{name} on {backend}: {run['said'][-1:]}", flush=True)
+                note(name, backend, run)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
