@@ -161,6 +161,10 @@ class _Training:
                 self._variables.assign(found, variables_of(self._model))
 
         told = told_by_this_worker(found.facts["data"], self._cluster)
+        alone = len(found.facts["data"]) == 1, self._cluster is None
+        other = found.facts["engine"] != get_engine().name or len(set(alone)) > 1
+        if other and told is not None and isinstance(self._data, TfDataState):
+            self._data.read_otherwise()
         self._reading.resume(position, again, told)
         self._resumed = found
 

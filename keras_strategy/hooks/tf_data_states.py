@@ -8,10 +8,9 @@ the same seeds.
 
 import contextlib
 import hashlib
+import itertools
 import logging
-import pathlib
 import sys
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +21,13 @@ _LATER = (
     "Give `shuffle` a `seed`, or call `keras.utils.set_random_seed` before the dataset "
     "is made."
 )
+_NOT_ASKED = (
+    "This tf.data.Dataset cannot say where it is, or be told: it calls Python, or is "
+    "divided or changed before it is read. It is read again up to where the training "
+    "goes on, which is exact if it gives the same batches whenever it is read."
+)
 State = dict[str, Any]
+_numbers = itertools.count()
 
 
 class TfDataState:
@@ -45,10 +50,12 @@ class TfDataState:
 
     def begins(self, stays: bool) -> None:
         """The loop begins to read; `stays` with what it has been reading."""
+        self._require_told()
         self._read, self._spare = self._spare if stays else None, None
 
     def at(self, read: int, stays: bool) -> list[Any] | None:
         """See `DataState.at`."""
+        self._require_told()
         state = self._read if read else self._spare if stays else None
         if state is None and not read:
             if self._ready is None:
@@ -62,12 +69,7 @@ class TfDataState:
     def go_on(self, told: list[Any] | None) -> int:
         """See `DataState.go_on`."""
         if told is None:
-            _logger.warning(
-                "This tf.data.Dataset cannot say where it is (it calls Python, or is "
-                "divided or changed before it is read): it is read again up to where "
-                "the training goes on, which is exact if it gives the same batches in "
-                "each epoch and each process."
-            )
+            _logger.warning(_NOT_ASKED)
             return 0
         state = told[1]
         self._next, first = state["begin"], state["first"]
@@ -83,6 +85,15 @@ class TfDataState:
         self._ready = None
         return 0
 
+    def read_otherwise(self) -> None:
+        """What goes on reads in another way than what was interrupted did."""
+        _logger.warning(
+            "Another backend, or one process in the place of several workers, may "
+            "begin to read a tf.data.Dataset more or less often. The rest of the epoch "
+            "is what it would have been; those that follow may be in another order, if "
+            "it shuffles anew in each."
+        )
+
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Surrounds what reads the data."""
@@ -95,8 +106,15 @@ class TfDataState:
         self._data.__class__ = watched
         try:
             yield
+            self._require_told()
         finally:
             self._data.__class__ = self._kind
+
+    def _require_told(self) -> None:
+        """What is read is what goes on, and nothing that was made of it."""
+        if self._next is not None:
+            self._next = None
+            _logger.warning(_NOT_ASKED)
 
     def _iterate(self) -> Any:
         made, self._ready = self._ready or self._made(), None
@@ -125,23 +143,35 @@ class TfDataState:
         return iterator, state
 
 
-def _checkpoint(iterator: Any) -> Any:
-    return sys.modules["tensorflow"].train.Checkpoint(iterator=iterator)
-
-
 def _state(iterator: Any) -> State | None:
     """The files that tf.data saves it in, of JSON's values."""
-    with tempfile.TemporaryDirectory(prefix="keras_strategy_") as folder:
+    with _memory() as (tf, folder):
         try:
-            _checkpoint(iterator).write(f"{folder}/state")
-        except sys.modules["tensorflow"].errors.OpError:
+            tf.train.Checkpoint(iterator=iterator).write(f"{folder}/state")
+        except tf.errors.OpError:
             return None  # Python, or something else with a state that is not its own
-        files = sorted(pathlib.Path(folder).iterdir())
-        return {file.name: packed(file.read_bytes()) for file in files}
+        contents = {}
+        for name in sorted(tf.io.gfile.listdir(folder)):
+            with tf.io.gfile.GFile(f"{folder}/{name}", "rb") as file:
+                contents[name] = packed(file.read())
+        return contents
 
 
 def _restore(iterator: Any, state: State) -> None:
-    with tempfile.TemporaryDirectory(prefix="keras_strategy_") as folder:
+    with _memory() as (tf, folder):
         for name, content in state.items():
-            (pathlib.Path(folder) / name).write_bytes(unpacked(content))
-        _checkpoint(iterator).read(f"{folder}/state").assert_consumed()
+            with tf.io.gfile.GFile(f"{folder}/{name}", "wb") as file:
+                file.write(unpacked(content))
+        tf.train.Checkpoint(iterator=iterator).read(f"{folder}/state").assert_consumed()
+
+
+@contextlib.contextmanager
+def _memory() -> Iterator[tuple[Any, str]]:
+    """TensorFlow, and a folder in its memory: who is killed leaves nothing."""
+    tf = sys.modules["tensorflow"]
+    folder = f"ram://keras_strategy/{next(_numbers)}"
+    tf.io.gfile.makedirs(folder)
+    try:
+        yield tf, folder
+    finally:
+        tf.io.gfile.rmtree(folder)
