@@ -94,11 +94,11 @@ class Connection:
         self.left = True
         forget(*filter(None, (self._writer, self._place)))
 
-    def ask(self, number: int, line: bytes) -> queue.SimpleQueue:
+    def ask(self, number: int, line: bytes, operation: str) -> queue.SimpleQueue:
         """Sends a request of this number; `answer` waits for what it returns."""
         self._replies[number] = reply = queue.SimpleQueue()
         # After that: a failure from here on wakes it.
-        self.check()
+        self.check(operation)
         self._thread.soon(self._send, line)
         return reply
 
@@ -110,15 +110,19 @@ class Connection:
             raise AssertionError("woken without a reason")
         return values
 
-    def check(self) -> None:
-        """Raises what keeps this worker from going on."""
+    def check(self, operation: str = "") -> None:
+        """Raises what keeps this worker from going on, with this operation."""
         if self.failure is not None:
             self.stop_here()
             raise WorkerFailedError(self.failure)
         if self.left:
             raise RuntimeError("This worker has left its cluster.")
         if self._hub_gone:
-            raise WorkerFailedError(f"{self._chief} has ended")
+            operation = operation or self.position.last
+            raise WorkerFailedError(
+                f"{self._chief} ended while {self.name} was waiting for it in "
+                f"`{operation}`"
+            )
 
     def stop_here(self) -> None:
         """Does not return, after a failure, where the thread ends the process."""

@@ -239,7 +239,7 @@ class Member:
         if self._hub is not None:
             self._hub.forget()
 
-    def _request(self, operation: str, value: Any) -> tuple[int, bytes]:
+    def _request(self, operation: str, value: Any) -> tuple[int, bytes, str]:
         number = next(self._numbers)
         message = {"type": "agree", "operation": operation, "value": value}
         name = f"`value` in {operation!r}"
@@ -252,7 +252,7 @@ class Member:
                 f"Expected {name} to be at most {MAX_LINE} bytes of JSON. Received: "
                 f"{len(line)} bytes"
             )
-        return number, line
+        return number, line, operation
 
     def _after(self, error: BaseException | None, operation: str) -> None:
         """Raises the failure, if there is one, rather than what came of it."""
