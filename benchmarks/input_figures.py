@@ -6,7 +6,6 @@ is what a step takes; what an epoch takes once is not in it.
 
 import contextlib
 import dataclasses
-import importlib
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import keras
 import numpy as np
 
 import keras_strategy as ks
+from keras_strategy.core.registry import get_engine
 
 BATCH = 8  # of all workers
 SHORT, LONG = 4, 8
@@ -252,8 +252,6 @@ def figures_of_inputs() -> dict[str, dict[str, float]]:
 
 
 def _figures(strategy: Any, model: keras.Model, make: Callable) -> InputFigures:
-    counter = importlib.import_module(f"benchmarks.{keras.backend.backend()}_figures")
-
     def train(steps):
         # Without a callback: nobody asks for the logs of a step.
         model.fit(**make(strategy, steps * BATCH, lambda rows: None), verbose=0)
@@ -261,7 +259,7 @@ def _figures(strategy: Any, model: keras.Model, make: Callable) -> InputFigures:
     # Compiles; and on torch, who sums what comes in which order is known after it.
     for _ in range(2):
         train(SHORT)
-    collectives = [counter.count(train, steps)[0] for steps in (SHORT, LONG)]
+    collectives = [get_engine().count(train, steps)[0] for steps in (SHORT, LONG)]
     watched = [_watched(strategy, model, make, steps) for steps in (SHORT, LONG)]
     pairs = [*zip(*watched, strict=True), collectives]
     return InputFigures(*((long - short) / (LONG - SHORT) for short, long in pairs))

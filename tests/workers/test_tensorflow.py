@@ -58,7 +58,7 @@ def test_different_values_in_a_run(two_workers):
         assert "worker 0: (2,) float32, worker 1: (3,) float32" in shapes
         assert "other than axis 0" in rows
         assert "worker 0: (2, 2) float32, worker 1: (2, 3) float32" in rows
-        assert "worker 0: all_gather, worker 1: all_reduce" in calls
+        assert "worker 0: `all_gather`, worker 1: `all_reduce`" in calls
 
 
 def test_gradients_of_other_shapes(two_workers):

@@ -55,9 +55,11 @@ class Components:
 
     Attributes:
         shares: Which elements each replica keeps, None where each keeps all.
+        is_central: Whether one device keeps it for all replicas.
     """
 
     shares: Shares | None = None
+    is_central = False
 
     def __init__(self, variable: Any, layout: Layout):
         self.layout = layout
