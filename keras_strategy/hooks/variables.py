@@ -44,7 +44,7 @@ def _init(original, self, *args, **kwargs):
 def _assign(original, replica, self, value):
     """What replicas assign is brought together."""
     value = as_stored(self, value)
-    if central.is_unsaid(self):
+    if self.aggregation == "none" and central.is_unsaid(self):
         return original(self, central.assigned(replica, self, value))
     return original(self, assigned(replica, self, value))
 

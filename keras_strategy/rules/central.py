@@ -26,8 +26,8 @@ def note(owner: Any) -> None:
 
 
 def is_unsaid(variable: Any) -> bool:
-    """Whether a variable is kept so, and nobody said what it comes to."""
-    if variable.aggregation != "none" or is_on_read(variable):
+    """Whether a variable without an aggregation is kept so."""
+    if is_on_read(variable):
         return False
     owner = vars(variable).get("_ks_strategy")
     return owner is not None and owner.parameter_device is not None

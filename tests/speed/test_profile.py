@@ -30,6 +30,10 @@ def test_a_step_of_fit(mirrored):
     with mirrored(2).scope():
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
         model.compile("sgd", "mse")
+        # Another program of the same name and operations, which carries other bytes.
+        smaller = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        smaller.compile("sgd", "mse")
+    smaller.fit(X[:, :3], Y, batch_size=16, verbose=0)
     profile = ks.profile(model, X, Y, batch_size=16, steps=4)
     backend = keras.backend.backend()
     assert profile.gradient_bytes == GRADIENTS

@@ -33,7 +33,26 @@ def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]
         The collectives, the bytes that one replica gives to them, the programs that
         were compiled, and the arrays that were copied between host and devices: one
         for each device that gets a part of it, one for each that the host reads.
+
+    Raises:
+        RuntimeError: If it is not known which of the process's programs was run.
     """
+    counted = _count(train, steps)
+    if counted is None:
+        jax.clear_caches()  # the programs of other models with them
+        train(steps)
+        counted = _count(train, steps)
+    if counted is None:
+        raise RuntimeError(
+            "Several programs of this process have the operations that were run. Count "
+            "the steps in a process of their own."
+        )
+    return counted
+
+
+def _count(
+    train: Callable[[int], None], steps: int
+) -> tuple[int, int, int, int] | None:
     before = _compilations
     events = [(name, stats) for name, stats, _ in _profile(train, steps)]
     compilations = _compilations - before
@@ -63,6 +82,8 @@ def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]
         if some:
             collectives += sum(some.values())
             sizes = _sizes(names[number], set(ran), len(devices))
+            if sizes is None:
+                return None
             data += sum(n * sizes[op] for op, n in some.items())
     return collectives, data, compilations, transfers + splits * len(devices)
 
@@ -99,13 +120,19 @@ def _profile(
                 yield event.name, dict(event.stats), (event.start_ns, event.end_ns)
 
 
-def _sizes(module: str, ran: set[str], devices: int) -> dict[str, int]:
+def _sizes(module: str, ran: set[str], devices: int) -> dict[str, int] | None:
     """The bytes that each collective of a program gets from one replica.
+
+    The profiler's number of a program is not among what an executable says of itself.
+    So it is found by what it ran.
 
     Args:
         module: The program's name, which others may have too.
         ran: The names of the operations that it ran.
         devices: How many devices ran them.
+
+    Returns:
+        None where several programs fit, as those of models of other sizes do.
     """
     found = []
     for executable in jax.devices()[0].client.live_executables():
@@ -115,9 +142,7 @@ def _sizes(module: str, ran: set[str], devices: int) -> dict[str, int]:
             some = filter(_COLLECTIVE.fullmatch, ran)
             sizes = {op: _given(lines[op], devices) for op in some}
             found += [sizes] if sizes not in found else []
-    if len(found) != 1:
-        raise RuntimeError(f"{len(found)} programs fit what '{module}' ran.")
-    return found[0]
+    return found[0] if len(found) == 1 else None
 
 
 def _given(operation: str, devices: int) -> int:

@@ -231,12 +231,11 @@ class JaxReplicaGroup:
         scope: Callable[[], AbstractContextManager[Any]],
     ) -> Any:
         compiled = options.compile is not False
-        return self._bare(self._runner.run(fn, args, kwargs, compiled, scope))
+        result = self._runner.run(fn, args, kwargs, compiled, scope)
+        return result if self.distribution.replicas > 1 else self._bare(result)
 
     def _bare(self, result: Any) -> Any:
         """What the only replica returned, whose devices are several."""
-        if self.distribution.replicas > 1:
-            return result
 
         def bare(x):
             if not isinstance(x, ShardedPerReplica):
@@ -254,7 +253,8 @@ class JaxReplicaGroup:
         return self.distribution.kept(result)
 
     def place(self, parts: Sequence[Any], alike: bool | None = None) -> Any:
-        return self._bare(placed(parts, self.distribution, alike))
+        result = placed(parts, self.distribution, alike)
+        return result if self.distribution.replicas > 1 else self._bare(result)
 
     def lay_out(self, tensor: Any, parts: Sequence[int]) -> Any:
         """See `LogicalDistribution.laid_out`."""
