@@ -15,7 +15,7 @@ if keras.backend.backend() != "jax":
 
 import jax
 
-from keras_strategy.backends.jax import hooks
+from keras_strategy.backends.jax import hooks_data
 from keras_strategy.backends.jax import hooks_state as keras_state
 from keras_strategy.testing.equality.compare import largest, scope
 from keras_strategy.values.distributed import PerReplica
@@ -87,10 +87,10 @@ def test_batches_are_moved_one_ahead_to_an_accelerator(two, monkeypatch):
 
 def test_moving_ahead_keeps_the_order_and_waits_for_no_more_than_two():
     read = []
-    ahead = hooks._one_ahead(read.append(i) or i for i in range(3))
+    ahead = hooks_data._one_ahead(read.append(i) or i for i in range(3))
     assert (next(ahead), read) == (0, [0, 1])
     assert (list(ahead), read) == ([1, 2], [0, 1, 2])
-    assert list(hooks._one_ahead(iter(()))) == []
+    assert list(hooks_data._one_ahead(iter(()))) == []
 
 
 def test_the_scope_leaves_no_distribution_behind(two, mirrored):

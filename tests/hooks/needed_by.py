@@ -160,11 +160,11 @@ NEEDED_BY = {
         "torch",
         "tests/training/test_models.py::test_a_model_that_is_built_by_its_first_use",
     ),
-    "backends.jax.hooks JAXEpochIterator._get_distributed_iterator": (
+    "backends.jax.hooks_data JAXEpochIterator._get_distributed_iterator": (
         "jax",
         f"{_JAX}::test_batches_that_are_not_divided_are_warned_about",
     ),
-    "backends.jax.hooks keras.src.backend.jax.trainer._distribute_data": (
+    "backends.jax.hooks_data keras.src.backend.jax.trainer._distribute_data": (
         "jax",
         "tests/training/test_inputs.py::test_sparse_matrices",
     ),

@@ -109,11 +109,16 @@ class JaxEngine:
 
     def hook_modules(self) -> Sequence[ModuleType]:
         # Here and below: these import this package while they load.
-        from keras_strategy.backends.jax import hooks, hooks_home, hooks_sharding
+        from keras_strategy.backends.jax import (
+            hooks,
+            hooks_data,
+            hooks_home,
+            hooks_sharding,
+        )
         from keras_strategy.backends.threads import hooks as thread_hooks
 
         # A thread asks the others before the process's seed generator is made.
-        return [hooks, hooks_home, hooks_sharding, thread_hooks]
+        return [hooks, hooks_data, hooks_home, hooks_sharding, thread_hooks]
 
     def random_state(self) -> None:
         return None

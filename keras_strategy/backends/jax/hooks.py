@@ -1,7 +1,7 @@
 """Where the JAX adapter extends Keras, beside `keras_strategy/hooks`."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,27 +12,20 @@ from keras import tree
 from keras_strategy.backends.jax import hooks_state as keras_state
 from keras_strategy.backends.jax import marks
 from keras_strategy.backends.jax.distribution import AXIS, LOGICAL, distribution_of, put
-from keras_strategy.backends.jax.hooks_home import (
+from keras_strategy.backends.jax.hooks_home import step_from_home
+from keras_strategy.backends.jax.in_charge import (
     distribution_from_home,
-    step_from_home,
+    distribution_in_charge,
+    distribution_of_strategy,
+    distribution_of_workers,
 )
 from keras_strategy.backends.jax.own_rows import OwnOnDevices, own_part
 from keras_strategy.backends.threads.hooks import global_state, keras_seeds
 from keras_strategy.core import context
 from keras_strategy.core.context import distributed_replica
 from keras_strategy.hooks.conditions import in_replica, in_scope_of_workers
-from keras_strategy.hooks.data_adapters import (
-    counts_of_arrays,
-    is_own,
-    joined,
-    own_rows,
-    pauses_after,
-    read_ahead,
-)
 from keras_strategy.hooks.hook import home_of, hook, model_hook
-from keras_strategy.input.agreement import AgreedBatches
 from keras_strategy.rules import first_values
-from keras_strategy.rules.ownership import strategy_of_model
 
 jax_trainer = home_of(
     "JAXEpochIterator _distribute_data", "keras.src.backend.jax.trainer"
@@ -42,148 +35,9 @@ jax_distribution_lib = home_of(
 )
 
 
-def _distribution() -> Any:
-    """The distribution of the strategy that is in charge of the devices."""
-    distribution = keras.distribution.distribution()
-    return distribution if hasattr(distribution, "place") else None
-
-
-def _distribution_of(model: Any) -> Any:
-    """The distribution of the strategy that a model trains under."""
-    return _of_strategy(strategy_of_model(model))
-
-
-def _distribution_of_workers(model: Any) -> Any:
-    """The distribution of a model's strategy, if it is of several workers."""
-    distribution = _distribution_of(model)
-    return (
-        None if distribution is None or distribution.cluster is None else distribution
-    )
-
-
 def _distribution_around_steps(model: Any) -> Any:
     """The distribution of a model's strategy, if a step needs something around it."""
-    return _distribution_of_workers(model) or distribution_from_home(model)
-
-
-def _of_strategy(strategy: Any) -> Any:
-    return (
-        None
-        if strategy is None
-        else getattr(strategy.extended.group, "distribution", None)
-    )
-
-
-# --- the batches of fit and its like
-
-if hasattr(jax_trainer.JAXEpochIterator, "_get_distributed_iterator"):
-    # Until Keras 3.15 it has the layout of the first batch for all.
-    _DATA = "(data, layouts=None)"
-
-    @hook(
-        jax_trainer.JAXEpochIterator,
-        "_get_distributed_iterator",
-        "(self, distribution)",
-        when=_distribution,
-    )
-    def _get_distributed_iterator(original, ours, self, distribution):
-        """There is a layout for every batch.
-
-        Keras keeps that of the first batch, which a smaller last one may not fit.
-        """
-        if is_own(self):
-            return _joined(self, ours)
-        batches = _own_rows(self.data_adapter, ours)
-        batches = batches or self.data_adapter.get_jax_iterator()
-        if ours.cluster is not None:
-            batches = _agreed(read_ahead(self, batches), self, ours)
-        placed = map(ours.place_batch, ours.noticing(batches))
-        ahead = placed if ours.cluster is not None else read_ahead(self, placed)
-        if ahead is not placed or jax.default_backend() == "cpu":
-            return ahead
-        return _one_ahead(placed)
-
-else:
-    _DATA = "(data, layouts=None, is_super_batch=False)"
-
-    @hook(jax_trainer.JAXEpochIterator, "_get_iterator", "(self)", when=_distribution)
-    def _get_iterator(original, ours, self):
-        """Batches that cannot be split are noticed.
-
-        In the Keras versions that have a layout for every batch by themselves. There,
-        the batches of `steps_per_execution` steps come as one, with the steps in front.
-        """
-        if is_own(self):
-            if self.steps_per_execution > 1:
-                raise NotImplementedError(
-                    "With this version of Keras, `steps_per_execution` must be 1 where "
-                    "workers read rows of their own. Received: "
-                    f"steps_per_execution={self.steps_per_execution}"
-                )
-            return _joined(self, ours)
-        batches = _agreed(original(self), self, ours)
-        return ours.noticing(batches, self.steps_per_execution > 1)
-
-
-def _one_ahead(batches: Iterator[Any]) -> Iterator[Any]:
-    """Starts to move a batch to the devices while they compute the one before.
-
-    Keras does so too, under a name that differs between its versions.
-    """
-    waiting = []
-    for batch in batches:
-        waiting.append(batch)
-        if len(waiting) > 1:
-            yield waiting.pop(0)
-    yield from waiting
-
-
-def _own_rows(adapter: Any, distribution: Any) -> Any:
-    """The batches of which this worker reads its own rows alone, or None.
-
-    Those that the devices do not divide are read whole, as they are computed.
-    """
-    if distribution.cluster is None or distribution.replicas == 1:
-        return None
-    local, replicas = distribution.topology.local_replicas, distribution.replicas
-
-    def share(rows):
-        each, uneven = divmod(rows, replicas)
-        if uneven:
-            return [(0, rows)]
-        return [(replica * each, (replica + 1) * each) for replica in local]
-
-    return own_rows(adapter, share, lambda adapter: adapter.get_jax_iterator())
-
-
-def _agreed(batches: Any, iterator: Any, distribution: Any) -> Any:
-    """The batches; of several workers, while all of them have one."""
-    if distribution.cluster is None:
-        return batches
-    counts = counts_of_arrays(iterator.data_adapter)
-    pauses = pauses_after(iterator, batches)
-    return AgreedBatches(batches, distribution.cluster, counts, pauses, tells=True)
-
-
-def _joined(iterator: Any, distribution: Any) -> OwnOnDevices:
-    """The batches that the workers' own make together, on their devices."""
-    batches = joined(
-        iterator,
-        read_ahead(iterator, iterator.data_adapter.get_jax_iterator()),
-        distribution.cluster,
-        len(distribution.devices),
-        same_shapes=True,
-    )
-    return OwnOnDevices(batches, distribution)
-
-
-@hook(jax_trainer, "_distribute_data", _DATA, when=_distribution)
-def _distribute_data(original, ours, data, layouts=None, **kind):
-    """Keras cannot place a sparse matrix on several devices.
-
-    And takes twice as long for the others.
-    """
-    return ours.place_batch(data, kind.get("is_super_batch", False))
+    return distribution_of_workers(model) or distribution_from_home(model)
 
 
 # --- the trainer
@@ -194,7 +48,7 @@ def _distribute_data(original, ours, data, layouts=None, **kind):
     "(self, trainable_variables=False, non_trainable_variables=False, "
     "optimizer_variables=False, metrics_variables=False, "
     "purge_model_variables=False)",
-    when=_distribution,
+    when=distribution_in_charge,
 )
 def _get_jax_state(original, ours, self, purge_model_variables=False, **taken):
     """No two variables share an array that a step overwrites.
@@ -237,8 +91,11 @@ def _make_function(original, distribution, self, force=False):
     result = original(self, force)
     made = getattr(self, f"{kind}_function")
     if made is not before:
-        around = _step_of_workers if distribution.home is None else step_from_home
-        setattr(self, f"{kind}_function", around(made, kind, distribution))
+        if distribution.home is None:
+            step = _step_of_workers(made, kind, distribution)
+        else:
+            step = step_from_home(made, distribution)
+        setattr(self, f"{kind}_function", step)
     return result
 
 
@@ -270,9 +127,7 @@ def _step_of_workers(step: Callable, kind: str, distribution: Any) -> Callable:
     return function
 
 
-@model_hook(
-    "_get_metrics_result_or_logs", "(self, logs)", when=_distribution_of_workers
-)
+@model_hook("_get_metrics_result_or_logs", "(self, logs)", when=distribution_of_workers)
 def _get_metrics_result_or_logs(original, distribution, self, logs):
     """Here `fit` reads what the last step gave."""
     with distribution.cluster.member.waiting("the last step"):
@@ -287,7 +142,7 @@ def _call(original, self, *args, **kwargs):
     JAX refuses to compute with arrays that are bound to different sets of devices,
     such as a component of a PerReplica value and a variable of all replicas.
     """
-    distribution = _of_strategy(vars(self).get("_ks_strategy"))
+    distribution = distribution_of_strategy(vars(self).get("_ks_strategy"))
     if distribution is not None and distributed_replica() is None:
         args, kwargs = tree.map_structure(distribution.place, (args, kwargs))
     return original(self, *args, **kwargs)
@@ -384,7 +239,7 @@ def _common_apply(original, replica, self, grads, trainable_variables=None):
 # --- random numbers
 
 
-@hook(keras_seeds, "global_seed_generator", "()", when=_distribution)
+@hook(keras_seeds, "global_seed_generator", "()", when=distribution_in_charge)
 def _global_seed_generator(original, distribution):
     """It belongs to the process, not to a strategy.
 

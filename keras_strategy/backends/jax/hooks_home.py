@@ -10,24 +10,15 @@ from typing import Any
 import keras
 
 from keras_strategy.backends.jax import hooks_state as keras_state
+from keras_strategy.backends.jax.in_charge import distribution_from_home
 from keras_strategy.hooks.hook import model_hook
-from keras_strategy.rules.ownership import strategy_of_model
 
 
-def distribution_from_home(model: Any) -> Any:
-    """The distribution of a model's strategy, if one device keeps the variables."""
-    strategy = strategy_of_model(model)
-    if strategy is None or strategy.parameter_device is None:
-        return None
-    return getattr(strategy.extended.group, "distribution", None)
-
-
-def step_from_home(step: Callable, kind: str, distribution: Any) -> Callable:
+def step_from_home(step: Callable, distribution: Any) -> Callable:
     """What Keras calls for a batch, with the variables brought there and back.
 
     Args:
         step: What Keras made.
-        kind: Its kind.
         distribution: The layouts.
     """
 
