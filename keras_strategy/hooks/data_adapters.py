@@ -11,7 +11,7 @@ import keras
 from keras import tree
 
 from keras_strategy.hooks.array_rows import ArrayDataAdapter, rows_of_arrays
-from keras_strategy.hooks.hook import home_of
+from keras_strategy.hooks.hook import home_of, hook
 from keras_strategy.input import loaders, splitting
 from keras_strategy.input.ahead import AheadOf, Scope, kept
 from keras_strategy.input.indexed import IndexedDataset, RowsOfIndexed
@@ -38,6 +38,20 @@ class_weight_to_sample_weights: Any = home_of(
     "class_weight_to_sample_weights",
     "keras.src.trainers.data_adapters.data_adapter_utils",
 ).class_weight_to_sample_weights
+
+
+@hook(PyDatasetAdapter, "_get_iterator", "(self)")
+def _get_iterator(original, self):
+    """A pass over an `IndexedDataset` has one order, whoever reads ahead.
+
+    Keras tells a dataset that an epoch ends while TensorFlow may read on in a thread.
+    """
+    dataset = self.py_dataset
+    if isinstance(dataset, _LeftOut):
+        dataset = dataset.dataset
+    if not isinstance(dataset, IndexedDataset):
+        return original(self)
+    return dataset.in_one_order(original(self))
 
 
 def for_keras(argument: Any, strategy: Any, method: str) -> Any:
@@ -262,18 +276,18 @@ class _LeftOut:
     """A PyDataset that gives the first batch it makes in the place of some."""
 
     def __init__(self, dataset: Any, count: int):
-        self._dataset, self._count = dataset, count
+        self.dataset, self._count = dataset, count
         self._batch: Any = None
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._dataset, name)
+        return getattr(self.dataset, name)
 
     def __getitem__(self, index: int) -> Any:
         if self._count == 0:
-            return self._dataset[index]
+            return self.dataset[index]
         self._count -= 1
         if self._batch is None:
-            self._batch = self._dataset[index]
+            self._batch = self.dataset[index]
         return self._batch
 
 

@@ -7,6 +7,7 @@ from keras_strategy.core.registry import get_engine
 from keras_strategy.hooks import (
     augmentation,
     callbacks,
+    data_adapters,
     draws,
     epochs,
     layers,
@@ -30,10 +31,8 @@ from keras_strategy.hooks.hook import (
 def all_hooks() -> list[Extension]:
     """Those of all backends and those of the backend in use, in their order."""
     areas = (trainer, callbacks, saving, layers, variables, optimizers, losses, metrics)
-    engines = get_engine().hook_modules()
-    return hooks_of(
-        *areas, epochs, random, draws, augmentation, own_attributes, *engines
-    )
+    areas += (data_adapters, epochs, random, draws, augmentation, own_attributes)
+    return hooks_of(*areas, *get_engine().hook_modules())
 
 
 # Several threads may make strategies at the same time.

@@ -321,6 +321,45 @@ def test_fit_trains_as_on_one_device(steps, two):
     assert largest(*weights) < 2e-5
 
 
+def test_a_pass_has_one_order_whenever_its_batches_are_read(two):
+    """An epoch takes two of three: TensorFlow may read the third before its end.
+
+    Keras tells the dataset of the end while a thread of TensorFlow's reads on.
+    """
+
+    class Dataset(ks.IndexedDataset):
+        """Reads the third batch of a pass before or after the first epoch's end."""
+
+        def rows_of(self, index):
+            if index == 2:
+                assert not (TENSORFLOW and self.late) or self.ended.wait(WAIT)
+                numbers = super().rows_of(index)
+                self.was_read.set()
+                return numbers
+            return super().rows_of(index)
+
+    def train(strategy, late):
+        dataset = Dataset(Source(len(X), X, Y), BATCH, shuffle=True, seed=5)
+        dataset.late = late
+        dataset.ended, dataset.was_read = threading.Event(), threading.Event()
+
+        def before_the_end(step, logs):
+            assert late or step == 0 or not TENSORFLOW or dataset.was_read.wait(WAIT)
+
+        watch = keras.callbacks.LambdaCallback(
+            on_train_batch_end=before_the_end,
+            on_epoch_begin=lambda epoch, logs: epoch == 1 and dataset.ended.set(),
+        )
+        model = make(strategy)
+        options = {"epochs": 2, "steps_per_epoch": 2, "shuffle": False, "verbose": 0}
+        model.fit(dataset, callbacks=[watch], **options)
+        return model.get_weights()
+
+    expected = train(None, late=True)
+    for strategy, late in ((None, False), (two, True), (two, False)):
+        assert largest(expected, train(strategy, late)) < 2e-5
+
+
 class Fails(keras.callbacks.Callback):
     def __init__(self, error=None):
         super().__init__()

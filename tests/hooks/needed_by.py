@@ -37,6 +37,11 @@ _SHARDING = "tests/training/test_sharding.py"
 _OWN = "tests/training/test_own_attributes.py::test_what_a_call_keeps_is_its_own"
 
 NEEDED_BY = {
+    "hooks.data_adapters PyDatasetAdapter._get_iterator": (
+        "tensorflow",
+        "tests/core/test_ahead.py"
+        "::test_a_pass_has_one_order_whenever_its_batches_are_read",
+    ),
     "hooks.trainer Model.compile": (
         "torch",
         f"{_ENTRY}::test_compile_and_fit_inside_and_outside_of_the_scope",
