@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
+from keras_strategy.input.indexed import RowsOfIndexed
 
 X = np.arange(10, dtype="float32").reshape(5, 2)
 
@@ -38,6 +39,17 @@ def test_each_epoch_has_another_order():
     again = ks.IndexedDataset(list(range(50)), batch_size=50, shuffle=True)
     again.load_state_dict(dataset.state_dict())
     np.testing.assert_array_equal(again[0], second)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_own_rows_have_the_order_that_their_pass_began_with(shuffle):
+    """Also of batches that are read after an epoch's end: see `in_one_order`."""
+    dataset = ks.IndexedDataset(list(range(50)), batch_size=10, shuffle=True)
+    passes = iter(RowsOfIndexed(dataset, lambda rows: [(0, rows)], shuffle))
+    read = [next(passes).batch]
+    dataset.on_epoch_end()
+    read += [own.batch for own in passes]
+    assert sorted(np.concatenate(read)) == list(range(50))
 
 
 def test_a_dataset_of_grain():

@@ -80,8 +80,9 @@ def test_who_begins_to_listen_is_told(two, told):
     model = compiled(two)
     model.fit(X, Y, batch_size=4, epochs=3, verbose=0, callbacks=[listener])
     assert told == {"on_train_batch_end": 6}
-    # In threads of Keras's, which may change places, where they begin later.
-    assert sorted(listener.batches) == [0, 0, 1, 1, 2, 2]
+    # Keras tells who begins later from several threads, and waits for them at the end
+    # of an epoch.
+    assert sorted(listener.batches[:3]) == sorted(listener.batches[3:]) == [0, 1, 2]
     began = []
     begins = callbacks.LambdaCallback(
         on_train_batch_begin=lambda batch, logs: began.append(batch)
