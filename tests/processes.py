@@ -13,7 +13,7 @@ def runs(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
-def wait_until(condition, seconds: float = 30.0):
+def wait_until(condition, seconds: float = 120.0):
     """Waits for a condition to be true and returns what it gave."""
     deadline = time.monotonic() + seconds
     while not (result := condition()):

@@ -1,10 +1,12 @@
 """Free ports of this machine."""
 
+import collections
 import contextlib
 import pathlib
 import random
 import re
 import socket
+import sys
 
 _LOWEST = 10_000
 _EPHEMERAL = pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -12,13 +14,21 @@ _EPHEMERAL = pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range")
 _TAKEN = re.compile(r"address already in use|EADDRINUSE|ADDRESS_IN_USE", re.IGNORECASE)
 # Not the generator that a program seeds: two programs with one seed would meet.
 _random = random.SystemRandom()
+# Who looks for ports does not open them; the workers that it starts do, after they have
+# imported an engine. Meanwhile other programs would find the same ones, so each that
+# was found has a name of this machine's, which one process can have. Those of the last
+# ports are kept, for as long as this process lives.
+_NAME = "\0keras_strategy port {}"
+_names: collections.deque[socket.socket] = collections.deque()
+_NAMES = 200
 
 
 def free_ports(count: int, among: range | None = None) -> list[int]:
     """Finds ports that nobody uses now.
 
     They lie below the range from which the system gives ports to connections, so only
-    a server can take one before it is used.
+    a server can take one before it is used. On Linux other programs that look for ports
+    here do not find them either, while this process lives and has not found many more.
 
     Args:
         count: How many.
@@ -49,6 +59,7 @@ def free_ports(count: int, among: range | None = None) -> list[int]:
             with contextlib.suppress(OSError):
                 # Every interface: a server that listens on one of them is in the way.
                 probe.bind(("", port))
+                _take_name(port)
                 ports.append(port)
     if len(ports) < count:
         raise OSError(
@@ -61,6 +72,24 @@ def free_ports(count: int, among: range | None = None) -> list[int]:
 def says_port_taken(output: str) -> bool:
     """Tells whether a program's output complains about a port that is in use."""
     return _TAKEN.search(output) is not None
+
+
+def _take_name(port: int) -> None:
+    """Keeps others that look for ports from finding it; OSError if one has."""
+    if sys.platform != "linux":
+        return  # there are no names without files
+    try:
+        name = socket.socket(socket.AF_UNIX)
+    except OSError:
+        return  # where none may be made, all do without
+    try:
+        name.bind(_NAME.format(port))
+    except OSError:
+        name.close()
+        raise
+    _names.append(name)
+    if len(_names) > _NAMES:
+        _names.popleft().close()
 
 
 def _first_ephemeral() -> int:

@@ -43,8 +43,15 @@ def test_the_process_ends_after_its_threads():
 
 def test_threads_end_with_their_owner():
     ended = run(
-        SLOW_TO_RELEASE
-        + "del pool\ntime.sleep(0.2)\nprint(len(threading.enumerate()), flush=True)\n"
+        SLOW_TO_RELEASE.replace("time.sleep(0.3)", "goes_on.wait(), time.sleep(0.3)")
+        + """
+goes_on = threading.Event()
+del pool
+while len(threading.enumerate()) > 1:
+    time.sleep(0.01)
+print(1, flush=True)
+goes_on.set()
+"""
     )
     assert ended.returncode == 0, ended.stderr
     # They are out of Python, and still waited for.

@@ -22,7 +22,7 @@ class Collectives:
 
     def __init__(self):
         self.given = [None] * WORKERS
-        self.barrier = threading.Barrier(WORKERS, timeout=20)
+        self.barrier = threading.Barrier(WORKERS, timeout=120)
         self.count = 0
 
     def all_reduce(self, rank):

@@ -133,7 +133,7 @@ class Server:
         self.requests.append((request.path, headers))
         answer = self.answers.get(path, self.default)
         if answer is self.HANG:
-            self._released.wait(30)
+            self._released.wait()
             request.close_connection = True
             return
         if answer is self.DRIP:

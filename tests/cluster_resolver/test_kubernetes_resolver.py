@@ -1,7 +1,6 @@
 import json
 import logging
 import ssl
-import time
 import traceback
 from urllib.parse import parse_qs, urlsplit
 
@@ -153,17 +152,17 @@ def test_a_running_pod_without_an_address(server, resolver):
     ],
 )
 def test_no_answer(server, resolver, monkeypatch, caplog, case, words):
-    monkeypatch.setattr(module, "_CONNECT_AND_READ_SECONDS", (0.2, 0.2))
+    # What answers is given time; the server that does not would wait for ever.
+    seconds = 1.0 if case == "HANG" else 30.0
+    monkeypatch.setattr(module, "_CONNECT_AND_READ_SECONDS", (seconds, seconds))
     caplog.set_level(logging.DEBUG)
     server.answers[PODS] = {
         "HANG": server.HANG,
         "GARBAGE": server.GARBAGE,
         "no json": (200, "SERVER TEXT", {"Content-Type": "application/json"}),
     }.get(case) or (int(case), "SERVER TEXT")
-    started = time.monotonic()
     with pytest.raises(RuntimeError, match=words) as caught:
         resolver.cluster_spec()
-    assert time.monotonic() - started < 5
     assert TOKEN in str(server.requests)
     text = "".join(traceback.format_exception(caught.value))
     assert "SERVER TEXT" not in text

@@ -145,7 +145,7 @@ def test_real_torchrun(tmp_path):
         ],
         env={**os.environ, "PYTHONPATH": ROOT},
         check=True,
-        timeout=60,
+        timeout=240,
         capture_output=True,
     )
     first, second = (json.loads((tmp_path / rank).read_text()) for rank in "01")

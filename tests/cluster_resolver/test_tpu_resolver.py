@@ -2,7 +2,6 @@ import json
 import logging
 import socket
 import ssl
-import time
 import traceback
 
 import httplib2
@@ -27,12 +26,12 @@ READY = {
 TOKEN = "ya29.SECRET"
 
 
-def service_at(url, **kwargs):
+def service_at(url, seconds=30.0, **kwargs):
     """The real client library, with Google's own description of the API."""
     return discovery.build(
         "tpu",
         "v1",
-        http=httplib2.Http(timeout=0.5),
+        http=httplib2.Http(timeout=seconds),
         client_options={"api_endpoint": url},
         **kwargs,
     )
@@ -286,7 +285,9 @@ def test_no_answer(tpu_api, caplog, case):
     tpu_api.answers[NODE] = answers[case]
     caplog.set_level(logging.DEBUG, "keras_strategy")
     # An API key is part of every URL, and of the library's errors.
-    resolver = named(tpu_api, service=service_at(tpu_api.url, developerKey="SECRET"))
+    seconds = 1.0 if case == "HANG" else 30.0
+    service = service_at(tpu_api.url, seconds, developerKey="SECRET")
+    resolver = named(tpu_api, service=service)
     words = "Could not lookup TPU metadata from name 'my-tpu'"
     with pytest.raises(ValueError, match=words) as caught:
         resolver.cluster_spec()
@@ -379,7 +380,7 @@ def test_discovery_does_not_follow_a_redirect(https_api, make_server):
 
 def test_an_answer_has_a_time_limit(https_api, monkeypatch):
     assert 0 < api._TIMEOUT_SECONDS <= 5
-    monkeypatch.setattr(api, "_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(api, "_TIMEOUT_SECONDS", 1.0)
     https_api.answers[NODE] = https_api.HANG
     resolver = named(
         https_api,
@@ -387,10 +388,9 @@ def test_an_answer_has_a_time_limit(https_api, monkeypatch):
         credentials=Credentials(TOKEN),
         discovery_url=https_api.url + "/{api}/{apiVersion}",
     )
-    started = time.monotonic()
+    # The server would wait for longer than the test may take.
     with pytest.raises(ValueError, match="Could not lookup TPU metadata"):
         resolver.cluster_spec()
-    assert time.monotonic() - started < 5
 
 
 def test_default_credentials_that_are_not_there(monkeypatch, tmp_path):

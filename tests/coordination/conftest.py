@@ -5,7 +5,6 @@ import contextlib
 import json
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,11 +14,13 @@ from typing import Any
 
 import pytest
 
+from keras_strategy.launch.ports import free_ports
 from keras_strategy.workers import Member
+from tests.coordination.short import wait_for_others
 
 WORKER = pathlib.Path(__file__).with_name("worker.py")
 # Nothing here takes long, save on a machine that is busy with other things.
-SOON = 30.0
+SOON = 60.0
 
 
 def names_of(count: int) -> list[str]:
@@ -28,8 +29,8 @@ def names_of(count: int) -> list[str]:
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
+    # Not one of those that the system gives to others' connections meanwhile.
+    return free_ports(1)[0]
 
 
 @pytest.fixture(autouse=True)
@@ -54,10 +55,9 @@ def together(port):
 
         def one(rank: int) -> Any:
             try:
-                member = Member.join(
-                    ("127.0.0.1", port), rank, names_of(count), timeout
-                )
+                member = Member.join(("127.0.0.1", port), rank, names_of(count), SOON)
                 members.append(member)
+                wait_for_others(member, timeout)
                 return function(member, rank)
             except Exception as error:
                 return error

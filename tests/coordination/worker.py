@@ -3,10 +3,12 @@
 import json
 import sys
 
+from short import wait_for_others
+
 from keras_strategy.workers import Member, hub, hub_address, watchdog
 
 # So that tests need not wait for long.
-hub.ANSWER_SECONDS = watchdog.ANSWER_SECONDS = 1.0
+hub.ANSWER_SECONDS = watchdog.ANSWER_SECONDS = 3.0
 watchdog.LEFT_SECONDS = 1.0
 hub.DEADLOCK_SECONDS = watchdog.DEADLOCK_SECONDS = 1.0
 
@@ -16,8 +18,9 @@ member = Member.join(
     hub_address(arguments["addresses"]),
     rank,
     names,
-    arguments["timeout"],
+    60.0,
     exit_process=arguments["exit_process"],
 )
+wait_for_others(member, arguments["timeout"])
 print("joined", flush=True)
 exec(compile(arguments["script"], "script.py", "exec"), {"member": member})

@@ -60,7 +60,7 @@ def start(
 
 def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
     try:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=240)
     finally:
         process.kill()
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)

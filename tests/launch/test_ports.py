@@ -1,9 +1,11 @@
 import contextlib
 import socket
+import sys
 
 import pytest
 
 from keras_strategy.launch.ports import free_ports, says_port_taken
+from tests.launch.scripts import finish, start
 
 
 def test_ports_are_free_and_different():
@@ -27,6 +29,18 @@ def test_a_port_in_use_is_left_out():
         taken = server.getsockname()[1]
         with pytest.raises(OSError, match="Expected 1 free ports .* Found: 0"):
             free_ports(1, among=range(taken, taken + 1))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names without files are Linux's")
+def test_two_programs_do_not_find_the_same():
+    """Though neither has opened them yet."""
+    (port,) = free_ports(1)
+    code = (
+        "from keras_strategy.launch.ports import free_ports\n"
+        f"free_ports(1, among=range({port}, {port + 1}))"
+    )
+    other = finish(start(program=["-c", code]))
+    assert f"between {port} and {port}. Found: 0" in other.stderr
 
 
 def test_the_complaint_about_a_port_in_use_is_recognised():

@@ -130,7 +130,15 @@ def test_exit_code(tmp_path, end, code, words):
 @pytest.mark.parametrize("wait", [0.5, 30], ids=["soon", "never"])
 def test_the_exit_code_is_that_of_who_failed_first(tmp_path, wait):
     """Not of who ended before it, because of it."""
-    end = f"sys.exit(76) if rank == 0 else (time.sleep({wait}), sys.exit(3))"
+    end = f"""
+if rank == 1:
+    tell("there", 1)
+    time.sleep({wait})
+    sys.exit(3)
+while not (folder / "there1").exists():
+    time.sleep(0.01)
+sys.exit(76)
+"""
     done = Script(tmp_path, end).run("--workers", "2")
     assert done.returncode == (3 if wait < 1 else 76)
 
@@ -164,7 +172,7 @@ while rank == 0:
 sys.exit(4)
 """,
     )
-    done = script.run("--workers", "2", "--grace-seconds", "0.5")
+    done = script.run("--workers", "2", "--grace-seconds", "3")
     assert done.returncode == 4
     assert script.told("asked", 1) == [1]
     wait_until_gone(*wait_for_pids(tmp_path, 2))
@@ -276,7 +284,7 @@ while True:
     assert process.stdout.readline() == "worker 0 | line\n"
     process.stdout.close()
     try:
-        assert process.wait(60) == 128 + signal.SIGPIPE
+        assert process.wait(240) == 128 + signal.SIGPIPE
     finally:
         process.kill()
     assert process.stderr is not None
@@ -438,7 +446,7 @@ while not (folder / "tried").exists():
             with socket.socket() as probe:
                 assert probe.connect_ex(("127.0.0.1", port)) != 0
         (tmp_path / "tried").touch()
-        assert process.wait(60) == 0
+        assert process.wait(240) == 0
     finally:
         process.kill()
         process.wait()
