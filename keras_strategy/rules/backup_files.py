@@ -7,12 +7,12 @@ disk has spoiled the checksums differ, and the one before it is taken.
 """
 
 import contextlib
+import errno
 import json
 import logging
 import os
 import pathlib
 import re
-import zipfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,10 @@ _DAMAGED = ".damaged"
 _KEPT = 2
 # What Keras's own callback leaves in its folder.
 _OF_KERAS = ("latest.weights.h5", "training_metadata.json")
+
+
+class _Damaged(Exception):
+    """A file is not what was written."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class BackupFolder:
         for file in reversed(files):
             try:
                 return _read(file)
-            except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            except _Damaged as error:
                 aside = file.with_name(file.name + _DAMAGED)
                 os.replace(file, aside)
                 logger.error(
@@ -151,12 +155,20 @@ def _write(file: Any, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> N
 
 
 def _read(file: pathlib.Path) -> Contents:
-    with np.load(file, allow_pickle=False) as archive:
-        held = json.loads(archive[_FACTS].tobytes())
-        arrays = {
-            name: archive[name].view(_dtype(dtype))
-            for name, dtype in held["dtypes"].items()
-        }
+    with file.open("rb") as opened:
+        try:
+            with np.load(opened, allow_pickle=False) as archive:
+                held = json.loads(archive[_FACTS].tobytes())
+                plain = {name: archive[name] for name in held["dtypes"]}
+        except MemoryError:
+            raise
+        except Exception as error:
+            # One spoiled bit may ask for a password or for a way to compress that
+            # nobody knows. But a disk that cannot be read may be read another time.
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:
+                raise
+            raise _Damaged(f"{type(error).__name__}: {error}") from error
+    arrays = {n: array.view(_dtype(held["dtypes"][n])) for n, array in plain.items()}
     return Contents(held["facts"], arrays, file)
 
 

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from keras_strategy.errors import ClusterError, WorkerFailedError
+from keras_strategy.options.communication import CommunicationOptions
 from keras_strategy.workers import (
     Member,
     default_timeout_seconds,
@@ -19,6 +20,8 @@ from keras_strategy.workers import (
     hub_address,
     watchdog,
 )
+from keras_strategy.workers.cluster import Cluster
+from keras_strategy.workers.connection import Connection
 from keras_strategy.workers.meeting import listen
 from keras_strategy.workers.settings import own_addresses
 from keras_strategy.workers.wire import MAX_LINE, PROTOCOL, encode
@@ -183,6 +186,65 @@ def test_a_collective_that_does_not_end(together):
             "all workers reached `all_reduce in step 2`, and it did not end within 2 s"
         ) in str(error)
         assert "Main thread of worker 0" in str(error)
+
+
+def test_two_that_ask_at_once_are_both_answered(together, monkeypatch):
+    """The second one too, when the first has got on meanwhile."""
+    # Nobody asks again by itself.
+    monkeypatch.setattr(watchdog, "DEADLOCK_SECONDS", 600.0)
+
+    def work(member, rank):
+        member.agree("start")
+        if rank == 2:
+            member._connection.failed.wait(SOON)
+            return member._connection.failure
+        with member.waiting("step"):
+            ready.wait(SOON)
+            if rank == 0:
+                member._hub._thread.run(ask(member._hub, member._position.operation))
+            member._connection.failed.wait(SOON)
+
+    async def ask(hub, operation):
+        for rank, count in ((0, operation.count - 1), (1, operation.count)):
+            hub._handle(rank, {"type": "inquire", "count": count, "timeout": 0.0})
+
+    ready = threading.Barrier(2)
+    *waited, blamed = together(3, work, timeout=60)
+    assert "worker 1 did not reach `step` within 0 s" in blamed
+    for error in waited:
+        assert isinstance(error, WorkerFailedError) and str(error).startswith(
+            "worker 1 did not reach `step`"
+        )
+
+
+def test_what_is_long_travels_where_it_differs(together, monkeypatch):
+    """Otherwise a digest does, and once for all who say the same."""
+    replies = []
+    values = Connection._values
+
+    def heard(self, reply):
+        replies.append((len(reply["said"]), len(json.dumps(reply))))
+        return values(self, reply)
+
+    monkeypatch.setattr(Connection, "_values", heard)
+    same = [["weights", "x" * 100] for _ in range(1000)]
+
+    def work(member, rank):
+        cluster = Cluster(rank, names_of(3), (), member, CommunicationOptions())
+        other = [*same[:700], ["weights", rank // 2], *same[701:]]
+        found = [cluster.differences("step", value) for value in (same, other)]
+        _, none = cluster.first_difference("fit", same)
+        _, one = cluster.first_difference("fit", other)
+        return found, none, one
+
+    for found, none, one in together(3, work):
+        assert found[0] is none is None
+        assert [value[700][1] for value in found[1]] == [0, 0, 1]
+        assert one == (700, [["weights", 0], ["weights", 0], ["weights", 1]])
+    whole = [size for _, size in replies if size > 10_000]
+    # What differs came to each of them, of the two that say the same once.
+    assert len(whole) == 3 and max(whole) < 2.5 * len(json.dumps(same))
+    assert {count for count, size in replies if size > 10_000} == {2}
 
 
 def test_a_slow_operation_that_gets_on_is_no_failure(together):

@@ -425,6 +425,28 @@ def test_damaged_backups(models, mirrored, tmp_path, caplog):
         fit(models.fresh(strategy), backup())
 
 
+def test_whatever_a_disk_has_spoiled_is_kept_aside(tmp_path):
+    """Also what makes a reader ask for a password: the next restart goes on."""
+    folder = BackupFolder(tmp_path)
+    for epoch in (1, 2):
+        folder.write({"epoch": epoch}, {"model/0": np.arange(6)})
+    before, last = sorted(tmp_path.iterdir())
+    good = last.read_bytes()
+    # Of the list of contents at the end: each field of its first entry, and its place.
+    entry, end = good.index(b"PK\1\2"), good.index(b"PK\5\6")
+    places = [*range(entry, entry + 46), *range(end + 12, end + 20)]
+    for place, bit in [(place, bit) for place in places for bit in (0, 5, 7)]:
+        spoiled = bytearray(good)
+        spoiled[place] ^= 1 << bit
+        last.write_bytes(spoiled)
+        found = folder.read()
+        assert found is not None, (place - entry, bit)
+        if found.file == before:
+            last.with_name(last.name + ".damaged").unlink()
+        else:
+            np.testing.assert_array_equal(found.arrays["model/0"], np.arange(6))
+
+
 def test_other_data_and_another_model(models, mirrored, tmp_path):
     strategy = mirrored(2)
 
