@@ -40,7 +40,7 @@ The public names of `tf.distribute` in TensorFlow {version}, {count} in all, and
 each does here, as a name of `keras_strategy`. *Works*: it is there, and takes
 tf.distribute's parameters in their order. *Differs*: it works in another way, which
 the note or the page [Differences](differences.md) says. *Refused*: an error gives the
-reason of the note, and says what to use. *Not yet*: it is to come.
+reason of the note, and says what to use.
 
 `make names` writes this page. The tests compare it with the installed TensorFlow, and
 what it says of a backend with what that does.
@@ -70,7 +70,6 @@ class Status:
 
 
 WORKS = Status("works")
-NOT_YET = Status("not yet")
 
 
 def differs(note: str, anchor: str = "") -> Status:
@@ -126,8 +125,6 @@ SAID: dict[str, Status | dict[str, Status]] = {
     "TPUStrategy.experimental_assign_to_logical_device": differs(
         "It checks the number: XLA decides what computes where.", "run-and-reduce"
     ),
-    "cluster_resolver.TPUClusterResolver.set_tpu_topology": NOT_YET,
-    "cluster_resolver.TPUClusterResolver.tpu_hardware_feature": NOT_YET,
     "experimental.PreemptionCheckpointHandler": differs(
         "Models and variables in a dict are saved on every backend.",
         "results",

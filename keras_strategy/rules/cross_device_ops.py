@@ -370,6 +370,13 @@ def check_cross_device_ops(cross_device_ops: Any) -> None:
             f"`reduce_implementation`. Received: cross_device_ops={cross_device_ops!r} "
             f"of type {type(cross_device_ops).__name__}"
         )
+    if hasattr(cross_device_ops, "_gather_implementation"):
+        raise TypeError(
+            f"`_gather_implementation` of {type(cross_device_ops).__name__} would not "
+            "be called: the engine gathers, and tf.distribute has no public name for "
+            "another way. Take it out; the parts of `gather` and `all_gather` are "
+            "joined as they are."
+        )
 
 
 def _per_replica(value: Any) -> PerReplica:

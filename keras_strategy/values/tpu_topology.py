@@ -1,14 +1,11 @@
 """`Topology`: where the cores of a TPU are."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-# The fields of TensorFlow's message TopologyProto.
-_MESH_SHAPE, _TASKS, _PER_TASK, _COORDINATES = 1, 2, 3, 4
-# How protocol buffers write a number, and numbers in a row.
-_NUMBER, _PACKED = 0, 2
+from keras_strategy.values import topology_message as message
 
 
 class Topology:
@@ -146,16 +143,22 @@ class Topology:
     def serialized(self) -> bytes:
         """Returns the topology as TensorFlow writes it, a `TopologyProto`."""
         if self._serialized is None:
-            numbers = {_TASKS: self.num_tasks, _PER_TASK: self.num_tpus_per_task}
+            numbers = {
+                message.TASKS: self.num_tasks,
+                message.PER_TASK: self.num_tpus_per_task,
+            }
             self._serialized = b"".join(
                 [
-                    _packed(_MESH_SHAPE, self._mesh_shape),
+                    message.packed(message.MESH_SHAPE, self._mesh_shape),
                     *(
-                        _varint(field << 3 | _NUMBER) + _varint(number)
+                        message.varint(field << 3 | message.NUMBER)
+                        + message.varint(number)
                         for field, number in numbers.items()
                         if number
                     ),
-                    _packed(_COORDINATES, self._device_coordinates.flatten()),
+                    message.packed(
+                        message.COORDINATES, self._device_coordinates.flatten()
+                    ),
                 ]
             )
         return self._serialized
@@ -173,26 +176,25 @@ def _check_mesh_shape(shape: np.ndarray) -> None:
         )
 
 
-# --- the message, of numbers alone: no reason to need protocol buffers
-
-
 def _parsed(serialized: bytes) -> tuple[np.ndarray, np.ndarray]:
     """The mesh's shape, and the coordinates of the devices."""
-    lists: dict[int, list[int]] = {_MESH_SHAPE: [], _COORDINATES: []}
-    numbers = {_TASKS: 0, _PER_TASK: 0}
-    for field, value in _fields(serialized):
+    lists: dict[int, list[int]] = {message.MESH_SHAPE: [], message.COORDINATES: []}
+    numbers = {message.TASKS: 0, message.PER_TASK: 0}
+    for field, value in message.fields(serialized):
         if field in lists:
             packed = isinstance(value, bytes)
-            lists[field].extend(_varints(value) if packed else [_signed(value)])
+            lists[field].extend(
+                message.varints(value) if packed else [message.signed(value)]
+            )
         elif field in numbers and isinstance(value, int):
-            numbers[field] = _signed(value)
-    shape = np.array(lists[_MESH_SHAPE], np.int32)
+            numbers[field] = message.signed(value)
+    shape = np.array(lists[message.MESH_SHAPE], np.int32)
     _check_mesh_shape(shape)
     tasks, per_task = numbers.values()
     for name, number in (("num_tasks", tasks), ("num_tpu_devices_per_task", per_task)):
         if number < 0:
             raise ValueError(f"`{name}` must be >= 0. Received: {name}={number}")
-    coordinates = np.array(lists[_COORDINATES], np.int32)
+    coordinates = np.array(lists[message.COORDINATES], np.int32)
     if len(coordinates) != tasks * per_task * len(shape):
         raise ValueError(
             f"`device_coordinates` must have shape num_tasks ({tasks}) * "
@@ -205,68 +207,3 @@ def _parsed(serialized: bytes) -> tuple[np.ndarray, np.ndarray]:
             f"device_coordinates={coordinates}"
         )
     return shape, coordinates.reshape(tasks, per_task, len(shape))
-
-
-def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Each field's number, and what it holds."""
-    at = 0
-    while at < len(message):
-        key, at = _read_varint(message, at)
-        field, kind = key >> 3, key & 7
-        if kind not in (_NUMBER, _PACKED):
-            raise _no_topology()
-        value, at = _read_varint(message, at)
-        if kind == _NUMBER:
-            yield field, value
-            continue
-        if at + value > len(message):
-            raise _no_topology()
-        yield field, message[at : at + value]
-        at += value
-
-
-def _varints(packed: bytes) -> Iterator[int]:
-    at = 0
-    while at < len(packed):
-        number, at = _read_varint(packed, at)
-        yield _signed(number)
-
-
-def _read_varint(message: bytes, at: int) -> tuple[int, int]:
-    number = 0
-    for place in range(10):
-        if at >= len(message):
-            break
-        byte = message[at]
-        number |= (byte & 0x7F) << 7 * place
-        at += 1
-        if byte < 0x80:
-            return number, at
-    raise _no_topology()
-
-
-def _no_topology() -> ValueError:
-    return ValueError(
-        "Argument `serialized` must be what `Topology.serialized()` returns. Received "
-        "bytes that are no TopologyProto."
-    )
-
-
-def _signed(number: int) -> int:
-    return number - (1 << 64) if number >= 1 << 63 else number
-
-
-def _varint(number: int) -> bytes:
-    number %= 1 << 64
-    out = bytearray()
-    while number >= 0x80:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes([*out, number])
-
-
-def _packed(field: int, numbers: Iterable[int]) -> bytes:
-    content = b"".join(_varint(int(number)) for number in numbers)
-    if not content:
-        return b""
-    return _varint(field << 3 | _PACKED) + _varint(len(content)) + content

@@ -420,3 +420,19 @@ def test_a_socket_is_all_it_takes_to_know_ones_place(monkeypatch):
         monkeypatch.setattr(socket.socket, name, refuse, raising=False)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     assert TPUClusterResolver("grpc://host:1,grpc://127.0.0.1:1").task_id == 1
+
+
+def test_what_the_hardware_has():
+    """The messages are TensorFlow's, of a TPU with such devices and of one without."""
+    resolver = TPUClusterResolver("grpc://10.0.0.1:8470")
+    assert resolver.tpu_hardware_feature is None
+    topology = bytes.fromhex("0a04010101021001180222080000000000000001")
+    resolver.set_tpu_topology(topology + bytes.fromhex("2a0408021004"))
+    feature = resolver.tpu_hardware_feature
+    assert feature == (2, 4) and feature.embedding_feature.name == "V2"
+    assert feature.num_embedding_devices_per_chip == 4
+    resolver.set_tpu_topology(topology)
+    assert resolver.tpu_hardware_feature == (0, 0)
+    with pytest.raises(ValueError, match="no TopologyProto"):
+        resolver.set_tpu_topology(b"\xff")
+    assert resolver.tpu_hardware_feature == (0, 0)

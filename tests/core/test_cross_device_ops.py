@@ -89,6 +89,13 @@ def test_what_is_refused():
     for choice in (3, ks.CrossDeviceOps(), Own(), ks.NcclAllReduce):
         with pytest.raises(TypeError, match="`cross_device_ops` must be"):
             ks.MirroredStrategy(DEVICES, choice)
+
+    class Gathering(ks.ReductionToOneDevice):
+        def _gather_implementation(self, *args):
+            raise AssertionError("not called")
+
+    with pytest.raises(TypeError, match="`_gather_implementation` of Gathering"):
+        ks.MirroredStrategy(DEVICES, Gathering())
     with pytest.raises(ValueError, match="num_packs=-1"):
         ks.NcclAllReduce(num_packs=-1)
     with pytest.raises(TypeError, match="num_packs=1.5"):
@@ -146,6 +153,8 @@ def test_own_sums_of_values(doubling):
     assert numbers(doubling.reduce("MEAN", uneven, axis=0)) == 6.0
     with doubling.scope():
         variable = keras.Variable([0.0, 0.0])
+    # To gather is the engine's: nothing is added.
+    assert numbers(doubling.gather(uneven, axis=0)) == [1.0, 2.0, 3.0, 6.0]
     extended = doubling.extended
     total = extended.reduce_to("sum", value, destinations=variable)
     assert results(doubling, total) == [[8.0, 14.0]] * 2

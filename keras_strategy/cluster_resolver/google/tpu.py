@@ -16,6 +16,7 @@ from keras_strategy.cluster_resolver.base import (
 from keras_strategy.cluster_resolver.checks import as_int
 from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
 from keras_strategy.cluster_resolver.google import metadata, tpu_locate, tpu_source
+from keras_strategy.values.topology_message import TPUHardwareFeature, hardware_feature
 
 WORKER_ID = "TPU_WORKER_ID"
 
@@ -113,6 +114,7 @@ class TPUClusterResolver(ClusterResolver):
         self._coordinator_name = coordinator_name
         self._coordinator_address = coordinator_address
         self._found_task_id: int | None = None
+        self._hardware_feature: TPUHardwareFeature | None = None
 
     @staticmethod
     def connect(
@@ -226,6 +228,28 @@ class TPUClusterResolver(ClusterResolver):
             topology=None,
             devices=tuple(f"tpu:{index}" for index in range(num_cores)),
         )
+
+    def set_tpu_topology(self, serialized_tpu_topology: bytes) -> None:
+        """Takes the topology of the TPU, for `tpu_hardware_feature`.
+
+        Args:
+            serialized_tpu_topology: What `serialized()` of a
+                `keras_strategy.tpu.experimental.Topology` returns, or
+                TensorFlow's.
+
+        Raises:
+            ValueError: If these bytes are no topology.
+        """
+        self._hardware_feature = hardware_feature(serialized_tpu_topology)
+
+    @property
+    def tpu_hardware_feature(self) -> TPUHardwareFeature | None:
+        """What the TPU has for embeddings, as the topology that was set tells.
+
+        It has `embedding_feature` and `num_embedding_devices_per_chip`; None before
+        `set_tpu_topology`.
+        """
+        return self._hardware_feature
 
     def num_accelerators(
         self,
