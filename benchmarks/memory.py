@@ -1,6 +1,7 @@
 """What a model of 50 million parameters takes on each device, by what is split.
 
-`KERAS_BACKEND=jax python -m benchmarks.memory`. The variables' bytes are those of their
+`KERAS_BACKEND=jax python -m benchmarks.memory`, and with `--call run` for a step that
+`strategy.run` calls instead of one of `fit`. The variables' bytes are those of their
 arrays; what the program of a step takes, and what travels, XLA's compiler says. On
 torch it is counted in a process for each device, see `benchmarks.memory_torch`.
 """
@@ -67,6 +68,9 @@ def main() -> None:
         prog="python -m benchmarks.memory", description=__doc__
     )
     parser.add_argument("--width", type=int, default=WIDTH, help="of the layers")
+    parser.add_argument(
+        "--call", choices=["fit", "run"], default="fit", help="what trains, on JAX"
+    )
     options = parser.parse_args()
     os.environ.setdefault("KERAS_BACKEND", "jax")
     if os.environ["KERAS_BACKEND"] == "torch":
@@ -74,15 +78,20 @@ def main() -> None:
         return
     print(
         "| N | `shard` | parameters | slots | program: arguments | temporaries "
-        "| collectives of a step | sent by each device |\n"
-        "| --- | --- | --- | --- | --- | --- | --- | --- |"
+        "| most at once | collectives of a step | sent by each device |\n"
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
     )
-    for replicas, shard, report, memory, traffic in _measured(options.width):
+    for replicas, shard, report, memory, traffic in _measured(
+        options.width, options.call
+    ):
         kinds = ", ".join(f"{t.count} {t.kind}" for t in traffic) or "none"
+        # What it writes where an argument was is there once.
+        results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        given, working = memory.argument_size_in_bytes, memory.temp_size_in_bytes
         print(
             f"| {replicas} | {shard or 'None'} | {_mega(report.parameters[0])} | "
-            f"{_mega(report.slots[0])} | {_mega(memory.argument_size_in_bytes)} | "
-            f"{_mega(memory.temp_size_in_bytes)} | {kinds} | "
+            f"{_mega(report.slots[0])} | {_mega(given)} | {_mega(working)} | "
+            f"{_mega(given + working + results)} | {kinds} | "
             f"{_mega(sum(t.sent for t in traffic))} |",
             flush=True,
         )
@@ -111,13 +120,13 @@ def _mega(size: float) -> str:
     return f"{size / 1e6:,.0f}"
 
 
-def _measured(width: int) -> Iterator[tuple]:
+def _measured(width: int, call: str) -> Iterator[tuple]:
     import keras
 
     import keras_strategy as ks
 
     ks.config.set_logical_devices("cpu", 4)
-    for replicas in (1, 2, 4):
+    for replicas in (1, 2, 4) if call == "fit" else (2, 4):
         for shard in (None, "optimizer", "parameters") if replicas > 1 else (None,):
             cpus = [f"cpu:{i}" for i in range(replicas)]
             strategy = ks.MirroredStrategy(cpus, shard=shard)
@@ -126,10 +135,44 @@ def _measured(width: int) -> Iterator[tuple]:
                 model = keras.Sequential([keras.Input((width,)), *dense])
                 model.compile(keras.optimizers.Adam(), "mse")
                 model.optimizer.build(model.trainable_variables)
-                program = _program(model, width)
-            traffic = collectives(program.as_text(), replicas)
+                if call == "fit":
+                    program = _program(model, width)
+                    text, memory = program.as_text(), program.memory_analysis()
+            if call == "run":
+                text, memory = _of_run(strategy, model, width)
             report = strategy.memory_report(model)
-            yield replicas, shard, report, program.memory_analysis(), traffic
+            yield replicas, shard, report, memory, collectives(text, replicas)
+
+
+def _of_run(strategy: Any, model: Any, width: int) -> tuple[str, Any]:
+    """What the compiler says of the program of a step in `strategy.run`."""
+    import jax
+    import keras
+    import numpy as np
+
+    import keras_strategy as ks
+
+    def loss_of(x, y):
+        losses = keras.losses.mean_squared_error(y, model(x, training=True))
+        return ks.compute_average_loss(losses, global_batch_size=ROWS)
+
+    def step(x, y):
+        gradient_of = ks.value_and_grad(loss_of, model.trainable_variables)
+        loss, gradients = gradient_of(x, y)
+        model.optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    rows = np.zeros((ROWS, width), "float32")
+    (batch,) = strategy.experimental_distribute_dataset([(rows, rows)])
+    client = jax.devices()[0].client
+    before = {id(program) for program in client.live_executables()}
+    strategy.run(step, batch)
+    made = [x for x in client.live_executables() if id(x) not in before]
+    memories = [x.get_compiled_memory_stats() for x in made]
+    sizes = [memory.argument_size_in_bytes for memory in memories]
+    largest = sizes.index(max(sizes))
+    (module,) = made[largest].hlo_modules()
+    return module.to_string(), memories[largest]
 
 
 def _program(model: Any, width: int) -> Any:

@@ -15,6 +15,7 @@ if keras.backend.backend() != "jax":
 
 import jax
 
+from benchmarks.memory import collectives
 from keras_strategy.backends.jax import hooks_data
 from keras_strategy.backends.jax import hooks_state as keras_state
 from keras_strategy.testing.equality.compare import largest, scope
@@ -614,6 +615,41 @@ def test_loss_scaling_in_run(two):
     two.run(step, args=(per_replica(two, 1.0, float("nan")),))
     np.testing.assert_allclose(v.numpy(), [-1.0, 0.0])
     assert float(optimizer.dynamic_scale.value) == 2.0
+
+
+def test_a_step_with_parts_sends_what_an_all_reduce_does():
+    """Of gradients a replica gets its part, and the new weights are gathered."""
+    client = jax.devices()[0].client
+
+    def sent(shard):
+        strategy = ks.MirroredStrategy([f"cpu:{i}" for i in range(4)], shard=shard)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((8,)), layers.Dense(16)])
+            optimizer = keras.optimizers.Adam(global_clipnorm=1.0)
+            optimizer.build(model.trainable_variables)
+
+        def step(x):
+            gradient_of = ks.value_and_grad(
+                lambda x: keras.ops.sum(model(x) ** 2), model.trainable_variables
+            )
+            _, gradients = gradient_of(x)
+            optimizer.apply(gradients, model.trainable_variables)
+
+        before = {id(program) for program in client.live_executables()}
+        x = np.ones((8, 8), "float32")
+        (batch,) = strategy.experimental_distribute_dataset([x])
+        strategy.run(step, args=(batch,))
+        made = [p for p in client.live_executables() if id(p) not in before]
+        texts = [p.hlo_modules()[0].to_string() for p in made]
+        found = [collectives(text, 4) for text in texts]
+        (traffic,) = [some for some in found if some]
+        return {kind: size for kind, _, size in traffic}
+
+    gradients = 4 * (8 * 16 + 16)  # bytes
+    whole, parts = sent(None), sent("optimizer")
+    assert whole == {"all-reduce": 2 * 3 / 4 * gradients}
+    assert parts["reduce-scatter"] == parts["all-gather"] == 3 / 4 * gradients
+    assert parts["all-reduce"] < 100  # the norms
 
 
 def test_what_an_exception_leaves_behind(two):

@@ -221,6 +221,10 @@ NEEDED_BY = {
         "jax",
         f"{_SHARDING}::test_bytes_on_each_device[optimizer]",
     ),
+    "backends.jax.hooks_sharding Optimizer._backend_apply_gradients": (
+        "jax",
+        f"{_JAX}::test_a_step_with_parts_sends_what_an_all_reduce_does",
+    ),
     "backends.jax.hooks_sharding Variable.__array__": (
         "jax",
         "tests/workers/test_sharding.py::test_two_workers_equal_one_device[optimizer]",
@@ -233,7 +237,7 @@ NEEDED_BY = {
         "torch",
         f"{_SHARDING}::test_clipping_decay_average_and_accumulation[2-optimizer]",
     ),
-    "backends.torch.hooks_sharding Optimizer._clip_gradients": (
+    "backends.threads.hooks_shares Optimizer._clip_gradients": (
         "torch",
         f"{_SHARDING}::test_clipping_decay_average_and_accumulation[2-optimizer]",
     ),

@@ -42,7 +42,7 @@ from keras_strategy.backends.jax.programs import (
     RunScope,
 )
 from keras_strategy.backends.jax.replica import JaxReplica
-from keras_strategy.backends.jax.splitting import own_parts, specs, wholes
+from keras_strategy.backends.jax.splitting import Parts, specs
 from keras_strategy.backends.jax.threaded import ThreadedRunner
 from keras_strategy.backends.jax.workers import JaxWorkers
 from keras_strategy.core import context
@@ -285,14 +285,18 @@ class Runner:
         read_along = [dimension_of(variable) for variable in program.read]
 
         def body(written, local, read, tensors):
+            parts = Parts(self._distribution.replicas)
+            whole = map(parts.whole, written, written_along)
+            whole_read = map(parts.whole, read, read_along)
             scope = RunScope(
                 [
-                    *zip(program.written, wholes(written, written_along), strict=True),
+                    *zip(program.written, whole, strict=True),
                     *zip(program.local, [x[0] for x in local], strict=True),
-                    *zip(program.read, wholes(read, read_along), strict=True),
+                    *zip(program.read, whole_read, strict=True),
                 ]
             )
-            replica = JaxReplica(self._strategy, self._devices)
+            share = parts if self._distribution.shard is not None else None
+            replica = JaxReplica(self._strategy, self._devices, share)
             if places:
                 replica.step = self._step_of_rows(
                     fn, function, tensors, arguments, places
@@ -327,7 +331,7 @@ class Runner:
             return (
                 Outputs(Identity(structure), outputs),
                 totals,
-                own_parts(after, written_along),
+                list(map(parts.own, after, written_along)),
                 [x[None] for x in local],
                 [
                     on_read.aggregate(v, x)

@@ -20,7 +20,7 @@ from keras_strategy.rules import spans
 # XLA did not join with others has JAX's own name.
 _COLLECTIVE = re.compile(
     r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|"
-    r"collective-broadcast|psum|all_gather)(-start)?(\.\d+)?"
+    r"collective-broadcast|psum|all_gather|reduce_scatter)(-start)?(\.\d+)?"
 )
 _SHAPE = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _compilations = 0

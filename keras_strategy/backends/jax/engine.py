@@ -116,9 +116,11 @@ class JaxEngine:
             hooks_sharding,
         )
         from keras_strategy.backends.threads import hooks as thread_hooks
+        from keras_strategy.backends.threads import hooks_shares
 
         # A thread asks the others before the process's seed generator is made.
-        return [hooks, hooks_data, hooks_home, hooks_sharding, thread_hooks]
+        own = [hooks, hooks_data, hooks_home, hooks_sharding]
+        return [*own, thread_hooks, hooks_shares]
 
     def random_state(self) -> None:
         return None

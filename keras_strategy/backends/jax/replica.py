@@ -11,6 +11,7 @@ from keras import tree
 from keras_strategy.backends.jax import hooks_state as keras_state
 from keras_strategy.backends.jax import on_read
 from keras_strategy.backends.jax.distribution import AXIS
+from keras_strategy.backends.jax.splitting import Parts
 from keras_strategy.core import context
 from keras_strategy.core.own_attributes import set_for_all
 from keras_strategy.core.step_state import StepState
@@ -34,12 +35,25 @@ class JaxReplica:
     One trace serves all replicas: `id` is a traced scalar, and `devices` are those of
     all of them.
 
+    Args:
+        strategy: The strategy.
+        devices: Canonical names of its devices.
+        parts: What is known of the variables' parts, where the replicas share what
+            optimizers keep.
+
     Attributes:
+        parts: The argument.
         trains: Whether gradients were summed in the trace.
     """
 
-    def __init__(self, strategy: "Strategy", devices: tuple[str, ...]):
+    def __init__(
+        self,
+        strategy: "Strategy",
+        devices: tuple[str, ...],
+        parts: Parts | None = None,
+    ):
         self._strategy = strategy
+        self.parts = parts
         self.devices = devices
         self.step = StepState()
         self.trains = False
@@ -84,7 +98,10 @@ class JaxReplica:
 
     def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
         self.trains = True
-        return jax.lax.psum([weighted(t, weight) for t in tensors], AXIS)
+        tensors = [weighted(t, weight) for t in tensors]
+        if self.parts is not None:
+            return self.parts.summed(tensors)
+        return jax.lax.psum(tensors, AXIS)
 
     def draw_once(
         self, what: Any, draw: Callable[[], Any], skip: Callable[[], Any]

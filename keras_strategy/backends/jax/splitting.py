@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from keras_strategy.backends.jax import hooks_state as keras_state
 from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution, put
+from keras_strategy.rules.sharding import dimension_to_split
 
 Along = Sequence[int | None]
 
@@ -27,26 +28,58 @@ def specs(along: Along) -> list[PartitionSpec]:
     ]
 
 
-def wholes(values: Sequence[Any], along: Along) -> list[Any]:
-    """The whole of each variable, in a program; what nobody uses is not computed."""
-    return [
-        x if d is None else jax.lax.all_gather(x, AXIS, axis=d, tiled=True)
-        for x, d in zip(values, along, strict=True)
-    ]
+class Parts:
+    """What is known, in a trace, of both the whole and the part that a replica keeps.
 
+    Code that the trace calls sees wholes. Where it comes to the part of one, that is
+    taken as it is, and the whole, which nobody uses then, is not computed.
 
-def own_parts(values: Sequence[Any], along: Along) -> list[Any]:
-    """What the replica that is traced keeps of the whole of each variable."""
-    return [
-        x if d is None else own_part(x, d) for x, d in zip(values, along, strict=True)
-    ]
+    Args:
+        replicas: Their number, over all workers.
+    """
 
+    def __init__(self, replicas: int):
+        self.replicas = replicas
+        # By the whole's `id`; with it, so that no other has this `id`.
+        self._known: dict[int, tuple[Any, int, Any]] = {}
 
-def own_part(value: Any, dimension: int) -> Any:
-    """What the replica that is traced keeps of a whole."""
-    size = value.shape[dimension] // jax.lax.psum(1, AXIS)
-    start = jax.lax.axis_index(AXIS) * size
-    return jax.lax.dynamic_slice_in_dim(value, start, size, dimension)
+    def whole(self, part: Any, dimension: int | None) -> Any:
+        """The whole of what each replica has a part of.
+
+        Args:
+            part: That of the replica that is traced.
+            dimension: Along which dimension; None if it is the whole.
+        """
+        if dimension is None:
+            return part
+        whole = jax.lax.all_gather(part, AXIS, axis=dimension, tiled=True)
+        self._known[id(whole)] = whole, dimension, part
+        return whole
+
+    def own(self, whole: Any, dimension: int | None) -> Any:
+        """What the replica that is traced has of a whole, see `whole`."""
+        if dimension is None:
+            return whole
+        known = self._known.get(id(whole))
+        if known is not None and known[1] == dimension:
+            return known[2]
+        size = whole.shape[dimension] // self.replicas
+        start = jax.lax.axis_index(AXIS) * size
+        return jax.lax.dynamic_slice_in_dim(whole, start, size, dimension)
+
+    def summed(self, tensors: Sequence[Any]) -> list[Any]:
+        """The sums over the replicas, of which each computes a part where it can."""
+        along = [dimension_to_split(x.shape, self.replicas) for x in tensors]
+        others = [x for x, d in zip(tensors, along, strict=True) if d is None]
+        rest = iter(jax.lax.psum(others, AXIS))
+        return [
+            next(rest)
+            if d is None
+            else self.whole(
+                jax.lax.psum_scatter(x, AXIS, scatter_dimension=d, tiled=True), d
+            )
+            for x, d in zip(tensors, along, strict=True)
+        ]
 
 
 def gathered_whole(variable: Any, distribution: ReplicaDistribution) -> jax.Array:

@@ -8,6 +8,7 @@ import keras
 import torch
 
 from keras_strategy.backends.threads import hooks as thread_hooks
+from keras_strategy.backends.threads import hooks_shares
 from keras_strategy.backends.torch import (
     devices,
     gradients,
@@ -113,7 +114,8 @@ class TorchEngine:
         return gradients.value_and_grad(fn, variables, has_aux)
 
     def hook_modules(self) -> Sequence[ModuleType]:
-        return [thread_hooks, hooks, hooks_compiled, hooks_optimizers, hooks_sharding]
+        own = [hooks, hooks_compiled, hooks_optimizers, hooks_sharding]
+        return [thread_hooks, *own, hooks_shares]
 
     def random_state(self) -> None:
         return None  # the core asks torch on every backend

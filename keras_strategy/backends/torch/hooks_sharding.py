@@ -1,15 +1,14 @@
 """Where the torch adapter extends Keras for what an optimizer's replicas share."""
 
-import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import torch
-from keras import ops
 
 from keras_strategy.backends.threads.hooks import keras_scope, replica_here
+from keras_strategy.backends.threads.hooks_shares import SharesScope
 from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.backends.torch.sharing import (
     Division,
@@ -19,6 +18,11 @@ from keras_strategy.backends.torch.sharing import (
 )
 from keras_strategy.hooks.conditions import in_distributed_scope
 from keras_strategy.hooks.hook import hook, of_several
+from keras_strategy.rules.optimizer_rules import (
+    is_elementwise,
+    is_factored,
+    is_weight_by_weight,
+)
 from keras_strategy.values.distributed import ReduceOp
 
 logger = logging.getLogger("keras_strategy")
@@ -26,21 +30,8 @@ logger = logging.getLogger("keras_strategy")
 _DIVISION, _SLOT_OF = "_ks_division", "_ks_slot_of"
 
 
-def _own_classes(names: str) -> set[type]:
-    """Optimizers of Keras, as it makes them on torch; some came later than others."""
-    classes = [getattr(keras.optimizers, name, None) for name in names.split()]
-    return {type(cls.__new__(cls)) for cls in classes if cls is not None}
-
-
-# What a class derived from these computes, it alone knows.
-_ELEMENTWISE = _own_classes(
-    "SGD RMSprop Adam AdamW Adadelta Adagrad Adamax Nadam Ftrl Lion ScheduleFreeAdamW"
-)
-# Norms of a weight, or products of matrices; nothing of other weights.
-_WEIGHT_BY_WEIGHT = _own_classes("Lamb Muon Adafactor")
 # These Keras makes without saying of which weight: lists in the weights' order.
 _WITHOUT_REFERENCE = ("_r", "_c")
-_FACTORED = _own_classes("Adafactor")
 _told: set[type] = set()
 
 
@@ -56,7 +47,7 @@ def _add_from_reference(original, self, reference_variable, *args, **kwargs):
     What is made outside of scopes may come into one later: see `share_adopted`.
     """
     made = [original(self, reference_variable, *args, **kwargs)]
-    if type(self) in _FACTORED and len(reference_variable.shape) > 1:
+    if is_factored(self) and len(reference_variable.shape) > 1:
         lists = [vars(self).get(name) for name in _WITHOUT_REFERENCE]
         made += [of_weights[-1] for of_weights in lists if of_weights]
     strategy = in_distributed_scope()
@@ -87,7 +78,7 @@ def _share(strategy: Any, optimizer: Any, slot: Any, weight: Any) -> bool:
     if strategy.shard is None or strategy.num_replicas_in_sync == 1:
         return False
     kind = type(optimizer)
-    if kind not in _ELEMENTWISE | _WEIGHT_BY_WEIGHT:
+    if not is_elementwise(optimizer) and not is_weight_by_weight(optimizer):
         if kind not in _told:
             _told.add(kind)
             logger.warning(
@@ -102,7 +93,7 @@ def _share(strategy: Any, optimizer: Any, slot: Any, weight: Any) -> bool:
         return False
     division = vars(optimizer).get(_DIVISION)
     if division is None:
-        division = Division(strategy.num_replicas_in_sync, kind in _ELEMENTWISE)
+        division = Division(strategy.num_replicas_in_sync, is_elementwise(optimizer))
         vars(optimizer)[_DIVISION] = division
     division.add(slot, weight, strategy.extended.group.layout)
     return True
@@ -111,12 +102,12 @@ def _share(strategy: Any, optimizer: Any, slot: Any, weight: Any) -> bool:
 # --- a step
 
 
-class _Shared(keras.StatelessScope):
-    """The variables as an optimizer sees them that updates a replica's share.
+class _Shared(SharesScope):
+    """See `SharesScope`.
 
     Args:
         replica: The replica.
-        parts: What the replica updates, by the variables' `id`.
+        shares: What the replica updates, by the variables' `id`.
         variables: These variables.
         numbers: Of the gradients that it is given, the numbers among those of all
             replicas.
@@ -126,52 +117,24 @@ class _Shared(keras.StatelessScope):
     def __init__(
         self,
         replica: TorchReplica,
-        parts: dict[int, torch.Tensor],
+        shares: dict[int, torch.Tensor],
         variables: Sequence[Any],
         numbers: Sequence[int],
         count: int,
     ):
-        super().__init__(initialize_variables=False)
-        self.replica, self.numbers, self.count = replica, numbers, count
-        self._parts, self._variables = parts, variables
-        self._whole = [tuple(variable.shape) for variable in variables]
+        super().__init__(replica.scope, shares, variables)
+        self._replica, self._numbers, self._count = replica, numbers, count
 
-    def get_current_value(self, variable: Any) -> Any:
-        part = self._parts.get(id(variable))
-        return self.replica.scope.get_current_value(variable) if part is None else part
+    def write(self, variable: Any, value: torch.Tensor) -> None:
+        self.shares[id(variable)].copy_(value)
 
-    def add_update(self, update: tuple[Any, torch.Tensor]) -> None:
-        variable, value = update
-        part = self._parts.get(id(variable))
-        if part is None:
-            self.replica.scope.add_update(update)
-        else:
-            part.copy_(value)
-
-    @contextlib.contextmanager
-    def shapes(self) -> Iterator[None]:
-        """Lets the variables have the shapes of what the replica updates."""
-        shapes = [tuple(self._parts[id(v)].shape) for v in self._variables]
-        with self._of_shapes(shapes):
-            yield
-
-    def whole_shapes(self) -> contextlib.AbstractContextManager[None]:
-        """Surrounds what the replicas do together, of which others go on meanwhile."""
-        return self._of_shapes(self._whole)
-
-    @contextlib.contextmanager
-    def _of_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Iterator[None]:
-        # The variables are the same objects for all replicas of this process.
-        before = [variable._shape for variable in self._variables]
-        try:
-            self._give(shapes)
-            yield
-        finally:
-            self._give(before)
-
-    def _give(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        for variable, shape in zip(self._variables, shapes, strict=True):
-            variable._shape, variable._ndim = shape, len(shape)
+    def squared_norms(self, squares: Sequence[Any]) -> tuple[list[Any], Any]:
+        each: Any = torch.zeros(self._count, device=self._replica.scope.device)
+        if squares:
+            each[list(self._numbers)] = torch.stack(list(squares)).to(each)
+        with self.whole_shapes():
+            each = self._replica.all_reduce(ReduceOp.SUM, each)
+        return [each[number] for number in self._numbers], torch.sum(each)
 
 
 @of_several
@@ -227,32 +190,6 @@ def _apply_gradients(original, division, self, grads, trainable_variables):
             original(self, list(own), list(of_own))
         changed = weights if self.ema_overwrite_frequency else trainable_variables
         bring_together(replica, [updated[id(weight)] for weight in changed])
-
-
-@hook(keras.optimizers.Optimizer, "_clip_gradients", "(self, grads)", when=_division_of)
-def _clip_gradients(original, division, self, grads):
-    """Norms are those of whole gradients, of which each replica has its share."""
-    shared: Any = keras_scope()
-    if not isinstance(shared, _Shared) or not (self.clipnorm or self.global_clipnorm):
-        return original(self, grads)
-    squares = [ops.sum(ops.square(gradient)) for gradient in grads]
-    each: Any = torch.zeros(shared.count, device=shared.replica.scope.device)
-    if squares:
-        each[list(shared.numbers)] = torch.stack(squares).to(each)
-    with shared.whole_shapes():
-        each = shared.replica.all_reduce(ReduceOp.SUM, each)
-    # As Keras computes it.
-    if self.clipnorm:
-        norms = torch.sqrt(each)
-        clipped = self.clipnorm / torch.clamp(norms, min=self.clipnorm)
-        scales = [clipped[number] for number in shared.numbers]
-    else:
-        norm = torch.sqrt(torch.sum(each))
-        limit = self.global_clipnorm
-        scale = limit * torch.clamp(1.0 / norm, max=1.0 / limit) + (norm - norm)
-        scales = [scale] * len(grads)
-    pairs = zip(grads, scales, strict=True)
-    return [gradient * scale.to(gradient.dtype) for gradient, scale in pairs]
 
 
 @hook(
