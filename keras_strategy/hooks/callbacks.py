@@ -1,11 +1,13 @@
 """Where Keras's callbacks are extended on every backend: who is told of batches."""
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
 from keras_strategy.core import context
 from keras_strategy.hooks.hook import hook
+from keras_strategy.rules.without_logs import WithoutLogs
 
 _SAVING = (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)
 # A method of Keras's own that does nothing with a batch and its logs.
@@ -45,13 +47,24 @@ def _tell_whoever_listens(callbacks: keras.callbacks.CallbackList, kind: str) ->
         kind: "train", "test" or "predict".
     """
     own = type(callbacks) is not keras.callbacks.CallbackList
-    leave_out = context.current_scope() is not None and not own
     for time in ("begin", "end"):
         name = f"on_{kind}_batch_{time}"
-        if leave_out and not any(listens(c, kind, time) for c in callbacks.callbacks):
-            vars(callbacks)[name] = _NOBODY
-        else:
-            vars(callbacks).pop(name, None)
+        vars(callbacks).pop(name, None)
+        if own or context.current_scope() is None:
+            continue
+        told = [c for c in callbacks.callbacks if listens(c, kind, time)]
+        if all(isinstance(callback, WithoutLogs) for callback in told):
+            vars(callbacks)[name] = _told_without_logs(told, name) if told else _NOBODY
+
+
+def _told_without_logs(told: list[WithoutLogs], name: str) -> Callable:
+    methods = [getattr(callback, name) for callback in told]
+
+    def tell(batch: int, logs: Any = None) -> None:
+        for method in methods:
+            method(batch)
+
+    return tell
 
 
 def listens(callback: keras.callbacks.Callback, kind: str, time: str = "end") -> bool:

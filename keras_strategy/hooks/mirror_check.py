@@ -15,6 +15,7 @@ from keras_strategy.errors import MirrorError
 from keras_strategy.hooks.variables import stored
 from keras_strategy.rules.aggregation import is_on_read
 from keras_strategy.rules.sharding import is_split
+from keras_strategy.rules.without_logs import WithoutLogs
 
 if TYPE_CHECKING:
     from keras_strategy.core.strategy import Strategy
@@ -110,7 +111,7 @@ class EpochCheck(keras.callbacks.Callback):
         check(self._strategy, f"fit, epoch {epoch}", mirrored_of(self.model))
 
 
-class BatchCheck(EpochCheck):
+class BatchCheck(EpochCheck, WithoutLogs):
     """Compares after each batch of `fit` as well, and all that the strategy has."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

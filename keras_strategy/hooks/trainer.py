@@ -142,12 +142,13 @@ def _chiefs_lead(
     def set_epoch(model, epoch):
         model._initial_epoch = epoch
 
-    return chiefs_lead.ChiefsLead(
+    in_batches = alike.require(cluster, items, own_minds)
+    kind = chiefs_lead.ChiefsLeadInBatches if in_batches else chiefs_lead.ChiefsLead
+    return kind(
         cluster,
         give_variables,
         lambda model: model._initial_epoch,
         set_epoch,
-        alike.require(cluster, items, own_minds),
         functools.partial(drift.require_same_values, strategy),
     )
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import keras
 
 from keras_strategy.options.termination import TerminationConfig
+from keras_strategy.rules.without_logs import WithoutLogs
 from keras_strategy.workers.preemption import Next, Preemption
 
 
@@ -174,7 +175,7 @@ class _SavesAfterEpochs(keras.callbacks.Callback):
         self._training.save(epoch, batch)
 
 
-class _SavesAfterBatches(_SavesAfterEpochs):
+class _SavesAfterBatches(_SavesAfterEpochs, WithoutLogs):
     """Saves after so many batches, at the end of an epoch too if it falls there."""
 
     def __init__(self, training: Training, save_freq: int | str):
@@ -240,8 +241,10 @@ class _SavesBeforePreemption(_SavesAfterBatches):
             self._preemption.end()
 
 
-SAVERS = _SavesAfterEpochs, _SavesAfterBatches, _SavesBeforePreemption
-"""What saves, and looks at no logs."""
-
-CALLBACKS = BackupAndRestore, *SAVERS
+CALLBACKS = (
+    BackupAndRestore,
+    _SavesAfterEpochs,
+    _SavesAfterBatches,
+    _SavesBeforePreemption,
+)
 """What acts alike on all workers."""

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 
 from keras_strategy.rules import backups
+from keras_strategy.rules.without_logs import WithoutLogs
 from keras_strategy.workers.cluster import Cluster
 
 # They write, and nothing that the workers do together depends on them.
@@ -85,8 +86,6 @@ class ChiefsLead(keras.callbacks.Callback):
         give_variables: Gives all workers the chief's variables of a model.
         epoch: Reads the epoch that a model begins with.
         set_epoch: Sets it.
-        every_batch: Whether to ask after each batch who wants to stop; after each
-            epoch it is asked in any case.
         require_same_values: Raises where the workers hold other values; called after
             each epoch with a value that all are to be told, and returns what they say.
     """
@@ -97,14 +96,12 @@ class ChiefsLead(keras.callbacks.Callback):
         give_variables: Callable[[keras.Model], None],
         epoch: Callable[[keras.Model], int | None],
         set_epoch: Callable[[keras.Model, int | None], None],
-        every_batch: bool,
         require_same_values: Callable[[keras.Model, Any], list[Any]],
     ):
         super().__init__()
         self._cluster = cluster
         self._give_variables = give_variables
         self._epoch, self._set_epoch = epoch, set_epoch
-        self._every_batch = every_batch
         self._require_same_values = require_same_values
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -113,20 +110,27 @@ class ChiefsLead(keras.callbacks.Callback):
         self._set_epoch(self.model, epochs[0])
         self._give_variables(self.model)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Stops if a worker wants to."""
-        if self._every_batch:
-            told = self._cluster.agree("whether to stop", self._wants_to_stop())
-            self._stop_if(any(told))
-
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Makes sure that all hold the same values, and stops if a worker wants to."""
-        wanted = self._wants_to_stop()
-        self._stop_if(any(self._require_same_values(self.model, wanted)))
-
-    def _wants_to_stop(self) -> bool:
-        return bool(self.model.stop_training)
-
-    def _stop_if(self, wanted: bool) -> None:
-        if wanted:
+        wanted = bool(self.model.stop_training)
+        if any(self._require_same_values(self.model, wanted)):
             self.model.stop_training = True
+
+
+class ChiefsLeadInBatches(ChiefsLead, WithoutLogs):
+    """Asks after each batch as well who wants to stop.
+
+    A class of its own: where no callback has a method for batches, Keras's list is told
+    of none.
+    """
+
+    def set_model(self, model: keras.Model) -> None:
+        """Keeps the model, which a callback on JAX gets with all variables' values."""
+        super().set_model(model)
+        self._asked = model
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Stops if a worker wants to."""
+        wanted = bool(self._asked.stop_training)
+        if any(self._cluster.agree("whether to stop", wanted)):
+            self._asked.stop_training = True

@@ -539,7 +539,37 @@ def rounds() -> dict:
             losses.append(float(strategy.reduce("mean", loss)))
         result["steps"].append(asked)
     result["losses"] = losses
+    result["told"] = [batches_told(strategy, takes) for takes in (None, False, True)]
     return result
+
+
+def batches_told(strategy: Any, batches: bool | None) -> tuple[int, int]:
+    """How often `fit` of 3 batches tells of one, which reads its logs, and asks of it.
+
+    Args:
+        strategy: The strategy.
+        batches: Whether a callback of one's own takes batches, or epochs; None without.
+    """
+    with strategy.scope():
+        model = classifier()
+    told: list[int] = []
+    when = "on_train_batch_end" if batches else "on_epoch_end"
+    own = keras.callbacks.LambdaCallback(**{when: lambda number, logs: dict(logs)})
+    original = keras.callbacks.CallbackList.on_train_batch_end
+
+    def counted(self, batch, logs=None):
+        told.append(batch)
+        original(self, batch, logs)
+
+    keras.callbacks.CallbackList.on_train_batch_end = counted
+    try:
+        with agreements(strategy) as asked:
+            callbacks = [] if batches is None else [own]
+            x, y = digits(24)
+            model.fit(x, y, batch_size=8, verbose=0, callbacks=callbacks)
+    finally:
+        keras.callbacks.CallbackList.on_train_batch_end = original
+    return len(told), asked.count("whether to stop")
 
 
 def different_programs() -> None:

@@ -44,6 +44,15 @@ def test_workers_do_not_ask_before_what_they_have_run_before(results):
         assert "strategy.run" not in other
 
 
+def test_workers_read_no_logs_of_batches_to_stop_together(results):
+    for result in results:
+        alone, with_epochs, with_batches = result["told"]
+        assert alone == (0, 0)
+        # Whose callbacks are not known to decide alike, asks after each batch.
+        assert with_epochs == (0, 3)
+        assert with_batches == (3, 3)
+
+
 def test_workers_that_go_different_ways(starter):
     environment = {"KERAS_STRATEGY_TIMEOUT_SECONDS": "8"}
     with WorkerRunner(

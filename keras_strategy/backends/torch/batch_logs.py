@@ -5,9 +5,7 @@ from typing import Any
 import keras
 
 from keras_strategy.hooks.callbacks import listens
-from keras_strategy.hooks.mirror_check import EpochCheck
-from keras_strategy.rules.backups import SAVERS
-from keras_strategy.rules.chiefs_lead import ChiefsLead
+from keras_strategy.rules.without_logs import WithoutLogs
 
 _ATTRIBUTE = "_ks_batch_logs"
 
@@ -82,9 +80,7 @@ def may_read(callback: keras.callbacks.Callback, kind: str) -> bool:
         callback: The callback.
         kind: "train" or "test".
     """
-    # These listen, and look at the variables alone.
-    ours = isinstance(callback, (ChiefsLead, EpochCheck, *SAVERS))
-    return not ours and listens(callback, kind)
+    return not isinstance(callback, WithoutLogs) and listens(callback, kind)
 
 
 def watch_readers(strategy: Any, method: str, arguments: dict[str, Any]) -> None:
