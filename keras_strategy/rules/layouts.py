@@ -1,5 +1,7 @@
 """How weights lie on the logical devices of a replica: what `layout_map` says."""
 
+import difflib
+import logging
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -7,6 +9,8 @@ from typing import Any
 import keras
 
 from keras_strategy.values.logical_devices import axes_of_parts
+
+logger = logging.getLogger("keras_strategy")
 
 
 class Layouts:
@@ -38,6 +42,8 @@ class Layouts:
             key: self._checked(key, _sizes(layout_map, key) if of_keras else value)
             for key, value in dict(layout_map.items()).items()
         }
+        self._unused = dict.fromkeys(self._parts)
+        self._trained: dict[str, None] = {}  # paths, in order
 
     def _checked(self, key: Any, parts: Any) -> tuple[int, ...]:
         received = f"Received: layout_map[{key!r}]={parts!r}"
@@ -77,6 +83,10 @@ class Layouts:
                 does not fit the one.
         """
         keys = self._keys_of(variable.path)
+        for key in keys:
+            self._unused.pop(key, None)
+        if variable.trainable:
+            self._trained[variable.path] = None
         if not keys:
             return None
         parts, shape = self._parts[keys[0]], tuple(variable.shape)
@@ -97,6 +107,22 @@ class Layouts:
             f"'{variable.path}' of the shape {shape}: a layout has one number for each "
             "dimension, which divides its size."
         )
+
+    def warn_of_unused(self) -> None:
+        """Says, once, which entries split nothing, when weights begin to be trained.
+
+        It is no error: another model, made later, may be what they are for.
+        """
+        for key in self._unused:
+            nearest = difflib.get_close_matches(key, self._trained, 3, 0.0)
+            logger.warning(
+                "layout_map[%r] splits nothing: the expression is found in no path of "
+                "the variables that were made so far. The nearest paths of weights: "
+                "%s. Each logical device has all of what no entry is for.",
+                key,
+                ", ".join(map(repr, nearest)) or "none",
+            )
+        self._unused.clear()
 
     def _keys_of(self, path: str) -> list[str]:
         if path in self._parts:

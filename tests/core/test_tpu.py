@@ -377,6 +377,30 @@ def test_weights_that_do_not_fit_their_layout(layout_map, why):
 
 
 @jax_alone
+@pytest.mark.parametrize("by", ["fit", "run"])
+def test_an_entry_that_is_for_no_variable(by, caplog):
+    strategy = strategy_of(2, {**LAYOUTS, "wide/kernal": (1, 2)})
+    with strategy.scope():
+        model = dense_model("sgd")
+        model.optimizer.build(model.trainable_variables)
+    x = np.ones((4, 4), "float32")
+
+    def step():
+        gradients = [v + 1 for v in model.trainable_variables]
+        model.optimizer.apply(gradients, model.trainable_variables)
+
+    assert not caplog.messages
+    for _ in range(2):
+        if by == "fit":
+            model.fit(x, x[:, :1], verbose=0)
+        else:
+            strategy.run(step)
+    (said,) = caplog.messages
+    assert "layout_map['wide/kernal'] splits nothing" in said
+    assert f"weights: '{model.get_layer('wide').kernel.path}'" in said
+
+
+@jax_alone
 def test_the_devices_of_a_true_tpu(monkeypatch):
     from types import SimpleNamespace
 

@@ -238,6 +238,8 @@ class Runner:
                 try:
                     result = attempt()
                     function.known = True
+                    if any(variable.trainable for variable in function.assigned()):
+                        self._distribution.training()
                     return result
                 except NewVariables:
                     # Those that the trace made are initialised out here.

@@ -281,6 +281,9 @@ class ReplicaDistribution(keras.distribution.DataParallel):
             shape = getattr(first, "shape", ())
             previous = shape[rows] if len(shape) > rows else 0
 
+    def training(self) -> None:
+        """Is told that weights are trained, which are there by now."""
+
     def warn_of_gathered_rows(self, counts: Sequence[int]) -> None:
         """Says, once, that the rows of a step travel to all workers."""
         if self._warned_of_gathering:

@@ -60,6 +60,8 @@ def _get_jax_state(original, ours, self, purge_model_variables=False, **taken):
     And the state that it takes out of the variables is noted, since Keras forgets it
     where the first step fails, and the model with it.
     """
+    if taken.get("optimizer_variables"):
+        ours.training()
     variables = [*self.variables, *self.metrics_variables]
     if getattr(self, "optimizer", None) is not None:
         variables += self.optimizer.variables

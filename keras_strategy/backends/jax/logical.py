@@ -63,6 +63,10 @@ class LogicalDistribution(ReplicaDistribution):
         # Keras's own layouts have no dimension that two axes split.
         return NamedSharding(self.mesh, PartitionSpec(*self._names(parts)))
 
+    def training(self) -> None:
+        if self._logical.layouts is not None:
+            self._logical.layouts.warn_of_unused()
+
     def sharding_of(self, variable: Any) -> NamedSharding:
         sharding = keras_state.sharding_of(variable)
         mine = isinstance(sharding, NamedSharding) and sharding.mesh == self.mesh
