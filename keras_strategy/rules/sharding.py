@@ -39,18 +39,28 @@ def dimension_to_split(shape: Sequence[int], replicas: int) -> int | None:
 
 
 @contextlib.contextmanager
-def making_slots() -> Iterator[None]:
-    """Surrounds what makes variables of an optimizer."""
-    before, _making.slots = is_making_slots(), True
+def making_slots(layout: Any = None) -> Iterator[None]:
+    """Surrounds what makes variables of an optimizer.
+
+    Args:
+        layout: That of the weight which they belong to, if it is known.
+    """
+    before = is_making_slots(), layout_of_weight()
+    _making.slots, _making.layout = True, layout
     try:
         yield
     finally:
-        _making.slots = before
+        _making.slots, _making.layout = before
 
 
 def is_making_slots() -> bool:
     """Whether this thread is making variables of an optimizer."""
     return getattr(_making, "slots", False)
+
+
+def layout_of_weight() -> Any:
+    """The layout of the weight of which variables of an optimizer are being made."""
+    return getattr(_making, "layout", None)
 
 
 def note_slot(variable: Any) -> None:

@@ -12,6 +12,7 @@ from keras_strategy.core.protocol import LogicalGroup
 from keras_strategy.core.registry import get_engine
 from keras_strategy.errors import UnsupportedBackendError
 from keras_strategy.options.batch_statistics import check_batch_statistics
+from keras_strategy.options.shard import check_shard
 from keras_strategy.rules.layouts import Layouts
 from keras_strategy.strategies.base import Strategy
 from keras_strategy.strategies.extended import StrategyExtended
@@ -47,12 +48,15 @@ class TPUStrategy(Strategy):
             `{"dense.*kernel": (1, 2)}`; or a `keras.distribution.LayoutMap`, of which
             the sizes of the axes count. None has all weights on each logical device.
         batch_statistics: See `MirroredStrategy`.
+        shard: What is split over the replicas, see `MirroredStrategy`: of what
+            `layout_map` splits over logical devices, each replica keeps parts of the
+            parts.
 
     Raises:
         UnsupportedBackendError: If the Keras backend is not JAX.
         TypeError: If an argument is of another type.
         ValueError: If there is no TPU, or the replicas do not fit on it, or a layout
-            does not fit the replicas.
+            does not fit the replicas, or `shard` is none of those.
 
     Example:
 
@@ -86,6 +90,7 @@ class TPUStrategy(Strategy):
         devices_per_replica: int | None = None,
         layout_map: Any = None,
         batch_statistics: str | None = None,
+        shard: str | None = None,
     ):
         refusal = get_engine().refusal_of_logical_devices()
         if refusal is not None:
@@ -94,6 +99,7 @@ class TPUStrategy(Strategy):
                 f"'{get_engine().name}': {refusal}"
             )
         self._batch_statistics = check_batch_statistics(batch_statistics)
+        self._shard = check_shard(shard, get_engine())
         self._resolver = tpu_cluster_resolver
         self._assignment = experimental_device_assignment
         self._spmd = bool(experimental_spmd_xla_partitioning)
@@ -253,6 +259,7 @@ class TPUStrategy(Strategy):
             devices_per_replica=per_replica,
             layout_map=None if layouts is None else layouts.given,
             batch_statistics=self._batch_statistics,
+            shard=self._shard,
         )
         return make, (self._resolver, self._assignment, self._spmd)
 

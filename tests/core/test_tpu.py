@@ -18,9 +18,12 @@ build = ks.tpu.experimental.DeviceAssignment.build
 LAYOUTS = {"wide/kernel": (1, 2), "wide/bias": (2,), "narrow/kernel": (2, 1)}
 
 
-def strategy_of(per_replica, layout_map=None, mesh=(2, 1, 1, 2)):
+def strategy_of(per_replica, layout_map=None, mesh=(2, 1, 1, 2), shard=None):
     return ks.TPUStrategy(
-        simulated_tpu(mesh), devices_per_replica=per_replica, layout_map=layout_map
+        simulated_tpu(mesh),
+        devices_per_replica=per_replica,
+        layout_map=layout_map,
+        shard=shard,
     )
 
 
@@ -262,6 +265,45 @@ def test_the_weights_of_keras_own_model_parallel():
 
 
 @jax_alone
+@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+def test_what_the_replicas_share_besides(shard):
+    """Parts of the parts that the logical devices have."""
+    x = np.random.default_rng(2).normal(size=(13, 4)).astype("float32")
+
+    def trained(strategy):
+        keras.utils.set_random_seed(7)
+        with strategy.scope():
+            model = dense_model(keras.optimizers.AdamW(1e-2, clipnorm=0.5))
+
+        def loss_of(x):
+            squares = ops.mean((model(x) - x[:, :1]) ** 2, axis=-1)
+            return ks.compute_average_loss(squares)
+
+        def step(x):
+            _, gradients = ks.value_and_grad(loss_of, model.trainable_variables)(x)
+            model.optimizer.apply(gradients, model.trainable_variables)
+
+        model.fit(x, x[:, :1], batch_size=4, shuffle=False, verbose=0)
+        for batch in strategy.experimental_distribute_dataset([x[:8], x[8:]]):
+            strategy.run(step, args=(batch,))
+        return model, [v.numpy() for v in (*model.weights, *model.optimizer.variables)]
+
+    strategy = strategy_of(2, LAYOUTS, shard=shard)
+    (_, alone), (model, own) = trained(ks.OneDeviceStrategy("cpu:0")), trained(strategy)
+    for value, ours in zip(alone, own, strict=True):
+        np.testing.assert_allclose(ours, value, atol=2e-5)
+    report = strategy.memory_report(model)
+    # Kernels of 32, 32 and 4, and biases of 8, 4 and 1, of which the logical devices
+    # split the first two and the bias of 8; the replicas have halves, but of the 1.
+    halves, quarters = 4 * (4 + 4 + 1), 4 * (32 + 32 + 8)
+    shared = quarters // 4 + 4 * (4 + 4) // 2 + 4
+    whole = quarters // 2 + halves
+    assert report.parameters == (shared if shard == "parameters" else whole,) * 2
+    assert 4 < report.slots[0] - 2 * shared < 17
+    assert pickle.loads(pickle.dumps(strategy)).shard == shard
+
+
+@jax_alone
 def test_optimizers_whose_slots_have_other_shapes():
     x = np.random.default_rng(2).normal(size=(9, 4)).astype("float32")
     weights = []
@@ -330,6 +372,7 @@ def test_what_logical_devices_cannot_do(caplog):
         ({"tpu_cluster_resolver": None}, ValueError, "no TPU on this machine"),
         ({"devices_per_replica": 3}, ValueError, "divides .* which is 4.*=3"),
         ({"devices_per_replica": True}, ValueError, "=True"),
+        ({"shard": "weights"}, ValueError, "shard='weights'"),
         ({"experimental_device_assignment": "all"}, TypeError, "'all'"),
         ({"layout_map": ["kernel"]}, TypeError, "layout_map"),
         ({"layout_map": {"kernel": 2}}, ValueError, "into how many parts"),

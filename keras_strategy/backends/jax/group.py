@@ -69,7 +69,7 @@ class JaxReplicaGroup:
                 devices, cluster, strategy.shard, strategy.parameter_device
             )
             if strategy.logical_devices is None
-            else LogicalDistribution(strategy.logical_devices)
+            else LogicalDistribution(strategy.logical_devices, strategy.shard)
         )
         self.workers = (
             None if cluster is None else JaxWorkers(cluster, self.distribution)

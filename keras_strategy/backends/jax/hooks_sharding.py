@@ -55,8 +55,7 @@ def _add_variable(original, distribution, self, *args, **kwargs):
     Each device holds a part alone, and at no time the whole. Keras would lay it out as
     the weight that it belongs to.
     """
-    kwargs.pop("layout", None)
-    with making_slots():
+    with making_slots(kwargs.pop("layout", None)):
         variable = original(self, *args, **kwargs)
     note_slot(variable)
     return variable

@@ -5,6 +5,7 @@ devices. What a replica computes stays one program, of which XLA gives each logi
 device its share, by how variables and tensors are laid out.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from keras_strategy.backends.jax.distribution import (
 )
 from keras_strategy.backends.jax.replica import in_program
 from keras_strategy.core import context
+from keras_strategy.rules.sharding import layout_of_weight, note_split
 from keras_strategy.values.logical_devices import (
     LogicalDevices,
     axes_of_parts,
@@ -34,12 +36,13 @@ class LogicalDistribution(ReplicaDistribution):
 
     Args:
         logical: The devices of each replica.
+        shard: What is split over the replicas, see `MirroredStrategy`.
     """
 
-    def __init__(self, logical: LogicalDevices):
+    def __init__(self, logical: LogicalDevices, shard: str | None = None):
         self._logical = logical
         self._all_devices = [[device_named(d) for d in ds] for ds in logical.devices]
-        super().__init__(tuple(ds[0] for ds in logical.devices))
+        super().__init__(tuple(ds[0] for ds in logical.devices), shard=shard)
         # Programs of `run` are written for the replicas' axis alone; XLA has the rest.
         self.of_replicas_alone = True
 
@@ -56,12 +59,31 @@ class LogicalDistribution(ReplicaDistribution):
         return mesh.backend_mesh
 
     def get_variable_layout(self, variable: Any) -> Any:
+        axes = self._axes_of(variable)
+        if axes is None:
+            return super().get_variable_layout(variable)
+        # Besides, the replicas share what `shard` says: parts of these parts.
+        dimension = self._splitting.dimension(variable)
+        if dimension is not None:
+            along = (AXIS, *axes[dimension])
+            count = math.prod(self.mesh.shape[axis] for axis in along)
+            if variable.shape[dimension] % count:
+                dimension = None
+            else:
+                axes[dimension] = along
+        note_split(variable, dimension)
+        # Keras's own layouts have no dimension that two axes split.
+        return NamedSharding(self.mesh, PartitionSpec(*axes))
+
+    def _axes_of(self, variable: Any) -> list[tuple[str, ...]] | None:
+        """What axes of logical devices split a variable's dimensions; None for none."""
+        of_weight = layout_of_weight()  # which what is kept of it lies as
+        if isinstance(of_weight, NamedSharding):
+            named = [(a,) if isinstance(a, str) else a or () for a in of_weight.spec]
+            return [tuple(axis for axis in own if axis != AXIS) for own in named]
         layouts = self._logical.layouts
         parts = None if layouts is None else layouts.parts_of(variable)
-        if parts is None:
-            return super().get_variable_layout(variable)
-        # Keras's own layouts have no dimension that two axes split.
-        return NamedSharding(self.mesh, PartitionSpec(*self._names(parts)))
+        return None if parts is None else self._names(parts)
 
     def training(self) -> None:
         if self._logical.layouts is not None:
