@@ -130,7 +130,33 @@ def variables_and_dtypes() -> dict:
             [complex(tf.cast(value, tf.complex64)) for value in gathered],
             None if summed is None else complex(tf.cast(summed[0], tf.complex64)),
         )
+    result["scalars"] = {}
+    for dtype, value in SCALARS.items():
+        scalar = tf.constant(value[strategy.extended.local_replicas.start], dtype)
+        for name, fn in (("run", _sum_over_replicas), ("reduce", tf.identity)):
+            given = strategy.run(fn, args=(scalar,))
+            if name == "reduce":
+                given = strategy.reduce("sum", given)
+            else:
+                (given,) = strategy.experimental_local_results(given)
+            result["scalars"][name, dtype] = given.numpy().item()
     return result
+
+
+# Two workers' numbers, of which each bit counts, by their dtypes.
+SCALARS = {
+    "float32": (3.14159265, 2.7e-5),
+    "float64": (3.14159265, float("nan")),
+    "int32": (-7, 2**31 - 1),
+    "int64": (-(2**40) - 1, 5),
+    "uint8": (200, 55),
+    "uint64": (2**63, 5),
+    "float16": (1.5, -3.0),
+}
+
+
+def _sum_over_replicas(value):
+    return ks.get_replica_context().all_reduce("sum", value)
 
 
 def gradient_through_collectives() -> list[float]:
@@ -167,8 +193,15 @@ def different_values_in_a_run() -> list[str]:
             return context.all_reduce("sum", tf.ones((2,)))
         return context.all_gather(tf.ones((2,)), axis=0)
 
+    def dtypes():
+        one = tf.ones((), tf.int64 if last else tf.float32)
+        return ks.get_replica_context().all_reduce("sum", one)
+
+    def ranks():
+        return ks.get_replica_context().all_reduce("sum", tf.ones((1,) if last else ()))
+
     said = []
-    for fn in (reduce, gather, one_or_the_other):
+    for fn in (reduce, gather, one_or_the_other, dtypes, ranks):
         try:
             strategy.run(fn)
         except (ValueError, RuntimeError) as error:

@@ -45,6 +45,9 @@ def test_variables_and_dtypes(two_workers):
         assert result["bool"] == ("bool", [1] * 4, None)
         for dtype in ("int8", "uint32", "uint64", "bfloat16", "complex64"):
             assert result[dtype] == (dtype, [1] * 4, 2)
+        for (_, dtype), total in result["scalars"].items():
+            one, other = (np.asarray(x, dtype) for x in jobs.SCALARS[dtype])
+            np.testing.assert_array_equal(total, (one + other).item())
 
 
 def test_gradient_through_collectives(two_workers):
@@ -54,11 +57,15 @@ def test_gradient_through_collectives(two_workers):
 
 
 def test_different_values_in_a_run(two_workers):
-    for shapes, rows, calls in two_workers.run(jobs.different_values_in_a_run):
+    for shapes, rows, calls, dtypes, ranks in two_workers.run(
+        jobs.different_values_in_a_run
+    ):
         assert "worker 0: (2,) float32, worker 1: (3,) float32" in shapes
         assert "other than axis 0" in rows
         assert "worker 0: (2, 2) float32, worker 1: (2, 3) float32" in rows
         assert "worker 0: `all_gather`, worker 1: `all_reduce`" in calls
+        assert "worker 0: () float32, worker 1: () int64" in dtypes
+        assert "worker 0: () float32, worker 1: (1,) float32" in ranks
 
 
 def test_gradients_of_other_shapes(two_workers):

@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_strategy.backends.tensorflow import connection
+from keras_strategy.backends.tensorflow import connection, layouts
 from keras_strategy.core.workers import (
     MOST_WORKERS,
     TAIL,
@@ -30,15 +30,10 @@ from keras_strategy.workers.cluster import Cluster
 
 # Groups of collectives; native strategies number theirs from 1, and ours from 100 000.
 _HOST_GROUP, _ACCELERATOR_GROUP = 90_001, 90_002
-_MOST_DIMENSIONS = 12
-# Where the dimensions begin in what the workers compare.
-_FIRST_DIMENSION = 3
 _DIFFERENT = "keras_strategy: the workers bring different values"
 _DIFFERENT_SUMS = "keras_strategy: the workers add up different things:"
 # How TensorFlow says that workers meet in collectives that do not fit together.
 _REFUSED = r"(Shape mismatch in the c|C)ollective instance .*"
-# In these the sums of what travels behind the values are exact.
-_EXACT = (tf.float32, tf.float64, tf.int32, tf.int64)
 
 
 class Compare(enum.Enum):
@@ -89,6 +84,7 @@ class TensorFlowWorkers(Workers):
         self.timeout_seconds = cluster.member.timeout_seconds + 60
         self._names: dict[int, str] = {}
         self._sums: dict[str, tuple[str, list[Any]]] = {}
+        self._sums_of_scalars: dict[tuple[tf.DType, tf.DType], Callable] = {}
         with tf.init_scope(), tf.device(self._host):
             self._count = tf.Variable(tf.constant(0), trainable=False)
 
@@ -143,8 +139,9 @@ class TensorFlowWorkers(Workers):
 
     def gather(self, name: str, tensor: Any, axis: int) -> tuple[Any, Any]:
         axis %= tensor.shape.rank
-        layouts, same = self._compared(name, tensor, axis)
-        counts = layouts[:, _FIRST_DIMENSION + axis]
+        key = self._key(name, tensor)
+        rows, same = self._compared(key, tensor, tensor.dtype, axis)
+        counts = rows[:, layouts.FIRST_DIMENSION + axis]
         with tf.control_dependencies(same):
             # The axis comes first, since what is sent is padded to the longest.
             sent, back = _sendable(tensor, gathered=True)
@@ -155,9 +152,9 @@ class TensorFlowWorkers(Workers):
             paddings = tf.pad([[0, missing]], [[0, len(others)], [0, 0]])
             sent = tf.pad(sent, paddings)
             parts = tf.split(self._launch("gather", sent), self.size)
-        rows = [part[: counts[i]] for i, part in enumerate(parts)]
+        cut = [part[: counts[i]] for i, part in enumerate(parts)]
         order = [*range(1, axis + 1), 0, *range(axis + 1, len(others) + 1)]
-        joined = back(tf.transpose(tf.concat(rows, 0), order))
+        joined = back(tf.transpose(tf.concat(cut, 0), order))
         dims = tensor.shape.as_list()
         return tf.ensure_shape(joined, [*dims[:axis], None, *dims[axis + 1 :]]), counts
 
@@ -192,17 +189,48 @@ class TensorFlowWorkers(Workers):
 
     def _sum(self, name: str, tensor: Any, compare: Compare) -> Any:
         sent, back = _sendable(tensor)
-        same = [] if compare is Compare.NEVER else self._compared(name, tensor)[1]
+        if compare is Compare.BEFORE and layouts.has_room(sent):
+            return back(self._sum_of_scalars(name, tensor.dtype, sent))
+        same = []
+        if compare is not Compare.NEVER:
+            key = self._key(name, tensor)
+            _, same = self._compared(key, tensor, tensor.dtype)
         if sent.shape.num_elements() == 0:
             return tensor
         with tf.control_dependencies(same):
             total = back(self._launch("reduce", tf.identity(sent)))
         return tf.ensure_shape(total, tensor.shape)
 
+    def _sum_of_scalars(self, name: str, dtype: tf.DType, scalar: Any) -> Any:
+        """The sum of numbers, which travel with what the workers compare.
+
+        Args:
+            name: What the sum is for.
+            dtype: Of what is summed, which may travel as another one.
+            scalar: What travels.
+        """
+
+        def total(key, scalar):
+            rows, same = self._compared(key, scalar, dtype, scalar=scalar)
+            with tf.control_dependencies(same), tf.device(self._host):
+                return layouts.sum_of_scalars(rows, scalar.dtype)
+
+        key = self._key(name, scalar)
+        if not tf.executing_eagerly():
+            return total(key, scalar)
+        # As single operations it would take longer than a small model's step.
+        kind = dtype, scalar.dtype
+        if kind not in self._sums_of_scalars:
+            spec = [tf.TensorSpec((), tf.int32), tf.TensorSpec((), scalar.dtype)]
+            self._sums_of_scalars[kind] = tf.function(
+                total, input_signature=spec, autograph=False
+            )
+        return self._sums_of_scalars[kind](key, scalar)
+
     def _may_tell_along(self, parts: Sequence[Any]) -> bool:
         """Whether tensors of one dtype can tell what they are while they travel."""
         shapes_are_known = all(part.shape.is_fully_defined() for part in parts)
-        exact = parts[0].dtype in _EXACT and self.size <= MOST_WORKERS
+        exact = parts[0].dtype in layouts.EXACT and self.size <= MOST_WORKERS
         return shapes_are_known and exact
 
     def _sum_and_compare(self, name: str, parts: Sequence[Any]) -> list[Any]:
@@ -263,36 +291,44 @@ class TensorFlowWorkers(Workers):
                 **arguments,
             )
 
-    def _compared(
-        self, name: str, tensor: Any, axis: int | None = None
-    ) -> tuple[Any, list[Any]]:
-        """Every worker's layout, and what fails where they do not fit."""
+    def _key(self, name: str, tensor: Any) -> int:
+        """The number of what a tensor is for which can be compared."""
         rank = tensor.shape.rank
-        if rank is None or rank > _MOST_DIMENSIONS:
+        if rank is None or rank > layouts.MOST_DIMENSIONS:
             raise ValueError(
-                f"`{name}` takes tensors of at most {_MOST_DIMENSIONS} dimensions, "
-                f"whose number is known. Received: {tensor!r}"
+                f"`{name}` takes tensors of at most {layouts.MOST_DIMENSIONS} "
+                f"dimensions, whose number is known. Received: {tensor!r}"
             )
         key = zlib.crc32(name.encode()) & 0x7FFFFFFF
         self._names[key] = name
+        return key
+
+    def _compared(
+        self,
+        key: Any,
+        tensor: Any,
+        dtype: tf.DType,
+        axis: int | None = None,
+        scalar: Any = None,
+    ) -> tuple[Any, list[Any]]:
+        """What every worker says of its tensor, and what fails where that differs.
+
+        Args:
+            key: Of what the tensor is for.
+            tensor: The tensor.
+            dtype: Its dtype, or the one it had.
+            axis: Along which the sizes may differ.
+            scalar: What travels along.
+        """
         with tf.device(self._host):
-            layout = tf.concat(
-                [
-                    [key, tensor.dtype.as_datatype_enum, rank],
-                    tf.shape(tensor, tf.int32),
-                    [-1] * (_MOST_DIMENSIONS - rank),
-                ],
-                0,
-            )
-            layouts = self._launch("gather", layout[tf.newaxis])
-            column = -1 if axis is None else _FIRST_DIMENSION + axis
-            ignored = tf.range(tf.size(layout)) == column
-            same = tf.reduce_all((layouts == layouts[:1]) | ignored)
+            row = layouts.row_of(key, tensor, dtype, scalar)
+            rows = self._launch("gather", row[tf.newaxis])
+            told, same = layouts.compared(rows, axis)
             place = "" if axis is None else f" other than axis {axis}"
             check = tf.debugging.Assert(
-                same, [f"{_DIFFERENT}{place}:", layouts], summarize=10_000
+                same, [f"{_DIFFERENT}{place}:", told], summarize=10_000
             )
-        return layouts, [] if check is None else [check]
+        return rows, [] if check is None else [check]
 
     def _explained(self, message: str) -> Exception | None:
         # TensorFlow writes it in one way eagerly and in another in a tf.function.
@@ -310,17 +346,12 @@ class TensorFlowWorkers(Workers):
         if found is None:
             return None
         which, text = found.groups()
-        numbers = [int(number) for number in re.findall(r"-?\d+", text)]
-        width = _FIRST_DIMENSION + _MOST_DIMENSIONS
-        rows = [numbers[i * width : (i + 1) * width] for i in range(self.size)]
-        layouts = []
-        for _, dtype, rank, *dims in rows:
-            layouts.append([dims[:rank], tf.as_dtype(dtype).name])
-        own = self._names[rows[self.rank][0]]
+        told = layouts.read(text, self.size)
+        own = self._names[told[self.rank][0]]
         calls = [own]
-        if len({row[0] for row in rows}) > 1:
+        if len({key for key, _ in told}) > 1:
             calls = self.cluster.agree("the comparison of what is sent", own)
-        return self.refusal(own, calls, layouts, which or "")
+        return self.refusal(own, calls, [layout for _, layout in told], which or "")
 
 
 def _sendable(tensor: Any, gathered: bool = False) -> tuple[Any, Callable[[Any], Any]]:
