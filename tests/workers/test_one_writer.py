@@ -84,8 +84,10 @@ def test_one_worker_stops_all(two_workers, tmp_path):
 
 def test_all_hear_that_the_chief_cannot_write(two_workers, tmp_path):
     chief, other = two_workers.run(jobs.save_where_nobody_can, str(tmp_path))
-    assert chief.startswith(("NotADirectoryError", "FileExistsError"))
-    assert other.startswith("WorkerFailedError: worker 0 failed in `save` to")
+    for name in ("save", "save_weights", "export"):
+        assert chief[name].startswith(("NotADirectoryError", "FileExistsError"))
+        said = f"WorkerFailedError: worker 0 failed in `{name}` to"
+        assert other[name].startswith(said)
 
 
 def test_what_a_killed_chief_leaves_is_removed(program, tmp_path):

@@ -133,7 +133,26 @@ IMAGES: dict[str, Made] = {
         "AugMix": _UNIT,
     }.items()
 }
-_ACROSS = ("MixUp", "CutMix", "RandAugment")
+
+
+class _Equalizes(layers.Layer):
+    """Keras's layer gives its symbolic input back, so that models leave it out."""
+
+    def __init__(self):
+        super().__init__()
+        # Few bins, since JAX makes a program of each.
+        self.layer = layers.Equalization(bins=8, **_UNIT)
+
+    def call(self, x):
+        return self.layer(x)
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, self.compute_dtype)
+
+
+IMAGES["Equalization"] = lambda seed: _Equalizes()  # which draws nothing
+# Its bins are exact of the images as they are, so it comes first.
+_ACROSS = ("Equalization", "MixUp", "CutMix", "RandAugment")
 _ELASTIC, _CHAINS = "RandomElasticTransform", "AugMix"
 
 
