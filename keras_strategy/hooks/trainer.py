@@ -88,6 +88,9 @@ def _of_replicas(
     if cluster is not None and name != "compile":
         first_values.settle()
         seeds.take_chiefs(cluster)
+        if name != "fit":  # which says more, when its callbacks are known
+            said = alike.items_of_call(call.arguments)
+            alike.require(cluster, said, False, name)
         if name in _LOOPS:
             lead = functools.partial(_chiefs_lead, strategy, model, call.arguments)
             chiefs_lead.worker_arguments(name, call.arguments, cluster, lead)

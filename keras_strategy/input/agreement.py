@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
-import numpy as np
 
 from keras_strategy.errors import WorkerInputError, WorkerReadError
 from keras_strategy.input import notices
@@ -226,19 +225,8 @@ def _rows_and_digest(batch: Any) -> list | None:
 
 def digest_of(batch: Any) -> str:
     """A digest of the first rows of a batch, of dashes alone if it cannot be made."""
-    return "-".join(map(_digest, keras.tree.flatten(batch)))
-
-
-def _digest(leaf: Any) -> str:
-    if not isinstance(leaf, np.ndarray):
-        # What is sparse, ragged or text stays as it is.
-        if not keras.ops.is_tensor(leaf):
-            return ""
-        try:
-            leaf = keras.ops.convert_to_numpy(leaf)
-        except (TypeError, ValueError, AttributeError):
-            return ""
-    return (alike.rows_digest(leaf) or "")[:8]
+    leaves = keras.tree.flatten(batch)
+    return "-".join((alike.rows_digest(leaf) or "")[:8] for leaf in leaves)
 
 
 def _rows_if_there(batch: Any) -> list | None:

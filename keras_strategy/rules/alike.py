@@ -1,4 +1,4 @@
-"""What the workers of one `fit` do: all must do the same.
+"""What the workers of one `fit` or the like do: all must do the same.
 
 A worker with another optimizer or schedule would train to the end, to other weights. So
 before the first step each says what it is about to do, in values that all workers have
@@ -10,9 +10,10 @@ rate) or of what nobody can compare (the code of a lambda).
 from __future__ import annotations
 
 import inspect
+import math
 import numbers
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -32,10 +33,12 @@ _FIRST_VALUES = {"learning_rate"}
 # Where a description ends; nobody nests deeper.
 _DEPTH = 40
 _LONGEST = 200
+# What an object in an array is compared by, and not by its class alone.
+_PLAIN = (str, bytes, numbers.Number, type(None))
 # As many bytes of an array's first rows are compared.
 _BYTES = 1 << 20
 _ARGUMENTS = (
-    *("batch_size", "epochs", "initial_epoch", "steps_per_epoch", "shuffle"),
+    *("batch_size", "epochs", "initial_epoch", "steps_per_epoch", "steps", "shuffle"),
     *("class_weight", "validation_split", "validation_steps"),
     *("validation_batch_size", "validation_freq"),
 )
@@ -44,6 +47,11 @@ _COMPILED = (
     *("steps_per_execution", "jit_compile", "run_eagerly"),
 )
 _DATA = ("x", "y", "sample_weight", "validation_data")
+# Settings of Keras that change what is computed; `dtype_policy` is in the layers.
+_OF_KERAS = (
+    *("floatx", "epsilon", "image_data_format", "max_epochs", "max_steps_per_epoch"),
+    "is_flash_attention_enabled",
+)
 
 Item = list[Any]
 
@@ -105,12 +113,36 @@ def items_of(
     fields: dict[str, Any] = {
         "optimizer": described(getattr(model, "optimizer", None)),
         **{name: described(compiled.get(name)) for name in _COMPILED},
-        **{f"argument {name}": described(arguments.get(name)) for name in _ARGUMENTS},
-        **{f"argument {name}": _data(arguments.get(name)) for name in _DATA},
+        **_called_with(arguments),
         "callbacks": [type(callback).__name__ for callback in callbacks],
         **{f"callback {type(c).__name__}": _settings(c) for c in callbacks},
         "model": _model(model),
     }
+    return _items(fields)
+
+
+def items_of_call(arguments: Mapping[str, Any]) -> list[Item]:
+    """What a worker says of its `evaluate`, `train_on_batch` or the like.
+
+    Args:
+        arguments: Its arguments by name.
+    """
+    return _items(_called_with(arguments))
+
+
+def _called_with(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    config = keras.config
+    known = [name for name in _OF_KERAS if hasattr(config, name)]
+    return {
+        **{
+            f"keras.config.{name}": described(getattr(config, name)()) for name in known
+        },
+        **{f"argument {name}": described(arguments.get(name)) for name in _ARGUMENTS},
+        **{f"argument {name}": _data(arguments.get(name)) for name in _DATA},
+    }
+
+
+def _items(fields: Mapping[str, Any]) -> list[Item]:
     return [
         [path, text]
         for field, value in _without_names(fields).items()
@@ -212,23 +244,62 @@ def _data(data: Any) -> Any:
         return [_data(part) for part in data]
     if isinstance(data, Mapping):
         return {str(key): _data(part) for key, part in data.items()}
-    if isinstance(data, np.ndarray):
-        return _array(data)
-    return None if data is None else _name(type(data))
+    if data is None:
+        return None
+    return _name(type(data)) if _shape(data) is None else _array(data)
 
 
-def _array(array: np.ndarray) -> str:
-    layout = f"an array {array.shape} of {array.dtype}"
+def _array(array: Any) -> str:
+    # Nothing of what kind it is: what a worker makes of it is the same.
+    rows = _first_rows(array)
+    dtype = getattr(array, "dtype", None) if rows is None else rows.dtype
+    layout = f"an array {_shape(array)} of {dtype}"
     digest = rows_digest(array)
     return layout if digest is None else f"{layout}, whose first rows are {digest}"
 
 
 def rows_digest(array: Any) -> str | None:
-    """A digest of the first rows of an array; None where they are no plain values."""
-    if not isinstance(array, np.ndarray) or array.dtype.hasobject or not array.ndim:
+    """A digest of the first MiB of rows of an array, tensor or table.
+
+    Returns:
+        None where there are no rows, or none that this worker can read alone.
+    """
+    rows = _first_rows(array)
+    if rows is None:
         return None
-    row = max(1, array[:1].nbytes)
-    return digest_of(array[: max(1, _BYTES // row)])[:12]
+    if rows.dtype.hasobject:
+        words = [
+            repr(value) if isinstance(value, _PLAIN) else _name(type(value))
+            for value in rows.reshape(-1).tolist()
+        ]
+        rows = np.frombuffer(repr(words).encode(), "uint8")
+    return digest_of(rows)[:12]
+
+
+def _shape(data: Any) -> tuple[int, ...] | None:
+    shape = getattr(data, "shape", None)
+    # Ragged tensors have sizes that are unknown.
+    if not isinstance(shape, Iterable) or None in (sizes := list(shape)):
+        return None
+    return tuple(map(int, sizes))
+
+
+def _first_rows(data: Any) -> np.ndarray | None:
+    """The first rows in NumPy, so that a large array on a device stays there."""
+    shape = _shape(data)
+    if not shape:
+        return None
+    row = math.prod(shape[1:]) * getattr(getattr(data, "dtype", None), "itemsize", 8)
+    most = max(1, _BYTES // max(1, row))
+    try:
+        rows = data if shape[0] <= most else getattr(data, "iloc", data)[:most]
+        if hasattr(rows, "toarray"):  # one of SciPy, which is sparse
+            rows = rows.toarray()
+        if keras.ops.is_tensor(rows):
+            return keras.ops.convert_to_numpy(rows)
+        return np.asarray(rows)
+    except (TypeError, ValueError, AttributeError, IndexError, RuntimeError):
+        return None  # sparse and large, of another engine's device or of other workers
 
 
 def _without_names(value: Any) -> Any:

@@ -75,8 +75,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         save_before_preemption: Whether a SIGTERM to any worker, as a scheduler sends it
             to take a machine away, has all of them save after the batch that they are
             in, and end with the exit code 75. The workers ask each other after every
-            batch. An `experimental.TerminationConfig` says by what else they learn it,
-            how long they have, and how they end.
+            batch and epoch. An `experimental.TerminationConfig` says by what else they
+            learn it, how long they have, and how they end.
 
     Example:
 
@@ -227,6 +227,11 @@ class _SavesBeforePreemption(_SavesAfterBatches):
         self._end()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if not self._ends:
+            # Who was asked while they evaluate: after the last epoch comes no batch.
+            what = self._preemption.after_epoch()
+            self._ends = what is Next.SAVE_AND_END
+            self._due = self._due or what is not Next.GO_ON
         self._due = self._due or self._ends or self._save_freq == math.inf
         super().on_epoch_end(epoch, logs)
         self._end()

@@ -103,9 +103,14 @@ class Preemption:
 
     def after_step(self) -> Next:
         """What all workers do now."""
+        if not self._over:
+            self._measure_step()
+        return self.after_epoch()
+
+    def after_epoch(self) -> Next:
+        """What all workers do when an epoch has ended, which is no step."""
         if self._over:
             return Next.GO_ON
-        self._measure_step()
         told = self._agree([self.notice.since is not None, self._is_due()])
         if any(due for _, due in told):
             self._over = True

@@ -136,20 +136,6 @@ def keras_models(alone: bool = False) -> dict:
     }
 
 
-def different_batches() -> str:
-    """Batches of different numbers of rows, given to `train_on_batch`."""
-    strategy = ks.MultiWorkerMirroredStrategy()
-    rows = 4 + strategy.extended.local_replicas.start
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
-        model.compile("sgd", "mse")
-    try:
-        model.train_on_batch(np.ones((rows, 4)), np.ones((rows, 1)))
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
 def too_late() -> None:
     """The strategy is made after a tensor."""
     ops.ones(())

@@ -66,12 +66,6 @@ def test_what_keras_reads(workers):
         equal(result, expected)
 
 
-def test_different_batches_on_batch(two_workers):
-    for said in two_workers.run(jobs.different_batches):
-        assert "worker 0: [(4, 4), (4, 1)" in said
-        assert "worker 1: [(5, 4), (5, 1)" in said
-
-
 def test_devices_that_were_used_before(two_workers):
     two_workers.start(jobs.too_late)
     ends = two_workers.wait()

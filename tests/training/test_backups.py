@@ -370,31 +370,43 @@ def test_tf_data(models, mirrored, tmp_path, caplog, repeated, killed, seed):
         assert resumed[0] == orders[1] and resumed[1] != orders[2]
 
 
-@pytest.mark.parametrize("batch", [1, BATCHES - 1])
+@pytest.mark.parametrize("batch", [1, BATCHES - 1, None])
 def test_preempted(models, mirrored, tmp_path, batch):
-    """It ends after the batch, with a code of its own, and goes on from there."""
+    """It ends after the batch, with a code of its own, and goes on from there.
+
+    Or after the last validation, for None: nothing is left but what follows `fit`.
+    """
     strategy = mirrored(2)
 
     def backup():
         return ks.callbacks.BackupAndRestore(tmp_path, save_before_preemption=True)
 
-    def asked(at, logs):
-        if at == batch:
-            os.kill(os.getpid(), signal.SIGTERM)
+    class Asked(keras.callbacks.Callback):
+        tests = 0
 
-    whole, _ = fit(models.fresh(strategy))
+        def on_train_batch_end(self, at, logs=None):
+            if at == batch:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def on_test_end(self, logs=None):
+            self.tests += 1
+            if self.tests == EPOCHS:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    arguments = {} if batch is not None else {"validation_data": (X[:4], Y[:4])}
+    whole, _ = fit(models.fresh(strategy), **arguments)
     handler = signal.getsignal(signal.SIGTERM)
-    notice = keras.callbacks.LambdaCallback(on_train_batch_end=asked)
     with pytest.raises(SystemExit) as end:
-        fit(models.fresh(strategy), notice, backup())
+        fit(models.fresh(strategy), Asked(), backup(), **arguments)
     assert end.value.code == 75
     assert signal.getsignal(signal.SIGTERM) is handler
     batches = []
     seen = keras.callbacks.LambdaCallback(
         on_train_batch_begin=lambda batch, logs: batches.append(batch)
     )
-    values, _ = fit(started_again(models, strategy, 99), seen, backup())
-    assert len(batches) == EPOCHS * BATCHES - batch - 1
+    values, _ = fit(started_again(models, strategy, 99), seen, backup(), **arguments)
+    left = 0 if batch is None else EPOCHS * BATCHES - batch - 1
+    assert len(batches) == left
     assert largest(whole, values) == 0
 
 

@@ -597,6 +597,8 @@ def different_programs() -> None:
 
 def fits_that_differ() -> dict[str, str]:
     """What is said where worker 1 is about to train something else; it trains alike."""
+    import pandas
+
     strategy = ks.MultiWorkerMirroredStrategy()
     last = strategy.extended.local_replicas.start > 0
     x, y = digits(8)
@@ -604,7 +606,7 @@ def fits_that_differ() -> dict[str, str]:
     def schedule(epoch, rate):
         return 0.5 * rate
 
-    def said(optimizer, activation=None, mine=(x, y), loss=None, **arguments):
+    def made(optimizer, activation=None, loss=None):
         with strategy.scope():
             if last:
                 keras.layers.Dense(1)  # after which names count on
@@ -618,11 +620,25 @@ def fits_that_differ() -> dict[str, str]:
             model.compile(
                 optimizer, loss or keras.losses.SparseCategoricalCrossentropy(True)
             )
+        return model
+
+    def said(optimizer, activation=None, mine=(x, y), loss=None, **arguments):
+        arguments = {"epochs": 1, "verbose": 2 * last, **arguments}
+        return told(made(optimizer, activation, loss).fit, *mine, **arguments)
+
+    def told(call, *args, **kwargs):
         try:
-            model.fit(*mine, verbose=2 * last, **{"epochs": 1, **arguments})
+            call(*args, **kwargs)
         except (ks.errors.WorkersDifferError, ks.errors.WorkerInputError) as error:
             return str(error)
         return "no error"
+
+    def with_epsilon(call):
+        keras.config.set_epsilon(1e-3 if last else 1e-7)
+        try:
+            return call()
+        finally:
+            keras.config.set_epsilon(1e-7)
 
     sgd = keras.optimizers.SGD
     watch = keras.callbacks.LambdaCallback(
@@ -631,6 +647,10 @@ def fits_that_differ() -> dict[str, str]:
     rates = keras.callbacks.LearningRateScheduler(schedule)
     stop = keras.callbacks.EarlyStopping("loss", patience=2 + last)
     other = x + last * (np.arange(8) == 3)[:, None]
+    tensor, frame = keras.ops.convert_to_tensor(other), pandas.DataFrame(other)
+    words = np.array([["a"], ["b" if last else "c"]], object)
+    model = made(sgd())
+    on_batch = model.train_on_batch, model.test_on_batch, model.predict_on_batch
     return {
         "beta": said(keras.optimizers.Adam(beta_1=0.5 if last else 0.9)),
         "clipnorm": said(sgd(clipnorm=1.0 if last else None)),
@@ -641,10 +661,23 @@ def fits_that_differ() -> dict[str, str]:
         "patience": said(sgd(), callbacks=[stop]),
         "epochs": said(sgd(), epochs=1 + last),
         "arrays": said(sgd(), mine=(other, y)),
+        "tensors": said(sgd(), mine=(tensor, y)),
+        "tables": said(sgd(), mine=(frame, y)),
+        "words": said(sgd(), mine=(words, y[:2])),
+        "weights": said(sgd(), sample_weight=tensor[:, 0]),
+        "validation": said(sgd(), validation_data=(tensor, y)),
+        "epsilon": with_epsilon(lambda: said(sgd())),
+        "evaluate": told(model.evaluate, other, y),
+        "predict": told(model.predict, frame),
+        **{call.__name__: told(call, other) for call in on_batch},
+        "rows": told(model.train_on_batch, x[: 4 + last], y[: 4 + last]),
+        "Keras's": with_epsilon(lambda: told(model.evaluate, x, y)),
         "batches": said(sgd(), mine=(((a, y) for a in [other, x]),)),
         # What may differ.
         "watch": said(sgd(), callbacks=[] if last else [watch], epochs=2),
         "rate": said(sgd(0.1 if last else 0.2)),
+        "kinds": said(sgd(), mine=(pandas.DataFrame(x) if last else x, y)),
+        "batch": told(model.train_on_batch, x, y),
     }
 
 

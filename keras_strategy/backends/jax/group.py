@@ -103,10 +103,6 @@ class JaxReplicaGroup:
     def around(
         self, model: Any, method: str, arguments: dict[str, Any]
     ) -> Iterator[None]:
-        if method.endswith("_on_batch") and self.workers is not None:
-            # Otherwise each would compute on the rows of another batch.
-            data = [arguments.get(name) for name in ("x", "y", "sample_weight")]
-            self.workers.require_same_shapes(method, data)
         if method in ("fit", "train_on_batch"):
             self._refuse_own_sums(method)
         if method in ("fit", "evaluate", "predict"):

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from keras import tree
 
 from keras_strategy.backends.jax.distribution import ReplicaDistribution
 from keras_strategy.core.workers import Workers, described, kind_of
@@ -30,26 +29,6 @@ class JaxWorkers(Workers):
     def __init__(self, cluster: Cluster, distribution: ReplicaDistribution):
         super().__init__(cluster)
         self._distribution = distribution
-
-    def require_same_shapes(self, name: str, data: Any) -> None:
-        """Compares the arrays that all workers are given.
-
-        Args:
-            name: What they were given to.
-            data: A structure of arrays.
-
-        Raises:
-            ValueError: If their shapes differ between workers.
-        """
-        shapes = [list(np.shape(leaf)) for leaf in tree.flatten(data)]
-        told = self.cluster.differences(name, shapes)
-        if told is not None:
-            told = [[tuple(shape) for shape in shapes] for shapes in told]
-            raise ValueError(
-                f"`{name}` takes the same batch on all workers, of which each computes "
-                "its own rows. Received arrays of the shapes "
-                f"{self.cluster.listed(told)}."
-            )
 
     def sum_all(self, name: str, tensors: Sequence[Any]) -> list[jax.Array]:
         tensors = [jnp.asarray(tensor) for tensor in tensors]

@@ -267,11 +267,9 @@ def _make_function(original, strategy, self, force=False):
     if extended.cluster is None or function is before:
         return
     if kind == "predict":
-        function = predictions_of_workers(function, extended.group, extended.cluster)
+        function = predictions_of_workers(function, extended.group)
     else:
-        function = steps_of_workers(
-            function, extended.group, extended.cluster, self, kind
-        )
+        function = steps_of_workers(function, extended.group, self, kind)
     setattr(self, f"{kind}_function", function)
 
 

@@ -14,11 +14,7 @@ import keras
 import tensorflow as tf
 from keras import tree
 
-from keras_strategy.errors import WorkerInputError
-from keras_strategy.input.agreement import AgreedBatches
 from keras_strategy.input.own_rows import OwnRows
-from keras_strategy.rules.step import rows_of
-from keras_strategy.workers.cluster import Cluster
 
 if TYPE_CHECKING:
     from keras_strategy.backends.tensorflow.group import TensorFlowGroup
@@ -132,7 +128,6 @@ class Elements:
 def steps_of_workers(
     function: Callable[[Any], Any],
     group: "TensorFlowGroup",
-    cluster: Cluster,
     model: keras.Model,
     kind: str,
 ) -> Callable[[Any], Any]:
@@ -141,15 +136,11 @@ def steps_of_workers(
     Args:
         function: What `Model.make_train_function` or its like has made.
         group: The replicas.
-        cluster: The workers.
         model: The model.
         kind: "train" or "test".
     """
 
     def of_workers(iterator):
-        if not isinstance(iterator, AgreedIterator):
-            # The batch of `train_on_batch` and its like.
-            iterator = AgreedBatches(iterator, cluster)
         outputs = None
         batches = iter(iterator)
         first = next(batches)  # the end of the data is the end of the epoch
@@ -163,31 +154,17 @@ def steps_of_workers(
 
 
 def predictions_of_workers(
-    function: Callable[[Any], Any], group: "TensorFlowGroup", cluster: Cluster
+    function: Callable[[Any], Any], group: "TensorFlowGroup"
 ) -> Callable[[Any], Any]:
     """Makes Keras's function that predicts batches one that all workers call alike.
 
     Args:
         function: What `Model.make_predict_function` has made, of a list of batches.
         group: The replicas.
-        cluster: The workers.
     """
 
     def of_workers(batches):
-        if not all(isinstance(batch, OwnRows) for batch in batches):
-            require_same(batches)
         with group.calling(_NAMES["predict"]):
             return function(batches)
-
-    def require_same(batches):
-        # Also those of `predict_on_batch`, to which nobody has agreed yet.
-        rows = list(map(rows_of, batches))
-        told = cluster.agree("the rows to predict", rows)
-        if any(other != rows for other in told):
-            raise WorkerInputError(
-                "All workers must be given the same batches: each predicts its own "
-                f"rows of them. Received batches of these numbers of rows: "
-                f"{cluster.listed(told)}."
-            )
 
     return of_workers
