@@ -29,11 +29,11 @@ predictions by 1e-5. "Error" means that several replicas are refused, by name an
 what to do. Bold are other numbers than one device's; a warning names the cause, and is
 said below the table.
 
-What the sources draw at random in a step comes with the data in the ports, and rates of
-dropout are 0, since [replicas draw their own](differences.md#results). Where the bias
-of an attention's keys trains, SGD stands for Adam, which scales up what is mere
-rounding there. The data are made up, or scikit-learn's digits. Off JAX, batch
-normalizations see [a replica's rows](differences.md#results), and are frozen here.
+What the sources draw at random in a step, noise and dropout, is drawn here as well,
+seeded. Where the bias of an attention's keys trains, SGD stands for Adam, which scales
+up what is mere rounding there. The data are made up, or scikit-learn's digits. Off
+JAX, batch normalizations see [a replica's rows](differences.md#results), and are frozen
+here.
 
 `make ports` runs all of them and writes this page; `make test` runs a sample. What
 needs a package of its own is left out where that is not installed.

@@ -91,7 +91,7 @@ class AgreedBatches:
                 if self._tells:
                     notices.of_a_stream(self._cluster)
             elif any(said != told[0] for said in told):
-                notices.of_other_rows(self._cluster)
+                self._of_other_data(batch, [mark for *_, mark in told])
             return batch
 
         name = "the next batch"
@@ -114,6 +114,19 @@ class AgreedBatches:
             f"by worker: {digests}). If each worker reads rows of its own, "
             "distribute its dataset with `AutoShardPolicy.OFF`."
         )
+
+    def _of_other_data(self, batch: OwnRows, digests: list) -> None:
+        """Raises where the data differs; what is drawn anew may, with a warning."""
+        if batch.again is not None and batch.again() == batch.digest:
+            raise WorkerInputError(
+                "All workers must be given the same data: each reads its own rows of "
+                "every batch. Received other values in rows that all of them have read "
+                f"(digests by worker: {self._cluster.grouped(digests)}), and the same "
+                "each time. If each worker's data is a part of its own, "
+                "distribute it with `AutoShardPolicy.OFF`. If rows are drawn by their "
+                "numbers, seed that alike on all workers."
+            )
+        notices.of_other_rows(self._cluster)
 
     def _warn(self, told: list) -> None:
         ended = [i for i, rows in enumerate(told) if rows is None]

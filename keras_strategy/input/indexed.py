@@ -214,13 +214,17 @@ class RowsOfIndexed:
         rows = self._dataset.rows_of(index)
         bounds = self._share(len(rows))
         first, end = first_and_end(bounds)
-        digest = ""
+        compared = {}
         if not self._dataset.compared:
             # A row that is another worker's, to know whether both have the same source.
-            digest = digest_of(self._dataset.read(rows[:1]))
+            again = functools.partial(self._digest_of, rows[:1])
+            compared = {"digest": again(), "again": again}
             self._dataset.compared = True
         batch = self._dataset.read(rows[first:end])
-        return OwnRows(batch, bounds, len(rows), order_of(rows), digest=digest)
+        return OwnRows(batch, bounds, len(rows), order_of(rows), **compared)
+
+    def _digest_of(self, rows: Sequence[int]) -> str:
+        return digest_of(self._dataset.read(rows))
 
 
 def own_rows_of(dataset: Any, share: Share) -> Callable[..., Iterator[OwnRows]] | None:

@@ -4,6 +4,7 @@ It works with any Keras backend, and torch is not imported for it: who has a loa
 imported it.
 """
 
+import functools
 import logging
 import random
 import sys
@@ -107,21 +108,28 @@ class RowsOfLoader:
 
     def _read(self, batches: Iterator[Any], given: deque) -> Iterator[OwnRows]:
         for data, drawn in batches:
-            bounds, rows, order, whole = given.popleft()
+            bounds, rows, order, whole, first = given.popleft()
             if drawn and not self._is_first and not self.indices.whole:
                 logger.warning(_DRAWN_LATER)
             if self._is_first or drawn:
                 self.indices.whole = drawn
-            part = slice(*first_and_end(bounds)) if whole else slice(None)
-            digest = ""
+            part = slice(*first_and_end(bounds)) if whole else _ALL
+            compared = {}
             if self._is_first:
-                digest = digest_of(_arrays(data, slice(None)))
+                again = None if drawn else functools.partial(self._digest_of, first)
+                compared = {"digest": digest_of(_arrays(data, _ALL)), "again": again}
             self._is_first = False
-            yield OwnRows(_arrays(data, part), bounds, rows, order, digest=digest)
+            yield OwnRows(_arrays(data, part), bounds, rows, order, **compared)
+
+    def _digest_of(self, rows: list) -> str:
+        loader = self._loader
+        data, _ = loader.collate_fn([loader.dataset[row] for row in rows])
+        return digest_of(_arrays(data, _ALL))
 
 
 _made: weakref.WeakKeyDictionary[Any, RowsOfLoader] = weakref.WeakKeyDictionary()
 
+_ALL = slice(None)
 _DRAWN_LATER = (
     "A dataset drew random numbers from a generator of the whole process for a row, "
     "and had drawn none for its first batch. Until here each worker has read its own "
@@ -139,14 +147,14 @@ class _Indices:
         whole: Whether all are to be read.
         given: What was given and has not been read yet, in order: where this worker's
             rows are, how many the batch has, a checksum of which they are, and whether
-            all are to be read.
+            all are to be read, and if so their numbers.
     """
 
     def __init__(self, batches: Any, share: Share):
         self._batches = batches
         self.share = share
         self.whole = True
-        self.given: deque[tuple[Bounds, int, int, bool]] = deque()
+        self.given: deque[tuple[Bounds, int, int, bool, list]] = deque()
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -160,7 +168,8 @@ class _Indices:
             batch = list(batch)
             rows = len(batch)
             bounds, order = self.share(rows), order_of(batch)
-            given.append((bounds, rows, order, self.whole))
+            numbers = batch if self.whole else []
+            given.append((bounds, rows, order, self.whole, numbers))
             first, end = (0, rows) if self.whole else first_and_end(bounds)
             _note_states()
             yield batch[first:end]

@@ -15,10 +15,9 @@ _SAME_ROWS = (
 )
 _OTHER_ROWS = (
     "The data of the %d workers differs: a row that all of them have read is another "
-    "one on some. Each reads 1/%d of the rows of its own data, as if all had the same. "
-    "If each worker has another part of the rows, most of them are never read: "
-    "distribute the data with `AutoShardPolicy.OFF`. Rows with random numbers differ "
-    "by the generator: seed it alike on all workers."
+    "one on some, and holds random numbers. Each reads 1/%d of the rows of its own "
+    "data, as if all had the same. To compute what one device does, draw for row i "
+    "from a generator of its own, such as `np.random.default_rng([seed, i])`."
 )
 _READ_BY_ALL = (
     "Each of the %d workers reads all rows of this data and computes on its own: it is "

@@ -26,6 +26,8 @@ class OwnRows:
             own, which make up the global batch; None where all have the same data.
         digest: Of rows that all workers have read of the first batch, where they have
             the same data but might not; else empty.
+        again: Reads those rows once more for their digest; None where that would draw
+            random numbers of the process.
     """
 
     batch: Any
@@ -34,6 +36,7 @@ class OwnRows:
     order: int | None = None
     counts: tuple[int, ...] | None = None
     digest: str = ""
+    again: Callable[[], str] | None = None
 
 
 # Where the rows of this worker's replicas begin and end, by the rows of a batch.

@@ -15,7 +15,7 @@ TRANSFORMER = {
     "num_heads": 2,
     "hidden_dim": 8,
     "intermediate_dim": 16,
-    "dropout": 0.0,
+    "dropout": 0.1,
 }
 
 
@@ -35,7 +35,7 @@ def bert_text_classifier(strategy):
         backbone = keras_hub.models.BertBackbone(
             vocabulary_size=9, max_sequence_length=6, **TRANSFORMER
         )
-        model = keras_hub.models.BertTextClassifier(backbone, 2, dropout=0.0)
+        model = keras_hub.models.BertTextClassifier(backbone, 2, dropout=0.1)
         model.compile(sgd(), LOSS, metrics=["accuracy"])
         return model
 

@@ -42,6 +42,7 @@ class VAE(NoCall):
         super().__init__()
         self.encoder = dense(4, 4)
         self.decoder = dense(2, 4)
+        self.seed_generator = keras.random.SeedGenerator(1337)
         self.total_loss_tracker = keras.metrics.Mean(name="total_loss")
         self.reconstruction_loss_tracker = keras.metrics.Mean(
             name="reconstruction_loss"
@@ -57,11 +58,12 @@ class VAE(NoCall):
         ]
 
     def train_step(self, data):
-        images, epsilon = data
+        images = data
 
         def losses():
             encoded = self.encoder(images)
             z_mean, z_log_var = encoded[:, :2], encoded[:, 2:]
+            epsilon = keras.random.normal(ops.shape(z_mean), seed=self.seed_generator)
             reconstruction = ops.sigmoid(
                 self.decoder(z_mean + ops.exp(0.5 * z_log_var) * epsilon)
             )
@@ -96,7 +98,7 @@ def compiled_vae():
 
 @port(f"{EXAMPLES}/vae.py", not_on=PURE, sample=True)
 def vae(strategy):
-    return stepped(strategy, compiled_vae, IMAGES, NOISE)
+    return stepped(strategy, compiled_vae, IMAGES)
 
 
 class DiffusionModel(NoCall):
@@ -104,6 +106,7 @@ class DiffusionModel(NoCall):
 
     def __init__(self):
         super().__init__()
+        self.seed_generator = keras.random.SeedGenerator(1337)
         self.normalizer = layers.Normalization()
         self.normalizer.adapt(IMAGES)
         self.network = dense(5, 4)
@@ -122,8 +125,11 @@ class DiffusionModel(NoCall):
         return pred_noises, (noisy_images - noise_rates * pred_noises) / signal_rates
 
     def losses_of(self, data, network, training):
-        images, noises, times = data[0]
-        images = self.normalizer(images)
+        images = self.normalizer(data[0] if isinstance(data, tuple) else data)
+        noises = keras.random.normal(ops.shape(images), seed=self.seed_generator)
+        times = keras.random.uniform(
+            (ops.shape(images)[0], 1), 0.0, 1.0, seed=self.seed_generator
+        )
         angles = 0.3 + times
         signal_rates, noise_rates = ops.cos(angles), ops.sin(angles)
         noisy_images = signal_rates * images + noise_rates * noises
@@ -164,9 +170,7 @@ def compiled_diffusion():
 
 @port(f"{EXAMPLES}/ddim.py", not_on=PURE)
 def ddim(strategy):
-    times = np.linspace(0, 0.9, 17, dtype="float32")[:, np.newaxis]
-    data = (IMAGES, np.repeat(NOISE, 2, axis=1), times)
-    return stepped(strategy, compiled_diffusion, data, validation_data=(data,))
+    return stepped(strategy, compiled_diffusion, IMAGES, validation_data=(IMAGES,))
 
 
 class VectorQuantizer(layers.Layer):
@@ -324,14 +328,16 @@ class MiniatureGPT(layers.Layer):
         self.ffn = keras.Sequential([layers.Dense(8, "tanh"), layers.Dense(8)])
         self.layernorm1 = layers.LayerNormalization(epsilon=1e-6)
         self.layernorm2 = layers.LayerNormalization(epsilon=1e-6)
+        self.dropout1, self.dropout2 = layers.Dropout(0.1), layers.Dropout(0.1)
 
     def call(self, inputs):
         batch, length = ops.shape(inputs)[0], ops.shape(inputs)[1]
         i, j = ops.arange(length)[:, None], ops.arange(length)
         mask = ops.reshape(ops.cast(i >= j, "bool"), (1, length, length))
         mask = ops.tile(mask, (batch, 1, 1))
-        out1 = self.layernorm1(inputs + self.att(inputs, inputs, attention_mask=mask))
-        return self.layernorm2(out1 + self.ffn(out1))
+        attended = self.dropout1(self.att(inputs, inputs, attention_mask=mask))
+        out1 = self.layernorm1(inputs + attended)
+        return self.layernorm2(out1 + self.dropout2(self.ffn(out1)))
 
 
 def miniature_gpt():

@@ -123,11 +123,12 @@ def vision_transformer(strategy):
         inputs = keras.Input((8, 8, 1))
         x = PatchEncoder(4, 8)(Patches(4)(inputs))
         x1 = layers.LayerNormalization(epsilon=1e-6)(x)
-        x2 = layers.Add()([layers.MultiHeadAttention(2, 4)(x1, x1), x])
+        x2 = layers.Add()([layers.MultiHeadAttention(2, 4, dropout=0.1)(x1, x1), x])
         x3 = layers.LayerNormalization(epsilon=1e-6)(x2)
-        x = layers.Add()([layers.Dense(8, "gelu")(x3), x2])
-        x = layers.LayerNormalization(epsilon=1e-6)(x)
-        model = keras.Model(inputs, layers.Dense(10)(layers.Flatten()(x)))
+        x3 = layers.Dropout(0.1)(layers.Dense(8, "gelu")(x3))
+        x = layers.LayerNormalization(epsilon=1e-6)(layers.Add()([x3, x2]))
+        x = layers.Dropout(0.5)(layers.Flatten()(x))
+        model = keras.Model(inputs, layers.Dense(10)(x))
         model.compile(
             sgd(),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -150,10 +151,11 @@ class TransformerBlock(layers.Layer):
         )
         self.layernorm1 = layers.LayerNormalization(epsilon=1e-6)
         self.layernorm2 = layers.LayerNormalization(epsilon=1e-6)
+        self.dropout1, self.dropout2 = layers.Dropout(0.1), layers.Dropout(0.1)
 
     def call(self, inputs):
-        out1 = self.layernorm1(inputs + self.att(inputs, inputs))
-        return self.layernorm2(out1 + self.ffn(out1))
+        out1 = self.layernorm1(inputs + self.dropout1(self.att(inputs, inputs)))
+        return self.layernorm2(out1 + self.dropout2(self.ffn(out1)))
 
 
 class TokenAndPositionEmbedding(layers.Layer):
@@ -173,6 +175,8 @@ def text_classification_with_transformer(strategy):
         inputs = keras.Input((6,), dtype="int32")
         x = TokenAndPositionEmbedding(6, 9, 8)(inputs)
         x = layers.GlobalAveragePooling1D()(TransformerBlock(8, 2, 8)(x))
+        x = layers.Dropout(0.1)(x)
+        x = layers.Dropout(0.1)(layers.Dense(8, "tanh")(x))
         model = keras.Model(inputs, layers.Dense(2, "softmax")(x))
         model.compile(sgd(), "sparse_categorical_crossentropy", metrics=["accuracy"])
         return model

@@ -2,9 +2,8 @@
 
 It keeps what the program does with Keras and with a strategy, on data that ships in a
 package or is made up. It trains under a strategy, or on one device, and returns all
-that came of it. Nothing in it is drawn at random but first weights and the order of
-rows, which are seeded: what the source draws in a step comes with the data here, and
-rates of dropout are 0, since replicas draw their own masks.
+that came of it. What the source draws at random it draws, seeded: first weights, the
+order of rows, noise and dropout in a step.
 """
 
 import contextlib

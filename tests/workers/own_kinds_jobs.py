@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 
 import keras_strategy as ks
 from tests.workers.input_jobs import Rows, model_of, weights_of
@@ -145,6 +146,14 @@ def said() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
+class OtherNoise(Rows):
+    """Rows that nobody reads twice."""
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + np.random.default_rng().normal(size=x.shape).astype(x.dtype), y
+
+
 def what_is_said() -> dict:
     """What is said of workers that read the same, or all, or another source."""
     import tensorflow as tf
@@ -164,8 +173,18 @@ def what_is_said() -> dict:
     fitted("arrays", ks.IndexedDataset(Rows(), 4, drop_remainder=True))
     fitted("same", strategy.distribute_datasets_from_function(lambda _: batches))
     fitted("stream", tf.data.Dataset.from_tensor_slices((x, y)).batch(4))
+    fitted("other", ks.IndexedDataset(OtherNoise(), 4, drop_remainder=True))
     part = torch.utils.data.TensorDataset(*map(torch.tensor, (x[rank::2], y[rank::2])))
-    fitted("other", torch.utils.data.DataLoader(part, batch_size=4))
+    for data in (
+        torch.utils.data.DataLoader(part, batch_size=4),
+        ks.IndexedDataset(part, 4),
+    ):
+        before = weights_of(model)
+        with pytest.raises(ValueError, match="AutoShardPolicy.OFF") as raised:
+            model.fit(data, verbose=0)
+        result.setdefault("part", []).append(str(raised.value))
+        for weight, same in zip(weights_of(model), before, strict=True):
+            np.testing.assert_array_equal(weight, same)
     numbers = tf.data.Dataset.from_tensor_slices((x, y)).shard(3, rank).batch(2)
     try:
         model.fit(numbers, verbose=0)
