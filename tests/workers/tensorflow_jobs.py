@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_strategy as ks
+from keras_strategy.backends.tensorflow import counting
 from tests.workers.jobs import digits, in_charge, weights
 
 
@@ -140,6 +141,12 @@ def variables_and_dtypes() -> dict:
             else:
                 (given,) = strategy.experimental_local_results(given)
             result["scalars"][name, dtype] = given.numpy().item()
+
+    def sums(steps):
+        for _ in range(steps):
+            strategy.run(_sum_over_replicas, args=(tf.ones(()),))
+
+    result["collectives"], *_ = counting.count(sums, 4)
     return result
 
 

@@ -48,6 +48,8 @@ def test_variables_and_dtypes(two_workers):
         for (_, dtype), total in result["scalars"].items():
             one, other = (np.asarray(x, dtype) for x in jobs.SCALARS[dtype])
             np.testing.assert_array_equal(total, (one + other).item())
+        # A scalar travels in the collective that compares it.
+        assert result["collectives"] == 4
 
 
 def test_gradient_through_collectives(two_workers):
