@@ -60,14 +60,31 @@ def fit_in_many_ways(alone: bool = False) -> dict:
     }
 
 
-def shuffle_without_a_seed() -> np.ndarray:
-    """The order in which tf.data shuffles where nobody has set a seed."""
+def shuffle_without_a_seed() -> tuple[np.ndarray, list[int]]:
+    """The order in which tf.data shuffles where nobody has set a seed.
+
+    And how often Dropout draws in two epochs, of known length and of unknown.
+    """
     strategy = ks.MultiWorkerMirroredStrategy()
     with strategy.scope():
         model = keras.Sequential([keras.Input((1,)), keras.layers.Identity()])
     rows = np.arange(40, dtype="float32")[:, np.newaxis]
     dataset = tf.data.Dataset.from_tensor_slices(rows).shuffle(40).batch(8)
-    return model.predict(dataset, verbose=0)
+    order = model.predict(dataset, verbose=0)
+    drawn = []
+    for length in (5, None):
+        with strategy.scope():
+            dropout = keras.layers.Dropout(0.5)
+            model = keras.Sequential(
+                [keras.Input((1,)), keras.layers.Dense(1), dropout]
+            )
+            model.compile("sgd", "mse")
+        data = dataset.map(lambda x: (x, x))
+        if length is None:
+            data = data.filter(lambda x, y: True)
+        model.fit(data, epochs=2, verbose=0)
+        drawn.append(int(dropout.seed_generator.state.numpy()[1]))
+    return order, drawn
 
 
 def loops_in_functions(alone: bool = False) -> dict:

@@ -22,10 +22,14 @@ def test_fit_in_many_ways_equals_one_device(workers, fit_in_many_ways_alone):
 
 
 def test_all_workers_shuffle_alike(two_workers):
-    one, other = two_workers.run(jobs.shuffle_without_a_seed)
+    (one, drawn), (other, _) = two_workers.run(jobs.shuffle_without_a_seed)
     np.testing.assert_array_equal(one, other)
     np.testing.assert_array_equal(np.sort(one[:, 0]), np.arange(40))
     assert (np.diff(one[:, 0]) < 0).any()
+    # Of the second, one device would draw once more in each epoch.
+    assert drawn == [10, 10]
+    outputs = [two_workers.output(rank) for rank in (0, 1)]
+    assert [said.count("nobody knows the length") for said in outputs] == [1, 0]
 
 
 def test_collectives_in_loops(workers):

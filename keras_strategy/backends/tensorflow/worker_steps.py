@@ -6,6 +6,7 @@ call, after all workers have said that they have one.
 """
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,21 @@ import keras
 import tensorflow as tf
 from keras import tree
 
+from keras_strategy.hooks.layers import all_layers, seed_generators
 from keras_strategy.input.own_rows import OwnRows
 
 if TYPE_CHECKING:
     from keras_strategy.backends.tensorflow.group import TensorFlowGroup
 
+logger = logging.getLogger("keras_strategy")
+
+_DRAWS = (
+    "The model '%s' draws random numbers, and nobody knows the length of its data. "
+    "There Keras's loop on TensorFlow draws once more at the end of each epoch, which "
+    "several workers do not: in the epochs that follow they draw others than one "
+    "device. Give `steps_per_epoch`, or a `tf.data.Dataset` of known length (`apply("
+    "tf.data.experimental.assert_cardinality(batches))`)."
+)
 _NAMES = {"train": "fit", "test": "evaluate", "predict": "predict"}
 
 
@@ -139,11 +150,19 @@ def steps_of_workers(
         model: The model.
         kind: "train" or "test".
     """
+    told = False
 
     def of_workers(iterator):
+        nonlocal told
         outputs = None
         batches = iter(iterator)
-        first = next(batches)  # the end of the data is the end of the epoch
+        try:
+            first = next(batches)
+        except StopIteration:  # the end of the data is the end of the epoch
+            if kind == "train" and not told:
+                told = True
+                _tell_of_draws(model, group)
+            raise
         others = itertools.islice(batches, model.steps_per_execution - 1)
         for batch in itertools.chain([first], others):
             with group.calling(_NAMES[kind]):
@@ -151,6 +170,18 @@ def steps_of_workers(
         return outputs
 
     return of_workers
+
+
+def _tell_of_draws(model: keras.Model, group: "TensorFlowGroup") -> None:
+    """Where nobody knew the end, Keras's step has begun to draw before it finds it.
+
+    One that is not compiled, or takes several batches, asks for a batch first.
+    """
+    if model.run_eagerly or model.steps_per_execution > 1:
+        return
+    draws = seed_generators(all_layers(model))
+    if draws and group.workers is not None and group.workers.cluster.is_chief:
+        logger.warning(_DRAWS, model.name)
 
 
 def predictions_of_workers(
