@@ -16,6 +16,7 @@ from benchmarks.memory import LAYERS, ROWS
 _KINDS = {
     "all_reduce": ("all-reduce", 2.0),
     "all_gather_into_tensor": ("all-gather", 1.0),
+    "all_to_all_single": ("all-to-all", 1.0),
 }
 
 
@@ -53,7 +54,7 @@ def of_worker(width: int, shard: str | None) -> dict[str, Any]:
             model.compile(keras.optimizers.Adam(), "mse")
         batch = np.zeros((ROWS, width), "float32")
         model.fit(batch, batch, batch_size=ROWS, verbose=0)
-        sent = _count_what_is_sent()
+        sent = count_what_is_sent()
         model.fit(batch, batch, batch_size=ROWS, verbose=0)
     report = strategy.memory_report(model)
     return {
@@ -64,8 +65,12 @@ def of_worker(width: int, shard: str | None) -> dict[str, Any]:
     }
 
 
-def _count_what_is_sent() -> dict[str, tuple[int, float]]:
-    """Counts from now on the collectives of 1 kB or more, and what a ring sends."""
+def count_what_is_sent(least: int = 1000) -> dict[str, tuple[int, float]]:
+    """Counts from now on the collectives by kind, and the bytes that a ring sends.
+
+    Args:
+        least: The bytes of those that count.
+    """
     import torch.distributed as dist
 
     sent: dict[str, tuple[int, float]] = {}
@@ -78,7 +83,7 @@ def _count_what_is_sent() -> dict[str, tuple[int, float]]:
 
         def counted(tensor, *args, **kwargs):
             size = tensor.numel() * tensor.element_size()
-            if size >= 1000:
+            if size >= least:
                 count, before = sent.get(kind, (0, 0.0))
                 sent[kind] = count + 1, before + factor * share * size
             return original(tensor, *args, **kwargs)

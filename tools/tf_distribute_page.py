@@ -136,13 +136,23 @@ SAID: dict[str, Status | dict[str, Status]] = {
     "experimental.PreemptionWatcher.block_until_worker_exit": differs(
         "It does nothing: there, TPUs need it."
     ),
+    **{
+        f"{pattern}coordinator.ClusterCoordinator{name}": dict.fromkeys(
+            ("jax", "torch"), differs(note, "run-and-reduce")
+        )
+        for pattern in ("", "experimental.")
+        for name, note in (
+            ("", "Its workers are Dask's, or those that it starts."),
+            (".__init__", "Its workers are Dask's, or those that it starts."),
+            (".schedule", "What a function is to assign, it returns."),
+            (".create_per_worker_dataset", "A worker makes it when it first needs it."),
+        )
+    },
     **_of_tensorflow(
         {
             "ParameterServerStrategy*": "ParameterServerStrategy",
             "experimental.ParameterServerStrategy*": "ParameterServerStrategy",
             "Server*": "Server",
-            "coordinator.*": "coordinator.ClusterCoordinator",
-            "experimental.coordinator.*": "coordinator.ClusterCoordinator",
         }
     ),
     **_refused_of("*Strategy", OldNames),

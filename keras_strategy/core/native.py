@@ -1,7 +1,7 @@
 """What only tf.distribute has an engine for: its own on TensorFlow, refused elsewhere.
 
-These are classes for one coordinator that gives work to servers. Nothing is added to
-them: what runs on TensorFlow is TensorFlow's.
+These are classes for servers. Nothing is added to them: what runs on TensorFlow is
+TensorFlow's.
 """
 
 import functools
@@ -13,25 +13,17 @@ from keras_strategy.errors import UnsupportedBackendError
 _ASYNCHRONOUS = (
     "Parameter servers are updated by workers at their own times, for which TensorFlow "
     "alone has an engine, and which does not equal one device. Use MirroredStrategy or "
-    "MultiWorkerMirroredStrategy."
-)
-_SCHEDULING = (
-    "It sends functions to TensorFlow's servers, and JAX and torch have none that take "
-    "work from others. Use `run` of MultiWorkerMirroredStrategy, or an engine for "
-    "tasks such as Dask or Ray around a MirroredStrategy."
+    "MultiWorkerMirroredStrategy, with `shard` for a model that is too large for each "
+    "device; or coordinator.ClusterCoordinator for functions at their own times."
 )
 _SERVERS = (
     "JAX and torch have no servers that take work from others. Workers find each other "
-    "when MultiWorkerMirroredStrategy is made; `keras-strategy run` starts them."
+    "when MultiWorkerMirroredStrategy is made; `keras-strategy run` starts them. Those "
+    "of a coordinator.ClusterCoordinator it starts itself."
 )
 REASONS = {
     "ParameterServerStrategy": _ASYNCHRONOUS,
     "Server": _SERVERS,
-    "coordinator.ClusterCoordinator": _SCHEDULING,
-    "coordinator.PerWorkerValue": _SCHEDULING,
-    "coordinator.RemoteValue": _SCHEDULING,
-    "coordinator.experimental_get_current_worker_index": _SCHEDULING,
-    "experimental.coordinator.PerWorkerValues": _SCHEDULING,
 }
 
 

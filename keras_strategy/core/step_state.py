@@ -28,6 +28,7 @@ class StepState:
             that all replicas compute on equal inputs.
         gradients_of: What an optimizer has gradients of, while they are summed; None
             where it is something else that is summed.
+        optimizer: What is to be given their sums, meanwhile.
         has_all_rows: Whether the loss that is computed now is given the rows of all
             replicas.
         logs_are_metrics: Whether what the step returns is `get_metrics_result`'s, which
@@ -50,6 +51,7 @@ class StepState:
     merged: dict[int, Any] = field(default_factory=dict)
     applying: bool = False
     gradients_of: Sequence[Any] | None = None
+    optimizer: Any = None
     has_all_rows: bool = False
     logs_are_metrics: bool = False
     rows: RowRange | None = None

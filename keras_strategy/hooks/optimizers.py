@@ -48,7 +48,7 @@ def _apply(original, strategy, self, grads, trainable_variables=None):
 
         replica.once(build)
     present = [grad for grad in grads if grad is not None]
-    replica.step.gradients_of = trainable_variables
+    replica.step.optimizer, replica.step.gradients_of = self, trainable_variables
     if trainable_variables is not None and len(present) < len(grads):
         pairs = zip(grads, trainable_variables, strict=False)  # Keras counts them
         replica.step.gradients_of = [v for grad, v in pairs if grad is not None]
@@ -59,7 +59,7 @@ def _apply(original, strategy, self, grads, trainable_variables=None):
         else:
             summed = list(own.weighted_sum(replica, present, weight))
     finally:
-        replica.step.gradients_of = None
+        replica.step.optimizer = replica.step.gradients_of = None
     if len(summed) < len(grads):
         rest = iter(summed)
         summed = [None if grad is None else next(rest) for grad in grads]

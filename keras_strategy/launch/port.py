@@ -19,7 +19,13 @@ _BESIDE = {
     "nn.compute_average_loss": "compute_average_loss",
     "nn.scale_regularization_loss": "scale_regularization_loss",
 }
-_ON_JAX = {"TPUStrategy": "JAX alone has it, and the other backends raise an error."}
+_NOTES = {
+    "TPUStrategy": "JAX alone has it, and the other backends raise an error.",
+    "coordinator.ClusterCoordinator": (
+        "On JAX and torch it needs no servers: it starts workers, or is given a "
+        "cluster of Dask's; a function returns what is to be assigned."
+    ),
+}
 _ELSEWHERE = (
     "TensorFlow alone has an engine for it, and JAX and torch raise an error: {}"
 )
@@ -107,7 +113,7 @@ def told_of(path: list[str]) -> tuple[bool, str]:
     notes = [str(w.message) for w in warned if w.category is DeprecationWarning]
     name = ".".join(known).removeprefix("experimental.") + "."
     said = {key: _ELSEWHERE.format(reason) for key, reason in REASONS.items()}
-    for key, reason in {**said, **_ON_JAX}.items():
+    for key, reason in {**said, **_NOTES}.items():
         if name.startswith(key.removeprefix("experimental.") + "."):
             notes.append(reason)
             break

@@ -1,6 +1,7 @@
 """What only TensorFlow has an engine for: its own there, refused elsewhere."""
 
 import json
+import pathlib
 
 import keras
 import pytest
@@ -11,14 +12,16 @@ BACKEND = keras.backend.backend()
 
 # A process of its own, since TensorFlow knows its cluster once and for all.
 PROGRAM = """
-import json, os, signal
+import json, os, signal, sys
 
+sys.path.append(sys.argv[1])
 os.environ["GRPC_FAIL_FAST"] = "use_caller"
 import keras
 import numpy as np
 import tensorflow as tf
 import keras_strategy as ks
 from keras_strategy.launch.ports import free_ports
+from tests.backends.coordinator_program import error_of, shared, told
 
 ports = [f"127.0.0.1:{port}" for port in free_ports(3)]
 spec = ks.cluster_resolver.ClusterSpec({"worker": ports[:2], "ps": ports[2:]})
@@ -47,7 +50,6 @@ resolver = ks.cluster_resolver.SimpleClusterResolver(spec, rpc_layer="grpc")
 partitioner = ks.experimental.partitioners.FixedShardsPartitioner(2)
 strategy = ks.ParameterServerStrategy(resolver, variable_partitioner=partitioner)
 coordinator = ks.coordinator.ClusterCoordinator(strategy)
-told = {"same": ks.coordinator.ClusterCoordinator(strategy) is coordinator}
 
 with strategy.scope():
     shards = tf.Variable(tf.zeros((10, 4)))
@@ -59,45 +61,18 @@ def add():
     n.assign_add(1)
     return tf.constant(3)
 
-values = [coordinator.schedule(add) for _ in range(20)]
-coordinator.join()
-told["done"] = [int(n.numpy()), coordinator.done(), int(values[7].fetch())]
-told["fetch"] = [int(x) for x in coordinator.fetch([values[0], 7])]
-told["remote"] = isinstance(values[0], ks.coordinator.RemoteValue)
-
-def error_of(fn):
-    try:
-        fn()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-told["no function"] = error_of(lambda: coordinator.schedule(3))
-
-@tf.function
 def fails():
     return tf.debugging.check_numerics(tf.constant(1.0) / 0.0, "divided")
 
-coordinator.schedule(fails)
-told["error"] = error_of(coordinator.join)
-told["after it"] = error_of(coordinator.join)
+def kill():
+    os.kill(second, signal.SIGKILL)
+    os.waitpid(second, 0)
+    os.write(start_again, b"1")
 
-rows = coordinator.create_per_worker_dataset(lambda: tf.data.Dataset.range(100))
-
-@tf.function
-def step(iterator):
-    return next(iterator)
-
-drawn = [coordinator.schedule(step, args=(iter(rows),)) for _ in range(1)]
-coordinator.join()
-told["drawn"] = [int(x.fetch()) for x in drawn]
-
-drawn = [coordinator.schedule(add) for _ in range(2000)]
-drawn[20].fetch()
-os.kill(second, signal.SIGKILL)
-os.waitpid(second, 0)
-os.write(start_again, b"1")
-coordinator.join()
-told["killed"] = [sum(int(x.fetch()) for x in drawn), int(n.numpy()) >= 2020]
+shared(
+    coordinator, tf.function, fails, lambda: tf.data.Dataset.range(100), add, kill, 2000
+)
+told["counted"] = int(n.numpy())
 
 with strategy.scope():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
@@ -110,20 +85,32 @@ os._exit(0)  # the servers have no end
 """
 
 
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def check_shared(told, many):
+    """What native's and ours have to have told."""
+    assert told["same"] and told["remote"]
+    assert told["done"] == [True, 3, 3] and told["fetch"] == [3, 7]
+    assert told["no function"].startswith("TypeError: ")
+    assert told["index"].startswith("RuntimeError: ")
+    assert told["error"] and not told["after it"]
+    assert told["next here"].startswith("NotImplementedError: ")
+    assert told["drawn"] == 0
+    # What the killed worker had to do was done by others, some of it perhaps twice.
+    assert told["killed"] == 3 * many
+
+
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="refused elsewhere")
 def test_a_coordinator(program):
     """As tf.distribute's, being that; with a resolver and partitioner of ours."""
-    end = program(PROGRAM)
+    end = program(PROGRAM, ROOT)
     assert end.exit_status == 0, end.output
     told = json.loads(end.output.splitlines()[-1])
-    assert told["same"] and told["remote"]
+    check_shared(told, 2000)
     assert told["shards"] == [[5, 4], [5, 4]]
-    assert told["done"] == [20, True, 3] and told["fetch"] == [3, 7]
-    assert told["no function"].startswith("TypeError: ")
-    assert told["error"].startswith("InvalidArgumentError") and not told["after it"]
-    assert told["drawn"] == [0]
-    # What the killed worker had to do was done by others, some of it perhaps twice.
-    assert told["killed"] == [3 * 2000, True]
+    assert told["error"].startswith("InvalidArgumentError")
+    assert told["counted"] >= 2020
     assert "`fit`, `evaluate` and `predict` of Keras 3 have no loop" in told["fit"]
 
 
@@ -140,9 +127,6 @@ def test_who_has_no_engine_for_it():
     for make, text in (
         (ks.ParameterServerStrategy, "Use MirroredStrategy or MultiWorker"),
         (ks.experimental.ParameterServerStrategy, "does not equal one device"),
-        (ks.coordinator.ClusterCoordinator, "such as Dask or Ray"),
-        (ks.experimental.coordinator.PerWorkerValues, "none that take work"),
-        (ks.coordinator.experimental_get_current_worker_index, "none that take"),
         (ks.Server, "`keras-strategy run` starts them"),
     ):
         with pytest.raises(ks.errors.UnsupportedBackendError, match=text):

@@ -8,6 +8,7 @@ import numpy as np
 from keras import layers
 
 import keras_strategy as ks
+from benchmarks.memory_torch import count_what_is_sent
 
 
 def _compiled() -> keras.Model:
@@ -77,8 +78,11 @@ def train(shard: str | None, folder: str, alone: bool = False) -> dict[str, Any]
         model.optimizer.apply(gradients, model.trainable_variables)
         return value
 
+    if keras.backend.backend() == "torch":
+        result["sent"] = count_what_is_sent(least=100)
     for batch in strategy.experimental_distribute_dataset([(x[:12], y[:12])] * 2):
         loss = strategy.run(step, batch)
+    result["sent"] = dict(result.get("sent", {}))  # what is read below is more
     result["loss"] = float(strategy.reduce("sum", loss, axis=None))
     result["stepped"] = model.get_weights()
     return result

@@ -10,7 +10,13 @@ import torch.distributed as dist
 from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.rules import spans
 
-_COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor")
+_COLLECTIVES = (
+    "all_reduce",
+    "broadcast",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_to_all_single",
+)
 
 
 def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]:
@@ -99,7 +105,7 @@ def _counting(owner: Any, name: str, seen: list[int]) -> Iterator[None]:
             if len(args[1]) == 1:
                 return original(*args, **kwargs)
             given = args[1][:1]
-        elif name.startswith("all_gather"):
+        elif name.startswith("all_gather") or name == "all_to_all_single":
             given = given[1:]  # the first is where the others' come to
         seen[0] += 1
         seen[1] += sum(t.nbytes for t in given if isinstance(t, torch.Tensor))

@@ -25,6 +25,11 @@ from keras_strategy.backends.torch.components import (
 )
 from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.backends.torch.run import HALF_WRITTEN, Run
+from keras_strategy.backends.torch.sharing import (
+    DIVISION,
+    shares_of_gradients,
+    with_own_part,
+)
 from keras_strategy.core import context
 from keras_strategy.core.own_attributes import OwnAttributes
 from keras_strategy.core.row_range import ranges
@@ -153,10 +158,21 @@ class DirectReplica(WritesAtOnce, TorchReplica):
         kind = kinds.pop() if len(kinds) == 1 else None
         if kind is None or not kind[0].is_floating_point:
             return super().weighted_sum(tensors, weight)
+        workers, name = self._group.workers, "optimizer.apply"
+        variables = self.step.gradients_of
+        # Without a call of a function in a step that shares nothing.
+        optimizer, shares = self.step.optimizer, None
+        if optimizer is not None and DIVISION in vars(optimizer):
+            leave = workers.during_backward.may_leave(tensors)
+            if self.sees_variables() and not leave:
+                shares = shares_of_gradients(optimizer, tensors, variables)
         with torch.no_grad():
-            return self._group.workers.sum_weighted(
-                "optimizer.apply", tensors, weight, self.joined, self.step.gradients_of
-            )
+            if shares is None:
+                return workers.sum_weighted(
+                    name, tensors, weight, self.joined, variables
+                )
+            parts = workers.share_weighted(name, tensors, weight, shares)
+            return list(map(with_own_part, tensors, parts))
 
     def run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Calls a function, all of whose effects are undone if it fails.

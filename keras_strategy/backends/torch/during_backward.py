@@ -70,6 +70,10 @@ class DuringBackward:
         leaving.restart()
         return None if sums is None else leaving.parted(sums, gradients)
 
+    def may_leave(self, gradients: Sequence[torch.Tensor]) -> bool:
+        """Whether gradients travel during backward, where a step is one of Keras's."""
+        return bool(self._most) or not self._is_local or gradients[0].is_cuda
+
     def plan(self, gradients: Sequence[torch.Tensor], variables: Any) -> Plan | None:
         """How gradients would travel in pieces, None if they would not.
 
@@ -81,8 +85,8 @@ class DuringBackward:
             return None
         most = self._most
         if not most:
-            is_near = self._is_local and not gradients[0].is_cuda
-            if is_near or not self.replica.step.logs_are_metrics:
+            stay = not self.may_leave(gradients)
+            if stay or not self.replica.step.logs_are_metrics:
                 return None
             most = MOST_BYTES
         parameters = [stored(variable) for variable in variables]

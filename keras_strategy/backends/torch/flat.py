@@ -1,13 +1,14 @@
 """Tensors that travel together, in memory that is kept from step to step."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch._utils import _unflatten_dense_tensors
 
 from keras_strategy.core.workers import TAIL
 
+_Item = TypeVar("_Item")
 _MOST_KEPT = 4
 # How many tensors there are of some memory.
 _users: Callable[[Any], int] = torch._C._storage_Use_Count  # pyright: ignore
@@ -71,3 +72,27 @@ def parted(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Te
     """
     # As DistributedDataParallel does it: not a call of Python's for each.
     return list(_unflatten_dense_tensors(flat, tensors))
+
+
+def in_groups(
+    items: Sequence[_Item], tensor_of: Callable[[_Item], torch.Tensor], most: int
+) -> Iterator[list[_Item]]:
+    """What travels together: tensors of one dtype, and no more than need be at once.
+
+    Args:
+        items: What has a tensor each.
+        tensor_of: Gives it.
+        most: How many bytes travel at once; of a larger tensor all.
+    """
+    some: list[_Item] = []
+    size = 0
+    for item in items:
+        tensor = tensor_of(item)
+        first = tensor_of(some[0]) if some else tensor
+        if some and (first.dtype != tensor.dtype or size + tensor.nbytes > most):
+            yield some
+            some, size = [], 0
+        some.append(item)
+        size += tensor.nbytes
+    if some:
+        yield some

@@ -11,9 +11,11 @@ from keras_strategy.backends.threads.hooks import keras_scope, replica_here
 from keras_strategy.backends.threads.hooks_shares import SharesScope
 from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.backends.torch.sharing import (
+    DIVISION,
     Division,
     Updated,
     bring_together,
+    own_part_of,
     part_of,
 )
 from keras_strategy.hooks.conditions import in_distributed_scope
@@ -27,7 +29,7 @@ from keras_strategy.values.distributed import ReduceOp
 
 logger = logging.getLogger("keras_strategy")
 
-_DIVISION, _SLOT_OF = "_ks_division", "_ks_slot_of"
+_SLOT_OF = "_ks_slot_of"
 
 
 # These Keras makes without saying of which weight: lists in the weights' order.
@@ -91,10 +93,10 @@ def _share(strategy: Any, optimizer: Any, slot: Any, weight: Any) -> bool:
         return False
     if weight.overwrite_with_gradient:  # by each replica, with the whole of it
         return False
-    division = vars(optimizer).get(_DIVISION)
+    division = vars(optimizer).get(DIVISION)
     if division is None:
         division = Division(strategy.num_replicas_in_sync, is_elementwise(optimizer))
-        vars(optimizer)[_DIVISION] = division
+        vars(optimizer)[DIVISION] = division
     division.add(slot, weight, strategy.extended.group.layout)
     return True
 
@@ -140,7 +142,7 @@ class _Shared(SharesScope):
 @of_several
 def _division_of(optimizer: Any) -> Division | None:
     """How the replicas share what an optimizer keeps, if they do."""
-    return vars(optimizer).get(_DIVISION)
+    return vars(optimizer).get(DIVISION)
 
 
 @hook(
@@ -176,7 +178,7 @@ def _apply_gradients(original, division, self, grads, trainable_variables):
         parts[id(weight)] = part_of(tensor, shares, replica.id)
         updated[id(weight)] = Updated(tensor, parts[id(weight)], shares)
     given = [
-        (number, part_of(gradient, updated[id(weight)].shares, replica.id), weight)
+        (number, own_part_of(gradient, updated[id(weight)].shares, replica.id), weight)
         for number, (gradient, weight) in enumerate(
             zip(grads, trainable_variables, strict=True)
         )

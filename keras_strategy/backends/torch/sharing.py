@@ -5,7 +5,7 @@ optimizer keeps of them. Then the replicas give each other what they have update
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -15,10 +15,14 @@ from keras_strategy.backends.threads.hooks import keras_scope, replica_here
 from keras_strategy.backends.threads.scopes import MergedScope
 from keras_strategy.backends.torch.components import ATTRIBUTE, Components, Layout
 from keras_strategy.backends.torch.during_backward import MOST_BYTES
+from keras_strategy.backends.torch.flat import in_groups
 from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.hooks.variables import initialize, stored
 from keras_strategy.rules.held_values import held_value
 from keras_strategy.rules.sharding import Shares, note_shares
+
+# Of an optimizer, its `Division`; of a gradient, the replica's share of its sum.
+DIVISION, _OWN_PART = "_ks_division", "_ks_own_part"
 
 
 class SharedComponents(Components):
@@ -80,6 +84,27 @@ def part_of(whole: torch.Tensor, shares: Shares, replica: int) -> torch.Tensor:
     """What a replica keeps of a tensor; it shares the tensor's memory if it can."""
     begin, end = shares.bounds[replica]
     return whole.reshape(-1)[begin:end].view(shares.shape_of(replica))
+
+
+def with_own_part(gradient: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """A gradient's sum of which only this replica's share is known.
+
+    Args:
+        gradient: The gradient.
+        part: The share.
+
+    Returns:
+        What `own_part_of` takes. For who reads it all the same it is no number.
+    """
+    whole = gradient.new_full((), math.nan).expand(gradient.shape)
+    setattr(whole, _OWN_PART, part)
+    return whole
+
+
+def own_part_of(gradient: torch.Tensor, shares: Shares, replica: int) -> torch.Tensor:
+    """A replica's share of a gradient's sum, see `with_own_part`."""
+    part = vars(gradient).get(_OWN_PART)
+    return part_of(gradient, shares, replica) if part is None else part
 
 
 def whole_of(variable: Any, components: Components) -> torch.Tensor | None:
@@ -160,6 +185,30 @@ class Division:
         self.slots.append(slot)
 
 
+def shares_of_gradients(
+    optimizer: Any, gradients: Sequence[torch.Tensor], variables: Sequence[Any] | None
+) -> list[Shares] | None:
+    """Of which elements of gradients each replica needs the sum.
+
+    Args:
+        optimizer: What they are given to, which the replicas share.
+        gradients: The gradients.
+        variables: Their variables; None where they are not known.
+
+    Returns:
+        None if replicas need others, too.
+    """
+    if variables is None or len(variables) != len(gradients):
+        return None  # it is no optimizer's sum, or of unknown variables
+    if optimizer.loss_scale_factor is not None:
+        return None
+    division: Division = vars(optimizer)[DIVISION]
+    for gradient, variable in zip(gradients, variables, strict=True):
+        if variable.overwrite_with_gradient or gradient.shape != variable.shape:
+            return None
+    return [division.shares(variable, variable.shape) for variable in variables]
+
+
 class Updated(NamedTuple):
     """A weight of which each replica has updated its share.
 
@@ -181,7 +230,7 @@ def bring_together(replica: TorchReplica, updated: Sequence[Updated]) -> None:
         replica: The replica.
         updated: The same weights on every replica, in the same order.
     """
-    for some in _in_groups(updated):
+    for some in in_groups(updated, lambda one: one.tensor, MOST_BYTES):
         sizes = [
             sum([one.shares.size_of(r) for one in some])
             for r in range(len(some[0].shares.bounds))
@@ -194,20 +243,3 @@ def bring_together(replica: TorchReplica, updated: Sequence[Updated]) -> None:
         ]
         for one, *of_replicas in zip(some, *parts, strict=True):
             one.tensor.copy_(torch.cat(of_replicas).view(one.shares.shape))
-
-
-def _in_groups(updated: Sequence[Updated]) -> Iterator[list[Updated]]:
-    """Weights that travel together: of one dtype, and no more than need be at once."""
-    some: list[Updated] = []
-    size = 0
-    for one in updated:
-        bytes_of_one = one.tensor.numel() * one.tensor.element_size()
-        if some and (
-            some[0].tensor.dtype != one.tensor.dtype or size + bytes_of_one > MOST_BYTES
-        ):
-            yield some
-            some, size = [], 0
-        some.append(one)
-        size += bytes_of_one
-    if some:
-        yield some

@@ -9,9 +9,14 @@ import torch.distributed as dist
 
 from keras_strategy.backends.torch import connection
 from keras_strategy.backends.torch.announcing import Announcements
-from keras_strategy.backends.torch.during_backward import FIRST_BYTES, DuringBackward
-from keras_strategy.backends.torch.flat import Joined, parted
+from keras_strategy.backends.torch.during_backward import (
+    FIRST_BYTES,
+    MOST_BYTES,
+    DuringBackward,
+)
+from keras_strategy.backends.torch.flat import Joined, in_groups, parted
 from keras_strategy.core.workers import TAIL, Workers, digest_of_sum, kind_of
+from keras_strategy.rules.sharding import Shares
 from keras_strategy.workers.cluster import Cluster
 
 
@@ -86,6 +91,53 @@ class TorchWorkers(Workers):
         if not same:
             raise self._difference(name, flat, shape)
         return parted(flat, tensors)
+
+    def share_weighted(
+        self,
+        name: str,
+        tensors: Sequence[torch.Tensor],
+        weight: float | None,
+        shares: Sequence[Shares],
+    ) -> list[torch.Tensor]:
+        """This worker's shares of the sums of the workers' weighted tensors.
+
+        Each sends the others their shares, and adds up what it is sent: it is half of
+        what the whole sums take. gloo's own `reduce_scatter` sends as much as those.
+
+        Args:
+            name: What they are for.
+            tensors: Tensors of one dtype and on one device.
+            weight: See `sum_weighted`.
+            shares: For each which elements each worker gets, by rank.
+        """
+        shape = (sum([tensor.numel() for tensor in tensors]),)
+        self._require_same(f"{name} (shares)", tensors[0], shape)
+        pairs = [(t.reshape(-1), of) for t, of in zip(tensors, shares, strict=True)]
+        results: list[torch.Tensor] = []
+        for some in in_groups(pairs, lambda pair: pair[0], MOST_BYTES):
+            bounds = [[of.bounds[r] for _, of in some] for r in range(self.size)]
+            sizes = [[end - begin for begin, end in own] for own in bounds]
+            sent = torch.cat(
+                [
+                    tensor[begin:end]
+                    for own in bounds
+                    for (tensor, _), (begin, end) in zip(some, own, strict=True)
+                ]
+            )
+            if weight == 0:
+                sent.zero_()
+            elif weight is not None:
+                sent.mul_(weight)
+            mine = sizes[self.rank]
+            every = sent.new_empty(self.size * sum(mine))
+            with self.waiting(name):
+                dist.all_to_all_single(
+                    every, sent, [sum(mine)] * self.size, list(map(sum, sizes))
+                )
+            parts = every.view(self.size, sum(mine)).sum(0).split(mine)
+            for part, (_, of) in zip(parts, some, strict=True):
+                results.append(part.view(of.shape_of(self.rank)))
+        return results
 
     def sum_all(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return in_one_piece(tensors, lambda flat: self.sum(name, flat))

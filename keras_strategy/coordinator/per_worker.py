@@ -1,0 +1,90 @@
+"""What each worker has one of: values, datasets and their iterators."""
+
+import dataclasses
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+
+class PerWorkerValue:
+    """Values of which each worker gets its own where a function is called with this.
+
+    Args:
+        values: One for each worker, by its index.
+
+    Raises:
+        TypeError: If the values are not in a list or tuple.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    rates = ks.coordinator.PerWorkerValue([0.1, 0.2])
+    ```
+    """
+
+    def __init__(self, values: Sequence[Any]):
+        if not isinstance(values, list | tuple):
+            raise TypeError(
+                "Argument `values` must be a list or tuple with a value for each "
+                f"worker. Received: values={values!r} of type {type(values).__name__}"
+            )
+        self._values = tuple(values)
+
+    def of_worker(self, index: int) -> Any:
+        """The value of a worker.
+
+        Args:
+            index: Its index.
+
+        Raises:
+            ValueError: If it has none.
+        """
+        if index >= len(self._values):
+            raise ValueError(
+                f"There are {len(self._values)} values, and none for worker {index}. "
+                "Give `PerWorkerValue` one for each worker."
+            )
+        return self._values[index]
+
+
+PerWorkerValues = PerWorkerValue
+
+
+@dataclasses.dataclass(frozen=True)
+class PerWorkerDataset:
+    """A dataset that each worker makes for itself, when it first needs it.
+
+    Attributes:
+        function: What makes it, as it travels.
+        name: What a worker knows it by.
+    """
+
+    function: bytes
+    name: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+
+    def __iter__(self) -> Iterator[Any]:
+        return PerWorkerIterator(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class PerWorkerIterator(Iterator[Any]):
+    """An iterator over each worker's own dataset.
+
+    Attributes:
+        dataset: The dataset.
+        name: What a worker knows the iterator by.
+    """
+
+    dataset: PerWorkerDataset
+    name: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> NoReturn:
+        raise NotImplementedError(
+            "Each worker has an iterator of its own, and the coordinator none. Call "
+            "`next` in a function that is given the iterator by `schedule`."
+        )
