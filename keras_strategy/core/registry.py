@@ -5,7 +5,7 @@ import importlib
 
 import keras
 
-from keras_strategy.core.protocol import Engine
+from keras_strategy.core.engine import Engine
 from keras_strategy.errors import UnsupportedBackendError
 
 SUPPORTED = ("jax", "torch", "tensorflow")

@@ -1,5 +1,6 @@
 """Free ports of this machine."""
 
+import atexit
 import collections
 import contextlib
 import pathlib
@@ -90,6 +91,12 @@ def _take_name(port: int) -> None:
     _names.append(name)
     if len(_names) > _NAMES:
         _names.popleft().close()
+
+
+@atexit.register
+def _give_names_back() -> None:
+    while _names:
+        _names.pop().close()
 
 
 def _first_ephemeral() -> int:

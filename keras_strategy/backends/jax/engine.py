@@ -28,7 +28,7 @@ _protocol.__array__ = is_no_tensor
 
 
 class JaxEngine:
-    """See `keras_strategy.core.protocol.Engine`."""
+    """See `keras_strategy.core.engine.Engine`."""
 
     name = "jax"
 

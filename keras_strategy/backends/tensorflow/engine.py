@@ -40,7 +40,7 @@ _protocol.__tf_tensor__ = is_no_tensor
 
 
 class TensorFlowEngine:
-    """See `keras_strategy.core.protocol.Engine`."""
+    """See `keras_strategy.core.engine.Engine`."""
 
     name = "tensorflow"
 
