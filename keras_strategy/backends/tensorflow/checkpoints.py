@@ -68,7 +68,7 @@ class TensorFlowCheckpoints:
 def checkpoints(
     thing: Any, folder: Any, cluster: "Cluster | None"
 ) -> TensorFlowCheckpoints | None:
-    """See `keras_strategy.core.protocol.Engine.checkpoints`."""
+    """See `keras_strategy.core.engine.Engine.checkpoints`."""
     if isinstance(thing, tf.train.CheckpointManager):
         return TensorFlowCheckpoints(thing, thing, cluster)
     if not isinstance(thing, tf.train.Checkpoint):

@@ -11,7 +11,7 @@ _in_use = False
 
 
 def list_devices(device_type: str | None = None) -> list[str]:
-    """See `core.protocol.Engine.list_devices`."""
+    """See `core.engine.Engine.list_devices`."""
     counts = {
         "gpu": torch.cuda.device_count() if torch.cuda.is_available() else 0,
         "cpu": _logical_cpus,
@@ -23,7 +23,7 @@ def list_devices(device_type: str | None = None) -> list[str]:
 
 
 def set_logical_cpus(count: int) -> None:
-    """See `core.protocol.Engine.set_logical_devices`."""
+    """See `core.engine.Engine.set_logical_devices`."""
     global _logical_cpus
     if count == _logical_cpus:
         return
