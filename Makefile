@@ -60,7 +60,7 @@ peer: $(STAMP)
 ports: $(STAMP)
 	@$(VENV)/bin/python tools/ports.py $(ARGS)
 
-# Half an hour. BACKENDS=torch, COUNT=20 and SEED=1 in front pick what is planted.
+# Some ten minutes. BACKENDS=torch, COUNT=20 and SEED=1 in front pick what is planted.
 faults: $(STAMP)
 	@$(VENV)/bin/python tools/faults.py $(ARGS)
 

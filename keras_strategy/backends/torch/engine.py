@@ -31,7 +31,7 @@ _protocol.__array__ = is_no_tensor
 
 
 class TorchEngine:
-    """torch as the core sees it, see `core.protocol.Engine`."""
+    """torch as the core sees it, see `core.engine.Engine`."""
 
     name = "torch"
 
