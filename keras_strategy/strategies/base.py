@@ -14,9 +14,9 @@ from keras_strategy.core import context
 from keras_strategy.hooks import mirror_check
 from keras_strategy.options.run import RunOptions, check_call, check_run_options
 from keras_strategy.rules import first_values, ownership
-from keras_strategy.strategies import memory
 from keras_strategy.strategies.data import DataMethods
 from keras_strategy.strategies.old_names import OldNames
+from keras_strategy.strategies.reports import Reports
 from keras_strategy.strategies.scope import Scope
 from keras_strategy.values.distributed import (
     DistributedValues,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from keras_strategy.strategies.extended import StrategyExtended
 
 
-class Strategy(DataMethods, OldNames):
+class Strategy(DataMethods, Reports, OldNames):
     """A way to run one computation on several devices at once.
 
     Make one of its subclasses, such as `MirroredStrategy`. What is created in
@@ -298,21 +298,6 @@ class Strategy(DataMethods, OldNames):
         with self.scope():
             return tree.map_structure(gather_one, value)
 
-    def summary(self) -> None:
-        """Prints the replicas of this worker, and their devices.
-
-        Example:
-
-        ```python
-        import keras_strategy as ks
-
-        ks.MirroredStrategy().summary()
-        ```
-        """
-        from keras_strategy.strategies.placement import visualize
-
-        print(visualize(self))
-
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Returns the components of a value that are on this worker.
 
@@ -361,36 +346,6 @@ class Strategy(DataMethods, OldNames):
             select_replica(value, replica, replicas, method)
             for replica in range(replicas)
         )
-
-    def memory_report(self, model: keras.Model) -> memory.MemoryReport:
-        """Tells what a model's variables take on each device of this worker.
-
-        Args:
-            model: A model that was made in the scope. What its optimizer keeps counts
-                when it has been made, which `fit` or `optimizer.build` does.
-
-        Returns:
-            The bytes, to be printed or read.
-
-        Raises:
-            ValueError: If the model is not this strategy's.
-
-        Example:
-
-        ```python
-        import keras
-        import keras_strategy as ks
-
-        strategy = ks.MirroredStrategy()
-        with strategy.scope():
-            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-            model.compile("adam", "mse")
-            model.optimizer.build(model.trainable_variables)
-        report = strategy.memory_report(model)
-        assert report.parameters[0] == 16
-        ```
-        """
-        return memory.report(self, model)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(devices={list(self._extended.worker_devices)})"

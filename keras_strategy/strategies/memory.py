@@ -11,7 +11,7 @@ from keras_strategy.rules.ownership import strategy_of_model
 from keras_strategy.rules.sharding import is_split
 
 if TYPE_CHECKING:
-    from keras_strategy.strategies.base import Strategy
+    from keras_strategy.core.strategy import Strategy
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class Runner:
         self._workers = workers
         self._threaded = ThreadedRunner(strategy, devices, distribution, workers)
         self._caller = Caller(distribution, workers)
-        self._compiler = Compiler(strategy, devices, distribution, workers)
+        self._compiler = Compiler(strategy, devices, distribution)
         self._functions = KnownFunctions(Function)
 
     def run(

@@ -23,7 +23,6 @@ from keras_strategy.backends.jax.programs import (
 )
 from keras_strategy.backends.jax.replica import JaxReplica
 from keras_strategy.backends.jax.splitting import Parts, specs
-from keras_strategy.backends.jax.workers import JaxWorkers
 from keras_strategy.core import context
 from keras_strategy.core.replica_context import ReplicaContext
 from keras_strategy.core.row_range import RowRange
@@ -53,7 +52,6 @@ class Compiler:
         strategy: The strategy.
         devices: Canonical names of its devices.
         distribution: Their layouts.
-        workers: The processes that they belong to, or None for this one alone.
     """
 
     def __init__(
@@ -61,12 +59,10 @@ class Compiler:
         strategy: "Strategy",
         devices: tuple[str, ...],
         distribution: ReplicaDistribution,
-        workers: JaxWorkers | None,
     ):
         self._strategy = strategy
         self._devices = devices
         self._distribution = distribution
-        self._workers = workers
 
     def compile(
         self, fn: Callable[..., Any], function: Function, arguments: Arguments
@@ -221,7 +217,7 @@ class Compiler:
         """
         return (
             replica.trains
-            and self._workers is None
+            and self._distribution.cluster is None
             and output.ndim == 0
             and jnp.issubdtype(output.dtype, jnp.inexact)
         )
