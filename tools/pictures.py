@@ -6,9 +6,13 @@ drawing is read on a light page and on a dark one.
 
 import functools
 import json
+import math
 import pathlib
 import textwrap
+from collections.abc import Sequence
 from xml.sax.saxutils import escape
+
+from benchmarks.scaling.published import ANCHORS, ETHERNET_25
 
 IMAGES = pathlib.Path(__file__).parents[1] / "docs" / "images"
 
@@ -64,12 +68,16 @@ class Drawing:
             'stroke-width="1.6" marker-end="url(#end)"/>'
         )
 
-    def line(self, points, colour, dash=""):
+    def point(self, x, y, colour):
+        """Draws a dot."""
+        self._lines.append(f'<circle cx="{x:g}" cy="{y:.1f}" r="6" fill="{colour}"/>')
+
+    def line(self, points, colour, dash="", width=2.4):
         """Draws a line through points."""
         through = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         self._lines.append(
             f'<polyline points="{through}" fill="none" stroke="{colour}" '
-            f'stroke-width="2.4" stroke-dasharray="{dash}"/>'
+            f'stroke-width="{width:g}" stroke-dasharray="{dash}"/>'
         )
 
     def picture(self, x, y, width, height, png):
@@ -232,46 +240,57 @@ DASHES = "", "7 5", "2 4"
 LETTERS = 76
 
 
+# What trainings are called that nothing is printed before.
+TRAININGS = {
+    "fit_digits": ("two devices", "one device"),
+    "own_rows": ("two workers",),
+    "multi_worker": ("two workers", "one device"),
+    "sharded_optimizer": ("two devices", "two that share state", "one device"),
+}
+
+
 def card(path: pathlib.Path) -> str:
     """What came out of an example, as tools/gallery.py has recorded it."""
     recorded = json.loads(path.read_text())
     key, runs = recorded["key"], recorded["runs"]
-    pictures = [
-        (f"{name}, {backend}", made)
-        for name in next(iter(runs.values()))["images"]
-        for backend, run in runs.items()
-        for made in [run["images"][name]]
-        # What is the same on all backends is shown once.
-        if backend == next(iter(runs))
-        or made != next(iter(runs.values()))["images"][name]
-    ]
+    pictures = []
+    for name in next(iter(runs.values()))["images"]:
+        made = {backend: run["images"][name] for backend, run in runs.items()}
+        if all(one == next(iter(made.values())) for one in made.values()):
+            pictures.append((name, next(iter(made.values()))))
+        else:
+            pictures += [(f"{name}, {backend}", one) for backend, one in made.items()]
     said = [
         (backend, part)
         for backend, run in runs.items()
         for line in run["said"]
         for part in textwrap.wrap(line, LETTERS)
     ]
-    wide = [made["width"] > made["height"] for _, made in pictures]
-    rows = len(pictures) if any(wide) else bool(pictures)
-    each = 118 if any(wide) else 252
+    # One below the other, or three beside each other.
+    strips = any(made["width"] > 3 * made["height"] for _, made in pictures)
+    across, width = (1, 640) if strips else (3, 226)
+    rows = math.ceil(len(pictures) / across)
+    each = 26 + max(
+        (width * made["height"] / made["width"] for _, made in pictures), default=0
+    )
     top = 262
-    high = top + each * rows + 20 * len(said) + 56
+    high = round(top + each * rows + 20 * len(said) + 56)
     drawing = Drawing(
         760,
         high,
         f"{key} of examples/{path.stem}.py, epoch by epoch, on {', '.join(runs)}, "
         "and what it printed in the end",
     )
-    _curves(drawing, key, runs)
+    first = next(iter(runs.values()))
+    printed = [training["after"] for training in first["trainings"]]
+    _curves(drawing, key, runs, TRAININGS.get(path.stem, printed))
     for number, (name, made) in enumerate(pictures):
-        if any(wide):
-            x, y, width = 60, top + each * number, 640
-        else:
-            x, y, width = 20 + 246 * number, top, 226
+        x = (60 if strips else 20) + 246 * (number % across)
+        y = top + each * (number // across)
         height = width * made["height"] / made["width"]
         drawing.picture(x, y, width, height, made["png"])
         drawing.words(x + width / 2, y + height + 18, name)
-    y = top + each * rows + 6
+    y = round(top + each * rows + 6)
     drawing.box(4, y, 752, 20 * len(said) + 14, GREY_BOX)
     for number, (backend, line) in enumerate(said):
         first = number == 0 or said[number - 1][0] != backend
@@ -285,7 +304,7 @@ def card(path: pathlib.Path) -> str:
     return drawing.text()
 
 
-def _curves(drawing: Drawing, key: str, runs: dict) -> None:
+def _curves(drawing: Drawing, key: str, runs: dict, names: Sequence[str]) -> None:
     """The number of each epoch, a colour for a backend, and a dash for a training."""
     drawn = [
         (backend, number, training["first"], values)
@@ -313,14 +332,47 @@ def _curves(drawing: Drawing, key: str, runs: dict) -> None:
     for number, backend in enumerate(runs):
         drawing.box(66 + 120 * number, 6, 112, 26, LINES[backend], backend)
     drawing.words(736, 24, f"{key}, epochs 1 to {epochs}", anchor="end")
-    names = [t["after"] for t in next(iter(runs.values()))["trainings"]]
     if len(names) > 1:
         lines = ("solid", "dashed", "dotted")
         told = (f"{line}: {name}" for line, name in zip(lines, names, strict=False))
-        drawing.words(380, 240, "; ".join(told))
+        for number, line in enumerate(textwrap.wrap("; ".join(told), 96)):
+            drawing.words(380, 236 + 18 * number, line)
 
 
-DRAWINGS = {"idea": idea, "house": house, "calls": calls}
+def scaling() -> str:
+    """The model's efficiency from 1 to 512 GPUs, beside published measurements."""
+    drawing = Drawing(
+        760,
+        400,
+        "Efficiency from 1 to 512 GPUs by the model, for Inception V3 and VGG-16, "
+        "without overlap and with it, and what Horovod measured on 512",
+    )
+    devices = [2**i for i in range(10)]
+
+    def at(number, efficiency):
+        return 80 + 640 * math.log2(number) / 9, 340 - 270 * efficiency
+
+    for percent in range(0, 101, 20):
+        (left, y), (right, _) = at(1, percent / 100), at(512, percent / 100)
+        drawing.line([(left, y), (right, y)], GREY, width=0.4)
+        drawing.words(left - 10, y + 5, f"{percent} %", anchor="end")
+    for number in devices:
+        drawing.words(at(number, 0)[0], 362, str(number))
+    drawing.words(400, 388, "GPUs (P100, 25 Gbit/s between servers of four)")
+    for number, anchor in enumerate(ANCHORS):
+        colour = list(LINES.values())[number]
+        for overlap, dash in ((0, ""), (2 / 3, DASHES[1])):
+            step = anchor.step(overlap)
+            points = [at(n, step.efficiency(n, ETHERNET_25)) for n in devices]
+            drawing.line(points, colour, dash)
+        drawing.point(*at(anchor.devices, anchor.efficiency), colour)
+        drawing.box(80 + 130 * number, 6, 120, 26, colour, anchor.model)
+    told = "solid: no overlap; dashed: overlap; dots: measured"
+    drawing.words(740, 24, told, anchor="end")
+    return drawing.text()
+
+
+DRAWINGS = {"idea": idea, "house": house, "calls": calls, "scaling": scaling}
 for _path in sorted(IMAGES.glob("gallery/*.json")):
     DRAWINGS[f"gallery/{_path.stem}"] = functools.partial(card, _path)
 

@@ -21,7 +21,6 @@ def main() -> None:
     )
     parser.add_argument("--backend", default="torch", help="torch, if not given")
     parser.add_argument("--json", metavar="FILE", help="where the figures are written")
-    parser.add_argument("--plot", metavar="FILE", help="where the plot is written")
     options = parser.parse_args()
 
     measured = {n: _measured(options.backend, n) for n in WORKERS}
@@ -56,11 +55,6 @@ def main() -> None:
     }
     if options.json:
         Path(options.json).write_text(json.dumps(figures, indent=1) + "\n")
-    if options.plot:
-        # Only here, so that all else runs without matplotlib.
-        from benchmarks.scaling.plot import draw
-
-        draw(options.plot)
 
 
 def _measured(backend: str, workers: int) -> dict:
