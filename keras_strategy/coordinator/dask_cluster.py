@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import keras
 
 from keras_strategy.cluster_resolver.extras import import_extra
+from keras_strategy.coordinator import local_workers, on_worker
+from keras_strategy.core.registry import get_engine
 
 _SECONDS_TO_END = 5
 
@@ -33,53 +34,38 @@ class LocalWorkers:
 
     def __init__(self, count: int):
         distributed = _distributed()
+        dask = import_extra("dask", "coordinator", "ClusterCoordinator")
         security = distributed.Security.temporary()
         with contextlib.ExitStack() as stack:
-            scheduler = stack.enter_context(
-                distributed.LocalCluster(
+            with dask.config.set({"distributed.scheduler.http.routes": []}):
+                cluster = distributed.LocalCluster(
                     n_workers=0,
                     host="127.0.0.1",
                     protocol="tls://",
                     security=security,
                     dashboard_address=None,
+                    scheduler_kwargs={"dashboard_address": local_workers.PAGES_AT},
                     silence_logs=logging.ERROR,
                 )
-            )
+            stack.enter_context(cluster)
             self._directory = stack.enter_context(
                 tempfile.TemporaryDirectory(prefix="keras_strategy_coordinator_")
             )
-            self._processes: list[subprocess.Popen[bytes]] = []
-            stack.callback(self._end)
+            for name in local_workers.CERTIFICATES:
+                # The directory is its owner's alone.
+                Path(self._directory, name).write_text(getattr(security, name))
             self.client = stack.enter_context(
-                distributed.Client(scheduler, security=security, set_as_default=False)
+                distributed.Client(cluster, security=security, set_as_default=False)
             )
-            options = self._certificates(security)
-            for index in range(count):
-                self._start(index, scheduler.scheduler_address, options)
+            self._process = self._started(cluster.scheduler_address, count)
+            stack.callback(self._end)
             self._stack = stack.pop_all()
 
-    def _certificates(self, security: Any) -> list[str]:
-        texts = {
-            "tls-ca-file": security.tls_ca_file,
-            "tls-cert": security.tls_worker_cert,
-            "tls-key": security.tls_worker_key,
-        }
-        options = []
-        for name, text in texts.items():
-            # The directory is its owner's alone.
-            path = Path(self._directory, name)
-            path.write_text(text)
-            options.append(f"--{name}={path}")
-        return options
-
-    def _start(self, index: int, scheduler: str, options: list[str]) -> None:
-        # As programs of their own: `multiprocessing` would run the user's script again.
-        command = [
-            *(sys.executable, "-m", "distributed.cli.dask_worker", scheduler),
-            *("--host=127.0.0.1", "--protocol=tls://", f"--name={index}"),
-            *("--nworkers=1", "--nthreads=1", "--memory-limit=0", "--no-dashboard"),
-            *("--death-timeout=60", f"--local-directory={self._directory}"),
-        ]
+    def _started(self, scheduler: str, count: int) -> "subprocess.Popen[bytes]":
+        # As a program: `multiprocessing` would run the user's script again.
+        program = [sys.executable, "-P", local_workers.__file__]
+        # An engine that has looked for GPUs, and found some, must not be forked.
+        of_forks = [] if get_engine().list_devices("gpu") else [on_worker.__name__]
         paths = [path for path in sys.path if path]
         # What a worker leaves open that is ended in the middle of its work.
         warnings = [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"]
@@ -90,19 +76,22 @@ class LocalWorkers:
             "PYTHONWARNINGS": ",".join(filter(None, warnings)),
             # What functions raise comes out of `join`, and is not to be told twice.
             "DASK_LOGGING__DISTRIBUTED": "critical",
+            "DASK_DISTRIBUTED__WORKER__HTTP__ROUTES": "[]",
         }
-        self._processes.append(
-            subprocess.Popen([*command, *options], env=environment, cwd=os.getcwd())
+        return subprocess.Popen(
+            [*program, scheduler, str(count), self._directory, *of_forks],
+            env=environment,
+            cwd=os.getcwd(),
         )
 
     def check(self) -> None:
         """Raises `RuntimeError` if there is no worker left, nor one to be."""
-        ends = [process.poll() for process in self._processes]
-        if None not in ends:
+        status = self._process.poll()
+        if status is not None:
             raise RuntimeError(
-                f"All {len(ends)} processes that look after the coordinator's workers "
-                f"have ended, with the exit statuses {ends}. Look above for what they "
-                "printed, and start the program again."
+                "The process that looks after the coordinator's workers has ended, "
+                f"with the exit status {status}. Look above for what it printed, and "
+                "start the program again."
             )
 
     def close(self) -> None:
@@ -111,16 +100,13 @@ class LocalWorkers:
             self._stack.close()
 
     def _end(self) -> None:
-        for process in self._processes:
-            process.terminate()
-        until = time.monotonic() + _SECONDS_TO_END
-        for process in self._processes:
-            try:
-                process.wait(max(0, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                # It may wait for a worker that has not begun yet, which ends with it.
-                process.kill()
-                process.wait()
+        self._process.terminate()
+        try:
+            self._process.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            # It may wait for a worker that has not begun yet, which ends with it.
+            self._process.kill()
+            self._process.wait()
 
 
 class OtherWorkers:
@@ -149,6 +135,14 @@ class OtherWorkers:
         self._own = isinstance(cluster, str)
         self.client: Any = cluster
         if self._own:
+            known = distributed.Security().get_connection_args("client")
+            if not known.get("ssl_context"):
+                raise ValueError(
+                    "Argument `cluster` is an address, whose certificates are to be "
+                    "in Dask's configuration, and there are none. Give the client, "
+                    "`distributed.Client(address, security=distributed.Security(...))`."
+                    f" Received: cluster={cluster!r}"
+                )
             self.client = distributed.Client(address, set_as_default=False)
 
     def check(self) -> None:

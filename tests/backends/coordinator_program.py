@@ -1,7 +1,9 @@
 """What programs rely on of a coordinator: the same of native's and of ours."""
 
+import http.client
 import json
 import os
+import pathlib
 import signal
 
 import keras_strategy as ks
@@ -45,6 +47,47 @@ def shared(coordinator, function, fails, dataset_fn, add, kill, many):
     return told
 
 
+def listens_at():
+    """The addresses at which this process, and those that it has started, listen."""
+    import psutil
+
+    this = psutil.Process()
+    return [
+        connection.laddr
+        for process in (this, *this.children(recursive=True))
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+
+
+def told_to_strangers(address):
+    """What somebody gets there who shows no certificate."""
+    connection = http.client.HTTPConnection(*address, timeout=60)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return "nothing"
+
+
+def of_page(strategy):
+    """How far the program of the page gets in three steps, on the workers there are."""
+    import numpy as np
+
+    page = pathlib.Path(__file__).parents[2] / "docs" / "coordinator.md"
+    program = page.read_text().split("```python\n")[1].split("```")[0]
+    for line, instead in (
+        ("strategy = ks.MirroredStrategy()\n", ""),
+        ("cluster=4", "cluster=2"),
+        ("range(50)", "range(3)"),
+    ):
+        assert line in program
+        program = program.replace(line, instead)
+    names = {"__name__": "__main__", "strategy": strategy}
+    exec(program, names)
+    return [int(names["optimizer"].iterations), bool(np.isfinite(names["loss"]))]
+
+
 def ours():
     """On Dask's workers."""
     import keras
@@ -63,6 +106,10 @@ def ours():
         pid = coordinator.schedule(os.getpid).fetch()
         os.kill(pid, signal.SIGKILL)
 
+    coordinator.schedule(add).fetch()  # a worker is there
+    addresses = listens_at()
+    told["listens"] = sorted({address.ip for address in addresses})
+    told["strangers"] = sorted({str(told_to_strangers(x)) for x in addresses})
     shared(coordinator, lambda fn: fn, fails, lambda: range(100), add, kill, 200)
 
     with strategy.scope():
@@ -100,6 +147,7 @@ def ours():
     iterator = iter(coordinator.create_per_worker_dataset(own_rows))
     values = [coordinator.schedule(index_of, (own, iterator)) for _ in range(6)]
     told["own"] = sorted({len(set(x)) for x in coordinator.fetch(values)})
+    told["page"] = of_page(strategy)
     short = iter(coordinator.create_per_worker_dataset(lambda: []))
     coordinator.schedule(next, (short,))
     told["ended"] = error_of(coordinator.join)

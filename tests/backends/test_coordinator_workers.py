@@ -24,6 +24,7 @@ def test_a_coordinator(program):
     (line,) = [line for line in end.output.splitlines() if line.startswith("{")]
     told = json.loads(line)
     check_shared(told, 200)
+    assert told["listens"] == ["127.0.0.1"] and told["strangers"] == ["404", "nothing"]
     assert told["error"] == told["fetched"] == "ValueError: the disk is full"
     # A value's own error is the coordinator's too: the next call raises it, once.
     assert told["scheduled"] == told["error"] and told["again"] == 3
@@ -32,7 +33,7 @@ def test_a_coordinator(program):
     assert "uses Sequential" in told["model"] and "TypeError" in told["model"]
     assert "uses Variable" in told["variable"]
     assert told["lock"].startswith("TypeError: What <lambda> needs cannot travel")
-    assert told["own"] == [1]
+    assert told["own"] == [1] and told["page"] == [12, True]
     assert "the iterator of this worker has no more" in told["ended"]
     assert told["cluster"].startswith("ValueError: Argument `cluster` must be that")
 
@@ -55,3 +56,5 @@ def test_what_is_refused():
     pytest.importorskip("distributed")
     with pytest.raises(ValueError, match="begins with 'tls://'.*tcp://10.0.0.1"):
         coordinator(strategy, "tcp://10.0.0.1:8786")
+    with pytest.raises(ValueError, match="certificates.*there are none.*tls://10.0"):
+        coordinator(strategy, "tls://10.0.0.1:8786")
