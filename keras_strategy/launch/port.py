@@ -26,6 +26,11 @@ _NOTES = {
         "cluster of Dask's; a function returns what is to be assigned."
     ),
 }
+_OLD = ["compat", "v1"]
+_OF_OLD = (
+    "tf.compat.v1.distribute is TensorFlow 1's, and stays. Write the program for "
+    "tf.distribute first."
+)
 _ELSEWHERE = (
     "TensorFlow alone has an engine for it, and JAX and torch raise an error: {}"
 )
@@ -120,6 +125,11 @@ def told_of(path: list[str]) -> tuple[bool, str]:
     return True, " ".join(notes)
 
 
+def _of_tensorflow_2(path: list[str]) -> list[str]:
+    """A name's parts without those that stand for TensorFlow 2 itself."""
+    return path[2:] if path[:2] == ["compat", "v2"] else path
+
+
 class _Program(ast.NodeVisitor):
     """A program that is gone through."""
 
@@ -133,7 +143,7 @@ class _Program(ast.NodeVisitor):
         self._notes: list[tuple[int, str]] = []
         # What each name of the program stands for in TensorFlow, "" for all of it.
         self._of: dict[str, list[str]] = {}
-        self._imports: list[ast.Import] = []
+        self._imports: list[ast.Import | ast.ImportFrom] = []
         self._uses = 0
         nodes = list(ast.walk(self.tree))
         for node in nodes:
@@ -152,7 +162,7 @@ class _Program(ast.NodeVisitor):
                 continue
             # `import tensorflow.distribute` binds `tensorflow`.
             bound = alias.asname or parts[0]
-            self._of[bound] = parts[1:] if alias.asname else []
+            self._of[bound] = _of_tensorflow_2(parts[1:]) if alias.asname else []
             self._imports.append(node)
 
     def _imported(self) -> str | None:
@@ -172,9 +182,10 @@ class _Program(ast.NodeVisitor):
         inside = parts[1:]
         if inside[:1] != ["distribute"]:
             for alias in node.names:
-                if [*inside, alias.name] == ["distribute"]:
+                if _of_tensorflow_2([*inside, alias.name]) == ["distribute"]:
                     bound = alias.asname or alias.name
                     self._of[bound] = ["distribute"]
+                    self._imports.append(node)
             return
         for alias in node.names:
             if not self._is_there([*inside[1:], alias.name], node.lineno):
@@ -198,7 +209,12 @@ class _Program(ast.NodeVisitor):
         path = [*self._of[at.id], *(link.attr for link in links)]
         before = len(self._of[at.id])
         self._uses += 1
-        if path[0] == "distribute" and len(path) > 1:
+        if path[:3] == [*_OLD, "distribute"]:
+            self._notes.append((node.lineno, _OF_OLD))
+        if not before:
+            of_2 = _of_tensorflow_2(path)
+            path, links = of_2, links[len(path) - len(of_2) :]
+        if path[:1] == ["distribute"]:
             if self._is_there(path[1:], node.lineno):
                 self._replace(at if before else links[0], self._own)
             return
@@ -247,6 +263,12 @@ class _Program(ast.NodeVisitor):
         begin, end = self._span(first)
         if len(self._imports) == len(first.names) == 1 and not self._uses:
             yield _Change(begin, end, own)
-        else:
-            indent = " " * first.col_offset
-            yield _Change(end, end, f"\n{indent}{own}")
+            return
+        # What is imported in a function is known there alone.
+        of_all = [node for node in self._imports if node.col_offset == 0]
+        places = (
+            [min(of_all, key=lambda node: node.lineno)] if of_all else self._imports
+        )
+        for node in places:
+            _, end = self._span(node)
+            yield _Change(end, end, f"\n{' ' * node.col_offset}{own}")

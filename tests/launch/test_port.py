@@ -71,6 +71,59 @@ def test_tensorflow_goes_where_nothing_needs_it():
     assert "ks = keras_strategy.get_strategy()" in taken.text
 
 
+OTHERS = {
+    "in functions": (
+        """\
+def first():
+    import tensorflow as tf
+    return tf.distribute.get_strategy(), tf.ones(())
+def second():
+    import tensorflow as tf
+    return tf.distribute.MirroredStrategy()
+""",
+        """\
+def first():
+    import tensorflow as tf
+    import keras_strategy as ks
+    return ks.get_strategy(), tf.ones(())
+def second():
+    import tensorflow as tf
+    import keras_strategy as ks
+    return ks.MirroredStrategy()
+""",
+    ),
+    "imported from TensorFlow": (
+        "from tensorflow import distribute as d\ns = d.get_strategy()\n",
+        "import keras_strategy as ks\ns = ks.get_strategy()\n",
+    ),
+    "TensorFlow 2 by its name": (
+        "import tensorflow.compat.v2 as tf\ns = tf.distribute.get_strategy()\n",
+        "import keras_strategy as ks\ns = ks.get_strategy()\n",
+    ),
+    "TensorFlow 2 inside of TensorFlow": (
+        "import tensorflow as tf\ns = tf.compat.v2.distribute.get_strategy()\n",
+        "import keras_strategy as ks\ns = ks.get_strategy()\n",
+    ),
+    "all of it": (
+        "import tensorflow as tf\nd = tf.distribute\ns = d.get_strategy()\n",
+        "import keras_strategy as ks\nd = ks\ns = d.get_strategy()\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", OTHERS)
+def test_ways_to_import(how):
+    before, after = OTHERS[how]
+    assert port.port(before) == port.Ported(after, ())
+
+
+def test_tensorflow_1_is_noted():
+    program = "import tensorflow.compat.v1 as tf\ns = tf.distribute.get_strategy()\n"
+    ported = port.port(program)
+    assert ported.text == program
+    assert "tf.compat.v1.distribute is TensorFlow 1's" in ported.notes[0]
+
+
 def test_what_cannot_be_read(tmp_path, capsys):
     file = tmp_path / "train.py"
     for text in (None, "if", "x = 1"):
