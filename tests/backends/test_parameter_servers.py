@@ -61,6 +61,10 @@ def add():
     n.assign_add(1)
     return tf.constant(3)
 
+@tf.function
+def reduced():
+    return strategy.reduce(ks.ReduceOp.SUM, tf.constant(3.0), axis=None)
+
 def fails():
     return tf.debugging.check_numerics(tf.constant(1.0) / 0.0, "divided")
 
@@ -72,6 +76,7 @@ def kill():
 shared(
     coordinator, tf.function, fails, lambda: tf.data.Dataset.range(100), add, kill, 2000
 )
+told["reduced"] = float(coordinator.schedule(reduced).fetch())
 told["counted"] = int(n.numpy())
 
 with strategy.scope():
@@ -108,6 +113,7 @@ def test_a_coordinator(program):
     assert end.exit_status == 0, end.output
     told = json.loads(end.output.splitlines()[-1])
     check_shared(told, 2000)
+    assert told["reduced"] == 3.0  # with this package's enum
     assert told["shards"] == [[5, 4], [5, 4]]
     assert told["error"].startswith("InvalidArgumentError")
     assert told["counted"] >= 2020

@@ -4,6 +4,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_strategy.values.distributed import ReduceOp
+
 
 class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     """tf.distribute's own, for loops of one's own with a `ClusterCoordinator`.
@@ -16,6 +18,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     def __init__(self, cluster_resolver: Any, variable_partitioner: Any = None):
         super().__init__(_native(cluster_resolver), variable_partitioner)
+
+    def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
+        """See tf.distribute's, which knows its own `ReduceOp` alone."""
+        return super().reduce(ReduceOp.parse(reduce_op).name, value, axis)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """See tf.distribute's, which Keras calls in `fit`, where it cannot be."""
