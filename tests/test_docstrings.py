@@ -10,36 +10,45 @@ import keras_strategy as ks
 EXAMPLE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
+# Those of `testing` and `coordinator` start workers, as the blocks of their pages do.
+MODULES = "callbacks", "config", "cluster_resolver", "experimental"
+
+
 def documented():
     """Public objects, and the public methods of public classes."""
     public = {name: getattr(ks, name) for name in ks.__all__ if name != "__version__"}
-    for module in ("config", "cluster_resolver", "experimental"):
-        if module in public:
-            for name, value in vars(public[module]).items():
-                if not name.startswith("_") and callable(value):
-                    public[f"{module}.{name}"] = value
+    for module in [*(public[name] for name in MODULES), ks.experimental.partitioners]:
+        for name, value in vars(module).items():
+            if not name.startswith("_") and callable(value):
+                public[f"{module.__name__.partition('.')[2]}.{name}"] = value
     for name in ks.tpu.experimental.__all__:
         public[f"tpu.experimental.{name}"] = getattr(ks.tpu.experimental, name)
     for name, value in list(public.items()):
         if str(getattr(value, "__module__", "")).startswith("tensorflow"):
             del public[name]
         elif inspect.isclass(value):
-            for method, function in vars(value).items():
+            # With what it inherits of this package's.
+            ours = [c for c in value.__mro__ if c.__module__.startswith("keras_str")]
+            for method, function in ((m, f) for c in ours for m, f in vars(c).items()):
                 # What has no `__get__` is the default of a field.
                 if not method.startswith("_") and hasattr(function, "__get__"):
-                    public[f"{name}.{method}"] = function
+                    public.setdefault(f"{name}.{method}", function)
     return public
 
 
 def examples():
+    seen = set()
     for name, value in documented().items():
         text = inspect.cleandoc(getattr(value, "__doc__", None) or "")
         for number, code in enumerate(EXAMPLE.findall(text)):
-            yield pytest.param(code, id=f"{name}-{number}")
+            if code not in seen:
+                seen.add(code)
+                yield pytest.param(code, id=f"{name}-{number}")
 
 
 @pytest.mark.parametrize("code", examples())
-def test_example(code, monkeypatch):
+def test_example(code, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     for variable in ("TF_CONFIG",):
         monkeypatch.delenv(variable, raising=False)
     exec(compile(code, "<example>", "exec"), {})

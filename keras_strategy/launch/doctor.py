@@ -48,9 +48,10 @@ def findings(timeout_seconds: float) -> Iterator[Finding]:
     if not first.well:
         return
     yield threads()
-    found = cluster()
-    if found is not None:
-        yield found
+    of_torch = gpus_of_torch() if first.seen.endswith("torch") else None
+    for found in (of_torch, cluster()):
+        if found is not None:
+            yield found
     for trial in (replicas, workers):
         yield trial(timeout_seconds)
 
@@ -97,6 +98,34 @@ def threads() -> Finding:
         "set NPROC=8 before Python starts: on JAX devices that wait for each other may "
         "else abort the process",
     )
+
+
+def gpus_of_torch() -> Finding | None:
+    """How replicas would use the GPUs that torch sees, if there are some."""
+    asked = "import torch as t; print(t.cuda.device_count(), t.distributed.is_nccl_"
+    output, status = _ended(["-c", asked + "available())"], 120)
+    words = output.split()[-2:]
+    if status or len(words) != 2 or not words[0].isdecimal():
+        return None  # the step on two replicas will say what is wrong
+    return gpus(int(words[0]), words[1] == "True")
+
+
+def gpus(count: int, nccl: bool) -> Finding | None:
+    """How torch's replicas would use GPUs.
+
+    Args:
+        count: How many there are.
+        nccl: Whether torch was built with what lets processes add up on GPUs.
+    """
+    if not count:
+        return None
+    seen = f"{count}, with NCCL" if nccl else f"{count}, and this torch has no NCCL"
+    if nccl and count > 1:
+        seen += (
+            "; replicas of one process take turns: to have them compute at once, "
+            f"keras-strategy run --workers {count} with MultiWorkerMirroredStrategy"
+        )
+    return Finding("GPUs", nccl, seen, "install a build of torch with CUDA and NCCL")
 
 
 def cluster() -> Finding | None:

@@ -81,8 +81,16 @@ class BackupAndRestore(keras.callbacks.Callback):
     Example:
 
     ```python
+    import keras
+    import numpy as np
+    import keras_strategy as ks
+
+    with ks.MirroredStrategy().scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x, y = np.ones((8, 2)), np.ones((8, 1))
     backup = ks.callbacks.BackupAndRestore("backup", save_freq=100)
-    model.fit(x, y, epochs=10, callbacks=[backup])
+    model.fit(x, y, epochs=2, verbose=0, callbacks=[backup])
     ```
     """
 

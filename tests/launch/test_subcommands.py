@@ -49,6 +49,22 @@ def test_what_is_wrong_is_said_in_words(monkeypatch):
     wrong(doctor.cluster(), "TF_CONFIG cannot be used", "mend what it names")
 
 
+def test_gpus_of_torch():
+    assert doctor.gpus(0, nccl=False) is None
+    assert doctor.gpus(1, nccl=True).seen == "1, with NCCL"
+    several = doctor.gpus(4, nccl=True)
+    assert several.well and "keras-strategy run --workers 4 with" in several.seen
+    wrong(doctor.gpus(1, nccl=False), "no NCCL", "with CUDA and NCCL")
+
+
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="it asks torch")
+def test_torch_is_asked_for_its_gpus():
+    import torch
+
+    nccl = torch.distributed.is_nccl_available()
+    assert doctor.gpus_of_torch() == doctor.gpus(torch.cuda.device_count(), nccl)
+
+
 def test_a_port_that_somebody_listens_at(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("", 0))
