@@ -22,12 +22,12 @@ HEAD = """\
 # Programs that others wrote
 
 Short ports of tutorials, examples and packages, each with its source, on one device and
-on 2 and 3 replicas, with a last batch that these do not divide. A number is the largest
-difference from one device that was measured in weights, logs and predictions, absolute
-for values up to 1 and relative for larger ones; weights may differ by 2e-5, logs and
-predictions by 1e-5. "Error" means that several replicas are refused, by name and with
-what to do. Bold are other numbers than one device's; a warning names the cause, and is
-said below the table.
+on 2 and 3 replicas, or workers of a coordinator, with a last batch that these do not
+divide. A number is the largest difference from one device that was measured in weights,
+logs and predictions, absolute for values up to 1 and relative for larger ones; weights
+may differ by 2e-5, logs and predictions by 1e-5. "Error" means that several replicas
+are refused, by name and with what to do. Bold are other numbers than one device's; a
+warning names the cause, and is said below the table.
 
 What the sources draw at random in a step, noise and dropout, is drawn here as well,
 seeded. Where the bias of an attention's keys trains, SGD stands for Adam, which scales

@@ -357,6 +357,11 @@ class Strategy(DataMethods, Reports, OldNames):
 
 def _check_gatherable(value: DistributedValues, axis: int) -> None:
     """Raises ValueError unless the components can be joined along `axis`."""
+    others = [type(x).__name__ for x in value.values if not hasattr(x, "shape")]
+    if others:
+        raise ValueError(
+            f"`gather` joins tensors and arrays. Received: values of the types {others}"
+        )
     shapes = [tuple(keras.ops.shape(component)) for component in value.values]
     ranks = {len(shape) for shape in shapes}
     rank = min(ranks)

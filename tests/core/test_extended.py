@@ -41,6 +41,9 @@ def test_what_update_returns(api):
     s, v = api.strategy, api.variable(1.0)
     assert s.extended.update(v, lambda c: None) is None
     assert s.extended.update(v, lambda c: 5) == 5
+    # Native's has one None for all replicas.
+    nothing = s.extended.update(v, lambda c: None, group=False)
+    assert nothing == (None,) * (2 if api.name == "ours" else 1)
 
 
 def test_update_on_its_device(api):

@@ -83,6 +83,15 @@ def test_what_is_no_sum_is_every_replicas(how, aggregation, mirrored):
     assert results(strategy, v) == [5.0, 5.0]
 
 
+def test_adding_to_a_sum_outside_of_the_replicas(two):
+    v = on_read(two, "sum", "float32")
+    v.assign(2.0)
+    v.assign_add(5.0)
+    with two.scope():
+        v.assign_sub(1.0)
+    assert read(v) == 6.0 and results(two, v) == [3.0, 3.0]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "int32"])
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_replicas_and_updates_assign_their_own_part(replicas, dtype, mirrored):

@@ -283,6 +283,30 @@ def test_where_code_is(api):
     assert not module.has_strategy()
 
 
+def test_in_the_scope_of_another_strategy(api):
+    s = api.s
+    calls = (
+        lambda: s.run(lambda: tensor(1.0)),
+        lambda: s.reduce("SUM", api.scalars, axis=None),
+        lambda: s.gather(api.two_rows, axis=0),
+        lambda: s.scope().__enter__(),
+    )
+    with api.module.MirroredStrategy(["CPU:0"]).scope():
+        for call in calls:
+            with pytest.raises(RuntimeError, match="Mixing different"):
+                call()
+    assert not api.module.has_strategy()
+
+
+def test_a_variable_that_is_made_in_run(api):
+    made = lambda: keras.Variable(1.0) + 1.0  # noqa: E731
+    if TENSORFLOW:
+        assert api.local(api.s.run(made)) == [2.0, 2.0]
+    else:
+        with pytest.raises(ValueError, match="create a variable"):
+            api.s.run(made)
+
+
 def test_values(api):
     s = api.s
     assert s.experimental_local_results(3) == (3,)
@@ -292,6 +316,10 @@ def test_values(api):
         lambda c: tensor([c.replica_id_in_sync_group, c.num_replicas_in_sync])
     )
     assert api.local(contexts) == [[0.0, 2.0], [1.0, 2.0]]
+    structure = s.experimental_distribute_values_from_function(
+        lambda c: {"i": tensor(c.replica_id_in_sync_group)}
+    )
+    assert api.local(structure) == [{"i": 0.0}, {"i": 1.0}]
     same = s.experimental_distribute_values_from_function(lambda c: 1)
     assert isinstance(same, api.value_types) and api.local(same) == [1, 1]
 
@@ -306,6 +334,12 @@ REFUSED = {
         ValueError,
     ),
     "sum of a number": (lambda a: a.s.reduce("SUM", 2.0, axis=None), ValueError),
+    "sum of an array": (
+        lambda a: a.s.reduce("SUM", np.array([1.0, 2.0]), axis=None),
+        ValueError,
+    ),
+    "sum of nothing": (lambda a: a.s.reduce("SUM", None, axis=None), ValueError),
+    "sum of a list": (lambda a: a.s.reduce("SUM", [1.0, 2.0], axis=None), ValueError),
     "sum of a text": (lambda a: a.s.reduce("SUM", "abc", axis=None), ValueError),
     "scalars over rows": (
         lambda a: a.s.reduce("SUM", a.scalars, axis=0),
@@ -347,6 +381,15 @@ def test_refused(case, api):
 
 
 OURS = {
+    "sum of zero": (lambda a: a.s.reduce("SUM", 0, axis=None), ValueError),
+    "numbers over rows": (
+        lambda a: a.s.reduce("SUM", ks.PerReplica([1.0, 2.0]), axis=0),
+        ValueError,
+    ),
+    "gather of lists": (
+        lambda a: a.s.gather(ks.PerReplica([[1], [2]]), axis=0),
+        ValueError,
+    ),
     "gather of scalars": (lambda a: a.s.gather(a.scalars, axis=0), ValueError),
     "reduce with None": (lambda a: a.s.reduce(None, a.two_rows), ValueError),
     "sum of rows that differ": (
@@ -372,6 +415,12 @@ def test_refused_where_native_fails_by_accident(case, two):
         question(api)
     total = two.run(lambda x: api.rc().all_reduce("SUM", x), (api.scalars,))
     assert api.local(total) == [4.0, 4.0]
+
+
+def test_values_of_a_function_are_made_outside_of_the_replicas(two):
+    make = two.experimental_distribute_values_from_function
+    with pytest.raises(RuntimeError, match="called inside one of them"):
+        two.run(lambda: make(lambda context: 1))
 
 
 def test_numbers_that_native_does_not_reduce(two):

@@ -53,6 +53,8 @@ class Port:
             refused.
         differs: Why other numbers come out on the backends where they do.
         workers: Whether each replica is a process.
+        coordinator: Whether a coordinator trains it with workers, whose number it takes
+            in the place of a strategy.
         sample: Whether `make test` runs it.
     """
 
@@ -63,6 +65,7 @@ class Port:
     refused: Mapping[str, str]
     differs: Mapping[str, str]
     workers: bool
+    coordinator: bool
     sample: bool
 
     @property
@@ -81,6 +84,7 @@ def port(
     refused: Mapping[str, str] | None = None,
     differs: Mapping[str, str] | None = None,
     workers: bool = False,
+    coordinator: bool = False,
     sample: bool = False,
 ) -> Callable:
     """Makes a port of a function."""
@@ -94,6 +98,7 @@ def port(
             refused or {},
             differs or {},
             workers,
+            coordinator,
             sample,
         )
 

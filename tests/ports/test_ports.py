@@ -16,12 +16,14 @@ from tests.ports import (
     keras_io_layers,
     keras_io_steps,
     keras_io_supervised,
+    parameter_servers,
     tf_distribute,
 )
 from tests.ports.port import BACKEND, TOLERANCES, Port, differences
 
 FILES = (
     tf_distribute,
+    parameter_servers,
     keras_io_layers,
     keras_io_steps,
     keras_io_supervised,
@@ -57,16 +59,24 @@ def in_worker(name):
     return PORTS[name].train(ks.MultiWorkerMirroredStrategy())
 
 
+def with_coordinator(name, workers):
+    """What the process of a coordinator calls."""
+    return PORTS[name].train(workers)
+
+
 @pytest.fixture
 def on_replicas(request, mirrored):
     """Trains a port on several replicas, and gives what each process has then."""
 
     def train(port, replicas):
-        if not port.workers:
+        if not port.workers and not port.coordinator:
             return [port.train(mirrored(replicas))]
         # What belongs to such a package may start threads as soon as Keras is imported.
         starter = None if port.needs else request.getfixturevalue("starter")
-        with WorkerRunner(replicas, timeout_seconds=280, starter=starter) as runner:
+        processes = 1 if port.coordinator else replicas
+        with WorkerRunner(processes, timeout_seconds=280, starter=starter) as runner:
+            if port.coordinator:
+                return runner.run(with_coordinator, port.name, replicas)
             return runner.run(in_worker, port.name)
 
     return train
