@@ -64,7 +64,7 @@ class LocalWorkers:
     def _started(self, scheduler: str, count: int) -> "subprocess.Popen[bytes]":
         # As a program: `multiprocessing` would run the user's script again.
         program = [sys.executable, "-P", local_workers.__file__]
-        # An engine that has looked for GPUs, and found some, must not be forked; nor may
+        # An engine that has looked for GPUs and found some must not be forked, nor may
         # a process of macOS that has used its frameworks.
         may_fork = sys.platform == "linux" and not get_engine().list_devices("gpu")
         of_forks = [on_worker.__name__] if may_fork else []
