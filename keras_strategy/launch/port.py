@@ -19,6 +19,15 @@ _BESIDE = {
     "nn.compute_average_loss": "compute_average_loss",
     "nn.scale_regularization_loss": "scale_regularization_loss",
 }
+# Functions of TensorFlow that run on TensorFlow alone, and what does on each backend.
+_BY_HAND = {
+    "GradientTape": "`ks.value_and_grad` stands for it",
+    "function": "leave it out: `strategy.run` compiles",
+    "train.Checkpoint": "`model.save` and `keras.callbacks.BackupAndRestore` do",
+    "train.CheckpointManager": "`keras.callbacks.BackupAndRestore` does",
+    "saved_model.save": "`model.save` and `model.export` do",
+    "config.set_logical_device_configuration": "`ks.config.set_logical_devices` does",
+}
 _NOTES = {
     "TPUStrategy": "JAX alone has it, and the other backends raise an error.",
     "coordinator.ClusterCoordinator": (
@@ -223,6 +232,10 @@ class _Program(ast.NodeVisitor):
             if path[: len(parts)] == parts and len(parts) > before:
                 self._replace(links[len(parts) - before - 1], f"{self._own}.{new}")
                 return
+        for known, instead in _BY_HAND.items():
+            if ".".join(path[: known.count(".") + 1]) == known:
+                note = f"tf.{known}: On JAX and torch, {instead}."
+                self._notes.append((node.lineno, note))
 
     def _replace(self, node: ast.expr, text: str) -> None:
         self._uses -= 1

@@ -54,10 +54,13 @@ def test_the_diff(tmp_path, capsys):
     assert "-é = d.experimental.CollectiveHints(" in changed
     assert "+import keras_strategy as ks" in changed and len(changed) == 2 + 11
     notes = printed.err.splitlines()
-    assert [note.split(":")[0] for note in notes] == ["line 9", "line 11", "line 12"]
+    assert [note.split(":")[0] for note in notes] == [
+        *("line 9", "line 11", "line 12", "line 14")
+    ]
     assert "CommunicationOptions" in notes[0]
     assert "JAX and torch raise an error" in notes[1]
     assert "TensorFlow's servers" in notes[2]
+    assert "tf.function: On JAX and torch, leave it out" in notes[3]
     # What was ported stays as it is, but for what there is no name for.
     assert port.port(PORTED).text == PORTED
 
