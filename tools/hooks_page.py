@@ -17,6 +17,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "hooks.md"
 BACKENDS = {"jax": "JAX", "torch": "torch", "tensorflow": "TensorFlow"}
+SHARES = {
+    "hooks_shares": "Where each replica updates a share of the weights",
+    "hooks_divisions": "On torch and TensorFlow, where an optimizer's state is shared",
+}
 THREADS = "On JAX and torch, where replicas are threads"
 
 HEAD = """\
@@ -64,7 +68,9 @@ def _condition(when: Any) -> str:
 
 def title_of(room: str) -> str:
     """The section of the page that a module's hooks are in."""
-    folder = room.split(".")[-2]
+    folder, module = room.split(".")[-2:]
+    if module in SHARES:
+        return SHARES[module]
     if folder == "threads":
         return THREADS
     return f"On {BACKENDS[folder]}" if folder in BACKENDS else "On every backend"
@@ -109,7 +115,7 @@ def main() -> None:
         listed = json.loads(told.stdout.splitlines()[-1])
         found |= sections(listed)
         count |= {(row["room"], row["target"]) for row in listed}
-    ordered = ["On every backend", THREADS]
+    ordered = ["On every backend", *SHARES.values(), THREADS]
     ordered += [f"On {name}" for name in BACKENDS.values()]
     head = HEAD.format(count=len(count), version=keras.__version__)
     PAGE.write_text("\n".join([head, *(found[title] for title in ordered)]))

@@ -208,7 +208,7 @@ class _Training:
         if self._cluster is not None and self._data is not None:
             told = self._cluster.agree("where the data is", told[0])
         variables = variables_of(self._model, metrics=batch > 0)
-        facts, arrays = self._variables.read(variables)
+        facts, arrays = self._variables.read(variables, self._folder.keep)
         counted, held = self._callbacks.read()
         arrays |= held
         facts |= {

@@ -77,7 +77,7 @@ class Checkpoint:
 
     def save(self, steps: int) -> None:
         """Saves; all workers call it, and the chief writes."""
-        facts, arrays = self._saved.read(self._variables())
+        facts, arrays = self._saved.read(self._variables(), self._folder.keep)
         told = [{name: packed(data.state_dict()) for name, data in self._data.items()}]
         if self._data and self._cluster is not None:
             told = self._cluster.agree("where the data is", told[0])

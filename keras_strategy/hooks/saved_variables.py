@@ -16,6 +16,7 @@ from keras_strategy.rules.one_writer import by_chief
 from keras_strategy.rules.sharding import is_split
 
 _PARTS = "/replicas"
+Keep = Callable[[np.ndarray], np.ndarray]
 
 
 class SavedVariables:
@@ -30,12 +31,13 @@ class SavedVariables:
         self._cluster = strategy.extended.cluster
 
     def read(
-        self, variables: Mapping[str, Any]
+        self, variables: Mapping[str, Any], keep: Keep
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """What a file holds of variables; all workers call it.
 
         Args:
             variables: The variables by names that all backends have.
+            keep: Has those that the replicas share wait until they are written.
 
         Returns:
             What is no array, of JSON's values, and on the chief the arrays.
@@ -43,7 +45,7 @@ class SavedVariables:
         first_values.settle()  # which the chief could not do alone
         arrays: dict[str, np.ndarray] = {}
         for key, variable in variables.items():
-            arrays |= self._arrays(key, variable)
+            arrays |= self._arrays(key, variable, keep)
         generator = kept_generator()
         facts = {
             "seed": None if generator is None else generator.state.numpy().tolist(),
@@ -52,7 +54,7 @@ class SavedVariables:
         }
         return facts, arrays
 
-    def _arrays(self, key: str, variable: Any) -> dict[str, np.ndarray]:
+    def _arrays(self, key: str, variable: Any, keep: Keep) -> dict[str, np.ndarray]:
         """What a variable is, and what each replica holds of it where they differ.
 
         Workers that do not write read what only all of them can.
@@ -73,7 +75,7 @@ class SavedVariables:
             if is_split(variable):
                 whole = variable.numpy()  # of which each worker has a part
                 if writes:
-                    arrays[key] = whole
+                    arrays[key] = keep(whole)
             elif writes:
                 arrays[key] = _numpy(variable.value)
         return arrays

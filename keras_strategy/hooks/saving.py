@@ -1,6 +1,7 @@
 """Where Keras saves: the chief alone writes for all workers."""
 
 import os
+import pathlib
 import tempfile
 from typing import Any
 
@@ -12,6 +13,7 @@ from keras_strategy.hooks.hook import home_of, hook
 from keras_strategy.hooks.variables import variables_of
 from keras_strategy.rules import first_values
 from keras_strategy.rules.aggregation import is_on_read
+from keras_strategy.rules.aside import Aside
 from keras_strategy.rules.held_values import held
 from keras_strategy.rules.one_writer import by_chief, replaced, scratch
 from keras_strategy.rules.sharding import is_split
@@ -30,13 +32,16 @@ def _save(original, strategy, self, filepath, *args, **kwargs):
     path = os.fspath(filepath)
     operation = f"`{original.__name__}` to {os.path.basename(path)}"
     drift.require_same_values(strategy, self, operation=operation)
-    known = _read_by_all(self, strategy.extended.cluster.is_chief)
+    cluster = strategy.extended.cluster
+    with _aside(path) if cluster.is_chief else Aside(None) as aside:
+        known = _read_by_all(self, aside, cluster.is_chief)
 
-    def write() -> Any:
-        with replaced(path) as temporary, held(known):
-            return original(self, temporary, *args, **kwargs)
+        def write() -> Any:
+            aside.check()
+            with replaced(path) as temporary, held(known):
+                return original(self, temporary, *args, **kwargs)
 
-    return by_chief(strategy.extended.cluster, operation, write)
+        return by_chief(cluster, operation, write)
 
 
 @hook(saving_lib, "get_temp_dir", "()", when=scratch)
@@ -51,17 +56,27 @@ def _get_attr_skipset(original, found, obj_type):
     return found
 
 
-def _read_by_all(model: keras.Model, is_chief: bool) -> list[tuple[Any, Any]]:
+def _aside(path: str) -> Aside:
+    """Where the chief keeps what it has read, until it writes."""
+    if "://" in path:
+        path = os.path.join(tempfile.gettempdir(), f"keras_strategy-{os.getpid()}")
+    return Aside.beside(pathlib.Path(path))
+
+
+def _read_by_all(
+    model: keras.Model, aside: Aside, is_chief: bool
+) -> list[tuple[Any, Any]]:
     """The variables of which each replica has its part, and their values.
 
-    What is split is too large to be kept by workers that do not write it.
+    What is split is too large to be kept by workers that do not write it, and all of
+    it for the memory of the one that does.
     """
     known = []
     for variable in variables_of(model).values():
         if is_split(variable):
             value = keras.ops.convert_to_numpy(variable)
             if is_chief:
-                known.append((variable, value))
+                known.append((variable, aside.keep(value)))
         elif is_on_read(variable) and variable.aggregation != "none":
             value = keras.ops.convert_to_numpy(variable)
             known.append((variable, keras.ops.convert_to_tensor(value)))

@@ -19,6 +19,8 @@ from typing import Any
 import ml_dtypes  # a dependency of Keras
 import numpy as np
 
+from keras_strategy.rules.aside import Aside
+
 logger = logging.getLogger("keras_strategy")
 
 _FACTS = "facts.json"
@@ -60,6 +62,11 @@ class BackupFolder:
 
     def __init__(self, path: str | os.PathLike):
         self._path = pathlib.Path(path)
+        self._aside = Aside.beside(self._path / "backup")
+
+    def keep(self, array: np.ndarray) -> np.ndarray:
+        """An array that waits for the next backup, on the disk if it is large."""
+        return self._aside.keep(array)
 
     def read(self) -> Contents | None:
         """The last backup that is whole; None where there is none.
@@ -104,6 +111,11 @@ class BackupFolder:
             facts: What is no array, of JSON's values.
             arrays: The arrays by their names.
         """
+        with self._aside:
+            self._aside.check()
+            self._write_next(facts, arrays)
+
+    def _write_next(self, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         self._path.mkdir(parents=True, exist_ok=True)
         files = self._files()
         number = 1 + (_number(files[-1]) if files else 0)

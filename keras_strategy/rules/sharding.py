@@ -21,6 +21,8 @@ from keras_strategy.rules.aggregation import is_on_read
 logger = logging.getLogger("keras_strategy")
 
 _SLOT, _DIMENSION, _SHARES = "_ks_slot", "_ks_split", "_ks_shares"
+# Of an optimizer, its `Division`.
+DIVISION = "_ks_division"
 _making = threading.local()
 
 
@@ -122,6 +124,64 @@ class Shares:
 def note_shares(variable: Any, shares: Shares) -> None:
     """Notes which elements of a variable each replica keeps."""
     vars(variable)[_SHARES] = shares
+
+
+def shares_of(variable: Any) -> Shares | None:
+    """Which elements of a variable each replica keeps; None if it is not shared."""
+    return vars(variable).get(_SHARES)
+
+
+class Division:
+    """How the replicas share what an optimizer keeps.
+
+    Args:
+        replicas: Their number, over all workers.
+        elementwise: Whether the optimizer updates an element of a weight by what it
+            keeps of that element. Otherwise each weight has one replica that updates
+            it, and keeps all that belongs to it.
+
+    Attributes:
+        slots: The variables that they share.
+    """
+
+    def __init__(self, replicas: int, elementwise: bool):
+        self.elementwise = elementwise
+        self.slots: list[Any] = []
+        self._loads = [0] * replicas
+        self._owners: dict[int, tuple[Any, int]] = {}
+
+    def shares(self, weight: Any, shape: Sequence[int]) -> Shares:
+        """The shares of a weight, or of what is kept of it.
+
+        All workers ask for weights in one order, so that they find the same.
+
+        Args:
+            weight: The weight.
+            shape: The shape of what is shared.
+        """
+        replicas = len(self._loads)
+        if self.elementwise:
+            return Shares.even(shape, replicas)
+        if id(weight) not in self._owners:
+            owner = min(range(replicas), key=self._loads.__getitem__)
+            self._loads[owner] += math.prod(weight.shape)
+            self._owners[id(weight)] = weight, owner
+        return Shares.of_one(shape, replicas, self._owners[id(weight)][1])
+
+    def given_to(self, replica: int, weights: Sequence[Any]) -> list[int]:
+        """The numbers of the weights of whose gradients a replica is given its share.
+
+        Elementwise rules take nothing, too, and all replicas count steps with it.
+
+        Args:
+            replica: The replica's number.
+            weights: The weights that have gradients.
+        """
+        return [
+            number
+            for number, weight in enumerate(weights)
+            if self.elementwise or self.shares(weight, weight.shape).size_of(replica)
+        ]
 
 
 class Splitting:

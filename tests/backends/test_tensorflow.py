@@ -525,3 +525,21 @@ def test_a_loss_of_ragged_rows_as_a_whole(two):
 
     assert fitted(two.scope()) == pytest.approx(fitted(contextlib.nullcontext()))
     assert fitted(two.scope()) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_native_checkpoint_of_what_replicas_share(tmp_path):
+    def trained(replicas):
+        devices = [f"cpu:{i}" for i in range(replicas)]
+        strategy = ks.MirroredStrategy(devices, shard="optimizer")
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(5)])
+            model.compile("adam", "mse")
+        model.fit(np.ones((8, 3)), np.ones((8, 5)), batch_size=4, verbose=0)
+        return model, tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+
+    (one, written), (other, read) = trained(2), trained(3)
+    one.optimizer.variables[-1].assign(np.arange(5.0))
+    path = written.write(str(tmp_path / "checkpoint"))
+    read.read(path).assert_existing_objects_matched()
+    for a, b in zip(one.optimizer.variables, other.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())

@@ -235,7 +235,7 @@ NEEDED_BY = {
         "jax",
         "tests/workers/test_sharding.py::test_two_workers_equal_one_device[optimizer]",
     ),
-    "backends.torch.hooks_sharding Optimizer.add_variable_from_reference": (
+    "backends.threads.hooks_divisions Optimizer.add_variable_from_reference": (
         "torch",
         f"{_SHARDING}::test_bytes_on_each_device[optimizer]",
     ),
@@ -247,9 +247,25 @@ NEEDED_BY = {
         "torch",
         f"{_SHARDING}::test_clipping_decay_average_and_accumulation[2-optimizer]",
     ),
-    "backends.torch.hooks_sharding Optimizer._apply_weight_decay": (
+    "backends.threads.hooks_divisions Optimizer._apply_weight_decay": (
         "torch",
         f"{_SHARDING}::test_rules_that_are_not_elementwise[Lamb-optimizer]",
+    ),
+    "backends.tensorflow.hooks_sharding Optimizer._backend_apply_gradients": (
+        "tensorflow",
+        f"{_SHARDING}::test_clipping_decay_average_and_accumulation[2-optimizer]",
+    ),
+    "backends.tensorflow.hooks_sharding Variable._serialize_to_tensors": (
+        "tensorflow",
+        f"{_TF}::test_a_native_checkpoint_of_what_replicas_share",
+    ),
+    "backends.tensorflow.hooks_sharding Variable._restore_from_tensors": (
+        "tensorflow",
+        f"{_TF}::test_a_native_checkpoint_of_what_replicas_share",
+    ),
+    "backends.tensorflow.hooks_sharding Optimizer._var_key": (
+        "tensorflow",
+        f"{_SHARDING}::test_clipping_decay_average_and_accumulation[2-optimizer]",
     ),
     "backends.jax.hooks LossScaleOptimizer._common_apply": (
         "jax",

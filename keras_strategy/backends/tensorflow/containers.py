@@ -6,6 +6,8 @@ as those of a `tf.Variable` of one device; and a `tf.function` takes one of them
 another of the same shape.
 """
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -110,3 +112,32 @@ class MakesReadable(_Extended):
         # The native method has no parameter for the classes.
         made.__class__ = _READABLE.get(type(made), type(made))
         return made
+
+
+class BeginsWithParts(_Extended):
+    """The part of a native strategy that gives each replica a first value of its own.
+
+    Attributes:
+        parts: What the local replicas' components of variables begin with; None where
+            all of them begin with the same.
+    """
+
+    parts: Sequence[Any] | None = None
+
+    @contextlib.contextmanager
+    def beginning_with(self, parts: Sequence[Any]) -> Iterator[None]:
+        """Surrounds what makes a variable of parts."""
+        self.parts = parts
+        try:
+            yield
+        finally:
+            self.parts = None
+
+    def _get_variable_creator_initial_value(
+        self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any
+    ) -> Any:
+        if self.parts is not None:
+            return self.parts[replica_id]
+        return super()._get_variable_creator_initial_value(
+            replica_id, device, primary_var, **kwargs
+        )

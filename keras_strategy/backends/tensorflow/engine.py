@@ -47,11 +47,13 @@ class TensorFlowEngine:
     def list_devices(self, device_type: str | None = None) -> list[str]:
         return devices.list_devices(device_type)
 
-    def refusal_of_shard(self, shard: str) -> str:
+    def refusal_of_shard(self, shard: str) -> str | None:
+        if shard == "optimizer":
+            return None
         return (
-            "the engine keeps each variable whole on each device. KERAS_BACKEND=jax "
-            "splits the optimizer's state and the parameters, KERAS_BACKEND=torch the "
-            "optimizer's state."
+            "native tf.distribute keeps each trained variable whole on each device. "
+            "shard='optimizer' splits what the optimizer keeps; KERAS_BACKEND=jax "
+            "splits the parameters as well."
         )
 
     def refusal_of_logical_devices(self) -> str:
@@ -131,9 +133,15 @@ class TensorFlowEngine:
         return value_and_grad(fn, variables, has_aux)
 
     def hook_modules(self) -> Sequence[ModuleType]:
-        from keras_strategy.backends.tensorflow import hooks, hooks_optimizers
+        from keras_strategy.backends.tensorflow import (
+            hooks,
+            hooks_optimizers,
+            hooks_sharding,
+        )
+        from keras_strategy.backends.threads import hooks_divisions, hooks_shares
 
-        return [hooks, hooks_optimizers]
+        own = [hooks, hooks_optimizers, hooks_sharding]
+        return [*own, hooks_divisions, hooks_shares]
 
     def random_state(self) -> bytes:
         from keras_strategy.backends.tensorflow import connection

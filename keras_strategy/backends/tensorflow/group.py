@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras import tree
 
@@ -30,7 +31,9 @@ from keras_strategy.backends.tensorflow.replica import (
     regrouped,
 )
 from keras_strategy.backends.tensorflow.rows import steps_of_rows
+from keras_strategy.backends.tensorflow.sharing import part_of, together
 from keras_strategy.backends.tensorflow.workers import TensorFlowWorkers
+from keras_strategy.backends.threads.hooks_divisions import share_adopted
 from keras_strategy.backends.threads.interrupt import interrupted_together
 from keras_strategy.core import context
 from keras_strategy.core.components import update_components
@@ -38,12 +41,13 @@ from keras_strategy.core.own_attributes import AttributesOfReplicas
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.replica_context import ReplicaContext
 from keras_strategy.hooks.random import kept_generator
-from keras_strategy.hooks.variables import byte_count, initialize, stored
+from keras_strategy.hooks.variables import byte_count, initialize, stored, stored_dtype
 from keras_strategy.rules.aggregation import (
     is_on_read,
     local_parts_outside,
     part_outside,
 )
+from keras_strategy.rules.sharding import Shares, note_shares, shares_of
 from keras_strategy.values.distributed import (
     DistributedValues,
     Mirrored,
@@ -105,6 +109,28 @@ class TensorFlowGroup:
                 self.components(variable)[0]._unique_id = value._unique_id
                 if is_on_read(variable):
                     self.deal_out(variable)
+                share_adopted(self.strategy, variable)
+
+    def share(self, variable: Any, shares: Shares) -> None:
+        """Leaves each replica its share of a variable that is initialized."""
+        with tf.init_scope(), self.scope():
+            whole = tf.convert_to_tensor(self.held(variable)[0])
+            local = self.topology.local_replicas
+            parts = [part_of(whole, shares, replica) for replica in local]
+            with self.native.extended.beginning_with(parts):
+                initialize(variable, lambda: parts[0])
+        note_shares(variable, shares)
+
+    def whole_of(self, variable: Any) -> Any:
+        """The value of a variable that the replicas share.
+
+        With several workers, all of them have to ask.
+        """
+        shares, name = shares_of(variable), f"the value of '{variable.path}'"
+        assert shares is not None
+        with self.calling(name), tf.device(native_name(self.devices[0])):
+            parts = [[tf.convert_to_tensor(part)] for part in self.held(variable)]
+            return together(parts, [shares], self.workers, name)[0]
 
     def take_first(self, variables: Sequence[Any]) -> int:
         # They have them when they are made; not if the chief restored others.
@@ -130,10 +156,20 @@ class TensorFlowGroup:
         )
 
     def components(self, variable: Any) -> tuple[Any, ...]:
+        if shares_of(variable) is not None:
+            return (self.whole_of(variable),) * len(self.devices)
+        return self.held(variable)
+
+    def held(self, variable: Any) -> tuple[Any, ...]:
+        """What each of this worker's replicas holds of a variable."""
         return tuple(self.native.experimental_local_results(stored(variable)))
 
     def bytes_of(self, variable: Any) -> tuple[int, ...]:
-        central = self.strategy.parameter_device
+        central, shares = self.strategy.parameter_device, shares_of(variable)
+        if shares is not None:
+            size = np.dtype(stored_dtype(variable)).itemsize
+            local = self.topology.local_replicas
+            return tuple(size * shares.size_of(replica) for replica in local)
         if central is None:
             return (byte_count(variable),) * len(self.devices)
         copies = byte_count(variable) * len(self.devices)
@@ -159,8 +195,13 @@ class TensorFlowGroup:
             self.assign(variable, value)
 
     def assign_components(self, variable: Any, values: Sequence[Any]) -> None:
-        for component, value in zip(self.components(variable), values, strict=True):
-            component.assign(value)
+        shares, local = shares_of(variable), self.topology.local_replicas
+        for replica, component, value in zip(
+            local, self.held(variable), values, strict=True
+        ):
+            if shares is not None:
+                value = part_of(tf.convert_to_tensor(value), shares, replica)
+            component.assign(tf.cast(value, component.dtype))
 
     def update(
         self, variable: Any, fn: Callable[..., Any], args: tuple, kwargs: dict

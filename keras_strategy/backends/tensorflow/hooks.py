@@ -46,6 +46,7 @@ from keras_strategy.rules.gradients import (
 )
 from keras_strategy.rules.held_values import held_value
 from keras_strategy.rules.ownership import require_own_parts, strategy_of_variable
+from keras_strategy.rules.sharding import shares_of
 from keras_strategy.rules.step import rows_of
 
 keras_seeds = home_of("global_seed_generator", "keras.src.random.seed_generator")
@@ -75,7 +76,8 @@ def _direct_assign(original, self, value):
         replica.write(self, value)
         return
     strategy = strategy_of_variable(self)
-    if strategy is None or strategy.num_replicas_in_sync == 1 or not is_on_read(self):
+    has_parts = is_on_read(self) or shares_of(self) is not None
+    if strategy is None or strategy.num_replicas_in_sync == 1 or not has_parts:
         original(self, value)
         return
     strategy.extended.group.assign(self, value)
@@ -140,6 +142,10 @@ def _value(original, self):
     if replica is not None:
         if self.aggregation == "sum":
             replica.step.read.add(id(self))
+        shares = shares_of(self)
+        if shares is not None and not in_stateless_scope():
+            require_own_parts(replica.peers.strategy, self)
+            return self._maybe_autocast(replica.whole_of(self, shares))
         if strategy is not replica.peers.strategy and not in_stateless_scope():
             if is_on_read(self):
                 require_own_parts(replica.peers.strategy, self)
@@ -147,6 +153,11 @@ def _value(original, self):
                 # All its components are the same.
                 return self._maybe_autocast(strategy.extended.group.components(self)[0])
         return original(self)
+    if shares_of(self) is not None and not in_stateless_scope():
+        known = held_value(self)
+        if known is None:
+            known = strategy.extended.group.whole_of(self)
+        return self._maybe_autocast(tf.convert_to_tensor(known))
     if not is_on_read(self):
         return original(self)
     if self.aggregation == "none":

@@ -7,10 +7,16 @@ gradients are reduced before, so the code that is the same on all backends is en
 from typing import Any
 
 import keras
+import tensorflow as tf
 
+from keras_strategy.core.context import distributed_replica
 from keras_strategy.hooks.conditions import in_distributed_scope, in_replica
-from keras_strategy.hooks.hook import hook
+from keras_strategy.hooks.hook import home_of, hook
+from keras_strategy.rules.sharding import shares_of
 
+in_stateless_scope = home_of(
+    "in_stateless_scope", "keras.src.backend.common.stateless_scope"
+).in_stateless_scope
 _Optimizer = keras.optimizers.Optimizer
 # That of all backends, which TensorFlow's overrides.
 _NeutralOptimizer: Any = [
@@ -47,13 +53,32 @@ for _name, _signature in _NEUTRAL.items():
     _Optimizer,
     ("assign", "assign_add", "assign_sub"),
     "(self, variable, value)",
-    when=in_replica,
+    when=in_distributed_scope,
 )
-def _on_own_component(original, replica, self, variable, value):
-    """The replica's own component is written."""
+def _on_own_component(original, strategy, self, variable, value):
+    """The replica's own component is written, or its share of it.
+
+    What TensorFlow's method writes to is the variable's value, which is no variable
+    where replicas share it.
+    """
+    replica: Any = distributed_replica()
+    if in_stateless_scope() or _is_shared(variable) or _is_conditional(replica):
+        if isinstance(value, tf.IndexedSlices):
+            value = tf.convert_to_tensor(value)
+        return getattr(_NeutralOptimizer, original.__name__)(self, variable, value)
+    if replica is None:
+        return original(self, variable, value)
     if isinstance(variable, keras.Variable):
         variable = variable.value
     return original(self, replica.own(variable), value)
+
+
+def _is_shared(variable: Any) -> bool:
+    return isinstance(variable, keras.Variable) and shares_of(variable) is not None
+
+
+def _is_conditional(replica: Any) -> bool:
+    return replica is not None and not replica.writes_always
 
 
 @hook(
@@ -63,5 +88,15 @@ def _on_own_component(original, replica, self, variable, value):
     when=in_replica,
 )
 def _tf_apply(original, replica, self, grads, trainable_variables=None):
-    """The gradients are equal on all replicas."""
-    return self._common_apply(grads, trainable_variables)
+    """The gradients are equal on all replicas.
+
+    Where these share what the optimizer keeps, they meet while they apply them, which
+    they could not inside a tf.cond.
+    """
+    if replica.peers.strategy.shard is None:
+        return self._common_apply(grads, trainable_variables)
+    finite = self.check_finite(grads)
+    with replica.writing_where(finite):
+        self._stateful_handle_finite_grads(grads, trainable_variables)
+    keras.ops.cond(finite, lambda: None, self._stateful_handle_non_finite_grads)
+    return None

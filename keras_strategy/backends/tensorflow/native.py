@@ -13,7 +13,7 @@ from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
 from tensorflow.python.distribute.values import Mirrored
 
 from keras_strategy.backends.tensorflow import combine, connection
-from keras_strategy.backends.tensorflow.containers import MakesReadable
+from keras_strategy.backends.tensorflow.containers import BeginsWithParts, MakesReadable
 from keras_strategy.backends.tensorflow.devices import native_name
 from keras_strategy.backends.tensorflow.workers import TensorFlowWorkers
 
@@ -44,7 +44,7 @@ class LocalStrategy(tf.distribute.MirroredStrategy):
         tf.distribute.Strategy.__init__(self, extended)
 
 
-class _LocalExtended(MakesReadable, MirroredExtended):
+class _LocalExtended(BeginsWithParts, MakesReadable, MirroredExtended):
     home: str | None = None
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
@@ -80,7 +80,7 @@ class WorkersStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         tf.distribute.Strategy.__init__(self, extended)
 
 
-class _WorkersExtended(MakesReadable, CollectiveAllReduceExtended):
+class _WorkersExtended(BeginsWithParts, MakesReadable, CollectiveAllReduceExtended):
     # `connection.start` has done so, and `keras_strategy.workers` looks after peers.
     _std_server_started = True
     _enable_check_health = False
@@ -132,7 +132,7 @@ class _WorkersExtended(MakesReadable, CollectiveAllReduceExtended):
     ):
         # The native method broadcasts some dtypes only, and a shape that another
         # worker does not have makes all later collectives fail.
-        if replica_id > 0:
+        if replica_id > 0 or self.parts is not None:
             return super()._get_variable_creator_initial_value(
                 replica_id, device, primary_var, **kwargs
             )

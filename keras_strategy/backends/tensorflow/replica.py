@@ -1,7 +1,8 @@
 """One replica while a function runs on it, in a thread of native tf.distribute."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -9,9 +10,10 @@ import keras
 import tensorflow as tf
 from keras import tree
 
-from keras_strategy.backends.tensorflow import combine
+from keras_strategy.backends.tensorflow import combine, sharing
 from keras_strategy.backends.tensorflow.across import sum_of_workers
 from keras_strategy.backends.tensorflow.seeds import Seeds
+from keras_strategy.backends.tensorflow.sharing import part_of
 from keras_strategy.backends.tensorflow.workers import Compare, TensorFlowWorkers
 from keras_strategy.core import context
 from keras_strategy.core.own_attributes import OwnAttributes
@@ -19,6 +21,7 @@ from keras_strategy.core.step_state import StepState
 from keras_strategy.hooks.variables import stored
 from keras_strategy.rules import row_weights
 from keras_strategy.rules.reduction import addable
+from keras_strategy.rules.sharding import Shares, shares_of
 from keras_strategy.values.distributed import ReduceOp, regroup, select_replica
 from keras_strategy.values.topology import Topology
 
@@ -120,6 +123,7 @@ class TensorFlowReplica:
         self.peers = peers
         self._meeting = meeting
         self._drew = False
+        self._only_where: Any = None
         self.step = StepState()
         self._native = tf.distribute.get_replica_context()
         # TensorFlow gives a constant tensor while it traces.
@@ -223,8 +227,54 @@ class TensorFlowReplica:
         return draw()
 
     def write(self, variable: Any, value: Any) -> None:
+        shares = shares_of(variable)
+        self.write_held(
+            variable, value if shares is None else part_of(value, shares, self.id)
+        )
+
+    def write_held(self, variable: Any, value: Any) -> None:
+        """Sets what this replica holds of a variable."""
         component = self.own(stored(variable))
-        component.assign(tf.cast(value, component.dtype))
+        value = tf.cast(value, component.dtype)
+        if self._only_where is not None:
+            value = tf.where(self._only_where, value, component)
+        component.assign(value)
+
+    @property
+    def writes_always(self) -> bool:
+        """Whether what it writes is written under no condition."""
+        return self._only_where is None
+
+    @contextlib.contextmanager
+    def writing_where(self, condition: Any) -> Iterator[None]:
+        """Surrounds what is written where a condition holds, and else is as it was.
+
+        In place of a `tf.cond`, in which replicas could not meet.
+        """
+        self._only_where = condition
+        try:
+            yield
+        finally:
+            self._only_where = None
+
+    def together(self, parts: Sequence[Any], shares: Sequence[Shares]) -> list[Any]:
+        """Whole tensors, of what the replicas keep of them.
+
+        Args:
+            parts: What this replica keeps of each.
+            shares: Of each, which elements each replica keeps.
+        """
+        workers = self.peers.workers
+
+        def merge(*of_replicas):
+            return sharing.together(of_replicas, shares, workers, "optimizer.apply")
+
+        return list(self._merge(merge, list(parts)))
+
+    def whole_of(self, variable: Any, shares: Shares) -> Any:
+        """The value of a variable that the replicas share; all of them ask for it."""
+        own = tf.convert_to_tensor(self.own(stored(variable)))
+        return self.together([own], [shares])[0]
 
     def own(self, variable: Any) -> Any:
         """This replica's component of a native variable.

@@ -79,7 +79,7 @@ class SharesScope(keras.StatelessScope):
 
 
 @of_several
-def _scope_of_shares(optimizer: Any) -> SharesScope | None:
+def scope_of_shares(optimizer: Any) -> SharesScope | None:
     """The scope in which an optimizer updates shares, if it does."""
     scope = get_stateless_scope()
     return scope if isinstance(scope, SharesScope) else None
@@ -89,7 +89,7 @@ def _scope_of_shares(optimizer: Any) -> SharesScope | None:
     keras.optimizers.Optimizer,
     "_clip_gradients",
     "(self, grads)",
-    when=_scope_of_shares,
+    when=scope_of_shares,
 )
 def _clip_gradients(original, scope, self, grads):
     """Norms are those of whole gradients, of which each replica has its share."""

@@ -8,7 +8,7 @@ import keras
 import torch
 
 from keras_strategy.backends.threads import hooks as thread_hooks
-from keras_strategy.backends.threads import hooks_shares
+from keras_strategy.backends.threads import hooks_divisions, hooks_shares
 from keras_strategy.backends.torch import (
     devices,
     gradients,
@@ -115,7 +115,7 @@ class TorchEngine:
 
     def hook_modules(self) -> Sequence[ModuleType]:
         own = [hooks, hooks_compiled, hooks_optimizers, hooks_sharding]
-        return [thread_hooks, *own, hooks_shares]
+        return [thread_hooks, *own, hooks_divisions, hooks_shares]
 
     def random_state(self) -> None:
         return None  # the core asks torch on every backend

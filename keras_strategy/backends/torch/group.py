@@ -16,6 +16,7 @@ from keras_strategy.backends.threads.hooks import (
     keep_global_seed_generator,
     keras_scope,
 )
+from keras_strategy.backends.threads.hooks_divisions import share_adopted
 from keras_strategy.backends.threads.scopes import MergedScope
 from keras_strategy.backends.threads.team import Team
 from keras_strategy.backends.threads.turns import Turns
@@ -30,9 +31,9 @@ from keras_strategy.backends.torch.components import (
 from keras_strategy.backends.torch.devices import torch_device
 from keras_strategy.backends.torch.direct import DirectReplica
 from keras_strategy.backends.torch.flat import Joined
-from keras_strategy.backends.torch.hooks_sharding import share_adopted
 from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.backends.torch.run import HALF_WRITTEN, Run
+from keras_strategy.backends.torch.sharing import SharedComponents
 from keras_strategy.backends.torch.workers import TorchWorkers
 from keras_strategy.core import context
 from keras_strategy.core.components import update_components
@@ -45,6 +46,7 @@ from keras_strategy.rules import first_values
 from keras_strategy.rules.aggregation import is_on_read
 from keras_strategy.rules.batches import batch_of
 from keras_strategy.rules.reduction import addable, axes_to_reduce, entries
+from keras_strategy.rules.sharding import Shares
 from keras_strategy.values.distributed import (
     DistributedValues,
     Mirrored,
@@ -138,6 +140,10 @@ class TorchGroup:
         if shared is None or shared.shares is None:
             return (byte_count(variable),) * len(self.devices)
         return tuple(t.numel() * t.element_size() for t in shared.tensors)
+
+    def share(self, variable: Any, shares: Shares) -> None:
+        """Leaves each replica its share of a variable that is initialized."""
+        SharedComponents(variable, self.layout, shares)
 
     def parts(self, variable: Any) -> PerReplica:
         return PerReplica(self.components(variable))

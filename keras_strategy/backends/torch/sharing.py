@@ -19,10 +19,10 @@ from keras_strategy.backends.torch.flat import in_groups
 from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.hooks.variables import initialize, stored
 from keras_strategy.rules.held_values import held_value
-from keras_strategy.rules.sharding import Shares, note_shares
+from keras_strategy.rules.sharding import DIVISION, Division, Shares, note_shares
 
-# Of an optimizer, its `Division`; of a gradient, the replica's share of its sum.
-DIVISION, _OWN_PART = "_ks_division", "_ks_own_part"
+# Of a gradient, the replica's share of its sum.
+_OWN_PART = "_ks_own_part"
 
 
 class SharedComponents(Components):
@@ -134,55 +134,6 @@ def whole_of(variable: Any, components: Components) -> torch.Tensor | None:
     if known is not None:
         return keras.ops.convert_to_tensor(known)
     return components.together(components.tensors)[0]
-
-
-class Division:
-    """How the replicas share what an optimizer keeps.
-
-    Args:
-        replicas: Their number, over all workers.
-        elementwise: Whether the optimizer updates an element of a weight by what it
-            keeps of that element. Otherwise each weight has one replica that updates
-            it, and keeps all that belongs to it.
-
-    Attributes:
-        slots: The variables that they share.
-    """
-
-    def __init__(self, replicas: int, elementwise: bool):
-        self.elementwise = elementwise
-        self.slots: list[Any] = []
-        self._loads = [0] * replicas
-        self._owners: dict[int, tuple[Any, int]] = {}
-
-    def shares(self, weight: Any, shape: Sequence[int]) -> Shares:
-        """The shares of a weight, or of what is kept of it.
-
-        All workers ask for weights in one order, so that they find the same.
-
-        Args:
-            weight: The weight.
-            shape: The shape of what is shared.
-        """
-        replicas = len(self._loads)
-        if self.elementwise:
-            return Shares.even(shape, replicas)
-        if id(weight) not in self._owners:
-            owner = min(range(replicas), key=self._loads.__getitem__)
-            self._loads[owner] += math.prod(weight.shape)
-            self._owners[id(weight)] = weight, owner
-        return Shares.of_one(shape, replicas, self._owners[id(weight)][1])
-
-    def add(self, slot: Any, weight: Any, layout: Layout) -> None:
-        """Leaves each replica its share of a variable that was made.
-
-        Args:
-            slot: What the optimizer keeps.
-            weight: Of which weight.
-            layout: Where the replicas are.
-        """
-        SharedComponents(slot, layout, self.shares(weight, slot.shape))
-        self.slots.append(slot)
 
 
 def shares_of_gradients(

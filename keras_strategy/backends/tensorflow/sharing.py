@@ -1,0 +1,78 @@
+"""Variables of optimizers of which each replica keeps a share of the elements.
+
+Native tf.distribute has a component of such a variable on each device, as of any other.
+Here they are of different values, and perhaps sizes: what a replica updates of a weight
+by itself.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_strategy.backends.tensorflow.workers import TensorFlowWorkers
+from keras_strategy.rules.sharding import Shares
+
+
+def part_of(whole: Any, shares: Shares, replica: int) -> Any:
+    """What a replica keeps of a tensor."""
+    begin, end = shares.bounds[replica]
+    if isinstance(whole, tf.IndexedSlices):
+        whole = tf.convert_to_tensor(whole)
+    flat = tf.reshape(whole, [-1])[begin:end]
+    return tf.reshape(flat, shares.shape_of(replica))
+
+
+def with_part(whole: Any, part: Any, shares: Shares, replica: int) -> Any:
+    """A tensor with what a replica has updated of it."""
+    if part.shape == whole.shape:
+        return part
+    begin, end = shares.bounds[replica]
+    flat = tf.reshape(whole, [-1])
+    around = [flat[:begin], tf.reshape(part, [-1]), flat[end:]]
+    return tf.reshape(tf.concat(around, 0), shares.shape)
+
+
+def together(
+    parts: Sequence[Sequence[Any]],
+    shares: Sequence[Shares],
+    workers: TensorFlowWorkers | None,
+    name: str,
+) -> list[Any]:
+    """Whole tensors, of what the replicas keep of them.
+
+    Args:
+        parts: What each replica of this worker keeps of each tensor.
+        shares: Of each tensor, which elements each replica keeps.
+        workers: The processes that the replicas belong to, or None for this one alone.
+        name: What it is for.
+    """
+    flat = [[tf.reshape(part, [-1]) for part in own] for own in parts]
+    if workers is None:
+        of_each = [list(of_one) for of_one in zip(*flat, strict=True)]
+    else:
+        of_each = _of_workers(flat, shares, workers, name)
+    return [
+        tf.reshape(tf.concat(of_one, 0), one.shape)
+        for of_one, one in zip(of_each, shares, strict=True)
+    ]
+
+
+def _of_workers(
+    flat: Sequence[Sequence[Any]],
+    shares: Sequence[Shares],
+    workers: TensorFlowWorkers,
+    name: str,
+) -> list[Any]:
+    """What all replicas keep of each tensor; those of one dtype travel together."""
+    of_each: list[Any] = [None] * len(shares)
+    for dtype in dict.fromkeys(part.dtype for part in flat[0]):
+        numbers = [i for i, part in enumerate(flat[0]) if part.dtype == dtype]
+        own = tf.concat([own[i] for own in flat for i in numbers], 0)
+        every, _ = workers.gather(name, own, 0)
+        replicas = range(len(shares[0].bounds))
+        sizes = [shares[i].size_of(replica) for replica in replicas for i in numbers]
+        pieces = tf.split(every, sizes)
+        for place, i in enumerate(numbers):
+            of_each[i] = pieces[place :: len(numbers)]
+    return of_each
