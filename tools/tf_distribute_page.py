@@ -111,8 +111,10 @@ _NOT_ON_JAX = {
         "KERAS_BACKEND=jax, or `MirroredStrategy` here."
     ),
     "tensorflow": refused(
-        "use KERAS_BACKEND=jax; or `tf.distribute.TPUStrategy` itself, with which "
-        "Keras trains without this package."
+        "native TPUStrategy traces a step once for all replicas, and what makes it "
+        "exact here is traced for each replica with its own rows. Use "
+        "KERAS_BACKEND=jax; or `tf.distribute.TPUStrategy` itself, with which Keras "
+        "trains without this package."
     ),
 }
 

@@ -58,7 +58,9 @@ class TensorFlowEngine:
 
     def refusal_of_logical_devices(self) -> str:
         return (
-            "use KERAS_BACKEND=jax; or `tf.distribute.TPUStrategy` itself, with which "
+            "native TPUStrategy traces a step once for all replicas, and what makes it "
+            "exact here is traced for each replica with its own rows. Use "
+            "KERAS_BACKEND=jax; or `tf.distribute.TPUStrategy` itself, with which "
             "Keras trains without this package."
         )
 

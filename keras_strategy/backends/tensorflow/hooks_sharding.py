@@ -111,7 +111,9 @@ def _apply_gradients(original, division, self, grads, trainable_variables):
         of_weight = division.shares(variable, variable.shape)
         shares[id(variable)] = _Share(replica, variable, of_weight, False)
     for variable in division.slots:
-        shares[id(variable)] = _Share(replica, variable, shares_of(variable), True)
+        of_slot = shares_of(variable)
+        assert of_slot is not None
+        shares[id(variable)] = _Share(replica, variable, of_slot, True)
     numbers = division.given_to(replica.id, trainable_variables)
     of_own = [trainable_variables[number] for number in numbers]
     own = [
