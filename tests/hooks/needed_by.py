@@ -255,6 +255,10 @@ NEEDED_BY = {
         "tensorflow",
         f"{_SHARDING}::test_clipping_decay_average_and_accumulation[2-optimizer]",
     ),
+    "backends.tensorflow.hooks_sharding Variable._shared_name": (
+        "tensorflow",
+        f"{_TF}::test_a_native_checkpoint_of_what_replicas_share",
+    ),
     "backends.tensorflow.hooks_sharding Variable._serialize_to_tensors": (
         "tensorflow",
         f"{_TF}::test_a_native_checkpoint_of_what_replicas_share",

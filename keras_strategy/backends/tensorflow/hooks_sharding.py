@@ -180,6 +180,12 @@ def _shares(variable: Any) -> Shares | None:
     return shares_of(variable)
 
 
+@hook(keras.Variable, "_shared_name", None, when=_shares)
+def _shared_name(original, shares, self):
+    """A checkpoint names the variable itself, whose value is a tensor."""
+    return stored(self)._shared_name
+
+
 @hook(keras.Variable, "_serialize_to_tensors", "(self)", when=_shares)
 def _serialize_to_tensors(original, shares, self):
     """TensorFlow's checkpoints hold whole variables, for any number of replicas."""
