@@ -11,6 +11,8 @@ import signal
 os.environ.setdefault("NPROC", "8")
 # Torch's threads wait for work by spinning: several processes take each other's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What torch's compiler starts to compile beside it imports torch, in each process.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Most of what tests on JAX cost is compiling programs that run a few times: less than
 # half of it with these. A jaxlib that does not know one of them says so and aborts.
 os.environ["XLA_FLAGS"] = (
@@ -46,9 +48,10 @@ if keras.backend.backend() == "tensorflow":
     # What it would save, functions that run a few times do not take.
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
-    from tests.untuned import leave_untuned
+    from tests.quick_tensorflow import leave_untuned, note_no_stacks
 
     leave_untuned()
+    note_no_stacks()
 
 # The engine's modules stay, and are a million objects to look through for garbage. What
 # a test leaves is little beside them: a twelfth of the time went into looking for it.
@@ -60,10 +63,11 @@ gc.set_threshold(50_000, 20, 50)
 ENGINELESS = {"benchmarks", "coordination", "launch", "testing"}
 
 
-# What starts processes that have an engine.
+# What starts processes that have an engine: a part without needs no starter of them.
 PROCESSES = {
-    *("faults", "speed", "workers"),
-    *("test_examples.py", "test_imports.py", "test_killed.py", "test_threads.py"),
+    *("faults", "ports", "speed", "workers"),
+    *("test_examples.py", "test_imports.py", "test_killed.py", "test_late.py"),
+    *("test_parameter_servers.py", "test_sides.py", "test_threads.py"),
 }
 TESTS = pathlib.Path(__file__).parent
 

@@ -39,8 +39,8 @@ SELECTION = [
     *(
         f"tests/core/test_custom_loop.py::{test}"
         for test in (
-            "test_a_loop_equals_one_device[2replicas-partial last-built]",
-            "test_a_loop_equals_one_device[2replicas-partial first-lazily built]",
+            "test_a_loop_equals_one_device[partial last-False-2]",
+            "test_a_loop_equals_one_device[partial first-True-4]",
             "test_variables_of_uneven_replicas[mean-on_read-3.3333333333333335-components5]",
             "test_dropout_of_uneven_replicas",
         )

@@ -10,7 +10,9 @@ file ends, so that Python ends it as it ends any: with `sys.excepthook`, the fun
 of `atexit` and the exit status that it asks for.
 """
 
+import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -33,6 +35,7 @@ _MESSAGE_BYTES = 1 << 20
 
 def load(names: list[str]) -> None:
     """Imports modules, and makes sure that a fork of this process can use them."""
+    kept = _kept()
     for name in names:
         importlib.import_module(name)
     if "keras_strategy" in sys.modules:
@@ -44,6 +47,7 @@ def load(names: list[str]) -> None:
     # when it ends, would copy every page of it.
     gc.collect()
     gc.freeze()
+    kept.update(sys.modules)
     count = threading.active_count()
     # A library that can live with a fork (OpenBLAS) ends its threads before one. What
     # is left would be missing in every program.
@@ -57,6 +61,25 @@ def load(names: list[str]) -> None:
             f"Importing the modules {names} started threads, which a fork lacks. "
             "Expected modules that start none, and use no device of an engine."
         )
+
+
+def _kept() -> dict[str, types.ModuleType]:
+    """Modules that programs do not clear when they end.
+
+    Python empties each module then, which would copy these pages, too. What a program
+    imports by itself ends as always.
+    """
+    kept: dict[str, types.ModuleType] = {}
+    # One reference more than Python drops: what it holds outlives the end.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+    def forget() -> None:
+        for name in kept.keys() - {"__main__", *sys.builtin_module_names}:
+            sys.modules.pop(name, None)
+
+    # Before those of the modules, so that it comes after them.
+    atexit.register(forget)
+    return kept
 
 
 def _fork() -> int:

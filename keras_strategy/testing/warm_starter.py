@@ -55,7 +55,8 @@ class WarmStarter:
     this object was made is started as a fresh interpreter. So are all workers where
     there is no `os.fork`. Two things remain: a worker's `hash` of texts, and so the
     order of a set of them, is that of all the others, and a worker finds more modules
-    imported than it asked for. Keep a test of cold workers too.
+    imported than it asked for, which are not cleared when it ends. Keep a test of cold
+    workers too.
 
     The process starts with this object. It dies with the thread that made it.
 

@@ -8,7 +8,6 @@ import pytest
 from keras import layers, ops
 
 import keras_strategy as ks
-from keras_strategy.testing import WorkerRunner
 from keras_strategy.testing.equality.compare import largest, scope
 
 if keras.backend.backend() != "torch":
@@ -17,7 +16,6 @@ if keras.backend.backend() != "torch":
 import torch  # noqa: E402
 
 from keras_strategy.backends.torch import compiled  # noqa: E402
-from tests.backends import torch_compiled_jobs as jobs  # noqa: E402
 
 X = np.random.RandomState(0).randn(14, 6).astype("float32")
 TOKENS = np.random.RandomState(0).randint(0, 5, (14, 6)).astype("int32")
@@ -333,15 +331,3 @@ def test_run_eagerly_and_models_outside(two, told, monkeypatch):
     with pytest.raises(AssertionError, match="was called"):
         outside.make_train_function()  # Keras's own
     assert not told()
-
-
-@pytest.mark.timeout(600)  # each process compiles several models
-def test_one_replica_in_each_process(starter):
-    with WorkerRunner(2, timeout_seconds=500, starter=starter) as runner:
-        for without, compiled in runner.run(jobs.with_and_without):
-            assert largest(compiled, without) == 0
-        for before, after in runner.run(jobs.failing):
-            assert largest(after, before) == 0
-        for without, _, compiled, failed in runner.run(jobs.of_a_users_own):
-            assert largest(compiled, without) < 1e-6
-            assert largest(failed, compiled) == 0

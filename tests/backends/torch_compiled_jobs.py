@@ -92,3 +92,8 @@ def of_a_users_own() -> list:
         except ArithmeticError:
             found.append([first, *layer.get_weights()])
     return found
+
+
+def all_of_them() -> tuple[list, list, list]:
+    """All of the above, since to import what compiles takes seconds."""
+    return with_and_without(), failing(), of_a_users_own()

@@ -21,6 +21,7 @@ import numpy as np
 
 import keras_strategy as ks
 from tests.faults.table import CALLED, OF_CHIEF, Planted
+from tests.processes import wait_until
 
 # The file that tells when the fault happened.
 HAPPENED = "happened"
@@ -38,8 +39,11 @@ def work(planted: dict, folder: str) -> None:
     tempfile.tempdir = os.environ["TMPDIR"]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     program = Program(Planted(**planted), pathlib.Path(folder))
+    make = ks.MultiWorkerMirroredStrategy  # what it needs is imported by now
     program.come("start")
-    program.strategy = ks.MultiWorkerMirroredStrategy()
+    if program.planted.place != "start":
+        program.meet()
+    program.strategy = make()
     PLACES[program.planted.place](program)
     print("done", flush=True)
 
@@ -62,6 +66,12 @@ class Program:
         self.strategy: Any = None
         self.kept: Any = None
         self._rounds = 0
+
+    def meet(self) -> None:
+        """Waits for the others, who may be given little time once they have joined."""
+        (self.folder / f"started{os.getpid()}").touch()
+        count = self.planted.workers
+        wait_until(lambda: len(list(self.folder.glob("started*"))) == count, FOR_EVER)
 
     def does(self, fault: str) -> bool:
         """Whether this is the worker of this fault, which is no sudden one."""

@@ -117,6 +117,23 @@ def test_modules_that_cannot_be_shared(tmp_path, monkeypatch, text, said):
         runner.run(os.getpid)
 
 
+def test_what_was_imported_before_is_not_cleared(tmp_path, monkeypatch):
+    """Which would copy all of it; what the program imports is, as always."""
+    for name in ("before", "own"):
+        (tmp_path / f"{name}_of_a_test.py").write_text(
+            "import os\n"
+            "class Says:\n"
+            "    def __del__(self, write=os.write):\n"
+            f"        write(1, b'{name}')\n"
+            "says = Says()"
+        )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    script, text = tmp_path / "script.py", "import before_of_a_test, own_of_a_test"
+    with WarmStarter(modules=("before_of_a_test",)) as starter:
+        assert ran(starter, script, text).output == "own"
+    assert "before" in ran(None, script, text).output
+
+
 def test_workers_end_with_their_starter(tmp_path):
     with WarmStarter(modules=("json",)) as starter:
         runner = WorkerRunner(2, starter=starter)

@@ -14,6 +14,15 @@ from keras_strategy.testing.equality.compare import (
 )
 
 
+def alone(make: Callable[[], keras.Model], x: Any, y: Any, **options: Any) -> Trained:
+    """What one device ends with; the options are those of `train`.
+
+    On TensorFlow it compiles no step, which is quicker where a step runs a few times.
+    """
+    eagerly = keras.backend.backend() == "tensorflow"
+    return train(None, make, x, y, eagerly=eagerly, **options)
+
+
 class SharedModels:
     """One model per strategy: what an engine compiles for it, it compiles once.
 

@@ -22,6 +22,11 @@ def sequential():
     )
 
 
+def quickly(strategy):
+    """TensorFlow on one device compiles no step, which it would run a few times."""
+    return {"run_eagerly": BACKEND == "tensorflow" and strategy is None}
+
+
 def fit(model, **options):
     history = model.fit(X, Y, batch_size=8, verbose=0, **options).history
     return [value for values in history.values() for value in values]
@@ -39,22 +44,24 @@ def a_life(strategy):
         By what was changed, the variables and the logs after it.
     """
     keras.utils.set_random_seed(1)
+    how = quickly(strategy)
     with scope(strategy):
         model = sequential()
-        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"], **how)
     found = {"first fit": (fit(model, epochs=2), state(model))}
     found["fit after fit"] = (fit(model, initial_epoch=1, epochs=2), state(model))
     model.optimizer.learning_rate = 0.05
     found["another learning rate"] = (fit(model), state(model))
-    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mae", metrics=["mse"])
+    momentum = keras.optimizers.SGD(0.1, momentum=0.9)
+    model.compile(momentum, "mae", metrics=["mse"], **how)
     found["compiled again"] = (fit(model), state(model))
     model.layers[0].trainable = False
-    model.compile(keras.optimizers.Adam(0.01), "mse")
+    model.compile(keras.optimizers.Adam(0.01), "mse", **how)
     frozen = model.layers[0].get_weights()
     found["a frozen layer"] = (fit(model), state(model))
     assert largest(frozen, model.layers[0].get_weights()) == 0
     model.layers[0].trainable = True
-    model.compile(keras.optimizers.Adam(0.01), "mse")
+    model.compile(keras.optimizers.Adam(0.01), "mse", **how)
     found["unfrozen"] = (fit(model), state(model))
     assert largest(frozen, model.layers[0].get_weights()) > 0
     model.set_weights([w * 0.5 for w in model.get_weights()])
@@ -80,7 +87,7 @@ def test_weights_go_to_a_plain_model_and_back(two):
         for strategy in strategies:
             with scope(strategy):
                 model = sequential()
-                model.compile(keras.optimizers.SGD(0.05), "mse")
+                model.compile(keras.optimizers.SGD(0.05), "mse", **quickly(strategy))
             if weights is not None:
                 model.set_weights(weights)
             fit(model, shuffle=False)

@@ -15,6 +15,7 @@ from keras_strategy.testing.equality.compare import (
     scope,
     train,
 )
+from tests.training.shared import alone
 
 # By batches of 8 the last one has a row for the first replica alone.
 RNG = np.random.RandomState(7)
@@ -266,7 +267,7 @@ def test_what_compile_does_by_itself_may_be_said(two):
         options = {"jit_compile": "auto", "steps_per_execution": 1}
         return compiled(head(base()), auto_scale_loss=False, **options)
 
-    assert_equal(train(None, make, X, Y), train(two, make, X, Y))
+    assert_equal(alone(make, X, Y), train(two, make, X, Y))
 
 
 def test_several_steps_an_execution(two):

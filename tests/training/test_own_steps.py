@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from keras_strategy.testing.equality.compare import assert_equal, largest, scope, train
+from tests.training.shared import alone
 
 RNG = np.random.RandomState(7)
 X = RNG.randn(17, 4).astype("float32")
@@ -138,7 +139,7 @@ def test_fit(weighted, two):
     options = {"validation_data": (X[:11], Y[:11])}
     if weighted:
         options["sample_weight"] = WEIGHT
-    one = train(None, own_steps, X, Y, **options)
+    one = alone(own_steps, X, Y, **options)
     many = train(two, own_steps, X, Y, **options)
     keys = {key.split(" of ")[0] for key in one.logs}
     assert keys == {"error", "own loss", "val_error", "val_own loss"}
@@ -196,6 +197,6 @@ def test_a_step_around_kerass_own(two):
         model.compile("adam", "mse")
         return model
 
-    one, many = train(None, make, X, Y), train(two, make, X, Y)
+    one, many = alone(make, X, Y), train(two, make, X, Y)
     assert float(one.model.steps) == float(many.model.steps) == 6
     assert_equal(one, many)

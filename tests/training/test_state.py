@@ -7,6 +7,7 @@ from keras import layers, ops
 
 from keras_strategy.testing.equality import models
 from keras_strategy.testing.equality.compare import assert_equal, scope, train
+from tests.training.shared import alone
 
 BACKEND = keras.backend.backend()
 # By batches of 8 the last one has a row for the first replica alone.
@@ -89,10 +90,9 @@ def test_state_that_comes_to_one_devices(mirrored):
     def make():
         return model_of(*EXACT.values())
 
-    one = train(None, make, X, Y)
-    for replicas in (2, 3):
-        many = train(mirrored(replicas), make, X, Y)
-        assert_equal(one, many)
+    one = alone(make, X, Y, predicted=0)
+    many = train(mirrored(3), make, X, Y, predicted=0)
+    assert_equal(one, many)
     states = [
         layer.state for layer in many.model.layers if isinstance(layer, Assigning)
     ]
@@ -163,7 +163,7 @@ def test_jax_comes_to_one_devices_state(two):
     def make():
         return model_of(*DIFFERENT.values())
 
-    assert_equal(train(None, make, X, Y), train(two, make, X, Y))
+    assert_equal(alone(make, X, Y), train(two, make, X, Y))
 
 
 def test_run_brings_together_as_tf_distribute_does(two):
@@ -209,7 +209,7 @@ def test_what_keras_itself_assigns(two):
             keras.optimizers.SGD(0.0),
         )
 
-    one = train(None, make, X, Y, epochs=1)
+    one = alone(make, X, Y, epochs=1)
     many = train(two, make, X, Y, epochs=1)
     assert many.apart == 0.0
     seeds = [v for v in many.model.non_trainable_variables if "seed" in v.path]

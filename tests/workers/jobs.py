@@ -17,6 +17,7 @@ import keras
 import numpy as np
 
 import keras_strategy as ks
+from tests.processes import wait_until
 from tests.workers.listening import listens_at
 
 
@@ -29,6 +30,15 @@ def in_charge(alone: bool, **kwargs: Any) -> Any:
     rank = strategy.extended.local_replicas.start
     keras.utils.set_random_seed(17 + rank)
     return strategy, strategy.scope()
+
+
+def in_turns(calls: dict[str, dict]) -> dict[str, Any]:
+    """What functions of this module return, one after the other in one process.
+
+    Args:
+        calls: Their names, and the arguments of each.
+    """
+    return {name: globals()[name](**arguments) for name, arguments in calls.items()}
 
 
 def digits(rows: int, seed: int = 3) -> tuple[np.ndarray, np.ndarray]:
@@ -578,9 +588,15 @@ def batches_told(strategy: Any, batches: bool | None) -> tuple[int, int]:
     return len(told), asked.count("whether to stop")
 
 
-def different_programs() -> None:
-    """Two workers go different ways after a step that both know."""
-    strategy = ks.MultiWorkerMirroredStrategy()
+def different_programs(folder: str) -> None:
+    """Two workers go different ways after a step that both know.
+
+    They have little time for each other, and take none of it to start.
+    """
+    make = ks.MultiWorkerMirroredStrategy  # it has imported what it needs
+    pathlib.Path(folder, str(os.getpid())).touch()
+    wait_until(lambda: len(os.listdir(folder)) == 2, seconds=240)
+    strategy = make()
     rank = strategy.extended.local_replicas.start
 
     def step():

@@ -37,12 +37,9 @@ def test_collectives(workers):
         assert bool(beyond) == (keras.backend.backend() == "tensorflow"), beyond
 
 
-def test_values_of_different_shapes(two_workers):
-    for said in two_workers.run(jobs.different_shapes):
-        assert "worker 0: (2,)" in said
-        assert "worker 1: (3,)" in said
-
-
-def test_what_counts_is_the_first_replicas_alone(two_workers):
-    for inside, outside in two_workers.run(jobs.only_the_first_counts):
-        assert inside == outside == 1.0
+def test_the_first_replicas_alone_and_different_shapes(two_workers):
+    calls = {"only_the_first_counts": {}, "different_shapes": {}}
+    for results in two_workers.run(jobs.in_turns, calls):
+        assert results["only_the_first_counts"] == [1.0, 1.0]
+        assert "worker 0: (2,)" in results["different_shapes"]
+        assert "worker 1: (3,)" in results["different_shapes"]

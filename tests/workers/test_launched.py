@@ -1,26 +1,33 @@
 """Programs that run in several workers as users start them."""
 
+import contextlib
 import os
 import pathlib
-import subprocess
 import sys
 
 import numpy as np
 
+from keras_strategy.launch import team
+from keras_strategy.launch.launcher import Launcher
+from keras_strategy.testing.warm_starter import base_environment
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def run(*arguments):
-    """Starts two workers and waits for them."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-m", "keras_strategy", "run", "--workers", "2"]
-        + ["--devices-per-worker", "1", *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+def warm(starter):
+    """What starts a launcher's workers where Keras and the engine are imported."""
+
+    def start(name, command, environment, stdout, stderr):
+        _, script, *arguments = command
+        ours, theirs = zip(os.pipe(), os.pipe(), strict=True)
+        with contextlib.ExitStack() as ends:
+            files = [ends.enter_context(open(end, "wb")) for end in theirs]
+            process = starter.start(name, script, arguments, environment, *files)
+        # The launcher closes them.
+        process.stdout, process.stderr = (open(end, "rb", 0) for end in ours)  # noqa: SIM115
+        return process
+
+    return start
 
 
 def test_the_example(two_workers):
@@ -32,7 +39,7 @@ def test_the_example(two_workers):
 
 
 def test_a_training_that_is_started_again_ends_where_an_uninterrupted_one_does(
-    two_workers, tmp_path
+    two_workers, starter, tmp_path, monkeypatch, capsys
 ):
     """A worker is killed, then one is preempted; the launcher starts all anew."""
     script = ROOT / "tests" / "workers" / "train_script.py"
@@ -42,9 +49,13 @@ def test_a_training_that_is_started_again_ends_where_an_uninterrupted_one_does(
     faults = ("killed", "preempted")
     backup = tmp_path / "b"
     arguments = (script, tmp_path / "resumed.npz", backup, *faults)
-    resumed = run("--max-restarts", 2, *arguments)
-    said = resumed.stdout + resumed.stderr
-    assert resumed.returncode == 0, said
+    monkeypatch.setattr(team, "WorkerProcess", warm(starter))
+    for name, value in base_environment().items():
+        monkeypatch.setenv(name, value)
+    command = (sys.executable, *map(str, arguments))
+    status = Launcher(command, 2, devices_per_worker=1, max_restarts=2).run()
+    said = "".join(capsys.readouterr())
+    assert status == 0, said
     assert all(pathlib.Path(f"{backup}.{fault}").exists() for fault in faults)
     for number in (1, 2):
         assert f"All workers start again in 1 s (restart {number} of 2)." in said

@@ -53,12 +53,12 @@ def test_workers_read_no_logs_of_batches_to_stop_together(results):
         assert with_batches == (3, 3)
 
 
-def test_workers_that_go_different_ways(starter):
-    environment = {"KERAS_STRATEGY_TIMEOUT_SECONDS": "8"}
+def test_workers_that_go_different_ways(starter, tmp_path):
+    environment = {"KERAS_STRATEGY_TIMEOUT_SECONDS": "15"}
     with WorkerRunner(
-        2, timeout_seconds=110, environment=environment, starter=starter
+        2, timeout_seconds=280, environment=environment, starter=starter
     ) as runner:
-        runner.start(jobs.different_programs)
+        runner.start(jobs.different_programs, str(tmp_path))
         ends = runner.wait()
     for end in ends:
         assert end.exit_status != 0

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+from keras_strategy.testing import WorkerRunner
 from tests.workers import jobs
 
 TOLERANCE = 1e-5
@@ -37,34 +38,39 @@ def test_fit_equals_one_device(workers, fit_arrays_alone):
         np.testing.assert_array_equal(a, b)
 
 
-def test_a_batch_of_fewer_rows_than_workers(two_workers):
-    arguments = {"rows": 9, "batch_size": 4}  # 4, 4 and 1
-    expected = jobs.fit_arrays(alone=True, **arguments)
-    for result in two_workers.run(jobs.fit_arrays, **arguments):
+# What two workers do in turns, with what arguments.
+CALLS: dict[str, dict] = {
+    "fit_arrays": {"rows": 9, "batch_size": 4},  # 4, 4 and 1: fewer rows than workers
+    "batch_statistics": {},
+    # On TensorFlow each replica of several workers draws its own numbers.
+    "custom_loop": {"rate": 0.0 if keras.backend.backend() == "tensorflow" else 0.3},
+    "epochs_of_different_length": {},
+    "different_batches": {},
+}
+
+
+@pytest.fixture(scope="module")
+def results(starter):
+    """What each of two workers returns, by function."""
+    with WorkerRunner(2, timeout_seconds=300, starter=starter) as runner:
+        of_workers = runner.run(jobs.in_turns, CALLS)
+    return {name: [found[name] for found in of_workers] for name in CALLS}
+
+
+@pytest.mark.parametrize("name", ["fit_arrays", "batch_statistics", "custom_loop"])
+def test_what_one_device_comes_to(name, results):
+    expected = getattr(jobs, name)(alone=True, **CALLS[name])
+    for result in results[name]:
         assert equal(result, expected)
 
 
-def test_the_statistics_of_the_global_batch(two_workers):
-    expected = jobs.batch_statistics(alone=True)
-    for result in two_workers.run(jobs.batch_statistics):
-        assert equal(result, expected)
-
-
-def test_a_loop_of_ones_own_equals_one_device(two_workers):
-    # There each replica of several workers draws its own numbers.
-    rate = 0.0 if keras.backend.backend() == "tensorflow" else 0.3
-    expected = jobs.custom_loop(alone=True, rate=rate)
-    for result in two_workers.run(jobs.custom_loop, rate=rate):
-        assert equal(result, expected)
-
-
-def test_workers_whose_data_ends_early(two_workers):
-    results = two_workers.run(jobs.epochs_of_different_length)
+def test_workers_whose_data_ends_early(results):
+    results = results["epochs_of_different_length"]
     assert [result["steps"] for result in results] == [2, 2]
     assert equal(results[0]["weights"], results[1]["weights"], 0)
     assert "worker 1" in results[0]["warned"][0]
 
 
-def test_workers_that_read_different_batches(two_workers):
-    for said in two_workers.run(jobs.different_batches):
+def test_workers_that_read_different_batches(results):
+    for said in results["different_batches"]:
         assert "worker 0: 8, worker 1: 9" in said

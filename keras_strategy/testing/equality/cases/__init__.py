@@ -17,11 +17,11 @@ def all_cases(briefly: bool = False) -> list[Case]:
 
     Args:
         briefly: Whether one row has all optimizers, where Keras can do that, one all
-            metrics, and some all layers that draw.
+            metrics, some several options of optimizers, and some all layers that draw.
     """
     return [
         *(optimizer.at_once() if briefly else optimizer.each()),
-        *optimizer.beside_the_rule(),
+        *optimizer.beside_the_rule(briefly),
         *loss.each(),
         *loss.cases(),
         *layer.cases(),

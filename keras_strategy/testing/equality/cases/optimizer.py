@@ -64,9 +64,13 @@ def _kernels_apart(kernels):
     return lambda variable: kernels if "kernel" in variable.path else others
 
 
-def beside_the_rule() -> Iterator[Case]:
-    """What optimizers do beside their rule."""
-    options: dict[str, dict[str, Any]] = {
+def beside_the_rule(briefly: bool = False) -> Iterator[Case]:
+    """What optimizers do beside their rule.
+
+    Args:
+        briefly: Whether several of their options share a row.
+    """
+    alone: dict[str, dict[str, Any]] = {
         "clipnorm": {"clipnorm": 0.1},
         "global_clipnorm": {"global_clipnorm": 0.1},
         "clipvalue": {"clipvalue": 0.01},
@@ -79,6 +83,17 @@ def beside_the_rule() -> Iterator[Case]:
         "accumulation over 2 steps": {"gradient_accumulation_steps": 2},
         "accumulation over 3 steps": {"gradient_accumulation_steps": 3},
         "loss_scale_factor": {"loss_scale_factor": 8.0},
+    }
+    together: dict[str, dict[str, Any]] = {
+        "clipnorm and decay": {"clipnorm": 0.1, "weight_decay": 0.1},
+        "clipvalue and EMA": {"clipvalue": 0.01, "use_ema": True},
+        "accumulation over 3 steps, with a loss_scale_factor": {
+            "gradient_accumulation_steps": 3,
+            "loss_scale_factor": 8.0,
+        },
+    }
+    options: dict[str, dict[str, Any]] = {
+        **(together if briefly else alone),
         "clipping, decay, EMA and accumulation at once": {
             "global_clipnorm": 0.1,
             "weight_decay": 0.1,

@@ -1,0 +1,25 @@
+"""TensorFlow without what costs more than it gives to small tests."""
+
+import tensorflow as tf
+from tensorflow.python.util import tf_stack
+
+
+def leave_untuned() -> None:
+    """Has all datasets that are iterated from now on go without a thread that tunes.
+
+    Whoever drops an iterator waits for that thread. On busy cores it can look whether
+    it is to end just before it is told to, and then sleeps first, for up to a minute.
+    """
+    iterate = tf.data.Dataset.__iter__
+    untuned = tf.data.Options()
+    untuned.autotune.enabled = False
+    tf.data.Dataset.__iter__ = lambda self: iterate(self.with_options(untuned))
+
+
+def note_no_stacks() -> None:
+    """Has the operations of a graph not say where they were made.
+
+    Each notes the whole stack, of which pytest is the most: a tenth of the time.
+    """
+    one = tf_stack.extract_stack()
+    tf_stack.extract_stack = lambda stacklevel=1: one
