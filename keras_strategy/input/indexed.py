@@ -2,8 +2,7 @@
 
 import functools
 import random
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,22 +13,11 @@ from keras import tree
 from keras_strategy.input.agreement import digest_of
 from keras_strategy.input.loaders import is_indexed, rows_of_loader
 from keras_strategy.input.own_rows import OwnRows, Share, first_and_end, order_of
+from keras_strategy.input.passes import InOneOrder
 from keras_strategy.input.sources import ByNumber
 
-_END = object()
 
-
-class _Reading(threading.local):
-    """The dataset that this thread reads in one order, and the epoch of that order."""
-
-    dataset: "IndexedDataset | None" = None
-    epoch = 0
-
-
-_reading = _Reading()
-
-
-class IndexedDataset(keras.utils.PyDataset):
+class IndexedDataset(InOneOrder, keras.utils.PyDataset):
     """Batches of the rows of a source, which are read one by one.
 
     A `keras.utils.PyDataset` reads a batch with one call, so every worker reads all of
@@ -102,7 +90,6 @@ class IndexedDataset(keras.utils.PyDataset):
         self.threads = threads
         self.prefetch = prefetch
         self.compared = False
-        self._epoch = 0
         self._order: tuple[int, np.ndarray] | None = None
         self._pool: ThreadPoolExecutor | None = None
 
@@ -135,34 +122,12 @@ class IndexedDataset(keras.utils.PyDataset):
         end = min(begin + self.batch_size, len(self.source))
         if not self.shuffle:
             return range(begin, end)
-        epoch = _reading.epoch if _reading.dataset is self else self._epoch
+        epoch = self.epoch
         order = self._order
         if order is None or order[0] != epoch:
             generator = np.random.default_rng([self.seed, epoch])
             self._order = order = epoch, generator.permutation(len(self.source))
         return order[1][begin:end].tolist()
-
-    def in_one_order(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Gives batches of this dataset in the order that their first one had.
-
-        An epoch may end before the data does, and a thread may read ahead of it: the
-        rows of a pass must not follow from when that thread reads them.
-
-        Args:
-            batches: What reads this dataset when it is asked for a batch.
-        """
-        epoch = self._epoch
-        iterator = iter(batches)
-        while True:
-            outer = _reading.dataset, _reading.epoch
-            _reading.dataset, _reading.epoch = self, epoch
-            try:
-                batch = next(iterator, _END)
-            finally:
-                _reading.dataset, _reading.epoch = outer
-            if batch is _END:
-                return
-            yield batch
 
     def read(self, rows: Sequence[int]) -> Any:
         """Reads rows of the source, as a batch.

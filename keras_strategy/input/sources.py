@@ -13,6 +13,7 @@ import numpy as np
 
 from keras_strategy.core.registry import get_engine
 from keras_strategy.input.ahead import ReadAhead, kept
+from keras_strategy.input.passes import InOneOrder
 
 
 def batches_of(dataset: Any, argument: str) -> Callable[[], Iterator[Any]]:
@@ -118,9 +119,11 @@ class ByNumber:
         self._dataset.on_epoch_begin()
         number = number_of_batches(self._dataset)
         endless = number is None
-        yield from map(
-            self._read, itertools.count(first) if endless else range(first, number)
-        )
+        numbers = itertools.count(first) if endless else range(first, number)
+        batches = map(self._read, numbers)
+        if isinstance(self._dataset, InOneOrder):
+            batches = self._dataset.in_one_order(batches)
+        yield from batches
         self._dataset.on_epoch_end()
 
     def pass_over(self, epochs: Sequence[int | None]) -> None:

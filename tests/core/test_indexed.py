@@ -52,6 +52,25 @@ def test_own_rows_have_the_order_that_their_pass_began_with(shuffle):
     assert sorted(np.concatenate(read)) == list(range(50))
 
 
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_each_of_two_loops_at_once_has_one_order(prefetch):
+    """One of them ends an epoch of the dataset while the other is in its middle."""
+    rows = list(np.arange(40, dtype="float32"))
+    dataset = ks.IndexedDataset(rows, batch_size=8, shuffle=True, prefetch=prefetch)
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    distributed = strategy.experimental_distribute_dataset(dataset)
+
+    def rows_of(batch):
+        return np.concatenate(strategy.experimental_local_results(batch))
+
+    outer, inner = iter(distributed), list(distributed)
+    passes = [[rows_of(next(outer))], list(map(rows_of, inner))]
+    passes.append([rows_of(batch) for batch in distributed])
+    passes[0] += map(rows_of, outer)
+    for read in passes:
+        assert sorted(np.concatenate(read)) == rows
+
+
 def test_a_dataset_of_grain():
     grain = pytest.importorskip("grain")
     source = grain.MapDataset.source(X).map(lambda row: row + 1)
