@@ -35,8 +35,10 @@ _DEPTH = 40
 _LONGEST = 200
 # What an object in an array is compared by, and not by its class alone.
 _PLAIN = (str, bytes, numbers.Number, type(None))
-# As many bytes of an array's first rows are compared.
+# As many bytes of an array's first rows are compared, and of a larger one as many rows
+# from all over it: each of them may be a page to be read from a disk.
 _BYTES = 1 << 20
+_SPREAD = 1024
 _ARGUMENTS = (
     *("batch_size", "epochs", "initial_epoch", "steps_per_epoch", "steps", "shuffle"),
     *("class_weight", "validation_split", "validation_steps"),
@@ -251,29 +253,34 @@ def _data(data: Any) -> Any:
 
 def _array(array: Any) -> str:
     # Nothing of what kind it is: what a worker makes of it is the same.
-    rows = _first_rows(array)
-    dtype = getattr(array, "dtype", None) if rows is None else rows.dtype
+    rows = _some_rows(array)
+    dtype = rows[0].dtype if rows else getattr(array, "dtype", None)
     layout = f"an array {_shape(array)} of {dtype}"
-    digest = rows_digest(array)
-    return layout if digest is None else f"{layout}, whose first rows are {digest}"
+    return f"{layout}, whose rows are {_digest(rows)}" if rows else layout
 
 
 def rows_digest(array: Any) -> str | None:
-    """A digest of the first MiB of rows of an array, tensor or table.
+    """A digest of an array, tensor or table; of some of its rows, if it is large.
 
     Returns:
         None where there are no rows, or none that this worker can read alone.
     """
-    rows = _first_rows(array)
-    if rows is None:
-        return None
-    if rows.dtype.hasobject:
-        words = [
-            repr(value) if isinstance(value, _PLAIN) else _name(type(value))
-            for value in rows.reshape(-1).tolist()
-        ]
-        rows = np.frombuffer(repr(words).encode(), "uint8")
-    return digest_of(rows)[:12]
+    rows = _some_rows(array)
+    return _digest(rows) if rows else None
+
+
+def _digest(parts: list[np.ndarray]) -> str:
+    return "".join(digest_of(_comparable(rows))[: 12 // len(parts)] for rows in parts)
+
+
+def _comparable(rows: np.ndarray) -> np.ndarray:
+    if not rows.dtype.hasobject:
+        return rows
+    words = [
+        repr(value) if isinstance(value, _PLAIN) else _name(type(value))
+        for value in rows.reshape(-1).tolist()
+    ]
+    return np.frombuffer(repr(words).encode(), "uint8")
 
 
 def _shape(data: Any) -> tuple[int, ...] | None:
@@ -284,22 +291,32 @@ def _shape(data: Any) -> tuple[int, ...] | None:
     return tuple(map(int, sizes))
 
 
-def _first_rows(data: Any) -> np.ndarray | None:
-    """The first rows in NumPy, so that a large array on a device stays there."""
+def _some_rows(data: Any) -> list[np.ndarray]:
+    """Rows of an array, in NumPy: all, or the first and some from all over it.
+
+    So a large array on a device or a disk stays there.
+    """
     shape = _shape(data)
     if not shape:
-        return None
+        return []
     row = math.prod(shape[1:]) * getattr(getattr(data, "dtype", None), "itemsize", 8)
     most = max(1, _BYTES // max(1, row))
     try:
-        rows = data if shape[0] <= most else getattr(data, "iloc", data)[:most]
-        if hasattr(rows, "toarray"):  # one of SciPy, which is sparse
-            rows = rows.toarray()
-        if keras.ops.is_tensor(rows):
-            return keras.ops.convert_to_numpy(rows)
-        return np.asarray(rows)
+        if shape[0] <= most:
+            return [_in_numpy(data)]
+        rows = getattr(data, "iloc", data)
+        apart = -(-shape[0] // min(most, _SPREAD))
+        return [_in_numpy(rows[:most]), _in_numpy(rows[::apart])]
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError):
-        return None  # sparse and large, of another engine's device or of other workers
+        return []  # sparse and large, of another engine's device or of other workers
+
+
+def _in_numpy(rows: Any) -> np.ndarray:
+    if hasattr(rows, "toarray"):  # of SciPy, which is sparse
+        rows = rows.toarray()
+    if keras.ops.is_tensor(rows):
+        return keras.ops.convert_to_numpy(rows)
+    return np.asarray(rows)
 
 
 def _without_names(value: Any) -> Any:

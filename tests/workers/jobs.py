@@ -665,6 +665,8 @@ def fits_that_differ() -> dict[str, str]:
     other = x + last * (np.arange(8) == 3)[:, None]
     tensor, frame = keras.ops.convert_to_tensor(other), pandas.DataFrame(other)
     words = np.array([["a"], ["b" if last else "c"]], object)
+    large = np.zeros((60_000, 6), "float32")  # more than is read of it
+    large[-6_000:] = last
     model = made(sgd())
     on_batch = model.train_on_batch, model.test_on_batch, model.predict_on_batch
     return {
@@ -680,6 +682,7 @@ def fits_that_differ() -> dict[str, str]:
         "tensors": said(sgd(), mine=(tensor, y)),
         "tables": said(sgd(), mine=(frame, y)),
         "words": said(sgd(), mine=(words, y[:2])),
+        "large": said(sgd(), mine=(large, large[:, 0])),
         "weights": said(sgd(), sample_weight=tensor[:, 0]),
         "validation": said(sgd(), validation_data=(tensor, y)),
         "epsilon": with_epsilon(lambda: said(sgd())),
