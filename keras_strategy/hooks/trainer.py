@@ -87,10 +87,12 @@ def _of_replicas(
     cluster, name = strategy.extended.cluster, original.__name__
     if cluster is not None and name != "compile":
         first_values.settle()
-        seeds.take_chiefs(cluster)
-        if name != "fit":  # which says more, when its callbacks are known
+        if name == "fit":  # which says what it does when its callbacks are known
+            seeds.take_chiefs(cluster)
+        else:  # one round for both: some are called for each batch
             said = alike.items_of_call(call.arguments)
-            alike.require(cluster, said, False, name)
+            told = alike.require(cluster, said, seeds.digest(), name)
+            seeds.take_chiefs(cluster, told)
         if name in _LOOPS:
             lead = functools.partial(_chiefs_lead, strategy, model, call.arguments)
             chiefs_lead.worker_arguments(name, call.arguments, cluster, lead)
@@ -145,7 +147,7 @@ def _chiefs_lead(
     def set_epoch(model, epoch):
         model._initial_epoch = epoch
 
-    in_batches = alike.require(cluster, items, own_minds)
+    in_batches = any(alike.require(cluster, items, own_minds))
     kind = chiefs_lead.ChiefsLeadInBatches if in_batches else chiefs_lead.ChiefsLead
     return kind(
         cluster,

@@ -9,6 +9,7 @@ import hashlib
 import json
 import random
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from keras_strategy.core.registry import get_engine
 from keras_strategy.workers.cluster import Cluster
 
 
-def take_chiefs(cluster: Cluster) -> None:
+def take_chiefs(cluster: Cluster, digests: Sequence[str] | None = None) -> None:
     """Sets Python's, NumPy's and the engine's generators to the chief's state.
 
     Nothing changes where all workers have called `keras.utils.set_random_seed` with
@@ -25,15 +26,22 @@ def take_chiefs(cluster: Cluster) -> None:
 
     Args:
         cluster: The workers.
+        digests: Each worker's `digest`, if they have told each other.
     """
-    mine = state()
-    text = json.dumps(mine)
-    digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-    if len(set(cluster.agree("the comparison of random states", digest))) == 1:
+    if digests is None:
+        digests = cluster.agree("the comparison of random states", digest())
+    if len(set(digests)) == 1:
         return
-    told = cluster.agree("the chief's random state", mine if cluster.is_chief else None)
+    mine = state() if cluster.is_chief else None
+    told = cluster.agree("the chief's random state", mine)
     if not cluster.is_chief:
         set_state(told[0])
+
+
+def digest() -> str:
+    """A digest of where the generators of this process are."""
+    text = json.dumps(state())
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def state() -> dict[str, Any]:

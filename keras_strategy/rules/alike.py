@@ -59,27 +59,27 @@ Item = list[Any]
 
 
 def require(
-    cluster: Cluster, items: list[Item], own_minds: bool, what: str = "fit"
-) -> bool:
+    cluster: Cluster, items: list[Item], more: Any, what: str = "fit"
+) -> list[Any]:
     """Has all workers say what they are about to do.
 
     Args:
         cluster: The workers.
         items: What `items_of` says of this one.
-        own_minds: Whether a callback of this worker decides something by itself.
+        more: A value that travels with it, of JSON's.
         what: The method, for messages.
 
     Returns:
-        Whether one of any worker does.
+        Each worker's `more`, by rank.
 
     Raises:
         WorkersDifferError: If they do not do the same.
     """
     told, difference = cluster.first_difference(
-        f"the start of {what}", items, own_minds
+        f"the start of {what}", items, more
     )
     if difference is None:
-        return any(told)
+        return told
     _, each = difference
     fields = {None if item is None else item[0] for item in each}
     if len(fields) == 1:

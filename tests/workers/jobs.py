@@ -555,6 +555,10 @@ def rounds() -> dict:
             losses.append(float(strategy.reduce("mean", loss)))
         result["steps"].append(asked)
     result["losses"] = losses
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(True))
+    model.train_on_batch(*batches[0])
+    with agreements(strategy) as result["a batch"]:
+        model.train_on_batch(*batches[1])
     result["told"] = [batches_told(strategy, takes) for takes in (None, False, True)]
     return result
 

@@ -44,6 +44,11 @@ def test_workers_do_not_ask_before_what_they_have_run_before(results):
         assert "strategy.run" not in other
 
 
+def test_workers_ask_once_whether_they_train_on_one_batch(results):
+    for result in results:
+        assert result["a batch"] == ["the start of train_on_batch"]
+
+
 def test_workers_read_no_logs_of_batches_to_stop_together(results):
     for result in results:
         alone, with_epochs, with_batches = result["told"]
