@@ -29,6 +29,8 @@ class Trial:
         share: Which part of all rows it is called with.
         draws: What it drew, in a rehearsal of a step; see `rules.draws`.
         drawing: Whether it is drawing now.
+        of_rows: Whether it is tried if what it makes of a row depends on others. What
+            is known of Keras's own layers is no part of that.
     """
 
     knows: bool = False
@@ -36,6 +38,7 @@ class Trial:
     share: float = 1.0
     draws: list[Any] | None = None
     drawing: bool = False
+    of_rows: bool = False
 
 
 class _Place(threading.local):

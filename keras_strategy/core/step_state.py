@@ -40,7 +40,7 @@ class StepState:
         rehearse: See `rules.draws.Rehearse`.
         drawing: Whether numbers are drawn now, for all rows or for none.
         warn_unless: Takes a function that is called in a loop's first step and gives
-            whether something holds, and the warning if not; None where nothing is to
+            whether something holds, and what warns if not; None where nothing is to
             be tried, see `rules.row_trials`.
     """
 
@@ -59,4 +59,4 @@ class StepState:
     drawn: dict[Any, int] = field(default_factory=dict)
     rehearse: Callable[[int], Any] | None = None
     drawing: bool = False
-    warn_unless: Callable[[Callable[[], Any], str], None] | None = None
+    warn_unless: Callable[[Callable[[], Any], Callable[[], None]], None] | None = None

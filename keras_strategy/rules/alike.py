@@ -75,9 +75,7 @@ def require(
     Raises:
         WorkersDifferError: If they do not do the same.
     """
-    told, difference = cluster.first_difference(
-        f"the start of {what}", items, more
-    )
+    told, difference = cluster.first_difference(f"the start of {what}", items, more)
     if difference is None:
         return told
     _, each = difference

@@ -10,6 +10,7 @@ replica knows of the others, and what draws random numbers cannot be compared: n
 is judged.
 """
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -32,7 +33,7 @@ _SAME = 1e-6
 # Of what is smaller than this, all is rounding.
 _SMALL = 1e-2
 
-WarnUnless = Callable[[Callable[[], Any], str], None]
+WarnUnless = Callable[[Callable[[], Any], Callable[[], None]], None]
 
 _of_keras = {
     id(part)
@@ -67,12 +68,14 @@ class RowTrials:
         model: The model.
         own: What of the model is a user's, as warnings call it, by "call" and
             "compute_loss".
+        training: Whether the loop trains.
         warn_unless: See `StepState.warn_unless`.
         active: Whether the first step is still to come.
     """
 
     model: Any
     own: Mapping[str, str]
+    training: bool
     warn_unless: WarnUnless
     active: bool = True
 
@@ -89,22 +92,30 @@ class RowTrials:
         """
         if not self.own or not all(layer.built for layer in layers):
             return
-        if "call" in self.own and _is_new(self.model, "call"):
-            self.warn_unless(
-                lambda: _holds(_same_outputs, data, self.model),
-                f"What {self.own['call']} gives for a row depends on the other rows of "
-                "the batch. Several replicas compute it of their own rows each, which "
+        own = self.own
+        kind = "call in training" if self.training else "call"
+        if "call" in own and _is_new(self.model, kind):
+            message = (
+                f"What {own['call']} gives for a row depends on the other rows of the "
+                "batch. Several replicas compute it of their own rows each, which "
                 "makes other numbers than one device's. To compare all rows, gather "
-                f"them: {_GATHER}.",
+                f"them: {_GATHER}."
             )
-        if "compute_loss" in self.own and _is_new(self.model, "compute_loss"):
             self.warn_unless(
-                lambda: _holds(_mean_of_rows, data, self.model),
-                f"What {self.own['compute_loss']} gives is no mean over the rows of a "
+                lambda: _keeps_rows_apart(self.model, data, self.training),
+                _warning(self.model, message),
+            )
+        if "compute_loss" in own and _is_new(self.model, "compute_loss"):
+            message = (
+                f"What {own['compute_loss']} gives is no mean over the rows of a "
                 "batch: of two halves the mean is another than of the whole. Several "
                 "replicas compute it of their own rows each, and the mean of that is "
                 "not one device's loss. Divide a sum by the rows, `ops.shape(x)[0]`; "
-                f"to compare all rows, gather them: {_GATHER}.",
+                f"to compare all rows, gather them: {_GATHER}."
+            )
+            self.warn_unless(
+                lambda: _holds(_mean_of_rows, data, self.model),
+                _warning(self.model, message),
             )
 
 
@@ -123,12 +134,15 @@ def of_loss(warn_unless: WarnUnless, loss: Any, y_true: Any, y_pred: Any) -> Non
     def same(trial, whole, first, _):
         return _same_rows(lambda rows: loss.call(*rows), whole, first)
 
-    warn_unless(
-        lambda: _holds(same, (y_true, y_pred)),
+    message = (
         f"What the loss '{loss.name}' gives for a row depends on the other rows of the "
         "batch. Several replicas compute it of their own rows each, which makes "
         "another loss than one device's. Give one number for the batch, such as the "
-        "mean: a loss that gives one number is computed of all rows.",
+        "mean: a loss that gives one number is computed of all rows."
+    )
+    warn_unless(
+        lambda: _holds(same, (y_true, y_pred)),
+        _warning(loss, message),
     )
 
 
@@ -172,19 +186,33 @@ def of_metric(warn_unless: WarnUnless, metric: Any, args: tuple, kwargs: dict) -
         pairs = zip(results[0], results[1], strict=True)
         return _all([_close(a, b, _ROUNDING) for a, b in pairs])
 
-    warn_unless(
-        lambda: _holds(adds_up, (args, kwargs)),
+    message = (
         f"The metric '{metric.name}' has another result for the rows of a batch than "
         "for two halves of them whose variables are added up. The variables of several "
         "replicas are added up, so the result is another than one device's. Let the "
         "variables hold sums over rows. For state that is no sum, make them with "
         'aggregation="only_first_replica" and have all replicas hold the same: '
-        f"{_GATHER} brings all rows.",
+        f"{_GATHER} brings all rows."
+    )
+    warn_unless(
+        lambda: _holds(adds_up, (args, kwargs)),
+        _warning(metric, message),
     )
 
 
+def _warning(tried: Any, message: str) -> Callable[[], None]:
+    """Warns once of an object, which may be tried in training and else."""
+    of = weakref.ref(tried)
+
+    def warn():
+        if (found := of()) is not None and _is_new(found, message):
+            logger.warning(message)
+
+    return warn
+
+
 def _is_new(tried: Any, name: str) -> bool:
-    """Whether something is to be tried, which it is once."""
+    """Whether something is to be tried, or said, which it is once."""
     names = _tried.setdefault(tried, set())
     if name in names:
         return False
@@ -192,8 +220,24 @@ def _is_new(tried: Any, name: str) -> bool:
     return True
 
 
+def _keeps_rows_apart(model: Any, data: Any, training: bool) -> Any:
+    """Whether what a model gives for a row does not depend on other rows.
+
+    Where that cannot be told of its training, since it draws random numbers there, it
+    is told of what it does else.
+    """
+    found = _told(_same_outputs, data, model, True) if training else None
+    return _holds(_same_outputs, data, model, False) if found is None else found
+
+
 def _holds(check: Callable[..., Any], structure: Any, *args: Any) -> Any:
-    """Whether something holds; True where that cannot be told.
+    """Whether something holds; True where that cannot be told. See `_told`."""
+    found = _told(check, structure, *args)
+    return True if found is None else found
+
+
+def _told(check: Callable[..., Any], structure: Any, *args: Any) -> Any:
+    """Whether something holds; None where that cannot be told.
 
     Args:
         check: Called with the trial, with some rows, with the first and the second
@@ -206,16 +250,17 @@ def _holds(check: Callable[..., Any], structure: Any, *args: Any) -> Any:
     """
     parts, enough = _halves(structure)
     if not parts:
-        return True
+        return None
     try:
         with as_on_one_device() as trial, set_for_nobody(), keras.StatelessScope():
+            trial.of_rows = True
             found = check(trial, *parts, *args)
     except Exception:
         # Some functions take a batch of a certain size alone.
         logger.debug("No trial of a function by rows.", exc_info=True)
-        return True
+        return None
     if trial.knows or trial.drew:
-        return True
+        return None
     return ops.logical_or(found, ops.logical_not(enough))
 
 
@@ -246,10 +291,12 @@ def _halves(structure: Any) -> tuple[list[Any], Any]:
     return [part(0, second + half), part(0, half), part(second, second + half)], enough
 
 
-def _same_outputs(trial: Any, whole: Any, first: Any, _: Any, model: Any) -> Any:
+def _same_outputs(
+    trial: Any, whole: Any, first: Any, _: Any, model: Any, training: bool
+) -> Any:
     """Whether a model gives for some rows what it gives for them among others."""
     return _same_rows(
-        model,
+        functools.partial(model, training=training),
         *(keras.utils.unpack_x_y_sample_weight(rows)[0] for rows in (whole, first)),
     )
 

@@ -116,6 +116,13 @@ class Halving(keras.layers.Layer):
         return x / 2
 
 
+class Mixing(keras.layers.Layer):
+    """In training it mixes each row with another."""
+
+    def call(self, x, training=False):
+        return 0.7 * x + 0.3 * ops.flip(x, axis=0) if training else x
+
+
 class CenteredOfAll(Centered):
     def mean(self, x):
         replica = ks.get_replica_context()
@@ -125,6 +132,17 @@ class CenteredOfAll(Centered):
 class Plain(Centered):
     def call(self, x):
         return self.body(x)
+
+
+class Normalized(Plain):
+    """Keras's own layer compares rows; what is said of it is said elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.normalization = keras.layers.BatchNormalization()
+
+    def call(self, x, training=False):
+        return self.body(self.normalization(x, training=training))
 
 
 class Noisy(Plain):
@@ -208,6 +226,11 @@ CASES = {
         "with Centering",
         {"model": lambda: models.mlp(lambda: Centering())},
     ),
+    "a layer that compares in training": (
+        "with Mixing",
+        {"model": lambda: models.mlp(lambda: Mixing())},
+    ),
+    "batch normalization": (None, {"model": Normalized}),
     "a layer": (None, {"model": lambda: models.mlp(lambda: Halving())}),
     "a call that gathers": (None, {"model": CenteredOfAll}),
     "a call": (None, {"model": Plain}),
@@ -237,7 +260,7 @@ def test_what_is_warned_of(name, parts, two, caplog):
     many = train(two, make, X, Y, predicted=0)
     if BACKEND == "jax" or name is None:
         assert warnings_of(caplog) == []
-        if parts.get("model") not in (Noisy, NoisyByTheEngine, NoisyLoss):
+        if parts.get("model") not in (Noisy, NoisyByTheEngine, NoisyLoss, Normalized):
             assert_equal(one, many)
         return
     (message,) = warnings_of(caplog)

@@ -1,7 +1,6 @@
 """What a program refuses or warns of when it is executed, and Python cannot know."""
 
 import contextlib
-import logging
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +9,6 @@ import tensorflow as tf
 
 from keras_strategy.rules.step import A_PART
 
-logger = logging.getLogger("keras_strategy")
 _MARK = "keras_strategy refuses this, for reason number"
 _reasons: list[str] = []
 
@@ -38,20 +36,20 @@ class FirstStep:
         self._eagerly = eagerly
         self._to_come: Any = None
 
-    def warn_unless(self, holds: Callable[[], Any], message: str) -> None:
+    def warn_unless(self, holds: Callable[[], Any], warn: Callable[[], None]) -> None:
         """Warns unless something holds.
 
         Args:
             holds: Gives whether it holds, a boolean or a scalar tensor.
-            message: The warning.
+            warn: Warns.
         """
 
-        def warn():
-            tf.py_function(lambda: logger.warning(message), [], [])
+        def warned():
+            tf.py_function(warn, [], [])
             return True
 
         def look():
-            return tf.cond(tf.cast(holds(), "bool"), lambda: True, warn)
+            return tf.cond(tf.cast(holds(), "bool"), lambda: True, warned)
 
         if tf.executing_eagerly():
             look()

@@ -85,7 +85,9 @@ class TrainingStrategy:
         first = FirstStep(group.peers.beside_them)
         if not tf.executing_eagerly():
             _first_steps.setdefault(model, []).append(first)
-        trials = RowTrials(model, to_try(model, kind), first.warn_unless)
+        trials = RowTrials(
+            model, to_try(model, kind), kind == "train", first.warn_unless
+        )
         replica_step = weighted_step(step, own, layers, require, trials, rows)
         outputs = group.call(
             replica_step,

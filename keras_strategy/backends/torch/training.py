@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +26,6 @@ from keras_strategy.values.distributed import (
     select_replica,
 )
 
-logger = logging.getLogger("keras_strategy")
-
 
 def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callable:
     """The function that Keras's loop calls for a batch, or for several.
@@ -44,7 +41,7 @@ def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callab
         on.
     """
     own = rules.returns_metrics(model, kind)
-    trials = RowTrials(model, to_try(model, kind), _warn_unless)
+    trials = RowTrials(model, to_try(model, kind), kind == "train", _warn_unless)
     weighted = rules.weighted_step(
         getattr(model, f"{kind}_step"),
         own,
@@ -179,12 +176,12 @@ def _require(condition: Any, message: str) -> None:
         raise ValueError(message)
 
 
-def _warn_unless(holds: Callable[[], Any], message: str) -> None:
+def _warn_unless(holds: Callable[[], Any], warn: Callable[[], None]) -> None:
     # What a trial draws is drawn again afterwards.
     cuda = range(torch.cuda.device_count())
     with torch.random.fork_rng(cuda), torch.no_grad():
         if not holds():
-            logger.warning(message)
+            warn()
 
 
 def _means(logs: Any, strategy: Any, weights: list[float]) -> Any:
