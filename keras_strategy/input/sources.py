@@ -116,15 +116,18 @@ class ByNumber:
 
     def __call__(self, first: int = 0) -> Iterator[Any]:
         """Starts to read with a batch."""
-        self._dataset.on_epoch_begin()
-        number = number_of_batches(self._dataset)
+        dataset: Any = self._dataset
+        dataset.on_epoch_begin()
+        number = number_of_batches(dataset)
         endless = number is None
         numbers = itertools.count(first) if endless else range(first, number)
         batches = map(self._read, numbers)
-        if isinstance(self._dataset, InOneOrder):
-            batches = self._dataset.in_one_order(batches)
-        yield from batches
-        self._dataset.on_epoch_end()
+        yield from (
+            dataset.in_one_order(batches)
+            if isinstance(dataset, InOneOrder)
+            else batches
+        )
+        dataset.on_epoch_end()
 
     def pass_over(self, epochs: Sequence[int | None]) -> None:
         """Leaves out epochs, whose batches are not read.
