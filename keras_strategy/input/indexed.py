@@ -17,7 +17,7 @@ from keras_strategy.input.passes import InOneOrder
 from keras_strategy.input.sources import ByNumber
 
 
-class IndexedDataset(InOneOrder, keras.utils.PyDataset):
+class IndexedDataset(InOneOrder):
     """Batches of the rows of a source, which are read one by one.
 
     A `keras.utils.PyDataset` reads a batch with one call, so every worker reads all of

@@ -4,6 +4,8 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import keras
+
 _END = object()
 
 
@@ -17,7 +19,7 @@ class _Reading(threading.local):
 _reading = _Reading()
 
 
-class InOneOrder:
+class InOneOrder(keras.utils.PyDataset):
     """A dataset that counts epochs, and has another order in each.
 
     Its passes need not follow each other: a thread may read ahead of an epoch's end,

@@ -116,17 +116,14 @@ class ByNumber:
 
     def __call__(self, first: int = 0) -> Iterator[Any]:
         """Starts to read with a batch."""
-        dataset: Any = self._dataset
+        dataset = self._dataset
         dataset.on_epoch_begin()
         number = number_of_batches(dataset)
-        endless = number is None
-        numbers = itertools.count(first) if endless else range(first, number)
+        numbers = itertools.count(first) if number is None else range(first, number)
         batches = map(self._read, numbers)
-        yield from (
-            dataset.in_one_order(batches)
-            if isinstance(dataset, InOneOrder)
-            else batches
-        )
+        if isinstance(dataset, InOneOrder):
+            batches = dataset.in_one_order(batches)
+        yield from batches
         dataset.on_epoch_end()
 
     def pass_over(self, epochs: Sequence[int | None]) -> None:
