@@ -7,7 +7,6 @@ if "KERAS_STRATEGY_TESTS_WITHOUT" in os.environ:
     dropping.drop(os.environ["KERAS_STRATEGY_TESTS_WITHOUT"])
 
 if "tensorflow" in sys.modules:  # in a worker; conftest.py does it elsewhere
-    from tests.quick_tensorflow import leave_untuned, note_no_stacks
+    from tests.untuned import leave_untuned
 
     leave_untuned()
-    note_no_stacks()

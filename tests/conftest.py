@@ -48,10 +48,9 @@ if keras.backend.backend() == "tensorflow":
     # What it would save, functions that run a few times do not take.
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
-    from tests.quick_tensorflow import leave_untuned, note_no_stacks
+    from tests.untuned import leave_untuned
 
     leave_untuned()
-    note_no_stacks()
 
 # The engine's modules stay, and are a million objects to look through for garbage. What
 # a test leaves is little beside them: a twelfth of the time went into looking for it.

@@ -94,6 +94,8 @@ def _dropout(original, at, inputs, rate, noise_shape=None, seed=None):
         return original(inputs, rate, noise_shape, seed)
     inputs = ops.convert_to_tensor(inputs)
     dims = _dims(ops.shape(inputs))
+    if isinstance(at, Trial) and at.of_rows and noise_shape is None:
+        noise_shape = dims  # which has torch go by the seed, so that it repeats itself
     if noise_shape is not None:
         pairs = zip(dims, noise_shape, strict=True)
         dims = [own if given is None else given for own, given in pairs]
@@ -160,6 +162,8 @@ def _shuffle(original, at, x, axis=0, seed=None):
     These may be numbers of rows, and what they are taken for is not known.
     """
     x = ops.convert_to_tensor(x)
+    if isinstance(at, Trial):
+        at.knows = True  # what it does to rows is warned of when they are known
     follows = _follows(at, "shuffle", seed, _dims(ops.shape(x)))
     if follows is None:
         return _plainly(at, original, x, axis, seed)

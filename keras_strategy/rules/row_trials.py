@@ -223,8 +223,7 @@ def _is_new(tried: Any, name: str) -> bool:
 def _keeps_rows_apart(model: Any, data: Any, training: bool) -> Any:
     """Whether what a model gives for a row does not depend on other rows.
 
-    Where that cannot be told of its training, since it draws random numbers there, it
-    is told of what it does else.
+    Where that cannot be told of its training, it is told of what it does else.
     """
     found = _told(_same_outputs, data, model, True) if training else None
     return _holds(_same_outputs, data, model, False) if found is None else found
@@ -295,10 +294,12 @@ def _same_outputs(
     trial: Any, whole: Any, first: Any, _: Any, model: Any, training: bool
 ) -> Any:
     """Whether a model gives for some rows what it gives for them among others."""
-    return _same_rows(
+    same = _same_rows(
         functools.partial(model, training=training),
         *(keras.utils.unpack_x_y_sample_weight(rows)[0] for rows in (whole, first)),
     )
+    trial.drew = False  # as many numbers each time, from the same seeds
+    return same
 
 
 def _same_rows(fn: Callable[[Any], Any], whole: Any, first: Any) -> Any:
@@ -313,7 +314,7 @@ def _same_rows(fn: Callable[[Any], Any], whole: Any, first: Any) -> Any:
     outputs, again, others = (
         [
             x[: ops.shape(x)[0] // 2]
-            for x in tree.flatten(fn(given))
+            for x in tree.flatten(_forgetting(fn, given))
             if _has_rows(x) and x.shape[0] == rows
         ]
         for given in (whole, whole, twice)
@@ -325,6 +326,12 @@ def _same_rows(fn: Callable[[Any], Any], whole: Any, first: Any) -> Any:
         for found in (others, again)
     )
     return ops.logical_or(same, ops.logical_not(repeats))
+
+
+def _forgetting(fn: Callable[[Any], Any], rows: Any) -> Any:
+    """What a function gives; the next call begins with the same seeds as this one."""
+    with keras.StatelessScope():
+        return fn(rows)
 
 
 def _mean_of_rows(trial: Any, whole: Any, first: Any, second: Any, model: Any) -> Any:

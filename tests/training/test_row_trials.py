@@ -119,7 +119,12 @@ class Halving(keras.layers.Layer):
 class Mixing(keras.layers.Layer):
     """In training it mixes each row with another."""
 
+    def __init__(self, rate=0.0):
+        super().__init__()
+        self.dropout = keras.layers.Dropout(rate)
+
     def call(self, x, training=False):
+        x = self.dropout(x, training=training)
         return 0.7 * x + 0.3 * ops.flip(x, axis=0) if training else x
 
 
@@ -229,6 +234,10 @@ CASES = {
     "a layer that compares in training": (
         "with Mixing",
         {"model": lambda: models.mlp(lambda: Mixing())},
+    ),
+    "a layer that draws and compares": (
+        "with Mixing",
+        {"model": lambda: models.mlp(lambda: Mixing(0.2))},
     ),
     "batch normalization": (None, {"model": Normalized}),
     "a layer": (None, {"model": lambda: models.mlp(lambda: Halving())}),

@@ -1,7 +1,6 @@
 """TensorFlow without what costs more than it gives to small tests."""
 
 import tensorflow as tf
-from tensorflow.python.util import tf_stack
 
 
 def leave_untuned() -> None:
@@ -14,12 +13,3 @@ def leave_untuned() -> None:
     untuned = tf.data.Options()
     untuned.autotune.enabled = False
     tf.data.Dataset.__iter__ = lambda self: iterate(self.with_options(untuned))
-
-
-def note_no_stacks() -> None:
-    """Has the operations of a graph not say where they were made.
-
-    Each notes the whole stack, of which pytest is the most: a tenth of the time.
-    """
-    one = tf_stack.extract_stack()
-    tf_stack.extract_stack = lambda stacklevel=1: one
