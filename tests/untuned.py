@@ -1,10 +1,10 @@
-"""TensorFlow without what costs more than it gives to small tests."""
+"""tf.data without the thread that tunes it."""
 
 import tensorflow as tf
 
 
 def leave_untuned() -> None:
-    """Has all datasets that are iterated from now on go without a thread that tunes.
+    """Has all datasets that are iterated from now on go without.
 
     Whoever drops an iterator waits for that thread. On busy cores it can look whether
     it is to end just before it is told to, and then sleeps first, for up to a minute.
