@@ -2,16 +2,14 @@
 
 import contextlib
 import logging
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-import numpy as np
 
 from keras_strategy.core.context import Trial, as_on_one_device
 from keras_strategy.core.own_attributes import set_for_nobody
-from keras_strategy.core.registry import get_engine
+from keras_strategy.core.random_states import random_states_kept
 from keras_strategy.hooks.hook import home_of
 
 logger = logging.getLogger("keras_strategy")
@@ -34,9 +32,12 @@ def rehearsing() -> Iterator[Trial]:
         What becomes known: what was drawn until then.
     """
     before = {name: global_state.get_global_attribute(name) for name in _OF_A_CALL}
-    engine = get_engine()
-    states = random.getstate(), np.random.get_state(), engine.random_state()
-    with as_on_one_device() as trial, set_for_nobody(), keras.StatelessScope():
+    with (
+        random_states_kept(),
+        as_on_one_device() as trial,
+        set_for_nobody(),
+        keras.StatelessScope(),
+    ):
         trial.draws = []
         try:
             for name in _OF_A_CALL:
@@ -47,10 +48,6 @@ def rehearsing() -> Iterator[Trial]:
         finally:
             for name, value in before.items():
                 global_state.set_global_attribute(name, value)
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-            if states[2] is not None:
-                engine.set_random_state(states[2])
 
 
 def with_rows(take: Callable[[Any], Any], structure: Any) -> Any:

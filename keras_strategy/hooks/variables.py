@@ -32,7 +32,7 @@ _assign_as_is = keras.Variable.assign
 def _init(original, self, *args, **kwargs):
     """A variable belongs to the scope that it is made in."""
     trial = context.place.trial
-    if trial is not None and trial.draws is not None:
+    if trial is not None and (trial.of_rows or trial.draws is not None):
         raise EndOfRehearsal("a variable is made")
     original(self, *args, **kwargs)
     strategy = context.current_scope()

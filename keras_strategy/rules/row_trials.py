@@ -5,9 +5,9 @@ row, added up, or averaged. Whether that comes to what one device computes of th
 batch cannot be read off a function. So it is tried: in the first step of a loop, what
 is not Keras's own is called on the first replica's rows and on the two halves of them,
 as on one device. Where the halves come to something else, a warning names the function
-and says what to do. What a trial assigns is forgotten. A function that asks for its
-replica knows of the others, and what draws random numbers cannot be compared: neither
-is judged.
+and says what to do. What a trial assigns and draws is forgotten. A function that asks
+for its replica knows of the others, and what draws numbers that Keras's seeds do not
+decide cannot be compared: neither is judged.
 """
 
 import functools
@@ -22,6 +22,7 @@ from keras import ops, tree
 
 from keras_strategy.core.context import as_on_one_device
 from keras_strategy.core.own_attributes import set_for_nobody
+from keras_strategy.core.random_states import random_states_kept
 from keras_strategy.rules.aggregation import is_on_read, parts_outside
 
 logger = logging.getLogger("keras_strategy")
@@ -251,11 +252,16 @@ def _told(check: Callable[..., Any], structure: Any, *args: Any) -> Any:
     if not parts:
         return None
     try:
-        with as_on_one_device() as trial, set_for_nobody(), keras.StatelessScope():
+        with (
+            random_states_kept(),
+            as_on_one_device() as trial,
+            set_for_nobody(),
+            keras.StatelessScope(),
+        ):
             trial.of_rows = True
             found = check(trial, *parts, *args)
     except Exception:
-        # Some functions take a batch of a certain size alone.
+        # Some functions take a batch of a certain size alone, or make a variable.
         logger.debug("No trial of a function by rows.", exc_info=True)
         return None
     if trial.knows or trial.drew:
