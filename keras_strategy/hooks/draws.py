@@ -94,7 +94,7 @@ def _dropout(original, at, inputs, rate, noise_shape=None, seed=None):
         return original(inputs, rate, noise_shape, seed)
     inputs = ops.convert_to_tensor(inputs)
     dims = _dims(ops.shape(inputs))
-    if isinstance(at, Trial) and at.of_rows and noise_shape is None:
+    if _is_tried_by_rows() and noise_shape is None:
         noise_shape = dims  # which has torch go by the seed, so that it repeats itself
     if noise_shape is not None:
         pairs = zip(dims, noise_shape, strict=True)
@@ -162,7 +162,7 @@ def _shuffle(original, at, x, axis=0, seed=None):
     These may be numbers of rows, and what they are taken for is not known.
     """
     x = ops.convert_to_tensor(x)
-    if isinstance(at, Trial):
+    if _is_tried_by_rows():
         at.knows = True  # what it does to rows is warned of when they are known
     follows = _follows(at, "shuffle", seed, _dims(ops.shape(x)))
     if follows is None:
@@ -173,6 +173,12 @@ def _shuffle(original, at, x, axis=0, seed=None):
     x = draws.of_all_rows(at, x, follows.axis)
     with drawing_for_all(at):
         return draws.own_part(original(x, axis, seed), follows, at.step.rows)
+
+
+def _is_tried_by_rows() -> bool:
+    """Whether this is called by `rules.row_trials`."""
+    trial = context.place.trial
+    return trial is not None and trial.of_rows
 
 
 @contextlib.contextmanager
