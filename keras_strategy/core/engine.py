@@ -137,8 +137,13 @@ class Engine(Protocol):
         """Where this engine extends Keras, in the order of installation."""
         ...
 
-    def random_state(self) -> bytes | None:
-        """The state of the process's generator of random numbers, if there is one."""
+    def random_state(self, seeded: bool = True) -> bytes | None:
+        """The state of the process's generator of random numbers, if there is one.
+
+        Args:
+            seeded: Whether a process without a seed gets one. What draws without a
+                seed has no state otherwise.
+        """
         ...
 
     def set_random_state(self, state: bytes) -> None:

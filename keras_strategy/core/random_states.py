@@ -11,9 +11,14 @@ from keras_strategy.core.registry import get_engine
 
 @contextlib.contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Puts Python's, NumPy's and the engine's generator back where they were."""
+    """Puts Python's, NumPy's and the engine's generator back where they were.
+
+    A process that has no seed gets none: with one, TensorFlow would shuffle alike in
+    each epoch of what comes later.
+    """
     engine = get_engine()
-    states = random.getstate(), np.random.get_state(), engine.random_state()
+    of_engine = engine.random_state(seeded=False)
+    states = random.getstate(), np.random.get_state(), of_engine
     try:
         yield
     finally:

@@ -179,6 +179,20 @@ def test_without_a_seed(two):
     assert_one_devices(two, lambda: compiled(Draws(unseeded)))
 
 
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="the others have no such seed")
+def test_a_process_without_a_seed_keeps_to_that(two):
+    """With one, arrays would be shuffled alike in each epoch of what comes later."""
+    import tensorflow as tf
+    from tensorflow.python.eager import context
+
+    tf.random.set_seed(None)
+    with two.scope():
+        model = compiled(Draws(lambda x, seeds: 1.0), run_eagerly=True)
+    x, y = data(8)
+    model.fit(x, y, batch_size=8, verbose=0)
+    assert context.global_seed() is None
+
+
 def test_rows_before_features_are_joined(two, caplog):
     def joined(x, seeds):
         entries = ops.reshape(x, (-1,))

@@ -122,7 +122,7 @@ class JaxEngine:
         own = [hooks, hooks_data, hooks_home, hooks_sharding]
         return [*own, thread_hooks, hooks_shares]
 
-    def random_state(self) -> None:
+    def random_state(self, seeded: bool = True) -> None:
         return None
 
     def set_random_state(self, state: bytes) -> None:

@@ -107,13 +107,18 @@ def _host(address: str) -> str:
     return address.rpartition(":")[0]
 
 
+def has_seed() -> bool:
+    """Whether the process has a seed, which TensorFlow's shuffling goes by."""
+    return context.global_seed() is not None
+
+
 def random_state() -> tuple[int, tuple]:
     """TensorFlow's global seed and how far the seeds drawn from it have come.
 
     A process without a global seed gets one: its operations would draw their seeds
     from the machine, which no other worker can follow.
     """
-    if context.global_seed() is None:
+    if not has_seed():
         tf.random.set_seed(int.from_bytes(os.urandom(4)))
     return context.global_seed(), context.context()._rng.getstate()
 

@@ -145,9 +145,11 @@ class TensorFlowEngine:
         own = [hooks, hooks_optimizers, hooks_sharding]
         return [*own, hooks_divisions, hooks_shares]
 
-    def random_state(self) -> bytes:
+    def random_state(self, seeded: bool = True) -> bytes | None:
         from keras_strategy.backends.tensorflow import connection
 
+        if not (seeded or connection.has_seed()):
+            return None
         return json.dumps(connection.random_state()).encode()
 
     def set_random_state(self, state: bytes) -> None:

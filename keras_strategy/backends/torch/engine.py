@@ -117,7 +117,7 @@ class TorchEngine:
         own = [hooks, hooks_compiled, hooks_optimizers, hooks_sharding]
         return [thread_hooks, *own, hooks_divisions, hooks_shares]
 
-    def random_state(self) -> None:
+    def random_state(self, seeded: bool = True) -> None:
         return None  # the core asks torch on every backend
 
     def set_random_state(self, state: bytes) -> None:
