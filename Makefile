@@ -35,7 +35,7 @@ help:
 	@echo "make docs      build the documentation into site/"
 	@echo "make gallery   run the examples on every backend, and draw what came out"
 	@echo "make pictures  draw what the documentation shows, docs/images"
-	@echo "make wheel     build the wheel, and try it in an empty environment"
+	@echo "make wheel     build archive and wheel, and try this in an empty environment"
 	@echo "make clean     remove the virtual environment and what was built"
 
 demo: $(STAMP)
@@ -110,14 +110,20 @@ drop-hooks: $(STAMP)
 docs: $(STAMP)
 	$(VENV)/bin/mkdocs build --strict
 
-# Builds the wheel, installs it into an empty environment, and has it train there.
-wheel: $(STAMP)
+# Builds the source archive, and of that the wheel; installs it into an empty environment,
+# and has it train there: by `doctor`, and by the program of the quickstart.
+wheel:
 	rm -rf dist build
-	$(VENV)/bin/python -m pip wheel -q --no-deps -w dist .
+	$(PYTHON) -m venv build/tools
+	build/tools/bin/python -m pip install -qq build==1.3.0
+	build/tools/bin/python -m build -o dist .
 	$(PYTHON) -m venv build/wheel
 	build/wheel/bin/python -m pip install -qq -c constraints.txt \
-	    "$$(ls $(CURDIR)/dist/*.whl)[torch]"
+	    "$$(ls $(CURDIR)/dist/*.whl)[torch]" scikit-learn
+	awk '/^```python/ {on = 1; next} on && /^```/ {exit} on' docs/quickstart.md \
+	    > build/train.py
 	cd build && KERAS_BACKEND=torch wheel/bin/keras-strategy doctor
+	cd build && KERAS_BACKEND=torch wheel/bin/python train.py
 
 # Minutes: every example on every backend. ARGS="vae_digits" picks some.
 gallery: $(STAMP)

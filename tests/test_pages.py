@@ -8,6 +8,7 @@ import pathlib
 import shlex
 import socket
 import subprocess
+import types
 
 import keras
 import pytest
@@ -15,7 +16,7 @@ import pytest
 import keras_strategy as ks
 from keras_strategy.launch import command
 from tests.pages import Block, blocks_of
-from tools import pictures
+from tools import pictures, site_pages
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = {path.stem: path for path in (ROOT / "docs").glob("*.md")}
@@ -162,3 +163,20 @@ def test_the_drawings_are_what_is_drawn():
         assert (ROOT / "docs" / "images" / f"{name}.svg").read_text() == draw(), (
             "run `make pictures`"
         )
+
+
+@ON_TORCH
+def test_lines_of_tables_are_broken_where_parts_of_names_are():
+    cell = "<td>1e-07 <code>test_inputs.py::test_pandas</code> <code>short</code></td>"
+    assert site_pages.on_page_content(f"<p>1e-07</p>{cell}") == (
+        '<p>1e-07</p><td><span class="number">1e-07</span> <code>test_<wbr>inputs.<wbr>'
+        "py::<wbr>test_<wbr>pandas</code> <code>short</code></td>"
+    )
+
+
+@ON_TORCH
+def test_the_gallery_has_its_programs():
+    here = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="gallery.md"))
+    shown = site_pages.on_page_markdown(PAGES["gallery"].read_text(), page=here)
+    programs = {path.name for path in (ROOT / "examples").glob("*.py")}
+    assert {p for p in programs if f'??? example "examples/{p}"' in shown} == programs

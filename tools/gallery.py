@@ -49,6 +49,8 @@ PACKAGES = "keras", "jax", "torch", "tensorflow-cpu"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m|\x08")
 # What engines and libraries print by themselves.
 _OF_OTHERS = re.compile(r"\[Gloo\]|[IWE]\d{4} |WARNING:|/")
+# What an example says first.
+_WHERE = re.compile(rf"({'|'.join(BACKENDS)}) on \d+ devices$")
 _EPOCH = re.compile(r"Epoch (\d+)/\d+|epoch (\d+): (.*)")
 _OF_FIT = re.compile(r" - (\w+): ([-+.e\d]+)")
 _OF_LOOP = re.compile(r"([a-z][a-z ]*) ([-+.e\d]+)")
@@ -69,10 +71,10 @@ def curves(output: str) -> list[dict]:
     for line in re.split(r"[\r\n]+", _COLOURS.sub("", output)):
         epoch = _EPOCH.match(line)
         if epoch:
-            if begins:
-                first = int(epoch[1] or epoch[2])
-                trainings.append({"after": said, "first": first, "epochs": []})
-                begins = False
+            number = int(epoch[1] or epoch[2])
+            if begins and not (trainings and number == _next_epoch(trainings[-1])):
+                trainings.append({"after": said, "first": number, "epochs": []})
+            begins = False
             numbers = _OF_LOOP.findall(epoch[3] or "")
             trainings[-1]["epochs"].append(
                 {name.strip(): float(number) for name, number in numbers}
@@ -87,6 +89,11 @@ def curves(output: str) -> list[dict]:
     return trainings
 
 
+def _next_epoch(training: dict) -> int:
+    """The one that goes on with a training: what is said between them is a warning."""
+    return training["first"] + len(training["epochs"])
+
+
 def words(output: str) -> list[str]:
     """The lines of an example's own, without `fit`'s."""
     lines = _COLOURS.sub("", output).replace("\r", "\n").splitlines()
@@ -96,6 +103,7 @@ def words(output: str) -> list[str]:
         if line
         and not _EPOCH.match(line)
         and not re.match(rf"\d+/\d+|{_OF_OTHERS.pattern}", line)
+        and not _WHERE.match(line)
     ]
 
 

@@ -118,7 +118,7 @@ def idea() -> str:
         "TensorFlow compute",
     )
     drawing.box(
-        *(130, 10, 500, 92, PROGRAM),
+        *(130, 4, 500, 98, PROGRAM),
         "with strategy.scope():",
         "    model = keras.Sequential([...])",
         "    model.compile(...)",
@@ -148,7 +148,9 @@ def idea() -> str:
 
 ROOMS = (
     ("testing   launch", "for your tests, and the command line"),
-    ("callbacks   config", "what people use beside strategies; experimental names"),
+    ("experimental   tpu", "further names of tf.distribute and of tf.tpu"),
+    ("callbacks   coordinator", "what people use beside strategies"),
+    ("config", "what holds for all strategies of a process"),
     ("strategies", "each is a topology and a few lines"),
     ("backends", "JAX, torch, TensorFlow: the same job, the same file name"),
     ("hooks", "where Keras is extended, each checked against its signature"),
@@ -196,7 +198,7 @@ def calls() -> str:
     """The way of `fit` and of `run` on each engine."""
     drawing = Drawing(
         760,
-        330,
+        348,
         "model.fit goes by a hook, and strategy.run by the strategy, to the adapter of "
         "the engine in use",
     )
@@ -225,10 +227,10 @@ def calls() -> str:
     drawing.words(236, 160, "fit", anchor="middle")
     drawing.words(526, 160, "run", anchor="middle")
     for number, (name, of_fit, of_run) in enumerate(CALLS):
-        y = 172 + 52 * number
-        drawing.box(290, y, 180, 44, RESULT, name)
-        drawing.box(20, y, 256, 44, DEVICE, *of_fit)
-        drawing.box(484, y, 256, 44, DEVICE, *of_run)
+        y = 172 + 58 * number
+        drawing.box(290, y, 180, 50, RESULT, name)
+        drawing.box(20, y, 256, 50, DEVICE, *of_fit)
+        drawing.box(484, y, 256, 50, DEVICE, *of_run)
     drawing.arrow(200, 132, 200, 168)
     drawing.arrow(560, 132, 560, 168)
     return drawing.text()
@@ -238,6 +240,14 @@ LINES = {"jax": "#1565c0", "torch": "#c62828", "tensorflow": "#bf6000"}
 DASHES = "", "7 5", "2 4"
 # What a line of the monospaced font holds beside the name of a backend.
 LETTERS = 76
+
+
+# In this order, where an example saves several.
+SHOWN = "clean", "noisy", "denoised", "made", "real"
+
+
+def _made(name: str) -> int:
+    return SHOWN.index(name) if name in SHOWN else len(SHOWN)
 
 
 # What trainings are called that nothing is printed before.
@@ -254,7 +264,7 @@ def card(path: pathlib.Path) -> str:
     recorded = json.loads(path.read_text())
     key, runs = recorded["key"], recorded["runs"]
     pictures = []
-    for name in next(iter(runs.values()))["images"]:
+    for name in sorted(next(iter(runs.values()))["images"], key=_made):
         made = {backend: run["images"][name] for backend, run in runs.items()}
         if all(one == next(iter(made.values())) for one in made.values()):
             pictures.append((name, next(iter(made.values()))))

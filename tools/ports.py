@@ -74,7 +74,7 @@ def outcome(cases: list[ElementTree.Element]) -> dict[str, str]:
         lines = (problems[0].get("message") or "").strip().splitlines() or [""]
         return {**found, "cell": f"**failed: {lines[0][:80]}**", "failed": "yes"}
     if skipped:
-        return {**found, "cell": f"– ({skipped[0]})"}
+        return {**found, "cell": "–", "warning": skipped[0]}
     if "error" in said:
         return {**found, "cell": "error"}
     differences = [
@@ -113,7 +113,7 @@ def table(found: dict[str, dict[str, dict[str, str]]]) -> str:
         for backend, e in each.items():
             if e.get("warning"):
                 warned.setdefault(e["warning"], {}).setdefault(backend, []).append(name)
-    lines += ["", "Warnings:", ""]
+    lines += ["", "Warnings, and why a cell has a dash:", ""]
     for warning, of in warned.items():
         where = [f"{told(ports)} on {NAMES[backend]}" for backend, ports in of.items()]
         lines.append(f"- {', '.join(where)}: {warning}")

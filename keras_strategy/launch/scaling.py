@@ -101,7 +101,7 @@ class Prediction:
 
     def __str__(self) -> str:
         return (
-            "Predicted: a worker's rows take what they took 1 worker, and a ring of N "
+            "Predicted: a worker's rows take as long as with 1 worker, and a ring of N "
             "passes gradients on in 2 (N - 1) rounds. What "
             f"{self.few.workers} workers took beyond their rows, "
             f"{1000 * self.travel_seconds:.2f} ms a step, is all latency at the lower "
