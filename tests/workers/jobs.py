@@ -35,13 +35,13 @@ def in_charge(alone: bool, **kwargs: Any) -> Any:
     return strategy, strategy.scope()
 
 
-def in_turns(calls: dict[str, dict]) -> dict[str, Any]:
-    """What functions of this module return, one after the other in one process.
+def in_turns(calls: dict[str, tuple[Callable, dict]]) -> dict[str, Any]:
+    """What functions return, one after the other in one process.
 
     Args:
-        calls: Their names, and the arguments of each.
+        calls: By the name of the result: a function, and its arguments.
     """
-    return {name: globals()[name](**arguments) for name, arguments in calls.items()}
+    return {name: fn(**arguments) for name, (fn, arguments) in calls.items()}
 
 
 def digits(rows: int, seed: int = 3) -> tuple[np.ndarray, np.ndarray]:

@@ -37,9 +37,10 @@ def test_collectives(workers):
         assert bool(beyond) == (keras.backend.backend() == "tensorflow"), beyond
 
 
-def test_the_first_replicas_alone_and_different_shapes(two_workers):
-    calls = {"only_the_first_counts": {}, "different_shapes": {}}
-    for results in two_workers.run(jobs.in_turns, calls):
-        assert results["only_the_first_counts"] == [1.0, 1.0]
-        assert "worker 0: (2,)" in results["different_shapes"]
-        assert "worker 1: (3,)" in results["different_shapes"]
+def test_the_first_replicas_alone_and_different_shapes(in_turns):
+    results, _ = in_turns(
+        first=(jobs.only_the_first_counts, {}), shapes=(jobs.different_shapes, {})
+    )
+    assert results["first"] == [[1.0, 1.0]] * 2
+    for said in results["shapes"]:
+        assert "worker 0: (2,)" in said and "worker 1: (3,)" in said

@@ -7,8 +7,24 @@ import pytest
 from tests.workers import input_jobs, jobs
 
 
-def test_datasets_that_all_workers_share(two_workers):
-    results = two_workers.run(jobs.inputs_of_many_kinds)
+@pytest.fixture(scope="module")
+def results(in_turns, tmp_path_factory):
+    """What each of two workers returns."""
+    folder = tmp_path_factory.mktemp("files")
+    for name in range(3):
+        numbers = range(10 * name, 10 * name + 5)
+        (folder / f"{name}.txt").write_text("".join(f"{i}\n" for i in numbers))
+    return in_turns(
+        shared=(jobs.inputs_of_many_kinds, {}),
+        own=(jobs.datasets_of_their_own, {}),
+        failing=(jobs.sources_that_fail, {}),
+        loaders=(input_jobs.loaders, {}),
+        policies=(input_jobs.policies, {"folder": str(folder)}),
+    )[0]
+
+
+def test_datasets_that_all_workers_share(results):
+    results = results["shared"]
     expected = jobs.inputs_of_many_kinds(alone=True)
     for result in results:
         assert len(result) == len(expected)
@@ -16,8 +32,8 @@ def test_datasets_that_all_workers_share(two_workers):
             np.testing.assert_allclose(got, want, atol=1e-5)
 
 
-def test_datasets_of_their_own(two_workers):
-    results = two_workers.run(jobs.datasets_of_their_own)
+def test_datasets_of_their_own(results):
+    results = results["own"]
     assert [result["contexts"] for result in results] == [[[2, 0]], [[2, 1]]]
     for result in results:
         both = [1.0, 1.0, 2.0, 2.0]
@@ -25,8 +41,8 @@ def test_datasets_of_their_own(two_workers):
         assert [step[-1] for step in result["steps"]] == pytest.approx([1.5, 1.5, 1.0])
 
 
-def test_a_worker_that_cannot_read(two_workers):
-    first, second = two_workers.run(jobs.sources_that_fail)
+def test_a_worker_that_cannot_read(results):
+    first, second = results["failing"]
     assert len(first) == len(second) == 2
     for said in first:
         assert said.startswith("WorkerReadError: 'worker 1' could not read the next ")
@@ -34,10 +50,10 @@ def test_a_worker_that_cannot_read(two_workers):
         assert "the disk is gone" in said
 
 
-def test_a_worker_reads_its_own_rows_of_a_loader(two_workers):
+def test_a_worker_reads_its_own_rows_of_a_loader(results):
     """29 rows by 8, whose last 5 are 3 and 2; each computes all of these on JAX."""
     alone = input_jobs.loaders(alone=True)["results"]
-    results = two_workers.run(input_jobs.loaders)
+    results = results["loaders"]
     last = (5, 5) if keras.backend.backend() == "jax" else (3, 2)
     for result, rows in zip(results, last, strict=True):
         read = result["read"]
@@ -56,12 +72,9 @@ def test_a_worker_reads_its_own_rows_of_a_loader(two_workers):
                 np.testing.assert_allclose(got, want, atol=2e-5)
 
 
-def test_policies(two_workers, tmp_path):
+def test_policies(results):
     """Of three files of 5 rows, in batches of 4, the first worker has two."""
-    for name in range(3):
-        numbers = range(10 * name, 10 * name + 5)
-        (tmp_path / f"{name}.txt").write_text("".join(f"{i}\n" for i in numbers))
-    first, second = two_workers.run(input_jobs.policies, str(tmp_path))
+    first, second = results["policies"]
     for kind in ("file", "options"):
         # A global batch has the rows of both, which divide them anew in a loop.
         rows = [

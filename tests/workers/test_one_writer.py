@@ -9,21 +9,30 @@ import numpy as np
 import pytest
 
 from keras_strategy.rules.one_writer import replaced
-from keras_strategy.testing import WorkerRunner
 from tests.workers import jobs
 
 
 @pytest.fixture(scope="module")
-def written(starter, tmp_path_factory):
-    """A training that writes: the folder, what workers return, what they print."""
-    folder = tmp_path_factory.mktemp("written")
-    with WorkerRunner(2, timeout_seconds=300, starter=starter) as runner:
-        results = runner.run(jobs.write_everything, str(folder))
-        return folder, results, [runner.output(rank) for rank in (0, 1)]
+def written(in_turns, tmp_path_factory):
+    """The folders that workers write to, what they return, what they print."""
+    names = ("whole", "half", "bytes", "stopped", "nowhere")
+    folders = {name: tmp_path_factory.mktemp(name) for name in names}
+    to = {name: {"folder": str(folder)} for name, folder in folders.items()}
+    results, printed = in_turns(
+        whole=(jobs.write_everything, to["whole"]),
+        half=(jobs.write_everything, {**to["half"], "epochs": 1}),
+        resumed=(jobs.write_everything, to["half"]),
+        stopped=(jobs.stop_by_one, to["stopped"]),
+        nowhere=(jobs.save_where_nobody_can, to["nowhere"]),
+        # The last: what is temporary is in this folder from then on.
+        bytes=(jobs.bytes_written, to["bytes"]),
+    )
+    return folders, results, printed
 
 
 def test_the_chief_writes_and_all_go_on(written):
-    folder, results, printed = written
+    folders, results, printed = written
+    folder, results = folders["whole"], results["whole"]
     files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*"))
     assert files == [
         "backup",
@@ -48,9 +57,10 @@ def test_the_chief_writes_and_all_go_on(written):
     assert "accuracy" not in printed[1]
 
 
-def test_the_others_write_nothing(two_workers, tmp_path):
+def test_the_others_write_nothing(written):
     """Though the rows that each has counted are added up for the file."""
-    chief, other = two_workers.run(jobs.bytes_written, str(tmp_path))
+    folders, results, _ = written
+    chief, other = results["bytes"]
     for name, (count, _) in chief["written"].items():
         assert count > 1_000_000, name
     for name, (count, used) in other["written"].items():
@@ -58,18 +68,15 @@ def test_the_others_write_nothing(two_workers, tmp_path):
         assert count < 10_000, name  # what engines write to pipes
     assert chief["rows"] == other["rows"] == 8
     saved = keras.models.load_model(
-        tmp_path / "checkpoint.keras", custom_objects={"Seen": jobs.Seen}
+        folders["bytes"] / "checkpoint.keras", custom_objects={"Seen": jobs.Seen}
     )
     for one, values in zip(saved.get_weights(), chief["weights"], strict=True):
         np.testing.assert_array_equal(one, values)
-    assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
+    assert not any(path.name.startswith(".") for path in folders["bytes"].iterdir())
 
 
-def test_what_the_chief_restores_is_everybodys(written, two_workers, tmp_path):
-    _, whole, _ = written
-    half = str(tmp_path / "half")
-    two_workers.run(jobs.write_everything, half, epochs=1)
-    resumed = two_workers.run(jobs.write_everything, half)
+def test_what_the_chief_restores_is_everybodys(written):
+    whole, resumed = (written[1][name] for name in ("whole", "resumed"))
     for one, other in zip(resumed, whole, strict=True):
         assert one["epochs"] == [1, 2]
         assert len(one["weights"]) == len(other["weights"])
@@ -77,13 +84,12 @@ def test_what_the_chief_restores_is_everybodys(written, two_workers, tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-def test_one_worker_stops_all(two_workers, tmp_path):
-    results = two_workers.run(jobs.stop_by_one, str(tmp_path))
-    assert [result["steps"] for result in results] == [6, 6]
+def test_one_worker_stops_all(written):
+    assert [result["steps"] for result in written[1]["stopped"]] == [6, 6]
 
 
-def test_all_hear_that_the_chief_cannot_write(two_workers, tmp_path):
-    chief, other = two_workers.run(jobs.save_where_nobody_can, str(tmp_path))
+def test_all_hear_that_the_chief_cannot_write(written):
+    chief, other = written[1]["nowhere"]
     for name in ("save", "save_weights", "export"):
         assert chief[name].startswith(("NotADirectoryError", "FileExistsError"))
         said = f"WorkerFailedError: worker 0 failed in `{name}` to"

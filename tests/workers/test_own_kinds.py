@@ -1,16 +1,27 @@
 """What is recognised as a worker's own rows, and what is said of the rest."""
 
 import numpy as np
+import pytest
 
 from tests.workers import own_kinds_jobs as jobs
 from tests.workers.test_training import equal
 
 
-def test_fit_of_what_others_share(two_workers, tmp_path):
-    jobs.write_files(tmp_path)
+@pytest.fixture(scope="module")
+def results(in_turns, tmp_path_factory):
+    """What each of two workers returns."""
+    folder = tmp_path_factory.mktemp("files")
+    jobs.write_files(folder)
+    return in_turns(
+        shared=(jobs.what_others_share, {"folder": str(folder)}),
+        ended=(jobs.until_the_first_ends, {}),
+        said=(jobs.what_is_said, {}),
+    )[0]
+
+
+def test_fit_of_what_others_share(results):
     expected = jobs.what_others_share(alone=True)
-    results = two_workers.run(jobs.what_others_share, str(tmp_path))
-    for rank, result in enumerate(results):
+    for rank, result in enumerate(results["shared"]):
         for name in jobs.KINDS:
             assert equal(result[name], expected[name], 2e-5), name
         np.testing.assert_allclose(result["own"], expected["own"][rank], atol=2e-5)
@@ -18,14 +29,14 @@ def test_fit_of_what_others_share(two_workers, tmp_path):
         assert len(result["not twice"]) == jobs.ROWS
 
 
-def test_until_the_first_worker_has_ended(two_workers):
+def test_until_the_first_worker_has_ended(results):
     expected = jobs.until_the_first_ends(alone=True)
-    for result in two_workers.run(jobs.until_the_first_ends):
+    for result in results["ended"]:
         assert equal(result, expected, 2e-5)
 
 
-def test_what_is_said(two_workers):
-    chief, other = two_workers.run(jobs.what_is_said)
+def test_what_is_said(results):
+    chief, other = results["said"]
     errors = ("wrong", "part")
     assert not any(messages for name, messages in other.items() if name not in errors)
     assert chief["arrays"] == []

@@ -8,6 +8,7 @@ import pytest
 
 from keras_strategy.testing import WorkerRunner
 from tests.workers import own_rows_jobs as jobs
+from tests.workers.jobs import in_turns
 from tests.workers.test_training import equal
 
 BACKEND = keras.backend.backend()
@@ -18,21 +19,24 @@ def rows_of(table, rank):
 
 
 @pytest.mark.parametrize(
-    ("count", "devices"),
-    [(2, 1), (3, 1), (2, 2)],
+    ("count", "devices", "tables"),
+    [(2, 1, ["equal", "unequal"]), (3, 1, ["unequal"]), (2, 2, ["unequal"])],
     ids=["2x1", "3x1", "2x2"],
 )
-def test_own_rows_make_one_devices_weights(starter, count, devices):
-    tables = list(jobs.TABLES)
-    expected = jobs.of_tables(tables, count, alone=True)
-    with WorkerRunner(count, devices, timeout_seconds=300, starter=starter) as runner:
-        results = runner.run(jobs.of_tables, tables, count)
+def test_own_rows_make_one_devices_weights(starter, count, devices, tables):
+    """Equal rows on two workers; several devices of each have some in test_tpu.py."""
+    calls = {"own": (jobs.of_tables, {"tables": tables, "workers": count})}
+    if count == 3:
         # What 2 workers do with sources that all have is in test_input.py.
-        shared = runner.run(jobs.of_sources) if count == 3 else []
-    if shared:
+        calls["shared"] = (jobs.of_sources, {})
+    with WorkerRunner(count, devices, timeout_seconds=300, starter=starter) as runner:
+        results = runner.run(in_turns, calls)
+    if count == 3:
+        shared = [result["shared"] for result in results]
         assert equal(shared, [jobs.of_sources(alone=True)] * count, 2e-5)
+    expected = jobs.of_tables(tables, count, alone=True)
     for rank, of_worker in enumerate(results):
-        for name, got, want in zip(tables, of_worker, expected, strict=True):
+        for name, got, want in zip(tables, of_worker["own"], expected, strict=True):
             own = {rank: want["same"]["predicted"][rank]}
             assert equal(got["same"], {**want["same"], "predicted": own}, 2e-5)
             assert got["rows"] == 2 * rows_of(jobs.TABLES[name], rank)  # in two epochs
