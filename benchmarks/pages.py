@@ -19,8 +19,18 @@ ROOT = Path(__file__).parents[1]
 HISTORY = ROOT / "benchmarks" / "history"
 RESULTS = ROOT / "docs" / "benchmarks.md"
 PAGE = ROOT / "docs" / "benchmarks_history.md"
-_TABLE = re.compile(
-    r"(?<=<!-- results -->\n\n).*?(?=\n\n<!-- end of results -->)", re.S
+_MARKED = r"(?<=<!-- {0} -->\n\n).*?(?=\n\n<!-- end of {0} -->)"
+# What the summary says of which backend, cases and peer.
+IN_SHORT = (
+    ("`fit`, one device of a strategy", "", r"fit, \w+Strategy", "plain Keras"),
+    ("`fit`, two devices", "jax", r"fit, MirroredStrategy", "keras.distribution"),
+    ("`fit`, two devices", "tensorflow", r"steps of fit, .*", "Keras on tf.distribute"),
+    ("`fit`, two processes", "torch", r"fit, 2 processes", "Keras under DDP"),
+    ("`fit`, two processes", "jax", r"fit, 2 processes", "keras.distribution"),
+    ("`fit`, two replicas in turns", "torch", r"fit, 2 replicas", "plain Keras"),
+    ("loops of `run`", "jax", r"run.*", "jax.jit over a mesh"),
+    ("loops of `run`", "torch", r"run.*", "Keras under DDP"),
+    ("loops of `run`", "tensorflow", r"loop.*", "tf.function of run"),
 )
 
 HEAD = """\
@@ -40,11 +50,39 @@ def runs() -> list[dict[str, Any]]:
 
 
 def with_results(text: str, run: dict[str, Any]) -> str:
-    """A text in which the table between its two marks is that of a run."""
-    found, count = _TABLE.subn(lambda _: table(run["rows"]), text)
-    if count != 1:
-        raise ValueError("The text must have the marks of its results once.")
-    return found
+    """A text in which the tables between their marks are those of a run."""
+    tables = {"results": table(run["rows"]), "in short": in_short(run)}
+    for mark, content in tables.items():
+        place = re.compile(_MARKED.format(mark), re.S)
+        text, count = place.subn(lambda _, content=content: content, text)
+        if count != 1:
+            raise ValueError(f"The text must have the marks of {mark!r} once.")
+    return text
+
+
+def in_short(run: dict[str, Any]) -> str:
+    """The least and the largest ratio of rows that are alike."""
+    lines = [
+        f"| ours | on | beside | {WALL} | {CPU} |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for what, backend, case, peer in IN_SHORT:
+        for on in [backend] if backend else ["jax", "torch", "tensorflow"]:
+            found = [
+                row["speeds"]
+                for row in run["rows"]
+                if row["backend"] == on
+                and row["peer"].startswith(peer)
+                and re.fullmatch(case, row["case"].partition(": ")[2])
+            ]
+            ratios = (_range([s[unit]["ratio"] for s in found]) for unit in (WALL, CPU))
+            lines.append(f"| {what} | {on} | {peer} | {' | '.join(ratios)} |")
+    return "\n".join(lines)
+
+
+def _range(ratios: list[float]) -> str:
+    low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+    return low if low == high else f"{low} to {high}"
 
 
 def history(kept: list[dict[str, Any]]) -> str:

@@ -290,8 +290,18 @@ def page(names: list[dict[str, str]]) -> str:
         names: The record.
     """
     version, *names = names
-    parts = [HEAD.format(version=version["kind"], count=len(names))]
     titles = " | ".join(BACKENDS.values())
+    said = [said_of(row["name"]) for row in names]
+    words = ("works", "differs", "refused")
+    counts = [
+        f"| {word} | "
+        + " | ".join(str(sum(s[b].word == word for s in said)) for b in BACKENDS)
+        + " |"
+        for word in words
+    ]
+    head = HEAD.format(version=version["kind"], count=len(names))
+    of_counts = [f"| names | {titles} |", "| --- " * (len(BACKENDS) + 1) + "|", *counts]
+    parts = [head, "\n".join([*of_counts, ""])]
     columns = "| --- " * (len(BACKENDS) + 2) + "|"
     owners = itertools.groupby(names, lambda row: row["name"].split(".")[0])
     for owner, rows in owners:

@@ -16,3 +16,16 @@ def test_a_noisy_row_is_marked():
     quiet = pages.history([{**run, "rows": [{**row, "noise": 0.9}]}])
     noisy = pages.history([{**run, "rows": [{**row, "noise": 1.1}]}])
     assert (quiet.count(" ~ |"), noisy.count(" ~ |")) == (0, 1)
+
+
+def test_the_home_page_says_what_was_measured():
+    (run, *_) = pages.runs()
+    home = " ".join((pages.ROOT / "docs" / "index.md").read_text().split())
+    cells = [line.split(" | ") for line in pages.in_short(run).splitlines()]
+    ratios = {(what.strip("| "), on): wall for what, on, _, wall, _ in cells}
+    assert (
+        f"{ratios['`fit`, two devices', 'jax']} times the steps per second of "
+        f"`keras.distribution`, {ratios['`fit`, two devices', 'tensorflow']} of "
+        "`tf.distribute` and, as two processes, "
+        f"{ratios['`fit`, two processes', 'torch']} of `DistributedDataParallel`"
+    ) in home
