@@ -5,6 +5,8 @@ how many bytes a replica gives to it stands in the text of the compiled program.
 """
 
 import collections
+import contextlib
+import gc
 import math
 import re
 import tempfile
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from keras_strategy.rules import spans
 
@@ -39,15 +42,36 @@ def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]
     """
     counted = _count(train, steps)
     if counted is None:
-        jax.clear_caches()  # the programs of other models with them
-        train(steps)
-        counted = _count(train, steps)
+        with _compiled_anew():
+            train(steps)
+            counted = _count(train, steps)
     if counted is None:
         raise RuntimeError(
-            "Several programs of this process have the operations that were run. Count "
-            "the steps in a process of their own."
+            "It is not known which of this process's compiled programs the steps ran: "
+            "none, or several, have the operations of the profile. Count the steps in "
+            "a process of their own."
         )
     return counted
+
+
+@contextlib.contextmanager
+def _compiled_anew() -> Iterator[None]:
+    """Surrounds what is compiled as if nothing had been compiled before.
+
+    The programs of other models are gone then. And a program out of JAX's cache on disk
+    has lost the names by which the profile calls its operations.
+    """
+    gc.collect()  # what still holds a program
+    jax.clear_caches()
+    config: Any = jax.config
+    used = config.jax_enable_compilation_cache
+    config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # it remembers whether it is in use
+    try:
+        yield
+    finally:
+        config.update("jax_enable_compilation_cache", used)
+        compilation_cache.reset_cache()
 
 
 def _count(
