@@ -59,13 +59,13 @@ calculator, serves = os.pipe()
 fourth, start_calculator = forked(as_calculator)
 os.write(start, b"1")
 
-def trained(run, call):
+def trained(run, call, **options):
     # What comes of two steps, the optimizer's variables last.
     keras.utils.set_random_seed(1)
     table = keras.layers.Embedding(7, 4)
     layers = [table, keras.layers.Flatten(), keras.layers.Dense(3)]
     model = keras.Sequential([keras.Input((3,), dtype="int32"), *layers])
-    optimizer = keras.optimizers.AdamW(0.1, global_clipnorm=0.5)
+    optimizer = keras.optimizers.AdamW(0.1, global_clipnorm=0.5, **options)
     optimizer.build(model.trainable_variables)
 
     def update():
@@ -120,6 +120,9 @@ told["counted"] = int(n.numpy())
 
 with strategy.scope():
     divided = trained(strategy.run, scheduled)
+    told["accumulated"] = error_of(
+        lambda: trained(strategy.run, scheduled, gradient_accumulation_steps=2)
+    )
 told["apart"] = max(
     float(np.abs(a - np.array(b)).max()) for a, b in zip(alone, divided, strict=True)
 )
@@ -179,6 +182,8 @@ def test_a_coordinator(program, tmp_path):
     # Of the model and of the optimizer: its iterations and rate are scalars.
     assert told["parts"] == [2, 2, 2, 1, 1, *[2] * 6]
     assert told["apart"] < 2e-5 and told["read"] < 2e-5
+    assert "`gradient_accumulation_steps`" in told["accumulated"]
+    assert "give larger batches" in told["accumulated"]
     assert told["called"] == 5 and not told["not there"]
 
 

@@ -25,6 +25,23 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         tf.distribute.Strategy.__init__(self, extended)
         self._should_use_with_coordinator = True
 
+    def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None):
+        """See tf.distribute's; what Keras cannot do in it is said here."""
+        try:
+            return super().run(fn, args, kwargs, options)
+        except RuntimeError as error:
+            # TensorFlow's, from inside a tf.cond.
+            if "`merge_call` called while defining" not in str(error):
+                raise
+            raise RuntimeError(
+                "Under ParameterServerStrategy nothing may update variables of all "
+                "workers in a branch or loop of TensorFlow's. A Keras optimizer does "
+                "so with `gradient_accumulation_steps`, with `ema_overwrite_frequency` "
+                "and inside of a LossScaleOptimizer: leave these out, and give larger "
+                "batches where gradients were accumulated; or train with "
+                "MirroredStrategy or MultiWorkerMirroredStrategy."
+            ) from error
+
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
         """See tf.distribute's, which knows its own `ReduceOp` alone."""
         return super().reduce(ReduceOp.parse(reduce_op).name, value, axis)
