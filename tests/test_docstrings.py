@@ -8,6 +8,7 @@ import keras
 import pytest
 
 import keras_strategy as ks
+from keras_strategy.testing import WarmStarter
 
 EXAMPLE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
@@ -15,9 +16,7 @@ EXAMPLE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 MODULES = "callbacks", "config", "cluster_resolver", "coordinator", "experimental"
 LAUNCH = "environment", "launcher", "ports", "processes"
 # They start processes, which are the same on every backend: on torch.
-ONCE = "launch.", "testing.WorkerRunner"
-# What takes ten seconds, and where the same is done.
-ELSEWHERE = {"testing.WarmStarter": "tests/testing/test_warm_starter.py"}
+ONCE = "launch.", "testing.WorkerRunner", "testing.WarmStarter"
 
 
 def documented():
@@ -55,8 +54,7 @@ def examples():
             if code not in seen:
                 seen.add(code)
                 once = name.startswith(ONCE) and keras.backend.backend() != "torch"
-                reason = ELSEWHERE.get(name, "the same: it runs on torch")
-                mark = pytest.mark.skipif(once or name in ELSEWHERE, reason=reason)
+                mark = pytest.mark.skipif(once, reason="the same: it runs on torch")
                 yield pytest.param(code, id=f"{name}-{number}", marks=mark)
 
 
@@ -65,4 +63,6 @@ def test_example(code, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for variable in ("TF_CONFIG",):
         monkeypatch.delenv(variable, raising=False)
+    # For a program of a user's it imports Keras, which takes seven seconds.
+    monkeypatch.setattr(WarmStarter.__init__, "__defaults__", (("numpy",),))
     exec(compile(code, "<example>", "exec"), {})
