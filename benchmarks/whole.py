@@ -1,4 +1,4 @@
-"""What stays whole on each device where N divides no dimension of a weight, on JAX.
+"""What a device keeps, on JAX, where N does not divide all dimensions of the weights.
 
     KERAS_BACKEND=jax python -m benchmarks.whole
 
@@ -11,9 +11,9 @@ import math
 import keras
 from keras import applications, layers
 
-from keras_strategy.rules.sharding import dimension_to_split
+from keras_strategy.rules.sharding import Split
 
-REPLICAS = 2, 3, 4, 5, 6, 7, 8, 16
+REPLICAS = 2, 4, 8, 16, 3, 5, 6, 7, 12, 24
 
 
 def gpt2() -> keras.Model:
@@ -47,9 +47,11 @@ def main() -> None:
         size = sum(map(math.prod, shapes))
         shares = []
         for replicas in REPLICAS:
-            whole = [s for s in shapes if dimension_to_split(s, replicas) is None]
-            shares.append(f"{sum(map(math.prod, whole)) / size:.1%}")
+            kept = [math.prod(s) / Split.of_shape(s, replicas).parts for s in shapes]
+            shares.append(f"{sum(kept) / size:.1%}")
         print(f"| {name} | {size:,} | {' | '.join(shares)} |", flush=True)
+    ideal = (f"{1 / replicas:.1%}" for replicas in REPLICAS)
+    print(f"| all in N parts | | {' | '.join(ideal)} |")
 
 
 if __name__ == "__main__":

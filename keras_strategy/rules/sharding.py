@@ -1,8 +1,9 @@
 """Which part of its variables a replica keeps, where a strategy's `shard` splits them.
 
 Where one program computes for all replicas, a variable is split along one dimension
-into as many equal parts as there are replicas, of which each keeps one. Which dimension
-follows from the shape alone, so that all workers split alike.
+into as many equal parts as there are replicas, of which each keeps one. If they divide
+no dimension, the prime factors of their number may divide some, and there are fewer
+parts. That follows from the shape alone, so that all workers split alike.
 
 Where each replica updates what it keeps by itself, it keeps some of the elements, in
 the order of the memory: a share.
@@ -17,10 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_strategy.rules.aggregation import is_on_read
+from keras_strategy.values.logical_devices import prime_factors
 
 logger = logging.getLogger("keras_strategy")
 
-_SLOT, _DIMENSION, _SHARES = "_ks_slot", "_ks_split", "_ks_shares"
+_SLOT, _SPLIT, _SHARES = "_ks_slot", "_ks_split", "_ks_shares"
 # Of an optimizer, its `Division`.
 DIVISION = "_ks_division"
 _making = threading.local()
@@ -34,10 +36,55 @@ def dimension_to_split(shape: Sequence[int], replicas: int) -> int | None:
         replicas: The number of replicas, over all workers.
 
     Returns:
-        None if there is no such dimension: the variable stays whole on each of them.
+        None if there is no such dimension.
     """
     fitting = [i for i, size in enumerate(shape) if size and size % replicas == 0]
     return max(fitting, key=lambda i: (shape[i], -i), default=None)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Into which parts a variable is split.
+
+    Attributes:
+        replicas: The number of replicas, over all workers.
+        dimension: The dimension that is split into as many parts; None if they divide
+            none.
+        by_factors: Then, for each prime factor of their number, the dimension that is
+            split by it, or None. Other dimensions than one may be, and one by several.
+    """
+
+    replicas: int
+    dimension: int | None
+    by_factors: tuple[int | None, ...] = ()
+
+    @classmethod
+    def of_shape(cls, shape: Sequence[int], replicas: int) -> "Split":
+        """The most parts that there can be of a shape.
+
+        Args:
+            shape: The variable's shape.
+            replicas: The number of replicas, over all workers.
+        """
+        dimension = dimension_to_split(shape, replicas)
+        if dimension is not None:
+            return cls(replicas, dimension)
+        left, found = list(shape), []
+        for factor in prime_factors(replicas):
+            fitting = dimension_to_split(left, factor)
+            if fitting is not None:
+                left[fitting] //= factor
+            found.append(fitting)
+        return cls(replicas, None, tuple(found))
+
+    @property
+    def parts(self) -> int:
+        """The number of parts; 1 if the variable stays whole on each replica."""
+        if self.dimension is not None:
+            return self.replicas
+        factors = prime_factors(self.replicas)
+        pairs = zip(factors, self.by_factors, strict=True)
+        return math.prod(factor for factor, dimension in pairs if dimension is not None)
 
 
 @contextlib.contextmanager
@@ -70,19 +117,21 @@ def note_slot(variable: Any) -> None:
     vars(variable)[_SLOT] = True
 
 
-def note_split(variable: Any, dimension: int | None) -> None:
-    """Notes along which dimension a variable is split; None if it is whole."""
-    vars(variable)[_DIMENSION] = dimension
+def note_split(variable: Any, split: Split | None) -> None:
+    """Notes how a variable is split; None if it is whole."""
+    if split is not None and split.dimension is None and split.parts == 1:
+        split = None
+    vars(variable)[_SPLIT] = split
 
 
-def split_dimension(variable: Any) -> int | None:
-    """Along which dimension a variable is split; None if it is whole."""
-    return vars(variable).get(_DIMENSION)
+def split_of(variable: Any) -> Split | None:
+    """How a variable is split; None if it is whole."""
+    return vars(variable).get(_SPLIT)
 
 
 def is_split(variable: Any) -> bool:
     """Whether each replica keeps a part of a variable alone."""
-    return split_dimension(variable) is not None or _SHARES in vars(variable)
+    return split_of(variable) is not None or _SHARES in vars(variable)
 
 
 @dataclass(frozen=True)
@@ -194,10 +243,10 @@ class Splitting:
 
     def __init__(self, shard: str | None, replicas: int):
         self.shard, self.replicas = shard, replicas
-        self._told = False
+        self._told: set[bool] = set()
 
-    def dimension(self, variable: Any) -> int | None:
-        """Along which dimension a variable that is made now is to be split, or None.
+    def of(self, variable: Any) -> Split | None:
+        """How a variable that is made now is to be split; None if it is to be whole.
 
         Args:
             variable: The variable, whose shape is known.
@@ -207,16 +256,20 @@ class Splitting:
         slot = is_making_slots() or _SLOT in vars(variable)
         if not slot and not (variable.trainable and self.shard == "parameters"):
             return None
-        shape = variable.shape
-        dimension = dimension_to_split(shape, self.replicas)
-        if dimension is None and len(shape) and not self._told:
-            self._told = True
+        shape = tuple(variable.shape)
+        split = Split.of_shape(shape, self.replicas)
+        whole = split.parts == 1
+        if split.dimension is None and shape and whole not in self._told:
+            self._told.add(whole)
             logger.info(
                 "shard='%s': %d replicas divide no dimension of a variable of the "
-                "shape %s, which stays whole on each of them. "
-                "`strategy.memory_report(model)` lists all such variables.",
+                "shape %s, which %s. `strategy.memory_report(model)` lists all such "
+                "variables.",
                 self.shard,
                 self.replicas,
-                tuple(shape),
+                shape,
+                "stays whole on each of them"
+                if whole
+                else f"is split into {split.parts} parts",
             )
-        return dimension
+        return split

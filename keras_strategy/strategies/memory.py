@@ -1,6 +1,6 @@
 """What a model's variables take on each device."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +8,7 @@ import keras
 
 from keras_strategy.hooks.variables import variables_of
 from keras_strategy.rules.ownership import strategy_of_model
-from keras_strategy.rules.sharding import is_split
+from keras_strategy.rules.sharding import is_split, split_of
 
 if TYPE_CHECKING:
     from keras_strategy.core.strategy import Strategy
@@ -25,7 +25,10 @@ class MemoryReport:
         slots: What its optimizers keep.
         shard: What the strategy splits.
         whole: Paths of the variables that are to be split and stay whole, since the
-            number of replicas divides none of their dimensions. Scalars are not listed.
+            number of replicas has no factor that divides one of their dimensions.
+            Scalars are not listed.
+        partly: Paths of those that are split into fewer parts than there are replicas,
+            with the number of parts.
     """
 
     devices: tuple[str, ...]
@@ -34,6 +37,7 @@ class MemoryReport:
     slots: tuple[int, ...]
     shard: str | None
     whole: tuple[str, ...]
+    partly: Mapping[str, int]
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [
@@ -50,6 +54,9 @@ class MemoryReport:
             lines.append("  ".join([first.ljust(widths[0]), *cells]))
         if self.whole:
             lines.append(f"Whole on every device: {', '.join(self.whole)}")
+        if self.partly:
+            some = (f"{path} ({parts})" for path, parts in self.partly.items())
+            lines.append(f"In fewer parts than devices: {', '.join(some)}")
         return "\n".join(lines)
 
 
@@ -76,14 +83,20 @@ def report(strategy: "Strategy", model: keras.Model) -> MemoryReport:
     split = {"optimizer": ("slots",), "parameters": ("slots", "parameters")}
     alone = strategy.num_replicas_in_sync == 1  # with nobody to share with
     to_split = () if alone else split.get(strategy.shard or "", ())
+    shared = [variable for kind in to_split for variable in kinds[kind]]
+    splits = {variable.path: split_of(variable) for variable in shared}
     return MemoryReport(
         extended.worker_devices,
         **{kind: on_each_device(variables) for kind, variables in kinds.items()},
         shard=strategy.shard,
         whole=tuple(
             variable.path
-            for kind in to_split
-            for variable in kinds[kind]
+            for variable in shared
             if len(variable.shape) and not is_split(variable)
         ),
+        partly={
+            path: split.parts
+            for path, split in splits.items()
+            if split is not None and split.parts < split.replicas
+        },
     )

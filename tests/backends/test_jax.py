@@ -1,7 +1,9 @@
 """What is JAX's alone: placement, donation, tracing."""
 
+import collections
 import copy
 import threading
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -18,6 +20,7 @@ import jax
 from benchmarks.memory import collectives
 from keras_strategy.backends.jax import hooks_data
 from keras_strategy.backends.jax import hooks_state as keras_state
+from keras_strategy.backends.jax.splitting import whole_here
 from keras_strategy.testing.equality.compare import largest, scope
 from keras_strategy.values.distributed import PerReplica
 
@@ -652,6 +655,25 @@ def test_a_step_with_parts_sends_what_an_all_reduce_does():
     assert whole == {"all-reduce": 2 * 3 / 4 * gradients}
     assert parts["reduce-scatter"] == parts["all-gather"] == 3 / 4 * gradients
     assert parts["all-reduce"] < 100  # the norms
+
+
+@pytest.mark.parametrize(
+    ("parts", "here"), [([0, 1, 0, 1], True), ([0, 1, 0, 0], False)]
+)
+def test_workers_agree_whether_each_has_all_parts(parts, here):
+    """Where one has them and another has not, both must bring them together."""
+    values = np.arange(4.0)
+    halves = (slice(0, 2),), (slice(2, 4),)
+    Device = collections.namedtuple("Device", ["number", "process_index"])
+    devices = {Device(i, i // 2): halves[part] for i, part in enumerate(parts)}
+    array = SimpleNamespace(
+        shape=values.shape,
+        dtype=values.dtype,
+        sharding=SimpleNamespace(devices_indices_map=lambda shape: devices),
+        addressable_shards=[SimpleNamespace(index=i, data=values[i]) for i in halves],
+    )
+    whole = whole_here(array)
+    assert np.array_equal(whole, values) if here else whole is None
 
 
 def test_what_an_exception_leaves_behind(two):

@@ -12,7 +12,7 @@ from keras import layers
 import keras_strategy as ks
 from keras_strategy.core.registry import get_engine
 from keras_strategy.errors import UnsupportedBackendError
-from keras_strategy.rules.sharding import dimension_to_split
+from keras_strategy.rules.sharding import Split, dimension_to_split
 from keras_strategy.testing.equality.__main__ import mirrored, run
 from keras_strategy.testing.equality.cases import Case, optimizer
 from keras_strategy.testing.equality.compare import assert_equal, train
@@ -80,6 +80,25 @@ def everything():
 )
 def test_which_dimension_is_split(shape, replicas, dimension):
     assert dimension_to_split(shape, replicas) == dimension
+
+
+@pytest.mark.parametrize(
+    ("shape", "replicas", "by_factors", "parts"),
+    [
+        ((10, 9), 6, (0, 1), 6),
+        ((9, 10, 3), 6, (1, 0), 6),
+        ((4, 4), 12, (0, 1, None), 4),
+        ((8, 9), 24, (0, 0, 0, 1), 24),
+        ((5, 4), 6, (1, None), 2),
+        ((5, 7), 6, (None, None), 1),
+        ((5, 7), 3, (None,), 1),
+        ((), 6, (None, None), 1),
+    ],
+)
+def test_what_the_factors_of_the_replicas_split(shape, replicas, by_factors, parts):
+    split = Split.of_shape(shape, replicas)
+    assert (split.dimension, split.by_factors) == (None, by_factors)
+    assert split.parts == parts
 
 
 @pytest.mark.parametrize("shard", ["params", "none", "", True, 1])
@@ -178,6 +197,66 @@ def test_what_stays_whole_is_said_once(shard, caplog):
             model.optimizer.build(model.trainable_variables)
     said = [r.getMessage() for r in caplog.records if "stays whole" in r.getMessage()]
     assert len(said) == 1 and "(1,)" in said[0]
+
+
+def of_factors():
+    """Dense kernels of which 4 replicas divide no dimension, but for that of (9, 4)."""
+    optimizer = keras.optimizers.AdamW(0.01, global_clipnorm=0.1, use_ema=True)
+    model = keras.Sequential(
+        [
+            keras.Input((FEATURES,)),
+            layers.Dense(10, "tanh", use_bias=False),
+            layers.Dense(9, "tanh", use_bias=False),
+            layers.Dense(4, use_bias=False),
+            layers.Dense(1, use_bias=False),
+        ]
+    )
+    model.compile(optimizer, "mse")
+    return model
+
+
+@pytest.mark.skipif(ELEMENTS, reason="every number of elements is split")
+@pytest.mark.parametrize("shard", MODES)
+def test_fewer_parts_than_replicas(shard, tmp_path):
+    x, y = data()
+    many = strategy(4, shard)
+    assert_equal(*(train(s, of_factors, x, y, BATCH) for s in (None, many)))
+
+    def trained(strategy):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = of_factors()
+        model.fit(x, y, batch_size=BATCH, verbose=0)
+        replicas = strategy.num_replicas_in_sync
+
+        def step(x, y):
+            def loss():
+                return keras.ops.mean((model(x) - y) ** 2) / replicas
+
+            value, gradients = ks.value_and_grad(loss, model.trainable_variables)()
+            model.optimizer.apply(gradients, model.trainable_variables)
+            return value
+
+        for batch in strategy.experimental_distribute_dataset([(x[:12], y[:12])] * 2):
+            strategy.run(step, batch)
+        return model
+
+    whole = trained(ks.MirroredStrategy(CPUS[:1]))
+    model = trained(many)
+    for a, b in zip(whole.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+    # (6, 10) in 2 by 2 parts, (10, 9) in 2, (9, 4) in 4, and (4, 1) in 4.
+    held = 4 * (60 // 4 + 90 // 2 + 36 // 4 + 4 // 4)
+    report = many.memory_report(model)
+    assert all(0 < n - 3 * held < 17 for n in report.slots)
+    assert report.parameters == (held if shard == "parameters" else 4 * 190,) * 4
+    assert report.whole == ()
+    assert set(report.partly.values()) == {2}
+    assert "In fewer parts than devices" in str(report)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    for a, b in zip(loaded.optimizer.variables, model.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
 
 
 def lamb():

@@ -166,10 +166,13 @@ class Compiler:
             **{_CHECK: False, **self._manual()},
         )
         layouts = {}
-        if self._distribution.of_replicas_alone:
-            # XLA would choose them for what the logical devices share.
+        written = [self._distribution.sharding_of(v) for v in program.written]
+        if self._distribution.of_replicas_alone or any(
+            sharding.mesh != self._distribution.mesh for sharding in written
+        ):
+            # XLA would choose them for what the logical devices share, and keep whole
+            # what is in fewer parts than there are replicas.
             split, everywhere = self._distribution.split, self._distribution.everywhere
-            written = [self._distribution.sharding_of(v) for v in program.written]
             layouts["out_shardings"] = (split, everywhere, written, split, everywhere)
         program.call = jax.jit(mapped, donate_argnums=(0, 1), **layouts)
         return program

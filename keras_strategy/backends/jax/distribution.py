@@ -16,13 +16,15 @@ from keras_strategy.backends.jax.devices import device_named, devices_of_worker
 from keras_strategy.input.own_rows import OwnRows
 from keras_strategy.rules.aggregation import is_on_read
 from keras_strategy.rules.ownership import strategy_of_variable
-from keras_strategy.rules.sharding import Splitting, note_split, split_dimension
+from keras_strategy.rules.sharding import Split, Splitting, note_split, split_of
+from keras_strategy.values.logical_devices import prime_factors
 from keras_strategy.values.topology import Topology
 from keras_strategy.workers.cluster import Cluster
 
 logger = logging.getLogger("keras_strategy")
 # The name of the mesh's only axis; where replicas have several devices, of its first,
-# and how the names of the others begin.
+# and how the names of the others begin. In layouts of what fewer parts than replicas
+# are made of, there is an axis for each prime factor of their number instead.
 AXIS = "replica"
 LOGICAL = "logical_"
 # By the mesh, of what has several workers.
@@ -48,6 +50,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         devices: This worker's devices.
         replicas: The number of devices, over all workers.
         mesh: The devices of all workers.
+        factors: They, with an axis for each prime factor of the number of replicas.
         shard: The argument.
         workers: What tells other workers, set by the group; None for this one alone.
         everywhere: The layout of what every device has whole.
@@ -95,8 +98,14 @@ class ReplicaDistribution(keras.distribution.DataParallel):
             self.mesh, jax.sharding.PartitionSpec(None, AXIS)
         )
 
+        _, *logical = self.mesh.axis_names
+        factors = prime_factors(self.replicas)
+        self.factors = jax.sharding.Mesh(
+            self.mesh.devices.reshape(*factors, *self.mesh.devices.shape[1:]),
+            (*(f"{AXIS}_{i}" for i in range(len(factors))), *logical),
+        )
         if cluster is not None:
-            _of_mesh[self.mesh] = self
+            _of_mesh[self.mesh] = _of_mesh[self.factors] = self
 
     def _set_mesh(self) -> jax.sharding.Mesh:
         """Tells Keras the mesh of the replicas' devices, and returns it as JAX's."""
@@ -122,24 +131,35 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         if self._home_mesh is not None and not is_on_read(variable):
             axes = [None] * len(variable.shape)
             return keras.distribution.TensorLayout(axes, self._home_mesh)
-        dimension = self._splitting.dimension(variable)
-        note_split(variable, dimension)
+        split = self._splitting.of(variable)
+        note_split(variable, split)
+        if split is not None and split.dimension is None and split.parts > 1:
+            return self._in_parts(split)
+        dimension = None if split is None else split.dimension
         axes = [AXIS if i == dimension else None for i in range(len(variable.shape))]
         return keras.distribution.TensorLayout(axes, self.device_mesh)
 
-    def dimension_of(self, variable: Any) -> int | None:
-        """Along which dimension our devices share a variable; None if it is whole."""
-        dimension = split_dimension(variable)
-        strategy = strategy_of_variable(variable)
-        if dimension is None or strategy is None:
+    def _split_of(self, variable: Any) -> Split | None:
+        """How our devices share a variable; None if it is whole."""
+        split, strategy = split_of(variable), strategy_of_variable(variable)
+        if split is None or strategy is None:
             return None
         group = strategy.extended.group
-        return dimension if getattr(group, "distribution", None) is self else None
+        return split if getattr(group, "distribution", None) is self else None
+
+    def dimension_of(self, variable: Any) -> int | None:
+        """Along which dimension all our devices share a variable.
+
+        None if it is whole, or in fewer parts: those are gathered for a program of
+        `run` before it begins.
+        """
+        split = self._split_of(variable)
+        return None if split is None else split.dimension
 
     def sharding_of(self, variable: Any) -> jax.sharding.NamedSharding:
         """How a variable lies on our devices."""
-        dimension = self.dimension_of(variable)
-        return self.everywhere if dimension is None else self.split_along(dimension)
+        split = self._split_of(variable)
+        return self.everywhere if split is None else self._in_parts(split)
 
     def kept_as(self, variable: Any) -> jax.sharding.NamedSharding:
         """How a variable lies on devices between programs."""
@@ -167,10 +187,20 @@ class ReplicaDistribution(keras.distribution.DataParallel):
             return arrays
         return keras.tree.map_structure(keep, arrays)
 
-    def split_along(self, dimension: int) -> jax.sharding.NamedSharding:
+    def _in_parts(self, split: Split) -> jax.sharding.NamedSharding:
         """The layout of what our devices share."""
-        spec = jax.sharding.PartitionSpec(*[None] * dimension, AXIS)
-        return jax.sharding.NamedSharding(self.mesh, spec)
+        if split.dimension is not None:
+            spec = jax.sharding.PartitionSpec(*[None] * split.dimension, AXIS)
+            return jax.sharding.NamedSharding(self.mesh, spec)
+        axes: dict[int, list[str]] = {}
+        for i, dimension in enumerate(split.by_factors):
+            if dimension is not None:
+                axes.setdefault(dimension, []).append(f"{AXIS}_{i}")
+        spec = jax.sharding.PartitionSpec(
+            *(tuple(axes.get(i, ())) for i in range(1 + max(axes)))
+        )
+        # The same devices in the same order, so that one program may have both meshes.
+        return jax.sharding.NamedSharding(self.factors, spec)
 
     def place_batch(self, batch: Any, steps_in_front: bool = False) -> Any:
         """Puts a batch's arrays on the devices, split by rows where they can be.

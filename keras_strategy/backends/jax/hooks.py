@@ -185,7 +185,9 @@ def _chiefs(tensor: Any, sharding: Any) -> Any:
 
 def _is_ours(sharding: Any) -> bool:
     first, *others = getattr(getattr(sharding, "mesh", None), "axis_names", ("",))
-    return first == AXIS and all(name.startswith(LOGICAL) for name in others)
+    return first.startswith(AXIS) and all(
+        name.startswith((AXIS, LOGICAL)) for name in others
+    )
 
 
 @hook(keras.Variable, "_initialize", "(self, value)", when=in_scope_of_workers)

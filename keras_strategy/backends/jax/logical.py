@@ -23,7 +23,7 @@ from keras_strategy.backends.jax.distribution import (
 )
 from keras_strategy.backends.jax.replica import in_program
 from keras_strategy.core import context
-from keras_strategy.rules.sharding import layout_of_weight, note_split
+from keras_strategy.rules.sharding import Split, layout_of_weight, note_split
 from keras_strategy.values.logical_devices import (
     LogicalDevices,
     axes_of_parts,
@@ -78,7 +78,8 @@ class LogicalDistribution(ReplicaDistribution):
         if axes is None:
             return super().get_variable_layout(variable)
         # Besides, the replicas share what `shard` says: parts of these parts.
-        dimension = self._splitting.dimension(variable)
+        split = self._splitting.of(variable)
+        dimension = None if split is None else split.dimension
         if dimension is not None:
             along = (AXIS, *axes[dimension])
             count = math.prod(self.mesh.shape[axis] for axis in along)
@@ -86,7 +87,8 @@ class LogicalDistribution(ReplicaDistribution):
                 dimension = None
             else:
                 axes[dimension] = along
-        note_split(variable, dimension)
+        kept = None if dimension is None else Split(self.replicas, dimension)
+        note_split(variable, kept)
         # Keras's own layouts have no dimension that two axes split.
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
@@ -94,6 +96,8 @@ class LogicalDistribution(ReplicaDistribution):
         """What axes of logical devices split a variable's dimensions; None for none."""
         of_weight = layout_of_weight()  # which what is kept of it lies as
         if isinstance(of_weight, NamedSharding):
+            if of_weight.mesh == self.factors:  # of replicas, and no logical devices
+                return None
             named = [(a,) if isinstance(a, str) else a or () for a in of_weight.spec]
             return [tuple(axis for axis in own if axis != AXIS) for own in named]
         layouts = self._logical.layouts
@@ -106,8 +110,8 @@ class LogicalDistribution(ReplicaDistribution):
 
     def sharding_of(self, variable: Any) -> NamedSharding:
         sharding = keras_state.sharding_of(variable)
-        mine = isinstance(sharding, NamedSharding) and sharding.mesh == self.mesh
-        return sharding if mine else self.everywhere
+        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+        return sharding if mesh in (self.mesh, self.factors) else self.everywhere
 
     def global_array(
         self, shape: tuple[int, ...], sharding: NamedSharding, parts: Sequence[Any]

@@ -83,12 +83,17 @@ class Parts:
         ]
 
 
-def _whole_here(array: jax.Array) -> np.ndarray | None:
-    """The whole of an array of which this process may have all parts; else None."""
-    parts = {str(shard.index): shard for shard in array.addressable_shards}
-    everywhere = array.sharding.devices_indices_map(array.shape).values()
-    if len(parts) < len(set(map(str, everywhere))):
+def whole_here(array: jax.Array) -> np.ndarray | None:
+    """The whole of an array of which every process has all parts; else None.
+
+    Where some have and others not, all of them bring it together.
+    """
+    of_processes: dict[int, set[str]] = {}
+    for device, index in array.sharding.devices_indices_map(array.shape).items():
+        of_processes.setdefault(device.process_index, set()).add(str(index))
+    if len(set(map(frozenset, of_processes.values()))) > 1:
         return None
+    parts = {str(shard.index): shard for shard in array.addressable_shards}
     whole = np.empty(array.shape, array.dtype)
     for shard in parts.values():
         whole[shard.index] = shard.data
@@ -98,12 +103,12 @@ def _whole_here(array: jax.Array) -> np.ndarray | None:
 def gathered_whole(variable: Any, distribution: ReplicaDistribution) -> jax.Array:
     """The whole of a variable on every device, outside of programs.
 
-    All workers ask, where none has all parts of it.
+    All workers ask, unless each of them has all parts of it.
     """
     array = keras_state.array_of(variable)
     if distribution.cluster is None:
         return put(array, distribution.everywhere)
-    here = _whole_here(array)
+    here = whole_here(array)
     if here is not None:
         return put(here, distribution.everywhere)
     with distribution.cluster.member.waiting(f"the whole of '{variable.path}'"):
