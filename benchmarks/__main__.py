@@ -28,6 +28,9 @@ def main() -> int:
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
     parser.add_argument("--rounds", type=int, default=9, help="of both programs")
     parser.add_argument(
+        "--starts", type=int, default=1, help="of the processes, each with all rounds"
+    )
+    parser.add_argument(
         "--seconds", type=float, default=0.25, help="that a program trains in a round"
     )
     parser.add_argument(
@@ -74,7 +77,13 @@ def _measured(
                     if attempt and time.monotonic() > until:
                         break
                     try:
-                        row = row_of(starter, *key, options.rounds, options.seconds)
+                        row = row_of(
+                            starter,
+                            *key,
+                            options.rounds,
+                            options.seconds,
+                            options.starts,
+                        )
                     except RuntimeError as error:  # the others are still measured
                         print(f"{names[key]}: {error}", file=sys.stderr)
                         failed.add(names[key])

@@ -3,12 +3,14 @@
 import contextlib
 import dataclasses
 import os
+import statistics
+from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.comparisons import Comparison
 from benchmarks.sides import Sided
 from keras_strategy.launch.machine import Others
-from keras_strategy.launch.pairing import CPU, compare, warm
+from keras_strategy.launch.pairing import CPU, Pairing, compare, warm
 from keras_strategy.testing.warm_starter import WarmStarter
 
 # A row is noisy where others took more than this share of the machine, or the quartiles
@@ -17,8 +19,36 @@ OTHERS = 0.03
 WIDTH = 0.08
 
 
+@dataclasses.dataclass(frozen=True)
+class _Start:
+    """What was measured between a start of all processes and their end.
+
+    Attributes:
+        steps: How many a long turn had.
+        pairing: What the rounds gave.
+        seconds: Of processors: what both sides used, and that out of their turns.
+        others: The share of the machine that others used.
+        first_steps: Seconds until the first step was done, ours and the peer's.
+        peaks: Their megabytes at most.
+        figures: What is counted in a step of ours, see `benchmarks.figures`.
+    """
+
+    steps: int
+    pairing: Pairing
+    seconds: tuple[float, float]
+    others: float
+    first_steps: tuple[float, float]
+    peaks: tuple[float, float]
+    figures: dict[str, Any] | None
+
+
 def row_of(
-    starter: WarmStarter, comparison: Comparison, case: str, rounds: int, seconds: float
+    starter: WarmStarter,
+    comparison: Comparison,
+    case: str,
+    rounds: int,
+    seconds: float,
+    starts: int = 1,
 ) -> dict[str, Any]:
     """Measures a row.
 
@@ -26,44 +56,64 @@ def row_of(
         starter: What starts the processes.
         comparison: The programs.
         case: The name of the case.
-        rounds: How often each of them is timed.
+        rounds: How often each of them is timed after a start.
         seconds: About how long it trains each time.
+        starts: How often the processes of both are started. One start can be some
+            percent faster than the next, with the places that its memory got, and
+            its own rounds do not show it.
 
     Returns:
         The row. Its `noise` is up to 1 where the machine was quiet.
     """
-    with contextlib.ExitStack() as stack:
-        sides: list[Sided] = []
-        for ours in True, False:
-            sides.append(stack.enter_context(Sided(starter, comparison, ours, case)))
-            sides[-1].ready()  # each has the machine for its first step
-        steps = warm(sides[0].train, sides[1].train, seconds)
-        others, before = Others(), _used(sides)
-        pairing = compare(sides[0].train, sides[1].train, steps, rounds)
-        used, idle = (a - b for a, b in zip(_used(sides), before, strict=True))
-        share = others.share(used)
-        peaks = [side.peak_mb for side in sides]
-        # Last, since a profiler stays with the threads that it met.
-        figures = sides[0].ask("figures")[0] if comparison.replicas > 1 else None
+    done = [_start(starter, comparison, case, rounds, seconds) for _ in range(starts)]
+    pairing = sum([start.pairing for start in done], start=Pairing())
+    speeds = pairing.speeds
+    used, idle = (sum(parts) for parts in zip(*(s.seconds for s in done), strict=True))
+    others = statistics.mean(start.others for start in done)
     return {
         "backend": comparison.backend,
         "case": f"{case}: {comparison.name}",
         "peer": comparison.peer,
         "aim": comparison.aim,
-        "speeds": {
-            unit: dataclasses.asdict(speed) for unit, speed in pairing.speeds.items()
-        },
+        "speeds": {unit: dataclasses.asdict(speed) for unit, speed in speeds.items()},
         "once_seconds": pairing.once,
-        "first_step_seconds": [side.first_step for side in sides],
-        "peak_mb": peaks,
-        "steps": steps,
-        "others": share,
+        "first_step_seconds": _medians(start.first_steps for start in done),
+        "peak_mb": _medians(start.peaks for start in done),
+        "steps": done[-1].steps,
+        "starts": starts,
+        "others": others,
         # Of what both used, what a side used when it was not its turn.
         "idle": idle / used,
         "load": os.getloadavg()[0],
-        "noise": max(share / OTHERS, pairing.speeds[CPU].width / WIDTH),
-        "figures": figures,
+        "noise": max(others / OTHERS, speeds[CPU].width / WIDTH),
+        "figures": done[-1].figures,
     }
+
+
+def _start(
+    starter: WarmStarter, comparison: Comparison, case: str, rounds: int, seconds: float
+) -> _Start:
+    """Starts the processes of both sides, times them in turn, and ends them."""
+    with contextlib.ExitStack() as stack:
+        sides: list[Sided] = []
+        for ours in True, False:
+            sides.append(stack.enter_context(Sided(starter, comparison, ours, case)))
+            sides[-1].ready()  # each has the machine for its first step
+        mine, peer = sides
+        steps = warm(mine.train, peer.train, seconds)
+        others, before = Others(), _used(sides)
+        pairing = compare(mine.train, peer.train, steps, rounds)
+        used, idle = (a - b for a, b in zip(_used(sides), before, strict=True))
+        share = others.share(used)
+        peaks = mine.peak_mb, peer.peak_mb
+        # Last, since a profiler stays with the threads that it met.
+        figures = mine.ask("figures")[0] if comparison.replicas > 1 else None
+    firsts = mine.first_step, peer.first_step
+    return _Start(steps, pairing, (used, idle), share, firsts, peaks, figures)
+
+
+def _medians(pairs: Iterable[tuple[float, float]]) -> list[float]:
+    return [statistics.median(side) for side in zip(*pairs, strict=True)]
 
 
 def _used(sides: list[Sided]) -> tuple[float, float]:

@@ -41,17 +41,42 @@ class Speed:
         return self.spread[1] - self.spread[0]
 
 
+# What a side took in a round: seconds of a step by unit, and of a call beside them.
+Taken = tuple[dict[str, float], float]
+
+
 @dataclass(frozen=True)
 class Pairing:
     """What the rounds gave.
 
     Attributes:
-        speeds: By unit.
-        once: Seconds that a call of ours, and of the peer, takes beside its steps.
+        rounds: What ours took, and the peer.
     """
 
-    speeds: dict[str, Speed]
-    once: tuple[float, float]
+    rounds: tuple[tuple[Taken, Taken], ...] = ()
+
+    def __add__(self, other: "Pairing") -> "Pairing":
+        """The rounds of both."""
+        return Pairing(self.rounds + other.rounds)
+
+    @property
+    def speeds(self) -> dict[str, Speed]:
+        """By unit."""
+        return {
+            unit: _speed(
+                [(mine[0][unit], peers[0][unit]) for mine, peers in self.rounds]
+            )
+            for unit in self.rounds[0][0][0]
+        }
+
+    @property
+    def once(self) -> tuple[float, float]:
+        """Seconds that a call of ours, and of the peer, takes beside its steps."""
+        mine, peers = zip(*self.rounds, strict=True)
+        return (
+            statistics.median(once for _, once in mine),
+            statistics.median(once for _, once in peers),
+        )
 
 
 def warm(ours: Turn, peer: Turn, seconds: float) -> int:
@@ -78,16 +103,12 @@ def compare(ours: Turn, peer: Turn, steps: int, rounds: int) -> Pairing:
         steps: Of the long time of a round.
         rounds: How often each of them is timed.
     """
-    taken = [(_round(ours, steps), _round(peer, steps)) for _ in range(rounds)]
-    speeds = {
-        unit: _speed([(mine[0][unit], theirs[0][unit]) for mine, theirs in taken])
-        for unit in taken[0][0][0]
-    }
-    once = [statistics.median(pair[side][1] for pair in taken) for side in (0, 1)]
-    return Pairing(speeds, (once[0], once[1]))
+    return Pairing(
+        tuple((_round(ours, steps), _round(peer, steps)) for _ in range(rounds))
+    )
 
 
-def _round(turn: Turn, steps: int) -> tuple[dict[str, float], float]:
+def _round(turn: Turn, steps: int) -> Taken:
     """The seconds of a step, by unit, and those that a call takes beside its steps."""
     few = max(1, steps // SHORT)
     short, long = turn(few), turn(steps)

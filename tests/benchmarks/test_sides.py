@@ -18,7 +18,8 @@ def comparison():
 
 
 def test_a_row(starter, comparison):
-    row = row_of(starter, comparison, MLP, rounds=2, seconds=0.01)
+    row = row_of(starter, comparison, MLP, rounds=1, seconds=0.01, starts=2)
+    assert row["starts"] == 2
     assert set(row["speeds"]) == {"steps/s", "steps/CPU-s"}
     assert all(speed["ratio"] > 0 for speed in row["speeds"].values())
     assert all(seconds > 0 for seconds in row["first_step_seconds"])
