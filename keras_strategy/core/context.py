@@ -28,6 +28,8 @@ class Trial:
         drew: Whether it drew random numbers.
         share: Which part of all rows it is called with.
         draws: What it drew, in a rehearsal of a step; see `rules.draws`.
+        gradients: What it has given to optimizers, which apply none of it; None where
+            it ends at the first of them.
         drawing: Whether it is drawing now.
         of_rows: Whether it is tried if what it makes of a row depends on others. What
             is known of Keras's own layers is no part of that.
@@ -37,6 +39,7 @@ class Trial:
     drew: bool = False
     share: float = 1.0
     draws: list[Any] | None = None
+    gradients: list[Any] | None = None
     drawing: bool = False
     of_rows: bool = False
 

@@ -4,7 +4,7 @@ What it does for the devices of one strategy is in `core/protocol.py`, and what 
 the processes of a cluster in `core/workers.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -109,6 +109,24 @@ class Engine(Protocol):
 
         Returns:
             What became known.
+        """
+        ...
+
+    def copies_to_derive_by(
+        self, variables: Sequence[Any], layers: Iterable[Any]
+    ) -> AbstractContextManager[list[tuple[Any, Any]]]:
+        """Surrounds a step whose gradients are looked at, and nothing else.
+
+        What it writes to tensors of the engine's that are set on layers is undone, or
+        it raises where that cannot be.
+
+        Args:
+            variables: Those that it derives by.
+            layers: The model's layers.
+
+        Yields:
+            The variables with copies of what they hold, where an engine would write
+            gradients to the variables themselves; otherwise nothing.
         """
         ...
 

@@ -248,7 +248,8 @@ def to_try(model: keras.Model, kind: str) -> dict[str, str]:
         kind: "train", "test" or "predict", which knows no loss.
 
     Returns:
-        What a warning calls it, by "call" and "compute_loss".
+        What a warning calls it, by "call", "compute_loss",
+        "compute_metrics", "train_step" and "predict_step".
     """
     cls, found = type(model), {}
     if not keeps_nothing_else(all_layers(model)):
@@ -261,4 +262,10 @@ def to_try(model: keras.Model, kind: str) -> dict[str, str]:
         found["call"] = f"the model '{model.name}', with {', '.join(sorted(others))},"
     if cls.compute_loss is not keras.Model.compute_loss and kind != "predict":
         found["compute_loss"] = f"`{cls.__name__}.compute_loss`"
+    own_step = getattr(cls, f"{kind}_step") is not getattr(keras.Model, f"{kind}_step")
+    if own_step and kind != "test":
+        found[f"{kind}_step"] = f"`{cls.__name__}.{kind}_step`"
+    own_metrics = cls.compute_metrics is not keras.Model.compute_metrics
+    if own_metrics and not own_step and kind != "predict":
+        found["compute_metrics"] = f"`{cls.__name__}.compute_metrics`"
     return found

@@ -62,6 +62,10 @@ def _tried(trial, original, loss, y_true, y_pred, sample_weight):
     given = tree.map_structure(ops.convert_to_tensor, (y_true, y_pred))
     if _is_circle(loss) or len(ops.shape(loss.call(*given))) == 0:
         trial.knows = True  # it is computed of all rows
+    masked = keras_masking.get_keras_mask(y_pred) is not None
+    weighted = sample_weight is not None and loss.reduction == "mean_with_sample_weight"
+    if weighted or (masked and loss.reduction != "sum"):
+        trial.knows = True  # it is divided by what all rows come to
     value = original(loss, y_true, y_pred, sample_weight)
     return value / trial.share if loss.reduction == "sum" else value
 

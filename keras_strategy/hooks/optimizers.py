@@ -30,6 +30,9 @@ def _apply(original, strategy, self, grads, trainable_variables=None):
     equal inputs. The outermost optimizer does it: LossScaleOptimizer calls another.
     """
     if isinstance(strategy, Trial):
+        if strategy.gradients is not None:
+            strategy.gradients += grads
+            return None
         raise EndOfRehearsal("gradients are applied")
     replica = distributed_replica()
     if replica is None:

@@ -12,7 +12,7 @@ from keras_strategy.testing.equality.compare import assert_equal, train
 from tests.training.shared import alone
 
 BACKEND = keras.backend.backend()
-X, Y = models.regression(17)
+X, Y = models.regression(19)
 
 
 class Largest(keras.metrics.Metric):
@@ -206,6 +206,20 @@ class Kept(Plain):
         return super().compute_loss(x, y, y_pred, sample_weight)
 
 
+class Logged(Plain):
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        logs = super().compute_metrics(x, y, y_pred, sample_weight)
+        return {**logs, "half": logs["loss"] / 2, "other": self.of(y_pred)}
+
+    def of(self, y_pred):
+        return ops.mean(y_pred)
+
+
+class LoggedMaximum(Logged):
+    def of(self, y_pred):
+        return ops.max(y_pred)
+
+
 SUM = keras.losses.MeanSquaredError(reduction="sum")
 # What the warning names, if there is one, and what a model is made of.
 CASES = {
@@ -248,13 +262,15 @@ CASES = {
     "compute_loss that sums": ("Summed.compute_loss", {"model": Summed}),
     "compute_loss": (None, {"model": Meant}),
     "compute_loss that draws": (None, {"model": NoisyLoss}),
+    "logs of a mean": (None, {"model": Logged}),
+    "logs of a maximum": ("LoggedMaximum.compute_metrics", {"model": LoggedMaximum}),
     "a loss of all rows in compute_loss": (None, {"model": Kept, "loss": lambda: root}),
     "a loss that sums in compute_loss": (None, {"model": Kept, "loss": lambda: SUM}),
 }
 
 
 def warnings_of(caplog):
-    return [r.getMessage() for r in caplog.records if "one device's" in r.getMessage()]
+    return [r.getMessage() for r in caplog.records if "one device" in r.getMessage()]
 
 
 @pytest.mark.parametrize("name, parts", CASES.values(), ids=CASES)
@@ -306,6 +322,133 @@ class WithAStep(Plain):
         loss, gradients = loss_of()
         self.optimizer.apply(gradients, self.trainable_variables)
         return {"loss": loss}
+
+
+class Stepping(Plain):
+    """Derives as one does on its backend."""
+
+    def __init__(self, loss, rate=0.0, clip=False, weighted=False, largest=False):
+        super().__init__()
+        self.of_batch, self.clip, self.weighted = loss, clip, weighted
+        self.largest = largest
+        self.rows = ops.zeros((19,))  # on torch a step may write into it
+        self.dropout = keras.layers.Dropout(rate, seed=5)
+
+    def call(self, x, training=False):
+        return self.body(self.dropout(x, training=training))
+
+    def train_step(self, data):
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        variables = self.trainable_variables
+        if BACKEND == "torch":
+            self.rows.add_(1)
+
+        def computed():
+            given = (weight,) if self.weighted else ()
+            return self.of_batch(y, self(x, training=True), *given)
+
+        if BACKEND == "torch":
+            self.zero_grad()
+            loss = computed()
+            loss.backward()
+            gradients = [v.value.grad for v in variables]
+        else:
+            import tensorflow as tf
+
+            with tf.GradientTape() as tape:
+                loss = computed()
+            gradients = tape.gradient(loss, variables)
+        if self.clip:
+            gradients = [ops.clip(gradient, -0.01, 0.01) for gradient in gradients]
+        self.optimizer.apply(gradients, variables)
+        return {"loss": loss, "largest": ops.max(y)} if self.largest else {"loss": loss}
+
+
+def contrast(y_true, y_pred):
+    """Each row is the negative of the others."""
+    alike = ops.matmul(y_pred, ops.transpose(y_true))
+    return ops.mean(ops.logsumexp(alike, axis=-1) - ops.diagonal(alike))
+
+
+class Calls(keras.metrics.Metric):
+    """Keeps its state in Python."""
+
+    calls = 0
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.calls += 1
+
+    def result(self):
+        return ops.convert_to_tensor(float(self.calls))
+
+    def reset_state(self):
+        self.calls = 0
+
+
+class Sorted(Plain):
+    def predict_step(self, data):
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        return ops.sort(self(x), axis=0)
+
+
+def squared(y_true, y_pred):
+    return ops.sum(ops.square(y_pred - y_true))
+
+
+def by_weights(y_true, y_pred, weight):
+    values = ops.mean(ops.square(y_pred - y_true), axis=-1)
+    return ops.sum(values * weight) / ops.sum(weight)
+
+
+WEIGHTED = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+# Whether it is warned of, and what the step is made of.
+STEPS = {
+    "a mean, drawn": (False, {"loss": mean_error, "rate": 0.3}),
+    "a sum": (True, {"loss": squared}),
+    "a sum of Keras's": (False, {"loss": SUM}),
+    "compared, drawn": (True, {"loss": contrast, "rate": 0.3}),
+    "a maximum is logged": (True, {"loss": mean_error, "largest": True}),
+    "clipped by hand": (True, {"loss": mean_error, "clip": True}),
+    "weights of Keras's": (False, {"loss": WEIGHTED, "weighted": True}),
+    "weights": (True, {"loss": by_weights, "weighted": True}),
+}
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="a step is one program there")
+def test_predictions_that_compare_and_a_metric_that_keeps_python(two, caplog):
+    def make():
+        model = models.compiled(Sorted(), metrics=[Calls(name="calls")])
+        model.run_eagerly = True
+        return model
+
+    one, many = (train(strategy, make, X, Y) for strategy in (None, two))
+    metric, predictions = warnings_of(caplog)
+    assert "'calls' has no variables" in metric
+    assert "`Sorted.predict_step`" in predictions
+    assert abs(one.predictions - many.predictions).max() > 1e-3
+    assert one.logs["calls of epoch 0"] != many.logs["calls of epoch 0"]
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="a step is one program there")
+@pytest.mark.parametrize("warned, parts", STEPS.values(), ids=STEPS)
+def test_steps_whose_gradients_are_no_mean(warned, parts, two, caplog):
+    def make():
+        return models.compiled(Stepping(**parts))
+
+    weight = {"sample_weight": models.weights_of(19)}
+    one = alone(make, X, Y, predicted=0, **weight)
+    many = train(two, make, X, Y, predicted=0, **weight)
+    if not warned:
+        assert warnings_of(caplog) == []
+        assert_equal(one, many)
+        if BACKEND == "torch" and "rate" not in parts:
+            # Two epochs of three batches, by each replica.
+            assert float(ops.max(many.model.rows)) == 12
+        return
+    (message,) = warnings_of(caplog)
+    assert "`Stepping.train_step` applies" in message
+    with pytest.raises(AssertionError):
+        assert_equal(one, many)
 
 
 @pytest.mark.skipif(BACKEND == "jax", reason="nothing is tried there")

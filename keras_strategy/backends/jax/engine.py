@@ -1,6 +1,7 @@
 """`Backend` on JAX: devices, gradients, groups of replicas."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -81,6 +82,11 @@ class JaxEngine:
         with rehearsing() as trial:
             jax.eval_shape(traced)  # shapes tell enough
         return trial
+
+    def copies_to_derive_by(
+        self, variables: Sequence[Any], layers: Iterable[Any]
+    ) -> contextlib.AbstractContextManager[list[tuple[Any, Any]]]:
+        return contextlib.nullcontext([])
 
     def copy_to(self, value: Any, device: str) -> Any:
         target = devices.device_named(device)

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -114,6 +114,15 @@ class TensorFlowEngine:
             given = with_rows(of_rows, (args, kwargs))
             fn(*given[0], **given[1])
         return trial
+
+    def copies_to_derive_by(
+        self, variables: Sequence[Any], layers: Iterable[Any]
+    ) -> contextlib.AbstractContextManager[list[tuple[Any, Any]]]:
+        for layer in layers:
+            for x in vars(layer).values():
+                if isinstance(x, tf.Variable | tf.random.Generator):
+                    raise EndOfRehearsal(f"{layer.name} has a variable of TensorFlow's")
+        return contextlib.nullcontext([])
 
     def copy_to(self, value: Any, device: str) -> Any:
         with tf.device(native_name(device)):

@@ -1,6 +1,7 @@
 """The torch adapter: the devices of this process in turns."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -96,6 +97,27 @@ class TorchEngine:
         with torch.random.fork_rng(cuda), torch.no_grad(), rehearsing() as trial:
             fn(*given[0], **given[1])
         return trial
+
+    @contextlib.contextmanager
+    def copies_to_derive_by(
+        self, variables: Sequence[Any], layers: Iterable[Any]
+    ) -> Iterator[list[tuple[Any, Any]]]:
+        held = [
+            (x, x._version, x.detach().clone())
+            for layer in layers
+            for x in (*vars(layer).values(), *layer.buffers(recurse=False))
+            if isinstance(x, torch.Tensor)
+        ]
+        try:
+            with torch.enable_grad():
+                yield [
+                    (variable, variable.value.detach().clone().requires_grad_())
+                    for variable in variables
+                ]
+        finally:
+            for x, version, before in held:
+                if x._version != version:
+                    x.data.copy_(before)
 
     def copy_to(self, value: Any, device: str) -> torch.Tensor:
         target = devices.torch_device(device)
