@@ -99,7 +99,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         )
 
         _, *logical = self.mesh.axis_names
-        factors = prime_factors(self.replicas)
+        factors = prime_factors(self.replicas) or [1]
         self.factors = jax.sharding.Mesh(
             self.mesh.devices.reshape(*factors, *self.mesh.devices.shape[1:]),
             (*(f"{AXIS}_{i}" for i in range(len(factors))), *logical),
