@@ -11,13 +11,18 @@ if keras.backend.backend() != "jax":
     pytest.skip("tests of the JAX adapter", allow_module_level=True)
 
 from tests.backends import jax_worker_jobs as jobs
+from tests.workers.jobs import in_turns
 
 
-@pytest.fixture(params=[(2, 1), (2, 2)], ids=["2x1", "2x2"])
-def workers(request, starter):
-    count, devices = request.param
-    with WorkerRunner(count, devices, timeout_seconds=300, starter=starter) as runner:
-        yield runner
+@pytest.fixture(scope="module", params=[1, 2], ids=["2x1", "2x2"])
+def results(request, starter):
+    """What each of two workers returns, who have so many devices."""
+    calls = {fn.__name__: (fn, {}) for fn in (jobs.uneven_rows, jobs.merged)}
+    if request.param == 2:
+        calls["keras_models"] = (jobs.keras_models, {})
+    with WorkerRunner(2, request.param, timeout_seconds=300, starter=starter) as runner:
+        found = runner.run(in_turns, calls)
+    return {name: [of[name] for of in found] for name in calls}
 
 
 @pytest.fixture
@@ -32,8 +37,8 @@ def equal(one, other):
     )
 
 
-def test_replicas_of_different_shapes(workers):
-    results = workers.run(jobs.uneven_rows)
+def test_replicas_of_different_shapes(results):
+    results = results["uneven_rows"]
     n = sum(len(result["value"]) for result in results)
     ids = np.arange(n, dtype="float32")
     rows = np.repeat(ids, np.arange(n) + 1)[:, None] * np.ones(2, "float32")
@@ -51,8 +56,8 @@ def test_replicas_of_different_shapes(workers):
     equal(gradients, [n * 2 * (i + 1) * i + n for i in range(n)])
 
 
-def test_functions_of_all_replicas(workers):
-    results = workers.run(jobs.merged)
+def test_functions_of_all_replicas(results):
+    results = results["merged"]
     n = sum(len(result["local"]) for result in results)
     for result in results:
         last = (1 + 2 * n) * 4 + 2
@@ -60,9 +65,11 @@ def test_functions_of_all_replicas(workers):
         assert all(part == last for part in result["local"])
 
 
-def test_what_keras_reads(workers):
+@pytest.mark.parametrize("results", [2], ids=["2x2"], indirect=True)
+def test_what_keras_reads(results):
+    """One device each fits in the tests of `tests/workers`."""
     expected = jobs.keras_models(alone=True)
-    for result in workers.run(jobs.keras_models):
+    for result in results["keras_models"]:
         equal(result, expected)
 
 

@@ -257,7 +257,7 @@ NEEDED_BY = {
     ),
     "backends.threads.hooks_divisions Optimizer._apply_weight_decay": (
         "torch",
-        f"{_SHARDING}::test_rules_that_are_not_elementwise[Lamb-optimizer]",
+        f"{_SHARDING}::test_rules_that_are_not_elementwise[Lamb]",
     ),
     "backends.tensorflow.hooks_sharding Optimizer._backend_apply_gradients": (
         "tensorflow",

@@ -121,7 +121,7 @@ def fitted(
     strategy: Any, make: Callable[[], keras.Model], x: Any, y: Any = None, **fit: Any
 ) -> Outcome:
     """Trains a model that is made and compiled in the scope."""
-    done = train(strategy, make, x, y, **fit)
+    done = train(strategy, make, x, y, predicted=None, **fit)
     assert not done.apart, f"the replicas' variables differ by {done.apart}"
     return Outcome(
         [*done.weights, *done.optimizer],

@@ -64,6 +64,7 @@ class SharedModels:
         self, strategy: Any, x: Any, y: Any, batch_size: int, **fit: Any
     ) -> Trained:
         """Asserts that a strategy's training is one device's, and returns that."""
+        fit = {"predicted": None, **fit}
         one = train(None, lambda: self.fresh(None), x, y, batch_size, **fit)
         model = self.fresh(strategy)
         own = strategy_of_model(model)  # an equal one

@@ -24,7 +24,7 @@ class Trained:
         weights: The values of its variables.
         optimizer: The values of its optimizer's variables.
         logs: Each metric of each epoch.
-        predictions: What the model predicts for the training data.
+        predictions: What the model predicts for rows of the training data.
         apart: The largest difference between the replicas' components of a variable.
     """
 
@@ -49,7 +49,7 @@ def train(
     batch_size: int = 8,
     epochs: int = 2,
     seed: int = 1,
-    predicted: int | None = None,
+    predicted: int | None = 8,
     eagerly: bool = False,
     **fit: Any,
 ) -> Trained:
@@ -64,8 +64,9 @@ def train(
         batch_size: Rows of a global batch.
         epochs: How many times the data is gone through.
         seed: Seeds the initial weights and the order of the rows.
-        predicted: How many of the rows `predict` is given at the end; all by default,
-            and with 0 it is not called.
+        predicted: How many of the rows `predict` is given at the end: as many as fit
+            into one batch by default, since more shapes are more programs; all with
+            None, or without targets; and with 0 it is not called.
         eagerly: Whether to compile no step, which is half the time of a short training
             on TensorFlow. Models of several outputs are compiled all the same: Keras
             weights what it logs for each of them by rows, but where it traces a step
@@ -92,7 +93,7 @@ def train(
     # optimizer may share.
     weights = [np.array(w) for w in model.get_weights()]
     optimizer = [np.array(v.numpy()) for v in model.optimizer.variables]
-    if predicted is not None:
+    if predicted is not None and y is not None:
         x = keras.tree.map_structure(lambda array: array[:predicted], x)
     predictions = (
         [] if predicted == 0 else model.predict(x, batch_size=batch_size, verbose=0)
