@@ -10,7 +10,7 @@ and says what to do. How a function is tried stands in `rules.trials`.
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,40 @@ _ROUNDING = 1e-3
 _SAME = 1e-6
 
 WarnUnless = Callable[[Callable[[], Any], Callable[[], None]], None]
+
+# What is said of a user's, which is named in the braces.
+_SAID = {
+    "call": (
+        "What {} gives for a row depends on the other rows of the batch. Several "
+        "replicas compute it of their own rows each, which makes other numbers than "
+        f"one device's. To compare all rows, gather them: {GATHER}."
+    ),
+    "compute_loss": (
+        "What {} gives is no mean over the rows of a batch: of two halves the mean is "
+        "another than of the whole. Several replicas compute it of their own rows "
+        "each, and the mean of that is not one device's loss. Divide a sum by the "
+        f"rows, `ops.shape(x)[0]`; to compare all rows, gather them: {GATHER}."
+    ),
+    "compute_metrics": (
+        "A number that {} returns beside the results of metrics is no mean over the "
+        "rows of a batch. What is logged of several replicas is the mean of theirs, "
+        "which is not one device's. Log it with a metric, or gather the rows: "
+        f"{GATHER}."
+    ),
+    "predict_step": (
+        "What {} gives for a row depends on the other rows of the batch. Several "
+        "replicas compute it of their own rows each, which makes other predictions "
+        f"than one device's. Compare the rows of all replicas, {GATHER}, or what "
+        "`predict` returned."
+    ),
+    "train_step": (
+        "What {} applies as gradients, or returns beside the results of metrics, is no "
+        "mean over the rows of a batch. Several replicas compute it of their own rows "
+        "each, and the mean of that is not one device's. Divide a sum by the rows, "
+        "`ops.shape(x)[0]`; have the optimizer clip (`global_clipnorm`); log a sum or "
+        f"a maximum with a metric; to compare all rows, gather them: {GATHER}."
+    ),
+}
 
 _of_keras = {
     id(part)
@@ -87,7 +121,7 @@ class RowTrials:
         """What the step of a replica warns with, if it is to try something."""
         return self.warn_unless if self.active and replica.index == 0 else None
 
-    def of_model(self, data: Any, layers: Iterable[Any]) -> None:
+    def of_model(self, data: Any, layers: Sequence[Any]) -> None:
         """Tries what of the model is a user's.
 
         Args:
@@ -96,54 +130,21 @@ class RowTrials:
         """
         if not self.own or not all(layer.built for layer in layers):
             return
-        own = self.own
-        kind = "call in training" if self.training else "call"
-        if "call" in own and is_new(self.model, kind):
-            message = (
-                f"What {own['call']} gives for a row depends on the other rows of the "
-                "batch. Several replicas compute it of their own rows each, which "
-                "makes other numbers than one device's. To compare all rows, gather "
-                f"them: {GATHER}."
-            )
-            self.warn_unless(
-                lambda: _keeps_rows_apart(self.model, data, self.training),
-                warning(self.model, message),
-            )
-        if "compute_loss" in own and is_new(self.model, "compute_loss"):
-            message = (
-                f"What {own['compute_loss']} gives is no mean over the rows of a "
-                "batch: of two halves the mean is another than of the whole. Several "
-                "replicas compute it of their own rows each, and the mean of that is "
-                "not one device's loss. Divide a sum by the rows, `ops.shape(x)[0]`; "
-                f"to compare all rows, gather them: {GATHER}."
-            )
-            self.warn_unless(
-                lambda: holds(_mean_of_rows, data, self.model),
-                warning(self.model, message),
-            )
-        if "compute_metrics" in own and is_new(self.model, "compute_metrics"):
-            message = (
-                f"A number that {own['compute_metrics']} returns beside the results of "
-                "metrics is no mean over the rows of a batch. What is logged of "
-                "several replicas is the mean of theirs, which is not one device's. "
-                f"Log it with a metric, or gather the rows: {GATHER}."
-            )
-            self.warn_unless(
-                lambda: holds(_means_of_logs, data, self.model),
-                warning(self.model, message),
-            )
-        if "predict_step" in own and is_new(self.model, "predict_step"):
-            message = (
-                f"What {own['predict_step']} gives for a row depends on the other rows "
-                "of the batch. Several replicas compute it of their own rows each, "
-                "which makes other predictions than one device's. Compare the rows of "
-                f"all replicas, {GATHER}, or what `predict` returned."
-            )
-            self.warn_unless(
-                lambda: holds(_same_predictions, data, self.model),
-                warning(self.model, message),
-            )
-        step_trials.of_step(self.model, own, data, list(layers), self.warn_unless)
+        model = self.model
+        checks: dict[str, Callable[[], Any]] = {
+            "call": lambda: _keeps_rows_apart(model, data, self.training),
+            "compute_loss": lambda: holds(_mean_of_rows, data, model),
+            "compute_metrics": lambda: holds(_means_of_logs, data, model),
+            "predict_step": lambda: holds(_same_predictions, data, model),
+            "train_step": lambda: step_trials.adds_up(model, data, layers),
+        }
+        for what, check in checks.items():
+            # In training a `call` may compute something else.
+            twice = what == "call" and self.training
+            once = "call in training" if twice else what
+            if what in self.own and is_new(model, once):
+                said = _SAID[what].format(self.own[what])
+                self.warn_unless(check, warning(model, said))
 
 
 def of_loss(warn_unless: WarnUnless, loss: Any, y_true: Any, y_pred: Any) -> None:
@@ -289,12 +290,11 @@ def _same_predictions(trial: Any, whole: Any, first: Any, _: Any, model: Any) ->
     return same
 
 
-def _means_of_logs(trial: Any, whole: Any, first: Any, second: Any, model: Any) -> Any:
+def _means_of_logs(trial: Any, *parts: Any) -> Any:
     """Whether what a model logs beside metrics is the mean of two halves'."""
-    outputs = halves(model(keras.utils.unpack_x_y_sample_weight(whole)[0]))[0]
+    *rows, model = parts
     logs = []
-    for rows, y_pred in zip((whole, first, second), outputs, strict=True):
-        x, y, weight = keras.utils.unpack_x_y_sample_weight(rows)
+    for x, y, y_pred, weight in _with_outputs(model, rows):
         with Unchanging():
             found = model.compute_metrics(x, y, y_pred, weight)
         logs.append([ops.cast(x, "float32") for x in tree.flatten(found)])
@@ -302,12 +302,20 @@ def _means_of_logs(trial: Any, whole: Any, first: Any, second: Any, model: Any) 
     return all_of([close(a, (b + c) / 2, _ROUNDING) for a, b, c in pairs])
 
 
-def _mean_of_rows(trial: Any, whole: Any, first: Any, second: Any, model: Any) -> Any:
+def _mean_of_rows(trial: Any, *parts: Any) -> Any:
     """Whether a model's loss is the mean of the losses of two halves of the rows."""
-    outputs = halves(model(keras.utils.unpack_x_y_sample_weight(whole)[0]))[0]
+    *rows, model = parts
     losses = []
-    for rows, y_pred in zip((whole, first, second), outputs, strict=True):
-        x, y, _ = keras.utils.unpack_x_y_sample_weight(rows)
+    for x, y, y_pred, _ in _with_outputs(model, rows):
         trial.share = 0.5 if losses else 1.0
         losses.append(model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=None))
     return close(losses[0], (losses[1] + losses[2]) / 2, _ROUNDING)
+
+
+def _with_outputs(model: Any, parts: Sequence[Any]) -> Iterator[tuple]:
+    """Rows and the halves of them: inputs, targets, outputs and weights."""
+    whole, *_ = parts
+    outputs = halves(model(keras.utils.unpack_x_y_sample_weight(whole)[0]))[0]
+    for rows, y_pred in zip(parts, outputs, strict=True):
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(rows)
+        yield x, y, y_pred, weight

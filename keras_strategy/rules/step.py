@@ -5,7 +5,7 @@ calls for a batch becomes `strategy.run` of the model's step, and a merging of w
 the replicas returned.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -31,7 +31,7 @@ A_PART = (
 def weighted_step(
     step: Callable[[Any], Any],
     logs_are_metrics: bool,
-    layers: Callable[[], Iterable[Any]],
+    layers: Callable[[], Sequence[Any]],
     require: Callable[[Any, str], None],
     trials: RowTrials,
     rows_to_predict: Callable[[Any], Any] | None = None,

@@ -8,8 +8,8 @@ few rows and on the halves of them, and what it comes to is compared, which chan
 nothing.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 from keras import ops, tree
@@ -17,12 +17,9 @@ from keras import ops, tree
 from keras_strategy.core.random_states import random_states_kept
 from keras_strategy.core.registry import get_engine
 from keras_strategy.rules.trials import (
-    GATHER,
     Unchanging,
     has_rows,
     holds,
-    is_new,
-    warning,
 )
 
 # More rows tell no more, and take memory.
@@ -32,64 +29,39 @@ _ROUNDING, _OF_ALL = 1e-2, 1e-3
 _HALF = ("float16", "bfloat16")
 
 
-@dataclass(frozen=True)
-class _Step:
-    """What is tried: a model's `train_step`, with the model's layers."""
-
-    model: Any
-    layers: Sequence[Any]
-
-
-def of_step(
-    model: Any,
-    own: Mapping[str, str],
-    data: Any,
-    layers: Sequence[Any],
-    warn_unless: Callable[[Callable[[], Any], Callable[[], None]], None],
-) -> None:
-    """Tries a model's `train_step`, if it is a user's.
+def adds_up(model: Any, data: Any, layers: Sequence[Any]) -> Any:
+    """Whether what a model's `train_step` comes to is a mean; True if nobody can tell.
 
     Args:
         model: The model.
-        own: See `RowTrials.own`.
         data: The replica's rows of a batch.
         layers: The model's layers.
-        warn_unless: See `StepState.warn_unless`.
     """
-    if "train_step" not in own or not is_new(model, "train_step"):
-        return
     if any(layer.compute_dtype in _HALF for layer in layers):
-        return  # rounding tells nothing
-    message = (
-        f"What {own['train_step']} applies as gradients, or returns beside the results "
-        "of metrics, is no mean over the rows of a batch. Several replicas compute it "
-        "of their own rows each, and the mean of that is not one device's. Divide a "
-        "sum by the rows, `ops.shape(x)[0]`; have the optimizer clip "
-        "(`global_clipnorm`); log a sum or a maximum with a metric; to compare all "
-        f"rows, gather them: {GATHER}."
-    )
+        return True  # rounding tells nothing
     some = tree.map_structure(lambda x: x[:_ROWS] if has_rows(x) else x, data)
-    warn_unless(
-        lambda: holds(_adds_up, some, _Step(model, layers)), warning(model, message)
-    )
+    return holds(_adds_up, some, model, layers)
 
 
-def _adds_up(trial: Any, whole: Any, first: Any, second: Any, step: _Step) -> Any:
+def _adds_up(
+    trial: Any, whole: Any, first: Any, second: Any, model: Any, layers: Sequence[Any]
+) -> Any:
     """Whether what comes of some rows is the mean of what comes of their halves.
 
     Random numbers are other ones for fewer rows. A step that draws is told by as many
     rows each time: where no row depends on another, what AB and BA come to is what AA
     and BB come to.
     """
-    once, again = _outcome(trial, step, whole), _outcome(trial, step, whole)
+    outcome = functools.partial(_outcome, trial, model, layers)
+    once, again = outcome(whole), outcome(whole)
     repeats = _alike(once, again)
     drew, known = trial.drew, get_engine().number(ops.cast(repeats, "int32"))
     if known == 0:  # it draws, and not by Keras
         drew = True
         with random_states_kept():
-            once = _outcome(trial, step, whole)
+            once = outcome(whole)
         with random_states_kept():
-            repeats = _alike(once, _outcome(trial, step, whole))
+            repeats = _alike(once, outcome(whole))
     found = []
     if drew:
         for parts in ((second, first), (first, first), (second, second)):
@@ -97,29 +69,31 @@ def _adds_up(trial: Any, whole: Any, first: Any, second: Any, step: _Step) -> An
                 lambda a, b: ops.concatenate([a, b]) if has_rows(a) else a, *parts
             )
             with random_states_kept():
-                found.append(_outcome(trial, step, rows))
+                found.append(outcome(rows))
         other, *parts = found
     else:
         trial.share, other = 0.5, once
-        parts = [_outcome(trial, step, rows) for rows in (first, second)]
+        parts = [outcome(rows) for rows in (first, second)]
     trial.drew = False
     same = _alike(_sums(once, other), _sums(*parts))
     return ops.logical_or(same, ops.logical_not(repeats))
 
 
-def _outcome(trial: Any, step: _Step, rows: Any) -> tuple[list[Any], list[Any]]:
+def _outcome(
+    trial: Any, model: Any, layers: Sequence[Any], rows: Any
+) -> tuple[list[Any], list[Any]]:
     """The gradients that a step applies, and what it returns; nothing changes.
 
     The results of metrics are those of no rows then.
     """
     trial.gradients, logs = [], None
-    variables = step.model.trainable_variables
+    variables = model.trainable_variables
     with (
-        get_engine().copies_to_derive_by(variables, step.layers) as copies,
+        get_engine().copies_to_derive_by(variables, layers) as copies,
         Unchanging(state_mapping=copies),
     ):
         try:
-            logs = step.model.train_step(rows)
+            logs = model.train_step(rows)
         except Exception:
             # It may look for what applying has changed.
             if not trial.gradients:
