@@ -2,7 +2,9 @@
 
     python tools/hooks_page.py
 
-A process has one Keras backend, so there is one process for each.
+A process has one Keras backend, so there is one process for each. All hooks are tried
+on the other versions of Keras that are supported, too: one that does not fit would make
+that version useless, and the page is not written.
 """
 
 import json
@@ -37,9 +39,10 @@ Before any is installed, every function is compared with the one that the hook w
 written for. If this Keras changed one of them, none is installed and a
 `KerasVersionError` names it, see [Versions of Keras](keras_versions.md).
 
-`make hooks` writes this page from the code, with Keras {version}. `make drop-hooks`
-leaves out each hook in turn and runs the test that is to show what it is for, and says
-which of them do not fail then.
+`make hooks` writes this page from the code, with Keras {version}, after it found that
+all of it fits {others}, too.
+`make drop-hooks` leaves out each hook in turn and runs the test that is to show what it
+is for, and says which of them do not fail then.
 """
 
 
@@ -99,30 +102,63 @@ def sections(listed: Sequence[dict[str, Any]]) -> dict[str, str]:
     }
 
 
-def main() -> None:
-    """Ask a process of each backend, and write the page."""
-    import keras
+def asked(backend: str, *folders: Path) -> list[dict[str, Any]]:
+    """The rows of a process of its own, in which all hooks were found to fit.
 
+    Args:
+        backend: Its Keras backend.
+        *folders: Where it looks for modules first.
+
+    Raises:
+        subprocess.CalledProcessError: If one does not fit; the process printed which.
+    """
+    path = os.pathsep.join(map(str, [*folders, ROOT]))
+    told = subprocess.run(
+        [sys.executable, __file__, "--rows"],
+        env={**os.environ, "KERAS_BACKEND": backend, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    return json.loads(told.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Ask processes of each backend and of each Keras, and write the page."""
+    import keras
+    import keras_versions  # a neighbour of the script
+
+    others = []
+    for name in keras_versions.REQUIREMENTS:
+        folder = keras_versions.install(name)
+        version = keras_versions.version_in(folder)
+        if version == keras.__version__:
+            continue
+        print(f"Keras {version}", flush=True)
+        for backend in BACKENDS:
+            asked(backend, folder)
+        others.append(version)
     found: dict[str, str] = {}
     count = set()
     for backend in BACKENDS:
-        told = subprocess.run(
-            [sys.executable, __file__, "--rows"],
-            env={**os.environ, "KERAS_BACKEND": backend, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            check=True,
-        )
-        listed = json.loads(told.stdout.splitlines()[-1])
+        listed = asked(backend)
         found |= sections(listed)
         count |= {(row["room"], row["target"]) for row in listed}
     ordered = ["On every backend", *SHARES.values(), THREADS]
     ordered += [f"On {name}" for name in BACKENDS.values()]
-    head = HEAD.format(count=len(count), version=keras.__version__)
+    head = HEAD.format(
+        count=len(count),
+        version=keras.__version__,
+        others=", ".join(others[:-1]) + f" and {others[-1]}",
+    )
     PAGE.write_text("\n".join([head, *(found[title] for title in ordered)]))
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--rows"]:
+        from keras_strategy.hooks.hook import fitting
+        from keras_strategy.hooks.installed import all_hooks
+
+        fitting(all_hooks())
         print(json.dumps(rows()))
     else:
         main()

@@ -82,8 +82,10 @@ SELECTION = [
             "kernel and bias regularizers",
             "Mean and Sum, of rows and of scalars",
             "run_eagerly",
+            "RandomElasticTransform, no seed",
         )
     ),
+    "tests/training/test_own_attributes.py::test_what_a_call_keeps_is_its_own",
     *(
         f"tests/training/test_replicas_own.py::{test}"
         for test in (

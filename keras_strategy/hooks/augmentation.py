@@ -13,9 +13,8 @@ from keras_strategy.hooks.hook import home_of, hook
 from keras_strategy.rules import draws
 from keras_strategy.rules.draws import Follows
 
-keras_image = home_of(
-    "elastic_transform", f"keras.src.backend.{keras.backend.backend()}.image"
-)
+_BACKEND = f"keras.src.backend.{keras.backend.backend()}"
+keras_image = home_of("elastic_transform", f"{_BACKEND}.image", f"{_BACKEND}.ops.image")
 
 
 @hook(keras.layers.MixUp, "call", "(self, data, training=True)", when=of_own_rows)

@@ -24,10 +24,9 @@ from keras_strategy.errors import KerasVersionError
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _ATTRIBUTE = "_ks_hooks"
 _OF_SEVERAL = "_ks_of_several"
-_Condition = TypeVar("_Condition", bound=Callable[..., Any])
 
 
-def of_several(condition: _Condition) -> _Condition:
+def of_several(condition: _Function) -> _Function:
     """Marks a condition that is not met as long as each strategy has one replica."""
     vars(condition)[_OF_SEVERAL] = True
     return condition
@@ -266,13 +265,8 @@ def hook(
 
     def mark(function: _Function) -> _Function:
         for name in attributes:
-            made = Hook(
-                *(owner, name, signature, function, when),
-                owner_name=owner_name,
-                needed=needed,
-                several=several,
-            )
-            _mark(function, made)
+            place = (owner, name, signature, function, when)
+            _mark(function, Hook(*place, owner_name, needed, several))
         return function
 
     return mark
@@ -372,16 +366,21 @@ def hooks_of(*modules: ModuleType) -> list[Extension]:
     return found
 
 
+def fitting(extensions: Iterable[Extension]) -> list[Extension]:
+    """Those that this Keras needs; `KerasVersionError` where one does not fit."""
+    needed = [one for one in extensions if one.is_needed()]
+    for one in needed:
+        one.check()
+    return needed
+
+
 def install(extensions: Iterable[Extension]) -> None:
     """Installs all that this Keras needs, or nothing where something does not fit.
 
     What has nothing to do with one replica waits for `install_those_of_several`, and
     costs nothing until then.
     """
-    needed = [extension for extension in extensions if extension.is_needed()]
-    for extension in needed:
-        extension.check()
-    for extension in needed:
+    for extension in fitting(extensions):
         if extension.of_several:
             _waiting.append(extension)
         else:

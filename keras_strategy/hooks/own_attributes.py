@@ -16,9 +16,7 @@ from keras_strategy.core.own_attributes import (
 )
 from keras_strategy.hooks.hook import Extension, changed, home_of
 
-_tracking = home_of(
-    "TrackedList TrackedDict TrackedOrderedDict TrackedSet", "keras.src.utils.tracking"
-)
+_tracking = home_of("TrackedList TrackedDict TrackedSet", "keras.src.utils.tracking")
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,9 @@ _list = _container(
     " __setitem__ __delitem__ __iadd__",
 )
 _dict = _container(_tracking.TrackedDict, _DICT)
-_ordered_dict = _container(_tracking.TrackedOrderedDict, _DICT)
+# Keras 3.13 and older make a TrackedDict of an ordered dictionary, too.
+if hasattr(_tracking, "TrackedOrderedDict"):
+    _ordered_dict = _container(_tracking.TrackedOrderedDict, _DICT)
 _set = _container(
     _tracking.TrackedSet,
     "add update discard remove pop clear __ior__ __iand__ __isub__ __ixor__",
