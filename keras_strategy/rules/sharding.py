@@ -59,17 +59,25 @@ class Split:
     by_factors: tuple[int | None, ...] = ()
 
     @classmethod
-    def of_shape(cls, shape: Sequence[int], replicas: int) -> "Split":
+    def of_shape(
+        cls, shape: Sequence[int], replicas: int, logical: Sequence[int] = ()
+    ) -> "Split":
         """The most parts that there can be of a shape.
 
         Args:
             shape: The variable's shape.
             replicas: The number of replicas, over all workers.
+            logical: Into how many parts the logical devices of each replica split each
+                dimension: the replicas split these parts.
         """
+        left, found = list(shape), []
         dimension = dimension_to_split(shape, replicas)
+        if logical:
+            left = [size // parts for size, parts in zip(shape, logical, strict=True)]
+            if dimension is None or left[dimension] % replicas:
+                dimension = dimension_to_split(left, replicas)
         if dimension is not None:
             return cls(replicas, dimension)
-        left, found = list(shape), []
         for factor in prime_factors(replicas):
             fitting = dimension_to_split(left, factor)
             if fitting is not None:
@@ -245,11 +253,12 @@ class Splitting:
         self.shard, self.replicas = shard, replicas
         self._told: set[bool] = set()
 
-    def of(self, variable: Any) -> Split | None:
+    def of(self, variable: Any, logical: Sequence[int] = ()) -> Split | None:
         """How a variable that is made now is to be split; None if it is to be whole.
 
         Args:
             variable: The variable, whose shape is known.
+            logical: See `Split.of_shape`.
         """
         if self.shard is None or is_on_read(variable):
             return None
@@ -257,7 +266,7 @@ class Splitting:
         if not slot and not (variable.trainable and self.shard == "parameters"):
             return None
         shape = tuple(variable.shape)
-        split = Split.of_shape(shape, self.replicas)
+        split = Split.of_shape(shape, self.replicas, logical)
         whole = split.parts == 1
         if split.dimension is None and shape and whole not in self._told:
             self._told.add(whole)

@@ -223,6 +223,10 @@ NEEDED_BY = {
         "jax",
         f"{_TRAINING}::test_fit_equals_one_device",
     ),
+    "backends.jax.hooks Variable._initialize_with_initializer": (
+        "jax",
+        "tests/workers/test_sharding.py::test_two_workers_equal_one_device[optimizer]",
+    ),
     "backends.jax.hooks Variable.value": (
         "jax",
         f"{_JAX}::test_a_step_computes_in_the_memory_of_the_one_before",

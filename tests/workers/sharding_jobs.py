@@ -41,6 +41,10 @@ def train(shard: str | None, folder: str, alone: bool = False) -> dict[str, Any]
         alone: Whether on one device, as the reference.
     """
     aside.LEAST_BYTES = 0  # of which this model has none
+    if keras.backend.backend() == "jax":
+        # As it makes variables of more than 250 MB on all devices together.
+        core = importlib.import_module(keras.Variable.__mro__[1].__module__)
+        core.should_shard_at_init = lambda layout, shape: not alone
     strategy: Any = None
     if not alone:
         strategy = jobs.make_strategy(shard=shard)

@@ -19,6 +19,7 @@ def test_two_hosts_equal_one_device(starter, tmp_path):
     fitted = jobs.fit_arrays(alone=True, **tpu.FITTED)
     looped = jobs.custom_loop(alone=True)
     shared = sharding_jobs.train(None, str(tmp_path), alone=True)["fitted"]
+    factors = tpu.of_factors(alone=True)["trained"]
     (own,) = own_rows_jobs.of_tables(["equal"], 2, alone=True)
     for rank, result in enumerate(results):
         assert result["topology"] == [
@@ -34,8 +35,16 @@ def test_two_hosts_equal_one_device(starter, tmp_path):
         assert found["apart"] == 0
         assert found["loss"] == results[0]["shared"]["loss"]
         # Of kernels of 72 and 12 the logical devices have halves. Besides, 4 replicas
-        # share the 12 columns of the first one, and the bias of 12.
-        assert found["bytes"].parameters == (4 * (9 + 6 + 3 + 1),) * 2
+        # share the 12 columns of the first one, and the bias of 12; the 6 rows that are
+        # left of the other one can be halved.
+        assert found["bytes"].parameters == (4 * (9 + 3 + 3 + 1),) * 2
+        assert equal(result["factors"]["trained"], factors, 2e-5)
+        # Kernels of (10, 6) in 2 by 2 parts, of (6, 10) in 2 of the halves that the
+        # logical devices have, and of (10, 5) in 2.
+        parts = {"apart": ((5, 3), 4), "split": ((3, 5), 4), "few": ((5, 5), 2)}
+        for path, lies in result["factors"]["lies"].items():
+            assert lies == next(parts[name] for name in parts if name in path), path
+        assert len(result["factors"]["lies"]) == 9  # with two slots of each
         (found,) = result["own"]
         predicted = {rank: own["same"]["predicted"][rank]}
         assert equal(found["same"], {**own["same"], "predicted": predicted}, 2e-5)

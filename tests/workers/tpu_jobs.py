@@ -3,7 +3,9 @@
 import functools
 from typing import Any
 
+import keras
 import numpy as np
+from keras import layers
 
 import keras_strategy as ks
 from keras_strategy.core.registry import get_engine
@@ -34,6 +36,7 @@ def on_hosts(folder: str) -> dict[str, Any]:
     result["fitted"] = jobs.fit_arrays(**FITTED)
     result["looped"] = jobs.custom_loop()
     result["shared"] = sharding_jobs.train("parameters", folder)
+    result["factors"] = of_factors()
     jobs.make_strategy = strategy_of
     result["own"] = own_rows_jobs.of_tables(["equal"], 2)
     result["refused"] = _refused()
@@ -76,3 +79,48 @@ def _refused() -> list[str]:
         except (ValueError, RuntimeError) as error:
             said.append(str(error))
     return said
+
+
+def of_factors(alone: bool = False) -> dict[str, Any]:
+    """Trains where the replicas divide no dimension of some weights.
+
+    Args:
+        alone: Whether on one device, as the reference.
+    """
+    strategy: Any = ks.OneDeviceStrategy("cpu:0")
+    if not alone:
+        strategy = strategy_of({"split": (1, 2)}, shard="parameters")
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((10,)),
+                layers.Dense(6, "tanh", use_bias=False, name="apart"),
+                layers.Dense(10, "tanh", use_bias=False, name="split"),
+                layers.Dense(5, use_bias=False, name="few"),
+            ]
+        )
+        model.compile(keras.optimizers.AdamW(0.01, global_clipnorm=0.1), "mse")
+    x = np.random.RandomState(0).randn(29, 10).astype("float32")
+    model.fit(x, x[:, :5], batch_size=12, verbose=0)
+
+    def step(x):
+        def loss():
+            return ks.compute_average_loss(keras.ops.mean((model(x) - 1) ** 2, -1))
+
+        _, gradients = ks.value_and_grad(loss, model.trainable_variables)()
+        model.optimizer.apply(gradients, model.trainable_variables)
+
+    for batch in strategy.experimental_distribute_dataset([x[:12], x[12:24]]):
+        strategy.run(step, (batch,))
+    state = [*model.variables, *model.optimizer.variables]
+    return {
+        "trained": [variable.numpy() for variable in state],
+        "lies": {v.path: _lies(v.value) for v in state if len(v.shape) == 2},
+    }
+
+
+def _lies(array: Any) -> tuple[tuple[int, ...], int]:
+    """The shape of an array's parts, and how many different ones there are."""
+    parts = array.sharding.devices_indices_map(array.shape).values()
+    return array.sharding.shard_shape(array.shape), len(set(map(str, parts)))

@@ -187,20 +187,30 @@ class ReplicaDistribution(keras.distribution.DataParallel):
             return arrays
         return keras.tree.map_structure(keep, arrays)
 
-    def _in_parts(self, split: Split) -> jax.sharding.NamedSharding:
-        """The layout of what our devices share."""
+    def _in_parts(
+        self, split: Split, logical: Sequence[tuple[str, ...]] = ()
+    ) -> jax.sharding.NamedSharding:
+        """The layout of what our devices share.
+
+        Args:
+            split: How.
+            logical: The axes of logical devices that split each dimension besides.
+        """
         if split.dimension is not None:
-            spec = jax.sharding.PartitionSpec(*[None] * split.dimension, AXIS)
-            return jax.sharding.NamedSharding(self.mesh, spec)
-        axes: dict[int, list[str]] = {}
-        for i, dimension in enumerate(split.by_factors):
+            mesh, of_replicas = self.mesh, [(AXIS, split.dimension)]
+        else:
+            # The same devices in the same order: one program may have both meshes.
+            mesh = self.mesh if split.parts == 1 else self.factors
+            names = (f"{AXIS}_{i}" for i in range(len(split.by_factors)))
+            of_replicas = list(zip(names, split.by_factors, strict=True))
+        axes = dict(enumerate(logical))
+        for name, dimension in reversed(of_replicas):
             if dimension is not None:
-                axes.setdefault(dimension, []).append(f"{AXIS}_{i}")
-        spec = jax.sharding.PartitionSpec(
-            *(tuple(axes.get(i, ())) for i in range(1 + max(axes)))
-        )
-        # The same devices in the same order, so that one program may have both meshes.
-        return jax.sharding.NamedSharding(self.factors, spec)
+                axes[dimension] = (name, *axes.get(dimension, ()))
+        spec = [axes.get(i, ()) for i in range(1 + max(axes, default=-1))]
+        # As JAX writes what one axis splits, or none.
+        spec = [own if len(own) > 1 else own[0] if own else None for own in spec]
+        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
 
     def place_batch(self, batch: Any, steps_in_front: bool = False) -> Any:
         """Puts a batch's arrays on the devices, split by rows where they can be.

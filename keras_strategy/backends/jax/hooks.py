@@ -1,6 +1,7 @@
 """Where the JAX adapter extends Keras, beside `keras_strategy/hooks`."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -196,6 +197,25 @@ def _initialize(original, strategy, self, value):
     original(self, value)
     if not isinstance(self._value, Tracer):
         first_values.note(strategy, self)
+
+
+@hook(
+    keras.Variable,
+    "_initialize_with_initializer",
+    "(self, initializer)",
+    when=in_scope_of_workers,
+)
+def _initialize_with_initializer(original, strategy, self, initializer):
+    """The first value of a very large variable is the chief's, too.
+
+    Keras has each process draw its parts of it in a program of its own, which has that
+    process's seed. An initializer that takes the layout says itself what it does.
+    """
+    if "layout" in inspect.signature(initializer).parameters:
+        original(self, initializer)
+        return
+    value = initializer(self._shape, dtype=self._dtype)
+    self._initialize(self._convert_to_tensor(value))
 
 
 @hook(keras.Variable, "value", None)

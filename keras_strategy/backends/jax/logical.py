@@ -23,7 +23,7 @@ from keras_strategy.backends.jax.distribution import (
 )
 from keras_strategy.backends.jax.replica import in_program
 from keras_strategy.core import context
-from keras_strategy.rules.sharding import Split, layout_of_weight, note_split
+from keras_strategy.rules.sharding import layout_of_weight, note_split
 from keras_strategy.values.logical_devices import (
     LogicalDevices,
     axes_of_parts,
@@ -78,28 +78,21 @@ class LogicalDistribution(ReplicaDistribution):
         if axes is None:
             return super().get_variable_layout(variable)
         # Besides, the replicas share what `shard` says: parts of these parts.
-        split = self._splitting.of(variable)
-        dimension = None if split is None else split.dimension
-        if dimension is not None:
-            along = (AXIS, *axes[dimension])
-            count = math.prod(self.mesh.shape[axis] for axis in along)
-            if variable.shape[dimension] % count:
-                dimension = None
-            else:
-                axes[dimension] = along
-        kept = None if dimension is None else Split(self.replicas, dimension)
-        note_split(variable, kept)
+        parts = [math.prod(self.mesh.shape[axis] for axis in own) for own in axes]
+        split = self._splitting.of(variable, parts)
+        note_split(variable, split)
         # Keras's own layouts have no dimension that two axes split.
-        return NamedSharding(self.mesh, PartitionSpec(*axes))
+        if split is None:
+            return NamedSharding(self.mesh, PartitionSpec(*axes))
+        return self._in_parts(split, axes)
 
     def _axes_of(self, variable: Any) -> list[tuple[str, ...]] | None:
         """What axes of logical devices split a variable's dimensions; None for none."""
         of_weight = layout_of_weight()  # which what is kept of it lies as
         if isinstance(of_weight, NamedSharding):
-            if of_weight.mesh == self.factors:  # of replicas, and no logical devices
-                return None
             named = [(a,) if isinstance(a, str) else a or () for a in of_weight.spec]
-            return [tuple(axis for axis in own if axis != AXIS) for own in named]
+            named += [()] * (len(variable.shape) - len(named))
+            return [tuple(a for a in own if a.startswith(LOGICAL)) for own in named]
         layouts = self._logical.layouts
         parts = None if layouts is None else layouts.parts_of(variable)
         return None if parts is None else self._names(parts)
