@@ -33,6 +33,8 @@ class Trial:
         drawing: Whether it is drawing now.
         of_rows: Whether it is tried if what it makes of a row depends on others. What
             is known of Keras's own layers is no part of that.
+        step: Stands for a replica's `StepState`, where it draws what one device draws
+            for its rows.
     """
 
     knows: bool = False
@@ -42,6 +44,11 @@ class Trial:
     gradients: list[Any] | None = None
     drawing: bool = False
     of_rows: bool = False
+    step: Any = None
+
+    def draw_once(self, what: Any, draw: Callable[[], Any], skip: Any) -> Any:
+        """See `core.protocol.Replica.draw_once`."""
+        return draw()
 
 
 class _Place(threading.local):

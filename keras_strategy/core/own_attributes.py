@@ -43,10 +43,22 @@ class OwnValues(PerReplica):
         self.name = name
 
     def __bool__(self) -> bool:
-        raise ValueError(
+        raise self._used("neither true nor false")
+
+    def __iter__(self) -> Any:
+        raise self._used("no sequence")
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise self._used("no array")
+
+    def __float__(self) -> float:
+        raise self._used("no number")
+
+    def _used(self, what: str) -> ValueError:
+        return ValueError(
             f"The replicas have set {self.name} to different values, so that it is "
-            "neither true nor false outside of them. `experimental_local_results` of "
-            f"their strategy gives each one's. Received: {self!r}"
+            f"{what} outside of them. `experimental_local_results` of their strategy "
+            f"gives each one's. Received: {self!r}"
         )
 
 
@@ -152,7 +164,7 @@ class _Contents:
     """
 
     name = None
-    told = "what is in a list, dict or set of a layer"
+    told = "what is in a list, dict or set of a layer or metric"
 
     def __init__(self, owner: Any):
         self.owner = owner

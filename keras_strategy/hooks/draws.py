@@ -245,9 +245,11 @@ def _follows(
     known = tuple(number(dim) for dim in dims)
     drawn = draws.Drawn(draws.key_of(name, seed, len(dims)), known, order)
     if isinstance(at, Trial):
+        at.drew = True  # also from a seed that is a number
         if at.draws is not None:
             at.draws.append(drawn)
-        return None
+        if at.step is None:
+            return None
     step = at.step
     known = step.draws.here(step.rows)
     before = step.drawn.get((known, drawn.key), 0)

@@ -249,7 +249,7 @@ def to_try(model: keras.Model, kind: str) -> dict[str, str]:
 
     Returns:
         What a warning calls it, by "call", "compute_loss",
-        "compute_metrics", "train_step" and "predict_step".
+        "compute_metrics", "train_step", "test_step" and "predict_step".
     """
     cls, found = type(model), {}
     if not keeps_nothing_else(all_layers(model)):
@@ -263,7 +263,7 @@ def to_try(model: keras.Model, kind: str) -> dict[str, str]:
     if cls.compute_loss is not keras.Model.compute_loss and kind != "predict":
         found["compute_loss"] = f"`{cls.__name__}.compute_loss`"
     own_step = getattr(cls, f"{kind}_step") is not getattr(keras.Model, f"{kind}_step")
-    if own_step and kind != "test":
+    if own_step:
         found[f"{kind}_step"] = f"`{cls.__name__}.{kind}_step`"
     own_metrics = cls.compute_metrics is not keras.Model.compute_metrics
     if own_metrics and not own_step and kind != "predict":

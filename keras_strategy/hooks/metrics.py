@@ -5,12 +5,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
+from keras import tree
 
+from keras_strategy.core.context import Trial, place
 from keras_strategy.hooks.conditions import in_step
-from keras_strategy.hooks.hook import Extension, changed, home_of, hook
+from keras_strategy.hooks.hook import Extension, changed, home_of, hook, of_several
 from keras_strategy.rules import row_trials
 from keras_strategy.rules.metrics import merged
 from keras_strategy.rules.row_trials import is_keras
+from keras_strategy.rules.trials import Unchanging, has_rows
 
 stateless_scopes = home_of(
     "get_stateless_scope",
@@ -22,11 +25,23 @@ compiling = home_of("CompileMetrics MetricsList", "keras.src.trainers.compile_ut
 _JOIN = (compiling.CompileMetrics, compiling.MetricsList)
 
 
+def _trial_of_step() -> Trial | None:
+    """The trial of a step of a user's, where this is one."""
+    trial = place.trial
+    return None if trial is None or trial.gradients is None else trial
+
+
+@of_several
+def _in_step_or_trial_of_it() -> Any:
+    """The replica that is running, in a step; or the trial of one."""
+    return in_step() or _trial_of_step()
+
+
 @hook(
     keras.metrics.Mean,
     "update_state",
     "(self, values, sample_weight=None)",
-    when=in_step,
+    when=_in_step_or_trial_of_it,
 )
 def _update_state(original, replica, self, values, sample_weight=None):
     """A scalar stands for this replica's rows.
@@ -38,7 +53,8 @@ def _update_state(original, replica, self, values, sample_weight=None):
         and not isinstance(values, keras.KerasTensor)
         and len(getattr(values, "shape", ())) == 0  # a Python number has none
     ):
-        sample_weight = replica.step.row_weight
+        tried = isinstance(replica, Trial)
+        sample_weight = replica.share if tried else replica.step.row_weight
     return original(self, values, sample_weight)
 
 
@@ -128,9 +144,16 @@ def _update_that_is_tried(original: Callable) -> Any:
             wraps = type(self) is keras.metrics.MeanMetricWrapper
             if not is_keras(self._fn if wraps else type(self)):
                 row_trials.of_metric(replica.step.warn_unless, self, args, kwargs)
+        if _trial_of_step() is not None and _given_rows(args, kwargs):
+            with Unchanging():  # it is tried by itself
+                return original(self, *args, **kwargs)
         return original(self, *args, **kwargs)
 
     return update_state
+
+
+def _given_rows(args: tuple, kwargs: dict) -> bool:
+    return any(map(has_rows, tree.flatten((args, kwargs))))
 
 
 class _AllReplicas(keras.StatelessScope):

@@ -68,12 +68,19 @@ _SAID = {
         f"than one device's. Compare the rows of all replicas, {GATHER}, or what "
         "`predict` returned."
     ),
+    "test_step": (
+        "A number that {} returns beside the results of metrics, or gives to a metric, "
+        "is no mean over the rows of a batch. Several replicas compute it of their own "
+        "rows each, and the mean of that is not one device's. Give metrics a number "
+        f"for each row, or gather the rows: {GATHER}."
+    ),
     "train_step": (
-        "What {} applies as gradients, or returns beside the results of metrics, is no "
-        "mean over the rows of a batch. Several replicas compute it of their own rows "
-        "each, and the mean of that is not one device's. Divide a sum by the rows, "
-        "`ops.shape(x)[0]`; have the optimizer clip (`global_clipnorm`); log a sum or "
-        f"a maximum with a metric; to compare all rows, gather them: {GATHER}."
+        "What {} applies as gradients, assigns to weights, returns beside the results "
+        "of metrics, or gives to a metric, is no mean over the rows of a batch. "
+        "Several replicas compute it of their own rows each, and the mean of that is "
+        "not one device's. Divide a sum by the rows, `ops.shape(x)[0]`; have the "
+        "optimizer clip (`global_clipnorm`); give metrics a number for each row; to "
+        f"compare all rows, gather them: {GATHER}."
     ),
 }
 
@@ -136,7 +143,10 @@ class RowTrials:
             "compute_loss": lambda: holds(_mean_of_rows, data, model),
             "compute_metrics": lambda: holds(_means_of_logs, data, model),
             "predict_step": lambda: holds(_same_predictions, data, model),
-            "train_step": lambda: step_trials.adds_up(model, data, layers),
+            **{
+                step: functools.partial(step_trials.adds_up, model, step, data, layers)
+                for step in ("train_step", "test_step")
+            },
         }
         for what, check in checks.items():
             # In training a `call` may compute something else.
@@ -159,8 +169,8 @@ def of_loss(warn_unless: WarnUnless, loss: Any, y_true: Any, y_pred: Any) -> Non
     if not is_new(loss, "call"):
         return
 
-    def same(trial, whole, first, _):
-        return _same_rows(lambda rows: loss.call(*rows), whole, first)
+    def same(trial, *parts):
+        return _same_rows(trial, lambda rows: loss.call(*rows), *parts)
 
     message = (
         f"What the loss '{loss.name}' gives for a row depends on the other rows of the "
@@ -245,47 +255,63 @@ def _keeps_rows_apart(model: Any, data: Any, training: bool) -> Any:
     return holds(_same_outputs, data, model, False) if found is None else found
 
 
-def _same_outputs(
-    trial: Any, whole: Any, first: Any, _: Any, model: Any, training: bool
-) -> Any:
+def _same_outputs(trial: Any, *parts: Any) -> Any:
     """Whether a model gives for some rows what it gives for them among others."""
+    *rows, model, training = parts
     same = _same_rows(
+        trial,
         functools.partial(model, training=training),
-        *(keras.utils.unpack_x_y_sample_weight(rows)[0] for rows in (whole, first)),
+        *(keras.utils.unpack_x_y_sample_weight(part)[0] for part in rows),
     )
     trial.drew = False  # as many numbers each time, from the same seeds
     return same
 
 
-def _same_rows(fn: Callable[[Any], Any], whole: Any, first: Any) -> Any:
+def _same_rows(
+    trial: Any, fn: Callable[[Any], Any], whole: Any, first: Any, second: Any
+) -> Any:
     """Whether a function gives for rows the same where all others are other ones.
 
-    If it does not for the very same ones either, it draws from an engine's generator.
+    And where they stand elsewhere in the batch, unless it draws: the numbers of a row
+    are other ones there. If it does not for the very same rows either, it draws from an
+    engine's generator.
     """
-    twice = tree.map_structure(
-        lambda x: ops.concatenate([x, x]) if has_rows(x) else x, first
-    )
     rows = next(x for x in tree.flatten(whole) if has_rows(x)).shape[0]
-    outputs, again, others = (
-        [
-            x[: ops.shape(x)[0] // 2]
+
+    def made(given):
+        return [
+            x
             for x in tree.flatten(forgetting(fn, given))
             if has_rows(x) and x.shape[0] == rows
         ]
-        for given in (whole, whole, twice)
-    )
+
+    def before(x):
+        return x[: ops.shape(x)[0] // 2]
+
+    def after(x):
+        return x[ops.shape(x)[0] // 2 :]
+
+    def twice(part):
+        return tree.map_structure(
+            lambda x: ops.concatenate([x, x]) if has_rows(x) else x, part
+        )
+
+    outputs, again = made(whole), made(whole)
     if not outputs:
         return True
-    same, repeats = (
-        all_of([close(a, b, _SAME) for a, b in zip(outputs, found, strict=True)])
-        for found in (others, again)
-    )
-    return ops.logical_or(same, ops.logical_not(repeats))
+    pairs = list(zip(outputs, made(twice(first)), made(twice(second)), strict=True))
+    same = [close(before(a), before(b), _SAME) for a, b, _ in pairs]
+    same += [close(after(a), after(b), _SAME) for a, _, b in pairs]
+    if not trial.drew:
+        same += [close(after(a), before(b), _ROUNDING) for a, _, b in pairs]
+    repeats = [close(a, b, _SAME) for a, b in zip(outputs, again, strict=True)]
+    return ops.logical_or(all_of(same), ops.logical_not(all_of(repeats)))
 
 
-def _same_predictions(trial: Any, whole: Any, first: Any, _: Any, model: Any) -> Any:
+def _same_predictions(trial: Any, *parts: Any) -> Any:
     """Whether `predict_step` gives for some rows the same among others."""
-    same = _same_rows(model.predict_step, whole, first)
+    *rows, model = parts
+    same = _same_rows(trial, model.predict_step, *rows)
     trial.drew = False  # as many numbers each time, from the same seeds
     return same
 

@@ -206,3 +206,46 @@ def test_a_module_is_not_called_to_find_out_what_is_drawn(two):
         model.fit(rows, rows[:, :2], batch_size=8, shuffle=False, verbose=0)
         kept.append(int(module.num_batches_tracked))
     assert kept[0] == kept[1]
+
+
+class OwnOptimizer(keras.Model):
+    """Has an optimizer of torch's apply the gradients, or writes to the tensors."""
+
+    def __init__(self, by_rows):
+        super().__init__()
+        self.by_rows, self.out = by_rows, keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.out(x)
+
+    def train_step(self, data):
+        x, y = data
+        if self.by_rows:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            optimizer.zero_grad()
+            loss = keras.ops.mean(keras.ops.square(self(x) - y))
+            loss.backward()
+            optimizer.step()
+        else:
+            for variable in self.trainable_variables:
+                with torch.no_grad():
+                    variable.value.mul_(0.5)
+        return {}
+
+
+@pytest.mark.parametrize("by_rows", [True, False])
+def test_what_is_written_to_tensors_in_a_step(by_rows, two):
+    """An optimizer of torch's knows one replica's tensors, and its gradients alone."""
+    with two.scope():
+        model = OwnOptimizer(by_rows)
+        model(np.zeros((1, 4), "float32"))
+        model.compile()
+    kernel = model.out.kernel.numpy()
+    x = np.random.RandomState(1).randn(7, 4).astype("float32")
+    if by_rows:
+        with pytest.raises(ks.errors.MirrorError, match=r"optimizer\.apply\(gradients"):
+            model.fit(x, x[:, :1], batch_size=7, verbose=0)
+        return
+    model.fit(x, x[:, :1], batch_size=7, verbose=0)
+    for component in two.experimental_local_results(model.out.kernel):
+        np.testing.assert_allclose(component, kernel / 2)

@@ -138,6 +138,9 @@ def test_what_replicas_leave_behind_is_each_ones_own(two):
         assert numbers(two, layer.total) == expected
         with pytest.raises(ValueError, match=r"set Identity\.total to different"):
             bool(layer.total)
+        for use in (float, list, np.asarray):
+            with pytest.raises(ValueError, match=r"set Identity\.total to different"):
+                use(layer.total)
     assert layer.calls == 2
     layer.total = 5.0  # what is set outside is every replica's
     totals = two.run(add, (each(two, 1, 2),), options=EAGER)

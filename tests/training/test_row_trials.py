@@ -8,7 +8,7 @@ from keras import ops
 
 import keras_strategy as ks
 from keras_strategy.testing.equality import models
-from keras_strategy.testing.equality.compare import assert_equal, train
+from keras_strategy.testing.equality.compare import assert_equal, scope, train
 from tests.training.shared import alone
 
 BACKEND = keras.backend.backend()
@@ -109,6 +109,24 @@ class Centering(keras.layers.Layer):
 
     def call(self, x):
         return x - ops.mean(x, axis=0)
+
+
+class ComparedTo(keras.layers.Layer):
+    """A layer that takes a row of the batch away."""
+
+    def __init__(self, row):
+        super().__init__()
+        self.row = row
+
+    def call(self, x):
+        return x - x[self.row]
+
+
+class Numbered(keras.layers.Layer):
+    """A layer that counts the rows of the batch."""
+
+    def call(self, x):
+        return x + ops.cast(ops.arange(ops.shape(x)[0])[:, None], x.dtype)
 
 
 class Halving(keras.layers.Layer):
@@ -245,6 +263,18 @@ CASES = {
         "with Centering",
         {"model": lambda: models.mlp(lambda: Centering())},
     ),
+    "a layer that compares to the first row": (
+        "with ComparedTo",
+        {"model": lambda: models.mlp(lambda: ComparedTo(0))},
+    ),
+    "a layer that compares to the last row": (
+        "with ComparedTo",
+        {"model": lambda: models.mlp(lambda: ComparedTo(-1))},
+    ),
+    "a layer that numbers rows": (
+        "with Numbered",
+        {"model": lambda: models.mlp(lambda: Numbered())},
+    ),
     "a layer that compares in training": (
         "with Mixing",
         {"model": lambda: models.mlp(lambda: Mixing())},
@@ -327,10 +357,12 @@ class WithAStep(Plain):
 class Stepping(Plain):
     """Derives as one does on its backend."""
 
-    def __init__(self, loss, rate=0.0, clip=False, weighted=False, largest=False):
+    def __init__(
+        self, loss, rate=0.0, clip=False, weighted=False, largest=False, uphill=False
+    ):
         super().__init__()
         self.of_batch, self.clip, self.weighted = loss, clip, weighted
-        self.largest = largest
+        self.largest, self.uphill = largest, uphill
         self.rows = ops.zeros((19,))  # on torch a step may write into it
         self.dropout = keras.layers.Dropout(rate, seed=5)
 
@@ -347,17 +379,27 @@ class Stepping(Plain):
             given = (weight,) if self.weighted else ()
             return self.of_batch(y, self(x, training=True), *given)
 
-        if BACKEND == "torch":
-            self.zero_grad()
-            loss = computed()
-            loss.backward()
-            gradients = [v.value.grad for v in variables]
-        else:
+        def derived():
+            if BACKEND == "torch":
+                self.zero_grad()
+                loss = computed()
+                loss.backward()
+                return loss, [v.value.grad for v in variables]
             import tensorflow as tf
 
             with tf.GradientTape() as tape:
                 loss = computed()
-            gradients = tape.gradient(loss, variables)
+            return loss, tape.gradient(loss, variables)
+
+        loss, gradients = derived()
+        if self.uphill:
+            # The gradients of where the loss is larger.
+            steps = [ops.sign(gradient) / 10 for gradient in gradients]
+            for variable, step in zip(variables, steps, strict=True):
+                variable.assign_add(step)
+            _, gradients = derived()
+            for variable, step in zip(variables, steps, strict=True):
+                variable.assign_sub(step)
         if self.clip:
             gradients = [ops.clip(gradient, -0.01, 0.01) for gradient in gradients]
         self.optimizer.apply(gradients, variables)
@@ -395,6 +437,21 @@ def squared(y_true, y_pred):
     return ops.sum(ops.square(y_pred - y_true))
 
 
+def of_some(y_true, y_pred):
+    """A mean over entries that are drawn."""
+    drawn = keras.random.uniform(ops.shape(y_pred), seed=7) < 0.6
+    error = ops.square(y_pred - y_true)
+    some = ops.cast(drawn, error.dtype)
+    return ops.sum(some * error) / (ops.sum(some) + 1e-6)
+
+
+def between_thirds(y_true, y_pred):
+    """Of fewer than 3 rows it is not a number."""
+    error = ops.square(y_pred - y_true)
+    third = ops.shape(error)[0] // 3
+    return ops.mean(error[:third] * error[third : 2 * third])
+
+
 def by_weights(y_true, y_pred, weight):
     values = ops.mean(ops.square(y_pred - y_true), axis=-1)
     return ops.sum(values * weight) / ops.sum(weight)
@@ -403,12 +460,16 @@ def by_weights(y_true, y_pred, weight):
 WEIGHTED = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
 # Whether it is warned of, and what the step is made of.
 STEPS = {
+    "a sum, drawn": (True, {"loss": squared, "rate": 0.3}),
+    "a mean of what is drawn": (True, {"loss": of_some}),
     "a mean, drawn": (False, {"loss": mean_error, "rate": 0.3}),
     "a sum": (True, {"loss": squared}),
     "a sum of Keras's": (False, {"loss": SUM}),
     "compared, drawn": (True, {"loss": contrast, "rate": 0.3}),
     "a maximum is logged": (True, {"loss": mean_error, "largest": True}),
     "clipped by hand": (True, {"loss": mean_error, "clip": True}),
+    "uphill": (True, {"loss": mean_error, "uphill": True}),
+    "a third of the rows with another": (True, {"loss": between_thirds}),
     "weights of Keras's": (False, {"loss": WEIGHTED, "weighted": True}),
     "weights": (True, {"loss": by_weights, "weighted": True}),
 }
@@ -447,8 +508,77 @@ def test_steps_whose_gradients_are_no_mean(warned, parts, two, caplog):
         return
     (message,) = warnings_of(caplog)
     assert "`Stepping.train_step` applies" in message
-    with pytest.raises(AssertionError):
+    # A number that is none is a ValueError.
+    with pytest.raises((AssertionError, ValueError)):
         assert_equal(one, many)
+
+
+class WithATest(Plain):
+    """Computes the numbers that it returns and gives to metrics itself."""
+
+    def __init__(self, number, metric=None):
+        super().__init__()
+        self.number, self.tracked = number, metric
+
+    def test_step(self, data):
+        x, y = data
+        number = self.number(y, self(x))
+        if self.tracked is None:
+            return {"number": number}
+        self.tracked.update_state(number)
+        return {"number": self.tracked.result()}
+
+
+class OfScalars(keras.metrics.Metric):
+    """A mean over batches, however many rows each has."""
+
+    def __init__(self):
+        super().__init__(name="of_scalars")
+        self.total = self.add_variable((), "zeros", name="total")
+        self.batches = self.add_variable((), "zeros", name="batches")
+
+    def update_state(self, value):
+        self.total.assign_add(value)
+        self.batches.assign_add(1)
+
+    def result(self):
+        return self.total / self.batches
+
+
+def largest_of(y_true, y_pred):
+    return ops.max(y_pred)
+
+
+TESTS = {
+    "a mean": (False, mean_error, None),
+    "a maximum": (True, largest_of, None),
+    "a mean of means": (False, mean_error, keras.metrics.Mean),
+    "a mean of rows": (False, error_of_rows, keras.metrics.Mean),
+    "a mean of sums": (True, squared, keras.metrics.Mean),
+    "a sum of sums": (False, squared, keras.metrics.Sum),
+    "a sum of means": (True, mean_error, keras.metrics.Sum),
+    "a metric of one's own": (True, mean_error, OfScalars),
+}
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="a step is one program there")
+@pytest.mark.parametrize("warned, number, metric", TESTS.values(), ids=TESTS)
+def test_what_a_test_step_computes(warned, number, metric, two, caplog):
+    def evaluated(strategy):
+        keras.utils.set_random_seed(1)
+        with scope(strategy):
+            model = WithATest(number, metric and metric())
+            model.compile(run_eagerly=strategy is None)
+        return model.evaluate(X[:11], Y[:11], batch_size=8, return_dict=True, verbose=0)
+
+    one = evaluated(None)
+    assert not warnings_of(caplog)
+    many = evaluated(two)
+    same = abs(one["number"] - many["number"]) < 1e-5
+    assert same is not warned  # it is not warned of what is exact
+    found = warnings_of(caplog)
+    assert len(found) == warned
+    assert not warned or "`WithATest.test_step`" in found[0]
 
 
 @pytest.mark.skipif(BACKEND == "jax", reason="nothing is tried there")

@@ -13,6 +13,7 @@ import torch
 from keras_strategy.backends.threads.hooks import keras_scope
 from keras_strategy.backends.torch.workers import TorchWorkers
 from keras_strategy.core import context
+from keras_strategy.errors import MirrorError
 from keras_strategy.hooks.variables import stored
 from keras_strategy.rules import first_values
 from keras_strategy.rules.aggregation import (
@@ -105,11 +106,39 @@ class Components:
         Code that knows nothing of replicas (an optimizer of torch's, an in-place
         operation on `variable.value`) writes to the first alone.
         """
-        if self.first._version == self.version or self.on_read or self.is_central:
+        if not self.was_written:
             return
         with torch.no_grad():
             for tensor in self.tensors[1:]:
                 tensor.copy_(self.first)
+        self.version = self.first._version
+
+    @property
+    def was_written(self) -> bool:
+        """Whether somebody wrote to the first component, and not by the variable."""
+        changed = self.first._version != self.version
+        return changed and not self.on_read and not self.is_central
+
+    def require_alike(self, variable: Any) -> None:
+        """Raises unless what replicas wrote by themselves is the same on all of them.
+
+        Args:
+            variable: The variable.
+
+        Raises:
+            MirrorError: If it is not.
+        """
+        first, *others = [tensor.detach() for tensor in self.tensors]
+        if not all(torch.equal(first, other.to(first.device)) for other in others):
+            raise MirrorError(
+                f"The tensor of the variable '{variable.path}' was changed in a step "
+                "by something that knows of no replicas, such as an optimizer of "
+                "torch's, and the replicas hold different values now. Have an "
+                "optimizer of Keras's apply the gradients, `optimizer.apply(gradients, "
+                "variables)`, which adds up those of all replicas; or assign to the "
+                "variable. The model holds what one replica made of its rows: load its "
+                "weights again."
+            )
         self.version = self.first._version
 
     def assign(self, variable: Any, value: torch.Tensor) -> None:

@@ -122,3 +122,6 @@ class TorchScope(ReplicaScope):
         for key in [*self.state_mapping, *self.changed_in_place]:
             components = self._components[key]
             components.version = components.first._version
+        for key, components in self._components.items():
+            if components.was_written:
+                components.require_alike(self._variables[key])
