@@ -29,6 +29,7 @@ os.environ.setdefault(
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+import tools.quick_keras  # noqa: F401, I001 - before all that imports Keras
 import keras
 import pytest
 
@@ -43,11 +44,6 @@ ks.config.set_logical_devices("cpu", 4)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if keras.backend.backend() == "tensorflow":
-    import tensorflow as tf
-
-    # What it would save, functions that run a few times do not take.
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-
     from tests.untuned import leave_untuned
 
     leave_untuned()
@@ -131,7 +127,7 @@ def _found(module: str) -> list[str]:
 def starter():
     """Starts workers that have Keras and the engine imported."""
     # `keras.utils.set_random_seed` imports TensorFlow on every backend, for seconds.
-    with WarmStarter(["keras", *_found("tensorflow")]) as starter:
+    with WarmStarter(["tools.quick_keras", *_found("tensorflow")]) as starter:
         yield starter
 
 

@@ -1,6 +1,7 @@
 """`info --json`, `doctor`, `scaling` and `completion`."""
 
 import importlib.machinery
+import importlib.util
 import json
 import socket
 import subprocess
@@ -28,7 +29,9 @@ def test_info_for_programs(capsys, monkeypatch):
 
 
 def test_the_doctor_of_a_machine_that_is_well(capsys, monkeypatch):
-    monkeypatch.setenv("KERAS_BACKEND", keras.backend.backend())
+    """On the engine that is imported soonest: four processes import it."""
+    there = importlib.util.find_spec("jax") is not None
+    monkeypatch.setenv("KERAS_BACKEND", "jax" if there else keras.backend.backend())
     status = main(["doctor"])
     out = capsys.readouterr().out
     assert status == 0, out
@@ -50,6 +53,19 @@ def test_what_is_wrong_is_said_in_words(monkeypatch):
     wrong(doctor.threads(), "1 for 2 logical CPU devices", "set NPROC=8")
     monkeypatch.setenv("TF_CONFIG", '{"cluster": 7}')
     wrong(doctor.cluster(), "TF_CONFIG cannot be used", "mend what it names")
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_what_the_doctor_looks_at(backend, monkeypatch):
+    """One after the other; at GPUs on torch alone."""
+    for name in ("gpus_of_torch", "cluster", "replicas", "workers"):
+        found = doctor.Finding(name, True, "")
+        monkeypatch.setattr(doctor, name, lambda *_, found=found: found)
+    first = doctor.Finding("engine", True, f"Keras 3 on {backend}")
+    monkeypatch.setattr(doctor, "engine", lambda: first)
+    of_torch = ["gpus_of_torch"] if backend == "torch" else []
+    expected = ["engine", "threads", *of_torch, "cluster", "replicas", "workers"]
+    assert [finding.what for finding in doctor.findings(1)] == expected
 
 
 def test_gpus_of_torch():

@@ -19,13 +19,13 @@ def rows_of(table, rank):
 
 
 @pytest.mark.parametrize(
-    ("count", "devices", "tables"),
-    [(2, 1, ["equal", "unequal"]), (3, 1, ["unequal"]), (2, 2, ["unequal"])],
+    ("count", "devices", "name"),
+    [(2, 1, "equal"), (3, 1, "unequal"), (2, 2, "unequal")],
     ids=["2x1", "3x1", "2x2"],
 )
-def test_own_rows_make_one_devices_weights(starter, count, devices, tables):
+def test_own_rows_make_one_devices_weights(starter, count, devices, name):
     """Equal rows on two workers; several devices of each have some in test_tpu.py."""
-    calls = {"own": (jobs.of_tables, {"tables": tables, "workers": count})}
+    calls = {"own": (jobs.of_tables, {"tables": [name], "workers": count})}
     if count == 3:
         # What 2 workers do with sources that all have is in test_input.py.
         calls["shared"] = (jobs.of_sources, {})
@@ -34,15 +34,15 @@ def test_own_rows_make_one_devices_weights(starter, count, devices, tables):
     if count == 3:
         shared = [result["shared"] for result in results]
         assert equal(shared, [jobs.of_sources(alone=True)] * count, 2e-5)
-    expected = jobs.of_tables(tables, count, alone=True)
+    (want,) = jobs.of_tables([name], count, alone=True)
     for rank, of_worker in enumerate(results):
-        for name, got, want in zip(tables, of_worker["own"], expected, strict=True):
-            own = {rank: want["same"]["predicted"][rank]}
-            assert equal(got["same"], {**want["same"], "predicted": own}, 2e-5)
-            assert got["rows"] == 2 * rows_of(jobs.TABLES[name], rank)  # in two epochs
-            assert got["steps"] == [sum(step[:count]) for step in jobs.TABLES[name]]
-            travels = name == "unequal" and BACKEND == "jax"
-            assert (got["gathered"] != []) == travels
+        (got,) = of_worker["own"]
+        own = {rank: want["same"]["predicted"][rank]}
+        assert equal(got["same"], {**want["same"], "predicted": own}, 2e-5)
+        assert got["rows"] == 2 * rows_of(jobs.TABLES[name], rank)  # in two epochs
+        assert got["steps"] == [sum(step[:count]) for step in jobs.TABLES[name]]
+        travels = name == "unequal" and BACKEND == "jax"
+        assert (got["gathered"] != []) == travels
 
 
 def test_datasets_go_on_where_they_were(two_workers):
