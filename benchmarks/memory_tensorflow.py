@@ -56,17 +56,24 @@ def count_what_is_sent(least: int = 1000) -> dict[str, tuple[int, float]]:
         sent[kind] = count + 1, before + times * size
 
     reduce, gather = tf.raw_ops.CollectiveReduceV2, TensorFlowWorkers.gather
+    exchange = tf.raw_ops.CollectiveAllToAllV2
 
     def reduced(**kwargs):
         workers = kwargs["group_size"]
         note("all-reduce", kwargs["input"], 2 * (workers - 1) / workers)
         return reduce(**kwargs)
 
+    def exchanged(**kwargs):
+        workers = kwargs["group_size"]
+        note("all-to-all", kwargs["input"], (workers - 1) / workers)
+        return exchange(**kwargs)
+
     def gathered(self, name, tensor, axis):
         note("all-gather", tensor, self.size - 1)
         return gather(self, name, tensor, axis)
 
     tf.raw_ops.CollectiveReduceV2, TensorFlowWorkers.gather = reduced, gathered
+    tf.raw_ops.CollectiveAllToAllV2 = exchanged
     return sent
 
 

@@ -241,6 +241,31 @@ class Division:
         ]
 
 
+def shares_of_gradients(
+    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any] | None
+) -> list[Shares] | None:
+    """Of which elements of gradients each replica needs the sum.
+
+    Args:
+        optimizer: What they are given to, which the replicas share.
+        gradients: The gradients.
+        variables: Their variables; None where they are not known.
+
+    Returns:
+        None if replicas need others, too.
+    """
+    if variables is None or len(variables) != len(gradients):
+        return None  # it is no optimizer's sum, or of unknown variables
+    if optimizer.loss_scale_factor is not None:
+        return None
+    division: Division = vars(optimizer)[DIVISION]
+    for gradient, variable in zip(gradients, variables, strict=True):
+        same = tuple(gradient.shape) == tuple(variable.shape)
+        if variable.overwrite_with_gradient or not same:
+            return None
+    return [division.shares(variable, variable.shape) for variable in variables]
+
+
 class Splitting:
     """What a strategy splits, and how.
 

@@ -31,7 +31,7 @@ def test_two_workers_equal_one_device(shard, starter, tmp_path):
         if get_engine().name == "tensorflow":
             # Of the one graph. With the gradients travels what tells what they are.
             assert result["sent"] == {
-                "all-reduce": (1, pytest.approx(weights, abs=100)),
+                "all-to-all": (1, pytest.approx(weights / 2, abs=100)),
                 "all-gather": (1, pytest.approx(weights / 2, abs=8)),
             }
         # Kernels of 6 * 12 and 12, a bias of 12, and one of 1 that stays whole.

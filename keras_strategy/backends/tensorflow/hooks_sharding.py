@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from keras_strategy.backends.tensorflow.replica import TensorFlowReplica
-from keras_strategy.backends.tensorflow.sharing import part_of, with_part
+from keras_strategy.backends.tensorflow.sharing import own_part_of, part_of, with_part
 from keras_strategy.backends.threads.hooks_divisions import (
     applied_outside,
     division_of,
@@ -117,7 +117,7 @@ def _apply_gradients(original, division, self, grads, trainable_variables):
     numbers = division.given_to(replica.id, trainable_variables)
     of_own = [trainable_variables[number] for number in numbers]
     own = [
-        part_of(grads[number], shares[id(weight)].shares, replica.id)
+        own_part_of(grads[number], shares[id(weight)].shares, replica.id)
         for number, weight in zip(numbers, of_own, strict=True)
     ]
     norms = None

@@ -218,8 +218,17 @@ class TensorFlowReplica:
                 return tf.IndexedSlices(values, tensor.indices, tensor.dense_shape)
             return weighted(tf.convert_to_tensor(tensor), weight)
 
-        shares = [share(tensor) for tensor in tensors]
-        return self._sum(shares, "optimizer.apply", Compare.ALONG)
+        own, name = [share(tensor) for tensor in tensors], "optimizer.apply"
+        workers, shares = self.peers.workers, None
+        if len(self.peers.topology.devices) == 1:
+            shares = sharing.shares_to_add_up(self.step, own, workers)
+        if workers is None or shares is None:
+            return self._sum(own, name, Compare.ALONG)
+        parts = self._merge(lambda own: workers.sum_shares(name, own, shares), own)
+        return [
+            sharing.with_own_part(tensor, part, one, self.id)
+            for tensor, part, one in zip(own, parts, shares, strict=True)
+        ]
 
     def draw_once(
         self, what: Any, draw: Callable[[], Any], skip: Callable[[], Any]

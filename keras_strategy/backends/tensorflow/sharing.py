@@ -5,13 +5,18 @@ Here they are of different values, and perhaps sizes: what a replica updates of 
 by itself.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from keras_strategy.backends.tensorflow.workers import TensorFlowWorkers
-from keras_strategy.rules.sharding import Shares
+from keras_strategy.core.step_state import StepState
+from keras_strategy.rules.sharding import DIVISION, Shares, shares_of_gradients
+
+# Of a gradient, the replica's share of its sum.
+_OWN_PART = "_ks_own_part"
 
 
 def part_of(whole: Any, shares: Shares, replica: int) -> Any:
@@ -21,6 +26,57 @@ def part_of(whole: Any, shares: Shares, replica: int) -> Any:
         whole = tf.convert_to_tensor(whole)
     flat = tf.reshape(whole, [-1])[begin:end]
     return tf.reshape(flat, shares.shape_of(replica))
+
+
+def shares_to_add_up(
+    step: StepState, gradients: Sequence[Any], workers: TensorFlowWorkers | None
+) -> list[Shares] | None:
+    """Of which elements of gradients each worker's one replica needs the sum.
+
+    Args:
+        step: What is true of the replica's step.
+        gradients: The gradients.
+        workers: The processes, or None for this one alone.
+
+    Returns:
+        None if the sums are to be whole on each replica.
+    """
+    optimizer = step.optimizer
+    division = None if optimizer is None else vars(optimizer).get(DIVISION)
+    # What one worker needs much more of than others would be sent to all as that much.
+    if workers is None or division is None or not division.elementwise:
+        return None
+    # On GPUs it was not tried.
+    if workers.on_accelerators or any(
+        isinstance(gradient, tf.IndexedSlices)
+        or not workers.along.may_add_up([gradient])
+        for gradient in gradients
+    ):
+        return None
+    return shares_of_gradients(optimizer, gradients, step.gradients_of)
+
+
+def with_own_part(gradient: Any, part: Any, shares: Shares, replica: int) -> Any:
+    """A gradient's sum of which only this replica's share is known.
+
+    Args:
+        gradient: The gradient.
+        part: The share, of one dimension.
+        shares: Which elements of it each replica keeps.
+        replica: The replica's number.
+
+    Returns:
+        What `own_part_of` takes. For who reads it all the same it is no number.
+    """
+    whole = tf.fill(gradient.shape, tf.constant(math.nan, gradient.dtype))
+    setattr(whole, _OWN_PART, tf.reshape(part, shares.shape_of(replica)))
+    return whole
+
+
+def own_part_of(gradient: Any, shares: Shares, replica: int) -> Any:
+    """A replica's share of a gradient's sum, see `with_own_part`."""
+    part = getattr(gradient, _OWN_PART, None)
+    return part_of(gradient, shares, replica) if part is None else part
 
 
 def with_part(whole: Any, part: Any, shares: Shares, replica: int) -> Any:

@@ -17,21 +17,15 @@ from typing import Any
 import tensorflow as tf
 
 from keras_strategy.backends.tensorflow import connection, layouts
-from keras_strategy.core.workers import (
-    MOST_WORKERS,
-    TAIL,
-    Workers,
-    digest_of_sum,
-    kind_of,
-    tail_of,
-)
+from keras_strategy.backends.tensorflow.along import SumsThatTell
+from keras_strategy.core.workers import Workers
 from keras_strategy.options.communication import CommunicationImplementation
+from keras_strategy.rules.sharding import Shares
 from keras_strategy.workers.cluster import Cluster
 
 # Groups of collectives; native strategies number theirs from 1, and ours from 100 000.
 _HOST_GROUP, _ACCELERATOR_GROUP = 90_001, 90_002
 _DIFFERENT = "keras_strategy: the workers bring different values"
-_DIFFERENT_SUMS = "keras_strategy: the workers add up different things:"
 # How TensorFlow says that workers meet in collectives that do not fit together.
 _REFUSED = r"(Shape mismatch in the c|C)ollective instance .*"
 
@@ -61,6 +55,9 @@ class TensorFlowWorkers(Workers):
     Args:
         cluster: The workers.
         addresses: The addresses of TensorFlow's servers, by rank.
+
+    Attributes:
+        along: Sums of what tells, while it travels, what it is.
     """
 
     def __init__(self, cluster: Cluster, addresses: Sequence[str]):
@@ -83,10 +80,15 @@ class TensorFlowWorkers(Workers):
         # Our watchdog knows who is missing, and shall speak first.
         self.timeout_seconds = cluster.member.timeout_seconds + 60
         self._names: dict[int, str] = {}
-        self._sums: dict[str, tuple[str, list[Any]]] = {}
         self._sums_of_scalars: dict[tuple[tf.DType, tf.DType], Callable] = {}
+        self.along = SumsThatTell(self.rank, self.size, self._host, self._launch)
         with tf.init_scope(), tf.device(self._host):
             self._count = tf.Variable(tf.constant(0), trainable=False)
+
+    @property
+    def on_accelerators(self) -> bool:
+        """Whether floats travel between accelerators."""
+        return self._accelerator is not None
 
     def sum(self, name: str, tensor: Any, compare: Compare = Compare.BEFORE) -> Any:
         """The sum of the workers' tensors.
@@ -118,9 +120,9 @@ class TensorFlowWorkers(Workers):
         results: list[Any] = list(tensors)
         for indices in self._packs(tensors):
             parts = [tensors[index] for index in indices]
-            if compare is Compare.ALONG and self._may_tell_along(parts):
+            if compare is Compare.ALONG and self.along.may_add_up(parts):
                 for index, total in zip(
-                    indices, self._sum_and_compare(name, parts), strict=True
+                    indices, self.along.sums(name, parts), strict=True
                 ):
                     results[index] = total
                 continue
@@ -135,6 +137,18 @@ class TensorFlowWorkers(Workers):
                 results[index] = tf.ensure_shape(
                     tf.reshape(piece, tf.shape(part)), part.shape
                 )
+        return results
+
+    def sum_shares(
+        self, name: str, tensors: Sequence[Any], shares: Sequence[Shares]
+    ) -> list[Any]:
+        """See `SumsThatTell.shares`; those of a dtype travel together."""
+        results: list[Any] = list(tensors)
+        for indices in self._packs(tensors):
+            pairs = [(tensors[index], shares[index]) for index in indices]
+            found = self.along.shares(name, *zip(*pairs, strict=True))
+            for index, share in zip(indices, found, strict=True):
+                results[index] = share
         return results
 
     def gather(self, name: str, tensor: Any, axis: int) -> tuple[Any, Any]:
@@ -227,33 +241,6 @@ class TensorFlowWorkers(Workers):
             )
         return self._sums_of_scalars[kind](key, scalar)
 
-    def _may_tell_along(self, parts: Sequence[Any]) -> bool:
-        """Whether tensors of one dtype can tell what they are while they travel."""
-        shapes_are_known = all(part.shape.is_fully_defined() for part in parts)
-        exact = parts[0].dtype in layouts.EXACT and self.size <= MOST_WORKERS
-        return shapes_are_known and exact
-
-    def _sum_and_compare(self, name: str, parts: Sequence[Any]) -> list[Any]:
-        """The sums of tensors that travel together, and tell what they are."""
-        dtype, shapes = parts[0].dtype, tuple(tuple(part.shape) for part in parts)
-        digest = digest_of_sum(kind_of(name), shapes, dtype.name)
-        key = digest.hex()
-        layout = [list(shape) for shape in shapes]
-        self._sums[key] = name, [layout if len(layout) > 1 else layout[0], dtype.name]
-        tail = tf.constant(tail_of(digest), dtype)
-        flat = tf.concat([*(tf.reshape(part, [-1]) for part in parts), tail], 0)
-        total = self._launch("reduce", flat)
-        sizes = [part.shape.num_elements() for part in parts]
-        *pieces, told = tf.split(total, [*sizes, TAIL])
-        with tf.device(self._host):
-            same = tf.reduce_all(told == self.size * tail)
-            check = tf.debugging.Assert(same, [f"{_DIFFERENT_SUMS} {key}"])
-        with tf.control_dependencies([] if check is None else [check]):
-            return [
-                tf.reshape(piece, shape)
-                for piece, shape in zip(pieces, shapes, strict=True)
-            ]
-
     def _packs(self, tensors: Sequence[Any]) -> Iterator[list[int]]:
         """Which tensors travel together, by their numbers."""
         most = self.cluster.options.bytes_per_pack
@@ -278,6 +265,8 @@ class TensorFlowWorkers(Workers):
         if kind == "reduce":
             launch = tf.raw_ops.CollectiveReduceV2
             arguments = {"merge_op": "Add", "final_op": "Id"}
+        elif kind == "exchange":
+            launch = tf.raw_ops.CollectiveAllToAllV2
         with tf.device(self._host if on_host else self._accelerator):
             return launch(
                 input=tensor,
@@ -332,9 +321,9 @@ class TensorFlowWorkers(Workers):
 
     def _explained(self, message: str) -> Exception | None:
         # TensorFlow writes it in one way eagerly and in another in a tf.function.
-        found = re.search(rf"{_DIFFERENT_SUMS} (\w+)", message)
+        found = self.along.what_differs(message)
         if found is not None:
-            return self.difference(*self._sums[found[1]])
+            return self.difference(*found)
         found = re.search(_REFUSED, message)
         if found is not None:
             return RuntimeError(

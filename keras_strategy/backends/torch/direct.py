@@ -25,7 +25,6 @@ from keras_strategy.backends.torch.components import (
 from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.backends.torch.run import HALF_WRITTEN, Run
 from keras_strategy.backends.torch.sharing import (
-    shares_of_gradients,
     with_own_part,
 )
 from keras_strategy.core import context
@@ -35,7 +34,7 @@ from keras_strategy.hooks.draws_of_layers import of_layers, rehearse_layer
 from keras_strategy.hooks.hook import of_several
 from keras_strategy.hooks.variables import stored
 from keras_strategy.rules.batches import batch_of
-from keras_strategy.rules.sharding import DIVISION
+from keras_strategy.rules.sharding import DIVISION, shares_of_gradients
 from keras_strategy.values.distributed import (
     PerReplica,
     map_leaves,

@@ -19,7 +19,7 @@ from keras_strategy.backends.torch.flat import in_groups
 from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.hooks.variables import initialize, stored
 from keras_strategy.rules.held_values import held_value
-from keras_strategy.rules.sharding import DIVISION, Division, Shares, note_shares
+from keras_strategy.rules.sharding import Shares, note_shares
 
 # Of a gradient, the replica's share of its sum.
 _OWN_PART = "_ks_own_part"
@@ -134,30 +134,6 @@ def whole_of(variable: Any, components: Components) -> torch.Tensor | None:
     if known is not None:
         return keras.ops.convert_to_tensor(known)
     return components.together(components.tensors)[0]
-
-
-def shares_of_gradients(
-    optimizer: Any, gradients: Sequence[torch.Tensor], variables: Sequence[Any] | None
-) -> list[Shares] | None:
-    """Of which elements of gradients each replica needs the sum.
-
-    Args:
-        optimizer: What they are given to, which the replicas share.
-        gradients: The gradients.
-        variables: Their variables; None where they are not known.
-
-    Returns:
-        None if replicas need others, too.
-    """
-    if variables is None or len(variables) != len(gradients):
-        return None  # it is no optimizer's sum, or of unknown variables
-    if optimizer.loss_scale_factor is not None:
-        return None
-    division: Division = vars(optimizer)[DIVISION]
-    for gradient, variable in zip(gradients, variables, strict=True):
-        if variable.overwrite_with_gradient or gradient.shape != variable.shape:
-            return None
-    return [division.shares(variable, variable.shape) for variable in variables]
 
 
 class Updated(NamedTuple):
