@@ -86,6 +86,11 @@ SELECTION = [
         )
     ),
     "tests/training/test_own_attributes.py::test_what_a_call_keeps_is_its_own",
+    # Keras's order of the rows: of a training that goes on, and on each of the workers.
+    "tests/training/test_backups.py::test_a_training_goes_on[2-killed1-2-6]",
+    "tests/workers/test_training.py::test_fit_equals_one_device[3x1]",
+    # What is kept of an optimizer's variables.
+    "tests/training/test_sharding.py::test_files_hold_whole_variables[optimizer]",
     *(
         f"tests/training/test_replicas_own.py::{test}"
         for test in (

@@ -41,6 +41,8 @@ class RowsOfArrays:
         shuffled: Whether the numbers of a batch are others than those between the
             first and the last one.
         share: Which rows are this worker's.
+        begin: Called when the first batch of an epoch is asked for: the order is then
+            that of as many epochs as Keras has ended by then.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class RowsOfArrays:
         batch_size: int,
         shuffled: bool,
         share: Share,
+        begin: Callable[[], None],
     ):
         self._arrays = arrays
         self._tensors = {
@@ -61,6 +64,7 @@ class RowsOfArrays:
         self._batch_size = batch_size
         self._shuffled = shuffled
         self._share = share
+        self._begin = begin
 
     def __iter__(self) -> Iterator[OwnRows]:
         """Starts to read."""
@@ -68,6 +72,7 @@ class RowsOfArrays:
         return map(self._read, self._of_batches(iter(self._numbers)))
 
     def _of_batches(self, several: Iterator[Any]) -> Iterator[np.ndarray]:
+        self._begin()
         for numbers in map(np.asarray, several):
             for first in range(0, len(numbers), self._batch_size):
                 yield numbers[first : first + self._batch_size]
@@ -110,4 +115,26 @@ def rows_of_arrays(
         batch_size=batches * batch_size,
         shuffle=shuffle,
     )
-    return RowsOfArrays(arrays, batches_of(numbers), batch_size, bool(shuffle), share)
+
+    def begin():
+        set_epoch(numbers, epoch_of(adapter))
+
+    given, shuffled = batches_of(numbers), bool(shuffle)
+    return RowsOfArrays(arrays, given, batch_size, shuffled, share, begin)
+
+
+def epoch_of(adapter: Any) -> int | None:
+    """How many epochs an adapter of Keras's has given, if its order follows from that.
+
+    That is so since Keras 3.16; with older ones the order is drawn, and this is None.
+
+    Args:
+        adapter: The adapter, of any data.
+    """
+    return getattr(adapter, "_epoch", None)
+
+
+def set_epoch(adapter: Any, epoch: int | None) -> None:
+    """Has an adapter go on in the order of an epoch, where `epoch_of` is not None."""
+    if epoch_of(adapter) is not None and epoch is not None:
+        adapter._epoch = epoch

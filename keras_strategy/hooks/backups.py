@@ -9,6 +9,7 @@ import keras
 
 from keras_strategy.core.registry import get_engine
 from keras_strategy.hooks import drift
+from keras_strategy.hooks.array_rows import epoch_of
 from keras_strategy.hooks.callback_states import CallbackStates
 from keras_strategy.hooks.data_adapters import counts_of_arrays, engine_orders
 from keras_strategy.hooks.data_states import (
@@ -142,11 +143,14 @@ class _Training:
         def again(iterator):
             adapter, before = iterator.data_adapter, found.facts["engine"]
             counts = counts_of_arrays(adapter)
-            if position.read and before != get_engine().name and engine_orders(adapter):
+            others = before != get_engine().name
+            others |= (position.orders[1] is None) != (epoch_of(adapter) is None)
+            if position.read and others and engine_orders(adapter):
                 raise ValueError(
                     f"{found.file} was made in the middle of an epoch of shuffled "
-                    f"rows, whose order {before} has drawn. Go on with that backend, "
-                    "or shuffle a PyDataset, whose order is the same on every one."
+                    f"rows, whose order {before} has drawn. Go on with that backend "
+                    "and version of Keras, or shuffle a PyDataset, whose order is the "
+                    "same on every backend."
                 )
             if position.read and counts != found.facts["counts"]:
                 raise ValueError(

@@ -1,8 +1,10 @@
 """The batches of `fit` and its like, as Keras's loops read them."""
 
 import contextlib
+import functools
 import inspect
 import itertools
+import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import keras
 from keras import tree
 
-from keras_strategy.hooks.array_rows import ArrayDataAdapter, rows_of_arrays
+from keras_strategy.hooks.array_rows import ArrayDataAdapter, epoch_of, rows_of_arrays
 from keras_strategy.hooks.hook import home_of, hook
 from keras_strategy.input import loaders, splitting
 from keras_strategy.input.ahead import AheadOf, Scope, kept
@@ -103,8 +105,15 @@ def own_rows(
             return loaders.rows_of_loader(loader, share)
     dataset = getattr(adapter, "py_dataset", None)
     if isinstance(dataset, IndexedDataset):
-        return _WithWeights(adapter, RowsOfIndexed(dataset, share, adapter.shuffle))
+        shuffle = functools.partial(_shuffle, adapter) if adapter.shuffle else None
+        return _WithWeights(adapter, RowsOfIndexed(dataset, share, shuffle))
     return None
+
+
+def _shuffle(adapter: Any, numbers: list[int]) -> None:
+    """As Keras shuffles a PyDataset's batches, by epochs since 3.16."""
+    epoch = epoch_of(adapter)
+    (random if epoch is None else random.Random(epoch)).shuffle(numbers)
 
 
 def read_ahead(

@@ -1,10 +1,11 @@
 """The loop of `fit` over the batches of an epoch, which begins with any of them."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from keras_strategy.hooks.array_rows import epoch_of, set_epoch
 from keras_strategy.hooks.data_adapters import leaving_out
 from keras_strategy.hooks.data_states import DataState, TfDataState
 from keras_strategy.hooks.hook import home_of, hook
@@ -51,6 +52,7 @@ class Position:
         before: The random state before that.
         begun: Whether it was begun to be read, and that was before `before`.
         now: The random state.
+        orders: `epoch_of` the data's adapter before that and now.
     """
 
     batch: int
@@ -58,6 +60,7 @@ class Position:
     before: Any
     begun: bool
     now: Any
+    orders: Sequence[int | None] = (None, None)
 
 
 class Reading:
@@ -82,6 +85,7 @@ class Reading:
         self._set_random_state = set_random_state
         self.iterator: Any = None
         self._before: Any = None
+        self._order: int | None = None
         self._begun = False
         self._resumed: Position | None = None
         self._restore: Callable[[Any], None] | None = None
@@ -112,7 +116,8 @@ class Reading:
         )
         read = iterator._steps_seen if batch or stays else 0
         begun = self._begun if read else stays
-        return Position(batch, read, self._before, begun, self._random_state())
+        orders = self._order, epoch_of(iterator.data_adapter)
+        return Position(batch, read, self._before, begun, self._random_state(), orders)
 
     def told(self, position: Position) -> Any:
         """What the data says of itself, of JSON's values; None if it does not."""
@@ -139,6 +144,7 @@ class Reading:
         )
         if not (stays and iterator._steps_seen):
             self._before, self._begun = self._random_state(), stays
+            self._order = epoch_of(iterator.data_adapter)
             if self._data is not None:
                 self._data.begins(stays)
         original(iterator)
@@ -156,6 +162,8 @@ class Reading:
                 f"steps_per_execution={iterator.steps_per_execution}"
             )
         self._before, self._begun = position.before, position.begun
+        (self._order, order), adapter = position.orders, iterator.data_adapter
+        set_epoch(adapter, self._order if position.read else order)
         again = position.read
         if self._data is not None:
             again -= self._data.go_on(self._told)
@@ -166,9 +174,10 @@ class Reading:
             if position.begun and position.read:
                 self._set_random_state(position.before)
         original(iterator)
-        with leaving_out(iterator.data_adapter, again):
+        with leaving_out(adapter, again):
             self._read_on(iterator, steps, again)
         iterator._steps_seen = position.read
+        set_epoch(adapter, order)
         self._set_random_state(position.now)
 
     def _read_on(self, iterator: Any, steps: int, count: int) -> None:

@@ -100,5 +100,12 @@ def as_stored(variable: Any, value: Any) -> Any:
 
 
 def initialize(variable: Any, value: Any) -> None:
-    """Makes what Keras stores for a variable anew, of a value or a function of none."""
+    """Makes what Keras stores for a variable anew, of a value or a function of none.
+
+    The variable keeps its shape, where what is stored may be a part of it. Keras 3.16
+    takes the one for the other: on torch what is stored gives the shape, and on
+    TensorFlow what has a shape refuses to be stored with another.
+    """
+    shape, variable._shape = variable._shape, None
     variable._initialize(value)
+    variable._shape = shape

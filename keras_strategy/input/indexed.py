@@ -1,7 +1,6 @@
 """Batches of a source that can be indexed, of which a worker reads its own rows."""
 
 import functools
-import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -157,10 +156,16 @@ class RowsOfIndexed:
     Args:
         dataset: The dataset.
         share: Which rows are this worker's.
-        shuffle: Whether the batches come in another order, as Keras's `fit` has them.
+        shuffle: Brings the batches' numbers into another order, as Keras's `fit` does;
+            None if they come one after the other.
     """
 
-    def __init__(self, dataset: IndexedDataset, share: Share, shuffle: bool = False):
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        share: Share,
+        shuffle: Callable[[list[int]], None] | None = None,
+    ):
         self._dataset = dataset
         self._share = share
         self._shuffle = shuffle
@@ -169,8 +174,8 @@ class RowsOfIndexed:
         """Starts to read."""
         # The order is drawn as Keras draws it, when the first batch is asked for.
         indices = list(range(len(self._dataset)))
-        if self._shuffle:
-            random.shuffle(indices)
+        if self._shuffle is not None:
+            self._shuffle(indices)
         yield from self._dataset.in_one_order(map(self.read, indices))
 
     def read(self, index: int) -> OwnRows:
