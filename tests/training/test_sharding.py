@@ -156,6 +156,35 @@ def test_rows_of_the_equality_table(name):
         assert_equal(one, many, case.weights, case.logs, case.predictions)
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        keras.optimizers.Adam(0.01),
+        keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.05),
+        keras.optimizers.Lamb(0.01),
+    ],
+    ids=["elements", "norms", "weights"],
+)
+def test_rows_of_an_embedding_that_occur_more_than_once(optimizer):
+    """On TensorFlow an optimizer is given each of them, and squares it by itself."""
+    config = optimizer.get_config()
+
+    def make():
+        words = layers.Embedding(5, 3)
+        model = keras.Sequential(
+            [keras.Input((4,), dtype="int32"), words, layers.Flatten(), layers.Dense(1)]
+        )
+        model.compile(type(optimizer).from_config(config), "mse")
+        return model
+
+    y = data()[1]
+    given = make, np.random.RandomState(0).randint(0, 5, (ROWS, 4)), y
+    one = alone(*given, batch_size=BATCH)
+    for shard in MODES:
+        many = train(strategy(2, shard), *given, batch_size=BATCH)
+        assert_equal(one, many)
+
+
 @pytest.mark.parametrize("shard", [None, *MODES])
 def test_bytes_on_each_device(shard):
     many = strategy(4, shard)

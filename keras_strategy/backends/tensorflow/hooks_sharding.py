@@ -5,6 +5,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras import ops
 
 from keras_strategy.backends.tensorflow.replica import TensorFlowReplica
 from keras_strategy.backends.tensorflow.sharing import own_part_of, part_of, with_part
@@ -166,7 +167,8 @@ def _norms(
     dtype = max((gradient.dtype for gradient in grads), key=lambda dtype: dtype.size)
     squares = [tf.zeros((), dtype)] * len(grads)
     for number, gradient in zip(numbers, own, strict=True):
-        squares[number] = tf.cast(tf.reduce_sum(tf.square(gradient)), dtype)
+        # By Keras's functions, as it computes them of rows that occur more than once.
+        squares[number] = ops.cast(ops.sum(ops.square(gradient)), dtype)
     each = replica.all_reduce(ReduceOp.SUM, tf.stack(squares))
     return [each[number] for number in numbers], tf.reduce_sum(each)
 

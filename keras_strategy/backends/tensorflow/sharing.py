@@ -21,11 +21,30 @@ _OWN_PART = "_ks_own_part"
 
 def part_of(whole: Any, shares: Shares, replica: int) -> Any:
     """What a replica keeps of a tensor."""
-    begin, end = shares.bounds[replica]
     if isinstance(whole, tf.IndexedSlices):
-        whole = tf.convert_to_tensor(whole)
+        return _part_of_slices(whole, shares, replica)
+    begin, end = shares.bounds[replica]
     flat = tf.reshape(whole, [-1])[begin:end]
     return tf.reshape(flat, shares.shape_of(replica))
+
+
+def _part_of_slices(whole: Any, shares: Shares, replica: int) -> Any:
+    """What a replica keeps of a gradient that has some rows, perhaps more than once.
+
+    Keras's optimizers square each of them by itself, so they are not added up before.
+    """
+    if shares.shape_of(replica) == shares.shape:
+        return whole
+    begin, end = shares.bounds[replica]
+    width = math.prod(shares.shape[1:])
+    rows = tf.cast(whole.indices, tf.int64)[:, None]
+    elements = tf.reshape(rows * width + tf.range(width, dtype=tf.int64), [-1])
+    kept = (begin <= elements) & (elements < end)
+    return tf.IndexedSlices(
+        tf.boolean_mask(tf.reshape(whole.values, [-1]), kept),
+        tf.boolean_mask(elements, kept) - begin,
+        tf.constant([end - begin], tf.int64),
+    )
 
 
 def shares_to_add_up(
