@@ -140,7 +140,7 @@ class RowTrials:
         model = self.model
         checks: dict[str, Callable[[], Any]] = {
             "call": lambda: _keeps_rows_apart(model, data, self.training),
-            "compute_loss": lambda: holds(_mean_of_rows, data, model),
+            "compute_loss": lambda: _loss_is_a_mean(model, data),
             "compute_metrics": lambda: holds(_means_of_logs, data, model),
             "predict_step": lambda: holds(_same_predictions, data, model),
             **{
@@ -328,13 +328,27 @@ def _means_of_logs(trial: Any, *parts: Any) -> Any:
     return all_of([close(a, (b + c) / 2, _ROUNDING) for a, b, c in pairs])
 
 
+def _loss_is_a_mean(model: Any, data: Any) -> Any:
+    """Whether a model's loss is a mean over rows, with the sample weights and without.
+
+    Both are asked: with weights a loss of Keras's may divide by their sum over all
+    rows, which tells nothing of what else is in it.
+    """
+    found = holds(_mean_of_rows, data, model, False)
+    if keras.utils.unpack_x_y_sample_weight(data)[2] is None:
+        return found
+    return ops.logical_and(found, holds(_mean_of_rows, data, model, True))
+
+
 def _mean_of_rows(trial: Any, *parts: Any) -> Any:
     """Whether a model's loss is the mean of the losses of two halves of the rows."""
-    *rows, model = parts
+    *rows, model, weighted = parts
     losses = []
-    for x, y, y_pred, _ in _with_outputs(model, rows):
+    for x, y, y_pred, weight in _with_outputs(model, rows):
         trial.share = 0.5 if losses else 1.0
-        losses.append(model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=None))
+        given = {"x": x, "y": y, "y_pred": y_pred}
+        given["sample_weight"] = weight if weighted else None
+        losses.append(model.compute_loss(**given))
     return close(losses[0], (losses[1] + losses[2]) / 2, _ROUNDING)
 
 

@@ -324,6 +324,41 @@ def test_what_is_warned_of(name, parts, two, caplog):
         assert_equal(one, many)
 
 
+class Weighing(Plain):
+    """Divides by the weights, or by the rows."""
+
+    def __init__(self, by_weights):
+        super().__init__()
+        self.by_weights = by_weights
+
+    def compute_loss(self, x, y, y_pred, sample_weight, training=True):
+        error = ops.square(y - y_pred)[:, 0]
+        if sample_weight is None:  # what `evaluate` is not given
+            return ops.mean(error)
+        rows = ops.cast(ops.shape(y)[0], "float32")
+        divided_by = ops.sum(sample_weight) if self.by_weights else rows
+        return ops.sum(error * sample_weight) / divided_by
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="fit has all rows")
+@pytest.mark.parametrize("by_weights", [True, False])
+def test_what_a_loss_makes_of_sample_weights(by_weights, two, caplog):
+    def make():
+        return models.compiled(Weighing(by_weights))
+
+    weights = ops.convert_to_numpy(ops.linspace(0.1, 3.0, len(X), dtype="float32"))
+    given = {"sample_weight": weights, "predicted": 0}
+    one, many = (train(strategy, make, X, Y, **given) for strategy in (None, two))
+    if not by_weights:
+        assert not warnings_of(caplog)
+        assert_equal(one, many)
+        return
+    (message,) = warnings_of(caplog)
+    assert "Weighing.compute_loss" in message
+    with pytest.raises(AssertionError):
+        assert_equal(one, many)
+
+
 class Counting(Plain):
     def __init__(self):
         super().__init__()
