@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import tree
 
-from keras_strategy.core.context import Trial, place
+from keras_strategy.core.context import Trial, distributed_replica, place
 from keras_strategy.hooks.conditions import in_step
 from keras_strategy.hooks.hook import Extension, changed, home_of, hook, of_several
 from keras_strategy.rules import row_trials
@@ -25,16 +25,14 @@ compiling = home_of("CompileMetrics MetricsList", "keras.src.trainers.compile_ut
 _JOIN = (compiling.CompileMetrics, compiling.MetricsList)
 
 
-def _trial_of_step() -> Trial | None:
-    """The trial of a step of a user's, where this is one."""
-    trial = place.trial
-    return None if trial is None or trial.gradients is None else trial
-
-
 @of_several
 def _in_step_or_trial_of_it() -> Any:
     """The replica that is running, in a step; or the trial of one."""
-    return in_step() or _trial_of_step()
+    trial = place.trial
+    if trial is not None:
+        return None if trial.gradients is None else trial
+    replica = distributed_replica()  # as `in_step`, without a call more
+    return None if replica is None or replica.step.row_weight is None else replica
 
 
 @hook(
@@ -139,14 +137,15 @@ def _result_of_all_rows(original: Callable) -> Any:
 
 def _update_that_is_tried(original: Callable) -> Any:
     def update_state(self, *args, **kwargs):
-        replica = in_step()
-        if replica is not None and replica.step.warn_unless is not None:
+        at = _in_step_or_trial_of_it()
+        if isinstance(at, Trial):
+            if _given_rows(args, kwargs):
+                with Unchanging():  # it is tried by itself
+                    return original(self, *args, **kwargs)
+        elif at is not None and at.step.warn_unless is not None:
             wraps = type(self) is keras.metrics.MeanMetricWrapper
             if not is_keras(self._fn if wraps else type(self)):
-                row_trials.of_metric(replica.step.warn_unless, self, args, kwargs)
-        if _trial_of_step() is not None and _given_rows(args, kwargs):
-            with Unchanging():  # it is tried by itself
-                return original(self, *args, **kwargs)
+                row_trials.of_metric(at.step.warn_unless, self, args, kwargs)
         return original(self, *args, **kwargs)
 
     return update_state

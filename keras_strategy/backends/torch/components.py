@@ -106,18 +106,12 @@ class Components:
         Code that knows nothing of replicas (an optimizer of torch's, an in-place
         operation on `variable.value`) writes to the first alone.
         """
-        if not self.was_written:
+        if self.first._version == self.version or self.on_read or self.is_central:
             return
         with torch.no_grad():
             for tensor in self.tensors[1:]:
                 tensor.copy_(self.first)
         self.version = self.first._version
-
-    @property
-    def was_written(self) -> bool:
-        """Whether somebody wrote to the first component, and not by the variable."""
-        changed = self.first._version != self.version
-        return changed and not self.on_read and not self.is_central
 
     def require_alike(self, variable: Any) -> None:
         """Raises unless what replicas wrote by themselves is the same on all of them.
@@ -128,6 +122,8 @@ class Components:
         Raises:
             MirrorError: If it is not.
         """
+        if self.on_read or self.is_central:
+            return
         first, *others = [tensor.detach() for tensor in self.tensors]
         if not all(torch.equal(first, other.to(first.device)) for other in others):
             raise MirrorError(

@@ -123,5 +123,5 @@ class TorchScope(ReplicaScope):
             components = self._components[key]
             components.version = components.first._version
         for key, components in self._components.items():
-            if components.was_written:
+            if components.first._version != components.version:
                 components.require_alike(self._variables[key])
