@@ -107,5 +107,7 @@ def initialize(variable: Any, value: Any) -> None:
     TensorFlow what has a shape refuses to be stored with another.
     """
     shape, variable._shape = variable._shape, None
-    variable._initialize(value)
-    variable._shape = shape
+    try:
+        variable._initialize(value)
+    finally:
+        variable._shape = shape

@@ -124,6 +124,8 @@ def _apply_gradients(original, division, self, grads, trainable_variables):
     norms = None
     if self.clipnorm or self.global_clipnorm:
         norms = _norms(replica, _to_clip(self, own, of_own, shares), numbers, grads)
+        # Keras's clipping adds up what occurs more than once, after it took the norms.
+        own = [tf.convert_to_tensor(gradient) for gradient in own]
     scope = _SharesOfReplica(replica, shares, variables, norms)
     with scope, scope.shapes():
         original(self, own, of_own)

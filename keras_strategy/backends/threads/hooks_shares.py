@@ -105,7 +105,5 @@ def _clip_gradients(original, scope, self, grads):
         norm, limit = ops.sqrt(total), self.global_clipnorm
         scale = limit * ops.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
         scales = [scale] * len(grads)
-    return [
-        ops.convert_to_tensor(gradient) * ops.cast(scale, gradient.dtype)
-        for gradient, scale in zip(grads, scales, strict=True)
-    ]
+    pairs = zip(grads, scales, strict=True)
+    return [gradient * ops.cast(scale, gradient.dtype) for gradient, scale in pairs]
