@@ -70,7 +70,7 @@ compat: $(STAMP)
 	@$(VENV)/bin/python tools/keras_versions.py $(ARGS)
 
 bench: $(STAMP)
-	@$(VENV)/bin/python -m benchmarks --json benchmarks.json $(ARGS)
+	@$(VENV)/bin/python -m benchmarks --aims --json benchmarks.json $(ARGS)
 
 # $(VENV) has engines for CPUs. ARGS=--rehearse tries it all on these.
 gpu:

@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--json", metavar="FILE", help="where the rows are written")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
-    parser.add_argument("--rounds", type=int, default=9, help="of both programs")
+    parser.add_argument(
+        "--aims", action="store_true", help="the rows alone that have an aim"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="of both programs")
     parser.add_argument(
         "--starts", type=int, default=1, help="of the processes, each with all rounds"
     )
@@ -37,7 +41,7 @@ def main() -> int:
         "--only", default="", metavar="TEXT", help="what the names must hold"
     )
     parser.add_argument(
-        "--minutes", type=float, default=14.0, help="until noisy rows are left so"
+        "--minutes", type=float, default=13.0, help="until noisy rows are left so"
     )
     options = parser.parse_args()
     began = time.monotonic()
@@ -57,18 +61,11 @@ def _measured(
 
     Noisy ones are measured again when all are there, while there is time.
     """
-    names = {
-        (comparison, case): f"{comparison.backend}: {case}: {comparison.name} / "
-        f"{comparison.peer}"
-        for comparison in COMPARISONS
-        for case in comparison.cases
-        if comparison.backend in options.backends
-    }
-    wanted = [key for key, name in names.items() if options.only in name]
+    names = wanted(options.backends, options.only, options.aims)
     rows: dict[tuple[Comparison, str], dict[str, Any]] = {}
     failed = set()
     for attempt in range(ATTEMPTS):
-        left = [k for k in wanted if attempt == 0 or k in rows and _noisy(rows[k])]
+        left = [k for k in names if attempt == 0 or k in rows and _noisy(rows[k])]
         for (backend, workers), group in itertools.groupby(
             left, lambda key: (key[0].backend, key[0].workers)
         ):
@@ -90,7 +87,30 @@ def _measured(
                         continue
                     print(f"{names[key]}: {_said(row)}", flush=True)
                     rows[key] = min(row, rows.get(key, row), key=lambda r: r["noise"])
-    return [rows[key] for key in wanted if key in rows], sorted(failed)
+    return [rows[key] for key in names if key in rows], sorted(failed)
+
+
+def wanted(
+    backends: Sequence[str], only: str = "", aims: bool = False
+) -> dict[tuple[Comparison, str], str]:
+    """The rows to measure.
+
+    Args:
+        backends: Those of which.
+        only: What their names hold.
+        aims: Whether they are those alone that have an aim.
+
+    Returns:
+        Their names, by the comparison and its case.
+    """
+    names = {
+        (comparison, case): f"{comparison.backend}: {case}: {comparison.name} / "
+        f"{comparison.peer}"
+        for comparison in COMPARISONS
+        for case in comparison.cases
+        if comparison.backend in backends and (comparison.aim is not None or not aims)
+    }
+    return {key: name for key, name in names.items() if only in name}
 
 
 def _noisy(row: dict[str, Any]) -> bool:
@@ -100,8 +120,7 @@ def _noisy(row: dict[str, Any]) -> bool:
 def _said(row: dict[str, Any]) -> str:
     ratios = ", ".join(f"{ratio(s)} {unit}" for unit, s in row["speeds"].items())
     machine = f"others {row['others']:.1%}, idle {row['idle']:.1%}"
-    figures = "" if row["figures"] is None else f"\n    a step: {row['figures']}"
-    return f"{ratios}; {machine}{', noisy' if _noisy(row) else ''}{figures}"
+    return f"{ratios}; {machine}{', noisy' if _noisy(row) else ''}"
 
 
 def _about() -> dict[str, Any]:

@@ -30,7 +30,6 @@ class _Start:
         others: The share of the machine that others used.
         first_steps: Seconds until the first step was done, ours and the peer's.
         peaks: Their megabytes at most.
-        figures: What is counted in a step of ours, see `benchmarks.figures`.
     """
 
     steps: int
@@ -39,7 +38,6 @@ class _Start:
     others: float
     first_steps: tuple[float, float]
     peaks: tuple[float, float]
-    figures: dict[str, Any] | None
 
 
 def row_of(
@@ -86,7 +84,6 @@ def row_of(
         "idle": idle / used,
         "load": os.getloadavg()[0],
         "noise": max(others / OTHERS, speeds[CPU].width / WIDTH),
-        "figures": done[-1].figures,
     }
 
 
@@ -106,10 +103,8 @@ def _start(
         used, idle = (a - b for a, b in zip(_used(sides), before, strict=True))
         share = others.share(used)
         peaks = mine.peak_mb, peer.peak_mb
-        # Last, since a profiler stays with the threads that it met.
-        figures = mine.ask("figures")[0] if comparison.replicas > 1 else None
     firsts = mine.first_step, peer.first_step
-    return _Start(steps, pairing, (used, idle), share, firsts, peaks, figures)
+    return _Start(steps, pairing, (used, idle), share, firsts, peaks)
 
 
 def _medians(pairs: Iterable[tuple[float, float]]) -> list[float]:

@@ -5,7 +5,6 @@ in between: it reads from a socket, and uses no processor. A peer's process does
 import `keras_strategy`, and says so with each answer.
 """
 
-import dataclasses
 import gc
 import importlib
 import json
@@ -59,12 +58,6 @@ class Side:
         }
         gc.collect()
         return taken
-
-    def figures(self) -> dict[str, Any]:
-        """What is counted in a step, see `benchmarks.figures`."""
-        from benchmarks.figures import figures_of
-
-        return dataclasses.asdict(figures_of(self._program, self._case.build()))
 
     def call(self, name: str) -> Any:
         """What a function says of the program.

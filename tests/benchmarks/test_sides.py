@@ -5,6 +5,7 @@ import dataclasses
 import keras
 import pytest
 
+from benchmarks.__main__ import wanted
 from benchmarks.comparisons import COMPARISONS, MLP
 from benchmarks.measure import row_of
 from benchmarks.sides import Sided
@@ -24,7 +25,17 @@ def test_a_row(starter, comparison):
     assert all(speed["ratio"] > 0 for speed in row["speeds"].values())
     assert all(seconds > 0 for seconds in row["first_step_seconds"])
     assert all(megabytes > 50 for megabytes in row["peak_mb"])
-    assert row["figures"] is None  # of several replicas only
+
+
+def test_rows_are_chosen_by_backend_by_name_and_by_having_an_aim():
+    torch = wanted(["torch"])
+    assert {comparison.backend for comparison, _ in torch} == {"torch"}
+    runs = wanted(["jax", "torch"], "run, 2 processes")
+    assert runs.items() <= torch.items()
+    assert {case for _, case in runs} == {MLP, "CNN"}
+    aimed = wanted(["torch"], aims=True)
+    assert aimed == {key: torch[key] for key in torch if key[0].aim is not None}
+    assert 0 < len(aimed) < len(torch)
 
 
 def test_a_peer_runs_without_keras_strategy(starter, comparison):
