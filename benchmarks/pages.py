@@ -36,7 +36,7 @@ IN_SHORT = (
 HEAD = """\
 # How fast it was
 
-What `python -m benchmarks` has given, newest first: the ratio of steps/s and the ratio of
+What the benchmark has given, newest first: the ratio of steps/s and the ratio of
 steps/CPU-s, ours to the peer's, as on [How fast it is](benchmarks.md). A `~` stands for
 a machine that was in use by others too. `python -m benchmarks.pages benchmarks.json`
 adds a run, and writes this page from `benchmarks/history`.
