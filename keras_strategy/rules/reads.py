@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from keras_strategy.values.keys import value_key
+
 # What a name stands for that is not there, as builtins are not.
 _MISSING = object()
-# No object of these types can be told from another one of equal value.
-_VALUES = (type(None), bool, int, str, bytes, type(...), range)
 _BUILTIN = (types.BuiltinFunctionType, np.ufunc, type(np.sum))
 _IMMUTABLE_TYPE = 1 << 8  # CPython's Py_TPFLAGS_IMMUTABLETYPE
 # Longer ones are objects like any other: to look into them takes too long.
@@ -182,7 +182,7 @@ class Reads:
     def _noted(self, label: str, value: Any, home: dict | None = None) -> Any:
         """The key of a value, which is described."""
         key = self._value(label, value, home)
-        simple = type(value) in (*_VALUES, float, complex)
+        simple = value_key(value) is not None
         text = repr(value) if simple else f"a {type(value).__name__}"
         self.described[label] = hash(key), text
         return key
@@ -196,11 +196,12 @@ class Reads:
             home: The globals of the function that names it. Of another module's
                 functions the code alone is looked at. None if it has no global name.
         """
+        key = value_key(value)
+        if key is not None:
+            return key
         kind: Any = type(value)
-        if kind in _VALUES or value is _MISSING or isinstance(value, np.dtype):
+        if value is _MISSING:
             return kind, value
-        if kind in (float, complex) or issubclass(kind, np.generic):
-            return kind, repr(value)  # 0.0 is not -0.0, and nan is nan
         if _cannot_change(kind, value):
             return Identity(value)
         if id(value) in self._seen:

@@ -1,12 +1,15 @@
 """What a value is when every replica has its own."""
 
 import enum
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 from keras import tree
+
+from keras_strategy.values.keys import is_same, value_key
 
 
 class ReduceOp(enum.Enum):
@@ -306,9 +309,12 @@ def regroup(
             return leaves[0] if all(x is leaves[0] for x in leaves) else kind(leaves)
         if is_tensor(leaves[0]) or hasattr(leaves[0], "__array__"):
             return kind(leaves)
-        same = all(leaf is leaves[0] for leaf in leaves)
-        if same or all(leaf == leaves[0] for leaf in leaves):
-            return leaves[0]
+        first = leaves[0]
+        if all(map(is_same, leaves, itertools.repeat(first))):
+            return first
+        # Of values that are not Python's own, what they say themselves.
+        if value_key(first) is None and all(leaf == first for leaf in leaves):
+            return first
         return kind(leaves)
 
     if len(outputs) == 1:

@@ -2,13 +2,17 @@
 
 import functools
 import gc
+import itertools
 import logging
+import math
 import types
 import weakref
 
 import keras
 import numpy as np
 import pytest
+
+import keras_strategy as ks
 
 BETA = 1.0
 SCALES: dict[str, float] = {}
@@ -18,6 +22,10 @@ compiles = keras.backend.backend() != "torch"
 
 def value(strategy, fn, args=ONE):
     return float(strategy.reduce("mean", strategy.run(fn, args)))
+
+
+def values(strategy, outputs):
+    return [float(x) for x in strategy.experimental_local_results(outputs)]
 
 
 @pytest.fixture
@@ -246,3 +254,55 @@ if compiles:
             two.run(lambda x, i=i: x + i, ONE)
         gc.collect()
         assert gone() is None
+
+
+ALIKE = [1, True, 1.0, 0, False, 0.0, -0.0, 1]
+
+
+def kind_of(x):
+    numbers = {bool: 1.0, int: 2.0, float: 3.0}
+    return keras.ops.convert_to_tensor(math.copysign(numbers[type(x)], x))
+
+
+def test_arguments_that_are_equal_and_not_the_same(two):
+    found = [values(two, two.run(kind_of, (x,))) for x in ALIKE]
+    expected = [2.0, 1.0, 3.0, 2.0, 1.0, 3.0, -3.0, 2.0]
+    assert found == [[value, value] for value in expected]
+
+
+def test_arguments_come_to_their_places_in_every_call(two):
+    """Whatever a program that is known is called with, and in which order."""
+
+    def step(a, b, *, more):
+        return a + 10 * b + 100 * more["y"][0] + 1000 * more["x"]
+
+    def call(a, b, x, y):
+        for more in ({"y": [y], "x": x}, {"x": x, "y": [y]}):
+            found = values(two, two.run(step, (a, b), {"more": more}))
+            assert found == [float(step(a, b, more=more))] * 2
+
+    n1, n2, n3, n4, n5 = map(keras.ops.convert_to_tensor, np.arange(1.0, 6.0))
+    call(n1, n1, n2, n1)
+    for shift in (0, 1, 1):
+        call(n1 + shift, n2, n3, n4)
+    call(n3, n1, n5, n1)
+    call(n5, n4, n2, n3)
+
+
+@pytest.mark.skipif(keras.backend.backend() == "jax", reason="they are arrays there")
+def test_distributed_numbers_that_are_equal_and_not_the_same(two):
+    pairs = list(itertools.pairwise(ALIKE))
+    found = [values(two, two.run(kind_of, (ks.PerReplica(pair),))) for pair in pairs]
+    assert found == [[float(kind_of(x)) for x in pair] for pair in pairs]
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() == "jax", reason="one program, whose constants are equal"
+)
+def test_outputs_that_are_equal_and_not_the_same(two):
+    def output():
+        return (1, 1.0)[ks.get_replica_context().replica_id_in_sync_group]
+
+    out = two.run(output)
+
+    assert [type(x) for x in two.experimental_local_results(out)] == [int, float]

@@ -26,6 +26,7 @@ from keras_strategy.values.distributed import (
     is_numeric_array,
     of_another_strategy,
 )
+from keras_strategy.values.keys import is_same, value_key
 
 # What holds no other arguments.
 _LEAVES = (ShardedPerReplica, jax.Array, np.ndarray)
@@ -153,7 +154,7 @@ def _taken_apart(arguments: Any, distribution: ReplicaDistribution) -> Arguments
                     return _SCALARS
                 return _ROWS if batch is not None and carries_rows(x) else _PARTS
             first = x.values[0]
-            if all(c is first or c == first for c in x.values[1:]):
+            if all(is_same(c, first) for c in x.values[1:]):
                 return Constant(first)
             raise NotOneProgram(x)
         # Python numbers are left to the trace, and so are arrays of objects.
@@ -233,9 +234,8 @@ def _joined(
 
 
 def _constant_key(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float | str | bytes):
-        return type(value), value
-    return Identity(value)
+    key = value_key(value)
+    return Identity(value) if key is None else key
 
 
 def bare(leaf: Any) -> Any:

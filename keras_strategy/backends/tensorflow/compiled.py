@@ -18,6 +18,7 @@ from keras import tree
 from tensorflow.python.eager.lift_to_graph import UnliftableError
 
 from keras_strategy.backends.tensorflow.containers import Unchanged
+from keras_strategy.backends.tensorflow.programs import Programs
 from keras_strategy.backends.tensorflow.replica import Peers
 from keras_strategy.backends.tensorflow.rows import mark, marks
 from keras_strategy.rules.known_functions import (
@@ -83,7 +84,7 @@ class _CompiledRun:
             return self._trace(templates, args, kwargs)
 
         self._templates = templates
-        self._function = tf.function(trace, autograph=False, reduce_retracing=True)
+        self._programs = Programs(trace)
 
     def __call__(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         leaves = tree.flatten((args, kwargs))
@@ -96,12 +97,12 @@ class _CompiledRun:
         of_batch = marks(leaves)
         if not self._templates:
             self._build(fn, args, kwargs, of_batch)
-        function, templates = self._function, self._templates
+        programs, templates = self._programs, self._templates
         if self._draws:
             self._seeds.renew()
         self._brought.fn = fn
         try:
-            ((number, tensors),) = function(args, kwargs, of_batch).items()
+            ((number, tensors),) = programs(args, kwargs, of_batch).items()
         except tf.errors.OpError as error:
             error.add_note(
                 "TensorFlow writes variables in place: what the replicas had "
@@ -115,7 +116,7 @@ class _CompiledRun:
             self._warned = True
             warn_of_many_programs(fn, len(templates))
         if len(templates) > PROGRAMS:
-            self._start()  # a tf.function forgets nothing that it has traced
+            self._start()  # nothing that was traced is forgotten
         template, tensors = templates[int(number)], iter(tensors)
         if template is _TENSOR:  # mostly: no structure of them
             return next(tensors)
@@ -130,7 +131,7 @@ class _CompiledRun:
         made = self._peers.made
         self._brought.fn = fn
         try:
-            self._function.get_concrete_function(args, kwargs, of_batch)
+            self._programs.trace(args, kwargs, of_batch)
         except Exception as error:
             if self._peers.made == made:
                 if isinstance(error, UnliftableError):
