@@ -14,7 +14,12 @@ from keras import ops
 from keras_strategy.core import context
 from keras_strategy.core.protocol import Replica
 from keras_strategy.rules.cross_device_ops import CrossDeviceOps
-from keras_strategy.rules.reduction import addable, axes_to_reduce, entries
+from keras_strategy.rules.reduction import (
+    addable,
+    axes_to_reduce,
+    entries,
+    require_one_dtype,
+)
 from keras_strategy.rules.row_weights import weighted
 from keras_strategy.values.distributed import (
     DistributedValues,
@@ -114,6 +119,7 @@ class OwnSums:
             axis: Over which dimensions too, or None.
         """
         values = [addable(component) for component in value.values]
+        require_one_dtype(values)
         device = context.get_strategy().extended.worker_devices[0]
         axes = axes_to_reduce(axis, [v.shape for v in values])
         if not axes:

@@ -7,7 +7,7 @@ import keras
 
 from keras_strategy.core import context
 from keras_strategy.core.registry import get_engine
-from keras_strategy.rules.reduction import addable
+from keras_strategy.rules.reduction import addable, require_one_dtype
 from keras_strategy.values.devices import canonical_device
 from keras_strategy.values.distributed import DistributedValues, ReduceOp
 
@@ -27,6 +27,7 @@ def combined(
         add: Adds a list of them.
     """
     values = [addable(value) for value in values]
+    require_one_dtype(values)
     if place is not None:
         values = [get_engine().copy_to(value, place) for value in values]
     total = add(values)

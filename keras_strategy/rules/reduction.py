@@ -26,6 +26,26 @@ def addable(value: Any) -> Any:
     return value
 
 
+def require_one_dtype(values: Sequence[Any]) -> None:
+    """Refuses to make one tensor of tensors that differ in dtype.
+
+    Engines that would cast them lose digits: float32 has no number for 2**24 + 1.
+
+    Args:
+        values: Each replica's tensor or array.
+
+    Raises:
+        ValueError: If they differ.
+    """
+    dtypes = [keras.backend.standardize_dtype(value.dtype) for value in values]
+    if len(set(dtypes)) > 1:
+        raise ValueError(
+            "The replicas' values must have the same dtype to be combined. Received "
+            f"the dtypes {dtypes}, in the order of the replicas. Cast them before: "
+            "`keras.ops.cast(value, dtype)`."
+        )
+
+
 def axes_of(axis: Any, shapes: Sequence[Shape]) -> tuple[int, ...]:
     """The dimensions that `axis` names, from 0, in the shapes of all replicas.
 

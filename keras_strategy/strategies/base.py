@@ -16,6 +16,7 @@ from keras_strategy.core.registry import get_engine
 from keras_strategy.hooks import mirror_check
 from keras_strategy.options.run import RunOptions, check_call, check_run_options
 from keras_strategy.rules import first_values, long_waits, ownership
+from keras_strategy.rules.reduction import require_one_dtype
 from keras_strategy.strategies.data import DataMethods
 from keras_strategy.strategies.old_names import OldNames
 from keras_strategy.strategies.reports import Reports
@@ -382,6 +383,7 @@ def _check_gatherable(value: DistributedValues, axis: int) -> None:
     if len(ranks) == 1 and -rank <= axis < rank:
         others = {shape[: axis % rank] + shape[axis % rank + 1 :] for shape in shapes}
         if len(others) == 1:
+            require_one_dtype(value.values)
             return
     raise ValueError(
         "`gather` joins values of rank 1 or more whose dimensions other than `axis` "

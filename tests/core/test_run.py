@@ -411,3 +411,41 @@ def test_gradients_of_gradients(two):
     value, (gradient,) = two.run(together, (x,))
     assert results(two, value) == [1296.0, 5184.0]
     assert results(two, gradient) == [1440.0, 2880.0]
+
+
+# float32 has no such number.
+WHOLE = np.int32(2**24 + 1)
+
+
+def of_two_dtypes(strategy):
+    values = [WHOLE, np.float32(0.5)]
+    return strategy.experimental_distribute_values_from_function(
+        lambda c: keras.ops.convert_to_tensor([values[c.replica_id_in_sync_group]])
+    )
+
+
+def test_replicas_values_of_two_dtypes(two):
+    """No engine casts what a replica is given."""
+    out = two.run(lambda x: x + x, (of_two_dtypes(two),))
+
+    parts = two.experimental_local_results(out)
+    dtypes = [keras.backend.standardize_dtype(part.dtype) for part in parts]
+    assert dtypes == ["int32", "float32"]
+    assert [number(part) for part in parts] == [[2 * int(WHOLE)], [1.0]]
+
+
+@pytest.mark.parametrize("by", ["reduce", "gather", "all_reduce", "all_gather"])
+def test_values_of_two_dtypes_are_not_combined(by, two):
+    values = of_two_dtypes(two)
+    of_replicas = {
+        "all_reduce": lambda x: ks.get_replica_context().all_reduce("SUM", x),
+        "all_gather": lambda x: ks.get_replica_context().all_gather(x, axis=0),
+    }
+
+    with pytest.raises(ValueError, match="int32.*float32.*Cast"):
+        if by == "reduce":
+            two.reduce("SUM", values, axis=None)
+        elif by == "gather":
+            two.gather(values, axis=0)
+        else:
+            two.run(of_replicas[by], (values,))

@@ -15,7 +15,7 @@ from keras_strategy.backends.jax.sharded import (
     UnevenPerReplica,
     is_array,
     joined,
-    shapes_of,
+    types_of,
 )
 from keras_strategy.rules import draws
 from keras_strategy.rules.batches import batch_of, carries_rows
@@ -107,8 +107,8 @@ def take_apart(
     range or a shape. A number that changes with every step should be an array.
 
     Raises:
-        NotOneProgram: If the replicas' parts of a value differ in shape, or in what is
-            no tensor.
+        NotOneProgram: If the replicas' parts of a value differ in shape or dtype, or
+            in what is no tensor.
         ValueError: If a value has another number of components.
     """
     if not kwargs:
@@ -191,8 +191,8 @@ def described(arguments: Any, distribution: ReplicaDistribution) -> list[Any]:
         if isinstance(x, DistributedValues):
             if not all(map(is_array, x.values)):
                 return ["objects", *(_simple(value) for value in x.values)]
-            dtype = jnp.result_type(*x.values)
-            return ["parts", str(dtype), [list(s) for s in shapes_of(x.values)]]
+            types = types_of(x.values)
+            return ["parts", [[list(shape), dtype] for shape, dtype in types]]
         if isinstance(x, jax.Array) or is_numeric_array(x):
             return ["whole", str(x.dtype), list(np.shape(x))]
         return ["constant", _simple(x)]
@@ -228,7 +228,7 @@ def _joined(
 ) -> ShardedPerReplica:
     if isinstance(value, ShardedPerReplica) and value.belongs_to(distribution):
         return value
-    if len(set(shapes_of(value.values))) > 1:
+    if len(set(types_of(value.values))) > 1:
         raise NotOneProgram(value)
     return joined(value, distribution)
 

@@ -13,7 +13,13 @@ from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution, 
 from keras_strategy.backends.jax.replica import Traced
 from keras_strategy.backends.jax.workers import JaxWorkers
 from keras_strategy.input.parts import EvenRows
-from keras_strategy.rules.reduction import addable, axes_of, axes_to_reduce, entries
+from keras_strategy.rules.reduction import (
+    addable,
+    axes_of,
+    axes_to_reduce,
+    entries,
+    require_one_dtype,
+)
 from keras_strategy.values.distributed import DistributedValues, PerReplica, ReduceOp
 
 
@@ -61,7 +67,7 @@ class ShardedPerReplica(PerReplica):
 
 
 class UnevenPerReplica(PerReplica):
-    """A PerReplica value whose components differ in shape, perhaps elsewhere only.
+    """A PerReplica value whose components differ in shape or dtype, perhaps elsewhere.
 
     All workers know that, so that none of them need ask whether one program serves it.
     """
@@ -73,9 +79,11 @@ def shards(array: jax.Array, distribution: ReplicaDistribution) -> tuple[Any, ..
     return tuple(by_device[device] for device in distribution.devices)
 
 
-def shapes_of(values: Sequence[Any]) -> list[tuple[int, ...]]:
-    """The shapes of the components of a value."""
-    return [tuple(np.shape(value)) for value in values]
+def types_of(values: Sequence[Any]) -> list[tuple[tuple[int, ...], str]]:
+    """The shapes and dtypes of the components of a value, as JAX has them."""
+    return [
+        (tuple(np.shape(value)), str(jax.dtypes.result_type(value))) for value in values
+    ]
 
 
 def is_array(value: Any) -> bool:
@@ -91,7 +99,7 @@ def joined(
     """Puts the components of a value on their devices, as one array.
 
     Args:
-        value: Components of equal shapes.
+        value: Components of one shape and dtype.
         distribution: The layouts of the group.
     """
     if isinstance(value, ShardedPerReplica) and value.belongs_to(distribution):
@@ -112,7 +120,7 @@ def joined(
 def placed(
     parts: Sequence[Any], distribution: ReplicaDistribution, alike: bool | None
 ) -> PerReplica:
-    """See `ReplicaGroup.place`; one array where the parts have one shape."""
+    """See `ReplicaGroup.place`; one array where the parts have one shape and dtype."""
     if isinstance(parts, EvenRows) and type(parts.whole) is np.ndarray:
         # A copy, as below.
         dtype = jax.dtypes.canonicalize_dtype(parts.whole.dtype)
@@ -143,10 +151,10 @@ def placed(
 
     arrays = [put(*pair) for pair in zip(parts, distribution.devices, strict=True)]
     if distribution.cluster is None:
-        alike = len(set(shapes_of(arrays))) == 1
+        alike = len(set(types_of(arrays))) == 1
     if alike:
         return joined(PerReplica(arrays), distribution)
-    # Where nothing is known of the other workers' shapes, they are asked at each use.
+    # Where nothing is known of the other workers' arrays, they are asked at each use.
     return PerReplica(arrays) if alike is None else UnevenPerReplica(arrays)
 
 
@@ -174,11 +182,12 @@ def reduced(
             "Only tensors and numbers can be reduced. Received a PerReplica value of "
             f"{', '.join(kinds)}: {value!r}"
         )
-    shapes = shapes_of(values)
+    shapes = [tuple(np.shape(value)) for value in values]
     axes = axes_to_reduce(axis, shapes)
     counts = [entries(shape, axes) for shape in shapes]
     # Each replica reduces its own; what crosses the devices is small then.
     values = [addable(v) for v in values]
+    require_one_dtype(values)
     parts = [jnp.sum(v, axis=axes) if axes else v for v in values]
     if workers is not None:
         return _reduced_over_workers(reduce_op, parts, counts, distribution, workers)
@@ -259,8 +268,7 @@ def gathered(
 
     There it can meet the variables as well as what `reduce` returned.
     """
-    shapes = shapes_of(values)
-    axes_of(axis, shapes)
+    axes_of(axis, [tuple(np.shape(value)) for value in values])
     first = distribution.devices[0]
     whole = jnp.concatenate([jax.device_put(v, first) for v in values], axis=axis)
     if workers is not None:

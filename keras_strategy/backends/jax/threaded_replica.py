@@ -24,7 +24,7 @@ from keras_strategy.core.own_attributes import OwnAttributes
 from keras_strategy.core.protocol import Replica
 from keras_strategy.rules.aggregation import is_on_read
 from keras_strategy.rules.ownership import require_own_parts
-from keras_strategy.rules.reduction import addable
+from keras_strategy.rules.reduction import addable, require_one_dtype
 from keras_strategy.rules.row_weights import weighted
 from keras_strategy.values.distributed import (
     ReduceOp,
@@ -241,6 +241,7 @@ class ThreadedReplica(ThreadReplica):
 
 
 def _concatenated(tensors: Sequence[Any], axis: int) -> tuple[jax.Array, list[int]]:
+    require_one_dtype(tensors)
     device = tensors[0].sharding
     try:
         joined = jnp.concatenate([jax.device_put(t, device) for t in tensors], axis)

@@ -1,4 +1,4 @@
-"""Joining the tensors of several replicas, after a look at their shapes.
+"""Joining the tensors of several replicas, after a look at their types.
 
 A collective that fails on unequal shapes makes TensorFlow refuse all later ones.
 """
@@ -8,12 +8,18 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_strategy.rules.reduction import addable, axes_to_reduce, entries
+from keras_strategy.rules.reduction import (
+    addable,
+    axes_to_reduce,
+    entries,
+    require_one_dtype,
+)
 from keras_strategy.values.distributed import ReduceOp
 
 
-def check_same_shapes(values: Sequence[Any]) -> None:
-    """Raises `ValueError` if the replicas' tensors differ in shape."""
+def check_alike(values: Sequence[Any]) -> None:
+    """Raises `ValueError` if the replicas' tensors differ in dtype or shape."""
+    require_one_dtype(values)
     if any(isinstance(value, tf.IndexedSlices) for value in values):
         return
     first = values[0].shape
@@ -47,12 +53,13 @@ def reduce(
     """
     values = [_addable(_tensor(value)) for value in values]
     if axis is None:
-        check_same_shapes(values)  # also sparse ones, and such of unknown rank
+        check_alike(values)  # also sparse ones, and such of unknown rank
         total = of_all(add(values))
         if reduce_op is ReduceOp.SUM:
             return total
         return divide(total, len(values) if replicas is None else replicas)
     axes = axes_to_reduce(axis, [value.shape for value in values])
+    require_one_dtype(values)
     total = of_all(add([tf.reduce_sum(value, axes) for value in values]))
     if reduce_op is ReduceOp.SUM:
         return total
@@ -70,6 +77,7 @@ def gather(values: Sequence[Any], axis: int) -> Any:
         ValueError: If they are scalars, or differ in another dimension.
     """
     values = [_tensor(value) for value in values]
+    require_one_dtype(values)
     shapes = [value.shape for value in values]
     received = f"Received: axis={axis!r} for values of the shapes {shapes}"
     rank = shapes[0].rank

@@ -335,13 +335,13 @@ class TensorFlowReplica:
             assert workers is not None
             totals = []
             for values in zip(*parts, strict=True):
-                combine.check_same_shapes(values)
+                combine.check_alike(values)
                 totals.append(combine.add(values))
             return sum_of_workers(workers, name, totals, compare)
 
         def merge(native, *values):
             for value in values:
-                combine.check_same_shapes(native.experimental_local_results(value))
+                combine.check_alike(native.experimental_local_results(value))
             totals: list[Any] = list(values)
             # Native tf.distribute takes an int32, which is in the host's memory, alone.
             alone = [i for i, tensor in enumerate(own) if tensor.dtype == tf.int32]

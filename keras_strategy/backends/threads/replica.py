@@ -15,6 +15,7 @@ from keras_strategy.core.replica_context import ReplicaContext
 from keras_strategy.core.step_state import StepState
 from keras_strategy.rules import first_values
 from keras_strategy.rules.aggregation import part_outside
+from keras_strategy.rules.reduction import require_one_dtype
 from keras_strategy.values.distributed import regroup, select_replica
 from keras_strategy.values.topology import Topology
 
@@ -75,8 +76,10 @@ class ThreadReplica:
         """The sum over the replicas, without gradients; it may be shared."""
 
         def combine(tensors):
-            shapes = [tuple(t.shape) for t in tensors]
-            if len(set(shapes)) > 1:
+            types = {(tuple(t.shape), t.dtype) for t in tensors}
+            if len(types) > 1:
+                require_one_dtype(tensors)
+                shapes = [tuple(t.shape) for t in tensors]
                 raise ValueError(
                     f"`{name}` needs values of the same shape on every replica. "
                     f"Received the shapes {shapes}, in the order of the replicas. "

@@ -45,7 +45,12 @@ from keras_strategy.hooks.variables import byte_count, stored
 from keras_strategy.rules import first_values
 from keras_strategy.rules.aggregation import is_on_read
 from keras_strategy.rules.batches import batch_of
-from keras_strategy.rules.reduction import addable, axes_to_reduce, entries
+from keras_strategy.rules.reduction import (
+    addable,
+    axes_to_reduce,
+    entries,
+    require_one_dtype,
+)
 from keras_strategy.rules.sharding import Shares
 from keras_strategy.values.distributed import (
     DistributedValues,
@@ -288,6 +293,7 @@ class TorchGroup:
                 f"of other things: {value!r}"
             )
         values = [addable(v).to(device) for v in value.values]
+        require_one_dtype(values)
         axes = axes_to_reduce(axis, [v.shape for v in values])
         total = self._sum(add([v.sum(dim=axes) if axes else v for v in values]))
         if reduce_op is ReduceOp.SUM:

@@ -15,7 +15,7 @@ from keras_strategy.backends.torch.run import Run
 from keras_strategy.backends.torch.staging import TorchScope
 from keras_strategy.backends.torch.workers import in_one_piece
 from keras_strategy.core.own_attributes import OwnAttributes
-from keras_strategy.rules.reduction import addable
+from keras_strategy.rules.reduction import addable, require_one_dtype
 from keras_strategy.values.distributed import ReduceOp
 
 
@@ -209,6 +209,7 @@ class _AllGather(torch.autograd.Function):
         ctx: Any, tensor, replica: TorchReplica, axis: int, weight: float | None
     ):
         def combine(tensors):
+            require_one_dtype(tensors)
             device = tensors[0].device
             try:
                 joined = torch.cat([t.to(device) for t in tensors], dim=axis)
