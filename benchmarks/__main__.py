@@ -18,6 +18,7 @@ from benchmarks.comparisons import BACKENDS, COMPARISONS, Comparison
 from benchmarks.measure import row_of
 from benchmarks.report import ratio, table
 from benchmarks.sides import starter_for
+from keras_strategy.launch.pairing import CPU
 
 # That a row is measured, at most.
 ATTEMPTS = 3
@@ -29,6 +30,11 @@ def main() -> int:
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
     parser.add_argument(
         "--aims", action="store_true", help="the rows alone that have an aim"
+    )
+    parser.add_argument(
+        "--below",
+        metavar="FILE",
+        help="the rows alone that were below their aims there",
     )
     parser.add_argument("--rounds", type=int, default=5, help="of both programs")
     parser.add_argument(
@@ -62,6 +68,9 @@ def _measured(
     Noisy ones are measured again when all are there, while there is time.
     """
     names = wanted(options.backends, options.only, options.aims)
+    if options.below:
+        below = rows_below(json.loads(Path(options.below).read_text())["rows"])
+        names = {key: name for key, name in names.items() if name in below}
     rows: dict[tuple[Comparison, str], dict[str, Any]] = {}
     failed = set()
     for attempt in range(ATTEMPTS):
@@ -111,6 +120,15 @@ def wanted(
         if comparison.backend in backends and (comparison.aim is not None or not aims)
     }
     return {key: name for key, name in names.items() if only in name}
+
+
+def rows_below(rows: Sequence[dict[str, Any]]) -> set[str]:
+    """The names of rows that use more of the processors than their aims allow."""
+    return {
+        f"{row['backend']}: {row['case']} / {row['peer']}"
+        for row in rows
+        if row["aim"] is not None and row["speeds"][CPU]["ratio"] < row["aim"]
+    }
 
 
 def _noisy(row: dict[str, Any]) -> bool:

@@ -2,8 +2,8 @@
 
 FILE is what `python -m benchmarks --json FILE` has written. It is kept in
 `benchmarks/history` under its version and date, and becomes the table of
-docs/benchmarks.md and a column of docs/benchmarks_history.md. Without a file both are
-written again.
+docs/benchmarks.md and a column of docs/benchmarks_history.md. Of several files of one
+date, the rows of the last one count. Without a file both are written again.
 """
 
 import json
@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.comparisons import BACKENDS
 from benchmarks.report import table
 from keras_strategy.launch.pairing import CPU, WALL
 
@@ -47,6 +48,15 @@ def runs() -> list[dict[str, Any]]:
     """All that were kept, newest first."""
     found = [json.loads(path.read_text()) for path in HISTORY.glob("*.json")]
     return sorted(found, key=lambda run: run["date"], reverse=True)
+
+
+def with_rows(
+    rows: list[dict[str, Any]], later: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Rows in their places, those that were measured again as they were then."""
+    found = {(r["backend"], r["case"], r["peer"]): r for r in [*rows, *later]}
+    order = {backend: place for place, backend in enumerate(BACKENDS)}
+    return sorted(found.values(), key=lambda row: order[row["backend"]])
 
 
 def with_results(text: str, run: dict[str, Any]) -> str:
@@ -123,11 +133,18 @@ def _cell(row: dict[str, Any]) -> str:
     return " / ".join(ratios) + (" ~" if row.get("noise", 0) > 1 else "")
 
 
+def keep(file: Path) -> None:
+    """Adds a run to the history, or its rows to those of its day."""
+    run = json.loads(file.read_text())
+    path = HISTORY / f"{run['version']}-{run['date']}.json"
+    if path.exists():
+        run["rows"] = with_rows(json.loads(path.read_text())["rows"], run["rows"])
+    path.write_text(json.dumps(run, indent=1) + "\n")
+
+
 def main() -> None:
     for name in sys.argv[1:]:
-        run = json.loads(Path(name).read_text())
-        path = HISTORY / f"{run['version']}-{run['date']}.json"
-        path.write_text(json.dumps(run, indent=1) + "\n")
+        keep(Path(name))
     kept = runs()
     RESULTS.write_text(with_results(RESULTS.read_text(), kept[0]))
     PAGE.write_text(history(kept))

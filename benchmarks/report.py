@@ -13,7 +13,8 @@ HEAD = (
 def table(rows: list[dict[str, Any]]) -> str:
     """A Markdown table: a line for each comparison, with the quartiles of its ratios.
 
-    The last columns have ours / the peer's. A row that stayed noisy has a `~`.
+    The last columns have ours / the peer's. A row that stayed noisy has a `~`, and one
+    of several starts of its processes their number.
 
     Args:
         rows: As `python -m benchmarks --json` writes them.
@@ -31,7 +32,7 @@ def _line(row: dict[str, Any]) -> tuple[str, ...]:
     speeds = row["speeds"]
     return (
         row["backend"],
-        row["case"] + (" ~" if row.get("noise", 0) > 1 else ""),
+        row["case"] + _starts(row) + (" ~" if row.get("noise", 0) > 1 else ""),
         row["peer"],
         ratio(speeds[WALL]),
         ratio(speeds[CPU]),
@@ -40,6 +41,11 @@ def _line(row: dict[str, Any]) -> tuple[str, ...]:
         both(row.get("first_step_seconds"), 1, ".1f"),
         both(row.get("peak_mb"), 1, ".0f"),
     )
+
+
+def _starts(row: dict[str, Any]) -> str:
+    starts = row.get("starts", 1)
+    return f", {starts} starts" if starts > 1 else ""
 
 
 def both(pair: list[float] | None, factor: float, form: str) -> str:

@@ -1,5 +1,7 @@
 """What was measured is what the documentation says."""
 
+import json
+
 from benchmarks import pages
 
 
@@ -29,3 +31,23 @@ def test_the_home_page_says_what_was_measured():
         "`tf.distribute` and, as two processes, "
         f"{ratios['`fit`, two processes', 'torch']} of `DistributedDataParallel`"
     ) in home
+
+
+def test_rows_that_were_measured_again(tmp_path, monkeypatch):
+    def run(**ratios):
+        rows = [
+            {"backend": case[:-1], "case": case, "peer": "a peer", "ratio": ratio}
+            for case, ratio in ratios.items()
+        ]
+        path = tmp_path / "run.json"
+        path.write_text(json.dumps({"version": "1", "date": "today", "rows": rows}))
+        return path
+
+    monkeypatch.setattr(pages, "HISTORY", tmp_path / "history")
+    pages.HISTORY.mkdir()
+    pages.keep(run(jax1=0.9, torch1=0.8))
+    pages.keep(run(jax2=1.0, torch1=1.1))
+
+    (kept,) = pages.runs()
+    ratios = {row["case"]: row["ratio"] for row in kept["rows"]}
+    assert list(ratios.items()) == [("jax1", 0.9), ("jax2", 1.0), ("torch1", 1.1)]

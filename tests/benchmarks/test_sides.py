@@ -5,10 +5,11 @@ import dataclasses
 import keras
 import pytest
 
-from benchmarks.__main__ import wanted
+from benchmarks.__main__ import rows_below, wanted
 from benchmarks.comparisons import COMPARISONS, MLP
 from benchmarks.measure import row_of
 from benchmarks.sides import Sided
+from keras_strategy.launch.pairing import CPU, WALL
 
 
 @pytest.fixture
@@ -46,3 +47,12 @@ def test_a_peer_runs_without_keras_strategy(starter, comparison):
         pytest.raises(RuntimeError, match="A peer must run without keras_strategy"),
     ):
         side.ready()
+
+
+def test_rows_below_their_aims():
+    def row(case, aim, ratio):
+        speeds = {unit: {"ratio": ratio} for unit in (CPU, WALL)}
+        return dict(backend="jax", case=case, peer="P", aim=aim, speeds=speeds)
+
+    rows = [row("A", 0.98, 0.97), row("B", 0.98, 0.98), row("C", None, 0.5)]
+    assert rows_below(rows) == {"jax: A / P"}
