@@ -152,7 +152,7 @@ JAX = (
         "fit, MirroredStrategy",
         BY_HAND,
         ("ours:mirrored_fit", "jax_peers:by_hand"),
-        None,
+        0.9,
         cases=(MLP,),
     ),
     Comparison(
@@ -194,7 +194,7 @@ TORCH = (
         "fit, 2 processes",
         DDP,
         ("ours:workers_fit", "torch_peers:keras_under_ddp"),
-        0.95,
+        0.97,
         workers=2,
     ),
     Comparison(
@@ -245,9 +245,9 @@ TORCH = (
         "run, 2 processes",
         DDP,
         ("torch_ours:workers_run_loop", "torch_peers:keras_under_ddp"),
-        0.95,
+        0.97,
         workers=2,
-        cases=(MLP, CNN),
+        cases=(MLP, CNN, TRANSFORMER, EMBEDDING),
     ),
     Comparison(
         "torch",
@@ -291,7 +291,7 @@ TENSORFLOW = (
             "tensorflow_ours:steps_of_fit",
             "tensorflow_peers:steps_of_native_fit_on_one_device",
         ),
-        None,
+        1.0,
         cases=(MLP,),
     ),
     Comparison(
@@ -299,7 +299,7 @@ TENSORFLOW = (
         "loop of `run`, MirroredStrategy",
         f"tf.function of run on {NATIVE}",
         ("tensorflow_ours:run_loop", "tensorflow_peers:native_loop"),
-        0.95,
+        1.0,
         cases=(MLP, CNN),
     ),
     Comparison(
@@ -307,7 +307,7 @@ TENSORFLOW = (
         "loop of `run`, MirroredStrategy",
         f"tf.function of run on {ONE_DEVICE_SUM}",
         ("tensorflow_ours:run_loop", "tensorflow_peers:native_loop_on_one_device"),
-        None,
+        0.95,
         cases=(MLP,),
     ),
     Comparison(
@@ -315,7 +315,7 @@ TENSORFLOW = (
         "loop of a tf.function of `run`, MirroredStrategy",
         f"tf.function of run on {NATIVE}",
         ("tensorflow_ours:loop_of_a_function", "tensorflow_peers:native_loop"),
-        0.95,
+        1.0,
         cases=(MLP,),
     ),
     Comparison(
@@ -323,7 +323,7 @@ TENSORFLOW = (
         "loop of `run`, 2 processes",
         "tf.function of run on tf.distribute.MultiWorkerMirroredStrategy",
         ("tensorflow_ours:workers_loop", "tensorflow_peers:native_loop_of_workers"),
-        None,
+        1.0,
         workers=2,
         cases=(MLP,),
     ),

@@ -6,7 +6,7 @@ import keras
 import pytest
 
 from benchmarks.__main__ import rows_below, wanted
-from benchmarks.comparisons import COMPARISONS, MLP
+from benchmarks.comparisons import CNN, COMPARISONS, EMBEDDING, MLP, TRANSFORMER
 from benchmarks.measure import row_of
 from benchmarks.sides import Sided
 from keras_strategy.launch.pairing import CPU, WALL
@@ -33,7 +33,7 @@ def test_rows_are_chosen_by_backend_by_name_and_by_having_an_aim():
     assert {comparison.backend for comparison, _ in torch} == {"torch"}
     runs = wanted(["jax", "torch"], "run, 2 processes")
     assert runs.items() <= torch.items()
-    assert {case for _, case in runs} == {MLP, "CNN"}
+    assert {case for _, case in runs} == {MLP, CNN, TRANSFORMER, EMBEDDING}
     aimed = wanted(["torch"], aims=True)
     assert aimed == {key: torch[key] for key in torch if key[0].aim is not None}
     assert 0 < len(aimed) < len(torch)
