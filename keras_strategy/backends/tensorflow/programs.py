@@ -26,7 +26,7 @@ try:
 except ImportError:  # a TensorFlow that has it elsewhere: its tf.function is asked
     make_function_context = None
 
-_TENSOR = type(tf.constant(0))
+_TENSOR = tf.__internal__.EagerTensor
 _DISTRIBUTED = (PerReplica, Mirrored)
 # Each tensor of these types has a description of its own beside its shape.
 _DESCRIBED = (tf.resource, tf.variant)
