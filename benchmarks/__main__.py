@@ -113,8 +113,9 @@ def wanted(
         Their names, by the comparison and its case.
     """
     names = {
-        (comparison, case): f"{comparison.backend}: {case}: {comparison.name} / "
-        f"{comparison.peer}"
+        (comparison, case): _name(
+            comparison.backend, f"{case}: {comparison.name}", comparison.peer
+        )
         for comparison in COMPARISONS
         for case in comparison.cases
         if comparison.backend in backends and (comparison.aim is not None or not aims)
@@ -125,10 +126,14 @@ def wanted(
 def rows_below(rows: Sequence[dict[str, Any]]) -> set[str]:
     """The names of rows that use more of the processors than their aims allow."""
     return {
-        f"{row['backend']}: {row['case']} / {row['peer']}"
+        _name(row["backend"], row["case"], row["peer"])
         for row in rows
         if row["aim"] is not None and row["speeds"][CPU]["ratio"] < row["aim"]
     }
+
+
+def _name(backend: str, case: str, peer: str) -> str:
+    return f"{backend}: {case} / {peer}"
 
 
 def _noisy(row: dict[str, Any]) -> bool:

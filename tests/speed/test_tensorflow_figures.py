@@ -1,5 +1,7 @@
 """What a step on two devices costs beside its arithmetic; no times."""
 
+from typing import Any
+
 import keras
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import tensorflow as tf
 
 import keras_strategy as ks
 from benchmarks.figures import figures_of
-from keras_strategy.backends.tensorflow import counting
+from keras_strategy.backends.tensorflow import counting, programs
 
 BATCH = 8
 X = np.random.RandomState(0).rand(64, 5).astype("float32")
@@ -129,3 +131,31 @@ def test_a_step_of_a_loop(two, by):
     assert figures.transfers <= 2 * (VARIABLES + 1) + 1
     # Those of `run`, `reduce` and the iterator; none of them is for a variable.
     assert figures.python_calls <= 80
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_run_asks_no_tf_function_for_a_program_that_it_knows(
+    elsewhere, two, monkeypatch
+):
+    """But in a TensorFlow that keeps what it asks instead in another place."""
+    if elsewhere:
+        monkeypatch.setattr(programs, "make_function_context", None)
+    asked = []
+    kind: Any = type(tf.function(loss))
+    call = kind.__call__
+
+    def counted(self, *args, **kwargs):
+        asked.append(self)
+        return call(self, *args, **kwargs)
+
+    def double(x):
+        return 2.0 * x
+
+    monkeypatch.setattr(kind, "__call__", counted)
+    for step in range(4):
+        (value, _) = two.experimental_local_results(
+            two.run(double, (tf.constant(float(step)),))
+        )
+        assert float(value) == 2.0 * step
+
+    assert len(asked) == (4 if elsewhere else 1)
