@@ -78,7 +78,9 @@ def _store(cluster: Cluster, timeout: datetime.timedelta) -> TCPStore:
             **arguments,
         )
     port = int(cluster.agree(_STORE, None)[0])
-    host = cluster.addresses[0].rpartition(":")[0].strip("[]")
+    host = "127.0.0.1"  # where the chief listens when all workers are local
+    if not cluster.is_local:
+        host = cluster.addresses[0].rpartition(":")[0].strip("[]")
     return TCPStore(host, port, is_master=False, **arguments)
 
 
