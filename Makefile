@@ -15,12 +15,13 @@ export BACKENDS
 
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test lint ruff format pyright imports private docs clean equality \
+.PHONY: help demo test test-full lint ruff format pyright imports private writing docs clean equality \
     peer ports compat bench gpu hooks names drop-hooks faults pictures gallery wheel
 
 help:
 	@echo "make demo      train on two devices and on one, on every backend"
 	@echo "make test      run the test suite on every backend"
+	@echo "make test-full run the tests that take long, on every backend"
 	@echo "make equality  the table of what equals one device, on every backend"
 	@echo "make peer      Keras's own trainer tests inside a scope, on every backend"
 	@echo "make ports     programs that others wrote; writes docs/ports.md"
@@ -28,7 +29,7 @@ help:
 	@echo "make compat    the fit tests on other versions of Keras, on every backend"
 	@echo "make bench     how fast it is beside its peers, on every backend"
 	@echo "make gpu       all that a machine with GPUs can show; GPU_PYTHON has the engines"
-	@echo "make lint      ruff, pyright and the import rules"
+	@echo "make lint      ruff, pyright, the import rules, and names in the docs"
 	@echo "make hooks     write docs/hooks.md from the code"
 	@echo "make names     write docs/tf_distribute.md, the names of tf.distribute"
 	@echo "make drop-hooks  a test must fail without each of the hooks"
@@ -47,10 +48,14 @@ demo: $(STAMP)
 test: $(STAMP)
 	@$(VENV)/bin/python tools/run_tests.py $(ARGS)
 
+# What takes long: tables, combinations and rare faults. `.ci/run` runs both.
+test-full: $(STAMP)
+	@$(VENV)/bin/python tools/run_tests.py --full $(ARGS)
+
 equality: $(STAMP)
 	@set -e; for backend in $(BACKENDS); do \
 	    KERAS_BACKEND=$$backend $(VENV)/bin/python \
-	        -m keras_strategy.testing.equality --native; \
+	        -m tests.equality --native; \
 	done
 
 peer: $(STAMP)
@@ -76,8 +81,8 @@ bench: $(STAMP)
 gpu:
 	@$(GPU_PYTHON) -m benchmarks.gpu --json gpu.json --table gpu.md $(ARGS)
 
-# Five targets, so that make -k runs the others when one fails.
-lint: ruff format pyright imports private
+# Six targets, so that make -k runs the others when one fails.
+lint: ruff format pyright imports private writing
 
 ruff: $(STAMP)
 	$(VENV)/bin/ruff check .
@@ -93,6 +98,9 @@ imports: $(STAMP)
 
 private: $(STAMP)
 	$(VENV)/bin/python tools/private_names.py
+
+writing: $(STAMP)
+	KERAS_BACKEND=torch $(VENV)/bin/python tools/check_docs.py
 
 # After a hook was added, moved or explained in other words.
 hooks: $(STAMP)

@@ -21,7 +21,7 @@ VARIABLE = "KERAS_STRATEGY_TESTS_WITHOUT"
 
 
 def drop_each(names: list[str]) -> int:
-    """Runs the tests of this process's backend; returns how many passed."""
+    """Run the tests of this process's backend and return how many passed."""
     import keras
     import pytest
 

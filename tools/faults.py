@@ -46,7 +46,7 @@ of the others had ended, the longest of those that were planted, whose number fo
 
 
 def run(backend: str, arguments: list[str]) -> int:
-    """Runs the faults of one backend, and prints what pytest says at the end."""
+    """Run the faults of one backend, and print the end of pytest's output."""
     REPORTS.mkdir(parents=True, exist_ok=True)
     environment = {
         "NPROC": "8",
@@ -72,7 +72,7 @@ def run(backend: str, arguments: list[str]) -> int:
 
 
 def outcomes(report: Path) -> tuple[str, float, list[dict[str, str]]]:
-    """A run's day and seconds, and what is known of each fault that it planted."""
+    """Return a run's day and seconds, and the record of each fault that it planted."""
     root = ElementTree.parse(report).getroot()
     (suite, *_) = root.iter("testsuite")
     found = []
@@ -85,7 +85,7 @@ def outcomes(report: Path) -> tuple[str, float, list[dict[str, str]]]:
 
 
 def table(found: dict[str, list[dict[str, str]]]) -> str:
-    """A row for each fault."""
+    """Return a row for each fault."""
     faults = dict.fromkeys(o["fault"] for each in found.values() for o in each)
     lines = [
         f"| fault | {' | '.join(NAMES[b] for b in found)} | what another worker says |",
@@ -100,7 +100,7 @@ def table(found: dict[str, list[dict[str, str]]]) -> str:
 
 
 def cell(planted: list[dict[str, str]]) -> str:
-    """What came of one fault on one backend."""
+    """Describe the outcome of one fault on one backend."""
     if not planted:
         return "–"
     failed = sum(bool(o["failed"]) for o in planted)
@@ -110,14 +110,14 @@ def cell(planted: list[dict[str, str]]) -> str:
 
 
 def shown(message: str) -> str:
-    """A message in a cell of a table, shortened."""
+    """Return a message shortened for a cell of a table."""
     message = " ".join(message.split()).replace("|", "\\|").replace("`", "'")
     message = re.sub(r"/\S*/", "", message)  # folders
     return f"`{message[:157]}...`" if len(message) > 160 else f"`{message}`"
 
 
 def places(found: dict[str, list[dict[str, str]]]) -> str:
-    """Where the faults were planted, and how many at each place."""
+    """Summarise the places of the faults, with the number at each."""
     counts: dict[str, int] = {}
     for each in found.values():
         for outcome in each:

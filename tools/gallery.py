@@ -57,7 +57,7 @@ _OF_LOOP = re.compile(r"([a-z][a-z ]*) ([-+.e\d]+)")
 
 
 def curves(output: str) -> list[dict]:
-    """What was printed of each epoch, training by training.
+    """Return the printed lines of each epoch, by training.
 
     Args:
         output: What an example has printed, with `fit`'s lines or its own.
@@ -90,12 +90,12 @@ def curves(output: str) -> list[dict]:
 
 
 def _next_epoch(training: dict) -> int:
-    """The one that goes on with a training: what is said between them is a warning."""
+    """Return the training that continues; text between two trainings is a warning."""
     return training["first"] + len(training["epochs"])
 
 
 def words(output: str) -> list[str]:
-    """The lines of an example's own, without `fit`'s."""
+    """Return the lines that the example prints, without those of `fit`."""
     lines = _COLOURS.sub("", output).replace("\r", "\n").splitlines()
     return [
         line
@@ -108,7 +108,7 @@ def words(output: str) -> list[str]:
 
 
 def png(pixels: np.ndarray) -> str:
-    """A picture of values from 0 to 1, in grey or in colours, for an SVG."""
+    """Return an SVG image of values from 0 to 1, in grey or in colours."""
     data = (np.clip(pixels, 0, 1) * 255).round().astype("uint8")
     high, wide = data.shape[:2]
     rows = b"".join(b"\0" + row.tobytes() for row in data)
@@ -136,7 +136,7 @@ def tiled(images: np.ndarray) -> dict:
 
 
 def recorded(name: str, starter: WarmStarter, verbose: bool) -> dict:
-    """Runs an example."""
+    """Run an example."""
     workers, _, saves = EXAMPLES[name]
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder, "made.npz")
@@ -169,7 +169,7 @@ def recorded(name: str, starter: WarmStarter, verbose: bool) -> dict:
 
 
 def note(name: str, backend: str, run: dict) -> None:
-    """Writes a run to the file of its example."""
+    """Write a run to the file of its example."""
     path = RECORDED / f"{name}.json"
     runs = json.loads(path.read_text())["runs"] if path.exists() else {}
     content = {

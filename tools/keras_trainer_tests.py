@@ -25,7 +25,7 @@ DEVICES = ("cpu:0", "cpu:1")
 
 
 def pytest_configure(config):
-    """Makes Keras's test cases enter the scope at the end of their setUp."""
+    """Make Keras's test cases enter the scope at the end of their setUp."""
     import keras_strategy as ks
     from keras_strategy.core.registry import get_engine
 
@@ -52,7 +52,7 @@ def pytest_configure(config):
 
 
 def outcomes(backend: str, kind: str, arguments: list[str], folder: Path) -> dict:
-    """What became of each test: "passed", "skipped", or the first line of its error."""
+    """Return the outcome of each test: "passed", "skipped", or the first line of its error."""
     report = folder / f"{backend}-{kind}.xml"
     environment = {
         "NPROC": "8",
@@ -95,7 +95,7 @@ def outcomes(backend: str, kind: str, arguments: list[str], folder: Path) -> dic
 
 
 def main() -> int:
-    """Prints the counts and what fails in our scope alone."""
+    """Print the counts and the tests that fail only in a scope."""
     arguments = sys.argv[1:]
     folder = Path(os.environ.get("REPORTS", "") or tempfile.mkdtemp())
     bad = 0

@@ -122,7 +122,7 @@ OF_BACKEND = {
 
 
 def pytest_configure(config):
-    """Ends the run unless Keras is the one in the folder that was asked for."""
+    """End the run unless the imported Keras is the one in the folder."""
     import keras
 
     folder = os.environ[EXPECTED]
@@ -135,7 +135,7 @@ def pytest_configure(config):
 
 
 def version_in(folder: Path) -> str:
-    """The version of the one distribution that `folder` has."""
+    """Return the version of the one distribution in `folder`."""
     (distribution,) = importlib.metadata.distributions(path=[str(folder)])
     return distribution.version
 
@@ -158,7 +158,7 @@ def install(name: str) -> Path:
 
 
 def main(arguments: list[str]) -> int:
-    """Prints a table: a line for each version, a column for each backend."""
+    """Print a table: a line for each version, a column for each backend."""
     names = os.environ.get("KERAS_VERSIONS", "").split() or list(REQUIREMENTS)
     chosen = all(argument.startswith("-") for argument in arguments)
     table = []

@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def notebook(source: str) -> dict:
-    """The notebook of a program.
+    """Return the notebook of a program.
 
     Args:
         source: The text of an example: a docstring, imports, constants, functions, and
@@ -56,7 +56,7 @@ def _cell(kind: str, text: str) -> dict:
 
 
 def on_files(files, config):
-    """Adds the notebooks to the pages, for links to be checked."""
+    """Add the notebooks to the pages, so that their links are checked."""
     from mkdocs.structure.files import File
 
     for path in sorted(ROOT.glob("examples/*.py")):

@@ -81,7 +81,7 @@ class Drawing:
         )
 
     def picture(self, x, y, width, height, png):
-        """Shows pixels, as they are."""
+        """Draw pixels without interpolation."""
         self._lines.append(
             f'<image x="{x:g}" y="{y:g}" width="{width:g}" height="{height:.1f}" '
             'image-rendering="pixelated" preserveAspectRatio="none" '
@@ -89,7 +89,7 @@ class Drawing:
         )
 
     def printed(self, x, y, text):
-        """Writes what a program has printed, on a box."""
+        """Draw the output of a program on a box."""
         text = escape(text.replace(" ", "\u00a0"))
         self._lines.append(
             f'<text x="{x:g}" y="{y:g}" fill="#fff" font-family="{MONO}" '
@@ -97,14 +97,14 @@ class Drawing:
         )
 
     def words(self, x, y, text, anchor="middle"):
-        """Writes words beside the boxes."""
+        """Write text beside the boxes."""
         self._lines.append(
             f'<text x="{x:g}" y="{y:g}" fill="{GREY}" text-anchor="{anchor}">'
             f"{escape(text)}</text>"
         )
 
     def text(self) -> str:
-        """The drawing."""
+        """Return the drawing."""
         return "\n".join([*self._lines, "</svg>"]) + "\n"
 
 
@@ -164,7 +164,7 @@ ROOMS = (
 
 
 def house() -> str:
-    """The rooms of the package: each uses those below it alone."""
+    """Draw the layers of the package: each imports only those below it."""
     drawing = Drawing(
         760,
         10 + 44 * len(ROOMS),
@@ -195,7 +195,7 @@ CALLS = (
 
 
 def calls() -> str:
-    """The way of `fit` and of `run` on each engine."""
+    """Draw the path of `fit` and of `run` on each backend."""
     drawing = Drawing(
         760,
         348,
@@ -260,7 +260,7 @@ TRAININGS = {
 
 
 def card(path: pathlib.Path) -> str:
-    """What came out of an example, as tools/gallery.py has recorded it."""
+    """Return the output of an example, as tools/gallery.py recorded it."""
     recorded = json.loads(path.read_text())
     key, runs = recorded["key"], recorded["runs"]
     pictures = []
@@ -315,7 +315,7 @@ def card(path: pathlib.Path) -> str:
 
 
 def _curves(drawing: Drawing, key: str, runs: dict, names: Sequence[str]) -> None:
-    """The number of each epoch, a colour for a backend, and a dash for a training."""
+    """Draw a number per epoch, a colour per backend and a dash per training."""
     drawn = [
         (backend, number, training["first"], values)
         for backend, run in runs.items()
@@ -350,7 +350,7 @@ def _curves(drawing: Drawing, key: str, runs: dict, names: Sequence[str]) -> Non
 
 
 def scaling() -> str:
-    """The model's efficiency from 1 to 512 GPUs, beside published measurements."""
+    """Draw the model's efficiency from 1 to 512 GPUs beside published measurements."""
     drawing = Drawing(
         760,
         400,
@@ -388,7 +388,7 @@ for _path in sorted(IMAGES.glob("gallery/*.json")):
 
 
 def main():
-    """Writes all of them."""
+    """Write all pictures."""
     IMAGES.mkdir(exist_ok=True)
     for name, draw in DRAWINGS.items():
         (IMAGES / f"{name}.svg").write_text(draw())

@@ -41,7 +41,7 @@ needs a package of its own is left out where that is not installed.
 
 
 def run(backend: str, arguments: list[str], folder: Path) -> dict[str, dict[str, str]]:
-    """The source and the cell of each port, and what it warned of."""
+    """Return the source, the cell and the warnings of each port."""
     report = folder / f"{backend}.xml"
     environment = {
         "NPROC": "8",
@@ -63,7 +63,7 @@ def run(backend: str, arguments: list[str], folder: Path) -> dict[str, dict[str,
 
 
 def outcome(cases: list[ElementTree.Element]) -> dict[str, str]:
-    """What a port's runs on 2 and 3 replicas say together."""
+    """Summarise a port's runs on 2 and 3 replicas."""
     said = {
         p.get("name"): p.get("value") or "" for c in cases for p in c.iter("property")
     }
@@ -91,7 +91,7 @@ def outcome(cases: list[ElementTree.Element]) -> dict[str, str]:
 
 
 def table(found: dict[str, dict[str, dict[str, str]]]) -> str:
-    """The rows of the page: each port on each backend, and what was warned of."""
+    """Return the rows of the page: each port on each backend, and its warnings."""
     lines = [
         f"| port | {' | '.join(NAMES[b] for b in found)} |",
         "| --- |" + " --- |" * len(found),
@@ -121,12 +121,12 @@ def table(found: dict[str, dict[str, dict[str, str]]]) -> str:
 
 
 def told(ports: list[str]) -> str:
-    """The names of some ports, or how many they are."""
+    """Return the names of a few ports, or the number of many."""
     return ", ".join(ports) if len(ports) < 5 else f"{len(ports)} ports"
 
 
 def main() -> int:
-    """Prints the table; writes the page if every port ran on every backend."""
+    """Print the table, and write the page if every port ran on every backend."""
     arguments = sys.argv[1:]
     folder = Path(os.environ.get("REPORTS", "") or tempfile.mkdtemp())
     found = {b: run(b, arguments, folder) for b in BACKENDS}

@@ -25,12 +25,12 @@ _BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "attrgetter", "methodcal
 
 
 def is_private(name: str) -> bool:
-    """Whether a name begins with one underscore."""
+    """Return True if a name begins with one underscore."""
     return name.startswith("_") and not name.startswith("__") and len(name) > 1
 
 
 def of_hooks(path: Path) -> bool:
-    """Whether a file may touch what Keras keeps to itself."""
+    """Return True if a file may use Keras's private names."""
     parts = path.resolve().relative_to(PACKAGE).parts
     return parts[0] == "hooks" or (
         parts[0] == "backends" and parts[-1].startswith("hooks")
@@ -38,7 +38,7 @@ def of_hooks(path: Path) -> bool:
 
 
 def names_of_keras() -> set[str]:
-    """The private attributes of Keras's classes."""
+    """Return the private attributes of Keras's classes."""
     # Not imported: that would import an engine, and see one backend's only.
     spec = importlib.util.find_spec("keras")
     assert spec is not None and spec.origin is not None
@@ -73,7 +73,7 @@ def _of_this_file(tree: ast.AST) -> Iterator[str]:
 
 
 def found_in(source: str, names: set[str]) -> Iterator[tuple[int, str]]:
-    """The lines of a program that reach a private name of Keras, and the name."""
+    """Yield the line and the name of each use of a private name of Keras."""
     tree = ast.parse(source)
     names = names - set(_of_this_file(tree))
     for node in ast.walk(tree):

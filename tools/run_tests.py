@@ -1,11 +1,15 @@
-"""Run the test suite once per backend; arguments are passed on to pytest.
+"""Run the test suite once per backend.
 
-A process has one Keras backend, so there is one pytest process for each, or one for
-each part of the suite (`--part`, see tests/conftest.py) where all of it is run. Four
-run at once on two cores, since some wait, and on more cores more; what one prints comes
-when it has ended. All of them run even when one fails. The backends come from the
-environment variable BACKENDS.
-The exit status is non-zero when any run failed or no test ran at all.
+    python tools/run_tests.py [--full] [PYTEST-ARGUMENT ...]
+
+Without arguments it runs the tests that are not marked `full`, and with `--full` those
+that are. Further arguments go to pytest, which then runs all that they select.
+
+A process has one Keras backend, so there is one pytest process per backend and part of
+the suite (`--part`, see tests/conftest.py). Four run at once on two cores, since some
+wait, and more on more cores. The output of a process is printed when it has ended. All
+of them run even when one fails. The environment variable BACKENDS names the backends.
+The exit status is non-zero if a test failed or no test ran.
 """
 
 import collections
@@ -23,8 +27,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BACKENDS = os.environ.get("BACKENDS", "jax torch tensorflow").split()
-# The parts of the whole suite: the longest first, and beside them those that mostly
-# wait, so that no core is idle at the end.
+# The longest parts first, and beside them those that mostly wait, so that no core is
+# idle at the end.
 PARTS = [
     ("tensorflow", "training"),
     ("tensorflow", "single"),
@@ -41,7 +45,7 @@ SLOWEST = 10
 
 @dataclass
 class Result:
-    """What one backend's run gave."""
+    """Counts and times of one backend's tests."""
 
     backend: str
     passed: int = 0
@@ -62,7 +66,7 @@ class Result:
         return f"{line} ({self.note})" if self.note else line
 
     def add(self, other: "Result"):
-        """Adds a part of the backend's tests."""
+        """Add the result of a part of the backend's tests."""
         self.passed += other.passed
         self.failed += other.failed
         self.skipped += other.skipped
@@ -84,13 +88,12 @@ def run(
 
     Args:
         backend: The name of the Keras backend.
-        arguments: For pytest.
-        report: The file that pytest writes what happened to.
+        arguments: Arguments of pytest.
+        report: The JUnit report that pytest writes.
         variables: Further environment variables.
-        output: Where what it prints goes.
+        output: The file for its output; None prints it.
     """
-    # What make exports is repeated here for those who call this file directly; the
-    # Makefile says why.
+    # The Makefile exports these too, and says why.
     environment = {"NPROC": "8", "TF_CPP_MIN_LOG_LEVEL": "2", **os.environ}
     environment.update(variables or {}, KERAS_BACKEND=backend)
     command = [sys.executable, "-m", "pytest", f"--junitxml={report}", *arguments]
@@ -128,24 +131,24 @@ def run(
 def call(
     command: list[str], environment: Mapping[str, str], **streams: Any
 ) -> tuple[int, float]:
-    """Runs a command; its exit status, and the seconds of CPU that it took."""
+    """Run a command and return its exit status and seconds of CPU."""
     process = subprocess.Popen(command, cwd=ROOT, env=environment, **streams)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     return process.returncode, usage.ru_utime + usage.ru_stime
 
 
-def runs(arguments: list[str]) -> list[tuple[str, str]]:
-    """The backend and the part of each run, in the order in which they start."""
-    if arguments:
+def list_runs(selected: bool) -> list[tuple[str, str]]:
+    """Return the backend and the part of each run, in the order of their start."""
+    if selected:
         return [(backend, "") for backend in BACKENDS]
     return [(backend, part) for backend, part in PARTS if backend in BACKENDS]
 
 
-def run_and_tell(backend: str, part: str, arguments: list[str], folder: Path) -> Result:
-    """Runs one part, and prints what pytest printed when it has ended."""
+def run_part(backend: str, part: str, arguments: list[str], folder: Path) -> Result:
+    """Run one part, and print pytest's output when it has ended."""
     name = f"{backend} {part}".strip()
-    # In one piece, and so below, since others print at the same time.
+    # One call of print for all of it: other threads print at the same time.
     print(f"{time.strftime('%H:%M:%S')} {name} starts\n", end="", flush=True)
     report, output = folder / f"{name}.xml", folder / f"{name}.txt"
     selection = ["--part", part] if part else []
@@ -157,15 +160,20 @@ def run_and_tell(backend: str, part: str, arguments: list[str], folder: Path) ->
 
 
 def main(arguments: list[str]) -> int:
-    """Run all backends, print a line for each and the sum."""
+    """Run all backends, and print a line for each and the sum."""
     start = time.monotonic()
-    # Each holds an engine, and often several workers with one.
+    full = "--full" in arguments
+    arguments = [argument for argument in arguments if argument != "--full"]
+    selected = bool(arguments)
+    if full or not selected:
+        arguments = ["-m", "full" if full else "not full", *arguments]
+    # Each holds a backend, and often several workers with one.
     at_once = max(4, (os.cpu_count() or 1) // 2)
     pool = concurrent.futures.ThreadPoolExecutor(at_once)
     with tempfile.TemporaryDirectory() as folder, pool:
         futures = [
-            pool.submit(run_and_tell, *each, arguments, Path(folder))
-            for each in runs(arguments)
+            pool.submit(run_part, *each, arguments, Path(folder))
+            for each in list_runs(selected)
         ]
         results = [future.result() for future in futures]
     sums = {backend: Result(backend) for backend in BACKENDS}

@@ -1,4 +1,4 @@
-"""What pages show and their source does not hold (a hook of mkdocs).
+"""Parts of pages that are added when mkdocs builds them (a hook of mkdocs).
 
 The programs of the gallery unfold below their pictures; in tables a number stays in one
 line, and a long name is broken where its parts are.
@@ -18,7 +18,7 @@ _PART = re.compile(r"[_./:(]+(?=\w)")
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:
-    """Puts each program into the gallery, folded."""
+    """Insert each program into the gallery, folded."""
     if page.file.src_uri != "gallery.md":
         return markdown
 

@@ -48,7 +48,7 @@ what it says of a backend with what that does.
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """What becomes of a name on a backend.
+    """The support of a name on a backend.
 
     Attributes:
         word: As it stands in the page.
@@ -72,12 +72,12 @@ WORKS = Status("works")
 
 
 def differs(note: str, anchor: str = "") -> Status:
-    """It works, in another way."""
+    """Return a note that the name works in another way."""
     return Status("differs", note, anchor)
 
 
 def refused(reason: str) -> Status:
-    """It raises an error with this reason."""
+    """Return a note that the name raises an error, with the reason."""
     return Status("refused", reason)
 
 
@@ -90,7 +90,7 @@ def _refused_of(pattern: str, cls: type) -> dict[str, Status]:
 
 
 def _of_tensorflow(names: dict[str, str]) -> dict[str, dict[str, Status]]:
-    """What is TensorFlow's own there, and refused elsewhere."""
+    """Return a note that the name is TensorFlow's there, and refused elsewhere."""
     said = {}
     for pattern, name in names.items():
         elsewhere = refused(REASONS[name])
@@ -200,7 +200,7 @@ SAID: dict[str, Status | dict[str, Status]] = {
 
 
 def said_of(name: str) -> dict[str, Status]:
-    """What becomes of a name, by backend."""
+    """Return the support of a name, by backend."""
     fitting = [s for p, s in SAID.items() if fnmatch.fnmatchcase(name, p)]
     said = {}
     for status in (WORKS, *reversed(fitting)):
@@ -209,7 +209,7 @@ def said_of(name: str) -> dict[str, Status]:
 
 
 def parameters(function: Any) -> list[str]:
-    """A function's parameters as the record writes them, and which have defaults."""
+    """Return a function's parameters as recorded, and those with defaults."""
     written = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.name in ("self", "cls"):
@@ -225,7 +225,7 @@ def parameters(function: Any) -> list[str]:
 
 
 def walk() -> list[dict[str, str]]:
-    """The public names of the installed tf.distribute."""
+    """Return the public names of the installed tf.distribute."""
     import tensorflow as tf
 
     return [
@@ -253,7 +253,7 @@ def _of_module(prefix: str, module: types.ModuleType) -> Iterator[tuple[str, str
 
 
 def _constructor(cls: type) -> Any:
-    """What tells a class's parameters: that may be hidden behind a `__new__`."""
+    """Return the callable with a class's parameters, which a `__new__` may hide."""
     hidden = parameters(cls) == ["*args", "**kwargs"]
     return cls.__init__ if hidden else cls
 
@@ -278,13 +278,13 @@ def _written(function: Any) -> str:
 
 
 def record() -> list[dict[str, str]]:
-    """The names on record."""
+    """Return the recorded names."""
     with RECORD.open(newline="") as file:
         return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
 
 
 def page(names: list[dict[str, str]]) -> str:
-    """The page.
+    """Return the page.
 
     Args:
         names: The record.

@@ -1,4 +1,4 @@
-"""Callbacks for models of a strategy, to be passed to `fit`."""
+"""Callbacks for `fit`, for models of a strategy."""
 
 from keras_strategy.rules.backups import BackupAndRestore
 

@@ -1,4 +1,4 @@
-"""Cluster resolvers: who am I, and who else is there."""
+"""Cluster resolvers: the tasks of a cluster, and this process's own."""
 
 from keras_strategy.cluster_resolver.base import ClusterResolver
 from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec

@@ -1,4 +1,4 @@
-"""`ClusterResolver`: the questions every kind of cluster answers."""
+"""Base class of all cluster resolvers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from keras_strategy.cluster_resolver.local_devices import local_device_kinds
 
 
 class ClusterResolver(abc.ABC):
-    """Tells a process who it is in its cluster, and who else is there.
+    """Description of a cluster, and of this process's place in it.
 
-    A subclass answers for one kind of cluster. It implements `cluster_spec`, and
-    sets `self._task_type`, `self._task_id` and `self._rpc_layer` (or overrides the
-    properties) where its cluster tells them.
+    A subclass implements `cluster_spec` for one kind of cluster, and sets
+    `self._task_type`, `self._task_id` and `self._rpc_layer` (or overrides the
+    properties) where its cluster provides them.
 
     - `task_type` is the name of this process's job ("chief", "worker", "ps",
       "evaluator");
     - `task_id` is its index in that job;
-    - `rpc_layer` is the protocol in front of the addresses that `master` gives.
+    - `rpc_layer` is the protocol prefix of the addresses that `master` returns.
 
     Example:
     ```python
@@ -43,13 +43,10 @@ class ClusterResolver(abc.ABC):
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the cluster as it is now.
+        """Return the current tasks of the cluster as a `ClusterSpec`.
 
-        Implementations ask the cluster's manager on every call, and cache
-        nothing that can change.
-
-        Returns:
-            A `ClusterSpec`.
+        Implementations query the cluster manager on every call, and cache nothing
+        that can change.
         """
         raise NotImplementedError
 
@@ -59,7 +56,7 @@ class ClusterResolver(abc.ABC):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Returns the address of a task, with the protocol in front.
+        """Return the address of a task, with the protocol as prefix.
 
         Args:
             task_type: The job of the task. Defaults to this process's.
@@ -69,7 +66,7 @@ class ClusterResolver(abc.ABC):
 
         Returns:
             A string such as `"grpc://10.0.0.1:2222"`; empty where there is no
-            cluster, or no task is named and this process's is not known.
+            cluster, or where neither an argument nor the cluster gives a task.
 
         Raises:
             ValueError: If the cluster has no such task.
@@ -87,35 +84,34 @@ class ClusterResolver(abc.ABC):
         task_id: int | None = None,
         config_proto: Any = None,
     ) -> dict[str, int]:
-        """Returns the number of accelerators of each kind per worker.
+        """Return the number of accelerators of each kind per worker.
 
-        The backend in use is asked for the devices of this process; all workers
-        are taken to be alike.
+        The active backend lists the devices of this process; all workers are
+        assumed to have the same.
 
         Args:
             task_type: Unused; a process sees only its own devices.
-            task_id: Unused, likewise.
+            task_id: Unused.
             config_proto: Unused.
 
         Returns:
             A dict such as `{"GPU": 2}`; empty where there are only CPUs.
         """
-        del task_type, task_id, config_proto
-        counts: dict[str, int] = {}
-        for kind in local_device_kinds():
-            if kind != "CPU":
-                counts[kind] = counts.get(kind, 0) + 1
-        return counts
+        return self._count_accelerators()
+
+    def _count_accelerators(self) -> dict[str, int]:
+        kinds = local_device_kinds()
+        return {kind: kinds.count(kind) for kind in kinds if kind != "CPU"}
 
     @property
     def environment(self) -> str | None:
-        """The kind of environment; always `""` outside Google's own."""
+        """The kind of environment; always `""` outside Google."""
         return ""
 
     @property
     def task_type(self) -> str | None:
-        """The job of this process, or `None` where the cluster does not tell."""
-        task_type = self._set_or_told("task_type")
+        """The job of this process, or `None` where it is not known."""
+        task_type = self._get("task_type")
         return None if task_type is None else str(task_type)
 
     @task_type.setter
@@ -124,8 +120,8 @@ class ClusterResolver(abc.ABC):
 
     @property
     def task_id(self) -> int | None:
-        """The index of this process in its job, or `None` where not known."""
-        task_id = self._set_or_told("task_id")
+        """The index of this process in its job, or `None` where it is not known."""
+        task_id = self._get("task_id")
         return None if task_id is None else int(task_id)
 
     @task_id.setter
@@ -135,22 +131,21 @@ class ClusterResolver(abc.ABC):
     @property
     def rpc_layer(self) -> str | None:
         """The protocol between tasks, such as `"grpc"`, or `None`."""
-        return self._set_or_told("rpc_layer")
+        return self._get("rpc_layer")
 
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
         self._rpc_layer = rpc_layer
 
-    def _set_or_told(self, name: str) -> Any:
-        # What was set may be 0, and counts.
+    def _get(self, name: str) -> Any:
         value = getattr(self, f"_{name}", None)
-        return self._told(name) if value is None else value
+        return self._look_up(name) if value is None else value
 
-    def _told(self, name: str) -> Any:
-        """What the cluster tells of "task_type", "task_id" or "rpc_layer"."""
+    def _look_up(self, name: str) -> Any:
+        """Return the cluster's "task_type", "task_id" or "rpc_layer"."""
         return None
 
 
 def format_master_url(master: str, rpc_layer: str | None = None) -> str:
-    """Puts the protocol, if any, in front of an address."""
+    """Return an address with the protocol, if any, as prefix."""
     return f"{rpc_layer}://{master}" if rpc_layer else master

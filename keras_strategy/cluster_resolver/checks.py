@@ -1,10 +1,12 @@
-"""Numbers and addresses that come from outside, checked."""
+"""Checks of numbers and addresses that come from outside."""
 
 from __future__ import annotations
 
 
 def as_int(value: str, name: str, minimum: int = 0) -> int:
-    """The integer that a text from outside is; `name` says whose text."""
+    """Return the integer that a text contains; `name` is for the error."""
+    # Only ASCII digits, and few: int() accepts other alphabets' digits and has its own
+    # error for very long texts.
     if not (value.isascii() and value.isdecimal() and len(value) < 10) or (
         int(value) < minimum
     ):
@@ -15,7 +17,7 @@ def as_int(value: str, name: str, minimum: int = 0) -> int:
 
 
 def port_number(value: str | int, name: str) -> int:
-    """A TCP port that others can connect to."""
+    """Return a TCP port from 1 to 65535; `name` is for the error."""
     port = as_int(str(value), name, minimum=1)
     if port > 65535:
         raise ValueError(f"Expected {name} to be a port up to 65535. Received: {port}")
@@ -23,7 +25,7 @@ def port_number(value: str | int, name: str) -> int:
 
 
 def join_host_port(host: str, port: int) -> str:
-    """`host:port`, with the brackets that an IPv6 address needs."""
+    """Return `host:port`, with the brackets that an IPv6 address needs."""
     if ":" in host and not host.startswith("["):
         host = f"[{host}]"
     return f"{host}:{port}"

@@ -1,18 +1,20 @@
-"""`ClusterSpec`: which tasks a cluster has, and where they listen."""
+"""`ClusterSpec`: the tasks of a cluster and their addresses."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from keras_strategy.cluster_resolver.checks import as_int
+
 
 class ClusterSpec:
     """The tasks of a cluster, grouped into jobs.
 
     A task is one process, a job a named group of tasks ("chief", "worker",
-    "ps", "evaluator"). An address is what the cluster's manager says, usually
-    `"host:port"`; it is the empty string where the manager tells how many tasks
-    there are, but not where (see `TorchrunClusterResolver`).
+    "ps", "evaluator"). An address comes from the cluster manager and usually is
+    `"host:port"`. It is the empty string where the manager reports how many tasks
+    there are, but not their addresses (see `TorchrunClusterResolver`).
 
     Args:
         cluster: A mapping from job names to the addresses of their tasks: a
@@ -59,8 +61,7 @@ class ClusterSpec:
             return self._jobs == other._jobs
         return self._jobs == other
 
-    # The jobs of two equal specs may come in another order; like
-    # tf.train.ClusterSpec, a spec is not a key.
+    # Unhashable, like tf.train.ClusterSpec.
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def __repr__(self) -> str:
@@ -70,11 +71,11 @@ class ClusterSpec:
         return f"ClusterSpec({{{jobs}}})"
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """Returns the jobs as a dict that `ClusterSpec` accepts.
+        """Return the jobs as a dict that `ClusterSpec` accepts.
 
         Returns:
             A dict from job name to a list of addresses, or to a dict from task
-            index to address where the indices have gaps or there are none.
+            index to address where the indices have gaps or there are no tasks.
         """
         return {
             name: list(tasks.values())
@@ -85,17 +86,11 @@ class ClusterSpec:
 
     @property
     def jobs(self) -> list[str]:
-        """The names of the jobs, in the order in which they were given."""
+        """The names of the jobs, in the order in which they were passed."""
         return list(self._jobs)
 
     def num_tasks(self, job_name: str) -> int:
-        """Returns the number of tasks in a job.
-
-        Args:
-            job_name: The name of the job.
-
-        Returns:
-            The number of tasks; gaps in the indices do not count.
+        """Return the number of tasks in a job; gaps in the indices do not count.
 
         Raises:
             ValueError: If there is no such job.
@@ -103,13 +98,7 @@ class ClusterSpec:
         return len(self._job(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
-        """Returns the indices of a job's tasks, in ascending order.
-
-        Args:
-            job_name: The name of the job.
-
-        Returns:
-            A list of integers.
+        """Return the indices of a job's tasks, in ascending order.
 
         Raises:
             ValueError: If there is no such job.
@@ -117,14 +106,11 @@ class ClusterSpec:
         return list(self._job(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
-        """Returns the address of one task.
+        """Return the address of one task.
 
         Args:
             job_name: The name of the job.
             task_index: The index of the task in the job.
-
-        Returns:
-            The address, as it was given.
 
         Raises:
             ValueError: If there is no such job, or no such task in it.
@@ -138,10 +124,7 @@ class ClusterSpec:
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """Returns the addresses of a job, each at its task's index.
-
-        Args:
-            job_name: The name of the job.
+        """Return the addresses of a job, each at its task's index.
 
         Returns:
             A list of addresses, with `None` for each gap in the indices.
@@ -161,16 +144,13 @@ class ClusterSpec:
 
 
 def _tasks(job_name: str, tasks: Any) -> dict[int, str]:
-    """The tasks of one job by index, in ascending order."""
-    if isinstance(tasks, (list, tuple)):
-        items: list[tuple[Any, Any]] = list(enumerate(tasks))
-    elif isinstance(tasks, Mapping):
-        items = list(tasks.items())
-    else:
+    """Return the tasks of one job by index, in ascending order."""
+    if not isinstance(tasks, list | tuple | Mapping):
         raise TypeError(
             f"Expected the tasks of job {job_name!r} to be a list of addresses or "
             f"a dict from index to address. Received: {tasks!r}"
         )
+    items = tasks.items() if isinstance(tasks, Mapping) else enumerate(tasks)
     result: dict[int, str] = {}
     for key, address in items:
         index = task_index(key, f"every task index of job {job_name!r}")
@@ -183,25 +163,18 @@ def _tasks(job_name: str, tasks: Any) -> dict[int, str]:
     return dict(sorted(result.items()))
 
 
-def task_index(value: Any, what: str) -> int:
-    """A task index from an integer, or from the string JSON makes of one."""
+def task_index(value: Any, name: str) -> int:
+    """Return a task index from an integer, or from the string that JSON makes of it."""
+    if isinstance(value, str):
+        return as_int(value, name)
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
-    # isdecimal() alone lets other alphabets' digits through; the length is
-    # bounded because int() refuses very long strings with its own words.
-    if (
-        isinstance(value, str)
-        and value.isascii()
-        and value.isdecimal()
-        and len(value) < 10
-    ):
-        return int(value)
-    raise ValueError(f"Expected {what} to be an integer >= 0. Received: {value!r}")
+    raise ValueError(f"Expected {name} to be an integer >= 0. Received: {value!r}")
 
 
-def _text(value: Any, what: str) -> str:
+def _text(value: Any, name: str) -> str:
     if isinstance(value, (bytes, bytearray)):
         return value.decode("utf-8")
     if isinstance(value, str):
         return value
-    raise TypeError(f"Expected {what} to be a string. Received: {value!r}")
+    raise TypeError(f"Expected {name} to be a string. Received: {value!r}")

@@ -1,4 +1,4 @@
-"""`detect`: which resolver this process's environment speaks for."""
+"""`detect`: choice of the resolver from this process's environment."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from keras_strategy.cluster_resolver.torchrun import TorchrunClusterResolver
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What the environment says of one kind of cluster.
+    """Result of `detect` for one kind of cluster.
 
     Attributes:
         name: The kind of cluster, such as `"torchrun"`.
-        found: Whether the environment speaks for it.
-        reason: Why, or why not, in words.
-        make_resolver: Makes its resolver. Only this may ask the network.
+        found: Whether the environment belongs to such a cluster.
+        reason: The reason, as text.
+        make_resolver: Makes its resolver. Only this may use the network.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Detection:
-    """What `detect` found: true if there is a cluster.
+    """Result of `detect`, which is true if there is a cluster.
 
     Attributes:
         findings: A `Finding` for every kind of cluster, in the order of
@@ -53,15 +53,15 @@ class Detection:
         return next((finding for finding in self.findings if finding.found), None)
 
     def resolver(self) -> ClusterResolver | None:
-        """Makes the resolver of the chosen kind.
+        """Make the resolver of the chosen kind.
 
         Returns:
             A `ClusterResolver`; `None` if no cluster was found.
 
         Raises:
             ImportError: If the resolver needs an extra that is not installed.
-            RuntimeError: If the environment turns out to be incomplete.
-            ValueError: If it cannot be understood.
+            RuntimeError: If the environment is incomplete.
+            ValueError: If the environment cannot be parsed.
         """
         return None if self.chosen is None else self.chosen.make_resolver()
 
@@ -72,31 +72,31 @@ class Detection:
         return "\n".join(str(finding) for finding in self.findings)
 
 
-# The order of precedence: what was written for this very program, then the
-# launcher nearest to it, then the machine it happens to run on. A launcher is
-# often started inside a Slurm step or a pod, never the other way round.
+# In the order of precedence: TF_CONFIG is written for this program; then come the
+# launchers, then the machine. A launcher often runs inside a Slurm step or a pod, never
+# the other way round.
 _KINDS: tuple[
     tuple[str, Callable[[], evidence.Evidence], Callable[[], ClusterResolver]], ...
 ] = (
-    ("TF_CONFIG", evidence.tf_config, TFConfigClusterResolver),
-    ("torchrun", evidence.torchrun, TorchrunClusterResolver),
-    ("MPI", evidence.mpi, MPIClusterResolver),
-    ("SageMaker", evidence.sagemaker, SageMakerClusterResolver),
-    ("Slurm", evidence.slurm, SlurmClusterResolver),
-    ("TPU", evidence.tpu, TPUClusterResolver),
-    ("Kubernetes", evidence.kubernetes, lambda: _indexed_job_resolver()),
+    ("TF_CONFIG", evidence.find_tf_config, TFConfigClusterResolver),
+    ("torchrun", evidence.find_torchrun, TorchrunClusterResolver),
+    ("MPI", evidence.find_mpi, MPIClusterResolver),
+    ("SageMaker", evidence.find_sagemaker, SageMakerClusterResolver),
+    ("Slurm", evidence.find_slurm, SlurmClusterResolver),
+    ("TPU", evidence.find_tpu, TPUClusterResolver),
+    ("Kubernetes", evidence.find_kubernetes, lambda: _indexed_job_resolver()),
 )
 
 
 def detect() -> Detection:
-    """Finds out which cluster this process's environment speaks for.
+    """Detect the cluster that this process belongs to.
 
-    Looked for in this order: TF_CONFIG, torchrun, MPI, SageMaker, Slurm, TPU,
-    Kubernetes (an Indexed Job). Compute Engine's instance groups leave no trace
-    in a process: make a `GCEClusterResolver` yourself.
+    The order is: TF_CONFIG, torchrun, MPI, SageMaker, Slurm, TPU, Kubernetes (an
+    Indexed Job). Compute Engine's instance groups leave no evidence in a process:
+    make a `GCEClusterResolver` yourself.
 
-    Only environment variables and files of this machine are read; a resolver
-    is made, and may then ask the network, when `resolver()` is called.
+    It reads only environment variables and files of this machine; `resolver()`
+    makes the resolver, which may then use the network.
 
     Returns:
         A `Detection`: `chosen` and `resolver()` of the first kind that was
@@ -119,8 +119,8 @@ def detect() -> Detection:
     ```
     """
     findings = []
-    for name, look, make_resolver in _KINDS:
-        found, reason = look()
+    for name, find, make_resolver in _KINDS:
+        found, reason = find()
         findings.append(Finding(name, found, reason, make_resolver))
     return Detection(tuple(findings))
 

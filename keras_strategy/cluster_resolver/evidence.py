@@ -1,4 +1,4 @@
-"""The traces that each kind of cluster leaves in a process."""
+"""Evidence that each kind of cluster leaves in a process."""
 
 from __future__ import annotations
 
@@ -9,65 +9,65 @@ from typing import NamedTuple
 
 from keras_strategy.cluster_resolver.checks import as_int
 from keras_strategy.cluster_resolver.google import tpu_locate
-from keras_strategy.cluster_resolver.mpi import FLAVORS
-from keras_strategy.cluster_resolver.sagemaker import CURRENT_HOST, HOSTS
-from keras_strategy.cluster_resolver.tf_config import VARIABLE as TF_CONFIG
-from keras_strategy.cluster_resolver.torchrun import VARIABLES as TORCHRUN
+from keras_strategy.cluster_resolver.mpi import MPI_LAUNCHERS
+from keras_strategy.cluster_resolver.sagemaker import SM_CURRENT_HOST, SM_HOSTS
+from keras_strategy.cluster_resolver.tf_config import TF_CONFIG
+from keras_strategy.cluster_resolver.torchrun import TORCHRUN_VARIABLES
 
 _ROOT = Path("/")
 
 
 class Evidence(NamedTuple):
-    """Whether a kind of cluster is here, and the reason."""
+    """Result of a check: whether a kind of cluster was found, and why."""
 
     found: bool
     reason: str
 
 
-def tf_config() -> Evidence:
-    """TF_CONFIG, unless it names no cluster."""
+def find_tf_config() -> Evidence:
+    """Check TF_CONFIG, which may have no cluster."""
     text = os.environ.get(TF_CONFIG)
     if not text:
         return Evidence(False, f"{TF_CONFIG} is not set")
     try:
         config = json.loads(text)
     except (ValueError, RecursionError):
-        # Someone meant it: the resolver says what is wrong with it.
+        # It is meant for this program: the resolver reports the error in it.
         return Evidence(True, f"{TF_CONFIG} is set (but is not JSON)")
     if isinstance(config, dict) and not config.get("cluster"):
         return Evidence(False, f'{TF_CONFIG} is set, but has no "cluster"')
     return Evidence(True, f"{TF_CONFIG} is set")
 
 
-def torchrun() -> Evidence:
-    """The variables of torchrun, and of those who imitate it."""
-    return _all_set(TORCHRUN)
+def find_torchrun() -> Evidence:
+    """Check the variables of torchrun, which other launchers set as well."""
+    return _all_set(TORCHRUN_VARIABLES)
 
 
-def mpi() -> Evidence:
-    """The variables of a launcher of MPI."""
-    for flavor in FLAVORS:
-        if not flavor.present:
+def find_mpi() -> Evidence:
+    """Check the variables of MPI launchers."""
+    for launcher in MPI_LAUNCHERS:
+        if not launcher.is_present:
             continue
-        # srun speaks PMI as well, and knows the hosts, which PMI does not.
+        # srun sets PMI variables as well. Slurm's own also have the hosts.
         if (
-            os.environ[flavor.rank] == os.environ.get("SLURM_PROCID")
-            and os.environ[flavor.size] == os.environ.get("SLURM_STEP_NUM_TASKS")
-            and flavor.rank == "PMI_RANK"
+            os.environ[launcher.rank] == os.environ.get("SLURM_PROCID")
+            and os.environ[launcher.size] == os.environ.get("SLURM_STEP_NUM_TASKS")
+            and launcher.rank == "PMI_RANK"
         ):
             return Evidence(False, "PMI_RANK and PMI_SIZE are those of Slurm's srun")
-        return Evidence(True, f"{flavor.rank} and {flavor.size} are set")
-    names = " and ".join(flavor.rank for flavor in FLAVORS)
+        return Evidence(True, f"{launcher.rank} and {launcher.size} are set")
+    names = " and ".join(launcher.rank for launcher in MPI_LAUNCHERS)
     return Evidence(False, f"{names} are not set")
 
 
-def sagemaker() -> Evidence:
-    """The variables of a SageMaker training job."""
-    return _all_set((HOSTS, CURRENT_HOST))
+def find_sagemaker() -> Evidence:
+    """Check the variables of a SageMaker training job."""
+    return _all_set((SM_HOSTS, SM_CURRENT_HOST))
 
 
-def slurm() -> Evidence:
-    """The variables of a Slurm job step of several tasks."""
+def find_slurm() -> Evidence:
+    """Check the variables of a Slurm job step of several tasks."""
     found = _all_set(
         (
             "SLURM_PROCID",
@@ -80,31 +80,33 @@ def slurm() -> Evidence:
         if os.environ.get("SLURM_JOB_ID"):
             return Evidence(False, "a Slurm job, but not a step: start with srun")
         return found
-    # `srun --pty bash` is a step too: a shell on a node, not a cluster.
+    # `srun --pty bash` is a step too, but a shell on one node.
     if os.environ["SLURM_STEP_NUM_TASKS"] == "1":
         return Evidence(False, "a Slurm step of one task only")
     return found
 
 
-def tpu() -> Evidence:
-    """The variables that name a TPU, or the devices of a TPU VM."""
+def find_tpu() -> Evidence:
+    """Check the variables that name a TPU, and the devices of a TPU VM."""
     for name in (
         tpu_locate.GKE_ENDPOINTS,
-        tpu_locate.NAME,
-        tpu_locate.CONFIG,
-        tpu_locate.WORKER_HOSTNAMES,
+        tpu_locate.TPU_NAME,
+        tpu_locate.TPU_CONFIG,
+        tpu_locate.TPU_WORKER_HOSTNAMES,
     ):
         if os.environ.get(name):
             return Evidence(True, f"{name} is set")
     for device in ("dev/accel0", "dev/vfio/0"):
-        # A GPU that is passed through is a /dev/vfio/0 too, but not there.
+        # Elsewhere /dev/vfio/0 may be a GPU that is passed through.
         if (_ROOT / device).exists() and _on_compute_engine():
-            return Evidence(True, f"/{device} is there, on a Google Cloud machine")
-    return Evidence(False, f"{tpu_locate.NAME} is not set, and this is no TPU VM")
+            return Evidence(True, f"/{device} exists on a Google Cloud machine")
+    return Evidence(
+        False, f"{tpu_locate.TPU_NAME} is not set, and this is not a TPU VM"
+    )
 
 
-def kubernetes() -> Evidence:
-    """A pod of an Indexed Job, which alone tells a pod its place."""
+def find_kubernetes() -> Evidence:
+    """Check for a pod of an Indexed Job, the only kind with an index."""
     if not os.environ.get("KUBERNETES_SERVICE_HOST"):
         return Evidence(False, "KUBERNETES_SERVICE_HOST is not set")
     if not os.environ.get("JOB_COMPLETION_INDEX"):
@@ -121,18 +123,14 @@ def kubernetes() -> Evidence:
 
 
 def indexed_job() -> tuple[str, int]:
-    """The name of the Indexed Job that this pod is of, and its index.
-
-    Raises:
-        ValueError: If the host name is not that of such a pod.
-    """
+    """Return the name of this pod's Indexed Job and its index, or raise ValueError."""
     index = as_int(os.environ.get("JOB_COMPLETION_INDEX", ""), "JOB_COMPLETION_INDEX")
     hostname = os.environ.get("HOSTNAME", "")
-    # Kubernetes names the host after the job and the index.
+    # The host name consists of the job's name and the index.
     job = hostname.removesuffix(f"-{index}")
     if not job or job == hostname:
         raise ValueError(
-            f"Expected HOSTNAME to end in -{index}, as of pod {index} of an Indexed "
+            f"Expected HOSTNAME to end in -{index}, as in pod {index} of an Indexed "
             f"Job. Received: {hostname!r}"
         )
     return job, index

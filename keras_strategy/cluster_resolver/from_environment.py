@@ -1,4 +1,4 @@
-"""What the resolvers that read environment variables have in common."""
+"""Base class of the resolvers that read environment variables."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class Description:
-    """What an environment says of the cluster and of this process's place."""
+class ClusterDescription:
+    """Content of the environment: the cluster, and this process's task in it."""
 
     cluster: ClusterSpec
     task_type: str | None = None
@@ -24,16 +24,16 @@ class Description:
 
 
 class EnvironmentClusterResolver(ClusterResolver):
-    """A resolver that reads the environment anew on every question.
+    """Resolver that reads the environment again on every call.
 
     Args:
-        task_type: Overrides what the environment says.
-        task_id: Overrides what the environment says.
-        rpc_layer: Overrides what the environment says.
-        environment: What `environment` gives.
+        task_type: Overrides the environment's task type.
+        task_id: Overrides the environment's task id.
+        rpc_layer: Overrides the environment's protocol.
+        environment: The value of the property `environment`.
     """
 
-    # Where the task can be said, for the error of `master`.
+    # Where the user can set the task, for the error of `master`.
     _task_hint = "the environment"
 
     def __init__(
@@ -49,16 +49,11 @@ class EnvironmentClusterResolver(ClusterResolver):
         self._environment = environment
 
     @abc.abstractmethod
-    def _describe(self) -> Description:
-        """Reads the environment."""
+    def _describe(self) -> ClusterDescription:
+        """Read the environment."""
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the cluster that the environment describes.
-
-        Returns:
-            A `ClusterSpec`; an empty one where the environment names no
-            cluster.
-        """
+        """Return the cluster of the environment; an empty one where it has none."""
         return self._describe().cluster
 
     def master(
@@ -67,24 +62,16 @@ class EnvironmentClusterResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Returns the address of a task, with the protocol in front.
-
-        Args:
-            task_type: The job of the task. Defaults to this process's.
-            task_id: The index of the task. Defaults to this process's.
-            rpc_layer: The protocol. Defaults to the resolver's.
-
-        Returns:
-            The address; empty where this process is the only one.
+        """Return the address of a task; empty where this process is the only one.
 
         Raises:
-            RuntimeError: If no task is named here or in the environment.
+            RuntimeError: If neither an argument nor the environment gives a task.
             ValueError: If the cluster has no such task.
         """
-        described = self._describe()
-        if described.session_master is not None:
-            return described.session_master
-        spec = described.cluster
+        description = self._describe()
+        if description.session_master is not None:
+            return description.session_master
+        spec = description.cluster
         if not spec or (len(spec.jobs) == 1 and spec.num_tasks(spec.jobs[0]) == 1):
             return ""
         task_type = task_type if task_type is not None else self.task_type
@@ -100,34 +87,39 @@ class EnvironmentClusterResolver(ClusterResolver):
 
     @property
     def environment(self) -> str | None:
-        """The `environment` that the resolver was made with."""
+        """The `environment` that was passed to the resolver."""
         return self._environment
 
-    def _told(self, name: str) -> Any:
+    def _look_up(self, name: str) -> Any:
         return getattr(self._describe(), name)
 
 
-def required(name: str, who: str) -> str:
-    """The value of an environment variable that `who` cannot do without."""
+def required(name: str, launcher: str) -> str:
+    """Return an environment variable that `launcher` always sets."""
     value = os.environ.get(name)
     if not value:
         raise RuntimeError(
-            f"Expected the environment variable {name} to be set, as {who} does. "
+            f"Expected the environment variable {name} to be set, as {launcher} does. "
             f"Received: {value!r}"
         )
     return value
 
 
-def required_int(name: str, who: str, minimum: int = 0) -> int:
-    """The same for one that is an integer."""
-    value = required(name, who)
-    return as_int(value, name, minimum)
+def required_int(name: str, launcher: str, minimum: int = 0) -> int:
+    """Return an environment variable that `launcher` always sets to an integer."""
+    return as_int(required(name, launcher), name, minimum)
 
 
-def rank_and_size(rank_name: str, size_name: str, who: str) -> tuple[int, int]:
-    """A rank and the number of ranks, which must fit together."""
-    size = required_int(size_name, who, minimum=1)
-    rank = required_int(rank_name, who)
+def optional_int(name: str, minimum: int = 0) -> int | None:
+    """Return an environment variable as an integer, or None if it is not set."""
+    value = os.environ.get(name)
+    return as_int(value, name, minimum) if value else None
+
+
+def rank_and_size(rank_name: str, size_name: str, launcher: str) -> tuple[int, int]:
+    """Return a rank and the number of ranks, which must be consistent."""
+    size = required_int(size_name, launcher, minimum=1)
+    rank = required_int(rank_name, launcher)
     if rank >= size:
         raise ValueError(
             f"Expected {rank_name} to be less than {size_name} ({size}). Received: "
@@ -136,14 +128,16 @@ def rank_and_size(rank_name: str, size_name: str, who: str) -> tuple[int, int]:
     return rank, size
 
 
-def ranked_workers(size: int, known: int, host: str, port: int) -> ClusterSpec:
-    """A cluster of `size` workers, of which the first `known` are on `host`.
+def ranked_workers(size: int, num_on_host: int, host: str, port: int) -> ClusterSpec:
+    """Return a cluster of `size` workers, the first `num_on_host` of them on `host`.
 
-    The launchers that use this tell rank 0's host alone. Every worker must come
-    to the same spec, so the others' addresses stay empty rather than guessed.
+    The launchers that use this report only rank 0's host. All workers must get the same
+    spec, so the other addresses stay empty instead of being guessed.
     """
     addresses = [
-        join_host_port(host, port_number(port + rank, "port")) if rank < known else ""
+        join_host_port(host, port_number(port + rank, "port"))
+        if rank < num_on_host
+        else ""
         for rank in range(size)
     ]
     return ClusterSpec({"worker": addresses})

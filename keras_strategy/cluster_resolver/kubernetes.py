@@ -1,4 +1,4 @@
-"""`KubernetesClusterResolver`: the pods that a label selector finds."""
+"""`KubernetesClusterResolver`: the pods that match a label selector."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RBAC_RULE = '{apiGroups: [""], resources: ["pods"], verbs: ["list"]}'
 
 
 class KubernetesExecutableLocation(enum.Enum):
-    """Where this program runs, which decides how to reach the Kubernetes API.
+    """Where this program runs, which determines how it reaches the Kubernetes API.
 
     `WITHIN_CLUSTER` is a pod of the cluster, with its service account;
     `OFF_CLUSTER` is any other machine, with its kubeconfig file.
@@ -38,13 +38,13 @@ class KubernetesExecutableLocation(enum.Enum):
 
 
 class KubernetesClusterResolver(ClusterResolver):
-    """Asks the Kubernetes API for the pods of each job.
+    """Cluster of the pods of each job, from the Kubernetes API.
 
-    A task's address is its pod's IP address. The pods of one selector come in
-    the order of their completion index, if they are of an Indexed Job, and else
-    of their names. The API does not tell which pod this one is: set `task_type`
-    and `task_id`, in an Indexed Job from the variable JOB_COMPLETION_INDEX.
-    Needs the extra `kubernetes`, unless an `override_client` is given.
+    A task's address is its pod's IP address. The pods of one selector are sorted
+    by their completion index, if they belong to an Indexed Job, and else by
+    name. The API does not report which pod this one is: set `task_type` and
+    `task_id`, in an Indexed Job from the variable JOB_COMPLETION_INDEX. Needs the
+    extra `kubernetes`, unless you pass an `override_client`.
 
     The service account must be allowed to list pods in all namespaces: a
     ClusterRole with the rule
@@ -56,15 +56,15 @@ class KubernetesClusterResolver(ClusterResolver):
             Defaults to `{"worker": ["job-name=tensorflow"]}`.
         tf_server_port: The port that every task listens on.
         rpc_layer: The protocol between tasks.
-        override_client: A `kubernetes.client.CoreV1Api` to use. Its
-            configuration is then yours to load.
+        override_client: A `kubernetes.client.CoreV1Api` to use. You then load
+            its configuration yourself.
         executable_location: Where this program runs.
 
     Raises:
-        ImportError: If the extra `kubernetes` is not installed and no
-            `override_client` is given.
-        RuntimeError: If there is no configuration for the given location.
-        ValueError: If `executable_location` is none.
+        ImportError: If the extra `kubernetes` is not installed and there is no
+            `override_client`.
+        RuntimeError: If there is no configuration for this location.
+        ValueError: If an argument is invalid.
 
     Example:
     ```python
@@ -93,7 +93,7 @@ class KubernetesClusterResolver(ClusterResolver):
             job_to_label_mapping or {"worker": ["job-name=tensorflow"]}
         )
         for job_name, selectors in self._selectors.items():
-            # A string would be taken for a list of one-letter selectors.
+            # A string would act as a list of one-letter selectors.
             if isinstance(selectors, str):
                 raise ValueError(
                     "Expected `job_to_label_mapping` to map each job to a list of "
@@ -104,13 +104,10 @@ class KubernetesClusterResolver(ClusterResolver):
         self._client = override_client or _make_client(executable_location)
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the pods as they are now.
-
-        Returns:
-            A `ClusterSpec`.
+        """Return the current pods.
 
         Raises:
-            RuntimeError: If the API cannot be asked, a selector finds no pod,
+            RuntimeError: If the API cannot be queried, a selector matches no pod,
                 or a pod is not running.
         """
         pods = {
@@ -145,9 +142,9 @@ class KubernetesClusterResolver(ClusterResolver):
         if not found:
             raise RuntimeError(
                 "Expected `job_to_label_mapping` to have selectors of running pods. "
-                f"Received: {selector!r}, which finds none"
+                f"Received: {selector!r}, which matches none"
             )
-        return sorted(found, key=_order)
+        return sorted(found, key=_sort_key)
 
 
 def _make_client(location: KubernetesExecutableLocation) -> Any:
@@ -168,20 +165,20 @@ def _make_client(location: KubernetesExecutableLocation) -> Any:
                 client_configuration=configuration,
             )
     except Exception as error:
-        # A file that is no YAML is quoted in its error, with the token in it.
-        known = isinstance(error, config.ConfigException)
-        reason = str(error) if known else type(error).__name__
+        # The error of a file that is not YAML quotes it, with the token in it.
+        is_safe = isinstance(error, config.ConfigException)
+        reason = str(error) if is_safe else type(error).__name__
         raise RuntimeError(
             f"Expected a Kubernetes configuration for {location}; pass "
             "`executable_location` WITHIN_CLUSTER in a pod and OFF_CLUSTER elsewhere, "
             f"where KUBECONFIG names the file. Received: {reason}"
         ) from None
-    # The default of three retries would make of one time limit four.
+    # The default of three retries would multiply the time limit by four.
     configuration.retries = 1
     return client.CoreV1Api(client.ApiClient(configuration))
 
 
-def _order(pod: Any) -> tuple[bool, int, str]:
+def _sort_key(pod: Any) -> tuple[bool, int, str]:
     annotations = getattr(pod.metadata, "annotations", None) or {}
     index = annotations.get(_INDEX_ANNOTATION)
     # By number: by name, pod 10 would come before pod 2.
@@ -191,8 +188,8 @@ def _order(pod: Any) -> tuple[bool, int, str]:
 
 
 def _address(pod: Any) -> str:
-    # tf.distribute takes the node's address (host_ip), where nothing listens
-    # unless the pod uses the node's network; the two are then the same.
+    # tf.distribute uses the node's address (host_ip), where nothing listens unless the
+    # pod uses the node's network; then both are the same.
     for name in ("pod_ip", "host_ip"):
         address = getattr(pod.status, name, None)
         if isinstance(address, str) and address:
@@ -204,7 +201,7 @@ def _address(pod: Any) -> str:
 
 
 def _explain(error: Exception, selector: str) -> str:
-    """What may be told: the client's own text holds the server's answer."""
+    """Return an error text without the client's own, which quotes the server."""
     status = getattr(error, "status", None)
     if status in (401, 403):
         return (
@@ -214,6 +211,6 @@ def _explain(error: Exception, selector: str) -> str:
         )
     detail = f"HTTP {status}" if status else type(error).__name__
     return (
-        f"Could not ask the Kubernetes API for the pods of {selector!r}: {detail}. "
-        "Please check that it can be reached from here, and the selector"
+        f"Could not query the Kubernetes API for the pods of {selector!r}: {detail}. "
+        "Check that it can be reached from this machine, and the selector"
     )

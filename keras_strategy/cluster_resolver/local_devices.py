@@ -1,4 +1,4 @@
-"""The devices of this process, for which the engine in use is asked."""
+"""Devices of this process, as the active backend lists them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ _DEVICE_NAME = re.compile(r"([a-z]+):\d+")
 
 
 def local_device_kinds() -> list[str]:
-    """The kind of each device of this process: "CPU", "GPU" or "TPU".
+    """Return the kind of each device of this process: "CPU", "GPU" or "TPU".
 
-    The engine is imported then and not before: to ask who is in the cluster must not
-    start one.
+    The backend is imported only here: a query of the cluster must not start one.
     """
     registry = importlib.import_module("keras_strategy.core.registry")
     kinds = []

@@ -7,60 +7,60 @@ import os
 
 from keras_strategy.cluster_resolver.checks import port_number
 from keras_strategy.cluster_resolver.from_environment import (
-    Description,
+    ClusterDescription,
     EnvironmentClusterResolver,
+    optional_int,
     rank_and_size,
     ranked_workers,
-    required_int,
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class Flavor:
-    """The variables of one family of MPI launchers."""
+class MPILauncher:
+    """Variables of one family of MPI launchers."""
 
-    launcher: str
+    name: str
     rank: str
     size: str
     local_rank: str
     local_size: str
 
     @property
-    def present(self) -> bool:
-        """Whether this family's launcher started this process."""
+    def is_present(self) -> bool:
+        """True if this family's launcher started this process."""
         return bool(os.environ.get(self.rank) and os.environ.get(self.size))
 
 
-FLAVORS = (
-    Flavor(
+MPI_LAUNCHERS = (
+    MPILauncher(
         "Open MPI's mpirun",
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    # MPICH, Intel MPI, MVAPICH: all that start by Hydra.
-    Flavor(
+    # MPICH, Intel MPI, MVAPICH: all that use Hydra.
+    MPILauncher(
         "MPICH's mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
     ),
 )
 
 
 class MPIClusterResolver(EnvironmentClusterResolver):
-    """Reads the cluster from the variables of Open MPI, MPICH or Intel MPI.
+    """Cluster of the variables of Open MPI, MPICH or Intel MPI.
 
     These are OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE, or PMI_RANK and
     PMI_SIZE. Every process is a worker, and its rank is its index. MPI itself is
     not used.
 
-    No launcher tells the host of rank 0. It is `coordinator_address`, or else
+    No launcher reports the host of rank 0. It is `coordinator_address`, or else
     MASTER_ADDR, or else this host where all processes are on one. The addresses
     of workers on other hosts are empty strings.
 
     Args:
         coordinator_address: The host (or `"host:port"`) of rank 0, the same on
             all workers.
-        port_base: The port of rank 0 where `coordinator_address` names none.
+        port_base: The port of rank 0 where `coordinator_address` has none.
             Defaults to MASTER_PORT, or else to 8888.
         rpc_layer: The protocol between workers.
 
@@ -90,46 +90,41 @@ class MPIClusterResolver(EnvironmentClusterResolver):
 
     @property
     def local_rank(self) -> int | None:
-        """The index of this process on its host; `None` where not told."""
-        flavor = _flavor()
-        if not os.environ.get(flavor.local_rank):
-            return None
-        return required_int(flavor.local_rank, flavor.launcher)
+        """The index of this process on its host; `None` where it is not known."""
+        return optional_int(_launcher().local_rank)
 
-    def _describe(self) -> Description:
-        flavor = _flavor()
-        rank, size = rank_and_size(flavor.rank, flavor.size, flavor.launcher)
-        local_size = 1
-        if os.environ.get(flavor.local_size):
-            local_size = required_int(flavor.local_size, flavor.launcher, minimum=1)
-        one_host = local_size == size
-        host, port = self._leader(one_host, flavor)
-        # How many share rank 0's host is known only when all do.
-        spec = ranked_workers(size, size if one_host else 1, host, port)
-        return Description(spec, "worker", rank)
+    def _describe(self) -> ClusterDescription:
+        launcher = _launcher()
+        rank, size = rank_and_size(launcher.rank, launcher.size, launcher.name)
+        local_size = optional_int(launcher.local_size, minimum=1) or 1
+        is_one_host = local_size == size
+        host, port = self._coordinator(is_one_host, launcher)
+        # The number of workers on rank 0's host is known only if all are there.
+        spec = ranked_workers(size, size if is_one_host else 1, host, port)
+        return ClusterDescription(spec, "worker", rank)
 
-    def _leader(self, one_host: bool, flavor: Flavor) -> tuple[str, int]:
+    def _coordinator(self, is_one_host: bool, launcher: MPILauncher) -> tuple[str, int]:
         port = self._port_base
         if port is None:
             port = port_number(os.environ.get("MASTER_PORT") or 8888, "MASTER_PORT")
         address = self._coordinator_address or os.environ.get("MASTER_ADDR")
         if address:
             return _split(address, port)
-        if one_host:
+        if is_one_host:
             return "127.0.0.1", port
         raise RuntimeError(
-            f"{flavor.launcher} does not tell on which host rank 0 runs. Expected "
+            f"{launcher.name} does not report the host of rank 0. Expected "
             "the environment variable MASTER_ADDR on all workers (`mpirun -x "
             "MASTER_ADDR=host ...` or `mpiexec -genv MASTER_ADDR host ...`), or the "
             "argument `coordinator_address`. Received: neither"
         )
 
 
-def _flavor() -> Flavor:
-    for flavor in FLAVORS:
-        if flavor.present:
-            return flavor
-    names = " or ".join(f"{f.rank} and {f.size}" for f in FLAVORS)
+def _launcher() -> MPILauncher:
+    for launcher in MPI_LAUNCHERS:
+        if launcher.is_present:
+            return launcher
+    names = " or ".join(f"{f.rank} and {f.size}" for f in MPI_LAUNCHERS)
     raise RuntimeError(
         f"Expected the environment variables {names} to be set, as mpirun and "
         "mpiexec do. Received: neither"
@@ -137,7 +132,7 @@ def _flavor() -> Flavor:
 
 
 def _split(address: str, port: int) -> tuple[str, int]:
-    """Host and port; more than one colon without brackets is an IPv6 host."""
+    """Return host and port; several colons without brackets are an IPv6 host."""
     host, colon, tail = address.rpartition(":")
     if colon and (":" not in host or host.endswith("]")) and host:
         return host, port_number(tail, "the port of `coordinator_address`")

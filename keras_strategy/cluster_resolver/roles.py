@@ -1,7 +1,7 @@
-"""Which part a task plays: pure functions of a `ClusterSpec`, a type and an id.
+"""Roles of tasks: pure functions of a `ClusterSpec`, a task type and a task id.
 
-"chief" comes first and writes; without one, worker 0 does. "ps" tasks are
-known and have no rank. The "evaluator" stands alone.
+The chief writes checkpoints and logs and has rank 0; without one, worker 0 does.
+Parameter servers ("ps") have no rank. The "evaluator" stands alone.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ TASK_TYPES = ("chief", "worker", "evaluator", "ps")
 
 
 def validate(spec: ClusterSpec, task_type: str | None, task_id: int | None) -> None:
-    """Checks that a cluster can be trained on, and that the task is in it.
+    """Check that a cluster can be trained on, and that the task is in it.
 
     Args:
         spec: The cluster.
-        task_type: The type of a task; `None` checks the cluster alone.
-        task_id: Its index.
+        task_type: The type of the task; `None` checks only the cluster.
+        task_id: The index of the task.
 
     Raises:
-        ValueError: If it cannot, or is not.
+        ValueError: If a check fails.
     """
     unknown = [job for job in spec.jobs if job not in TASK_TYPES]
     if unknown:
@@ -51,7 +51,7 @@ def validate(spec: ClusterSpec, task_type: str | None, task_id: int | None) -> N
 
 
 def is_chief(spec: ClusterSpec, task_type: str, task_id: int) -> bool:
-    """Tells whether a task is the one that writes checkpoints and logs."""
+    """Return True if a task is the one that writes checkpoints and logs."""
     validate(spec, task_type, task_id)
     if task_type in ("chief", "evaluator"):
         return True
@@ -59,7 +59,7 @@ def is_chief(spec: ClusterSpec, task_type: str, task_id: int) -> bool:
 
 
 def training_addresses(spec: ClusterSpec) -> list[str]:
-    """The addresses of the tasks that train, in the order of their ranks."""
+    """Return the addresses of the tasks that train, in the order of their ranks."""
     return [
         spec.task_address(job, index)
         for job in ("chief", "worker")
@@ -69,10 +69,10 @@ def training_addresses(spec: ClusterSpec) -> list[str]:
 
 
 def worker_count(spec: ClusterSpec, task_type: str) -> int:
-    """How many tasks train together with one of this type.
+    """Return how many tasks train together with one of this type.
 
     Raises:
-        ValueError: If tasks of this type do not train, or are not there.
+        ValueError: If tasks of this type do not train, or are not in the cluster.
     """
     validate(spec, None, None)
     if task_type == "evaluator":
@@ -86,10 +86,10 @@ def worker_count(spec: ClusterSpec, task_type: str) -> int:
 
 
 def rank(spec: ClusterSpec, task_type: str, task_id: int) -> int:
-    """The rank of a task among those that train: the chief's is 0.
+    """Return the rank of a task among those that train: the chief's is 0.
 
     Raises:
-        ValueError: If tasks of this type do not train, or are not there.
+        ValueError: If tasks of this type do not train, or are not in the cluster.
     """
     validate(spec, task_type, task_id)
     if task_type in ("chief", "evaluator"):

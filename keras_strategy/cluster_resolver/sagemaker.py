@@ -7,26 +7,26 @@ import json
 from keras_strategy.cluster_resolver.checks import join_host_port, port_number
 from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
 from keras_strategy.cluster_resolver.from_environment import (
-    Description,
+    ClusterDescription,
     EnvironmentClusterResolver,
     required,
 )
 
-HOSTS = "SM_HOSTS"
-CURRENT_HOST = "SM_CURRENT_HOST"
+SM_HOSTS = "SM_HOSTS"
+SM_CURRENT_HOST = "SM_CURRENT_HOST"
 
 
 class SageMakerClusterResolver(EnvironmentClusterResolver):
-    """Reads the cluster from SageMaker's SM_HOSTS and SM_CURRENT_HOST.
+    """Cluster of SageMaker's SM_HOSTS and SM_CURRENT_HOST.
 
-    Every host of the job is a worker; their order is that of their names.
+    Every host of the job is a worker; they are sorted by name.
 
     Args:
         port: The port that every worker listens on.
         task_type: Overrides the task type.
         task_id: Overrides the task id.
         rpc_layer: The protocol between workers.
-        environment: What `environment` gives.
+        environment: The value of the property `environment`.
 
     Example:
     ```python
@@ -54,9 +54,9 @@ class SageMakerClusterResolver(EnvironmentClusterResolver):
         super().__init__(task_type, task_id, rpc_layer, environment)
         self._port = port_number(port, "`port`")
 
-    def _describe(self) -> Description:
-        text = required(HOSTS, "a SageMaker training job")
-        current = required(CURRENT_HOST, "a SageMaker training job")
+    def _describe(self) -> ClusterDescription:
+        text = required(SM_HOSTS, "a SageMaker training job")
+        current = required(SM_CURRENT_HOST, "a SageMaker training job")
         try:
             hosts = json.loads(text)
         except (ValueError, RecursionError):
@@ -65,18 +65,18 @@ class SageMakerClusterResolver(EnvironmentClusterResolver):
             isinstance(host, str) and host for host in hosts
         ):
             raise ValueError(
-                f"Expected the environment variable {HOSTS} to be a JSON list of "
+                f"Expected the environment variable {SM_HOSTS} to be a JSON list of "
                 f"host names. Received: {text[:200]!r}"
             )
         hosts = sorted(hosts)
         if current not in hosts:
-            # TensorFlow takes this for an empty cluster: every host would then
-            # train by itself, without a word.
+            # TensorFlow returns an empty cluster here, so that every host trains
+            # alone and nobody notices.
             raise ValueError(
-                f"Expected {CURRENT_HOST} to be one of {HOSTS} ({hosts}). Received: "
-                f"{current!r}"
+                f"Expected {SM_CURRENT_HOST} to be one of {SM_HOSTS} ({hosts}). "
+                f"Received: {current!r}"
             )
         spec = ClusterSpec(
             {"worker": [join_host_port(host, self._port) for host in hosts]}
         )
-        return Description(spec, "worker", hosts.index(current))
+        return ClusterDescription(spec, "worker", hosts.index(current))

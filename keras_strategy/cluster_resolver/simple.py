@@ -1,23 +1,21 @@
-"""`SimpleClusterResolver`: a cluster that the caller describes."""
+"""Resolvers for clusters that the caller describes."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from keras_strategy.cluster_resolver.base import ClusterResolver, format_master_url
 from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """Gives back the cluster that it is made of.
+    """Cluster that the arguments describe.
 
     Args:
         cluster_spec: The `ClusterSpec`.
-        master: The address that `master()` gives when no task is named.
+        master: The address that `master()` returns when no task is named.
         task_type: The job of this process.
         task_id: The index of this process in its job.
-        environment: What `environment` gives.
-        num_accelerators: What `num_accelerators()` gives, such as
+        environment: The value of the property `environment`.
+        num_accelerators: The value that `num_accelerators()` returns, such as
             `{"GPU": 8}`. Defaults to `{}`.
         rpc_layer: The protocol between tasks, such as `"grpc"`.
 
@@ -52,7 +50,7 @@ class SimpleClusterResolver(ClusterResolver):
         if not isinstance(cluster_spec, ClusterSpec):
             raise TypeError(
                 "Expected `cluster_spec` to be a keras_strategy ClusterSpec; wrap "
-                "what you have as ClusterSpec(...). Received: "
+                "your cluster as ClusterSpec(...). Received: "
                 f"{cluster_spec!r} (of type {type(cluster_spec).__name__})"
             )
         if not isinstance(master, str):
@@ -69,7 +67,7 @@ class SimpleClusterResolver(ClusterResolver):
         self._rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the `ClusterSpec` that the resolver was made of."""
+        """Return the `ClusterSpec` that was passed to the resolver."""
         return self._cluster_spec
 
     def master(
@@ -78,45 +76,16 @@ class SimpleClusterResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Returns the address of the named task, or the resolver's `master`.
-
-        Args:
-            task_type: The job of the task.
-            task_id: The index of the task. Both are needed to name one.
-            rpc_layer: The protocol. Defaults to the resolver's.
-
-        Returns:
-            The address, with the protocol in front where there is one.
-
-        Raises:
-            ValueError: If the cluster has no such task.
-        """
+        """Return the address of the named task, or else the resolver's `master`."""
         master = self._master
         if task_type is not None and task_id is not None:
             master = self._cluster_spec.task_address(task_type, task_id)
         return format_master_url(master, rpc_layer or self._rpc_layer)
 
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: Any = None,
-    ) -> dict[str, int]:
-        """Returns the `num_accelerators` that the resolver was made with.
-
-        Args:
-            task_type: Unused.
-            task_id: Unused.
-            config_proto: Unused.
-
-        Returns:
-            A dict such as `{"GPU": 8}`; `{}` if none was given. No device is
-            looked for.
-        """
-        del task_type, task_id, config_proto
+    def _count_accelerators(self) -> dict[str, int]:
         return {} if self._num_accelerators is None else self._num_accelerators
 
     @property
     def environment(self) -> str:
-        """The `environment` that the resolver was made with."""
+        """The `environment` that was passed to the resolver."""
         return self._environment

@@ -1,4 +1,4 @@
-"""What a Slurm job step says: variables, and the lists in them."""
+"""Variables of a Slurm job step, and the lists in them."""
 
 from __future__ import annotations
 
@@ -12,39 +12,35 @@ _REPEATED = re.compile(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,5})\))?", re.ASCII
 _MAX_NODES = 100_000
 
 
-def variable(name: str) -> str:
-    """The value of a step variable.
-
-    Raises:
-        RuntimeError: If it is not set, so this is not a job step.
-    """
+def step_variable(name: str) -> str:
+    """Return a step_variable of the job step; raise RuntimeError outside of one."""
     value = os.environ.get(name)
     if not value:
         raise RuntimeError(
             f"{name} not found in environment. Not running inside a Slurm step? "
-            "Expected to be started by `srun`, also inside `sbatch` and `salloc`. "
+            "Start the program with `srun`, also inside `sbatch` and `salloc`. "
             f"Received: {value!r}"
         )
     return value
 
 
-def integer(name: str) -> int:
-    """The same for a variable that is an integer."""
-    return as_int(variable(name), name)
+def step_integer(name: str) -> int:
+    """Return a variable of the job step that is an integer."""
+    return as_int(step_variable(name), name)
 
 
-def hosts() -> list[str]:
-    """The nodes of the step, in the order of the ranks."""
-    return expand_hostlist(variable("SLURM_STEP_NODELIST"))
+def step_hosts() -> list[str]:
+    """Return the nodes of the step, in the order of the ranks."""
+    return expand_hostlist(step_variable("SLURM_STEP_NODELIST"))
 
 
-def tasks_per_node() -> list[int]:
-    """The number of tasks on each node of the step, in the same order."""
-    return expand_tasks_per_node(variable("SLURM_STEP_TASKS_PER_NODE"))
+def step_tasks_per_node() -> list[int]:
+    """Return the number of tasks on each node of the step."""
+    return expand_tasks_per_node(step_variable("SLURM_STEP_TASKS_PER_NODE"))
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
-    """The hosts of an expression such as "n[1-2],m5,o[03-04,6]", in its order.
+    """Return the hosts of an expression such as "n[1-2],m5,o[03-04,6]", in its order.
 
     Raises:
         ValueError: If it is not a host list.
@@ -52,7 +48,7 @@ def expand_hostlist(hostlist: str) -> list[str]:
     """
     library = import_extra("hostlist", "slurm", "SlurmClusterResolver")
     try:
-        # Duplicates stay: to drop one would shift the ranks that follow it.
+        # Keep duplicates: without one, the following ranks would shift.
         result = library.expand_hostlist(hostlist, allow_duplicates=True)
     except (library.BadHostlist, RecursionError, ValueError) as error:
         raise ValueError(
@@ -68,11 +64,7 @@ def expand_hostlist(hostlist: str) -> list[str]:
 
 
 def expand_tasks_per_node(text: str) -> list[int]:
-    """The numbers of an expression such as "3(x2),2,1".
-
-    Raises:
-        ValueError: If it is not such an expression.
-    """
+    """Return the numbers of an expression such as "3(x2),2,1", or raise ValueError."""
     result: list[int] = []
     for part in text.split(","):
         match = _REPEATED.fullmatch(part)

@@ -1,4 +1,4 @@
-"""Which of a node's GPUs are a Slurm task's own."""
+"""GPUs of a Slurm task."""
 
 from __future__ import annotations
 
@@ -10,58 +10,54 @@ import subprocess
 _CUDA = "CUDA_VISIBLE_DEVICES"
 _NVIDIA_SMI_SECONDS = 10
 
-# What CUDA_VISIBLE_DEVICES was before we narrowed it, by what we made of it: a
-# second resolver in the process must share out the node's GPUs again, not the
-# first one's share.
-_before_narrowing: dict[str, list[str]] = {}
+# Earlier values of CUDA_VISIBLE_DEVICES, by the values that replaced them: a second
+# resolver in the process must divide the node's GPUs, not those of the first one.
+_previous_devices: dict[str, list[str]] = {}
 
 logger = logging.getLogger("keras_strategy")
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
-    """The GPUs of one task.
+class GpuAssignment:
+    """GPUs of one task.
 
     Attributes:
-        per_task: How many each task gets.
-        node: The GPUs that the tasks of this node share out.
-        own: Those of them that are this task's; `None` to leave them be.
+        per_task: The number of GPUs of each task.
+        node: The GPUs that the tasks of this node divide among them.
+        task: This task's GPUs; `None` leaves CUDA_VISIBLE_DEVICES as it is.
     """
 
     per_task: int
     node: list[str] = dataclasses.field(default_factory=list)
-    own: list[str] | None = None
+    task: list[str] | None = None
 
-    def take(self) -> None:
-        """Sets CUDA_VISIBLE_DEVICES to the task's own GPUs."""
-        if self.own is None:
+    def apply(self) -> None:
+        """Set CUDA_VISIBLE_DEVICES to the task's GPUs."""
+        if self.task is None:
             return
-        value = ",".join(self.own)
+        value = ",".join(self.task)
         if os.environ.get(_CUDA) != value:
-            _before_narrowing[value] = list(self.node)
+            _previous_devices[value] = list(self.node)
             os.environ[_CUDA] = value
 
 
-def share(
+def assign_gpus(
     per_node: int | None, per_task: int | None, num_tasks: int, local_rank: int
-) -> Share:
-    """Shares out a node's GPUs.
+) -> GpuAssignment:
+    """Divide a node's GPUs among its tasks.
 
     Args:
-        per_node: The number of GPUs of the node; `None` to look.
-        per_task: The number of GPUs of a task; `None` for an even share.
+        per_node: The number of GPUs of the node; `None` to detect it.
+        per_task: The number of GPUs of a task; `None` for an equal part.
         num_tasks: The number of tasks on the node that has most.
         local_rank: The number of this task on its node.
 
-    Returns:
-        A `Share`.
-
     Raises:
-        RuntimeError: If more are asked for than there are.
+        RuntimeError: If more GPUs are requested than there are.
     """
     visible = _visible()
     if per_node is None and per_task is None and _bound_by_slurm():
-        return Share(len(visible or []))
+        return GpuAssignment(len(visible or []))
     if per_node is None:
         if visible is None:
             visible = _installed()
@@ -71,39 +67,39 @@ def share(
         if not per_task:
             if per_node:
                 logger.warning(
-                    "%d tasks on one node see %d GPU(s), too few to share out; %s is "
+                    "%d tasks on one node see %d GPU(s), too few to divide; %s is "
                     "left as it is. Pass gpus_per_task, or start fewer tasks per node.",
                     num_tasks,
                     per_node,
                     _CUDA,
                 )
-            return Share(0)
+            return GpuAssignment(0)
     if num_tasks * per_task > per_node:
         raise RuntimeError(
             f"Requested more GPUs per node than available. Expected at most {per_node} "
             f"for {num_tasks} tasks of a node. Received: gpus_per_task={per_task}"
         )
     if not per_node:
-        return Share(0)
+        return GpuAssignment(0)
     # Slurm may have granted this job GPUs 2 and 3.
     if visible is None or len(visible) != per_node:
         visible = [str(index) for index in range(per_node)]
     first = local_rank * per_task
-    return Share(per_task, visible, visible[first : first + per_task])
+    return GpuAssignment(per_task, visible, visible[first : first + per_task])
 
 
 def _visible() -> list[str] | None:
-    """The GPUs in CUDA_VISIBLE_DEVICES, or `None` if it is not set."""
+    """Return the GPUs in CUDA_VISIBLE_DEVICES, or `None` if it is not set."""
     value = os.environ.get(_CUDA)
     if value is None:
         return None
-    if value in _before_narrowing:
-        return list(_before_narrowing[value])
+    if value in _previous_devices:
+        return list(_previous_devices[value])
     return [gpu.strip() for gpu in value.split(",") if gpu.strip()]
 
 
 def _installed() -> list[str]:
-    """The GPUs that nvidia-smi lists; none where it is not there or fails."""
+    """Return the GPUs that nvidia-smi lists; none if it fails."""
     try:
         output = subprocess.run(
             ["nvidia-smi", "--list-gpus"],
@@ -120,11 +116,11 @@ def _installed() -> list[str]:
 
 
 def _bound_by_slurm() -> bool:
-    """Whether Slurm itself lets each task see only the GPUs that are its own."""
+    """Return True if Slurm itself shows each task only its own GPUs."""
     bind = os.environ.get("SLURM_GPU_BIND")
     if bind:
         return "none" not in bind
-    # --gpus-per-task binds, unless told not to.
+    # --gpus-per-task binds, except with --gpu-bind=none.
     return bool(os.environ.get("SLURM_GPUS_PER_TASK")) or (
         "gpu" in os.environ.get("SLURM_TRES_PER_TASK", "")
     )

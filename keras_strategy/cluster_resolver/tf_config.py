@@ -8,25 +8,25 @@ from typing import Any
 
 from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec, task_index
 from keras_strategy.cluster_resolver.from_environment import (
-    Description,
+    ClusterDescription,
     EnvironmentClusterResolver,
 )
 
-VARIABLE = "TF_CONFIG"
+TF_CONFIG = "TF_CONFIG"
 
 
 class TFConfigClusterResolver(EnvironmentClusterResolver):
-    """Reads the cluster from the environment variable TF_CONFIG.
+    """Cluster of the environment variable TF_CONFIG.
 
     TF_CONFIG is a JSON object. Its `"cluster"` maps job names to the addresses
-    of their tasks; its `"task"` says which of them this process is, by `"type"`
-    and `"index"`. The variable is read anew on every question.
+    of their tasks; its `"task"` has the `"type"` and `"index"` of this process.
+    The variable is read again on every call.
 
     Args:
         task_type: Overrides the task's type.
         task_id: Overrides the task's index.
         rpc_layer: Overrides the `"rpc_layer"`.
-        environment: What `environment` gives.
+        environment: The value of the property `environment`.
 
     Example:
     ```python
@@ -46,9 +46,9 @@ class TFConfigClusterResolver(EnvironmentClusterResolver):
     ```
     """
 
-    _task_hint = f'"task" of the environment variable {VARIABLE}'
+    _task_hint = f'"task" of the environment variable {TF_CONFIG}'
 
-    def _describe(self) -> Description:
+    def _describe(self) -> ClusterDescription:
         config = _object(_load(), "")
         cluster = _cluster(config.get("cluster", {}))
         task = _object(config.get("task", {}), "task")
@@ -58,16 +58,16 @@ class TFConfigClusterResolver(EnvironmentClusterResolver):
             try:
                 task_id = task_index(task["index"], "the index")
             except ValueError:
-                raise _wrong("task.index", "an integer >= 0", task["index"]) from None
+                raise _invalid("task.index", "an integer >= 0", task["index"]) from None
         if task_type in cluster.jobs and task_id is not None:
             indices = cluster.task_indices(task_type)
             if task_id not in indices:
-                raise _wrong(
+                raise _invalid(
                     "task.index",
                     f"one of cluster.{task_type}'s indices {indices}",
                     task_id,
                 )
-        return Description(
+        return ClusterDescription(
             cluster,
             task_type,
             task_id,
@@ -77,20 +77,19 @@ class TFConfigClusterResolver(EnvironmentClusterResolver):
 
 
 def _load() -> Any:
-    text = os.environ.get(VARIABLE) or "{}"
+    text = os.environ.get(TF_CONFIG) or "{}"
     try:
         return json.loads(text)
     except RecursionError:
         raise ValueError(
-            f"Expected the environment variable {VARIABLE} to be JSON of a cluster. "
+            f"Expected the environment variable {TF_CONFIG} to be JSON of a cluster. "
             "Received: JSON nested too deeply"
         ) from None
     except ValueError as error:
-        # JSONDecodeError tells the place, and is a ValueError; so is the
-        # refusal of a number with thousands of digits.
+        # A JSONDecodeError, or the refusal of a number with thousands of digits.
         raise ValueError(
-            f"Expected the environment variable {VARIABLE} to be valid JSON. "
-            f"Received: {_short(text)} ({error})"
+            f"Expected the environment variable {TF_CONFIG} to be valid JSON. "
+            f"Received: {_truncate(text)} ({error})"
         ) from None
 
 
@@ -98,22 +97,19 @@ def _cluster(value: Any) -> ClusterSpec:
     cluster: dict[str, dict[int, str]] = {}
     for job_name, tasks in _object(value, "cluster").items():
         place = f"cluster.{job_name}"
-        if isinstance(tasks, dict):
-            items = list(tasks.items())
-        elif isinstance(tasks, list):
-            items = list(enumerate(tasks))
-        else:
-            raise _wrong(place, "a list of addresses, or an object", tasks)
+        if not isinstance(tasks, dict | list):
+            raise _invalid(place, "a list of addresses, or an object", tasks)
         addresses: dict[int, str] = {}
+        items = tasks.items() if isinstance(tasks, dict) else enumerate(tasks)
         for key, address in items:
             try:
                 index = task_index(key, "the index")
             except ValueError:
-                raise _wrong(place, "indices that are integers >= 0", key) from None
+                raise _invalid(place, "indices that are integers >= 0", key) from None
             if index in addresses:
-                raise _wrong(place, "each index once", tasks)
+                raise _invalid(place, "each index once", tasks)
             if not isinstance(address, str) or not address:
-                raise _wrong(f"{place}[{index}]", 'an address "host:port"', address)
+                raise _invalid(f"{place}[{index}]", 'an address "host:port"', address)
             addresses[index] = address
         cluster[job_name] = addresses
     return ClusterSpec(cluster)
@@ -121,27 +117,27 @@ def _cluster(value: Any) -> ClusterSpec:
 
 def _object(value: Any, place: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise _wrong(place, "an object", value)
+        raise _invalid(place, "an object", value)
     return value
 
 
 def _optional_text(parent: dict[str, Any], key: str, place: str) -> str | None:
     value = parent.get(key)
-    # An explicit null is as good as none, except for the task's type, which
-    # would silently be the type "None" in TensorFlow.
+    # An explicit null counts as absent, except for the task's type, which would
+    # silently be the type "None" in TensorFlow.
     if value is None and not (key in parent and key == "type"):
         return None
     if not isinstance(value, str):
-        raise _wrong(place, "a string", value)
+        raise _invalid(place, "a string", value)
     return value
 
 
-def _wrong(place: str, expected: str, value: Any) -> ValueError:
-    where = f"{VARIABLE}: {place}" if place else VARIABLE
+def _invalid(place: str, expected: str, value: Any) -> ValueError:
+    where = f"{TF_CONFIG}: {place}" if place else TF_CONFIG
     return ValueError(
-        f"Expected {where} to be {expected}. Received: {_short(repr(value))}"
+        f"Expected {where} to be {expected}. Received: {_truncate(repr(value))}"
     )
 
 
-def _short(text: str) -> str:
+def _truncate(text: str) -> str:
     return text if len(text) <= 200 else text[:200] + "..."

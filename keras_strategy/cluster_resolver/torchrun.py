@@ -6,26 +6,26 @@ import os
 
 from keras_strategy.cluster_resolver.checks import port_number
 from keras_strategy.cluster_resolver.from_environment import (
-    Description,
+    ClusterDescription,
     EnvironmentClusterResolver,
+    optional_int,
     rank_and_size,
     ranked_workers,
     required,
-    required_int,
 )
 
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_WHO = "torchrun"
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TORCHRUN = "torchrun"
 
 
 class TorchrunClusterResolver(EnvironmentClusterResolver):
-    """Reads the cluster from the variables that torchrun sets.
+    """Cluster of the variables that torchrun sets.
 
-    These are RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and if there,
+    These are RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and optionally
     LOCAL_RANK and LOCAL_WORLD_SIZE; other launchers set them too. Every process
     is a worker, and its rank is its index.
 
-    torchrun tells only the host of rank 0. The workers on that host get
+    torchrun reports only the host of rank 0. The workers on that host get
     consecutive ports; the addresses of all others are empty strings.
 
     Args:
@@ -56,22 +56,18 @@ class TorchrunClusterResolver(EnvironmentClusterResolver):
 
     @property
     def local_rank(self) -> int | None:
-        """The index of this process on its host; `None` where not told."""
-        if not os.environ.get("LOCAL_RANK"):
-            return None
-        return required_int("LOCAL_RANK", _WHO)
+        """The index of this process on its host; `None` where it is not known."""
+        return optional_int("LOCAL_RANK")
 
-    def _describe(self) -> Description:
-        rank, size = rank_and_size("RANK", "WORLD_SIZE", _WHO)
-        host = required("MASTER_ADDR", _WHO)
+    def _describe(self) -> ClusterDescription:
+        rank, size = rank_and_size("RANK", "WORLD_SIZE", _TORCHRUN)
+        host = required("MASTER_ADDR", _TORCHRUN)
         port = self._port
         if port is None:
-            port = port_number(required("MASTER_PORT", _WHO), "MASTER_PORT")
+            port = port_number(required("MASTER_PORT", _TORCHRUN), "MASTER_PORT")
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 port += 1
         # torchrun starts the same number on every host.
-        local_size = 1
-        if os.environ.get("LOCAL_WORLD_SIZE"):
-            local_size = required_int("LOCAL_WORLD_SIZE", _WHO, minimum=1)
+        local_size = optional_int("LOCAL_WORLD_SIZE", minimum=1) or 1
         spec = ranked_workers(size, local_size, host, port)
-        return Description(spec, "worker", rank)
+        return ClusterDescription(spec, "worker", rank)

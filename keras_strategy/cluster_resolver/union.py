@@ -9,11 +9,11 @@ from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
 
 
 class UnionResolver(ClusterResolver):
-    """Merges the clusters of several resolvers into one.
+    """Union of the clusters of several resolvers.
 
-    Everything but the cluster (`task_type`, `task_id`, `rpc_layer`,
-    `environment`, `num_accelerators()`) is the first resolver's, unless it is
-    overridden here.
+    Everything except the cluster (`task_type`, `task_id`, `rpc_layer`,
+    `environment`, `num_accelerators()`) comes from the first resolver, unless a
+    keyword overrides it.
 
     Args:
         *args: The `ClusterResolver`s, at least one.
@@ -57,20 +57,17 @@ class UnionResolver(ClusterResolver):
         self._resolvers = args
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the union of the resolvers' clusters.
+        """Return the union of the resolvers' clusters.
 
-        Where all resolvers give a job as a list, the lists are joined in order.
-        Where one gives it as a dict (its indices have gaps), all are merged by
-        index.
-
-        Returns:
-            A `ClusterSpec`.
+        Where all resolvers give a job as a list, the lists are concatenated in
+        order. Where one gives it as a dict (its indices have gaps), all are merged
+        by index.
 
         Raises:
             KeyError: If two resolvers give the same index of a job that is
                 merged by index.
         """
-        # Asked once each: a resolver may go to the network for its answer.
+        # One call for each resolver: it may query the network.
         parts: dict[str, list[list[str] | dict[int, str]]] = {}
         for resolver in self._resolvers:
             for job_name, tasks in resolver.cluster_spec().as_dict().items():
@@ -83,19 +80,7 @@ class UnionResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Returns the address of the named task, or the first resolver's master.
-
-        Args:
-            task_type: The job of the task.
-            task_id: The index of the task. Both are needed to name one.
-            rpc_layer: The protocol.
-
-        Returns:
-            The address, with the protocol in front where there is one.
-
-        Raises:
-            ValueError: If the cluster has no such task.
-        """
+        """Return the address of the named task, or else the first resolver's master."""
         if task_type is not None and task_id is not None:
             master = self.cluster_spec().task_address(task_type, task_id)
             return format_master_url(master, rpc_layer or self._rpc_layer)
@@ -107,16 +92,7 @@ class UnionResolver(ClusterResolver):
         task_id: int | None = None,
         config_proto: Any = None,
     ) -> dict[str, int]:
-        """Returns what the first resolver gives.
-
-        Args:
-            task_type: Handed to the first resolver.
-            task_id: Handed to the first resolver.
-            config_proto: Handed to the first resolver.
-
-        Returns:
-            A dict such as `{"GPU": 2}`.
-        """
+        """Return the number of accelerators from the first resolver."""
         return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
 
     @property
@@ -124,7 +100,7 @@ class UnionResolver(ClusterResolver):
         """The first resolver's environment."""
         return self._resolvers[0].environment
 
-    def _told(self, name: str) -> Any:
+    def _look_up(self, name: str) -> Any:
         return getattr(self._resolvers[0], name)
 
 
@@ -136,11 +112,11 @@ def _merge(
     merged: dict[int, str] = {}
     for part in parts:
         tasks = dict(enumerate(part)) if isinstance(part, list) else part
-        twice = sorted(merged.keys() & tasks.keys())
-        if twice:
+        duplicates = sorted(merged.keys() & tasks.keys())
+        if duplicates:
             raise KeyError(
-                f"Expected every task of job {job_name!r} from one resolver only. "
-                f"Received: indices {twice} more than once"
+                f"Expected every task of job {job_name!r} from only one resolver. "
+                f"Received: indices {duplicates} more than once"
             )
         merged.update(tasks)
     return merged

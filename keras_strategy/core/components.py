@@ -1,4 +1,4 @@
-"""Changing a variable outside of the replicas, one component at a time."""
+"""Components of a variable, for changes outside the replicas."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -17,10 +17,10 @@ from keras_strategy.values.distributed import (
 
 
 class VariableComponent(keras.Variable):
-    """One replica's part of a variable, as `extended.update` hands it out.
+    """One replica's component of a variable, as `extended.update` passes it.
 
     It has the variable's name, path, shape and dtype, can be used in place of a
-    tensor, and takes `assign`, `assign_add` and `assign_sub`. What is assigned is
+    tensor, and supports `assign`, `assign_add` and `assign_sub`. Assigned values are
     written when the function has succeeded for all components.
 
     Args:
@@ -30,7 +30,7 @@ class VariableComponent(keras.Variable):
     """
 
     def __init__(self, container: Any, value: Any, device: str):
-        # Its name, shape, dtype and the like, without making a variable.
+        # Copies the name, shape, dtype and so on without creating a variable.
         self.__dict__.update(vars(container))
         self.container = container
         self.device = device
@@ -39,20 +39,20 @@ class VariableComponent(keras.Variable):
 
     @property
     def value(self) -> Any:
-        """The tensor: what was assigned last."""
+        """The tensor that was assigned last."""
         return self._component
 
     def assign(self, value: Any) -> Any:
-        """Replaces the value.
+        """Replace the value.
 
         Args:
-            value: A tensor, or what can become one, of the variable's shape.
+            value: A tensor of the variable's shape, or what converts to one.
 
         Returns:
             The new value.
 
         Raises:
-            ValueError: If the shape is another.
+            ValueError: If the shape differs.
         """
         value = ops.convert_to_tensor(value, dtype=self.dtype)
         if tuple(value.shape) != tuple(self.shape):
@@ -65,11 +65,11 @@ class VariableComponent(keras.Variable):
         return value
 
     def assign_add(self, value: Any) -> Any:
-        """Adds to the value, and returns the new one."""
+        """Add to the value, and return the new one."""
         return self.assign(ops.add(self.value, self._increment(value)))
 
     def assign_sub(self, value: Any) -> Any:
-        """Subtracts from the value, and returns the new one."""
+        """Subtract from the value, and return the new one."""
         return self.assign(ops.subtract(self.value, self._increment(value)))
 
     def _increment(self, value: Any) -> Any:
@@ -80,29 +80,28 @@ class VariableComponent(keras.Variable):
 
 
 class Containers:
-    """Which variable a component belongs to, as long as both are there."""
+    """Map from components to their variables, without keeping either alive."""
 
     def __init__(self):
-        # By id, since tensors cannot be compared; the reference tells whether an id
-        # still is that component's.
-        self._known: dict[int, tuple[weakref.ref, weakref.ref]] = {}
+        # By id, since tensors have no `==`; the reference detects reused ids.
+        self._owners: dict[int, tuple[weakref.ref, weakref.ref]] = {}
 
     def remember(self, components: Iterable[Any], variable: Any) -> None:
-        """Notes that the components are the variable's."""
-        known = self._known
+        """Record that the components belong to the variable."""
+        owners = self._owners
         for component in components:
             key = id(component)
 
             def forget(reference, key=key):
-                if key in known and known[key][0] is reference:
-                    del known[key]
+                if key in owners and owners[key][0] is reference:
+                    del owners[key]
 
             reference = weakref.ref(component, forget)
-            known[key] = (reference, weakref.ref(variable))
+            owners[key] = (reference, weakref.ref(variable))
 
     def get(self, component: Any, otherwise: Any) -> Any:
-        """The variable that a component belongs to, or `otherwise`."""
-        reference, variable = self._known.get(id(component), (None, None))
+        """Return the variable that a component belongs to, or `otherwise`."""
+        reference, variable = self._owners.get(id(component), (None, None))
         if reference is None or variable is None or reference() is not component:
             return otherwise
         container = variable()
@@ -110,7 +109,7 @@ class Containers:
 
 
 def bare(result: Any) -> Any:
-    """What a function of components returned, with values for variables."""
+    """Return a structure with values in place of variables."""
     return map_leaves(
         lambda leaf: leaf.value if isinstance(leaf, keras.Variable) else leaf, result
     )
@@ -119,23 +118,25 @@ def bare(result: Any) -> Any:
 def update_components(
     group: Any, variable: Any, fn: Callable, args: tuple, kwargs: dict
 ) -> Any:
-    """Calls `fn` for each component, then writes what was assigned.
+    """Call `fn` for each component, then write what was assigned.
 
     Args:
         group: A group of several replicas.
         variable: One of its variables.
         fn: Called with a `VariableComponent` and the arguments, on its device.
-        args: Positional arguments; each component gets its part of distributed ones
-            and the components on its device of variables, which are all of the group.
+        args: Positional arguments. Each component gets its component of distributed
+            values, and of variables, which all belong to the group.
         kwargs: Keyword arguments, likewise.
 
     Returns:
-        What `fn` returned, joined, with `Mirrored` in the place of tensors.
+        The outputs, joined, with `Mirrored` in place of tensors.
     """
     backend, replicas = get_engine(), len(group.devices)
-    given = [x for x in tree.flatten((args, kwargs)) if isinstance(x, keras.Variable)]
-    values = {id(x): (x, group.components(x)) for x in (variable, *given)}
-    made: list[dict[int, VariableComponent]] = []
+    variables = [
+        x for x in tree.flatten((args, kwargs)) if isinstance(x, keras.Variable)
+    ]
+    values = {id(x): (x, group.components(x)) for x in (variable, *variables)}
+    components: list[dict[int, VariableComponent]] = []
     results = []
     for replica, device in enumerate(group.devices):
 
@@ -146,16 +147,18 @@ def update_components(
 
         def place(leaf, device=device):
             if isinstance(leaf, keras.Variable):
-                return made[-1][id(leaf)]
+                return components[-1][id(leaf)]
             return backend.copy_to(leaf, device) if backend.is_tensor(leaf) else leaf
 
-        own = select_replica((args, kwargs), replica, replicas, "update")
+        local = select_replica((args, kwargs), replica, replicas, "update")
         with backend.device_scope(device):
-            made.append({key: component(of) for key, of in values.items()})
-            own_args, own_kwargs = tree.map_structure(place, own)
-            results.append(bare(fn(made[-1][id(variable)], *own_args, **own_kwargs)))
-    for key, (assigned, _) in values.items():
-        components = [of_replica[key] for of_replica in made]
-        if any(component.assigned for component in components):
-            group.assign_components(assigned, [c.value for c in components])
+            components.append({key: component(of) for key, of in values.items()})
+            local_args, local_kwargs = tree.map_structure(place, local)
+            results.append(
+                bare(fn(components[-1][id(variable)], *local_args, **local_kwargs))
+            )
+    for key, (target, _) in values.items():
+        assigned_to = [by_variable[key] for by_variable in components]
+        if any(component.assigned for component in assigned_to):
+            group.assign_components(target, [c.value for c in assigned_to])
     return regroup(results, backend.is_tensor, Mirrored, one_of_many=True)

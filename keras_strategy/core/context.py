@@ -1,54 +1,21 @@
-"""Who is in charge here: the stack of scopes, and the replica that is running.
+"""Per-thread context: the stack of strategy scopes, and the running replica.
 
-A thread is in one of three places. Outside every scope the default strategy is in
-charge. Inside `strategy.scope()` it is in *cross-replica context*: it acts for all
-replicas at once. Inside a function that `strategy.run` calls it is in *replica
-context*: it acts for one replica.
+Outside every scope the default strategy applies. Inside `strategy.scope()` a thread is
+in *cross-replica context* and acts for all replicas at once. Inside a function that
+`strategy.run` calls it is in *replica context* and acts for one replica.
 """
 
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from keras_strategy.core.step_state import Trial
 
 if TYPE_CHECKING:
     from keras_strategy.core.protocol import Replica
     from keras_strategy.core.replica_context import ReplicaContext
     from keras_strategy.core.strategy import Strategy
-
-
-@dataclass
-class Trial:
-    """What became known of a function that was called as on one device.
-
-    Attributes:
-        knows: Whether it, or a rule of ours that has no part in the trial, knows of the
-            other replicas.
-        drew: Whether it drew random numbers.
-        share: Which part of all rows it is called with.
-        draws: What it drew, in a rehearsal of a step; see `rules.draws`.
-        gradients: What it has given to optimizers, which apply none of it; None where
-            it ends at the first of them.
-        drawing: Whether it is drawing now.
-        of_rows: Whether it is tried if what it makes of a row depends on others. What
-            is known of Keras's own layers is no part of that.
-        step: Stands for a replica's `StepState`, where it draws what one device draws
-            for its rows.
-    """
-
-    knows: bool = False
-    drew: bool = False
-    share: float = 1.0
-    draws: list[Any] | None = None
-    gradients: list[Any] | None = None
-    drawing: bool = False
-    of_rows: bool = False
-    step: Any = None
-
-    def draw_once(self, what: Any, draw: Callable[[], Any], skip: Any) -> Any:
-        """See `core.protocol.Replica.draw_once`."""
-        return draw()
 
 
 class _Place(threading.local):
@@ -62,7 +29,7 @@ class _Place(threading.local):
 
 
 _place = _Place()
-# For a hook that is asked more often than any other: a look at it, and no call.
+# Public to hot hooks, which read it without a function call.
 place = _place
 _process_wide: list[Any] = []  # at most one (strategy, entered scope)
 _default: "Strategy | None" = None
@@ -70,22 +37,22 @@ _make_default: "Callable[[], Strategy] | None" = None
 
 
 def default_strategy() -> "Strategy":
-    """The strategy of one replica that is in charge outside every scope."""
+    """Return the single-replica strategy that applies outside every scope."""
     global _default
     if _default is None:
-        assert _make_default is not None, "the strategies register it on import"
+        assert _make_default is not None, "`strategies` registers it on import"
         _default = _make_default()
     return _default
 
 
 def make_default_with(make: Callable[[], "Strategy"]) -> None:
-    """Sets what makes the default strategy, when it is first needed."""
+    """Register what creates the default strategy on first use."""
     global _make_default
     _make_default = make
 
 
 def current_scope() -> "Strategy | None":
-    """The strategy whose scope this thread is in, None outside every scope."""
+    """Return the strategy whose scope this thread is in, or None."""
     if _place.replica is not None:
         return _place.replica.strategy
     if _place.scopes:
@@ -94,30 +61,30 @@ def current_scope() -> "Strategy | None":
 
 
 def depth() -> int:
-    """How many scopes this thread is in, one inside the other."""
+    """Return the number of nested scopes of this thread."""
     return len(_place.scopes)
 
 
 def current_replica() -> "ReplicaContext | None":
-    """The replica that this thread runs for `strategy.run`, or None."""
+    """Return the replica that this thread runs for `strategy.run`, or None."""
     return _place.replica
 
 
 def distributed_replica() -> "Replica | None":
-    """The replica that is running, if there are others beside it."""
+    """Return the running replica if its strategy has others, or None."""
     replica = _place.replica
-    # Hooks ask hundreds of times in a step: the property is called for the first alone.
+    # Hot path, hundreds of calls a step: `_replicas` caches the property.
     if replica is None or (replica._replicas or replica.num_replicas_in_sync) == 1:
         return None
-    return replica._replica  # the rules work with what the adapter made
+    return replica._replica
 
 
 def replica_or_trial() -> "Replica | Trial | None":
-    """As `distributed_replica`; where a function is tried, the trial."""
+    """Return `distributed_replica()`, or the dry run this thread is in."""
     replica = _place.replica
     if replica is None:
         return _place.trial
-    # As there, and not by a call of it, for the same reason.
+    # Inlined from `distributed_replica`, for speed.
     if (replica._replicas or replica.num_replicas_in_sync) == 1:
         return None
     return replica._replica
@@ -125,11 +92,7 @@ def replica_or_trial() -> "Replica | Trial | None":
 
 @contextlib.contextmanager
 def strategy_in_charge(strategy: "Strategy | None") -> Iterator[None]:
-    """Puts this thread into the cross-replica context of `strategy`.
-
-    Args:
-        strategy: The strategy; None for what belongs to no strategy.
-    """
+    """Enter the cross-replica context of `strategy`; None is no strategy."""
     replica, _place.replica = _place.replica, None
     enter_scope(strategy)
     try:
@@ -140,22 +103,18 @@ def strategy_in_charge(strategy: "Strategy | None") -> Iterator[None]:
 
 
 def enter_scope(strategy: "Strategy | None") -> None:
-    """Puts this thread, which runs no replica, into a scope until `leave_scope`."""
+    """Enter a scope until `leave_scope`; for threads that run no replica."""
     _place.scopes.append(strategy)
 
 
 def leave_scope() -> None:
-    """Leaves the scope that was entered last."""
+    """Leave the innermost scope."""
     _place.scopes.pop()
 
 
 @contextlib.contextmanager
 def as_on_one_device() -> Iterator[Trial]:
-    """Puts this thread, which runs a replica, where no strategy is.
-
-    Yields:
-        What becomes known there.
-    """
+    """Leave all strategies for a dry run, and yield its findings."""
     trial = Trial()
     with strategy_in_charge(None):
         before, _place.trial = _place.trial, trial
@@ -167,7 +126,7 @@ def as_on_one_device() -> Iterator[Trial]:
 
 @contextlib.contextmanager
 def replica_in_charge(context: "ReplicaContext") -> Iterator[None]:
-    """Puts this thread into the replica context `context`."""
+    """Enter the replica context `context`."""
     previous, _place.replica = _place.replica, context
     try:
         yield
@@ -177,7 +136,7 @@ def replica_in_charge(context: "ReplicaContext") -> Iterator[None]:
 
 @contextlib.contextmanager
 def replicas_waiting() -> Iterator[None]:
-    """Surrounds what one thread does for all replicas while they wait for it."""
+    """Mark that this thread acts for all replicas while they wait for it."""
     before, _place.replicas_wait = _place.replicas_wait, True
     try:
         yield
@@ -186,7 +145,7 @@ def replicas_waiting() -> Iterator[None]:
 
 
 def get_strategy() -> "Strategy":
-    """Returns the strategy in charge: the innermost scope's, or the default one.
+    """Return the current strategy: the innermost scope's, or the default one.
 
     Example:
 
@@ -203,7 +162,7 @@ def get_strategy() -> "Strategy":
 
 
 def has_strategy() -> bool:
-    """Returns whether a strategy other than the default one is in charge.
+    """Return True inside the scope of a strategy.
 
     Example:
 
@@ -219,11 +178,11 @@ def has_strategy() -> bool:
 
 
 def get_replica_context() -> "ReplicaContext | None":
-    """Returns the context of the replica that is running.
+    """Return the context of the running replica.
 
     Returns:
-        The `ReplicaContext`; None in cross-replica context; outside every scope
-        the context of the default strategy's only replica.
+        The `ReplicaContext`; None in cross-replica context; outside every scope the
+        context of the default strategy's only replica.
 
     Example:
 
@@ -243,7 +202,7 @@ def get_replica_context() -> "ReplicaContext | None":
 
 
 def in_cross_replica_context() -> bool:
-    """Returns whether this code acts for all replicas of a strategy at once.
+    """Return True where code acts for all replicas of a strategy at once.
 
     Example:
 
@@ -261,10 +220,10 @@ def in_cross_replica_context() -> bool:
 
 
 def experimental_set_strategy(strategy: "Strategy | None") -> None:
-    """Puts a strategy in charge without a `with` block, for notebooks.
+    """Enter a strategy's scope without a `with` block, for notebooks.
 
     Args:
-        strategy: The strategy, or None to go back to the default one.
+        strategy: The strategy, or None to return to the default one.
 
     Raises:
         RuntimeError: Inside a scope that was entered with `with`.
@@ -296,15 +255,15 @@ def experimental_set_strategy(strategy: "Strategy | None") -> None:
 
 
 def require_cross_replica(strategy: "Strategy", method: str) -> None:
-    """Raises unless this thread may act for all replicas of `strategy`.
+    """Raise unless this thread may act for all replicas of `strategy`.
 
     Args:
         strategy: The strategy whose method was called.
         method: The method's name.
 
     Raises:
-        RuntimeError: Inside a replica, inside another strategy's scope, or, for `run`,
-            inside `merge_call`.
+        RuntimeError: In a replica, in another strategy's scope, or, for `run`, in
+            `merge_call`.
     """
     instead = {
         "reduce": "get_replica_context().all_reduce()",
@@ -312,14 +271,14 @@ def require_cross_replica(strategy: "Strategy", method: str) -> None:
     }.get(method, "get_replica_context().merge_call()")
     if _place.replica is not None:
         raise RuntimeError(
-            f"`{method}` acts for all replicas and was called inside one of them. "
+            f"`{method}` acts for all replicas and was called inside one. "
             f"Use {instead} there, or call `{method}` outside `strategy.run`."
         )
     if _place.replicas_wait and method == "run":
         raise RuntimeError(
             "`run` was called inside `merge_call`, while the replicas wait for it to "
-            "end. Compute there what needs no replica, return to the replicas, and go "
-            "on in the function that `run` called."
+            "end. Compute there only what needs no replica, return, and continue in "
+            "the function that `run` called."
         )
     current = current_scope()
     if current is not None and current is not strategy:

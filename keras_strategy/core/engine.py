@@ -1,7 +1,7 @@
-"""All that an adapter must do of its engine, once per process.
+"""Protocol of a backend: what each adapter does once per process.
 
-What it does for the devices of one strategy is in `core/protocol.py`, and what connects
-the processes of a cluster in `core/workers.py`.
+`core/protocol.py` has the protocols of its replicas, `core/workers.py` the collectives
+between processes.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,33 +19,33 @@ if TYPE_CHECKING:
 
 
 class Engine(Protocol):
-    """One engine: its devices, its gradients, its groups of replicas."""
+    """One backend: its devices, gradients and replica groups."""
 
     name: str
 
     def list_devices(self, device_type: str | None = None) -> list[str]:
-        """Canonical names of the local devices.
+        """Return the canonical names of the local devices.
 
         Args:
-            device_type: "cpu", "gpu" or "tpu"; None means the accelerators, or
-                the CPUs where there is none.
+            device_type: "cpu", "gpu" or "tpu"; None means the accelerators, or the CPUs
+                where there is none.
         """
         ...
 
     def refusal_of_shard(self, shard: str) -> str | None:
-        """Why this engine does not split `shard`, and what works; None if it does."""
+        """Return why `shard` is unsupported, and what works; None if supported."""
         ...
 
     def refusal_of_logical_devices(self) -> str | None:
-        """Why replicas have one device each, and what works; None if they need not."""
+        """Return why a replica has one device, and what works; None if several can."""
         ...
 
     def coordinates_of_tpus(self) -> list[tuple[int, int, int, int]]:
-        """Where the local TPU devices are in their mesh, in their order."""
+        """Return the mesh coordinates of the local TPU devices, in device order."""
         ...
 
     def set_logical_devices(self, device_type: str, count: int) -> None:
-        """Divides the machine's device into `count` logical ones.
+        """Split the machine's device into `count` logical devices.
 
         Raises:
             RuntimeError: If devices are already in use.
@@ -53,135 +53,131 @@ class Engine(Protocol):
         ...
 
     def device_scope(self, device: str) -> AbstractContextManager[Any]:
-        """Makes Keras put tensors and variables on `device`, a canonical name."""
+        """Make Keras place tensors and variables on `device`, a canonical name."""
         ...
 
     def is_tensor(self, value: Any) -> bool:
-        """Whether `value` is a tensor of this engine."""
+        """Return True if `value` is a tensor of this backend."""
         ...
 
     def number(self, value: Any) -> int | None:
-        """A whole number that may be a tensor; None if it is not known by now."""
+        """Return an integer that may be a tensor; None if a trace hides its value."""
         ...
 
     def memory_order(self, x: Any) -> tuple[int, ...] | None:
-        """A tensor's axes as they lie in memory; None where no draw depends on it."""
+        """Return a tensor's axes in memory order; None if no draw depends on it."""
         ...
 
     def ones(self, shape: Sequence[Any], like: Any, order: Any) -> Any:
-        """A tensor of ones.
+        """Return a tensor of ones.
 
         Args:
             shape: Its shape.
-            like: A tensor whose dtype it gets, and where it is.
-            order: See `memory_order`.
+            like: A tensor that gives the dtype and the device.
+            order: The memory order, see `memory_order`.
         """
         ...
 
     def draw_part(
         self, name: str, given: dict[str, Any], begin: Any, seed: Callable[[], Any]
     ) -> Any:
-        """Draws random numbers from some place on, without those before.
+        """Draw one slice of a random tensor without drawing the rows before it.
 
         Args:
             name: The function of `keras.random`.
-            given: Its arguments, with the shape of what is drawn; for "dropout" the
-                shape of the mask, the rate and the dtype of what is dropped.
-            begin: Where it begins in the first dimension of what one device draws.
+            given: Its arguments, with the global shape. For "dropout": the shape of the
+                mask, the rate and the dtype of the input.
+            begin: First row of the slice within the global shape.
             seed: Draws the seed.
 
         Returns:
-            One device's numbers there, for "dropout" what is kept; None where all of
-            them must be drawn.
+            The slice, for "dropout" the mask of kept elements; None where the global
+            tensor must be drawn.
         """
         ...
 
     def rehearse(
         self, fn: Callable[..., Any], args: tuple, kwargs: dict, rows: int
     ) -> "Trial":
-        """Calls a function as on one device, see `hooks.rehearsal`.
+        """Dry-run a function as one device would run it, see `hooks.rehearsal`.
 
         Args:
             fn: The function.
-            args: Its positional arguments, whose tensors have the replica's rows.
-            kwargs: Its keyword arguments, likewise.
-            rows: How many rows it is called with in their place.
-
-        Returns:
-            What became known.
+            args: Positional arguments, whose tensors have the replica's rows.
+            kwargs: Keyword arguments, likewise.
+            rows: The number of rows to call it with instead.
         """
         ...
 
     def copies_to_derive_by(
         self, variables: Sequence[Any], layers: Iterable[Any]
     ) -> AbstractContextManager[list[tuple[Any, Any]]]:
-        """Surrounds a step whose gradients are looked at, and nothing else.
+        """Context manager around a dry-run step of which only the gradients are used.
 
-        What it writes to tensors of the engine's that are set on layers is undone, or
-        it raises where that cannot be.
+        It undoes what the step writes to the backend's own tensors on layers, or raises
+        where it cannot.
 
         Args:
-            variables: Those that it derives by.
+            variables: The variables to differentiate by.
             layers: The model's layers.
 
         Yields:
-            The variables with copies of what they hold, where an engine would write
-            gradients to the variables themselves; otherwise nothing.
+            Pairs of a variable and a copy of its value, where a backend would write
+            gradients to the variables themselves; otherwise an empty list.
         """
         ...
 
     def copy_to(self, value: Any, device: str) -> Any:
-        """A tensor on `device`, a canonical name; `value` itself if it is there.
+        """Copy a tensor to `device`; return `value` itself if it is there.
 
-        In a program that is being compiled for all replicas, `value` itself.
+        Also returns `value` itself in a program that is compiled for all replicas.
         """
         ...
 
     def device_of(self, tensor: Any) -> str | None:
-        """The canonical name of a tensor's device; None if a program decides it."""
+        """Return a tensor's canonical device name; None if a program decides it."""
         ...
 
     def in_trace(self) -> bool:
-        """Whether Python runs to be compiled, and tensors have no values yet."""
+        """Return True while Python is traced and tensors have no values."""
         ...
 
     def value_and_grad(
         self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
     ) -> Callable[..., Any]:
-        """See `keras_strategy.value_and_grad`."""
+        """Implement `keras_strategy.value_and_grad`."""
         ...
 
     def hook_modules(self) -> Sequence[ModuleType]:
-        """Where this engine extends Keras, in the order of installation."""
+        """Return the modules that patch Keras for this backend, in install order."""
         ...
 
     def random_state(self, seeded: bool = True) -> bytes | None:
-        """The state of the process's generator of random numbers, if there is one.
+        """Return the state of the process's random generator, if there is one.
 
         Args:
-            seeded: Whether a process without a seed gets one. What draws without a
-                seed has no state otherwise.
+            seeded: True to seed an unseeded generator first: without a seed it has no
+                state.
         """
         ...
 
     def set_random_state(self, state: bytes) -> None:
-        """Sets what `random_state` gave, on this worker or another."""
+        """Restore a state that `random_state` returned, on any worker."""
         ...
 
     def native_strategy(self, devices: tuple[str, ...]) -> Any:
-        """What Keras offers for several devices by itself, to be compared with.
+        """Return Keras's own multi-device strategy, for comparison, or None.
 
-        Returns:
-            Something with a `scope()` to make and train a model in, or None.
+        It has a `scope()` in which a model is built and trained.
         """
         ...
 
     def native(self, name: str) -> Any:
-        """What tf.distribute has under a name, if this is its engine; else None."""
+        """Return tf.distribute's object of that name, or None on other backends."""
         ...
 
     def native_components(self, value: Any) -> tuple[Any, ...] | None:
-        """What a distributed value of native tf.distribute holds, None of others."""
+        """Return the components of a native tf.distribute value; None for others."""
         ...
 
     def distribute_natively(
@@ -191,79 +187,71 @@ class Engine(Protocol):
         split: bool,
         options: "InputOptions | None",
     ) -> Any:
-        """Distributes datasets with this engine's own input pipeline.
+        """Distribute datasets with this backend's own input pipeline.
 
         Args:
             strategy: The strategy.
-            datasets: What the user gave: one dataset, or one for each replica.
-            split: Whether its elements are global batches, to be split by rows;
-                else the replicas take them in turn.
+            datasets: One dataset, or one for each replica.
+            split: True if elements are global batches to split by rows; False if the
+                replicas take elements in turn.
             options: The user's options, or None.
 
         Returns:
-            A `DistributedDataset`; None if a dataset is not one of this engine's.
+            A `DistributedDataset`; None if a dataset is not of this backend.
         """
         ...
 
     def checkpoints(self, thing: Any, folder: Any, cluster: "Cluster | None") -> Any:
-        """Saves and restores this engine's own kind of checkpoint.
+        """Return a handler for this backend's own kind of checkpoint.
 
         Args:
-            thing: What the user wants saved.
-            folder: Where, or None.
+            thing: The object to save.
+            folder: The folder, or None.
             cluster: The workers, or None.
 
         Returns:
-            An object with `restore()` and `save(steps)`, where `restore` gives the
-            steps that were saved; None if `thing` is none of its kind.
+            An object with `restore()`, which returns the number of saved steps, and
+            `save(steps)`; None if `thing` is of another kind.
         """
         ...
 
     def count(
         self, train: Callable[[int], None], steps: int
     ) -> tuple[int, int, int, int]:
-        """Counts what this engine does while a program trains.
-
-        Args:
-            train: Trains for so many steps.
-            steps: How many.
+        """Count this backend's operations while `train(steps)` runs.
 
         Returns:
-            The collectives, the bytes that one replica gives to them, the programs
-            that were compiled, and the copies between host and devices.
+            The collectives, the bytes of one replica in them, the compiled programs,
+            and the copies between host and devices.
         """
         ...
 
     def shares(
         self, train: Callable[[int], None], steps: int
     ) -> tuple[float, float] | None:
-        """The shares of the time in which a device computed, and was in collectives.
-
-        Args:
-            train: See `count`.
-            steps: See `count`.
+        """Profile `train(steps)`.
 
         Returns:
-            What this engine's profiler says; None where it says nothing.
+            The fractions of the time in which a device computes and in which it is in
+            collectives; None if the backend's profiler does not report them.
         """
         ...
 
     def require_loop_in_python(self) -> None:
-        """Raises where a Python loop over data would be compiled, and unrolled.
+        """Raise where a Python loop over data would be compiled and unrolled.
 
         Raises:
-            RuntimeError: There.
+            RuntimeError: In such a place.
         """
         ...
 
     def connect(self, cluster: "Cluster") -> None:
-        """Connects the engine with those of the other workers.
+        """Connect this backend with those of the other workers.
 
-        Called before any device is asked for; what this worker's devices are may
-        depend on it.
+        Called before devices are listed, since the local devices may depend on it.
 
         Raises:
-            RuntimeError: If the engine is in use already, or belongs to others.
+            RuntimeError: If the backend is in use already, or connected to others.
         """
         ...
 
@@ -274,13 +262,13 @@ class Engine(Protocol):
         cross_device_ops: Any,
         cluster: "Cluster | None",
     ) -> "ReplicaGroup":
-        """The replicas of `strategy`, one on each of `devices`.
+        """Create the replicas of `strategy`, one on each device.
 
         Args:
             strategy: The strategy.
             devices: Canonical names of the local devices, one replica each.
-            cross_device_ops: A `CrossDeviceOps` of those that are a choice alone, or
-                None. An engine that decides by itself says so in the log.
-            cluster: The workers, to which the engine is connected, or None.
+            cross_device_ops: One of tf.distribute's `CrossDeviceOps`, or None. A
+                backend that chooses by itself logs that it has no effect.
+            cluster: The connected workers, or None.
         """
         ...

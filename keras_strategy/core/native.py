@@ -1,8 +1,4 @@
-"""What only tf.distribute has an engine for: its own on TensorFlow, refused elsewhere.
-
-These are classes for servers. Nothing is added to them: what runs on TensorFlow is
-TensorFlow's.
-"""
+"""tf.distribute's server classes: native on TensorFlow, unsupported elsewhere."""
 
 import functools
 from typing import Any, NoReturn
@@ -11,20 +7,20 @@ from keras_strategy.core.registry import get_engine
 from keras_strategy.errors import UnsupportedBackendError
 
 _ASYNCHRONOUS = (
-    "Parameter servers are updated by workers at their own times, for which TensorFlow "
-    "alone has an engine, and which does not equal one device. Use MirroredStrategy or "
-    "MultiWorkerMirroredStrategy, with `shard` for a model that is too large for each "
-    "device; or coordinator.ClusterCoordinator for functions at their own times."
+    "Workers update parameter servers asynchronously. Only TensorFlow implements that, "
+    "and results differ from one device. Use MirroredStrategy or "
+    "MultiWorkerMirroredStrategy, with `shard` if the model is too large for one "
+    "device; or coordinator.ClusterCoordinator for asynchronous functions."
 )
 _SERVERS = (
-    "JAX and torch have no servers that take work from others. Workers find each other "
-    "when MultiWorkerMirroredStrategy is made; `keras-strategy run` starts them. Those "
-    "of a coordinator.ClusterCoordinator it starts itself."
+    "JAX and torch have no servers that accept work. Workers find each other when "
+    "MultiWorkerMirroredStrategy is created; `keras-strategy run` starts them. "
+    "coordinator.ClusterCoordinator starts its own workers."
 )
 _CALLS = (
-    "It calls functions of TensorFlow, with their types, in another process, for which "
-    "TensorFlow alone has an engine. Use coordinator.ClusterCoordinator, which starts "
-    "its workers; or gRPC between programs of your own."
+    "It calls TensorFlow functions, with their types, in another process, which only "
+    "TensorFlow implements. Use coordinator.ClusterCoordinator, which starts its "
+    "workers; or gRPC between your own programs."
 )
 REASONS = {
     "ParameterServerStrategy": _ASYNCHRONOUS,
@@ -36,20 +32,16 @@ REASONS = {
 
 @functools.cache
 def native(name: str) -> Any:
-    """What there is under a name of tf.distribute.
+    """Return tf.distribute's object of that name, one of `REASONS`.
 
-    Args:
-        name: One of `REASONS`.
-
-    Returns:
-        TensorFlow's own; on other engines a class that cannot be made, and says why.
+    On other backends, return a class whose constructor raises the reason.
     """
     found = get_engine().native(name)
     if found is not None:
         return found
-    return _OfRefused(
+    return _UnsupportedMeta(
         name.rpartition(".")[2],
-        (_Refused,),
+        (_Unsupported,),
         {
             "__doc__": REASONS[name],
             "__module__": __name__,
@@ -57,26 +49,26 @@ def native(name: str) -> Any:
     )
 
 
-class _OfRefused(type):
-    """What such a class has in tf.distribute, functions that make one too, it has not.
+class _UnsupportedMeta(type):
+    """Metaclass: class attributes, including factory functions, do not exist.
 
-    To read it is an AttributeError, so that `hasattr` tells the truth.
+    Reading one raises AttributeError, so `hasattr` is False.
     """
 
     def __getattr__(cls, name: str) -> NoReturn:
-        raise AttributeError(cls.refusal())
+        raise AttributeError(cls.message())
 
-    def refusal(cls) -> str:
-        """Why there is none, and what to use."""
+    def message(cls) -> str:
+        """Return why the class does not exist, and what to use."""
         return (
-            f"`{cls.__name__}` of tf.distribute is not for the Keras backend in "
-            f"use, '{get_engine().name}'. {cls.__doc__}"
+            f"`{cls.__name__}` of tf.distribute is not available with the Keras "
+            f"backend in use, '{get_engine().name}'. {cls.__doc__}"
         )
 
 
-class _Refused(metaclass=_OfRefused):
+class _Unsupported(metaclass=_UnsupportedMeta):
     def __init__(self, *args: Any, **kwargs: Any):
-        raise UnsupportedBackendError(type(self).refusal())
+        raise UnsupportedBackendError(type(self).message())
 
 
 def __getattr__(name: str) -> Any:

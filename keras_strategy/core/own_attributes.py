@@ -1,9 +1,9 @@
-"""What replicas set on layers, kept apart.
+"""Attributes that replicas set on layers, kept separate until the run ends.
 
-The replicas of a process share one Python model, and run in turns. What one of them
-sets on a layer (`self.skip = x`) is its own until the run ends: it is set aside when a
-turn ends, and put back when the replica's next one begins. So a step reads what it
-wrote, and what it counts (`self.steps += 1`) starts from one number on every replica.
+The replicas of a process share one Python model and run in turns. What a replica sets
+on a layer (`self.skip = x`) is swapped out when its turn ends and swapped in when its
+next turn begins. So a step reads what it wrote, and a counter (`self.steps += 1`)
+starts from the same number on every replica.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import numpy as np
 from keras_strategy.values.distributed import PerReplica
 
 ABSENT = object()
-# What a replica makes of these is there for all of them.
+# Objects of these types are shared, whichever replica creates them.
 _SHARED = (
     keras.Variable,
     keras.Layer,
@@ -31,10 +31,10 @@ _SHARED = (
 
 
 class OwnValues(PerReplica):
-    """What an attribute became that replicas set to different values.
+    """Value of an attribute that replicas have set to different values.
 
     Args:
-        values: The values, in the order of the replicas.
+        values: The values, in replica order.
         name: The attribute's name.
     """
 
@@ -43,74 +43,70 @@ class OwnValues(PerReplica):
         self.name = name
 
     def __bool__(self) -> bool:
-        raise self._used("neither true nor false")
+        raise self._error("a condition")
 
     def __iter__(self) -> Any:
-        raise self._used("no sequence")
+        raise self._error("a sequence")
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        raise self._used("no array")
+        raise self._error("an array")
 
     def __float__(self) -> float:
-        raise self._used("no number")
+        raise self._error("a number")
 
-    def _used(self, what: str) -> ValueError:
+    def _error(self, what: str) -> ValueError:
         return ValueError(
-            f"The replicas have set {self.name} to different values, so that it is "
-            f"{what} outside of them. `experimental_local_results` of their strategy "
-            f"gives each one's. Received: {self!r}"
+            f"The replicas have set {self.name} to different values, so it cannot be "
+            f"used as {what} outside of them. Their strategy's "
+            f"`experimental_local_results` returns each value. Received: {self!r}"
         )
 
 
 class _Notice:
-    """What notices that an attribute is set: it is there while replicas take turns.
+    """Patches that intercept attribute assignment while replicas take turns.
 
-    And stays when they end, since the next ones begin soon, until `end` is called.
+    They are installed when a turn begins and stay until `end` is called, since the next
+    turn usually begins soon.
 
     Attributes:
-        lock: Held by who changes the others.
-        turns: How many threads are in a replica's turn.
-        there: Whether it is there.
+        lock: Protects the other attributes.
+        turns: Threads in a replica's turn.
+        installed: True while the patches are installed.
     """
 
     def __init__(self):
         self.lock = threading.Lock()
         self.turns = 0
-        self.there = False
-        self._pairs: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        self.installed = False
+        self._patches: list[tuple[Callable[[], None], Callable[[], None]]] = []
 
     def add(self, put: Callable[[], None], take: Callable[[], None]) -> None:
-        """Has something put in place before a turn begins, and taken away at the end.
-
-        Args:
-            put: Called without arguments.
-            take: Called without arguments.
-        """
+        """Register the functions that install and remove a patch."""
         with self.lock:
-            self._pairs.append((put, take))
-            if self.there:
+            self._patches.append((put, take))
+            if self.installed:
                 put()
 
     def put(self) -> None:
-        """Puts all in place, for who holds the lock."""
-        for put, _ in self._pairs:
+        """Install all patches; the caller holds the lock."""
+        for put, _ in self._patches:
             put()
-        self.there = True
+        self.installed = True
 
     def end(self) -> None:
-        """Takes all away, unless some thread is in a replica's turn."""
+        """Remove all patches, unless a thread is in a replica's turn."""
         with self.lock:
-            if self.there and not self.turns:
-                for _, take in self._pairs:
+            if self.installed and not self.turns:
+                for _, take in self._patches:
                     take()
-                self.there = False
+                self.installed = False
 
 
 notice = _Notice()
 
 
 class _Here(threading.local):
-    """Whose turn it is in this thread."""
+    """Attributes of the replica whose turn it is in this thread."""
 
     own: "OwnAttributes | None" = None
 
@@ -119,13 +115,13 @@ here = _Here()
 
 
 def whose_turn() -> "OwnAttributes | None":
-    """The replica whose turn it is in this thread, or None."""
+    """Return the attributes of the replica whose turn it is in this thread."""
     return here.own
 
 
 @contextlib.contextmanager
 def set_for_all() -> Iterator[None]:
-    """Lets this thread set attributes for all replicas."""
+    """Let this thread set attributes for all replicas."""
     own, here.own = here.own, None
     try:
         yield
@@ -134,22 +130,17 @@ def set_for_all() -> Iterator[None]:
 
 
 class _Attribute:
-    """An attribute of a layer.
-
-    Args:
-        owner: The layer.
-        name: The attribute's name.
-    """
+    """An attribute of a layer."""
 
     def __init__(self, owner: Any, name: str):
         self.owner, self.name = owner, name
-        self.told = f"{type(owner).__name__}.{name}"
+        self.description = f"{type(owner).__name__}.{name}"
 
     def read(self) -> Any:
         return vars(self.owner).get(self.name, ABSENT)
 
     def write(self, value: Any) -> None:
-        # Not by `setattr`: Keras and the engine have seen the value when it was set.
+        # Not `setattr`: Keras and the backend saw the value when it was set.
         if value is ABSENT:
             vars(self.owner).pop(self.name, None)
         else:
@@ -157,14 +148,10 @@ class _Attribute:
 
 
 class _Contents:
-    """What is in a list, dict or set that Keras made of an attribute's value.
-
-    Args:
-        owner: The list, dict or set.
-    """
+    """Contents of a list, dict or set that Keras made of an attribute's value."""
 
     name = None
-    told = "what is in a list, dict or set of a layer or metric"
+    description = "the contents of a list, dict or set of a layer or metric"
 
     def __init__(self, owner: Any):
         self.owner = owner
@@ -179,7 +166,7 @@ class _Contents:
 
     def write(self, value: Any) -> None:
         kind = self._kind
-        if isinstance(value, OwnValues):  # in the place of all of it
+        if isinstance(value, OwnValues):  # stands for all contents
             value = {"replicas": value} if issubclass(kind, dict) else kind([value])
         kind.clear(self.owner)
         if kind is list:
@@ -198,48 +185,42 @@ _Place = _Attribute | _Contents
 
 
 class OwnAttributes:
-    """What one replica sets on layers during a run.
+    """Attributes that one replica sets on layers during a run.
 
     Args:
-        made: The layers that replicas have made in this run.
+        made: Layers that replicas created in this run.
     """
 
     def __init__(self, made: dict[int, Any]):
         self.made = made
-        # Each place, and what will be in it when the turn changes.
-        self.aside: dict[Hashable, tuple[_Place, Any]] = {}
+        # Each place, and its value when the turn changes.
+        self.swapped: dict[Hashable, tuple[_Place, Any]] = {}
         self._in_place = False
 
     def set(self, layer: Any, name: str, value: Any) -> None:
-        """Notes that an attribute is about to change, or to be deleted.
-
-        Args:
-            layer: The layer.
-            name: The attribute's name.
-            value: What it becomes, or ABSENT.
-        """
+        """Record that an attribute is about to change; `value` may be ABSENT."""
         key = id(layer), name
         if isinstance(value, _SHARED):
-            self.aside.pop(key, None)
-        elif key not in self.aside and id(layer) not in self.made:
+            self.swapped.pop(key, None)
+        elif key not in self.swapped and id(layer) not in self.made:
             place = _Attribute(layer, name)
-            self.aside[key] = place, place.read()
+            self.swapped[key] = place, place.read()
 
     def change(self, container: Any, values: Sequence[Any]) -> None:
-        """Notes that what is in a list, dict or set is about to change.
+        """Record that the contents of a list, dict or set are about to change.
 
         Args:
             container: The list, dict or set.
-            values: What comes into it, among others.
+            values: New elements, among others.
         """
         shared = any(isinstance(value, _SHARED) for value in values)
-        if not shared and id(container) not in self.aside:
+        if not shared and id(container) not in self.swapped:
             place = _Contents(container)
-            self.aside[id(container)] = place, place.read()
+            self.swapped[id(container)] = place, place.read()
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Surrounds all that the replica does."""
+        """Context manager around one turn of the replica."""
         self.put_back()
         try:
             yield
@@ -247,43 +228,43 @@ class OwnAttributes:
             self.set_aside()
 
     def put_back(self) -> None:
-        """Begins a turn."""
-        with notice.lock:  # each turn of each step: no function is called here
+        """Begin a turn."""
+        with notice.lock:  # hot path: avoid calls
             notice.turns += 1
-            if not notice.there:
+            if not notice.installed:
                 notice.put()
         here.own = self
         self._in_place = True
-        if self.aside:
+        if self.swapped:
             self._swap()
 
     def set_aside(self) -> None:
-        """Ends a turn; also one that has ended already, by an error."""
+        """End a turn, unless an error has ended it."""
         here.own = None
         if self._in_place:
             self._in_place = False
             with notice.lock:
                 notice.turns -= 1
-            if self.aside:
+            if self.swapped:
                 self._swap()
 
     def keep(self) -> None:
-        """Ends the only turn of a replica that has none beside it."""
+        """End the only turn of a single replica; its values stay in place."""
         here.own = None
         self._in_place = False
         with notice.lock:
             notice.turns -= 1
-        self.aside.clear()
+        self.swapped.clear()
 
     def _swap(self) -> None:
-        for key, (place, value) in self.aside.items():
-            self.aside[key] = place, place.read()
+        for key, (place, value) in self.swapped.items():
+            self.swapped[key] = place, place.read()
             place.write(value)
 
 
 @contextlib.contextmanager
 def set_for_nobody() -> Iterator[None]:
-    """Forgets what this thread sets on layers while it only looks at what they do."""
+    """Discard what this thread sets on layers, for dry runs."""
     own = here.own
     try:
         with OwnAttributes({}).in_turn():
@@ -293,11 +274,11 @@ def set_for_nobody() -> Iterator[None]:
 
 
 class AttributesOfReplicas:
-    """What the replicas of a group set on layers, from run to run.
+    """Attributes that a group's replicas set on layers, from run to run.
 
     Args:
-        replicas: The number of replicas on this worker.
-        is_tensor: Tells the tensors of the backend in use.
+        replicas: The number of local replicas.
+        is_tensor: Recognises tensors of the backend in use.
     """
 
     def __init__(self, replicas: int, is_tensor: Callable[[Any], bool]):
@@ -306,7 +287,7 @@ class AttributesOfReplicas:
         self._differing: list[tuple[weakref.ref, str | None]] = []
 
     def begin(self) -> list[OwnAttributes]:
-        """Begins a run: each replica finds what it left behind."""
+        """Begin a run: each replica gets the values it left."""
         made: dict[int, Any] = {}
         replicas = [OwnAttributes(made) for _ in range(self._replicas)]
         for reference, name in self._differing:
@@ -315,26 +296,28 @@ class AttributesOfReplicas:
                 continue
             place = _Contents(owner) if name is None else _Attribute(owner, name)
             found = place.read()
-            if not isinstance(found, OwnValues):  # somebody wrote to it
+            if not isinstance(found, OwnValues):  # overwritten since
                 continue
             key = id(owner) if name is None else (id(owner), name)
             for replica, value in zip(replicas, found.values, strict=True):
-                replica.aside[key] = place, value
+                replica.swapped[key] = place, value
         return replicas
 
     def commit(self, replicas: Sequence[OwnAttributes]) -> None:
-        """Writes what the replicas have set, when all of them have succeeded."""
+        """Write what the replicas have set, once all of them have succeeded."""
         places = {
-            key: place for own in replicas for key, (place, _) in own.aside.items()
+            key: place for own in replicas for key, (place, _) in own.swapped.items()
         }
         self._differing = []
         for key, place in places.items():
-            kept = place.read()
-            first, *others = [own.aside.get(key, (place, kept))[1] for own in replicas]
+            current = place.read()
+            first, *others = [
+                own.swapped.get(key, (place, current))[1] for own in replicas
+            ]
             if all(self._same(first, other) for other in others):
                 place.write(first)
             else:
-                place.write(OwnValues([first, *others], place.told))
+                place.write(OwnValues([first, *others], place.description))
                 self._differing.append((weakref.ref(place.owner), place.name))
 
     def _same(self, a: Any, b: Any) -> bool:

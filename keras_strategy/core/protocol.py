@@ -1,7 +1,7 @@
-"""All that an adapter must do for replicas, and nothing that the core can do for it.
+"""Protocols of a backend's replicas: only what `core` cannot do for all backends.
 
-`ReplicaGroup` is the set of devices of one strategy. `Replica` is one of them while a
-function runs on it. Their engine is in `core/engine.py`.
+`ReplicaGroup` is the set of devices of one strategy, `Replica` one of them while a
+function runs on it.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from keras_strategy.values.distributed import DistributedValues, Mirrored, ReduceOp
 
 if TYPE_CHECKING:
-    from keras_strategy.core.replica_context import ReplicaContext
     from keras_strategy.core.step_state import StepState
     from keras_strategy.core.workers import Workers
     from keras_strategy.options.run import RunOptions
@@ -24,66 +23,65 @@ class ReplicaGroup(Protocol):
 
     @property
     def workers(self) -> "Workers | None":
-        """The processes that the replicas belong to; None for this one alone."""
+        """Collectives between the processes; None for a single process."""
         ...
 
     @property
-    def context(self) -> "ReplicaContext | None":
-        """The only replica's context, where there is only one."""
+    def context(self) -> Any:
+        """The `ReplicaContext` of the only replica; None if there are several."""
         ...
 
     def scope(self) -> AbstractContextManager[Any]:
-        """What must hold while variables of this group are made."""
+        """Context manager in which variables of this group are created."""
         ...
 
     def adopt(self, variables: Sequence[Any]) -> None:
-        """Mirrors variables that were made outside the scope, keeping values."""
+        """Mirror variables that were created outside the scope; keep their values."""
         ...
 
     def take_first(self, variables: Sequence[Any]) -> int:
-        """Gives variables that have got their first value the chief's.
+        """Set variables that got their initial values to the chief's.
 
         Returns:
-            How many of them have it now, from the first one on: as many as all workers
-            bring at this time.
+            How many of them, from the first on, are synchronised: the number that all
+            workers have initialised by now.
         """
         ...
 
     def around(
         self, model: Any, method: str, arguments: dict[str, Any]
     ) -> AbstractContextManager[Any]:
-        """What must hold while Keras's own `fit`, or its like, works.
+        """Context manager around Keras's own `fit`, `evaluate` and the like.
 
         Args:
             model: The model.
-            method: "compile", "fit", "evaluate", "predict", or one of the three
-                methods for a batch.
-            arguments: Its arguments by name, to be changed in place.
+            method: "compile", "fit", "evaluate", "predict", or a `*_on_batch` method.
+            arguments: Its arguments by name; may be changed in place.
         """
         ...
 
     def check_apply_outside_of_replicas(self) -> None:
-        """Raises unless an optimizer can apply gradients in cross-replica context.
+        """Raise if an optimizer cannot apply gradients in cross-replica context.
 
         Raises:
-            RuntimeError: There.
+            RuntimeError: If it cannot.
         """
         ...
 
     def components(self, variable: Any) -> tuple[Any, ...]:
-        """What each local replica holds of `variable`."""
+        """Return the component of `variable` on each local replica."""
         ...
 
     def bytes_of(self, variable: Any) -> tuple[int, ...]:
-        """How many bytes of `variable` are on each local device."""
+        """Return the bytes of `variable` on each local device."""
         ...
 
     def parts(self, variable: Any) -> DistributedValues:
-        """What the replicas hold of `variable`, as `reduce` takes it."""
+        """Return the replicas' values of `variable`, in the form `reduce` takes."""
         ...
 
     def assign_components(self, variable: Any, values: Sequence[Any]) -> None:
-        """Writes what each local replica holds of `variable`.
+        """Write one tensor to each local component of `variable`.
 
         Args:
             variable: A variable of this group.
@@ -94,23 +92,23 @@ class ReplicaGroup(Protocol):
     def update(
         self, variable: Any, fn: Callable[..., Any], args: tuple, kwargs: dict
     ) -> Any:
-        """Calls `fn` for each component of `variable`, then writes them.
+        """Call `fn` for each component of `variable`, then write the results.
 
         Args:
             variable: A variable of this group.
             fn: Called with a `VariableComponent` and the arguments.
-            args: Positional arguments; each component gets its part of distributed
-                values, and of variables, which are all of this group.
+            args: Positional arguments. Each component gets its component of distributed
+                values and of variables, which all belong to this group.
             kwargs: Keyword arguments, likewise.
 
         Returns:
-            What `fn` returned, with `Mirrored` in the place of tensors; with one
-            replica, as it is.
+            The outputs, with `Mirrored` in place of tensors; the plain output with
+            one replica.
         """
         ...
 
     def mirror(self, value: Any) -> Mirrored:
-        """One copy of a tensor on each device."""
+        """Copy a tensor to each device."""
         ...
 
     def run(
@@ -121,64 +119,64 @@ class ReplicaGroup(Protocol):
         options: "RunOptions",
         scope: Callable[[], AbstractContextManager[Any]],
     ) -> Any:
-        """Calls `fn` on every replica, in replica context.
+        """Call `fn` on every replica, in replica context.
 
         Args:
             fn: The function.
-            args: Its positional arguments, each a structure whose
-                `DistributedValues` give every replica its component.
-            kwargs: Its keyword arguments, likewise.
-            options: Whether to compile it.
-            scope: The strategy's, in which `fn` runs. A program that was compiled
-                before runs no Python, and does without.
+            args: Positional arguments, each a structure whose `DistributedValues` give
+                every replica its component.
+            kwargs: Keyword arguments, likewise.
+            options: The run options.
+            scope: The strategy's scope, entered while Python runs. A compiled program
+                runs without it.
 
         Returns:
-            The outputs, joined as `values.regroup` joins them.
+            The outputs, joined by `values.regroup`.
 
         Raises:
-            Exception: What `fn` raised in one replica. The variables are then as
-                before, or the exception carries a note that they are not.
+            Exception: As raised by `fn` in one replica. The variables keep their old
+                values, or a note on the exception says that they do not.
         """
         ...
 
     def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
-        """Combines tensors over the replicas, and over `axis` unless it is None."""
+        """Combine tensors over the replicas, and over `axis` unless it is None."""
         ...
 
     def gather(self, values: Sequence[Any], axis: int) -> Any:
-        """Concatenates tensors of different devices on the first device."""
+        """Concatenate tensors of different devices on the first device."""
         ...
 
     def place(self, parts: Sequence[Any], alike: bool | None = None) -> Any:
-        """Puts each replica's part of the data on its device.
+        """Copy each replica's data to its device.
 
         Args:
-            parts: One array or tensor for each local replica, whose rows may differ.
-                They are copied: whoever gave them may overwrite them.
-            alike: Whether the parts of all replicas, those of other workers included,
-                have the same shape and dtype; None if that is not known.
+            parts: One array or tensor for each local replica; the rows may differ. They
+                are copied, so the caller may overwrite them.
+            alike: True if the parts of all replicas have the same shape and dtype;
+                None if unknown.
 
         Returns:
             A `PerReplica` of tensors; with one replica the tensor.
 
         Raises:
-            TypeError: If this engine has no tensors of that dtype; or a ValueError.
+            TypeError: If the backend has no tensors of that dtype; or a ValueError.
         """
         ...
 
 
 class LogicalGroup(ReplicaGroup, Protocol):
-    """The group of replicas that have several devices each."""
+    """Replica group whose replicas have several devices each."""
 
     def lay_out(self, tensor: Any, parts: Sequence[int]) -> Any:
-        """A tensor of a replica that its devices share, where a program computes.
+        """Shard a replica's tensor over its devices, inside a compiled program.
 
         Args:
             tensor: The tensor.
-            parts: Into how many parts each of its dimensions is split.
+            parts: The number of parts of each dimension.
 
         Raises:
-            ValueError: If a dimension cannot be split into as many.
+            ValueError: If a dimension cannot be split into that many parts.
         """
         ...
 
@@ -188,7 +186,7 @@ class Replica(Protocol):
 
     Attributes:
         devices: Canonical names of its devices.
-        step: The state of the training step that it is in.
+        step: The state of its current training step.
     """
 
     devices: tuple[str, ...]
@@ -196,61 +194,58 @@ class Replica(Protocol):
 
     @property
     def id(self) -> Any:
-        """Its number among all replicas, from 0."""
+        """Index among all replicas, from 0."""
         ...
 
     def all_reduce(self, reduce_op: ReduceOp, value: Any) -> Any:
-        """Differentiable: the gradient of a sum is the sum of the gradients.
+        """Reduce over the replicas; the gradient of a sum is the sum of the gradients.
 
-        In a training step (where the replica has a row weight w) it is
-        (sum over s of w_s * g_s) / w_r, since the optimizer weights it again.
+        In a training step, where the replica has a row weight w, the gradient is
+        (sum over s of w_s * g_s) / w_r, since the optimizer applies the weight again.
         """
         ...
 
     def all_gather(self, value: Any, axis: int) -> Any:
-        """Concatenates in the order of the replicas."""
+        """Concatenate in replica order."""
         ...
 
     def merge_call(self, merge_fn: Callable[..., Any], args: tuple, kwargs: dict):
-        """See `ReplicaContext.merge_call`."""
+        """Implement `ReplicaContext.merge_call`."""
         ...
 
     def once(self, fn: Callable[[], Any]) -> Any:
-        """Calls `fn`, which makes variables for all replicas.
+        """Call `fn`, which creates variables, once for all replicas.
 
-        The one that comes first calls it; those that come later find what it made.
-
-        Returns:
-            What `fn` returned.
+        The first replica calls it; later ones get the same result.
         """
         ...
 
     def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
-        """Sum over the replicas of weight * tensor, without gradients.
+        """Return the sum of weight * tensor over the replicas, without gradients.
 
         Args:
             tensors: Tensors of the same shapes on every replica.
-            weight: This replica's row weight; 0 selects zeros, so that a NaN of
-                a replica without rows stays there. None means 1 everywhere.
+            weight: This replica's row weight; None means 1. A weight of 0 adds zeros,
+                so that a NaN of a replica without rows does not spread.
         """
         ...
 
     def draw_once(
         self, what: Any, draw: Callable[[], Any], skip: Callable[[], Any]
     ) -> Any:
-        """Draws random numbers that all replicas draw alike.
+        """Draw random numbers that are the same on all replicas.
 
         Args:
-            what: Tells them from others, by `==`.
-            draw: Draws them.
-            skip: Advances what they are drawn from, in place of `draw`, where another
-                replica of this process has drawn them and a copy is taken.
+            what: Identifies the draw, by `==`.
+            draw: Draws the numbers.
+            skip: Advances the generator instead of `draw`, where another replica of
+                this process has drawn and its numbers are copied.
 
         Returns:
-            What `draw` returned.
+            The result of `draw`.
         """
         ...
 
     def write(self, variable: Any, value: Any) -> None:
-        """Sets this replica's component of `variable`, and no other's."""
+        """Set only this replica's component of `variable`."""
         ...

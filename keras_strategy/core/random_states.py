@@ -1,4 +1,4 @@
-"""The generators of random numbers that a process has, and may not be drawn from."""
+"""Random generators of the process."""
 
 import contextlib
 import random
@@ -11,18 +11,18 @@ from keras_strategy.core.registry import get_engine
 
 @contextlib.contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Puts Python's, NumPy's and the engine's generator back where they were.
+    """Restore the Python, NumPy and backend generators on exit.
 
-    A process that has no seed gets none: with one, TensorFlow would shuffle alike in
-    each epoch of what comes later.
+    An unseeded backend generator stays unseeded: with a seed, TensorFlow would shuffle
+    later epochs alike.
     """
     engine = get_engine()
-    of_engine = engine.random_state(seeded=False)
-    states = random.getstate(), np.random.get_state(), of_engine
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    backend_state = engine.random_state(seeded=False)
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        if states[2] is not None:
-            engine.set_random_state(states[2])
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        if backend_state is not None:
+            engine.set_random_state(backend_state)

@@ -1,15 +1,15 @@
-"""Names of tf.distribute that have no meaning here, and say so."""
+"""Names of tf.distribute that do not exist here, with the reason."""
 
 from typing import Any, NoReturn
 
 
 class Refused:
-    """Stands for such a name in a class.
+    """Class attribute for a tf.distribute name that does not exist here.
 
-    To read it is an AttributeError, so that `hasattr` tells the truth.
+    Reading it raises AttributeError, so `hasattr` is False.
 
     Args:
-        reason: Why, and what to use.
+        reason: Why it does not exist, and what to use.
     """
 
     def __init__(self, reason: str):
@@ -24,11 +24,5 @@ class Refused:
 
 
 def absent(owner: str, name: str, reason: str) -> str:
-    """The message of the AttributeError.
-
-    Args:
-        owner: A class or a module.
-        name: What was looked for in it.
-        reason: Why it is not there, and what to use.
-    """
+    """Return the AttributeError message for a tf.distribute name."""
     return f"{owner!r} has no attribute {name!r}, which tf.distribute has. {reason}"

@@ -1,4 +1,4 @@
-"""Picks the adapter for the Keras backend in use, when it is first needed."""
+"""Adapter of the Keras backend in use, imported on first use."""
 
 import functools
 import importlib
@@ -13,7 +13,7 @@ SUPPORTED = ("jax", "torch", "tensorflow")
 
 @functools.cache
 def get_engine() -> Engine:
-    """Returns the adapter for `keras.backend.backend()`.
+    """Return the adapter for `keras.backend.backend()`.
 
     Raises:
         UnsupportedBackendError: If that backend cannot train.

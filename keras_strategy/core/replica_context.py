@@ -1,4 +1,4 @@
-"""What a function that runs on one replica can ask of the others."""
+"""Communication between replicas, from a function that runs on one of them."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ReplicaContext:
-    """What a function that runs on one replica can ask of the others.
+    """Communication with the other replicas, for code that runs on one of them.
 
     Get it with `keras_strategy.get_replica_context()` inside a function that
     `strategy.run` calls, or inside a layer, loss, metric or `train_step` that
@@ -40,12 +40,12 @@ class ReplicaContext:
     ```
     """
 
-    __enter__ = Refused("What `strategy.run` calls is in its replica already.")
+    __enter__ = Refused("`strategy.run` calls its function inside the replica.")
 
     def __init__(self, strategy: "Strategy", replica: "Replica"):
         self._strategy = strategy
         self._replica = replica
-        self._replicas: int | None = None  # asked for very often
+        self._replicas: int | None = None  # cached: read very often
 
     @property
     def strategy(self) -> "Strategy":
@@ -54,7 +54,7 @@ class ReplicaContext:
 
     @property
     def replica_id_in_sync_group(self) -> Any:
-        """This replica's number, from 0; a traced scalar on JAX."""
+        """Index of this replica, from 0; a traced scalar on JAX."""
         return self._replica.id
 
     @property
@@ -72,24 +72,23 @@ class ReplicaContext:
     def all_reduce(
         self, reduce_op: ReduceOp | str, value: Any, options: Any = None
     ) -> Any:
-        """Combines a value over the replicas; every replica gets the result.
+        """Reduce a value over the replicas; every replica gets the result.
 
         Differentiable: the gradient of a sum is the sum of the gradients. In `fit`,
-        `evaluate` and `predict` a replica that got no rows of a batch counts nothing.
+        `evaluate` and `predict` a replica without rows of the batch does not count.
 
         Args:
             reduce_op: A `ReduceOp` or its name.
-            value: A structure of tensors or numbers, of the same shapes on
-                every replica.
+            value: A structure of tensors or numbers, with equal shapes on all replicas.
             options: A `CommunicationOptions`, or None.
 
         Returns:
             The structure, reduced.
 
         Raises:
-            ValueError: If `reduce_op` is not one, the shapes differ, or the value is
-                a distributed value.
-            RuntimeError: Outside of this replica.
+            ValueError: If `reduce_op` is invalid, the shapes differ, or the value is a
+                distributed value.
+            RuntimeError: Outside this replica.
         """
         op = ReduceOp.parse(reduce_op)
         check_communication_options(options)
@@ -99,12 +98,12 @@ class ReplicaContext:
     def _all_reduce(self, op: ReduceOp, value: Any) -> Any:
         weight = self._replica.step.row_weight
         if weight is None or self.num_replicas_in_sync == 1:
-            return self._reduced(op, value)
-        # A replica without rows works on a stand-in, which nobody may notice.
+            return self._reduce(op, value)
+        # A replica without rows computes on a stand-in row, which must not count.
         value = keras.ops.convert_to_tensor(value)
         counts = keras.ops.convert_to_tensor(weight) > 0
         value = keras.ops.where(counts, value, keras.ops.zeros_like(value))
-        total = self._reduced(ReduceOp.SUM, value)
+        total = self._reduce(ReduceOp.SUM, value)
         if op is ReduceOp.SUM:
             return total
         if "float" not in keras.backend.standardize_dtype(total.dtype):
@@ -112,30 +111,29 @@ class ReplicaContext:
         replicas = keras.ops.cast(counts, total.dtype)
         return total / self._replica.all_reduce(ReduceOp.SUM, replicas)
 
-    def _reduced(self, op: ReduceOp, value: Any) -> Any:
-        own = self._strategy.extended.own_sums
-        if own is None:
+    def _reduce(self, op: ReduceOp, value: Any) -> Any:
+        custom = self._strategy.extended.own_sums
+        if custom is None:
             return self._replica.all_reduce(op, value)
-        return own.all_reduce(self._replica, op, value)
+        return custom.all_reduce(self._replica, op, value)
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
-        """Concatenates the replicas' values; every replica gets the result.
+        """Concatenate the replicas' values; every replica gets the result.
 
         Args:
-            value: A structure of tensors of rank 1 or more. Sizes along `axis`
-                may differ between replicas (not inside a program that JAX
-                compiled), the others must agree.
-            axis: The dimension along which the values are joined, in the order
-                of the replicas.
+            value: A structure of tensors of rank 1 or more. Sizes along `axis` may
+                differ between replicas (not inside a program that JAX compiled); all
+                other sizes must be equal.
+            axis: The dimension along which the values are joined, in replica order.
             options: A `CommunicationOptions`, or None.
 
         Returns:
             The structure, gathered.
 
         Raises:
-            ValueError: If a value has no such dimension, the others differ, or it is
-                a distributed value.
-            RuntimeError: Outside of this replica.
+            ValueError: If a value has no such dimension, other sizes differ, or it is a
+                distributed value.
+            RuntimeError: Outside this replica.
         """
         check_communication_options(options)
         self._check("all_gather", value)
@@ -154,23 +152,22 @@ class ReplicaContext:
         args: tuple = (),
         kwargs: dict | None = None,
     ) -> Any:
-        """Leaves replica context for one call, made once for all replicas.
+        """Leave replica context for one call, made once for all replicas.
 
         Args:
             merge_fn: Called in cross-replica context as
-                `merge_fn(strategy, *args, **kwargs)`, where each tensor of the
-                arguments has become a `PerReplica` value of all replicas.
+                `merge_fn(strategy, *args, **kwargs)`, where each tensor argument is a
+                `PerReplica` value of all replicas.
             args: Positional arguments, a tuple.
             kwargs: Keyword arguments.
 
         Returns:
-            What `merge_fn` returned, with the component of this replica in the
-            place of every distributed value.
+            The output of `merge_fn`, with this replica's component in place of every
+            distributed value.
 
         Raises:
-            TypeError: If `merge_fn` cannot be called.
-            RuntimeError: Outside of this replica, or if `merge_fn` calls
-                `strategy.run`.
+            TypeError: If `merge_fn` is not callable.
+            RuntimeError: Outside this replica, or if `merge_fn` calls `strategy.run`.
         """
         if not callable(merge_fn):
             raise TypeError(
@@ -186,18 +183,18 @@ class ReplicaContext:
         return self._replica.merge_call(merge, tuple(args), dict(kwargs or {}))
 
     def _check(self, method: str, value: Any) -> None:
-        """Raises unless this thread is in this replica, with a value of its own."""
+        """Raise outside this replica, and for distributed values."""
         if context.get_replica_context() is not self:
             raise RuntimeError(
-                f"`{method}` was called outside of its replica. Call it in the "
-                "function that `strategy.run` calls, on what "
-                "`keras_strategy.get_replica_context()` gives there; in "
-                "cross-replica context, which `merge_call` leads to, use "
-                "`strategy.reduce` or `strategy.gather`."
+                f"`{method}` was called outside its replica. Call it in the "
+                "function that `strategy.run` calls, on the result of "
+                "`keras_strategy.get_replica_context()` there. In cross-replica "
+                "context, such as in `merge_call`, use `strategy.reduce` or "
+                "`strategy.gather`."
             )
         if any(isinstance(leaf, DistributedValues) for leaf in tree.flatten(value)):
             raise ValueError(
-                f"`{method}` takes this replica's value, not a distributed one. Give "
+                f"`{method}` takes this replica's value, not a distributed one. Pass "
                 "distributed values to `strategy.run` as arguments. Received: "
                 f"value={value!r}"
             )

@@ -1,4 +1,4 @@
-"""Which rows of the global batch are a replica's."""
+"""Rows of the global batch that belong to a replica."""
 
 import functools
 from dataclasses import dataclass
@@ -7,13 +7,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """The rows that a replica works on, of those of the global batch.
+    """The rows of the global batch that a replica works on.
 
     Attributes:
-        begin: The number of the first, from 0. A number or a scalar tensor, as the
-            others.
-        count: How many they are; 1 for a row that stands in.
-        total: How many rows the global batch has.
+        begin: Index of the first row. A number or a scalar tensor, like the others.
+        count: The number of rows; 1 for a stand-in row.
+        total: Rows of the global batch.
     """
 
     begin: Any
@@ -22,14 +21,13 @@ class RowRange:
 
 
 class BatchRows:
-    """The rows of one element of a distributed dataset, which its values carry.
+    """Row counts of one element of a distributed dataset, attached to its values.
 
-    It is made for every element, and without a call of Python's.
+    One is made for every element; class attributes avoid a call of `__init__`.
 
     Attributes:
-        counts: How many each replica has, those of other workers included; None where
-            the values tell.
-        first: The number of this worker's first replica.
+        counts: Rows of each replica on all workers; None if the values have them.
+        first: Index of this worker's first replica.
     """
 
     counts: tuple[int, ...] | None = None
@@ -38,7 +36,7 @@ class BatchRows:
 
 @functools.lru_cache(maxsize=128)
 def ranges(counts: tuple[int, ...]) -> list[RowRange]:
-    """Which rows are each replica's, given how many each of them has."""
+    """Return the rows of each replica, from the number of rows of each."""
     return [
         RowRange(sum(counts[:replica]), count, sum(counts))
         for replica, count in enumerate(counts)

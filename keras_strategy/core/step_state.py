@@ -1,4 +1,4 @@
-"""What is true of the training step that a replica is in."""
+"""State of the training step that a replica is in, and of a dry run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,39 +9,35 @@ from keras_strategy.core.row_range import RowRange
 
 @dataclass(slots=True)
 class StepState:
-    """The state of one replica's step; `rules` and the hooks read and write it.
+    """State of one replica's step; `rules` and the hooks read and write it.
 
-    A replica always has one. In `strategy.run` the row weight is None, and only
-    `applying` is of use.
+    In `strategy.run` the row weight is None, and only `applying` is used.
 
     Attributes:
-        row_weight: This replica's rows over those of the global batch, a number or a
-            scalar tensor; see `rules.row_weights`.
-        assigned: The mirrored variables without an aggregation that the step assigned,
-            by `id`.
-        read: The mirrored variables of aggregation "sum" that it has read, by `id`.
-        parts: The on_read variables that the step assigned and that were not merged
-            since, by `id`.
-        merged: What on_read variables hold over all replicas, by `id`, where that was
-            asked for in the step and has not changed since.
-        applying: Whether an optimizer applies gradients that were summed already, so
-            that all replicas compute on equal inputs.
-        gradients_of: What an optimizer has gradients of, while they are summed; None
-            where it is something else that is summed.
-        optimizer: What is to be given their sums, meanwhile.
-        has_all_rows: Whether the loss that is computed now is given the rows of all
-            replicas.
-        logs_are_metrics: Whether what the step returns is `get_metrics_result`'s, which
-            is asked for again when all replicas have come to its end.
-        rows: Which rows of the global batch are this replica's; None where that is not
-            known.
-        draws: What is known of the random numbers that the step draws.
-        drawn: How often the step has drawn, by kind.
-        rehearse: See `rules.draws.Rehearse`.
-        drawing: Whether numbers are drawn now, for all rows or for none.
-        warn_unless: Takes a function that is called in a loop's first step and gives
-            whether something holds, and what warns if not; None where nothing is to
-            be tried, see `rules.row_trials`.
+        row_weight: Local rows / global rows, a number or a scalar tensor; see
+            `rules.row_weights`.
+        assigned: Mirrored variables without an aggregation that the step assigned, by
+            `id`.
+        read: Mirrored variables of aggregation "sum" that it read, by `id`.
+        parts: Sync-on-read variables assigned since they were last merged, by `id`.
+        merged: Values of sync-on-read variables merged over all replicas, by `id`, if
+            read in the step and unchanged since.
+        applying: True while an optimizer applies reduced gradients, so that all
+            replicas compute on equal inputs.
+        gradients_of: Variables whose gradients are being reduced; None while other
+            values are.
+        optimizer: The optimizer that gets these gradients.
+        has_all_rows: True while a loss is computed from the rows of all replicas.
+        logs_are_metrics: True if the step returns `get_metrics_result()`, which is
+            called again when all replicas have finished the step.
+        rows: This replica's rows of the global batch; None if unknown.
+        draws: Batch dimensions of the step's random draws.
+        drawn: Number of draws so far, by kind.
+        rehearse: Dry-runs the step, see `rules.draws.Rehearse`.
+        drawing: True while a draw is for all rows or for none.
+        warn_unless: Called in the first step of a loop with a function that returns a
+            condition, and one that warns if it is false; None if nothing is to be
+            tested, see `rules.row_trials`.
     """
 
     row_weight: Any = None
@@ -60,3 +56,35 @@ class StepState:
     rehearse: Callable[[int], Any] | None = None
     drawing: bool = False
     warn_unless: Callable[[Callable[[], Any], Callable[[], None]], None] | None = None
+
+
+@dataclass
+class Trial:
+    """Findings of a dry run of a function, called as on one device.
+
+    Attributes:
+        knows: True if the function, or one of our own rules that cannot take part,
+            depends on the other replicas.
+        drew: True if it drew random numbers.
+        share: Fraction of all rows that it is called with.
+        draws: Its draws, in the dry run of a step; see `rules.draws`.
+        gradients: Gradients passed to optimizers, which do not apply them; None if
+            the dry run ends at the first optimizer.
+        drawing: True while it draws.
+        of_rows: True while checking that outputs are row-independent; Keras's own
+            layers are known to be and are skipped.
+        step: Stands in for the replica's `StepState` where its rows are drawn as on
+            one device.
+    """
+
+    knows: bool = False
+    drew: bool = False
+    share: float = 1.0
+    draws: list[Any] | None = None
+    gradients: list[Any] | None = None
+    drawing: bool = False
+    of_rows: bool = False
+    step: Any = None
+
+    def draw_once(self, what: Any, draw: Callable[[], Any], skip: Any) -> Any:
+        return draw()

@@ -1,4 +1,4 @@
-"""What the rooms below know of a strategy, which `strategies` defines."""
+"""Protocols of a strategy, for the layers below `strategies`."""
 
 from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager
@@ -15,41 +15,27 @@ if TYPE_CHECKING:
 
 
 class Strategy(Protocol):
-    """What the rooms below know of a strategy."""
+    """The interface of a strategy; `strategies.base.Strategy` documents it."""
 
     @property
-    def num_replicas_in_sync(self) -> int:
-        """The number of replicas, over all workers."""
-        ...
+    def num_replicas_in_sync(self) -> int: ...
 
     @property
-    def batch_statistics(self) -> str | None:
-        """Of which rows its replicas compute the statistics of a batch."""
-        ...
+    def batch_statistics(self) -> str | None: ...
 
     @property
-    def shard(self) -> str | None:
-        """What is split over its replicas."""
-        ...
+    def shard(self) -> str | None: ...
 
     @property
-    def logical_devices(self) -> LogicalDevices | None:
-        """The devices of each replica, where a replica may have several."""
-        ...
+    def logical_devices(self) -> LogicalDevices | None: ...
 
     @property
-    def parameter_device(self) -> str | None:
-        """The device that keeps all variables; None where each replica's does."""
-        ...
+    def parameter_device(self) -> str | None: ...
 
     @property
-    def extended(self) -> "StrategyExtended":
-        """What it holds."""
-        ...
+    def extended(self) -> "StrategyExtended": ...
 
-    def scope(self) -> AbstractContextManager[Any]:
-        """Puts it in charge."""
-        ...
+    def scope(self) -> AbstractContextManager[Any]: ...
 
     def run(
         self,
@@ -57,55 +43,43 @@ class Strategy(Protocol):
         args: tuple | list = (),
         kwargs: Any = None,
         options: "RunOptions | None" = None,
-    ) -> Any:
-        """Calls `fn` on every replica."""
-        ...
+    ) -> Any: ...
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
-        """Combines the replicas' values into one."""
-        ...
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: Any, axis: Any = None
+    ) -> Any: ...
 
-    def gather(self, value: Any, axis: int) -> Any:
-        """Concatenates the replicas' values."""
-        ...
+    def gather(self, value: Any, axis: int) -> Any: ...
 
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """The components of a value that are on this worker."""
-        ...
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]: ...
 
 
 class StrategyExtended(Protocol):
-    """What the rooms below know of `strategy.extended`."""
+    """The interface of `strategy.extended`."""
 
     @property
-    def group(self) -> "ReplicaGroup":
-        """Its replicas."""
-        ...
+    def group(self) -> "ReplicaGroup": ...
 
     @property
     def cluster(self) -> "Cluster | None":
-        """The workers that train together; None for this process alone."""
+        """The workers that train together; None for a single process."""
         ...
 
     @property
     def own_sums(self) -> Any:
-        """What adds up in the user's own way, see `rules/own_sums.py`, or None."""
+        """Reduction by the user's `CrossDeviceOps`, or None."""
         ...
 
     @property
     def variables(self) -> MutableMapping[int, Any]:
-        """The variables that were made in its scope, by `id`."""
+        """Variables created in the scope, by `id`."""
         ...
 
     @property
-    def topology(self) -> Topology:
-        """Where its replicas are."""
-        ...
+    def topology(self) -> Topology: ...
 
     @property
-    def worker_devices(self) -> tuple[str, ...]:
-        """The devices of this worker's replicas."""
-        ...
+    def worker_devices(self) -> tuple[str, ...]: ...
 
     def update(
         self,
@@ -114,6 +88,4 @@ class StrategyExtended(Protocol):
         args: tuple | list = (),
         kwargs: Any = None,
         group: bool = True,
-    ) -> Any:
-        """Changes a variable outside of the replicas."""
-        ...
+    ) -> Any: ...

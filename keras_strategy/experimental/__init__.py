@@ -1,4 +1,4 @@
-"""The names of `tf.distribute.experimental` that work here."""
+"""Supported names of `tf.distribute.experimental`."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""Variables on one device, computation on several."""
+"""Experimental strategies: central storage, and tf.distribute's former names."""
 
 from collections.abc import Iterable
 
@@ -9,24 +9,23 @@ from keras_strategy.values.devices import resolve_devices
 
 
 class CentralStorageStrategy(Strategy):
-    """Synchronous training on several devices, of variables that one device keeps.
+    """Synchronous training on several devices, with variables stored on one device.
 
-    It trains as `MirroredStrategy` does, to the same weights. Between steps the weights
-    and what the optimizer keeps of them are on the parameter device, by default in the
-    host's memory. A step copies them to each device that computes, and brings back what
-    it has made of them: so it is slower, and what it saves is the memory of devices
-    between steps, not within one.
+    It trains as `MirroredStrategy` does, to the same weights. Between steps, the
+    weights and the optimizer's slots are on the parameter device, by default in host
+    memory. A step copies them to each compute device and copies the results back. So
+    it is slower, and saves device memory between steps only, not within a step.
 
     Args:
-        compute_devices: A list of device names, one replica each; None for all local
-            accelerators, or all (logical) CPUs where there is none.
-        parameter_device: The device that keeps the variables; None for the CPU, or for
-            the only compute device where there is one alone.
+        compute_devices: A list of device names, one replica each. None for all local
+            accelerators, or for all (logical) CPUs if there are none.
+        parameter_device: The device that stores the variables. None for the CPU, or for
+            the compute device if there is only one.
 
     Raises:
-        ValueError: If a device is not there or named twice; or if `parameter_device` is
-            another one than the only compute device.
-        UnsupportedBackendError: If the Keras backend in use cannot train.
+        ValueError: If a device does not exist or is named twice; or if
+            `parameter_device` differs from the only compute device.
+        UnsupportedBackendError: If the current Keras backend cannot train.
 
     Example:
 
@@ -50,27 +49,27 @@ class CentralStorageStrategy(Strategy):
         parameter_device: str | None = None,
     ):
         engine = get_engine()
-        there_is = [*engine.list_devices(), *engine.list_devices("cpu")]
-        there_is = list(dict.fromkeys(there_is))
+        available = [*engine.list_devices(), *engine.list_devices("cpu")]
+        available = list(dict.fromkeys(available))
         if compute_devices is None:
             devices = resolve_devices(None, engine.list_devices())
         else:
             if not isinstance(compute_devices, str):
                 compute_devices = list(compute_devices)
-            devices = resolve_devices(compute_devices, there_is)
+            devices = resolve_devices(compute_devices, available)
         if parameter_device is None:
-            home = devices[0] if len(devices) == 1 else "cpu:0"
+            storage = devices[0] if len(devices) == 1 else "cpu:0"
         else:
-            (home,) = resolve_devices([parameter_device], there_is)
-        if len(devices) == 1 and home != devices[0]:
+            (storage,) = resolve_devices([parameter_device], available)
+        if len(devices) == 1 and storage != devices[0]:
             raise ValueError(
-                "Argument `parameter_device` must be the compute device where there is "
-                "one alone: with one replica nothing is added to Keras, which computes "
-                "where the variables are. Name a further compute device, or leave "
-                f"`parameter_device` out. Received: parameter_device="
-                f"{parameter_device!r} with compute_devices={list(devices)}"
+                "With a single compute device, argument `parameter_device` must be "
+                "that device: Keras then computes where the variables are. Add a "
+                "compute device, or omit `parameter_device`. Received: "
+                f"parameter_device={parameter_device!r} with "
+                f"compute_devices={list(devices)}"
             )
-        self._parameter_device = home
+        self._parameter_device = storage
         super().__init__(StrategyExtended(self, devices))
 
     def __reduce__(self):

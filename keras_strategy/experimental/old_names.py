@@ -1,4 +1,4 @@
-"""Names of `tf.distribute.experimental` that have become other names since."""
+"""Deprecated names of `tf.distribute.experimental`."""
 
 import warnings
 from typing import Any
@@ -11,11 +11,7 @@ from keras_strategy.strategies import multi_worker, tpu
 
 
 def deprecated(name: str) -> Any:
-    """What an old name stands for, with a warning.
-
-    Args:
-        name: "CollectiveCommunication" or "CollectiveHints".
-    """
+    """Return the class of a deprecated name, and warn."""
     new = {
         "CollectiveCommunication": CommunicationImplementation,
         "CollectiveHints": CommunicationOptions,
@@ -25,7 +21,7 @@ def deprecated(name: str) -> Any:
 
 
 class CollectiveHints(CommunicationOptions):
-    """The old name of `CommunicationOptions`.
+    """Deprecated name of `CommunicationOptions`.
 
     Args:
         bytes_per_pack: See `CommunicationOptions`.
@@ -37,7 +33,7 @@ class CollectiveHints(CommunicationOptions):
 
 
 class MultiWorkerMirroredStrategy(multi_worker.MultiWorkerMirroredStrategy):
-    """The old form of `keras_strategy.MultiWorkerMirroredStrategy`.
+    """Deprecated form of `keras_strategy.MultiWorkerMirroredStrategy`.
 
     Args:
         communication: A `CommunicationImplementation` or its name.
@@ -61,11 +57,12 @@ class MultiWorkerMirroredStrategy(multi_worker.MultiWorkerMirroredStrategy):
 
 
 class TPUStrategy(tpu.TPUStrategy):
-    """The old form of `keras_strategy.TPUStrategy`.
+    """Deprecated form of `keras_strategy.TPUStrategy`.
 
     Args:
         tpu_cluster_resolver: See `keras_strategy.TPUStrategy`.
-        device_assignment: Its `experimental_device_assignment`.
+        device_assignment: The `experimental_device_assignment` of
+            `keras_strategy.TPUStrategy`.
     """
 
     def __init__(self, tpu_cluster_resolver: Any = None, device_assignment: Any = None):

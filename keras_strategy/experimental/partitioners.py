@@ -1,6 +1,6 @@
-"""Into how many shards a variable is divided: plain functions of its shape and dtype.
+"""Partitioners: functions that map a variable's shape and dtype to shard counts.
 
-tf.distribute's ParameterServerStrategy takes them as its `variable_partitioner`.
+They are the `variable_partitioner` of tf.distribute's ParameterServerStrategy.
 """
 
 import math
@@ -17,21 +17,21 @@ __all__ = [
 
 
 class Partitioner:
-    """Tells into how many shards a variable is divided."""
+    """Base class of partitioners."""
 
     def __call__(self, shape: Any, dtype: Any, axis: int = 0) -> list[int]:
-        """Returns the number of shards along each dimension.
+        """Return the number of shards along each dimension.
 
         Args:
             shape: The variable's shape.
-            dtype: Its dtype.
-            axis: The dimension along which it is divided.
+            dtype: The variable's dtype.
+            axis: The dimension that is sharded.
         """
         raise NotImplementedError("A `Partitioner` must have a `__call__`.")
 
 
 class FixedShardsPartitioner(Partitioner):
-    """As many shards as are asked for, but no more than there are rows.
+    """Partitioner into a fixed number of shards, at most one for each row.
 
     Args:
         num_shards: The number of shards.
@@ -50,21 +50,21 @@ class FixedShardsPartitioner(Partitioner):
         self._num_shards = num_shards
 
     def __call__(self, shape: Any, dtype: Any, axis: int = 0) -> list[int]:
-        """See `Partitioner`."""
+        """Return the number of shards along each dimension."""
         sizes = _sizes(shape, axis)
-        return _divided(sizes, axis, min(sizes[axis], self._num_shards))
+        return _shard_counts(sizes, axis, min(sizes[axis], self._num_shards))
 
 
 class MinSizePartitioner(Partitioner):
-    """As many shards as there may be, none of them smaller than a number of bytes.
+    """Partitioner into as many shards as possible, each of a minimum size.
 
     Args:
-        min_shard_bytes: The least size of a shard.
-        max_shards: The largest number of shards.
-        bytes_per_string: How long a string is taken to be.
+        min_shard_bytes: The minimum size of a shard in bytes.
+        max_shards: The maximum number of shards.
+        bytes_per_string: The assumed size of a string in bytes.
 
     Raises:
-        ValueError: If one of them is not positive.
+        ValueError: If an argument is not positive.
 
     Example:
 
@@ -91,25 +91,25 @@ class MinSizePartitioner(Partitioner):
         self._bytes_per_string = bytes_per_string
 
     def __call__(self, shape: Any, dtype: Any, axis: int = 0) -> list[int]:
-        """See `Partitioner`."""
+        """Return the number of shards along each dimension."""
         sizes = _sizes(shape, axis)
-        total = math.prod(sizes) * _bytes_of(dtype, self._bytes_per_string)
+        total = math.prod(sizes) * _element_size(dtype, self._bytes_per_string)
         shards = math.ceil(total / self._min_shard_bytes)
         shards = max(1, min(sizes[axis], self._max_shards, shards))
-        return _divided(sizes, axis, shards)
+        return _shard_counts(sizes, axis, shards)
 
 
 class MaxSizePartitioner(Partitioner):
-    """As few shards as there may be, none of them larger than a number of bytes.
+    """Partitioner into as few shards as possible, each of a maximum size.
 
     Args:
-        max_shard_bytes: The largest size of a shard.
-        max_shards: The largest number of shards, which then may be larger; None for
-            any number.
-        bytes_per_string: How long a string is taken to be.
+        max_shard_bytes: The maximum size of a shard in bytes.
+        max_shards: The maximum number of shards, which takes precedence over
+            `max_shard_bytes`; None for no limit.
+        bytes_per_string: The assumed size of a string in bytes.
 
     Raises:
-        ValueError: If one of them is not positive.
+        ValueError: If an argument is not positive.
 
     Example:
 
@@ -137,12 +137,16 @@ class MaxSizePartitioner(Partitioner):
         self._bytes_per_string = bytes_per_string
 
     def __call__(self, shape: Any, dtype: Any, axis: int = 0) -> list[int]:
-        """See `Partitioner`."""
+        """Return the number of shards along each dimension."""
         sizes = _sizes(shape, axis)
-        row = math.prod(sizes) / sizes[axis] * _bytes_of(dtype, self._bytes_per_string)
+        row = (
+            math.prod(sizes)
+            / sizes[axis]
+            * _element_size(dtype, self._bytes_per_string)
+        )
         rows = max(1, math.floor(self._max_shard_bytes / row))
         shards = math.ceil(sizes[axis] / rows)
-        return _divided(sizes, axis, min(self._max_shards or shards, shards))
+        return _shard_counts(sizes, axis, min(self._max_shards or shards, shards))
 
 
 def _require_positive(argument: str, value: int) -> None:
@@ -154,19 +158,19 @@ def _sizes(shape: Any, axis: int) -> list[int]:
     sizes = list(shape)
     if not -len(sizes) <= axis < len(sizes) or None in sizes:
         raise ValueError(
-            "A variable is divided along one of its dimensions, whose sizes are known. "
+            "A variable of known shape is sharded along one of its dimensions. "
             f"Received: axis={axis} for the shape {tuple(sizes)}"
         )
     return [int(size) for size in sizes]
 
 
-def _divided(sizes: list[int], axis: int, shards: int) -> list[int]:
+def _shard_counts(sizes: list[int], axis: int, shards: int) -> list[int]:
     result = [1] * len(sizes)
     result[axis] = shards
     return result
 
 
-def _bytes_of(dtype: Any, bytes_per_string: int) -> int:
-    # Keras's dtypes are strings, TensorFlow's have names, and NumPy knows both.
+def _element_size(dtype: Any, bytes_per_string: int) -> int:
+    # Keras's dtypes are strings, TensorFlow's have a name; NumPy accepts both.
     name = getattr(dtype, "name", dtype)
     return bytes_per_string if name == "string" else np.dtype(name).itemsize

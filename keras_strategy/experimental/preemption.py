@@ -1,4 +1,4 @@
-"""Machines that are taken away, in the words of `tf.distribute.experimental`."""
+"""Preemption handling, with the API of `tf.distribute.experimental`."""
 
 import contextlib
 import os
@@ -21,25 +21,33 @@ class _Checkpoints(Protocol):
 
 
 class PreemptionCheckpointHandler:
-    """Has the workers of a program's own loop save and end together when one must.
+    """Saves and ends all workers of a custom loop when one of them is preempted.
 
-    It takes the values of the last checkpoint when it is made. From then on SIGTERM, or
-    what a `TerminationConfig` says, is a notice: before the next step all workers
-    save, and end with the exit code 75, with which `keras-strategy run --max-restarts`
-    starts them again. `fit` needs none of it: see `callbacks.BackupAndRestore`.
+    The constructor restores the last checkpoint. From then on, SIGTERM or the condition
+    of a `TerminationConfig` is a preemption notice: before the next step, all workers
+    save and exit with code 75, on which `keras-strategy run --max-restarts` restarts
+    them. `fit` does not need this class: see `callbacks.BackupAndRestore`.
 
     Args:
         cluster_resolver: `strategy.cluster_resolver`, or None.
-        checkpoint_or_checkpoint_manager: What to save: a model, or models, layers,
-            optimizers, metrics, variables and data that has `state_dict()` and
-            `load_state_dict(state)` in a dict by names of yours. They are saved with
-            the states of the random generators, by the chief, whole or not at all, and
-            come back on another number of workers and on another backend. Or an object
-            whose `save(*args, **kwargs)` and `restore_or_initialize()` all workers
-            call, such as a `tf.train.CheckpointManager`; with TensorFlow also a
-            `tf.train.Checkpoint`. None, where `save_fn` of the configuration saves.
-        checkpoint_dir: The folder of a checkpoint; a manager has its own.
+        checkpoint_or_checkpoint_manager: The objects to save, as one of:
+
+            - a model, or a dict by your names of models, layers, optimizers, metrics,
+              variables, and data with `state_dict()` and `load_state_dict(state)`. The
+              chief saves them atomically, with the states of the random generators.
+              They can be restored on another number of workers and another backend.
+            - an object whose `save(*args, **kwargs)` and `restore_or_initialize()` all
+              workers call, such as a `tf.train.CheckpointManager`.
+            - with TensorFlow, a `tf.train.Checkpoint`.
+            - None, if `termination_config` has a `save_fn`.
+        checkpoint_dir: The folder of a checkpoint; a manager has a folder of its own.
         termination_config: A `TerminationConfig`.
+
+    Raises:
+        ValueError: If there is nothing to save, or no folder.
+        NotImplementedError: If the cluster has parameter servers.
+        RuntimeError: If the cluster has several workers, and their
+            `MultiWorkerMirroredStrategy` does not exist yet.
 
     Example:
 
@@ -78,15 +86,15 @@ class PreemptionCheckpointHandler:
         config = termination_config or TerminationConfig()
         cluster = joined()
         if cluster_resolver is not None:
-            _require_known(cluster_resolver, cluster)
+            _require_connected(cluster_resolver, cluster)
         self._save_fn = config.save_fn
         self._checkpoints = _checkpoints(
             checkpoint_or_checkpoint_manager, checkpoint_dir, cluster, config.save_fn
         )
         self._preemption = preemption = Preemption(
             config,
-            lambda says: (
-                [says] if cluster is None else cluster.agree("whether to end", says)
+            lambda state: (
+                [state] if cluster is None else cluster.agree("whether to end", state)
             ),
         )
         self._run_calls = self._checkpoints.restore() if self._checkpoints else 0
@@ -95,22 +103,23 @@ class PreemptionCheckpointHandler:
 
     @property
     def total_run_calls(self) -> int:
-        """How many steps were run, those before the program was started again too."""
+        """Number of steps run, including those before a restart."""
         return self._run_calls
 
     def run(
         self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Runs a step, after it has saved and ended if a worker was told to end.
+        """Run a step; before it, save and exit if a worker was preempted.
 
         Args:
             distributed_train_function: The function, which calls `strategy.run`. It
-                reads what is saved as data, since its arguments are there before.
+                must read checkpointed data itself: arguments are evaluated before the
+                save, so a batch among them would be lost.
             *args: Its arguments.
             **kwargs: Its keyword arguments.
 
         Returns:
-            What it returned.
+            The return value of `distributed_train_function`.
         """
         self._save_if_preempted()
         result = distributed_train_function(*args, **kwargs)
@@ -118,44 +127,43 @@ class PreemptionCheckpointHandler:
         return result
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
-        """Saves, and ends, if a worker was told to; for loops that do not call `run`.
+        """Save and exit if a worker was preempted, in loops that do not call `run`.
 
         Call it after each step, on all workers.
 
         Args:
-            *args: For the `save` of a manager, or for `save_fn`.
-            **kwargs: Likewise.
+            *args: Arguments of the manager's `save`, or of `save_fn`.
+            **kwargs: Keyword arguments of it.
         """
         self._run_calls += 1
         self._save_if_preempted(*args, **kwargs)
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:
-        """Surrounds a loop that calls `run`.
+        """Context manager for a loop that calls `run`; does nothing.
 
-        tf.distribute needs it on TPUs alone; here it does nothing, so that a program
-        which has it runs.
+        Exists for compatibility: tf.distribute needs it on TPUs only.
         """
         yield
 
     def _save_if_preempted(self, *args: Any, **kwargs: Any) -> None:
-        what = self._preemption.after_step()
-        if what is Next.GO_ON:
+        action = self._preemption.after_step()
+        if action is Next.GO_ON:
             return
         with self._preemption.saving():
             if self._save_fn is not None:
                 self._save_fn(*args, **kwargs)
             elif self._checkpoints is not None:
                 self._checkpoints.save(self._run_calls, *args, **kwargs)
-        if what is Next.SAVE_AND_END:
+        if action is Next.SAVE_AND_END:
             self._preemption.end()
 
 
 class PreemptionWatcher:
-    """Notes that this worker was told to end: SIGTERM came.
+    """Watcher of this worker's preemption notice, SIGTERM.
 
-    tf.distribute watches Google's TPUs alone. Here it watches this process, from when
-    it is made in the main thread; nothing else happens on SIGTERM then.
+    Create it in the main thread. From then on, SIGTERM has no other effect on this
+    process. tf.distribute's class watches only Google's TPUs.
 
     Example:
 
@@ -179,16 +187,16 @@ class PreemptionWatcher:
 
     @property
     def preemption_message(self) -> str | None:
-        """Why this worker is about to end; None if it is not."""
-        told = self._notice.since is not None
-        return "this worker was told to end by SIGTERM" if told else None
+        """Reason why this worker must end; None if there is none."""
+        is_preempted = self._notice.since is not None
+        return "this worker was told to end by SIGTERM" if is_preempted else None
 
     def block_until_worker_exit(self) -> None:
-        """Does nothing: tf.distribute waits for TPUs here, which are other workers."""
+        """Do nothing: tf.distribute waits here for TPUs, which are other workers."""
 
 
 class _Manager:
-    """An object of the user's that saves and restores by itself."""
+    """The user's checkpoint manager."""
 
     def __init__(self, manager: Any):
         self._manager = manager
@@ -201,22 +209,22 @@ class _Manager:
         self._manager.save(*args, **kwargs)
 
 
-def _require_known(resolver: Any, cluster: Cluster | None) -> None:
-    """Raises where the workers that a resolver names have not come together."""
+def _require_connected(resolver: Any, cluster: Cluster | None) -> None:
+    """Raise unless the workers of a resolver are connected."""
     spec = resolver.cluster_spec()
     if "ps" in spec.jobs:
         raise NotImplementedError(
-            "PreemptionCheckpointHandler is not for parameter servers. Received: "
-            f"cluster_resolver of {spec.as_dict()}"
+            "PreemptionCheckpointHandler does not support parameter servers. "
+            f"Received: cluster_resolver of {spec.as_dict()}"
         )
     workers = sum(
         spec.num_tasks(job) for job in ("chief", "worker") if job in spec.jobs
     )
     if workers > 1 and cluster is None:
         raise RuntimeError(
-            "Make the MultiWorkerMirroredStrategy before its "
-            f"PreemptionCheckpointHandler. Received: cluster_resolver of {workers} "
-            "workers, which have not come together."
+            "Create the MultiWorkerMirroredStrategy before its "
+            "PreemptionCheckpointHandler. Received: cluster_resolver of "
+            f"{workers} workers, which are not connected."
         )
 
 
@@ -226,13 +234,13 @@ def _checkpoints(
     if thing is None:
         if save_fn is None:
             raise ValueError(
-                "Argument `checkpoint_or_checkpoint_manager` must say what to save, "
-                "where `termination_config` has no `save_fn`. Received: None"
+                "Argument `checkpoint_or_checkpoint_manager` must be an object to "
+                "save, unless `termination_config` has a `save_fn`. Received: None"
             )
         return None
-    of_engine = get_engine().checkpoints(thing, folder, cluster)
-    if of_engine is not None:
-        return of_engine
+    native = get_engine().checkpoints(thing, folder, cluster)
+    if native is not None:
+        return native
     if hasattr(thing, "restore_or_initialize") and hasattr(thing, "save"):
         return _Manager(thing)
     if folder is None:

@@ -1,4 +1,4 @@
-"""Functions of TensorFlow that another process calls by name: tf.distribute's own."""
+"""tf.distribute's RPC server and client, available with TensorFlow."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,1 +1,1 @@
-"""What users can choose, checked when it is made."""
+"""Options of strategies, runs, datasets and workers, checked when created."""

@@ -1,4 +1,4 @@
-"""Of which rows the statistics of a batch are."""
+"""Option `batch_statistics`."""
 
 from typing import Any
 
@@ -6,13 +6,14 @@ GLOBAL = "global"
 
 
 def check_batch_statistics(batch_statistics: Any) -> str | None:
-    """Raises ValueError unless the argument is one that a strategy takes."""
+    """Return the argument, or raise ValueError."""
     if batch_statistics is None or (
         isinstance(batch_statistics, str) and batch_statistics == GLOBAL
     ):
         return batch_statistics
     raise ValueError(
-        "Argument `batch_statistics` must be 'global', for those of the global batch, "
-        "or None, for those that the backend computes without communication. Received: "
+        "Argument `batch_statistics` must be 'global', for the statistics of the "
+        "global batch, or None, for those that the backend computes without "
+        "communication. Received: "
         f"batch_statistics={batch_statistics!r}"
     )

@@ -1,4 +1,4 @@
-"""How values travel between workers: hints for the engine."""
+"""Options of the communication between workers."""
 
 import enum
 import math
@@ -7,13 +7,13 @@ from typing import Any
 
 
 class CommunicationImplementation(enum.Enum):
-    """Which library carries values between workers.
+    """Library that carries values between workers.
 
     Attributes:
-        AUTO: NCCL between GPUs, else what the engine has for CPUs.
-        RING: What the engine has for CPUs: gloo on torch, rings over gRPC on
+        AUTO: NCCL between GPUs, otherwise the backend's library for CPUs.
+        RING: The backend's library for CPUs: gloo on torch, rings over gRPC on
             TensorFlow.
-        NCCL: NVIDIA's NCCL, between GPUs alone.
+        NCCL: NVIDIA's NCCL, between GPUs only.
 
     Example:
 
@@ -32,23 +32,23 @@ class CommunicationImplementation(enum.Enum):
 
 @dataclass(frozen=True)
 class CommunicationOptions:
-    """Hints about how values travel between workers.
+    """Hints for the communication between workers.
 
-    They change how long it takes, never what comes out.
+    They change how long training takes, never its result.
 
     Args:
-        bytes_per_pack: How many bytes of gradients travel together, at most; 0 lets
-            the engine decide. All workers give the same. It has an effect on
-            TensorFlow; and on torch, where gradients then leave in such packs while
-            others are computed, see [Several workers](several_workers.md). There a
-            variable's gradient is in one pack.
-        timeout_seconds: How long workers wait for one that is alive and silent
-            before all of them end, in seconds. None takes the environment variable
+        bytes_per_pack: Maximum number of bytes of gradients in one collective; 0 lets
+            the backend decide. Must be equal on all workers. Has an effect on
+            TensorFlow; and on torch, where such packs are then reduced while the
+            backward pass still computes, see [Several workers](several_workers.md).
+            There each gradient is in one pack.
+        timeout_seconds: How long workers wait for one that is alive but silent before
+            all of them end, in seconds. None uses the environment variable
             KERAS_STRATEGY_TIMEOUT_SECONDS, or else 600.
         implementation: A `CommunicationImplementation` or its name.
 
     Raises:
-        ValueError: If one of them has a value that it cannot have.
+        ValueError: If a value is invalid.
 
     Example:
 
@@ -79,26 +79,23 @@ class CommunicationOptions:
                 f"None. Received: timeout_seconds={timeout!r}"
             )
         name = self.implementation
-        # `tf.distribute`'s is an enum of the same names.
+        # `tf.distribute`'s enum has the same names.
         name = name.name if isinstance(name, enum.Enum) else name
-        known = CommunicationImplementation.__members__
-        if not isinstance(name, str) or name.upper() not in known:
+        members = CommunicationImplementation.__members__
+        if not isinstance(name, str) or name.upper() not in members:
             raise ValueError(
                 "Argument `implementation` must be a CommunicationImplementation or "
-                f"one of {sorted(known)}. Received: "
+                f"one of {sorted(members)}. Received: "
                 f"implementation={self.implementation!r}"
             )
-        object.__setattr__(self, "implementation", known[name.upper()])
+        object.__setattr__(self, "implementation", members[name.upper()])
 
 
 def check_communication_options(options: Any) -> CommunicationOptions:
-    """Returns the communication options of a call or strategy.
-
-    Args:
-        options: `CommunicationOptions`, or None for the default ones.
+    """Return the options, or the default ones for None.
 
     Raises:
-        TypeError: If `options` is something else.
+        TypeError: If `options` has another type.
     """
     if options is None:
         return CommunicationOptions()

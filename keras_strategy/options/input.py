@@ -1,16 +1,16 @@
-"""What a dataset function is told, and how one asks for its data to be handled."""
+"""Options of datasets."""
 
 import enum
 from typing import Any, NamedTuple
 
 
 class InputContext:
-    """Tells a dataset function which part of the input it makes.
+    """Part of the input that a dataset function creates.
 
     Args:
-        num_input_pipelines: How many pipelines there are, over all workers.
-        input_pipeline_id: The number of this one, from 0.
-        num_replicas_in_sync: The number of replicas over all workers.
+        num_input_pipelines: The number of pipelines on all workers.
+        input_pipeline_id: Index of this pipeline, from 0.
+        num_replicas_in_sync: The number of replicas on all workers.
 
     Example:
 
@@ -34,30 +34,30 @@ class InputContext:
 
     @property
     def num_input_pipelines(self) -> int:
-        """How many pipelines there are, over all workers."""
+        """The number of pipelines on all workers."""
         return self._num_input_pipelines
 
     @property
     def input_pipeline_id(self) -> int:
-        """The number of this pipeline, from 0."""
+        """Index of this pipeline, from 0."""
         return self._input_pipeline_id
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of replicas over all workers."""
+        """The number of replicas on all workers."""
         return self._num_replicas_in_sync
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Returns the rows of one replica's batch.
+        """Return the number of rows of one replica's batch.
 
         Args:
-            global_batch_size: Rows of the batch of all replicas.
+            global_batch_size: Rows of the global batch.
 
         Returns:
             `global_batch_size` divided by the number of replicas.
 
         Raises:
-            ValueError: If the replicas do not divide it.
+            ValueError: If it is not a multiple of the number of replicas.
 
         Example:
 
@@ -84,11 +84,11 @@ class InputContext:
 
 
 class InputReplicationMode(enum.Enum):
-    """How often a dataset function is called.
+    """Number of calls of a dataset function.
 
     Attributes:
-        PER_WORKER: Once; the replicas take turns in taking its elements.
-        PER_REPLICA: Once for each replica, which takes all elements of its own.
+        PER_WORKER: Once; the replicas take its elements in turn.
+        PER_REPLICA: Once for each replica, which reads all elements of its dataset.
     """
 
     PER_WORKER = "PER_WORKER"
@@ -96,21 +96,21 @@ class InputReplicationMode(enum.Enum):
 
 
 class AutoShardPolicy(enum.Enum):
-    """What a dataset that several workers read holds.
+    """Division of a dataset between several workers.
 
     Attributes:
-        AUTO: What the options of a `tf.data.Dataset` say, or the sampler of a torch
-            `DataLoader`; else the same as DATA.
-        FILE: Global batches of files, of which each worker reads its own: a
-            `tf.data.Dataset`, as tf.distribute shards it. Elsewhere, give each worker
-            the files of `keras_strategy.files` and take OFF.
-        DATA: The global batches, the same on every worker, which computes on its own
-            rows of them. It reads those alone where the dataset can be indexed.
-        OFF: Each worker's own rows. A global batch is what all workers give for a step,
-            in the order of their ranks; each computes on what it gives. A worker whose
-            data has ended goes on without rows.
-        HINT: Global batches of a `tf.data.Dataset` that each worker's part replaces
-            where it calls `shard` with `tf.data.experimental.SHARD_HINT`.
+        AUTO: The policy in the options of a `tf.data.Dataset`, or the one that the
+            sampler of a torch `DataLoader` implies; otherwise DATA.
+        FILE: Each worker reads its own files of a `tf.data.Dataset`, as tf.distribute
+            shards them. For other datasets, pass each worker its share of
+            `keras_strategy.files` and use OFF.
+        DATA: Every worker has the same global batches and computes on its own rows of
+            them. If the dataset can be indexed, a worker reads only those rows.
+        OFF: Each worker has its own rows. A global batch is the rows of all workers
+            in a step, in rank order. A worker whose data has ended continues without
+            rows.
+        HINT: Global batches of a `tf.data.Dataset` that calls `shard` with
+            `tf.data.experimental.SHARD_HINT`, which is replaced by the worker's shard.
     """
 
     AUTO = "AUTO"
@@ -130,27 +130,27 @@ class _Fields(NamedTuple):
 
 
 class InputOptions(_Fields):
-    """How a dataset is to be distributed.
+    """Options for distributing a dataset.
 
-    Who gives options has elements prefetched: they are read in a thread while the loop
-    works on those before, for all kinds of data. Without options that is so where
-    nobody can see it; `docs/distributed_input.md` says where that is.
+    With options, elements of all kinds of data are prefetched: a thread reads them
+    while the loop computes. Without options, elements are prefetched only where that
+    cannot be observed, see [Distributed input](distributed_input.md).
 
     Attributes:
-        experimental_fetch_to_device: Whether elements are prefetched to the
-            replicas' devices rather than to the host. None means True. With several
-            workers they are prefetched to the host.
+        experimental_fetch_to_device: True to prefetch elements to the replicas'
+            devices rather than to the host. None means True. With several workers
+            they are prefetched to the host.
         experimental_replication_mode: An `InputReplicationMode`. PER_REPLICA is for
             `distribute_datasets_from_function`.
-        experimental_place_dataset_on_device: Whether the dataset itself runs on the
-            replicas' devices; for PER_REPLICA without fetching to the device. It is
-            for a `tf.data.Dataset` on TensorFlow.
-        experimental_per_replica_buffer_size: How many elements are prefetched for
-            each replica; 0 for none. An `IndexedDataset` has a `prefetch` of its own.
-        auto_shard_policy: An `AutoShardPolicy`, for several workers. A `tf.data`
-            dataset whose own options say another than AUTO needs none here.
-        end_with_first_worker: Where workers read rows of their own, whether an epoch
-            ends when the first of them has no more. If not, it ends with the last one,
+        experimental_place_dataset_on_device: True to run the dataset itself on the
+            replicas' devices; for PER_REPLICA without fetching to the device, with a
+            `tf.data.Dataset` on TensorFlow.
+        experimental_per_replica_buffer_size: Elements to prefetch for each replica; 0
+            for none. An `IndexedDataset` has its own `prefetch`.
+        auto_shard_policy: An `AutoShardPolicy`, for several workers. Not needed if the
+            options of a `tf.data.Dataset` have a policy other than AUTO.
+        end_with_first_worker: True to end an epoch when the first worker has no more
+            rows, where workers read their own rows. False ends it with the last one,
             and a worker without rows takes part with none.
 
     Raises:
@@ -177,7 +177,7 @@ class InputOptions(_Fields):
         auto_shard_policy: Any = AutoShardPolicy.AUTO,
         end_with_first_worker: bool = False,
     ):
-        """Checks the options."""
+        """Check the options."""
         # `tf.data.experimental.AutoShardPolicy` has these names.
         policy = str(getattr(auto_shard_policy, "name", auto_shard_policy)).upper()
         if policy not in AutoShardPolicy.__members__:
@@ -194,7 +194,7 @@ class InputOptions(_Fields):
             )
         if experimental_fetch_to_device is None:
             experimental_fetch_to_device = True
-        # `tf.distribute.InputReplicationMode` is an enum of the same names.
+        # `tf.distribute.InputReplicationMode` has these names.
         mode = str(getattr(experimental_replication_mode, "name", None))
         if mode not in InputReplicationMode.__members__:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What a call takes: a function, its arguments, and options beside them."""
+"""Options and argument checks of `strategy.run`."""
 
 import logging
 from typing import Any, NamedTuple
@@ -7,20 +7,19 @@ logger = logging.getLogger("keras_strategy")
 
 
 class RunOptions(NamedTuple):
-    """How `strategy.run` calls its function.
+    """Options of `strategy.run`.
 
     The three experimental ones are for TPUs under TensorFlow. They are accepted
-    everywhere, and have no effect where this package runs; a value other than the
-    default is logged.
+    everywhere and have no effect; a value other than the default is logged.
 
     Attributes:
         experimental_enable_dynamic_batch_size: Has no effect.
         experimental_bucketizing_dynamic_shape: Has no effect.
         experimental_xla_options: Has no effect.
-        compile: False calls the function as Python on every call, which is slow and
-            good for looking into it; on JAX each replica then runs by itself, and
-            may decide by its number. None and True compile it where the engine does: on
-            TensorFlow and JAX with several replicas.
+        compile: False runs the function as Python on every call, which is slow but
+            easy to debug; on JAX each replica then runs by itself, so control flow may
+            depend on its id. None and True compile where the backend does: on
+            TensorFlow, and on JAX with several replicas.
 
     Example:
 
@@ -43,14 +42,10 @@ _DEFAULT = RunOptions()
 
 
 def check_call(fn: Any, args: Any) -> None:
-    """Checks what is to be called on components or replicas.
-
-    Args:
-        fn: The function.
-        args: Its positional arguments.
+    """Raise unless `fn` is callable and `args` is a tuple or list.
 
     Raises:
-        TypeError: If `fn` cannot be called.
+        TypeError: If `fn` is not callable.
         ValueError: If `args` is neither a tuple nor a list.
     """
     if not callable(fn):
@@ -66,14 +61,11 @@ def check_call(fn: Any, args: Any) -> None:
 
 
 def check_run_options(options: Any) -> RunOptions:
-    """Returns the options of a run.
-
-    Args:
-        options: `RunOptions`, or None for the default ones.
+    """Return the options, or the default ones for None.
 
     Raises:
-        TypeError: If `options` is something else.
-        ValueError: If one of them has a value that it cannot have.
+        TypeError: If `options` has another type.
+        ValueError: If an option is invalid.
     """
     if options is None:
         return _DEFAULT
@@ -88,5 +80,5 @@ def check_run_options(options: Any) -> RunOptions:
             f"compile={options.compile!r}"
         )
     if options[:3] != _DEFAULT[:3]:
-        logger.info("The experimental ones of %r have no effect here.", options)
+        logger.info("The experimental options of %r have no effect here.", options)
     return options

@@ -1,4 +1,4 @@
-"""What is split over the replicas, where each need not hold a copy."""
+"""Option `shard`."""
 
 from typing import Any
 
@@ -8,26 +8,22 @@ SHARDS = (None, "optimizer", "parameters")
 
 
 def check_shard(shard: Any, engine: Any) -> str | None:
-    """Returns the argument if it is one that a strategy takes, on this backend.
-
-    Args:
-        shard: The argument.
-        engine: The engine in use.
+    """Return the argument if a strategy can use it on this backend.
 
     Raises:
-        ValueError: If no strategy takes it.
-        UnsupportedBackendError: If the engine does not do it.
+        ValueError: If it is invalid.
+        UnsupportedBackendError: If the backend does not support it.
     """
     if shard is not None and not (isinstance(shard, str) and shard in SHARDS):
         raise ValueError(
-            "Argument `shard` must be 'optimizer', to split what the optimizer keeps "
-            "over the replicas, 'parameters', to split the trained weights as well, or "
-            f"None, for a copy on each of them. Received: shard={shard!r}"
+            "Argument `shard` must be 'optimizer', to shard the optimizer's slots over "
+            "the replicas, 'parameters', to shard the trainable weights as well, or "
+            f"None, for a copy on each replica. Received: shard={shard!r}"
         )
-    refusal = None if shard is None else engine.refusal_of_shard(shard)
-    if refusal is not None:
+    reason = None if shard is None else engine.refusal_of_shard(shard)
+    if reason is not None:
         raise UnsupportedBackendError(
-            f"shard={shard!r} is not there with the Keras backend '{engine.name}': "
-            f"{refusal}"
+            f"shard={shard!r} is not available with the Keras backend '{engine.name}': "
+            f"{reason}"
         )
     return shard

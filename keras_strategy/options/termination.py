@@ -1,23 +1,21 @@
-"""What is to be done when a machine is about to be taken away."""
+"""Options for preemption."""
 
 from collections.abc import Callable
 from typing import Any
 
 
 class TerminationConfig:
-    """How workers learn that they are to end, how long they have, and how they end.
+    """Detection of preemption, and the reaction to it.
 
     Args:
-        termination_watcher_fn: Whether this worker is to end; it is called once a
-            second, in a thread of its own, and must return at once. None takes
-            SIGTERM as the notice.
-        exit_fn: Ends the process when all is saved. None ends it with the exit code 75,
-            of which `keras-strategy run --max-restarts` starts it again.
-        grace_period: How many seconds there are from the notice to the end. They are
-            used: what there is is saved at once, and once more shortly before the end.
-            None, or 0, saves once and ends.
-        save_fn: Saves, in the place of what would be done otherwise; it is called on
-            all workers, with the arguments of `save_checkpoint_if_preempted`.
+        termination_watcher_fn: Returns True if this worker is to end. Called once a
+            second in a thread; must return at once. None takes SIGTERM as the notice.
+        exit_fn: Ends the process after saving. None exits with code 75, with which
+            `keras-strategy run --max-restarts` restarts it.
+        grace_period: Seconds between the notice and the end. State is saved at once,
+            and again shortly before the end. None, or 0, saves once and ends.
+        save_fn: Saves instead of the default. Called on all workers, with the
+            arguments of `save_checkpoint_if_preempted`.
 
     Example:
 

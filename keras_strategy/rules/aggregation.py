@@ -1,9 +1,8 @@
-"""What aggregation and synchronization of a `keras.Variable` mean: rules, no tensors.
+"""Aggregation and synchronization of `keras.Variable`.
 
-A variable that is made in a scope is *mirrored*: every replica has a component, and
-what replicas assign is brought together at once, by the variable's aggregation. With
-`synchronization="on_read"` every replica keeps what it assigned, and reading outside
-the replicas aggregates.
+A variable made in a scope is *mirrored*: every replica has a component, and what
+replicas assign is aggregated at once. With `synchronization="on_read"` every replica
+keeps its own value, and a read outside the replicas aggregates.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,29 +18,21 @@ from keras_strategy.values.topology import Topology
 
 
 def is_on_read(variable: Any) -> bool:
-    """Whether every replica keeps its own value until somebody reads."""
+    """Return True if every replica keeps its own value until a read."""
     return variable.synchronization == "on_read"
 
 
 def adds_up(variable: Any) -> bool:
-    """Whether an `assign_add` is to be brought together before it is added."""
+    """Return True if `assign_add` aggregates its operand first."""
     return not is_on_read(variable) and variable.aggregation in ("sum", "mean")
 
 
 def aggregate(
     replica: Replica, variable: Any, value: Any, aggregation: str | None = None
 ) -> Any:
-    """Brings together what the replicas assign to a mirrored variable, or add to it.
+    """Aggregate what the replicas assign or add to a mirrored variable.
 
-    Args:
-        replica: The replica that assigns.
-        variable: The variable, of aggregation "sum", "mean" or
-            "only_first_replica".
-        value: This replica's value, a tensor.
-        aggregation: What stands for the variable's own, or None.
-
-    Returns:
-        The value for every replica, of the same dtype.
+    The result has `value`'s dtype. `aggregation` overrides the variable's.
     """
     weight = replica.step.row_weight
     aggregation = aggregation or variable.aggregation
@@ -67,24 +58,17 @@ def _is_float(value: Any) -> bool:
 
 
 def of_first_replica(replica: Replica, value: Any) -> Any:
-    """What a replica adds to a sum that is to be the first one's value."""
+    """Return the summand whose sum over replicas is the first one's value."""
     first = ops.equal(replica.id, 0)
     return ops.where(first, value, ops.zeros_like(value))
 
 
 def assigned(replica: Replica, variable: Any, value: Any) -> Any:
-    """Returns what a replica that assigns `value` shall write.
-
-    Args:
-        replica: The replica that assigns.
-        variable: The variable.
-        value: The value, a tensor of the variable's shape and dtype.
-
-    Returns:
-        The value for this replica's component.
+    """Return what a replica that assigns `value` must write.
 
     Raises:
-        ValueError: If it may hold what each replica read, to be added up.
+        ValueError: If a sum variable was read before in a training step, so that its
+            old value may be counted once per replica.
     """
     step = replica.step
     if is_on_read(variable):
@@ -109,19 +93,10 @@ def assigned(replica: Replica, variable: Any, value: Any) -> Any:
 
 
 def parts_outside(variable: Any, value: Any, replicas: int) -> tuple[Any, Any]:
-    """What replicas hold of a variable that was assigned outside of them.
+    """Return the first replica's and every other replica's part of a value.
 
-    What is read as a sum is dealt out in equal parts, so that it reads as what was
-    assigned. Whole numbers need not divide: the first replica holds what is left. Of
-    every other variable each replica holds what was assigned.
-
-    Args:
-        variable: The variable.
-        value: What was assigned, a tensor.
-        replicas: The number of replicas, over all workers.
-
-    Returns:
-        What the first of all replicas holds, and what each other one does.
+    An on-read sum is divided, so that it reads as assigned; the first replica gets the
+    remainder of integers. Other variables are assigned everywhere.
     """
     if not is_on_read(variable) or variable.aggregation != "sum":
         return value, value
@@ -133,7 +108,7 @@ def parts_outside(variable: Any, value: Any, replicas: int) -> tuple[Any, Any]:
 
 
 def local_parts_outside(variable: Any, value: Any, topology: Topology) -> list[Any]:
-    """What each replica of this worker holds, see `parts_outside`."""
+    """Return `parts_outside` for each replica of this worker."""
     first, other = parts_outside(variable, value, topology.num_replicas)
     return [first if replica == 0 else other for replica in topology.local_replicas]
 
@@ -144,17 +119,7 @@ def part_outside(
     topology: Topology,
     add: Callable[[Sequence[Any]], Any],
 ) -> Any:
-    """What a worker adds to what an on_read variable is outside of the replicas.
-
-    Args:
-        variable: The variable.
-        values: What each replica of this worker holds.
-        topology: Where the replicas are.
-        add: The sum of tensors of several devices.
-
-    Returns:
-        A tensor. The sum of all workers' is what the variable reads as.
-    """
+    """Return a worker's summand of an on-read variable's cross-replica value."""
     if variable.aggregation == "only_first_replica":
         first = values[0]
         return first if topology.first == 0 else ops.zeros_like(first)
@@ -165,7 +130,7 @@ def part_outside(
 
 
 def no_value(variable: Any) -> ValueError:
-    """The error for an on_read variable that is read outside of the replicas."""
+    """Return the error for a cross-replica read that has no aggregation."""
     return ValueError(
         f"The variable '{variable.path}' has synchronization='on_read' and "
         "aggregation='none', so it has no value outside of the replicas, and a metric "

@@ -1,10 +1,10 @@
-"""What the workers of one `fit` or the like do: all must do the same.
+"""Consistency check of the workers before a `fit` or similar call.
 
 A worker with another optimizer or schedule would train to the end, to other weights. So
-before the first step each says what it is about to do, in values that all workers have
-alike where their programs are: nothing of what a process counts (the numbers in names),
-of where it runs (paths), of what the chief gives all (first values, seeds, the learning
-rate) or of what nobody can compare (the code of a lambda).
+before the first step each worker sends a signature of its call. It leaves out what may
+differ between equal programs: counters in names, paths, what the chief broadcasts
+(initial values, seeds, the learning rate), and what cannot be compared (the code of a
+lambda).
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ Item = list[Any]
 def require(
     cluster: Cluster, items: list[Item], more: Any, what: str = "fit"
 ) -> list[Any]:
-    """Has all workers say what they are about to do.
+    """Check that all workers have equal signatures, and exchange a value.
 
     Args:
         cluster: The workers.
-        items: What `items_of` says of this one.
-        more: A value that travels with it, of JSON's.
-        what: The method, for messages.
+        items: This worker's signature, from `items_of`.
+        more: A JSON value to exchange along.
+        what: The method's name, for messages.
 
     Returns:
         Each worker's `more`, by rank.
 
     Raises:
-        WorkersDifferError: If they do not do the same.
+        WorkersDifferError: If the signatures differ.
     """
     told, difference = cluster.first_difference(f"the start of {what}", items, more)
     if difference is None:
@@ -102,13 +102,10 @@ def items_of(
     arguments: Mapping[str, Any],
     callbacks: list[Any],
 ) -> list[Item]:
-    """What a worker says of its `fit`: fields and their values, for messages.
+    """Return the signature of a `fit`: fields and their values.
 
-    Args:
-        model: The model.
-        compiled: The arguments of its `compile`.
-        arguments: Those of `fit`.
-        callbacks: Those that must be on every worker.
+    `compiled` has the arguments of `compile`; `callbacks` those that every worker must
+    have.
     """
     fields: dict[str, Any] = {
         "optimizer": described(getattr(model, "optimizer", None)),
@@ -122,11 +119,7 @@ def items_of(
 
 
 def items_of_call(arguments: Mapping[str, Any]) -> list[Item]:
-    """What a worker says of its `evaluate`, `train_on_batch` or the like.
-
-    Args:
-        arguments: Its arguments by name.
-    """
+    """Return the signature of `evaluate`, `train_on_batch` or the like."""
     return _items(_called_with(arguments))
 
 
@@ -151,9 +144,9 @@ def _items(fields: Mapping[str, Any]) -> list[Item]:
 
 
 def described(thing: Any, depth: int = 0) -> Any:
-    """What can be said of a thing, of JSON's values.
+    """Return a JSON description of an object.
 
-    What Keras cannot serialise counts by its name or that of its class.
+    An object that Keras cannot serialise is described by its name or class.
     """
     if thing is None or isinstance(thing, bool | str):
         return thing
@@ -203,10 +196,9 @@ def _model(model: keras.Model) -> Any:
 
 
 def _settings(callback: Any) -> dict[str, Any]:
-    """The settings of a callback that all workers must have alike.
+    """Return a callback's public attributes of plain values.
 
-    They are its public attributes, of plain values: of the others nobody can tell
-    whether they are settings.
+    Of other attributes it is unknown whether they are settings.
     """
     settings = {}
     for name, value in sorted(vars(callback).items()):
@@ -236,10 +228,7 @@ _CALLBACKS_OWN = {
 
 
 def _data(data: Any) -> Any:
-    """What all workers must have alike of the data that they are given.
-
-    Where it is read in batches, those are compared when they are read.
-    """
+    """Return the description of data. Batches from iterators are compared when read."""
     if isinstance(data, list | tuple):
         return [_data(part) for part in data]
     if isinstance(data, Mapping):
@@ -258,10 +247,9 @@ def _array(array: Any) -> str:
 
 
 def rows_digest(array: Any) -> str | None:
-    """A digest of an array, tensor or table; of some of its rows, if it is large.
+    """Return a digest of an array's rows, or of a sample if it is large.
 
-    Returns:
-        None where there are no rows, or none that this worker can read alone.
+    None if there are no rows, or none that this worker can read alone.
     """
     rows = _some_rows(array)
     return _digest(rows) if rows else None
@@ -290,7 +278,7 @@ def _shape(data: Any) -> tuple[int, ...] | None:
 
 
 def _some_rows(data: Any) -> list[np.ndarray]:
-    """Rows of an array, in NumPy: all, or the first and some from all over it.
+    """Return rows as NumPy: all, or the first and a sample of a large array.
 
     So a large array on a device or a disk stays there.
     """
@@ -318,7 +306,7 @@ def _in_numpy(rows: Any) -> np.ndarray:
 
 
 def _without_names(value: Any) -> Any:
-    """Configurations without the names of objects, which count what a process made."""
+    """Replace names of objects, which count what a process made, in configs."""
     names: dict[str, str] = {}
 
     def collect(value: Any, own: bool) -> None:
@@ -347,7 +335,7 @@ def _without_names(value: Any) -> Any:
 
 
 def _is_added_input(layer: Any) -> bool:
-    """Whether it is what a Sequential model is given when it is built."""
+    """Return True for the input layer that `Sequential` adds when it is built."""
     return (
         isinstance(layer, Mapping)
         and layer.get("class_name") == "InputLayer"

@@ -1,7 +1,7 @@
-"""Arrays that wait on the disk until a file is written of all of them.
+"""Arrays spilled to disk until one file is written of all of them.
 
-What the replicas share is brought together one variable at a time. A host that kept all
-of them until the last is there would need memory for what no device has.
+Sharded variables are gathered one at a time. A host that kept all of them would need
+memory for what no device holds.
 """
 
 import pathlib
@@ -15,12 +15,9 @@ LEAST_BYTES = 2**16
 
 
 class Aside:
-    """Keeps arrays in files, as long as it is open.
+    """Files of arrays, while it is open; leftovers of a killed process are removed.
 
-    What a process leaves that is killed, the next removes that keeps something there.
-
-    Args:
-        folder: Where they are, and nothing else. None on workers that keep nothing.
+    The folder must have no other use. It is None on workers that do not write.
     """
 
     def __init__(self, folder: pathlib.Path | None):
@@ -29,13 +26,13 @@ class Aside:
 
     @classmethod
     def beside(cls, path: pathlib.Path) -> "Aside":
-        """One in the folder where a path is to be written."""
+        """Return a spill in a folder next to a path that will be written."""
         return cls(path.parent / f".{path.name}.aside")
 
     def keep(self, array: np.ndarray) -> np.ndarray:
-        """The array, of which a large one is read from the disk when it is looked at.
+        """Return the array, memory-mapped from disk if it is large.
 
-        If the disk cannot take it, `check` tells: all workers are to go on together.
+        A failure is raised by `check` only, so that all workers continue together.
         """
         if self._error is not None or self._folder is None:
             return np.empty(0, array.dtype)
@@ -55,7 +52,7 @@ class Aside:
             return np.empty(0, array.dtype)
 
     def check(self) -> None:
-        """Raises what went wrong, if anything did."""
+        """Raise the first failed write's error, if any."""
         if self._error is not None:
             raise self._error
 

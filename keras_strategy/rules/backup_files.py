@@ -1,9 +1,8 @@
-"""The files of backups: each is written whole or not at all, and checked when read.
+"""Backup files, written atomically and verified when read.
 
-A file is a NumPy archive of arrays, with what else is known as a JSON text among them.
-It is written under another name, brought to the disk and renamed, so that a process
-that is killed leaves the file before untouched. The last two are kept: of one that the
-disk has spoiled the checksums differ, and the one before it is taken.
+A file is a NumPy archive of arrays and a JSON text. It is written to a temporary name,
+synced and renamed, so that a killed process leaves the previous file intact. The last
+two are kept: if the checksums of one fail, the one before it is used.
 """
 
 import contextlib
@@ -35,18 +34,12 @@ _OF_KERAS = ("latest.weights.h5", "training_metadata.json")
 
 
 class _Damaged(Exception):
-    """A file is not what was written."""
+    """A file whose content is not what was written."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file of a backup holds.
-
-    Attributes:
-        facts: What is no array, of JSON's values.
-        arrays: The arrays by their names.
-        file: The file.
-    """
+    """Content of a backup: JSON values, arrays by name, and the file."""
 
     facts: dict[str, Any]
     arrays: dict[str, np.ndarray]
@@ -54,27 +47,21 @@ class Contents:
 
 
 class BackupFolder:
-    """A folder of the backups of one `fit`.
-
-    Args:
-        path: Where it is, or will be.
-    """
+    """Folder of the backups of one `fit`."""
 
     def __init__(self, path: str | os.PathLike):
         self._path = pathlib.Path(path)
         self._aside = Aside.beside(self._path / "backup")
 
     def keep(self, array: np.ndarray) -> np.ndarray:
-        """An array that waits for the next backup, on the disk if it is large."""
+        """Return an array for the next backup, spilled to disk if it is large."""
         return self._aside.keep(array)
 
     def read(self) -> Contents | None:
-        """The last backup that is whole; None where there is none.
-
-        One that is damaged is logged, and kept under another name.
+        """Return the last intact backup, or None; rename damaged ones.
 
         Raises:
-            ValueError: If all backups are damaged, or another program made them.
+            ValueError: If all backups are damaged, or another program wrote them.
         """
         self._clear(_PART)
         files = self._files()
@@ -105,12 +92,7 @@ class BackupFolder:
         return None
 
     def write(self, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        """Writes a backup, and removes those that are no longer needed.
-
-        Args:
-            facts: What is no array, of JSON's values.
-            arrays: The arrays by their names.
-        """
+        """Write a backup of JSON values and arrays; remove old ones."""
         with self._aside:
             self._aside.check()
             self._write_next(facts, arrays)
@@ -134,7 +116,7 @@ class BackupFolder:
             old.unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Removes the backups, and the folder if nothing else is in it."""
+        """Remove the backups, and the folder if it is empty."""
         self._clear(_PART)
         self._clear(_NAME)
         with contextlib.suppress(OSError):
@@ -185,7 +167,7 @@ def _read(file: pathlib.Path) -> Contents:
 
 
 def _as_plain(array: np.ndarray) -> np.ndarray:
-    """An array of numbers that NumPy knows by itself."""
+    """Return an array in a dtype that NumPy knows without extensions."""
     if array.dtype.isbuiltin == 1:
         return array
     return array.view(f"uint{8 * array.dtype.itemsize}")
@@ -196,7 +178,7 @@ def _dtype(name: str) -> np.dtype:
 
 
 def _sync_folder(path: pathlib.Path) -> None:
-    """Brings the names of a folder's files to the disk, where the system can."""
+    """Sync a folder's entries to disk, where the system can."""
     with contextlib.suppress(OSError):
         folder = os.open(path, os.O_RDONLY)
         try:

@@ -1,6 +1,6 @@
-"""`BackupAndRestore`: when a training is saved, and when it goes on.
+"""`BackupAndRestore`: the schedule of backups.
 
-What is saved, and how Keras's loop is brought to where it was, is in `hooks.backups`.
+`hooks.backups` defines the content of a backup and restores Keras's loop.
 """
 
 import math
@@ -15,40 +15,35 @@ from keras_strategy.workers.preemption import Next, Preemption
 
 
 class Training(Protocol):
-    """A `fit` that is backed up."""
+    """A `fit` with backups."""
 
     @property
     def batch(self) -> int:
-        """The batch that the epoch begins with which is about to begin."""
+        """Batch at which the next epoch begins."""
         ...
 
     def restore(self) -> None:
-        """Has the training go on where the backup was made, if there is one."""
+        """Continue from the last backup, if there is one."""
         ...
 
     def begin(self) -> None:
-        """Is told that all callbacks have begun."""
+        """Handle that all callbacks have begun."""
         ...
 
     def expect(self) -> None:
-        """Is told that the loop reads its batches next."""
+        """Handle that the loop reads its batches next."""
         ...
 
     def save(self, epoch: int, batch: int) -> None:
-        """Makes a backup.
-
-        Args:
-            epoch: The epoch that a training goes on with which starts from it.
-            batch: The batch of that epoch.
-        """
+        """Save a backup from which training continues at this epoch and batch."""
         ...
 
     def clear(self) -> None:
-        """Removes the backups."""
+        """Remove the backups."""
         ...
 
     def agree(self, says: list[bool]) -> list[list[bool]]:
-        """What each worker says of what this one says; all of them ask."""
+        """Return every worker's values; a collective call."""
         ...
 
 
@@ -126,11 +121,11 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._training: Training | None = None
 
     def attach(self, training: Training | None) -> None:
-        """Says which `fit` this is called in."""
+        """Set the `fit` in which this callback is called."""
         self._training = training
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Has the training go on from the last backup."""
+        """Restore the last backup."""
         if self._training is None:
             raise RuntimeError(
                 "`keras_strategy.callbacks.BackupAndRestore` saves models that were "
@@ -140,12 +135,12 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._training.restore()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Removes the backups, unless they are to be kept."""
+        """Remove the backups if `delete_checkpoint` is set."""
         if self.delete_checkpoint and self._training is not None:
             self._training.clear()
 
     def saver(self, training: Training) -> keras.callbacks.Callback:
-        """What saves; to be called after all other callbacks."""
+        """Return the callback that saves, to run after all others."""
         config = self.save_before_preemption
         if config:
             if not isinstance(config, TerminationConfig):
@@ -157,7 +152,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
 
 class _SavesAfterEpochs(keras.callbacks.Callback):
-    """Saves at the end of each epoch, when all other callbacks have been called."""
+    """Saves at the end of each epoch, after all other callbacks."""
 
     def __init__(self, training: Training):
         super().__init__()
@@ -184,7 +179,7 @@ class _SavesAfterEpochs(keras.callbacks.Callback):
 
 
 class _SavesAfterBatches(_SavesAfterEpochs, WithoutLogs):
-    """Saves after so many batches, at the end of an epoch too if it falls there."""
+    """Saves every `save_freq` batches, also at the end of an epoch."""
 
     def __init__(self, training: Training, save_freq: int | str):
         super().__init__(training)
@@ -210,7 +205,7 @@ class _SavesAfterBatches(_SavesAfterEpochs, WithoutLogs):
 
 
 class _SavesBeforePreemption(_SavesAfterBatches):
-    """Saves when a worker is asked to end, and ends all of them."""
+    """Saves and exits all workers when one gets a termination notice."""
 
     def __init__(
         self, training: Training, save_freq: int | str, config: TerminationConfig

@@ -1,4 +1,4 @@
-"""Of which batch a function that `strategy.run` calls is given the rows."""
+"""Batch rows of functions that `strategy.run` calls."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,23 +17,16 @@ from keras_strategy.values.distributed import (
 
 
 def carries_rows(value: Any) -> bool:
-    """Whether a value is of an element of a distributed dataset."""
+    """Return True for a value from an element of a distributed dataset."""
     return isinstance(value, PerReplica) and value.batch is not None
 
 
 def batch_of(args: Sequence[Any], kwargs: dict[str, Any]) -> BatchRows | None:
-    """The element of a distributed dataset whose rows are among some arguments.
+    """Return the rows of the one distributed dataset element in the arguments.
 
-    It is asked in every call of `run`, and calls nothing where there are no structures.
-
-    Args:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-
-    Returns:
-        The element's rows. None if there is no element, or more than one: then it is
-        not known of which one a random number belongs to a row. And None where
-        replicas draw their own numbers anyway.
+    None if there is no element, or several (ambiguous for random numbers), or if
+    replicas draw independently. It runs in every `run`, so it flattens only nested
+    arguments.
     """
     if not settings.exact:
         return None
@@ -57,14 +50,14 @@ def traced_step(
     leaves: Sequence[Any],
     places: Sequence[int],
 ) -> StepState:
-    """What is true of a replica whose function is traced, and may be traced again.
+    """Return the step state of a replica whose function is traced.
 
     Args:
         rows: The replica's rows.
-        draws: What is known of the function's draws.
-        call: Calls the function, given what is in the place of `leaves`.
-        leaves: What the replica's function is given.
-        places: Those of the rows among them.
+        draws: The batch dimensions of the function's draws.
+        call: Calls the function with replacements of `leaves`.
+        leaves: The leaves of the replica's arguments.
+        places: The indices of leaves with batch rows.
     """
 
     def rehearse(few: int) -> Trial:
@@ -88,14 +81,14 @@ def traced_step_of(
     index: int,
     draws: KnownDraws,
 ) -> StepState:
-    """As `traced_step`, of a function and the arguments that `run` was given.
+    """Return `traced_step` for a function and the arguments of `run`.
 
     Args:
         fn: The function.
         arguments: `(args, kwargs)`, with distributed values.
-        rows: The rows of the replica.
-        index: The number of the replica on this worker.
-        draws: What is known of the function's draws.
+        rows: The replica's rows.
+        index: The replica's index on this worker.
+        draws: The batch dimensions of the function's draws.
     """
     leaves = tree.flatten(arguments)
     places = [place for place, leaf in enumerate(leaves) if carries_rows(leaf)]

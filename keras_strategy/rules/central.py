@@ -1,8 +1,7 @@
-"""What replicas may assign to variables that one device keeps for all of them.
+"""Assignments to variables that one device keeps for all replicas.
 
-There is one value, so what the replicas assign must come to one. By the variable's
-aggregation it does, as everywhere. Of Keras's own variables without one it is known
-what they come to; for all others it is an error, as in tf.distribute.
+The replicas' values must become one: by the variable's aggregation, by the table of
+Keras's own state, or else it is an error, as in tf.distribute.
 """
 
 from typing import Any
@@ -14,19 +13,19 @@ from keras_strategy.rules.state import SPELLINGS, Rule, declare, declared
 
 
 def in_charge() -> bool:
-    """Whether this thread is in the scope of a strategy that keeps variables so."""
+    """Return True in the scope of a strategy with a parameter device."""
     strategy = context.current_scope()
     return strategy is not None and strategy.parameter_device is not None
 
 
 def note(owner: Any) -> None:
-    """Notes what the variables come to that an object of Keras's assigns."""
+    """Declare the state rules of a Keras object's variables if they are central."""
     if in_charge():
         declare(owner)
 
 
 def is_unsaid(variable: Any) -> bool:
-    """Whether a variable without an aggregation is kept so."""
+    """Return True if a central variable has no aggregation."""
     if is_on_read(variable):
         return False
     owner = vars(variable).get("_ks_strategy")
@@ -34,19 +33,7 @@ def is_unsaid(variable: Any) -> bool:
 
 
 def assigned(replica: Replica, variable: Any, value: Any) -> Any:
-    """What a replica that assigns to such a variable shall write.
-
-    Args:
-        replica: The replica.
-        variable: The variable.
-        value: The value, a tensor of the variable's shape and dtype.
-
-    Returns:
-        The value, the same on all replicas.
-
-    Raises:
-        ValueError: If it may differ between them.
-    """
+    """Return what all replicas must write to a central variable."""
     rule = declared(variable)
     if rule is Rule.ALIKE:
         return value

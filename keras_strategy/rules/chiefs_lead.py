@@ -1,7 +1,7 @@
-"""Callbacks of several workers: the chief's write, and all begin and stop as one.
+"""Callbacks with several workers: the chief writes, and all start and stop together.
 
 All workers run the same program, so all of them make callbacks that write, restore and
-decide when to stop.
+stop training.
 """
 
 from collections.abc import Callable
@@ -44,15 +44,10 @@ def worker_arguments(
     cluster: Cluster,
     lead: Callable[[list[Any], bool], keras.callbacks.Callback],
 ) -> None:
-    """Changes the arguments of `fit` and its like to those of this worker.
+    """Adapt the arguments of `fit` and the like to this worker, in place.
 
-    Args:
-        method: "fit", "evaluate" or "predict".
-        arguments: The arguments by name; changed in place.
-        cluster: The workers.
-        lead: Makes the callback that keeps the workers together; called with the
-            user's callbacks that must be on every worker, and whether one of the
-            others may decide something by itself.
+    `lead` makes the callback that keeps the workers in step, from the callbacks that
+    every worker must have and whether another one may decide by local data.
     """
     if not cluster.is_chief:
         arguments["verbose"] = 0
@@ -76,18 +71,10 @@ def worker_arguments(
 
 
 class ChiefsLead(keras.callbacks.Callback):
-    """Has all workers begin as the chief does, and stop when one wants to.
+    """Starts all workers from the chief's state, and stops them together.
 
-    It comes after the user's callbacks: one of them may have restored the chief's
-    variables from a backup that the others cannot see.
-
-    Args:
-        cluster: The workers.
-        give_variables: Gives all workers the chief's variables of a model.
-        epoch: Reads the epoch that a model begins with.
-        set_epoch: Sets it.
-        require_same_values: Raises where the workers hold other values; called after
-            each epoch with a value that all are to be told, and returns what they say.
+    It runs after the user's callbacks, as one of them may restore the chief's variables
+    from a backup that other workers cannot read.
     """
 
     def __init__(
@@ -105,32 +92,31 @@ class ChiefsLead(keras.callbacks.Callback):
         self._require_same_values = require_same_values
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Takes the chief's variables and first epoch."""
+        """Take the chief's variables and initial epoch."""
         epochs = self._cluster.agree("the first epoch", self._epoch(self.model))
         self._set_epoch(self.model, epochs[0])
         self._give_variables(self.model)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Makes sure that all hold the same values, and stops if a worker wants to."""
+        """Check that all workers hold equal values; stop if one wants to."""
         wanted = bool(self.model.stop_training)
         if any(self._require_same_values(self.model, wanted)):
             self.model.stop_training = True
 
 
 class ChiefsLeadInBatches(ChiefsLead, WithoutLogs):
-    """Asks after each batch as well who wants to stop.
+    """Checks after each batch, too, whether a worker wants to stop.
 
-    A class of its own: where no callback has a method for batches, Keras's list is told
-    of none.
+    It is a class of its own because Keras skips batch hooks that no callback overrides.
     """
 
     def set_model(self, model: keras.Model) -> None:
-        """Keeps the model, which a callback on JAX gets with all variables' values."""
+        """Keep the model; `self.model` would sync all variables on JAX."""
         super().set_model(model)
         self._asked = model
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Stops if a worker wants to."""
+        """Stop if a worker wants to."""
         wanted = bool(self._asked.stop_training)
         if any(self._cluster.agree("whether to stop", wanted)):
             self._asked.stop_training = True

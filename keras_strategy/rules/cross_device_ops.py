@@ -276,7 +276,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         return f"{type(self).__name__}(reduce_to_device={self.reduce_to_device!r})"
 
 
-class _Packed(CrossDeviceOps):
+class _PackedAllReduce(CrossDeviceOps):
     def __init__(self, num_packs: int = 1):
         if isinstance(num_packs, bool) or not isinstance(num_packs, int):
             raise TypeError(
@@ -306,7 +306,7 @@ class _Packed(CrossDeviceOps):
         return f"{type(self).__name__}(num_packs={self.num_packs})"
 
 
-class NcclAllReduce(_Packed):
+class NcclAllReduce(_PackedAllReduce):
     """NVIDIA's collectives. It needs GPUs on TensorFlow; JAX and torch decide.
 
     Args:
@@ -327,7 +327,7 @@ class NcclAllReduce(_Packed):
     """
 
 
-class HierarchicalCopyAllReduce(_Packed):
+class HierarchicalCopyAllReduce(_PackedAllReduce):
     """Adds within groups of GPUs that are close to each other, then over the groups.
 
     It was made for machines of eight GPUs of the DGX-1 kind. JAX and torch decide by

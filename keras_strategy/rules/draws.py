@@ -1,16 +1,15 @@
-"""Which of one device's random numbers are those of a replica's rows.
+"""Random numbers of one device, sliced by rows.
 
-One device draws a tensor of numbers for the whole batch. A replica whose rows are known
-draws the same, from the same seed, and takes what belongs to its rows. For that it must
-be known which dimension of a draw follows the rows. A number does not tell: a layer of
-8 units and 8 rows look alike. So it is tried: at the first draw of a step, the step is
-rehearsed with 2 rows and with 3, as on one device, until it asks for gradients. What it
-assigns there is forgotten. Of each draw the dimension that grew with the rows is the
-one that follows them; a draw of the same shape in both belongs to no row, and is the
-same on all replicas. What cannot be told so is warned of.
+One device draws a tensor for the global batch. A replica whose rows are known draws the
+same tensor from the same seed, and takes the slice of its rows. Which dimension of a
+draw is the batch dimension cannot be read off its size (8 units and 8 rows look alike).
+So the first draw of a step triggers two dry runs of it, with 2 rows and with 3, as on
+one device, up to the request for gradients, with assignments discarded. The dimension
+that grew is the batch dimension; a draw of equal shape is independent of rows and equal
+on all replicas. Unclear cases are warned of.
 
-Where a dimension has several entries for each row, as after `ops.reshape(x, (-1, n))`,
-those of one row are taken to follow one another, which a warning says once.
+A batch dimension with several entries for each row, as after `ops.reshape(x, (-1, n))`,
+is taken to hold each row's entries contiguously; a warning says so once.
 """
 
 import logging
@@ -39,15 +38,15 @@ Rehearse = Callable[[int], Trial]
 
 
 class EndOfRehearsal(Exception):
-    """Ends a rehearsal, where going on would leave something behind."""
+    """End of a dry run, before a side effect that cannot be discarded."""
 
 
 @dataclass
 class Settings:
-    """What `keras_strategy.config` sets.
+    """Settings from `keras_strategy.config`.
 
     Attributes:
-        exact: Whether replicas draw one device's numbers.
+        exact: True if replicas draw one device's numbers.
     """
 
     exact: bool = True
@@ -58,12 +57,12 @@ settings = Settings()
 
 @dataclass(frozen=True)
 class Drawn:
-    """A draw in a rehearsal.
+    """Draw of random numbers in a dry run.
 
     Attributes:
-        key: What draws of one kind have in common.
-        dims: Its shape.
-        order: Its axes as they lie in memory, where that decides what is drawn.
+        key: Equal for draws of one kind, see `key_of`.
+        dims: The shape.
+        order: The axes in memory order, where that decides which numbers are drawn.
     """
 
     key: Any
@@ -73,11 +72,11 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Follows:
-    """A dimension that follows the rows.
+    """Batch dimension of a draw.
 
     Attributes:
-        axis: Which one.
-        per_row: How many entries each row has.
+        axis: The dimension.
+        per_row: The number of entries for each row.
         order: See `Drawn`. A batch of one row may not show it.
     """
 
@@ -86,7 +85,7 @@ class Follows:
     order: tuple[int, ...] | None = field(default=None, compare=False)
 
     def fits(self, dims: Dims, rows: int | None) -> bool:
-        """Whether a draw can be of this kind, given the replica's rows."""
+        """Return True if a draw may have this batch dimension."""
         if self.axis >= len(dims):
             return False
         size = dims[self.axis]
@@ -95,12 +94,12 @@ class Follows:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A shape that does not depend on the rows."""
+    """Shape of a draw that is independent of the rows."""
 
     dims: Dims
 
     def fits(self, dims: Dims, rows: int | None) -> bool:
-        """Whether a draw can be of this kind."""
+        """Return True if a draw may have this shape."""
         return len(dims) == len(self.dims) and all(
             a == b or a is None or b is None
             for a, b in zip(dims, self.dims, strict=True)
@@ -111,10 +110,9 @@ Kind = Follows | Fixed
 
 
 class KnownDraws:
-    """What is known of the draws of a step, from one call of it to the next.
+    """Cache of the batch dimensions of a step's draws.
 
-    Args:
-        repeated: Whether what is rehearsed may be called several times in a step.
+    `repeated` is True if the dry-run function may run several times in a step.
     """
 
     def __init__(self, repeated: bool = False):
@@ -131,13 +129,13 @@ class KnownDraws:
         rows: int | None,
         rehearse: Rehearse | None,
     ) -> Follows | None:
-        """Which dimension of a draw follows the rows, if one does.
+        """Return the batch dimension of a draw, or None.
 
         Args:
             drawn: The draw.
-            number: How many draws with its key came before it in the step.
-            rows: The replica's rows, None if that is not known while Python runs.
-            rehearse: Calls the step with a number of rows as on one device.
+            number: The number of earlier draws of this key in the step.
+            rows: The replica's rows; None if unknown during tracing.
+            rehearse: Runs the step on a number of rows as on one device.
         """
         key, dims = drawn.key, drawn.dims
         if not _may_follow(dims, rows):
@@ -188,15 +186,11 @@ class KnownDraws:
         return guess if guess.fits(dims, rows) else None
 
     def here(self, rows: RowRange) -> "KnownDraws | None":
-        """What knows of what is drawn now; None if that is to be a replica's own.
-
-        Args:
-            rows: The replica's rows.
-        """
+        """Return the cache for the current draw; None to draw independently."""
         return self
 
     def warn_of_shuffled_rows(self, seed: Any) -> None:
-        """Says that rows are shuffled among each other."""
+        """Warn that each replica shuffles only its local rows."""
         self._warn(
             ("shuffle", seed),
             "%s shuffles the rows of a batch. Each of several replicas shuffles its "
@@ -210,7 +204,7 @@ class KnownDraws:
 
 
 def _may_follow(dims: Dims, rows: int | None) -> bool:
-    """Whether there is a dimension that may follow the rows."""
+    """Return True if a dimension may be the batch dimension."""
     if rows is None:
         return bool(dims)
     if rows == 0:
@@ -226,7 +220,7 @@ def _by_key(draws: Sequence[Drawn] | None) -> dict[Any, list[Drawn]]:
 
 
 def _kinds(few: Sequence[Drawn], more: Sequence[Drawn]) -> list[Kind | None]:
-    """What draws are, of which two rehearsals made these; None if that is unclear."""
+    """Return the kinds of draws from two dry runs; None where unclear."""
     if len(few) != len(more):
         return [None]
     return [_kind(a.dims, b.dims, a.order) for a, b in zip(few, more, strict=True)]
@@ -250,19 +244,16 @@ def _kind(few: Dims, more: Dims, order: tuple[int, ...] | None) -> Kind | None:
 
 
 def key_of(name: str, seed: Any, rank: int) -> Any:
-    """What draws of one kind have in common.
+    """Return the key of draws of one function, seed and rank.
 
-    Args:
-        name: The function that draws.
-        seed: Its seed. A generator is kept, so that no other one gets its `id`.
-        rank: The number of dimensions.
+    A generator is part of it, which keeps it alive, so that its `id` is not reused.
     """
     own = seed if isinstance(seed, keras.random.SeedGenerator) else None
     return name, own, seed is None, rank
 
 
 def who_draws() -> str:
-    """The innermost layer or model that is being called, for a message."""
+    """Return the innermost running layer, for a message."""
     frame = sys._getframe(1)
     while frame is not None:
         owner: Any = frame.f_locals.get("self")
@@ -273,26 +264,14 @@ def who_draws() -> str:
 
 
 def whole(dims: Sequence[Any], follows: Follows, rows: RowRange) -> list[Any]:
-    """The shape of the draw that one device makes.
-
-    Args:
-        dims: The shape of the replica's.
-        follows: Which dimension follows the rows.
-        rows: The replica's rows.
-    """
+    """Return the shape that one device draws."""
     total = list(dims)
     total[follows.axis] = rows.total * follows.per_row
     return total
 
 
 def own_part(numbers: Any, follows: Follows, rows: RowRange) -> Any:
-    """What belongs to a replica's rows.
-
-    Args:
-        numbers: What one device draws.
-        follows: Which dimension follows the rows.
-        rows: The replica's rows.
-    """
+    """Return the slice of one device's draw for a replica's rows."""
     begin = rows.begin * follows.per_row
     count = rows.count * follows.per_row
     if isinstance(count, int) and not isinstance(begin, int):
@@ -305,7 +284,7 @@ def own_part(numbers: Any, follows: Follows, rows: RowRange) -> Any:
 
 
 def of_all_rows(replica: Replica, x: Any, axis: int) -> Any:
-    """A tensor with the rows of all replicas, where a dimension of it follows them."""
+    """Gather a tensor's rows of all replicas along `axis`."""
     weight = replica.step.row_weight
     if isinstance(weight, float) and weight == 0.0:
         # A replica without rows works on a stand-in, which is none of the batch's.

@@ -1,8 +1,8 @@
-"""The scope that fit and its like enter by themselves, and leave for other models.
+"""The implicit scope of `fit` and similar methods.
 
-A callback may well use another model: a teacher that predicts, a plain model that is
-fitted beside. On one device nothing stands in its way, so the scope that nobody but
-`fit` entered must not either. A scope that the user entered is not left for anybody.
+A callback may use another model: predict with a teacher, fit a plain model. On one
+device that works, so the scope that `fit` entered implicitly must not prevent it. A
+scope that the user entered is never suspended.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from keras_strategy.core import context
 
 
 class _Entered(threading.local):
-    """The scopes that this thread's entry points are in, with their depths."""
+    """Scopes, with their depths, that `fit` entered implicitly in this thread."""
 
     def __init__(self):
         self.scopes: list[tuple[Any, Any, int]] = []
@@ -25,11 +25,7 @@ _entered = _Entered()
 
 @contextlib.contextmanager
 def entered(strategy: Any) -> Iterator[None]:
-    """Enters the scope of a model's strategy, for `fit` or its like.
-
-    Args:
-        strategy: The strategy.
-    """
+    """Enter the scope of a model's strategy implicitly."""
     scope = strategy.scope()
     with scope:
         _entered.scopes.append((strategy, scope, context.depth()))
@@ -41,11 +37,7 @@ def entered(strategy: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def left_for(strategy: Any) -> Iterator[None]:
-    """Leaves the scope that the `fit` of another strategy's model entered, if any.
-
-    Args:
-        strategy: The strategy of the model that is to be worked with, or None.
-    """
+    """Suspend an implicit scope of another strategy, if one is innermost."""
     if not _entered.scopes:
         yield
         return

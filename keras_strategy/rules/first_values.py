@@ -1,8 +1,7 @@
-"""Variables that have got their first value, until every worker has the chief's.
+"""Initial values, until every worker has the chief's.
 
-Workers may draw or compute other values. They agree once for all variables that a scope
-makes, and not for each: when the scope ends; or before, when somebody reads one of
-them, or a function is about to run on the replicas.
+Workers may draw or compute different initial values. One broadcast covers all variables
+of a scope: at its end, or before the first read or `run`.
 """
 
 import contextlib
@@ -16,13 +15,13 @@ waiting: list[tuple[Any, Any]] = []
 
 
 def note(strategy: Any, variable: Any) -> None:
-    """Notes that a variable has got its first value in a scope of several workers."""
+    """Register a variable that got its initial value in a scope of several workers."""
     waiting.append((strategy, variable))
 
 
 @contextlib.contextmanager
 def unread() -> Iterator[None]:
-    """Surrounds what hands variables' tensors on, and does not look into them."""
+    """Context manager that suspends the broadcast while tensors are only passed on."""
     held = waiting[:]
     waiting.clear()
     try:
@@ -32,7 +31,7 @@ def unread() -> Iterator[None]:
 
 
 def settle() -> None:
-    """Gives the variables that wait the chief's values; all workers get here."""
+    """Broadcast the chief's values of pending variables; a collective call."""
     # Keras may initialize a variable again, and the first read must not come back here.
     made = {id(variable): (strategy, variable) for strategy, variable in waiting}
     waiting.clear()
@@ -43,10 +42,10 @@ def settle() -> None:
 
 
 def take_chiefs(strategy: Any, variables: Sequence[Any]) -> None:
-    """Gives variables of a strategy the chief's values.
+    """Give variables of a strategy the chief's values.
 
-    A worker that reads in the middle of a scope brings fewer variables than one that
-    has come to its end. What is left there is what the others make and bring later.
+    A worker that reads in the middle of a scope has fewer variables than one at its
+    end. The remaining ones are made and broadcast later.
     """
     # What is split was the chief's when each worker took its part.
     variables = [variable for variable in variables if not is_split(variable)]

@@ -1,4 +1,4 @@
-"""Values that all workers have read, for the one that goes on alone."""
+"""Gathered values of variables, for the worker that writes alone."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -10,11 +10,7 @@ _held: ContextVar[dict[int, Any] | None] = ContextVar("held", default=None)
 
 @contextlib.contextmanager
 def held(values: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-    """Surrounds what reads variables that have the values that all workers have read.
-
-    Args:
-        values: Variables, of which each replica has its part, and their values.
-    """
+    """Context manager in which variables read as the given values."""
     token = _held.set({id(variable): value for variable, value in values})
     try:
         yield
@@ -23,6 +19,6 @@ def held(values: Sequence[tuple[Any, Any]]) -> Iterator[None]:
 
 
 def held_value(variable: Any) -> Any:
-    """The value that is held of a variable, or None."""
+    """Return the value that overrides a variable's, or None."""
     values = _held.get()
     return None if values is None else values.get(id(variable))

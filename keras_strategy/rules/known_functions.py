@@ -1,8 +1,8 @@
-"""Which functions an adapter has compiled: what is kept for each, and for how long.
+"""Cache of compiled functions.
 
-A function is *known* if it is the same object as before and all that it reads is what
-it was, or if its code and all that it reads are those of another, as far as that can be
-told (see `rules/reads.py`). Everything else is compiled anew.
+A cached entry is reused for the same function object if everything that it reads is
+unchanged, and for another function of equal code that reads equal values (see
+`rules/reads.py`).
 """
 
 import functools
@@ -28,12 +28,10 @@ _IN_A_ROW = 5
 
 
 class KnownFunctions(Generic[T]):
-    """What is kept for the functions that were compiled last.
+    """Least-recently-used cache of values for functions.
 
-    What only one object can find again is forgotten with it.
-
-    Args:
-        make: Makes what is to be kept for a function.
+    Entries that only one object can find are evicted with that object. `make` creates
+    an entry's value.
     """
 
     def __init__(self, make: Callable[[], T]):
@@ -44,12 +42,7 @@ class KnownFunctions(Generic[T]):
         self._compiled: dict[Any, _Compiled] = {}
 
     def find(self, fn: Callable[..., Any], to_compile: bool = True) -> T:
-        """What is kept for a function; made if it is not known.
-
-        Args:
-            fn: The function.
-            to_compile: Whether what it reads counts; else only which object it is.
-        """
+        """Return a function's value; without `to_compile` by identity alone."""
         place = _place(fn)
         known = self._known.get(place)
         if known is None or (to_compile and not known.reads.unchanged(fn)):
@@ -59,10 +52,9 @@ class KnownFunctions(Generic[T]):
         return known.kept.value
 
     def called(self, fn: Callable[..., Any]) -> None:
-        """Notes that a function was called as Python, which may change what it reads.
+        """Update the fingerprint after a function ran as Python.
 
-        A compiled one is when it is traced and not in each call, so what it counted up,
-        or made at first use, is what it is from now on.
+        Tracing may change what it reads, such as a counter or a lazily made object.
         """
         known = self._known.get(_place(fn))
         if known is None or known.reads.unchanged(fn):
@@ -95,7 +87,7 @@ class KnownFunctions(Generic[T]):
         return known
 
     def _alive(self, fn: Callable[..., Any], place: Any) -> Any:
-        """What tells when the object is gone by whose `id` a function is found."""
+        """Return a weak reference that evicts a function with its owner."""
         owner = fn.__self__ if type(fn) is types.MethodType else fn
         try:
             return weakref.ref(owner, lambda _: self._forget(place))
@@ -117,7 +109,7 @@ class KnownFunctions(Generic[T]):
                 self._known.pop(place, None)
 
     def _note(self, fn: Callable[..., Any], reads: Reads, uses: "_Uses") -> None:
-        """Notes that a function is compiled; says so if it is in every call."""
+        """Record a compilation; warn if there is one in every call."""
         code = _code(fn)
         before = self._compiled.pop(code, None)
         while len(self._compiled) >= FUNCTIONS:
@@ -140,7 +132,7 @@ class KnownFunctions(Generic[T]):
 
 
 def warn_of_many_programs(fn: Any, programs: int) -> None:
-    """Says that one function has been compiled for many kinds of arguments."""
+    """Warn that one function was compiled for many kinds of arguments."""
     logger.warning(
         "strategy.run has compiled %r for %d kinds of arguments. It does so for every "
         "new shape and every new Python number; give it numbers that change as arrays.",
@@ -150,7 +142,7 @@ def warn_of_many_programs(fn: Any, programs: int) -> None:
 
 
 class _Uses:
-    """The numbers of the first and of the last call that used a thing."""
+    """Numbers of the first and the last call that used an entry."""
 
     __slots__ = ("first", "last")
 
@@ -159,7 +151,7 @@ class _Uses:
 
 
 class _Kept(Generic[T]):
-    """What is kept for all functions that are the same."""
+    """Entry for all functions that are equal."""
 
     __slots__ = ("key", "uses", "value")
 
@@ -170,7 +162,7 @@ class _Kept(Generic[T]):
 
 
 class _Known(Generic[T]):
-    """A function that was here before."""
+    """Function object seen before."""
 
     __slots__ = ("alive", "kept", "reads")
 
@@ -181,7 +173,7 @@ class _Known(Generic[T]):
 
 
 class _Compiled:
-    """When some code was compiled last, and what it read."""
+    """Last compilation of some code, and what it read."""
 
     def __init__(self, uses: _Uses, described: dict[str, tuple[int, str]]):
         self.uses = uses
@@ -191,7 +183,7 @@ class _Compiled:
 
 
 def _place(fn: Callable[..., Any]) -> Any:
-    """Where a function is found as long as it is the same object."""
+    """Return the key that finds the same function object again."""
     # A bound method is a new object each time; its function and object are not.
     if type(fn) is types.MethodType:
         return id(fn.__self__), fn.__func__
@@ -210,7 +202,7 @@ def _code(fn: Any) -> Any:
 
 
 def _reason(before: dict[str, tuple[int, str]], reads: Reads) -> str:
-    """Why a function is not the one before."""
+    """Return why a function differs from the previous one, for a message."""
     for name, (mark, text) in reads.described.items():
         mark_before, text_before = before.get(name, (mark, text))
         if mark == mark_before:

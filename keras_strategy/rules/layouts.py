@@ -1,4 +1,4 @@
-"""How weights lie on the logical devices of a replica: what `layout_map` says."""
+"""Layouts of weights on a replica's logical devices, from `layout_map`."""
 
 import difflib
 import logging
@@ -14,21 +14,12 @@ logger = logging.getLogger("keras_strategy")
 
 
 class Layouts:
-    """The layouts of a strategy's variables.
-
-    Args:
-        layout_map: The strategy's argument: a dict of regular expressions, of which
-            one is to be found in a variable's path, and numbers of parts, one for each
-            dimension; or a `keras.distribution.LayoutMap`.
-        logical: The number of logical devices of each replica.
+    """Layouts of a strategy's variables.
 
     Attributes:
-        given: The first argument.
-        parts: Into how many parts each of its entries splits each dimension.
-
-    Raises:
-        TypeError: If `layout_map` is neither.
-        ValueError: If a layout is none that so many logical devices can have.
+        given: The strategy's argument: a dict from regular expressions for variable
+            paths to parts per dimension, or a `keras.distribution.LayoutMap`.
+        parts: The number of parts per dimension, for each entry.
     """
 
     def __init__(self, layout_map: Any, logical: int):
@@ -73,18 +64,10 @@ class Layouts:
         return tuple(parts)
 
     def parts_of(self, variable: Any) -> tuple[int, ...] | None:
-        """Into how many parts each dimension of a variable is split.
+        """Return the number of parts per dimension, or None if not split.
 
-        Args:
-            variable: The variable, whose path and shape are known.
-
-        Returns:
-            None if each logical device has all of it, as it has what is not trained
-            and does not fit the layout.
-
-        Raises:
-            ValueError: If several layouts are for a variable that is trained, or it
-                does not fit the one.
+        A non-trainable variable that does not fit is not split. For a trainable one
+        that, and several matching layouts, raise `ValueError`.
         """
         keys = self._keys_of(variable.path)
         for key in keys:
@@ -113,9 +96,9 @@ class Layouts:
         )
 
     def warn_of_unused(self) -> None:
-        """Says, once, which entries split nothing, when weights begin to be trained.
+        """Warn once of entries that match nothing, when training begins.
 
-        It is no error: another model, made later, may be what they are for.
+        It is no error: a model that is made later may use them.
         """
         for key in self._unused:
             nearest = difflib.get_close_matches(key, self._trained, 3, 0.0)
@@ -138,7 +121,7 @@ class Layouts:
 
 
 def _sizes(layout_map: Any, key: str) -> tuple[int, ...]:
-    """The parts that a layout of Keras's speaks of, by its mesh."""
+    """Return a Keras layout's number of parts per dimension, by its mesh."""
     layout = layout_map[key]
     mesh = layout.device_mesh
     if mesh is None:

@@ -1,6 +1,6 @@
-"""What takes long says so: first steps, which compile, and what the chief writes.
+"""Warnings about slow operations: first steps, which compile, and the chief's writes.
 
-What workers wait for each other in, `workers.patience` tells.
+`workers.patience` warns about waiting for other workers.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from keras_strategy.workers.cluster import Cluster
 
 
 class _Saying(threading.local):
-    """Whether this thread is in work that says so already."""
+    """True while this thread is in an operation that warns already."""
 
     yes = False
 
@@ -23,14 +23,7 @@ _saying = _Saying()
 
 @contextlib.contextmanager
 def said(what: str, cluster: Cluster | None) -> Iterator[None]:
-    """Says once, when it has taken `patience.SECONDS`, that some work goes on.
-
-    What is a part of other such work does not say so again.
-
-    Args:
-        what: The work, at the beginning of a sentence.
-        cluster: The workers, of which the chief says it; None for one process.
-    """
+    """Context manager that warns once if the outermost operation is slow."""
     if _saying.yes or (cluster is not None and not cluster.is_chief):
         yield
         return
@@ -53,14 +46,7 @@ def said(what: str, cluster: Cluster | None) -> Iterator[None]:
 def first_step(
     step: Callable[..., Any], what: str, cluster: Cluster | None, *args: Any
 ) -> Any:
-    """Calls a function that may compile what later calls use.
-
-    Args:
-        step: The function.
-        what: What it is called in messages.
-        cluster: See `said`.
-        *args: Its arguments.
-    """
+    """Call a function that may compile, with a warning if it is slow."""
     first = f"The first {what}, which builds and compiles what others use,"
     with said(first, cluster):
         return step(*args)

@@ -1,9 +1,9 @@
-"""Denominators of a loss that belongs to all replicas.
+"""Loss denominators that span all replicas.
 
 Keras divides the sum of a batch's losses by a number that it counts on the batch: its
-rows, the sum of its sample weights, the valid entries of its mask. On a replica that
-number is only its part. The functions here compute the loss so that the weighted sum
-over the replicas (see row_weights.py) is what one device computes on the whole batch.
+rows, the sum of its sample weights, the valid entries of its mask. On a replica it
+would count the local batch only. These functions compute the loss so that its weighted
+sum over the replicas equals one device's loss.
 """
 
 import math
@@ -22,17 +22,7 @@ MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 def reduce_values(
     replica: Replica, values: Any, sample_weight: Any, reduction: str | None
 ) -> Any:
-    """Keras's `reduce_values`, for one replica of many.
-
-    Args:
-        replica: The replica.
-        values: Losses of this replica's entries, already times their weights.
-        sample_weight: The weights, or None.
-        reduction: One of Keras's reductions.
-
-    Returns:
-        A scalar, or `values` where nothing is to be reduced.
-    """
+    """Reduce one replica's weighted losses, as Keras's `reduce_values` does."""
     if reduction in (None, "none") or len(values.shape) == 0:
         return values
     total, weight = ops.sum(values), replica.step.row_weight
@@ -58,17 +48,9 @@ def reduce_values(
 def valid_entries(
     replica: Replica, mask: Any, dtype: Any, reduction: str | None
 ) -> Any:
-    """What a mask adds to the weights of a replica's entries.
+    """Return the factor of each entry's weight that a mask implies.
 
-    Args:
-        replica: The replica.
-        mask: Which entries are valid.
-        dtype: The dtype of the losses.
-        reduction: One of Keras's reductions.
-
-    Returns:
-        A factor for each entry, in `dtype`. Where Keras weights the valid entries by
-        total / valid, these are counted over all replicas.
+    Where Keras weights valid entries by total / valid, both counts span all replicas.
     """
     valid = ops.cast(mask, dtype)
     if reduction not in ("mean", "sum_over_batch_size"):
@@ -80,17 +62,10 @@ def valid_entries(
 
 
 def rows_of_all(replica: Replica, structure: Any) -> Any:
-    """Gathers arrays that hold a row for each row of this replica, differentiably.
+    """Gather the rows of the global batch, differentiably; scalars stay.
 
-    The gradient of what all replicas compute of them, weighted by the optimizer, is
-    the gradient of what one device computes.
-
-    Args:
-        replica: The replica, in a training step.
-        structure: Tensors, arrays and scalars; None where something is absent.
-
-    Returns:
-        The structure with the rows of the global batch. A scalar stays what it is.
+    The gradient of what all replicas compute from them, weighted by the optimizer, is
+    that of one device.
     """
 
     def gather(x):
@@ -112,10 +87,10 @@ def _count(values: Any, dtype: Any) -> Any:
 
 
 def _shared(replica: Replica, denominator: Any) -> Any:
-    """The denominator of all replicas, times this replica's weight.
+    """Return the denominator of all replicas, times this replica's weight.
 
     (local sum) / (weight * global denominator), weighted by the optimizer, is the
-    local part of the global quotient.
+    local summand of the global quotient.
     """
     weight = replica.step.row_weight
     denominator = if_any_rows(weight, denominator, ops.zeros_like(denominator))

@@ -1,4 +1,4 @@
-"""The state of metrics over all replicas, while a step still runs."""
+"""Metric state over all replicas, during a step."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,17 +16,10 @@ from keras_strategy.rules.reduction import addable
 
 
 def merged(replica: Replica, variables: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """What on_read variables hold over all replicas.
+    """Return pairs of on-read variables and their values over all replicas.
 
-    One reduction for them and for all others that the step has assigned so far: the
-    results of other metrics are likely to be asked for next.
-
-    Args:
-        replica: The replica.
-        variables: Variables; those that are not on_read are left out.
-
-    Returns:
-        Pairs of a variable and its value.
+    One reduction covers them and all others that the step has assigned so far, since
+    the results of other metrics are likely to be read next.
     """
     step = replica.step
     asked = {id(v): v for v in variables if is_on_read(v)}
@@ -48,7 +41,7 @@ def _has_value(variable: Any) -> bool:
 
 
 def _part(replica: Replica, variable: Any) -> Any:
-    """What a replica adds to an on_read variable's value."""
+    """Return a replica's summand of an on-read variable's value."""
     if not _has_value(variable):
         raise no_value(variable)
     value = addable(variable.value)

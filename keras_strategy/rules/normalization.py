@@ -1,4 +1,4 @@
-"""The statistics of a batch whose rows are on several replicas."""
+"""Batch statistics over the rows of all replicas."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,24 +14,20 @@ from keras_strategy.values.distributed import ReduceOp
 def moments(
     replica: Replica, replicas: int, x: Any, axes: Sequence[int], mask: Any = None
 ) -> tuple[Any, Any]:
-    """Mean and variance over `axes` and over the replicas, differentiable.
+    """Return mean and variance over `axes` and replicas, differentiably.
 
-    One collective: each replica tells the others how many entries it has, their sum,
-    and the sum of their squared distances to its own mean. The variance is that of the
-    entries about these means, and that of the means: a difference of squares would lose
-    the digits of what varies little beside its mean. The gradient takes one collective
-    too.
+    One collective: each replica contributes its number of entries, their sum, and their
+    squared distances to the local mean. A plain difference of squares would lose the
+    digits of values that vary little around a large mean. The gradient takes one more
+    collective. Replicas without rows are ignored.
 
     Args:
-        replica: The replica. One without rows counts nothing.
-        replicas: How many there are, over all workers.
-        x: A tensor, of the same rank and dimensions beside `axes` everywhere.
-        axes: The dimensions to reduce, from 0; all but one.
-        mask: Which entries are valid, for all dimensions but the last; None for all of
-            them. The number of valid ones has an epsilon added, as Keras does.
-
-    Returns:
-        The mean and the variance, in `x`'s dtype, for the dimension that is left.
+        replica: The replica.
+        replicas: The number of replicas, over all workers.
+        x: A tensor of equal shape everywhere, except for `axes`.
+        axes: The non-negative dimensions to reduce; all but one.
+        mask: Valid entries, without the last dimension, or None. Like Keras, add an
+            epsilon to their number.
     """
     weight = replica.step.row_weight
     has_rows = weight is None or weight > 0

@@ -1,8 +1,8 @@
-"""What several workers write: once, by the chief, and whole.
+"""Writing with several workers: once, by the chief, and atomically.
 
-All workers run the same program, so all of them save models. The chief writes, under
-another name first, and the others wait for it. Nothing is written anywhere else: what
-is left of a process that was killed is found by the next that writes the same.
+All workers run the same program, so all of them save models. The chief writes to a
+temporary name beside the target, and the others wait. The next save removes what a
+killed chief left.
 """
 
 import contextlib
@@ -25,18 +25,13 @@ _scratch: ContextVar[str | None] = ContextVar("scratch", default=None)
 def by_chief(
     cluster: Cluster | None, operation: str, work: Callable[[], _Result]
 ) -> _Result | None:
-    """Has the chief alone do something, for which all wait.
-
-    Args:
-        cluster: The workers; None for one process, which is its own chief.
-        operation: What the chief does, for messages.
-        work: Does it.
+    """Run `work` on the chief alone, while the other workers wait.
 
     Returns:
-        What `work` returned; None on the other workers.
+        The result of `work` on the chief, else None.
 
     Raises:
-        WorkerFailedError: If the chief could not do it.
+        WorkerFailedError: If the chief failed.
     """
     if cluster is None:
         return work()
@@ -59,13 +54,13 @@ def all_hear(
     error: Exception | None,
     others_write: bool = True,
 ) -> None:
-    """Waits for all workers, and raises where one has failed.
+    """Wait for all workers, and raise if one has failed.
 
     Args:
         cluster: The workers.
-        operation: What they do, for messages.
-        error: What this one failed by, if it did.
-        others_write: Whether another one may have much to write before it comes.
+        operation: The operation's name, for messages.
+        error: This worker's error, or None.
+        others_write: Apply the longer timeout, as another worker may write a lot first.
     """
     said = None if error is None else f"{type(error).__name__}: {error}"
     seconds = cluster.member.timeout_seconds
@@ -80,16 +75,13 @@ def all_hear(
 
 
 def scratch() -> str | None:
-    """A folder for what is written on the way to what is `replaced` now, if any is."""
+    """Return the folder for temporary files of the current `replaced`, or None."""
     return _scratch.get()
 
 
 @contextlib.contextmanager
 def replaced(path: str) -> Iterator[str]:
-    """A path beside another one, which takes its place when all went well.
-
-    What a process has left there that was killed is removed.
-    """
+    """Context manager for a path beside `path`, which replaces it on success."""
     target = pathlib.Path(path)
     if "://" in path:
         # An object store shows a file when it is whole.

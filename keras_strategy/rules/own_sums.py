@@ -1,8 +1,7 @@
-"""What a strategy adds up with a `CrossDeviceOps` of the user's, in its own way.
+"""Reductions by a user's `CrossDeviceOps`.
 
-That is gradients, `all_reduce` of the user's and `reduce`. What the strategy itself
-tells the replicas (the rows of a loss, the state of metrics) is the engine's to add up:
-a way to add that rounds must not change the number of rows.
+They serve gradients, `all_reduce` and `reduce` of the user's code. Internal sums (row
+counts, metric state) stay with the backend: a lossy reduction must not change them.
 """
 
 from collections.abc import Sequence
@@ -29,11 +28,7 @@ from keras_strategy.values.distributed import (
 
 
 class OwnSums:
-    """The sums of a strategy, in the user's way.
-
-    Args:
-        cross_device_ops: The way.
-    """
+    """Reductions of a strategy by a user's `CrossDeviceOps`."""
 
     def __init__(self, cross_device_ops: CrossDeviceOps):
         self._ops = cross_device_ops
@@ -41,24 +36,12 @@ class OwnSums:
     def weighted_sum(
         self, replica: Replica, tensors: Sequence[Any], weight: Any
     ) -> list[Any]:
-        """See `Replica.weighted_sum`.
-
-        Args:
-            replica: The replica that asks.
-            tensors: What it brings.
-            weight: Its row weight, or None.
-        """
+        """Implement `Replica.weighted_sum`."""
         tensors = [ops.convert_to_tensor(tensor) for tensor in tensors]
         return self._sums(replica, [weighted(tensor, weight) for tensor in tensors])
 
     def all_reduce(self, replica: Replica, reduce_op: ReduceOp, value: Any) -> Any:
-        """See `Replica.all_reduce`; its gradient is that of the engine's sum.
-
-        Args:
-            replica: The replica that asks.
-            reduce_op: The operation.
-            value: What it brings.
-        """
+        """Implement `Replica.all_reduce`, with the gradient of the backend's sum."""
         tensor = addable(value)
         if "float" in keras.backend.standardize_dtype(tensor.dtype):
             total = self._differentiable_sum(replica, tensor)
@@ -89,16 +72,7 @@ class OwnSums:
     def combine(
         self, reduce_op: ReduceOp, pairs: Sequence[tuple[Any, Any]]
     ) -> list[Any]:
-        """`batch_reduce` of the user's, and a look at what it returns.
-
-        Args:
-            reduce_op: The operation.
-            pairs: Pairs of a value and its destinations.
-
-        Raises:
-            TypeError: If it returns something else than tensors.
-            ValueError: If it returns fewer, of other shapes, or for other places.
-        """
+        """Call the user's `batch_reduce` and check its results."""
         results = self._ops.batch_reduce(reduce_op, pairs)
         name = type(self._ops).__name__
         if len(results) != len(pairs):
@@ -111,13 +85,7 @@ class OwnSums:
         return results
 
     def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
-        """See `ReplicaGroup.reduce`.
-
-        Args:
-            reduce_op: The operation.
-            value: The replicas' tensors.
-            axis: Over which dimensions too, or None.
-        """
+        """Implement `ReplicaGroup.reduce`."""
         values = [addable(component) for component in value.values]
         require_one_dtype(values)
         device = context.get_strategy().extended.worker_devices[0]

@@ -1,7 +1,7 @@
-"""Which strategy a model, its variables and a distributed value belong to.
+"""The strategy that a model, a variable or a distributed value belongs to.
 
-What is made in a scope is its strategy's. What comes from outside, such as an optimizer
-that was made before, is adopted when it is used, see `hooks.adoption`.
+What is made in a scope belongs to its strategy. Objects from outside, such as an
+optimizer made before, are adopted when they are used.
 """
 
 from typing import Any
@@ -18,15 +18,14 @@ from keras_strategy.values.topology import Topology
 
 
 def strategy_of_variable(variable: Any) -> Any:
-    """The strategy in whose scope a variable was made or adopted, or None."""
+    """Return the strategy whose scope made or adopted a variable, or None."""
     return vars(variable).get("_ks_strategy")
 
 
 def strategy_of_model(model: keras.Model) -> Any:
-    """The strategy that a model trains under, or None.
+    """Return the strategy that a model trains under, or None.
 
-    A model that was not made in a scope itself, as a wrapper of one that was, follows
-    its variables.
+    A model made outside of a scope, such as a wrapper, follows its variables.
     """
     strategy = vars(model).get("_ks_strategy")
     if strategy is not None:
@@ -39,25 +38,16 @@ def strategy_of_model(model: keras.Model) -> Any:
 
 
 def belongs_to(variable: Any, strategy: Any) -> None:
-    """Notes that a variable was made in the scope of a strategy."""
+    """Register a variable with the strategy whose scope made it."""
     vars(variable)["_ks_strategy"] = strategy
     strategy.extended.variables[id(variable)] = variable
 
 
 def require_own(topology: Topology, method: str, value: DistributedValues) -> None:
-    """Raises unless a value has one component for each replica of a strategy.
+    """Raise `ValueError` unless a value has one component per local replica.
 
-    Of which strategy a value is, it does not say, and strategies of as many replicas
-    take each other's, as in tf.distribute. One with another number of components would
-    lose some, or have none for some replicas.
-
-    Args:
-        topology: That of the strategy that was given it.
-        method: The strategy's method, for the message.
-        value: The value.
-
-    Raises:
-        ValueError: If it has another number.
+    A value does not record its strategy: strategies of as many replicas accept each
+    other's, as in tf.distribute.
     """
     replicas = len(topology.local_replicas)
     if value.count is not None and value.count != replicas:
@@ -65,19 +55,7 @@ def require_own(topology: Topology, method: str, value: DistributedValues) -> No
 
 
 def parts_of(strategy: Any, method: str, variable: Any) -> DistributedValues | None:
-    """What the replicas hold of a variable.
-
-    Args:
-        strategy: The strategy that was given it.
-        method: Its method, for the message.
-        variable: The variable.
-
-    Returns:
-        One component for each replica; None for a variable of no strategy.
-
-    Raises:
-        ValueError: If it is of another strategy, of more replicas or fewer.
-    """
+    """Return a variable's value on each replica; None if it has no strategy."""
     owner = strategy_of_variable(variable)
     if owner is None:
         return None
@@ -88,19 +66,7 @@ def parts_of(strategy: Any, method: str, variable: Any) -> DistributedValues | N
 
 
 def value_of(strategy: Any, method: str, variable: Any) -> Any:
-    """What a variable is where values are brought together.
-
-    Args:
-        strategy: The strategy that was given it.
-        method: Its method, for the message.
-        variable: The variable.
-
-    Returns:
-        What the replicas hold, if each has its own; else a tensor.
-
-    Raises:
-        ValueError: See `parts_of`.
-    """
+    """Return per-replica values of an on-read variable, else a copied tensor."""
     if is_on_read(variable):
         owner = strategy_of_variable(variable)
         if owner is not None and owner.num_replicas_in_sync > 1:
@@ -110,15 +76,7 @@ def value_of(strategy: Any, method: str, variable: Any) -> Any:
 
 
 def require_own_parts(strategy: Any, variable: Any) -> None:
-    """Raises where a replica reads what each replica of another strategy holds.
-
-    Args:
-        strategy: The strategy of the replica.
-        variable: A variable with `synchronization="on_read"`.
-
-    Raises:
-        ValueError: If it is of a strategy of other replicas.
-    """
+    """Raise if a replica reads another strategy's on-read variable."""
     owner = strategy_of_variable(variable)
     if owner is None or owner is strategy:
         return

@@ -1,4 +1,4 @@
-"""States of other people's objects as values of JSON, and back, without pickle."""
+"""JSON encoding of third-party state, without pickle."""
 
 import base64
 import sys
@@ -12,14 +12,10 @@ _MARK = "__"
 
 
 def packed(state: Any) -> Any:
-    """A state as a value of JSON.
-
-    Args:
-        state: Numbers, texts, bytes, None, arrays and torch's tensors, in lists, tuples
-            and dicts.
+    """Return a state of numbers, strings, bytes, None and arrays as a JSON value.
 
     Raises:
-        ValueError: If there is something else in it.
+        ValueError: If it contains anything else.
     """
     if state is None or isinstance(state, bool | int | float | str):
         return state
@@ -49,7 +45,7 @@ def packed(state: Any) -> Any:
 
 
 def unpacked(value: Any) -> Any:
-    """The state of which `packed` has made a value."""
+    """Return the state that `packed` encoded."""
     if isinstance(value, list):
         return [unpacked(part) for part in value]
     if not isinstance(value, dict):

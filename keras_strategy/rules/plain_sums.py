@@ -1,4 +1,4 @@
-"""Adds tensors of several devices one by one, and knows where destinations are."""
+"""Reductions on one device, and the devices of destinations."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,14 +18,7 @@ def combined(
     place: str | None,
     add: Callable[[list[Any]], Any],
 ) -> Any:
-    """The sum or mean of tensors.
-
-    Args:
-        reduce_op: The operation.
-        values: The tensors.
-        place: The device on which they are added, None where a program decides.
-        add: Adds a list of them.
-    """
+    """Copy tensors to a device (None: the program decides) and sum or average them."""
     values = [addable(value) for value in values]
     require_one_dtype(values)
     if place is not None:
@@ -35,12 +28,12 @@ def combined(
 
 
 def summed(values: list[Any]) -> Any:
-    """The sum of tensors of one device, one after the other."""
+    """Add tensors of one device in order."""
     return sum(values[1:], values[0])
 
 
 def places_of(destinations: Any) -> list[str | None]:
-    """The devices of destinations, None for those that a program decides."""
+    """Return the destinations' devices, None where the program decides."""
     if isinstance(destinations, str):
         return [canonical_device(destinations)]
     if isinstance(destinations, keras.Variable):

@@ -1,10 +1,10 @@
-"""What a function reads by name, and whether it is still what it was.
+"""Fingerprints of functions: what they read, and whether it has changed.
 
-A program has the Python values in it that its function read when it was traced. A
-function *reads* what its code names: globals, enclosing variables, defaults, and the
-attributes of modules (`config.beta`); and what the functions read that it names, if
-they are of its module or enclosed. Lists and dicts are looked into. Attributes of other
-objects (`self.beta`) are not: the same object is taken to mean the same.
+A compiled program has the Python values in it that its function read during tracing. A
+function *reads* what its code names: globals, enclosing variables, defaults, and
+attributes of modules (`config.beta`); and what functions of its module or in its
+closure read. Lists and dicts are searched. Attributes of other objects (`self.beta`)
+are not: the same object counts as unchanged.
 """
 
 import dis
@@ -31,7 +31,7 @@ _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 
 
 class Identity:
-    """Makes an object a key by what it is, and keeps it alive as long."""
+    """Key that compares an object by identity, and keeps it alive."""
 
     __slots__ = ("it",)
 
@@ -46,19 +46,14 @@ class Identity:
 
 
 class Reads:
-    """What a function reads, as it is when this is made.
-
-    It does not keep the function alive.
-
-    Args:
-        fn: The function, or anything that can be called.
+    """Fingerprint of what a function reads now; it does not keep the function alive.
 
     Attributes:
-        key: Equal for functions that have the same code and read the same values. An
-            object that can change is the same only if it is the same one.
-        described: What was read, by name: a hash, and in words.
-        changeable: Something that was read and may change without its being seen, so
-            that another function cannot be known to do the same; None if all is seen.
+        key: Equal for functions of equal code that read equal values. Mutable objects
+            are equal only if identical.
+        described: A hash and a description of each value, by name.
+        changeable: A value that may change undetected, so that another function with it
+            may differ; None if there is none.
     """
 
     def __init__(self, fn: Any):
@@ -75,9 +70,9 @@ class Reads:
         self.key = self._callable(fn)
 
     def unchanged(self, fn: Any) -> bool:
-        """Whether all that the function reads is what it was.
+        """Return True if everything that the function reads is unchanged.
 
-        This is asked in every call.
+        It runs in every `run`.
         """
         if self._own is not None:
             code, defaults = self._own
@@ -107,7 +102,6 @@ class Reads:
         return True
 
     def _callable(self, fn: Any) -> Any:
-        """The key of what was given to `run`."""
         if isinstance(fn, types.FunctionType):
             self._seen[id(fn)] = 0
             self._own = fn.__code__, fn.__defaults__
@@ -123,12 +117,7 @@ class Reads:
         return key
 
     def _function(self, fn: types.FunctionType, names: bool = True) -> Any:
-        """The key of a function.
-
-        Args:
-            fn: The function.
-            names: Whether the globals are read, too, that it names.
-        """
+        """Return the key of a function; `names` includes its globals."""
         key: list[Any] = [fn.__code__]
         of_globals, of_cells = _names_in(fn.__code__)
         label = f"a default of {fn.__name__}"
@@ -151,14 +140,10 @@ class Reads:
     def _name(
         self, label: str, namespace: dict, name: str, path: dict, home: dict
     ) -> Any:
-        """The key of what a name stands for.
+        """Return the key of a name's value.
 
-        Args:
-            label: The name as a person would write it.
-            namespace: Where it is looked up.
-            name: The name there.
-            path: The attributes that are read of it, see `_names_in`.
-            home: The globals of the function that names it.
+        `label` is its name in messages, `path` the attributes read from it (see
+        `_names_in`), `home` the globals of the function that reads it.
         """
         value = namespace.get(name, _MISSING)
         self._names.append((namespace, name, value))
@@ -169,7 +154,6 @@ class Reads:
     def _module(
         self, label: str, module: types.ModuleType, path: dict, home: dict
     ) -> Any:
-        """The key of the attributes that are read of a module."""
         key = [
             self._name(f"{label}.{name}", vars(module), name, below, home)
             for name, below in path.items()
@@ -180,7 +164,7 @@ class Reads:
         return Identity(module), *key
 
     def _noted(self, label: str, value: Any, home: dict | None = None) -> Any:
-        """The key of a value, which is described."""
+        """Return the key of a value and describe it."""
         key = self._value(label, value, home)
         simple = value_key(value) is not None
         text = repr(value) if simple else f"a {type(value).__name__}"
@@ -188,13 +172,10 @@ class Reads:
         return key
 
     def _value(self, label: str, value: Any, home: dict | None = None) -> Any:
-        """The key of a value.
+        """Return the key of a value.
 
-        Args:
-            label: The name that it has.
-            value: The value.
-            home: The globals of the function that names it. Of another module's
-                functions the code alone is looked at. None if it has no global name.
+        Functions whose globals are not `home` are compared by code alone; None includes
+        all.
         """
         key = value_key(value)
         if key is not None:
@@ -225,13 +206,13 @@ class Reads:
         return self._object(label, value)
 
     def _items(self, label: str, items: dict) -> Any:
-        """The key of what is in a dict, whichever dict it is."""
+        """Return the key of a dict's content, for any dict."""
         keys, values = list(items), list(items.values())
         self._dicts.append((items, keys, values))
         return tuple(self._value(label, part) for part in (*keys, *values))
 
     def _object(self, label: str, value: Any) -> Identity:
-        """The key of what may change without its being seen."""
+        """Return the key of an object that may change undetected."""
         if self.changeable is None:
             self.changeable = f"`{label}`, a {type(value).__name__},"
         return Identity(value)
@@ -245,7 +226,7 @@ def _content(cell: Any) -> Any:
 
 
 def _cannot_change(kind: Any, value: Any) -> bool:
-    """Whether an object is a member of an enum, a builtin function or type."""
+    """Return True for enum members, builtin functions and builtin types."""
     if kind in _BUILTIN:  # and not the method of an object
         owner = getattr(value, "__self__", None)
         return owner is None or isinstance(owner, types.ModuleType)
@@ -256,11 +237,10 @@ def _cannot_change(kind: Any, value: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _names_in(code: types.CodeType) -> tuple[dict[str, dict], dict[str, dict]]:
-    """The globals and the enclosing variables that code, and the code in it, reads.
+    """Return the globals and closure variables that code and nested code read.
 
-    Returns:
-        Two trees, of names and the attributes that are read of them directly. None
-        in a tree means that what is so named is used otherwise than by an attribute.
+    Both are trees of names and the attributes read from them. A key None means that the
+    object is used otherwise, too.
     """
     of_globals: dict[str, Any] = {}
     of_cells: dict[str, Any] = {}

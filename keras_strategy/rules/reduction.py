@@ -1,4 +1,4 @@
-"""What is added up over replicas: in which dtype, over which axes, divided by what."""
+"""Dtypes, axes and divisors of reductions over replicas."""
 
 import math
 from collections.abc import Sequence
@@ -16,10 +16,7 @@ _SMALL = ("bool", "int8", "int16", "uint8", "uint16")
 
 
 def addable(value: Any) -> Any:
-    """A tensor in the dtype in which the replicas' values are added up.
-
-    Small integers and booleans add up in int32, all else in its own dtype.
-    """
+    """Return a tensor in its reduction dtype: int32 for small integers and booleans."""
     value = ops.convert_to_tensor(value)
     if keras.backend.standardize_dtype(value.dtype) in _SMALL:
         return ops.cast(value, "int32")
@@ -27,15 +24,9 @@ def addable(value: Any) -> Any:
 
 
 def require_one_dtype(values: Sequence[Any]) -> None:
-    """Refuses to make one tensor of tensors that differ in dtype.
+    """Raise `ValueError` if the replicas' tensors differ in dtype.
 
-    Engines that would cast them lose digits: float32 has no number for 2**24 + 1.
-
-    Args:
-        values: Each replica's tensor or array.
-
-    Raises:
-        ValueError: If they differ.
+    A silent cast would lose digits: float32 cannot represent 2**24 + 1.
     """
     dtypes = [keras.backend.standardize_dtype(value.dtype) for value in values]
     if len(set(dtypes)) > 1:
@@ -47,15 +38,7 @@ def require_one_dtype(values: Sequence[Any]) -> None:
 
 
 def axes_of(axis: Any, shapes: Sequence[Shape]) -> tuple[int, ...]:
-    """The dimensions that `axis` names, from 0, in the shapes of all replicas.
-
-    Args:
-        axis: None, a number or several; from the end if negative.
-        shapes: The shape of each replica's value.
-
-    Raises:
-        ValueError: If a value lacks one of them.
-    """
+    """Return the non-negative dimensions that `axis` names, () for None."""
     if axis is None:
         return ()
     ranks = {len(shape) for shape in shapes}
@@ -70,11 +53,7 @@ def axes_of(axis: Any, shapes: Sequence[Shape]) -> tuple[int, ...]:
 
 
 def axes_to_reduce(axis: Any, shapes: Sequence[Shape]) -> tuple[int, ...]:
-    """`axes_of`, where what is left of the values is added up elementwise.
-
-    Raises:
-        ValueError: Also if that differs in shape.
-    """
+    """Return `axes_of`; check that the other dimensions match elementwise."""
     axes = axes_of(axis, shapes)
     left = [[n for i, n in enumerate(shape) if i not in axes] for shape in shapes]
     if not all(_may_be_same(left[0], other) for other in left[1:]):
@@ -88,14 +67,7 @@ def axes_to_reduce(axis: Any, shapes: Sequence[Shape]) -> tuple[int, ...]:
 
 
 def entries(shape: Any, axes: Sequence[int]) -> Any:
-    """How many entries of one replica's value are added up to one.
-
-    A mean divides by that of all replicas, which may have different numbers of rows.
-
-    Args:
-        shape: The shape of the value.
-        axes: The dimensions that are reduced, from 0.
-    """
+    """Return how many entries of one replica's value are reduced to one."""
     return math.prod(shape[i] for i in axes)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import keras
 from keras import ops, tree
 
+from keras_strategy.core.context import Trial
 from keras_strategy.rules import step_trials
 from keras_strategy.rules.aggregation import is_on_read, parts_outside
 from keras_strategy.rules.trials import (
@@ -169,7 +170,7 @@ def of_loss(warn_unless: WarnUnless, loss: Any, y_true: Any, y_pred: Any) -> Non
     if not is_new(loss, "call"):
         return
 
-    def same(trial, *parts):
+    def same(trial: Trial, *parts):
         return _same_rows(trial, lambda rows: loss.call(*rows), *parts)
 
     message = (
@@ -209,7 +210,7 @@ def of_metric(warn_unless: WarnUnless, metric: Any, args: tuple, kwargs: dict) -
     if not is_new(metric, "update_state"):
         return
 
-    def adds_up(trial, *rows):
+    def adds_up(trial: Trial, *rows):
         # On one device, and on two replicas.
         twin = object.__new__(type(metric))
         vars(twin).update(vars(metric))
@@ -255,7 +256,7 @@ def _keeps_rows_apart(model: Any, data: Any, training: bool) -> Any:
     return holds(_same_outputs, data, model, False) if found is None else found
 
 
-def _same_outputs(trial: Any, *parts: Any) -> Any:
+def _same_outputs(trial: Trial, *parts: Any) -> Any:
     """Whether a model gives for some rows what it gives for them among others."""
     *rows, model, training = parts
     same = _same_rows(
@@ -268,7 +269,7 @@ def _same_outputs(trial: Any, *parts: Any) -> Any:
 
 
 def _same_rows(
-    trial: Any, fn: Callable[[Any], Any], whole: Any, first: Any, second: Any
+    trial: Trial, fn: Callable[[Any], Any], whole: Any, first: Any, second: Any
 ) -> Any:
     """Whether a function gives for rows the same where all others are other ones.
 
@@ -308,7 +309,7 @@ def _same_rows(
     return ops.logical_or(all_of(same), ops.logical_not(all_of(repeats)))
 
 
-def _same_predictions(trial: Any, *parts: Any) -> Any:
+def _same_predictions(trial: Trial, *parts: Any) -> Any:
     """Whether `predict_step` gives for some rows the same among others."""
     *rows, model = parts
     same = _same_rows(trial, model.predict_step, *rows)
@@ -316,7 +317,7 @@ def _same_predictions(trial: Any, *parts: Any) -> Any:
     return same
 
 
-def _means_of_logs(trial: Any, *parts: Any) -> Any:
+def _means_of_logs(trial: Trial, *parts: Any) -> Any:
     """Whether what a model logs beside metrics is the mean of two halves'."""
     *rows, model = parts
     logs = []
@@ -340,7 +341,7 @@ def _loss_is_a_mean(model: Any, data: Any) -> Any:
     return ops.logical_and(found, holds(_mean_of_rows, data, model, True))
 
 
-def _mean_of_rows(trial: Any, *parts: Any) -> Any:
+def _mean_of_rows(trial: Trial, *parts: Any) -> Any:
     """Whether a model's loss is the mean of the losses of two halves of the rows."""
     *rows, model, weighted = parts
     losses = []

@@ -1,14 +1,13 @@
-"""The one number that makes N replicas train as one device does.
+"""Row weights, which make N replicas train as one device does.
 
 In a training step each replica carries its *weight*: its rows over the rows of the
-global batch. The loss that a replica computes is the mean over its own rows, and the
-outermost `optimizer.apply` sums weight * gradient over the replicas. For a loss that
-is a mean over rows, sum_r (n_r / n) * grad mean_r = grad mean: exactly the gradient
-of the global batch, however unevenly the rows were split. A replica without rows has
-the weight 0, and whatever it computed counts nothing.
+global batch. A replica's loss is the mean over its local rows, and the outermost
+`optimizer.apply` sums weight * gradient over the replicas. For a loss that is a mean
+over rows, sum_r (n_r / n) * grad mean_r = grad mean: exactly the gradient of the
+global batch, however unevenly the rows are split. A replica without rows has the
+weight 0, and its results are ignored.
 
-In `strategy.run` there is no weight (None): gradients are plainly summed, as
-tf.distribute does.
+In `strategy.run` there is no weight (None): gradients are summed, as in tf.distribute.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,18 +19,11 @@ import keras
 def split_rows(
     rows: Any, replicas: int, minimum: Callable[[Any, Any], Any] = min
 ) -> list[tuple[Any, Any]]:
-    """Where each replica's rows of a global batch begin and end.
+    """Return (begin, end) of each replica's rows of a global batch.
 
-    As tf.distribute does, every replica gets a block of ceil(rows / replicas)
-    rows; the last ones may get fewer, or none.
-
-    Args:
-        rows: Rows of the global batch.
-        replicas: The number of replicas.
-        minimum: The smaller of two numbers, where a trace does not know `rows` yet.
-
-    Returns:
-        A list of (begin, end), one for each replica.
+    As in tf.distribute, every replica gets a block of ceil(rows / replicas) rows; the
+    last ones may get fewer, or none. A trace that does not know `rows` passes its own
+    `minimum` of two numbers.
     """
     block = -(-rows // replicas)
     return [
@@ -41,13 +33,7 @@ def split_rows(
 
 
 def if_any_rows(weight: Any, value: Any, otherwise: Any) -> Any:
-    """Returns `value` on a replica that has rows, else `otherwise`.
-
-    Args:
-        weight: The replica's weight: a float, a scalar tensor, or None.
-        value: A tensor.
-        otherwise: A tensor of the same shape.
-    """
+    """Return `value` on a replica that has rows, else `otherwise`."""
     if weight is None:
         return value
     if isinstance(weight, float) and weight > 0.0:
@@ -58,14 +44,7 @@ def if_any_rows(weight: Any, value: Any, otherwise: Any) -> Any:
 
 
 def weighted(tensor: Any, weight: Any) -> Any:
-    """Returns weight * tensor, and zeros where there are no rows.
-
-    A replica without rows may have computed NaN, which a product would keep.
-
-    Args:
-        tensor: A tensor.
-        weight: The replica's weight, or None for 1.
-    """
+    """Return weight * tensor; exactly zero for weight 0, where `tensor` may be NaN."""
     if weight is None:
         return tensor
     zeros = keras.ops.zeros_like(tensor)
@@ -77,12 +56,7 @@ def weighted(tensor: Any, weight: Any) -> Any:
 
 
 def weighted_mean(values: Sequence[Any], weights: Sequence[Any]) -> Any:
-    """Mean of the replicas' values, weighted by rows.
-
-    Args:
-        values: One tensor or number for each replica.
-        weights: Their weights, which add up to 1.
-    """
+    """Return the mean of one value per replica, weighted by rows."""
     total = None
     for value, weight in zip(values, weights, strict=True):
         value = keras.ops.convert_to_tensor(value)

@@ -1,12 +1,11 @@
-"""Which part of its variables a replica keeps, where a strategy's `shard` splits them.
+"""Sharding of variables and optimizer slots.
 
-Where one program computes for all replicas, a variable is split along one dimension
-into as many equal parts as there are replicas, of which each keeps one. If they divide
-no dimension, the prime factors of their number may divide some, and there are fewer
-parts. That follows from the shape alone, so that all workers split alike.
+In one program for all replicas, a variable is split along one dimension into equal
+shards. If the number of replicas divides no dimension, its prime factors may divide
+some, and there are fewer shards. This follows from the shape alone: all workers agree.
 
-Where each replica updates what it keeps by itself, it keeps some of the elements, in
-the order of the memory: a share.
+Where each replica updates its shard by itself, the shards are ranges of the flattened
+variable.
 """
 
 import contextlib
@@ -29,29 +28,20 @@ _making = threading.local()
 
 
 def dimension_to_split(shape: Sequence[int], replicas: int) -> int | None:
-    """The largest dimension that the replicas divide, the first of equal ones.
-
-    Args:
-        shape: The variable's shape.
-        replicas: The number of replicas, over all workers.
-
-    Returns:
-        None if there is no such dimension.
-    """
+    """Return the first largest dimension that `replicas` divides, or None."""
     fitting = [i for i, size in enumerate(shape) if size and size % replicas == 0]
     return max(fitting, key=lambda i: (shape[i], -i), default=None)
 
 
 @dataclass(frozen=True)
 class Split:
-    """Into which parts a variable is split.
+    """Division of a variable into shards.
 
     Attributes:
         replicas: The number of replicas, over all workers.
-        dimension: The dimension that is split into as many parts; None if they divide
-            none.
-        by_factors: Then, for each prime factor of their number, the dimension that is
-            split by it, or None. Other dimensions than one may be, and one by several.
+        dimension: The dimension that is split into `replicas` shards, or None.
+        by_factors: Without `dimension`: for each prime factor of `replicas`, the
+            dimension that it divides, or None.
     """
 
     replicas: int
@@ -62,13 +52,10 @@ class Split:
     def of_shape(
         cls, shape: Sequence[int], replicas: int, logical: Sequence[int] = ()
     ) -> "Split":
-        """The most parts that there can be of a shape.
+        """Return the spec with the most shards.
 
-        Args:
-            shape: The variable's shape.
-            replicas: The number of replicas, over all workers.
-            logical: Into how many parts the logical devices of each replica split each
-                dimension: the replicas split these parts.
+        `logical` has the parts per dimension into which a replica's logical devices
+        split the variable; the replicas split these parts.
         """
         left, found = list(shape), []
         dimension = dimension_to_split(shape, replicas)
@@ -87,7 +74,7 @@ class Split:
 
     @property
     def parts(self) -> int:
-        """The number of parts; 1 if the variable stays whole on each replica."""
+        """Number of shards; 1 if every replica keeps the variable."""
         if self.dimension is not None:
             return self.replicas
         factors = prime_factors(self.replicas)
@@ -97,10 +84,9 @@ class Split:
 
 @contextlib.contextmanager
 def making_slots(layout: Any = None) -> Iterator[None]:
-    """Surrounds what makes variables of an optimizer.
+    """Context manager in which an optimizer's variables are created.
 
-    Args:
-        layout: That of the weight which they belong to, if it is known.
+    `layout` is that of their weight, if it is known.
     """
     before = is_making_slots(), layout_of_weight()
     _making.slots, _making.layout = True, layout
@@ -111,94 +97,88 @@ def making_slots(layout: Any = None) -> Iterator[None]:
 
 
 def is_making_slots() -> bool:
-    """Whether this thread is making variables of an optimizer."""
+    """Return True while this thread creates variables of an optimizer."""
     return getattr(_making, "slots", False)
 
 
 def layout_of_weight() -> Any:
-    """The layout of the weight of which variables of an optimizer are being made."""
+    """Return the layout of the weight whose slots are being created."""
     return getattr(_making, "layout", None)
 
 
 def note_slot(variable: Any) -> None:
-    """Notes that a variable is an optimizer's, which may get its value later."""
+    """Mark a variable as an optimizer's, for later sharding."""
     vars(variable)[_SLOT] = True
 
 
 def note_split(variable: Any, split: Split | None) -> None:
-    """Notes how a variable is split; None if it is whole."""
+    """Attach a variable's spec; None if it is not sharded."""
     if split is not None and split.dimension is None and split.parts == 1:
         split = None
     vars(variable)[_SPLIT] = split
 
 
 def split_of(variable: Any) -> Split | None:
-    """How a variable is split; None if it is whole."""
+    """Return a variable's spec; None if it is not sharded."""
     return vars(variable).get(_SPLIT)
 
 
 def is_split(variable: Any) -> bool:
-    """Whether each replica keeps a part of a variable alone."""
+    """Return True if each replica keeps only a shard of a variable."""
     return split_of(variable) is not None or _SHARES in vars(variable)
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Which elements of a variable each replica keeps.
-
-    Attributes:
-        shape: The variable's shape.
-        bounds: For each replica, where its elements begin and end.
-    """
+    """Ranges (begin, end) of a flattened variable, one per replica."""
 
     shape: tuple[int, ...]
     bounds: tuple[tuple[int, int], ...]
 
     @classmethod
     def even(cls, shape: Sequence[int], replicas: int) -> "Shares":
-        """As many elements for each replica, as far as they go."""
+        """Return ranges of equal size, up to rounding."""
         ends = [math.prod(shape) * r // replicas for r in range(replicas + 1)]
         return cls(tuple(shape), tuple(zip(ends, ends[1:], strict=False)))
 
     @classmethod
     def of_one(cls, shape: Sequence[int], replicas: int, owner: int) -> "Shares":
-        """All elements for one replica."""
+        """Return ranges that give one replica all elements."""
         size = math.prod(shape)
         bounds = [(0, 0)] * owner + [(0, size)] + [(size, size)] * replicas
         return cls(tuple(shape), tuple(bounds[:replicas]))
 
     def size_of(self, replica: int) -> int:
-        """How many elements a replica keeps."""
+        """Return the number of elements of a replica's shard."""
         begin, end = self.bounds[replica]
         return end - begin
 
     def shape_of(self, replica: int) -> tuple[int, ...]:
-        """The shape of what a replica keeps: the variable's, or one dimension."""
+        """Return the shape of a replica's shard: the variable's, or flat."""
         size = self.size_of(replica)
         return self.shape if size == math.prod(self.shape) else (size,)
 
 
 def note_shares(variable: Any, shares: Shares) -> None:
-    """Notes which elements of a variable each replica keeps."""
+    """Attach a variable's flat shards."""
     vars(variable)[_SHARES] = shares
 
 
 def shares_of(variable: Any) -> Shares | None:
-    """Which elements of a variable each replica keeps; None if it is not shared."""
+    """Return a variable's flat shards; None if it has none."""
     return vars(variable).get(_SHARES)
 
 
 class Division:
-    """How the replicas share what an optimizer keeps.
+    """Distribution of an optimizer's state over the replicas.
 
     Args:
         replicas: Their number, over all workers.
-        elementwise: Whether the optimizer updates an element of a weight by what it
-            keeps of that element. Otherwise each weight has one replica that updates
-            it, and keeps all that belongs to it.
+        elementwise: True if elements are updated independently. Otherwise one replica
+            updates each weight and keeps all of its state.
 
     Attributes:
-        slots: The variables that they share.
+        slots: The sharded variables.
     """
 
     def __init__(self, replicas: int, elementwise: bool):
@@ -208,13 +188,9 @@ class Division:
         self._owners: dict[int, tuple[Any, int]] = {}
 
     def shares(self, weight: Any, shape: Sequence[int]) -> Shares:
-        """The shares of a weight, or of what is kept of it.
+        """Return the shards of a weight, or of its state of another shape.
 
-        All workers ask for weights in one order, so that they find the same.
-
-        Args:
-            weight: The weight.
-            shape: The shape of what is shared.
+        All workers call this in the same order, and so get equal results.
         """
         replicas = len(self._loads)
         if self.elementwise:
@@ -226,13 +202,9 @@ class Division:
         return Shares.of_one(shape, replicas, self._owners[id(weight)][1])
 
     def given_to(self, replica: int, weights: Sequence[Any]) -> list[int]:
-        """The numbers of the weights of whose gradients a replica is given its share.
+        """Return the indices of the gradients that a replica applies.
 
-        Elementwise rules take nothing, too, and all replicas count steps with it.
-
-        Args:
-            replica: The replica's number.
-            weights: The weights that have gradients.
+        Elementwise rules accept empty shards; so all replicas count the step.
         """
         return [
             number
@@ -244,16 +216,7 @@ class Division:
 def shares_of_gradients(
     optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any] | None
 ) -> list[Shares] | None:
-    """Of which elements of gradients each replica needs the sum.
-
-    Args:
-        optimizer: What they are given to, which the replicas share.
-        gradients: The gradients.
-        variables: Their variables; None where they are not known.
-
-    Returns:
-        None if replicas need others, too.
-    """
+    """Return the flat shards of gradients; None if a replica needs them whole."""
     if variables is None or len(variables) != len(gradients):
         return None  # it is no optimizer's sum, or of unknown variables
     if optimizer.loss_scale_factor is not None:
@@ -267,24 +230,14 @@ def shares_of_gradients(
 
 
 class Splitting:
-    """What a strategy splits, and how.
-
-    Args:
-        shard: The strategy's argument.
-        replicas: The number of replicas, over all workers.
-    """
+    """Sharding policy of a strategy."""
 
     def __init__(self, shard: str | None, replicas: int):
         self.shard, self.replicas = shard, replicas
         self._told: set[bool] = set()
 
     def of(self, variable: Any, logical: Sequence[int] = ()) -> Split | None:
-        """How a variable that is made now is to be split; None if it is to be whole.
-
-        Args:
-            variable: The variable, whose shape is known.
-            logical: See `Split.of_shape`.
-        """
+        """Return the spec of a variable that is being created, or None."""
         if self.shard is None or is_on_read(variable):
             return None
         slot = is_making_slots() or _SLOT in vars(variable)

@@ -1,22 +1,16 @@
-"""What share of the time something was done, from when it began and ended."""
+"""Time fractions from the spans of a trace."""
 
 from collections.abc import Iterable
 
 
 def shares(spans: Iterable[tuple[float, float, bool]]) -> tuple[float, float] | None:
-    """The shares of computing and of collectives in the time of some operations.
+    """Return the fractions of time in compute and in collectives.
 
-    The time goes from the beginning of the first one to the end of the last. Where a
-    device computes while a collective is under way, it counts as computing: nobody
-    waits for the collective then.
+    A collective that overlaps with compute counts as compute, as nothing waits for it.
+    The remainder is idle time.
 
     Args:
-        spans: The beginning and the end of each operation, and whether it is a
-            collective.
-
-    Returns:
-        The two shares; what is missing to 1 is time in which nothing was done. None
-        where there are no operations.
+        spans: (begin, end, is_collective) of each operation.
     """
     marks: list[tuple[float, int, bool]] = []
     for begin, end, collective in spans:

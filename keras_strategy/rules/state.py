@@ -1,10 +1,9 @@
-"""State that a training step assigned: what it comes to over the replicas.
+"""State that a training step assigned, merged over the replicas.
 
-One device assigns a variable once, from all rows of a batch. Replicas assign it from
-theirs. What that comes to is what the user wrote as the variable's aggregation, which
-`aggregation.py` applies as it is assigned. Where nothing was written it is what this
-module's table says of Keras's own variables; and for all others the replicas must have
-come to the same, or it is an error.
+One device assigns a variable once, from all rows of a batch; replicas assign from
+theirs. The user's aggregation is applied at the assignment. Without one, this module's
+table covers Keras's own variables; all others must be equal on all replicas, or it is
+an error.
 """
 
 import enum
@@ -22,7 +21,7 @@ from keras_strategy.rules.row_weights import weighted
 
 
 class Rule(enum.Enum):
-    """What becomes of a variable that the replicas of a step assigned."""
+    """Merging of a variable that the replicas of a step assigned."""
 
     MEAN_OF_ROWS = "the mean of the replicas' values, weighted by rows"
     ALIKE = "the same on all replicas, as it is computed from what is"
@@ -31,13 +30,7 @@ class Rule(enum.Enum):
 
 @dataclass(frozen=True)
 class KerasState:
-    """Variables without an aggregation that Keras itself assigns in a step.
-
-    Attributes:
-        owner: The class that assigns them.
-        attributes: The names under which it holds them.
-        rule: What becomes of them.
-    """
+    """Variables without an aggregation that Keras itself assigns in a step."""
 
     owner: type
     attributes: tuple[str, ...]
@@ -75,7 +68,7 @@ SPELLINGS = (
 
 
 def declare(owner: Any) -> None:
-    """Notes the rules of the variables that an object of Keras's assigns."""
+    """Attach the rules of the variables that a Keras object assigns."""
     for entry in KERAS_STATE:
         if isinstance(owner, entry.owner):
             for name in entry.attributes:
@@ -85,7 +78,7 @@ def declare(owner: Any) -> None:
 
 
 def declared(variable: Any) -> Rule | None:
-    """The rule that is noted for a variable, or None."""
+    """Return the rule attached to a variable, or None."""
     return vars(variable).get(_RULE)
 
 
@@ -94,15 +87,13 @@ def settle(
     layers: Callable[[], Iterable[Any]],
     require: Callable[[Any, str], None],
 ) -> None:
-    """Makes the state that a step assigned the same on all replicas, as it ends.
-
-    One flat reduction for all of it, and none where there is nothing to reduce.
+    """Merge the state that a step assigned, at its end, in one flat reduction.
 
     Args:
         replica: The replica.
-        layers: Gives the model's layers.
-        require: Raises an error with a message, a function of a condition and the
-            message; in a program that is compiled, when it is executed.
+        layers: Returns the model's layers.
+        require: Raises an error with a message unless a condition holds; in a compiled
+            program, when it is executed.
     """
     assigned = list(replica.step.assigned.values())
     if not assigned:
@@ -136,7 +127,7 @@ def settle(
 
 
 def _alike(value: Any, first: Any) -> Any:
-    """Whether two tensors are equal, but for the last digits of floats."""
+    """Return True if two tensors are equal, up to rounding of floats."""
     dtype = keras.backend.standardize_dtype(value.dtype)
     if "float" not in dtype:
         return ops.all(ops.equal(value, first))

@@ -1,8 +1,7 @@
 """A Keras training step as the function that every replica runs.
 
-Keras's own loop stays in charge of epochs, callbacks and logs; the function that it
-calls for a batch becomes `strategy.run` of the model's step, and a merging of what
-the replicas returned.
+Keras's loop keeps epochs, callbacks and logs. Its function for a batch becomes
+`strategy.run` of the model's step, followed by a merge of the results.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,20 +35,15 @@ def weighted_step(
     trials: RowTrials,
     rows_to_predict: Callable[[Any], Any] | None = None,
 ) -> Callable[[Any, Any, RowRange | None], Any]:
-    """Makes a step of a model into one that a replica can run.
+    """Return a model's step as `fn(data, weight, rows)` for a replica.
 
     Args:
-        step: `model.train_step`, `test_step` or `predict_step`: data to outputs.
+        step: `model.train_step`, `test_step` or `predict_step`.
         logs_are_metrics: See `returns_metrics`.
-        layers: Gives the model's layers.
+        layers: Returns the model's layers.
         require: See `state.settle`.
-        trials: What the first step tries.
-        rows_to_predict: Gives the rows of a tensor, where the step is one of
-            `predict`.
-
-    Returns:
-        A function of the replica's data, its weight and which rows these are, None if
-        that is not known, for `strategy.run`.
+        trials: The audit of the first step.
+        rows_to_predict: Returns the number of rows of a tensor, for `predict`.
     """
     draws = KnownDraws()
 
@@ -93,14 +87,7 @@ def _require_rows(
     rows: Callable[[Any], Any],
     require: Callable[[Any, str], None],
 ) -> None:
-    """Checks that what a replica predicts can be joined to what one device predicts.
-
-    Args:
-        outputs: What `predict_step` returned.
-        data: The replica's rows of the batch.
-        rows: Gives the rows of a tensor.
-        require: See `state.settle`.
-    """
+    """Check that each output of `predict_step` has the local batch's rows."""
     expected = rows(next(leaf for leaf in tree.flatten(data) if leaf is not None))
     for path, output in tree.flatten_with_path(outputs):
         if output is None:
@@ -120,14 +107,7 @@ def _require_rows(
 
 
 def returns_metrics(model: keras.Model, kind: str) -> bool:
-    """Whether a step returns what `model.get_metrics_result` gives, and no more.
-
-    It does where all methods that lead there are Keras's own.
-
-    Args:
-        model: The model.
-        kind: "train", "test" or "predict".
-    """
+    """Return True if a step returns exactly `model.get_metrics_result()`."""
     return kind != "predict" and all(
         getattr(getattr(model, name), "__func__", None) is getattr(keras.Model, name)
         for name in (f"{kind}_step", "compute_metrics", "get_metrics_result")
@@ -135,23 +115,12 @@ def returns_metrics(model: keras.Model, kind: str) -> bool:
 
 
 def rows_of(data: Any) -> int:
-    """Returns the rows of a batch: the first dimension that its arrays share.
-
-    Args:
-        data: A structure of arrays or tensors, None where something is absent.
-
-    Raises:
-        ValueError: If the arrays have different first dimensions, or none.
-    """
+    """Return the number of rows of a batch: its arrays' first dimension."""
     return rows_of_arrays(tree.flatten(data))
 
 
 def rows_of_arrays(arrays: Sequence[Any]) -> int:
-    """Returns the rows of a batch, see `rows_of`.
-
-    Args:
-        arrays: The leaves of the batch.
-    """
+    """Return the number of rows of a batch, given its leaves."""
     shapes = [tuple(leaf.shape) for leaf in arrays if leaf is not None]
     if not shapes or any(len(shape) == 0 for shape in shapes):
         raise ValueError(
@@ -170,13 +139,7 @@ def rows_of_arrays(arrays: Sequence[Any]) -> int:
 
 
 def mean_logs(logs: Any, weights: Sequence[Any]) -> Any:
-    """The mean of what replicas returned, weighted by rows.
-
-    Args:
-        logs: What they returned, joined.
-        weights: Their row weights. If these are of some replicas only, what comes out
-            is what these add to the mean.
-    """
+    """Return the mean of the replicas' logs, weighted by rows."""
     replicas = len(weights)
     parts = [select_replica(logs, replica, replicas) for replica in range(replicas)]
     return tree.map_structure(lambda *values: weighted_mean(values, weights), *parts)
@@ -187,13 +150,7 @@ def metrics_of_workers(
     part_of_this_worker: Callable[[Any], Any],
     sum_all: Callable[[list[Any]], Sequence[Any]],
 ) -> dict[str, Any]:
-    """What `get_metrics_result` gives, of the states of all workers' metrics.
-
-    Args:
-        model: The model.
-        part_of_this_worker: What this worker adds to an on_read variable's value.
-        sum_all: The sums over the workers. It is called once, for all of it.
-    """
+    """Return `get_metrics_result` over all workers, with one reduction."""
     states = [
         variable
         for variable in model.metrics_variables

@@ -15,7 +15,7 @@ from typing import Any
 
 from keras import ops, tree
 
-from keras_strategy.core.context import distributed_replica
+from keras_strategy.core.context import Trial, distributed_replica
 from keras_strategy.core.random_states import random_states_kept
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.row_range import RowRange
@@ -58,7 +58,7 @@ def adds_up(model: Any, step: str, data: Any, layers: Sequence[Any]) -> Any:
 
 
 def _adds_up(
-    trial: Any,
+    trial: Trial,
     whole: Any,
     first: Any,
     second: Any,
@@ -112,7 +112,7 @@ def _rows_of(structure: Any) -> Any:
 
 
 def _outcome(
-    trial: Any,
+    trial: Trial,
     step: Callable[[Any], Any],
     model: Any,
     layers: Sequence[Any],

@@ -1,11 +1,11 @@
-"""Our callbacks that are told of batches and read no logs."""
+"""Callbacks that hook into batches without reading logs."""
 
 import keras
 
 
 class WithoutLogs(keras.callbacks.Callback):
-    """Is told that a batch has ended, and looks at the model alone.
+    """Callback that uses the model but not the logs of a batch.
 
-    Keras waits for a step to make numbers of its logs. It does not have to where all
-    that listen are of this kind: they are told with no logs then.
+    Keras waits for a step to convert its logs. If all batch callbacks are of this
+    class, they get no logs, and nothing waits.
     """

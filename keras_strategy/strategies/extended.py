@@ -28,8 +28,8 @@ from keras_strategy.values.distributed import (
 from keras_strategy.values.topology import Topology
 
 if TYPE_CHECKING:
+    from keras_strategy.core.strategy import Strategy
     from keras_strategy.rules.cross_device_ops import CrossDeviceOps
-    from keras_strategy.strategies.base import Strategy
     from keras_strategy.workers.cluster import Cluster
 
 logger = logging.getLogger("keras_strategy")

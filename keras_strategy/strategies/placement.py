@@ -13,7 +13,6 @@ from rich.table import Table
 
 from keras_strategy.core import context
 from keras_strategy.rules import ownership
-from keras_strategy.strategies.base import Strategy
 from keras_strategy.values.distributed import DistributedValues
 
 _THIS_PROCESS = "this process"
@@ -85,7 +84,7 @@ def visualize(value: Any) -> Placement:
     print(ks.visualize(model))  # each device holds 4 floats, 16 B
     ```
     """
-    if isinstance(value, Strategy):
+    if hasattr(value, "experimental_local_results"):
         return _of_strategy(value)
     if isinstance(value, keras.Model):
         return _of_model(value)

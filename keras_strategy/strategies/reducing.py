@@ -21,7 +21,7 @@ from keras_strategy.values.distributed import (
 from keras_strategy.values.topology import Topology
 
 if TYPE_CHECKING:
-    from keras_strategy.strategies.base import Strategy
+    from keras_strategy.core.strategy import Strategy
 
 
 class ReductionMethods:

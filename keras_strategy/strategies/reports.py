@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import keras
 
 from keras_strategy.strategies.memory import MemoryReport, report
+from keras_strategy.strategies.placement import visualize
 
 if TYPE_CHECKING:
     from keras_strategy.core.strategy import Strategy
@@ -24,8 +25,6 @@ class Reports:
         ks.MirroredStrategy().summary()
         ```
         """
-        from keras_strategy.strategies.placement import visualize
-
         print(visualize(self))
 
     def memory_report(self: "Strategy", model: keras.Model) -> MemoryReport:

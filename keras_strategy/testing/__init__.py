@@ -1,4 +1,4 @@
-"""What this project is tested with, for programs that want to test the same."""
+"""Test utilities: real worker processes, and a simulated TPU."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name != "simulated_tpu":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # It needs Keras, and what starts workers does not.
+    # Lazy: it needs Keras, and the starters of workers do not.
     from keras_strategy.testing.tpu import simulated_tpu
 
     return simulated_tpu

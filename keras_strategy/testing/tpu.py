@@ -1,4 +1,4 @@
-"""A TPU for machines that have none: logical CPU devices in its place."""
+"""Simulated TPU of logical CPU devices."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from keras_strategy.values.tpu_topology import Topology
 
 
 class SimulatedTPU(SimpleClusterResolver):
-    """The resolver of a simulated TPU, which `simulated_tpu` makes.
+    """Resolver of a simulated TPU. Made by `simulated_tpu`.
 
     Args:
         mesh_shape: Four numbers of cores.
@@ -24,7 +24,8 @@ class SimulatedTPU(SimpleClusterResolver):
     def __init__(self, mesh_shape: tuple[int, ...], hosts: Any = None):
         spec, task_type, task_id = ClusterSpec({}), None, None
         if hosts is not None:
-            spec = hosts.cluster_spec()  # first: some learn of it who they are
+            # First: some resolvers set their task from the spec.
+            spec = hosts.cluster_spec()
             task_type, task_id = hosts.task_type, hosts.task_id
         super().__init__(spec, task_type=task_type, task_id=task_id)
         self._mesh_shape, self._hosts = mesh_shape, hosts
@@ -43,28 +44,28 @@ class SimulatedTPU(SimpleClusterResolver):
 
 
 def simulated_tpu(mesh_shape: Sequence[int], hosts: Any = None) -> SimulatedTPU:
-    """Makes logical CPU devices stand for the cores of a TPU.
+    """Use logical CPU devices as the cores of a TPU.
 
-    What it returns is taken where a `TPUClusterResolver` is. Call it at the start of
-    the program, as `config.set_logical_devices`, which it calls; where the CPU is
-    divided into as many devices or more, those are taken.
+    Pass the result in place of a `TPUClusterResolver`. Call this function at the
+    start of the program: it calls `config.set_logical_devices`, unless the CPU
+    already has enough logical devices.
 
-    Several processes simulate the hosts of one TPU, of which each has as many of its
-    cores.
+    Several processes can simulate the hosts of one TPU. Each then has an equal
+    number of its cores.
 
     Args:
         mesh_shape: The shape of the TPU in cores: x, y, z, and in each chip.
-        hosts: The `ClusterResolver` that tells who its hosts are, such as
+        hosts: The `ClusterResolver` of its hosts, such as
             `cluster_resolver.TFConfigClusterResolver()`. None is this process alone.
 
     Returns:
         A resolver, for `TPUStrategy` and `tpu.experimental.initialize_tpu_system`.
 
     Raises:
-        TypeError: If `hosts` is no resolver.
+        TypeError: If `hosts` is not a resolver.
         ValueError: If `mesh_shape` is not four positive numbers, or the hosts cannot
-            have as many cores each.
-        RuntimeError: If the CPU is in use already, as fewer devices.
+            have equal numbers of cores.
+        RuntimeError: If the CPU is already in use with fewer devices.
 
     Example:
 
@@ -93,13 +94,13 @@ def simulated_tpu(mesh_shape: Sequence[int], hosts: Any = None) -> SimulatedTPU:
             "Argument `hosts` must be a ClusterResolver, or None. Received: "
             f"hosts={hosts!r} of type {type(hosts).__name__}"
         )
-    several = 1 if hosts is None else host_count(hosts)
-    if math.prod(shape) % several:
+    num_hosts = 1 if hosts is None else host_count(hosts)
+    if math.prod(shape) % num_hosts:
         raise ValueError(
-            f"The {several} hosts of `hosts` must have as many cores each. Received: "
-            f"mesh_shape={mesh_shape!r}, which are {math.prod(shape)}"
+            f"The {num_hosts} hosts of `hosts` must have equal numbers of cores. "
+            f"Received: mesh_shape={mesh_shape!r}, which is {math.prod(shape)} cores"
         )
-    count = math.prod(shape) // several
+    count = math.prod(shape) // num_hosts
     if config.logical_cpus() < count:
         try:
             config.set_logical_devices("cpu", count)

@@ -1,4 +1,4 @@
-"""`WarmStarter`: workers that start with Keras and the engine imported."""
+"""`WarmStarter`: start of workers with Keras and the backend already imported."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _SERVER = str(pathlib.Path(__file__).with_name("warm_server.py"))
 _PACKAGE_ROOT = str(pathlib.Path(__file__).parents[2])
 _NUMBER = struct.Struct("i")
 
-# Variables that Python, the C library or an engine may read when it is imported. Where
-# a worker's differ from those of the process that imported them, it starts cold.
-_COLD = (
+# Prefixes of variables that Python, the C library or a backend may read at import. A
+# worker for which they differ from those of the warm server starts cold.
+_COLD_PREFIXES = (
     *("PYTHON", "LD_", "MALLOC_", "LANG", "LC_", "TZ", "NPROC", "KERAS_"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "DNNL_", "GRPC_"),
     *("XLA_", "JAX_", "TF_", "TORCH", "PYTORCH_", "ATEN_", "GLOO_", "NCCL_"),
     *("CUDA_", "NVIDIA_", "ROCM_", "HIP_", "TPU_", "LIBTPU_"),
 )
-# Those among them that are read later, and those that engines set when imported, which
-# may be before this object was made or after.
-_NOT_COLD = (
+# Exceptions: those that are read later, and those that backends set when imported,
+# before or after this object was made.
+_WARM_PREFIXES = (
     *("TF_CONFIG", "KERAS_STRATEGY_"),
     *("TF2_BEHAVIOR", "TF_FORCE_GPU_ALLOW_GROWTH", "TORCHINDUCTOR_CACHE_DIR"),
     *("TPU_ML_PLATFORM", "TPU_SKIP_MDS_QUERY", "KMP_DUPLICATE_LIB_OK"),
@@ -41,27 +41,26 @@ _NOT_COLD = (
 
 
 class WarmStarter:
-    """Starts workers that need not import Keras and the engine any more.
+    """Starter of workers that have Keras and the backend already imported.
 
-    One process imports them, which takes seconds, and forks itself for each worker. A
-    worker is otherwise as a fresh program: it has its own environment, arguments,
-    working directory, process group and output, its own `__main__`, dies with the
-    process that started it, and ends as programs do. It imports `keras_strategy` and
-    the test's own modules itself.
+    One process imports them, which takes seconds, and forks itself for each worker.
+    Otherwise a worker is like a fresh program: it has its own environment, arguments,
+    working directory, process group and output, its own `__main__`, ends with the
+    process that started it, and exits like any program. It imports `keras_strategy`
+    and the test's own modules itself.
 
-    What an environment variable says to Python or to an engine while it is imported
-    cannot be said later. A worker for which such a variable (`XLA_FLAGS`,
-    `OMP_NUM_THREADS`, `KERAS_BACKEND`, `PYTHONPATH` and others) is not as it was when
-    this object was made is started as a fresh interpreter. So are all workers where
-    there is no `os.fork`. Two things remain: a worker's `hash` of texts, and so the
-    order of a set of them, is that of all the others, and a worker finds more modules
-    imported than it asked for, which are not cleared when it ends. Keep a test of cold
-    workers too.
+    Python and the backend read some environment variables only at import. A worker for
+    which such a variable (`XLA_FLAGS`, `OMP_NUM_THREADS`, `KERAS_BACKEND`,
+    `PYTHONPATH` and others) has changed since this object was made starts as a fresh
+    interpreter, as do all workers where there is no `os.fork`. Two differences remain:
+    all workers have the same `hash` of strings, and so the same order of a set of
+    them; and a worker has more modules imported than it needs, which are not cleared
+    when it ends. Keep a test of cold workers too.
 
-    The process starts with this object. It dies with the thread that made it.
+    The process starts with this object. It ends with the thread that made it.
 
     Args:
-        modules: What is imported. They must start no thread and use no device.
+        modules: Modules to import. They must start no thread and use no device.
 
     Example:
 
@@ -79,19 +78,19 @@ class WarmStarter:
 
     def __init__(self, modules: Sequence[str] = ("keras",)) -> None:
         self._environment = base_environment()
-        self._cold = _cold_part(self._environment)
+        self._cold = _cold_variables(self._environment)
         # Closed by `close`.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._requests: socket.socket | None = None
         if not hasattr(os, "fork"):
             return
-        self._requests, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        with theirs:
+        self._requests, remote = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        with remote:
             self._server = WorkerProcess(
                 "the warm starter",
                 [sys.executable, "-P", _SERVER, *modules],
                 self._environment,
-                stdin=theirs,
+                stdin=remote,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
             )
@@ -112,18 +111,18 @@ class WarmStarter:
         stderr: Any,
         imports_beside: bool = True,
     ) -> Process:
-        """Starts a script, warm if its environment allows that.
+        """Start a script, warm if its environment allows that.
 
         Args:
-            name: What messages call it, such as `"worker 1"`.
+            name: Its name in messages, such as `"worker 1"`.
             script: The path of a Python file.
             arguments: The rest of its `sys.argv`.
             environment: All of its environment.
-            stdout: The file that it writes to.
-            stderr: Likewise.
+            stdout: The file for its stdout.
+            stderr: The file for its stderr.
             imports_beside: Whether it imports from its own folder, as scripts do.
         """
-        if self._requests is None or _cold_part(environment) != self._cold:
+        if self._requests is None or _cold_variables(environment) != self._cold:
             return start_cold(
                 name, script, arguments, environment, stdout, stderr, imports_beside
             )
@@ -134,37 +133,37 @@ class WarmStarter:
             "folder": os.getcwd(),
             "imports_beside": imports_beside,
         }
-        mine, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        connection, remote = socket.socketpair(type=socket.SOCK_SEQPACKET)
         try:
-            with theirs:
+            with remote:
                 message = json.dumps(program).encode()
-                passed = [stdout.fileno(), stderr.fileno(), theirs.fileno()]
+                passed = [stdout.fileno(), stderr.fileno(), remote.fileno()]
                 socket.send_fds(self._requests, [message], passed)
-            told = mine.recv(_NUMBER.size)
+            reply = connection.recv(_NUMBER.size)
         except ConnectionError:
-            told = b""
-        if not told:
-            mine.close()
-            raise RuntimeError(self._death())
-        return _WarmProcess(name, _NUMBER.unpack(told)[0], mine)
+            reply = b""
+        if not reply:
+            connection.close()
+            raise RuntimeError(self._server_error())
+        return _WarmProcess(name, _NUMBER.unpack(reply)[0], connection)
 
     def close(self) -> None:
-        """Ends the process that forks, and all workers that it has started."""
+        """End the warm server, and all workers that it has started."""
         if self._requests is not None:
             self._requests.close()
             self._requests = None
             self._server.wait()
         self._log.close()
 
-    def _death(self) -> str:
+    def _server_error(self) -> str:
         status = self._server.kill()
         self._log.seek(0)
-        said = self._log.read().decode(errors="replace")
-        return f"{self._server.name} {exit_text(status)}. Its output:\n{said}"
+        output = self._log.read().decode(errors="replace")
+        return f"{self._server.name} {exit_text(status)}. Its output:\n{output}"
 
 
 class _WarmProcess(Process):
-    """A process that another one has forked."""
+    """Process that the warm server has forked."""
 
     def __init__(self, name: str, pid: int, connection: socket.socket) -> None:
         super().__init__(name)
@@ -178,17 +177,17 @@ class _WarmProcess(Process):
 
     def _ended(self) -> int | None:
         try:
-            told = self._connection.recv(_NUMBER.size)
+            reply = self._connection.recv(_NUMBER.size)
         except BlockingIOError:
             return None
         except ConnectionError:
-            told = b""
+            reply = b""
         self._connection.close()
-        # It dies with the process that forked it.
-        return _NUMBER.unpack(told)[0] if told else -signal.SIGKILL
+        # It ends with the warm server.
+        return _NUMBER.unpack(reply)[0] if reply else -signal.SIGKILL
 
     def _signal_group(self, number: int) -> None:
-        # An error means that it has just ended.
+        # An error means that the process has just ended.
         try:
             self._connection.send(_NUMBER.pack(number))
         except ConnectionError:
@@ -204,24 +203,24 @@ def start_cold(
     stderr: Any,
     imports_beside: bool = True,
 ) -> Process:
-    """Starts a script in a fresh interpreter; the arguments are as of `WarmStarter`."""
+    """Start a script in a fresh interpreter; see `WarmStarter.start`."""
     options = [] if imports_beside else ["-P"]
     command = [sys.executable, *options, script, *arguments]
     return WorkerProcess(name, command, environment, stdout=stdout, stderr=stderr)
 
 
 def base_environment() -> dict[str, str]:
-    """The environment that workers have from this process, whatever their task."""
+    """Return the environment variables of workers that do not depend on their task."""
     variables = {
-        # Workers of tests share the cores. It is the same for any number of them: one
-        # that starts warm cannot have another number than the process that imported.
+        # Workers of tests share the cores. The number of threads is fixed, since a warm
+        # worker has that of the warm server.
         "OMP_NUM_THREADS": "1",
         **os.environ,
         **shared_variables(),
         "PYTHONFAULTHANDLER": "1",
     }
     if "keras" in sys.modules:
-        # It may have been chosen by keras.json or by this program.
+        # The choice may come from keras.json or from this program.
         variables["KERAS_BACKEND"] = sys.modules["keras"].backend.backend()
     if sysconfig.get_path("purelib") != _PACKAGE_ROOT:
         # A script in another folder finds the checkout that this process uses.
@@ -230,9 +229,9 @@ def base_environment() -> dict[str, str]:
     return variables
 
 
-def _cold_part(environment: Mapping[str, str]) -> dict[str, str]:
+def _cold_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if name.startswith(_COLD) and not name.startswith(_NOT_COLD)
+        if name.startswith(_COLD_PREFIXES) and not name.startswith(_WARM_PREFIXES)
     }

@@ -26,7 +26,7 @@ from keras_strategy.testing.warm_starter import (
 
 _CALL = str(pathlib.Path(__file__).with_name("worker_call.py"))
 _TAIL_LINES = 40
-# The stacks of an engine's many threads are longer.
+# The stacks of a backend's many threads are longer.
 _STACK_LINES = 400
 _DUMP_SECONDS = 5.0
 _PORT_ATTEMPTS = 4
@@ -38,8 +38,8 @@ class WorkerEnd:
 
     Attributes:
         name: Its task, such as `"worker 1"`.
-        exit_status: 0 if all went well; minus the signal that killed it.
-        seconds: From its start until its end was noticed.
+        exit_status: 0 for success; minus the signal that killed it.
+        seconds: Time from its start until its end was noticed.
         output: All that it wrote to stdout and stderr.
     """
 
@@ -64,28 +64,29 @@ class WorkerFailed(RuntimeError):
 
 
 class WorkerTimeout(WorkerFailed):
-    """The time limit passed; the message has the Python stacks of who still ran."""
+    """The time limit passed; the message has the Python stacks of running workers."""
 
 
 class WorkerRunner:
-    """Starts real worker processes on this machine and gets their results.
+    """Runner of real worker processes on this machine.
 
-    Each worker is a fresh Python interpreter with the environment that a cluster's
-    worker has: TF_CONFIG, KERAS_STRATEGY_PORT (one port, the same for all), NPROC, and
+    Each worker is a fresh Python interpreter with the environment of a cluster's
+    worker: TF_CONFIG, KERAS_STRATEGY_PORT (one port, the same for all), NPROC, and
     KERAS_STRATEGY_LOGICAL_CPUS. It uses the Keras backend of this process.
 
-    No worker survives the `with` block or this process. Start workers in a thread that
-    outlives them, best the main one: on Linux they die with the thread.
+    No worker survives the `with` block or this process. On Linux the workers end with
+    the thread that started them, so start them in a thread that outlives them, best
+    the main one.
 
     Args:
-        workers: How many there are.
+        workers: The number of workers.
         devices_per_worker: The number of logical CPU devices of each.
-        timeout_seconds: How long the workers of one `start` or `run` may take in all.
-            Then the Python stacks of those that still run are dumped, and all are
+        timeout_seconds: Time limit for the workers of one `start` or `run`. When it
+            passes, the Python stacks of running workers are printed, and all are
             killed.
         environment: More environment variables for the workers; None removes one.
-        chief: Whether the first of the workers is the task "chief" instead of "worker".
-        grace_seconds: How long `run` lets the others go on when one has failed.
+        chief: Whether the first worker is the task "chief" instead of "worker".
+        grace_seconds: Time that `run` gives the other workers after one has failed.
         starter: Starts the workers without importing Keras in each of them.
 
     Example:
@@ -158,26 +159,25 @@ class WorkerRunner:
 
     @property
     def processes(self) -> tuple[Process, ...]:
-        """The workers that were started last, by rank; each has a `pid`."""
+        """The workers of the last start, by rank; each has a `pid`."""
         return tuple(self._processes)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Calls a function in every worker and waits for all.
+        """Call a function in every worker and wait for all results.
 
         When a worker fails, the others have `grace_seconds` to end before they are
-        killed, since what they say of it may help. When a port turns out to be
-        taken, all workers are started anew on other ports.
+        killed, since their output may help. If a port is taken, all workers are started
+        again on other ports.
 
         Args:
-            function: A function that a module has at its top level. A worker imports
-                it by name, with the `sys.path` of this process.
+            function: A function at the top level of a module. A worker imports it by
+                name, with the `sys.path` of this process.
             *args: Its arguments, which must pickle.
             **kwargs: Its keyword arguments, likewise.
 
         Returns:
-            What it returned in each worker, by rank. Let it return numbers, strings,
-            NumPy arrays, and lists and dicts of them: a tensor would bring its engine
-            into this process.
+            The results by rank. Return numbers, strings, NumPy arrays, and lists and
+            dicts of them: a tensor would import its backend into this process.
 
         Raises:
             WorkerFailed: If a worker failed.
@@ -197,14 +197,14 @@ class WorkerRunner:
     def start(
         self, target: Callable[..., Any] | str | os.PathLike, *args: Any, **kwargs: Any
     ) -> None:
-        """Starts the workers and returns at once; `wait` waits for them.
+        """Start the workers and return at once; `wait` waits for them.
 
-        Workers that were started before are killed.
+        It kills workers that were started before.
 
         Args:
-            target: A function, as of `run`, or the path of a Python script.
-            *args: Its arguments. Those of a script become texts.
-            **kwargs: Keyword arguments, of a function only.
+            target: A function, as in `run`, or the path of a Python script.
+            *args: Its arguments. Those of a script are converted to strings.
+            **kwargs: Keyword arguments, for a function only.
         """
         call = None
         if callable(target):
@@ -240,16 +240,16 @@ class WorkerRunner:
                     self._variables(cluster.variables(rank)),
                     stdout=output,
                     stderr=output,
-                    # The folder of our own file is no place to import from.
+                    # A function must not import from this file's folder.
                     imports_beside=not callable(target),
                 )
             self._processes.append(process)
 
     def wait(self) -> list[WorkerEnd]:
-        """Waits until every worker has ended, well or not.
+        """Wait until every worker has ended, with or without an error.
 
         Returns:
-            How each of them ended, by rank.
+            A `WorkerEnd` for each, by rank.
 
         Raises:
             WorkerTimeout: If the time limit passed first.
@@ -258,21 +258,21 @@ class WorkerRunner:
         return self._ends()
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
-        """Sends a signal to a worker and to the processes that it started.
+        """Send a signal to a worker and to the processes that it started.
 
         Args:
-            rank: Which worker.
+            rank: The worker.
             number: The signal.
         """
         self._processes[rank].signal(number)
 
     def output(self, rank: int) -> str:
-        """Returns what a worker has written so far to stdout and stderr."""
+        """Return what a worker has written so far to stdout and stderr."""
         with open(self._path(f"output{rank}"), "rb") as file:
             return file.read().decode(errors="replace")
 
     def close(self) -> None:
-        """Kills what still runs and forgets the output; leaving `with` does it."""
+        """Kill running workers and delete the output; leaving `with` does it."""
         for process in self._processes:
             process.signal(signal.SIGKILL)
         for process in self._processes:
@@ -283,7 +283,7 @@ class WorkerRunner:
             self._folder = None
 
     def _wait(self, stop_when_one_fails: bool) -> int | None:
-        """Waits for all workers; returns the one that failed first, if one did."""
+        """Wait for all workers; return the first that failed, or None."""
         watch = Watch(self._processes)
 
         def meanwhile() -> None:
@@ -293,7 +293,7 @@ class WorkerRunner:
                     r for r in watch.running if self._processes[r].poll() is None
                 ]
                 if running:
-                    self._time_out(running, watch.failed)
+                    self._raise_timeout(running, watch.failed)
 
         def when_one_failed(status: int) -> None:
             if stop_when_one_fails:
@@ -302,17 +302,17 @@ class WorkerRunner:
         watch.until_all_ended(meanwhile, when_one_failed)
         return watch.failed
 
-    def _time_out(self, running: list[int], failed: int | None) -> None:
+    def _raise_timeout(self, running: list[int], failed: int | None) -> None:
         for rank in running:
-            # SIGABRT would write a core file otherwise. Linux alone has prlimit.
+            # Without a core file from SIGABRT. Only Linux has prlimit.
             with contextlib.suppress(ImportError, AttributeError, OSError):
                 import resource
 
                 resource.prlimit(
                     self._processes[rank].pid, resource.RLIMIT_CORE, (0, 0)
                 )
-            # PYTHONFAULTHANDLER makes Python write its stacks. A worker that a test
-            # has stopped must go on for that.
+            # PYTHONFAULTHANDLER makes Python write its stacks. A worker that a test has
+            # stopped must continue for that.
             self._processes[rank].signal(signal.SIGABRT)
             self._processes[rank].signal(signal.SIGCONT)
         until = time.monotonic() + _DUMP_SECONDS

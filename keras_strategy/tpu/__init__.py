@@ -1,4 +1,4 @@
-"""The names of `tf.tpu` that work here."""
+"""Supported names of `tf.tpu`."""
 
 from keras_strategy.tpu import experimental
 

@@ -1,4 +1,4 @@
-"""The names of `tf.tpu.experimental` that work here."""
+"""Supported names of `tf.tpu.experimental`."""
 
 from keras_strategy.strategies.tpu_system import (
     initialize_tpu_system,

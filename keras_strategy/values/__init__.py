@@ -1,1 +1,1 @@
-"""The ground floor: distributed values, and the names of devices."""
+"""Distributed values: one component for each replica."""

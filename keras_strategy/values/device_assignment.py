@@ -1,4 +1,4 @@
-"""`DeviceAssignment`: which core of a TPU is which logical device of which replica."""
+"""Assignment of TPU cores to the logical devices of replicas."""
 
 import enum
 import math
@@ -10,29 +10,29 @@ from keras_strategy.values.tpu_topology import Topology
 
 
 class DeviceOrderMode(enum.IntEnum):
-    """In which order `DeviceAssignment.build` takes the cores."""
+    """Order in which `DeviceAssignment.build` takes the cores."""
 
-    # Rings where they are possible, else meshes.
+    # Rings where possible, else meshes.
     AUTO = 0
-    # Rings, of replicas and of each replica's cores.
+    # Rings of replicas and of each replica's cores.
     RING = 1
     # Meshes.
     MESH = 2
 
 
 class DeviceAssignment:
-    """Maps the logical devices of each replica to the cores of a TPU.
+    """Mapping from the logical devices of each replica to the cores of a TPU.
 
-    `DeviceAssignment.build` makes the usual ones.
+    `DeviceAssignment.build` computes the usual assignments.
 
     Args:
         topology: The TPU's `Topology`.
-        core_assignment: For each replica and each of its logical devices, the four
-            coordinates of a core: numbers of the shape
-            `[replicas, logical devices, 4]`.
+        core_assignment: The mesh coordinates of each replica's cores, an integer
+            array of shape `[replicas, logical devices, 4]`.
 
     Raises:
-        ValueError: If `topology` is none, or `core_assignment` of another shape.
+        ValueError: If `topology` is not a `Topology`, or `core_assignment` has a
+            different shape.
 
     Example:
 
@@ -94,42 +94,42 @@ class DeviceAssignment:
 
     @property
     def core_assignment(self) -> np.ndarray:
-        """For each replica and logical device the coordinates of its core."""
+        """The core coordinates, `[replicas, logical devices, 4]`."""
         return self._core_assignment
 
     def coordinates(self, replica: int, logical_core: int) -> tuple[int, ...]:
-        """Returns the coordinates of a logical device.
+        """Return the mesh coordinates of a logical device.
 
         Args:
-            replica: The replica's number.
-            logical_core: The number of its logical device.
+            replica: The replica id.
+            logical_core: The index of its logical device.
         """
         return tuple(self._core_assignment[replica, logical_core, :])
 
     def lookup_replicas(self, task_id: int, logical_core: int) -> list[int]:
-        """Returns the numbers of the replicas that have a logical device on a task.
+        """Return the ids of the replicas that have this logical device on a task.
 
         Args:
-            task_id: The task's number.
-            logical_core: The number of the logical device.
+            task_id: The task's ordinal.
+            logical_core: The index of the logical device.
 
         Raises:
-            ValueError: If there is none.
+            ValueError: If there is no such replica.
         """
-        found = self._replicas.get((task_id, logical_core))
-        if found is None:
+        replicas = self._replicas.get((task_id, logical_core))
+        if replicas is None:
             raise ValueError(
                 f"Can not find any replica in task: {task_id} contains logical_core: "
                 f"{logical_core}"
             )
-        return found
+        return replicas
 
     def tpu_ordinal(self, replica: int = 0, logical_core: int = 0) -> int:
-        """Returns the number, in its task, of the core of a logical device.
+        """Return the ordinal, within its task, of a logical device's core.
 
         Args:
-            replica: The replica's number.
-            logical_core: The number of its logical device.
+            replica: The replica id.
+            logical_core: The index of its logical device.
         """
         coordinates = self.coordinates(replica, logical_core)
         return self._topology.tpu_device_ordinal_at_coordinates(coordinates)
@@ -137,12 +137,12 @@ class DeviceAssignment:
     def host_device(
         self, replica: int = 0, logical_core: int = 0, job: str | None = None
     ) -> str:
-        """Returns TensorFlow's name of the host of a logical device.
+        """Return TensorFlow's name of a logical device's host CPU.
 
         Args:
-            replica: The replica's number.
-            logical_core: The number of its logical device.
-            job: The job of the tasks, to stand in front.
+            replica: The replica id.
+            logical_core: The index of its logical device.
+            job: The job name to prepend.
         """
         coordinates = self.coordinates(replica, logical_core)
         return self._topology.cpu_device_name_at_coordinates(coordinates, job=job)
@@ -150,12 +150,12 @@ class DeviceAssignment:
     def tpu_device(
         self, replica: int = 0, logical_core: int = 0, job: str | None = None
     ) -> str:
-        """Returns TensorFlow's name of the core of a logical device.
+        """Return TensorFlow's name of a logical device's core.
 
         Args:
-            replica: The replica's number.
-            logical_core: The number of its logical device.
-            job: The job of the tasks, to stand in front.
+            replica: The replica id.
+            logical_core: The index of its logical device.
+            job: The job name to prepend.
         """
         coordinates = self.coordinates(replica, logical_core)
         return self._topology.tpu_device_name_at_coordinates(coordinates, job=job)
@@ -169,14 +169,14 @@ class DeviceAssignment:
         num_replicas: int = 1,
         device_order_mode: DeviceOrderMode = DeviceOrderMode.AUTO,
     ) -> "DeviceAssignment":
-        """Gives each replica a compact block of cores.
+        """Assign a compact block of cores to each replica.
 
         Args:
-            topology: The TPU's `Topology`, or what its `serialized()` gave.
-            computation_shape: The shape of a replica's block: four numbers of cores.
-                None is one core.
-            computation_stride: How far its cores are from each other, in each
-                dimension. None is next to each other.
+            topology: The TPU's `Topology`, or its `serialized()` bytes.
+            computation_shape: The shape of a replica's block, four numbers of cores.
+                None means one core.
+            computation_stride: The distance of its cores in each dimension. None
+                means adjacent cores.
             num_replicas: The number of replicas.
             device_order_mode: The order of the cores, a `DeviceOrderMode`.
 
@@ -184,8 +184,8 @@ class DeviceAssignment:
             A `DeviceAssignment`.
 
         Raises:
-            ValueError: If an argument is of another kind, or so many replicas do not
-                fit.
+            ValueError: If an argument has the wrong type or shape, or the replicas do
+                not fit.
         """
         if isinstance(topology, bytes):
             topology = Topology(serialized=topology)
@@ -195,25 +195,25 @@ class DeviceAssignment:
                 f"{topology!r} of type {type(topology).__name__}"
             )
         rank = topology.mesh_rank
-        shape = _four("computation_shape", computation_shape, rank)
-        stride = _four("computation_stride", computation_stride, rank)
+        shape = _positive_vector("computation_shape", computation_shape, rank)
+        stride = _positive_vector("computation_stride", computation_stride, rank)
         blocks = _Blocks(topology.mesh_shape, shape, stride, num_replicas)
         if topology.missing_devices.size:
-            return cls(topology, _in_order_of_tasks(topology, blocks))
+            return cls(topology, _task_order_coordinates(topology, blocks))
         rings = blocks.can_be_rings
         if device_order_mode == DeviceOrderMode.RING and not rings:
             raise ValueError(
                 "device_order_mode=DeviceOrderMode.RING is not compatible with the "
-                "3D tiling of this topology: it takes replicas that have all cores of "
-                "their chips, without a stride, and together all of the TPU. Use "
-                "device_order_mode=DeviceOrderMode.AUTO."
+                "3D tiling of this topology: each replica must use all cores of its "
+                "chips without a stride, and the replicas together must use the "
+                "whole TPU. Use device_order_mode=DeviceOrderMode.AUTO."
             )
         as_rings = rings and device_order_mode != DeviceOrderMode.MESH
         return cls(topology, blocks.rings() if as_rings else blocks.meshes())
 
 
-def _four(name: str, value: Any, rank: int) -> np.ndarray:
-    """The argument of that name as an array of positive numbers."""
+def _positive_vector(name: str, value: Any, rank: int) -> np.ndarray:
+    """Convert an argument to an array of positive integers."""
     if value is None:
         return np.ones(rank, np.int32)
     value = np.asarray(value, np.int32)
@@ -227,27 +227,20 @@ def _four(name: str, value: Any, rank: int) -> np.ndarray:
 
 
 class _Blocks:
-    """The blocks of the replicas in a mesh that has them all.
+    """The blocks of the replicas in a complete mesh.
 
     Args:
-        mesh: The mesh's shape.
-        shape: A block's, in cores.
-        stride: How far its cores are from each other.
-        replicas: How many there are.
-
-    Raises:
-        ValueError: If so many do not fit.
+        mesh: The mesh shape.
+        shape: The shape of a block, in cores.
+        stride: The distance of its cores.
+        replicas: The number of replicas.
     """
 
     def __init__(
         self, mesh: np.ndarray, shape: np.ndarray, stride: np.ndarray, replicas: int
     ):
-        self.mesh, self.shape, self.stride, self.replicas = (
-            mesh,
-            shape,
-            stride,
-            replicas,
-        )
+        self.mesh, self.shape, self.stride = mesh, shape, stride
+        self.replicas = replicas
         footprint = shape * stride
         if (footprint > mesh).any():
             raise ValueError(
@@ -255,52 +248,52 @@ class _Blocks:
                 f"{mesh}"
             )
         self.footprint = footprint
-        # Blocks with a stride leave room for others between their cores.
+        # Other blocks fit between the cores of a block with a stride.
         self.counts = mesh // footprint * stride
-        self.most = int(np.prod(self.counts))
-        if replicas > self.most:
+        self.max_replicas = int(np.prod(self.counts))
+        if replicas > self.max_replicas:
             raise ValueError(
-                f"requested {replicas} replicas but only {self.most} replicas with "
-                f"shape {shape} and computation_stride {stride} fit in a TPU mesh of "
-                f"shape {mesh}"
+                f"requested {replicas} replicas but only {self.max_replicas} replicas "
+                f"with shape {shape} and computation_stride {stride} fit in a TPU mesh "
+                f"of shape {mesh}"
             )
 
     @property
     def can_be_rings(self) -> bool:
-        """Whether whole chips make up the blocks, and the blocks the mesh."""
+        """True if blocks consist of whole chips and fill the mesh."""
         return bool(
             self.shape[-1] == self.mesh[-1]
             and (self.stride == 1).all()
-            and self.replicas == self.most
+            and self.replicas == self.max_replicas
         )
 
     def _grid(self) -> list[int]:
-        """How many replicas are along each dimension: as near to a cube as may be.
+        """Return the number of replicas along each dimension, close to a cube.
 
-        The dimension that has least room is served first; of equal ones that of the
-        cores of a chip, then x, y and z.
+        The dimension with the least room comes first; ties are broken in the order
+        core, x, y, z.
         """
         grid = [0] * len(self.mesh)
-        left, dimensions = self.replicas, len(self.mesh)
-        if not left:
+        remaining, dimensions = self.replicas, len(self.mesh)
+        if not remaining:
             return grid
         by_room = sorted(
             (int(room), (i + 1) % dimensions, i) for i, room in enumerate(self.counts)
         )
         for room, _, i in by_room:
-            grid[i] = min(math.ceil(left ** (1.0 / dimensions)), room)
-            left = -(-left // grid[i])
+            grid[i] = min(math.ceil(remaining ** (1.0 / dimensions)), room)
+            remaining = -(-remaining // grid[i])
             dimensions -= 1
         return grid
 
     def meshes(self) -> np.ndarray:
-        """The coordinates, where replica follows replica, a chip's cores first."""
+        """Return the coordinates in mesh order, the cores of a chip first."""
         grid = self._grid()
-        # Of each replica its place in the grid; the cores change fastest, then x.
-        places = np.array(
+        # Grid position of each replica; the core index changes fastest, then x.
+        positions = np.array(
             [(x, y, z, c) for z, y, x, c in np.ndindex(*grid[2::-1], grid[3])]
         ).reshape(-1, 4)[: self.replicas]
-        offsets = places // self.stride * self.footprint + places % self.stride
+        offsets = positions // self.stride * self.footprint + positions % self.stride
         steps = [
             np.arange(0, size * step, step)
             for size, step in zip(self.shape, self.stride, strict=True)
@@ -309,25 +302,25 @@ class _Blocks:
         return cores + offsets[:, None, :]
 
     def rings(self) -> np.ndarray:
-        """The coordinates, where the replicas, and the chips of each, are a ring."""
+        """Return the coordinates with replicas, and the chips of each, in rings."""
         inner, outer = _ring(*map(int, self.shape[:3])), _ring(*self._grid()[:3])
         return np.array(
             [
                 [
-                    [*(np.array(place) * self.shape[:3] + chip), core]
+                    [*(np.array(position) * self.shape[:3] + chip), core]
                     for chip in inner
                     for core in range(self.mesh[-1])
                 ]
-                for place in outer
+                for position in outer
             ]
         )
 
 
-def _in_order_of_tasks(topology: Topology, blocks: _Blocks) -> np.ndarray:
-    """The coordinates where some of a mesh is missing: task by task."""
+def _task_order_coordinates(topology: Topology, blocks: _Blocks) -> np.ndarray:
+    """Return the coordinates task by task, for a mesh with missing devices."""
     if (blocks.stride != 1).any():
         raise ValueError(
-            "computation_stride must be 1 where devices of the TPU are missing. "
+            "computation_stride must be 1 if devices of the TPU mesh are missing. "
             f"Received: computation_stride={blocks.stride}"
         )
     cores = int(np.prod(blocks.shape))
@@ -335,40 +328,34 @@ def _in_order_of_tasks(topology: Topology, blocks: _Blocks) -> np.ndarray:
     if blocks.replicas * cores > len(devices):
         raise ValueError(
             f"requested {blocks.replicas} replicas of {cores} cores, but the TPU has "
-            f"{len(devices)} cores: some of its mesh are missing"
+            f"{len(devices)} cores: devices of its mesh are missing"
         )
     used = devices[: blocks.replicas * cores]
     return used.reshape(blocks.replicas, cores, topology.mesh_rank)
 
 
 def _ring(x: int, y: int, z: int) -> list[tuple[int, int, int]]:
-    """The chips of a mesh in an order in which neighbours are neighbours.
-
-    Args:
-        x: The mesh's size in each dimension.
-        y: See `x`.
-        z: See `x`.
-    """
+    """Return the chips of a mesh in an order in which consecutive ones are adjacent."""
     sizes = (x, y, z)
     if sum(size > 1 for size in sizes) <= 1 or any(s > 1 and s % 2 for s in sizes):
-        # A line; or a mesh with an odd side, through which no ring goes.
+        # A line, or a mesh with an odd side, which has no ring.
         return [(i, j, k) for k, j, i in np.ndindex(z, y, x)]
     first = [(0, 0, 0)]
     if z == 1:
-        return first + [(i, j, 0) for i, j in _open_ring(x, y)]
+        return first + [(i, j, 0) for i, j in _plane_ring(x, y)]
     if y == 1:
-        return first + [(i, 0, k) for i, k in _open_ring(x, z)]
+        return first + [(i, 0, k) for i, k in _plane_ring(x, z)]
     if x == 1:
-        return first + [(0, j, k) for j, k in _open_ring(y, z)]
+        return first + [(0, j, k) for j, k in _plane_ring(y, z)]
     ring = first
     for k in range(z):
-        plane = [(i, j, k) for i, j in _open_ring(x, y)]
+        plane = [(i, j, k) for i, j in _plane_ring(x, y)]
         ring += plane if k % 2 == 0 else plane[::-1]
     return ring + [(0, 0, k) for k in range(z - 1, 0, -1)]
 
 
-def _open_ring(width: int, height: int) -> list[tuple[int, int]]:
-    """The ring of a plane without its first place: to and fro, and back at the edge."""
+def _plane_ring(width: int, height: int) -> list[tuple[int, int]]:
+    """Return a plane's ring without its first chip: zigzag, then back at the edge."""
     ring = []
     for row in range(height):
         columns = range(1, width)

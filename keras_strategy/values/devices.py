@@ -1,4 +1,4 @@
-"""Device names, and which replica lives on which device."""
+"""Device names, logical devices and the topology of replicas."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -13,22 +13,19 @@ _KINDS = {"cuda": "gpu", "rocm": "gpu"}
 
 
 def canonical_device(name: str) -> str:
-    """Returns the short form, such as `"gpu:0"`, of a device's name.
+    """Return the canonical form of a device name, such as `"gpu:0"`.
 
     Args:
-        name: A device's name in any of the forms that Keras and its backends
-            use. Without an index it means the first device of its kind.
-
-    Returns:
-        The kind in lower case, a colon, and the index.
+        name: A device name in any form that Keras or a backend uses. Without an
+            index it means the first device of its kind.
 
     Raises:
-        ValueError: If `name` is not the name of a device.
+        ValueError: If `name` is not a device name.
     """
     match = _DEVICE_NAME.match(name.strip().lower()) if isinstance(name, str) else None
     if match is None:
         raise ValueError(
-            "A device is named by its kind and index, such as 'gpu:0' or "
+            "A device name must be a kind and index, such as 'gpu:0' or "
             f"'cpu:1'. Received: {name!r}"
         )
     kind = match["kind"]
@@ -38,18 +35,15 @@ def canonical_device(name: str) -> str:
 def resolve_devices(
     devices: Iterable[str] | None, available: Sequence[str]
 ) -> tuple[str, ...]:
-    """Returns the canonical names of the devices that a strategy shall use.
+    """Return the canonical names of a strategy's devices, in the given order.
 
     Args:
-        devices: What the user asked for; None means every available device.
-        available: The canonical names of the devices that there are.
-
-    Returns:
-        The devices, in the order given, one replica each.
+        devices: The user's device names; None means every available device.
+        available: The canonical names of the available devices.
 
     Raises:
-        ValueError: If `devices` is empty, holds a device that is not there,
-            holds one twice, or mixes kinds.
+        ValueError: If `devices` is empty, contains an unavailable device or a
+            duplicate, or mixes kinds.
     """
     if devices is None:
         return tuple(available)
@@ -59,8 +53,7 @@ def resolve_devices(
             f"['{devices}']. Received: devices={devices!r}"
         )
     requested = list(devices)
-    there_is = f"Available devices: {list(available)}"
-    received = f"Received: devices={requested!r}. {there_is}"
+    received = f"Received: devices={requested!r}. Available devices: {list(available)}"
     if not requested:
         raise ValueError(
             "Argument `devices` must name at least one device, or be None for "
@@ -70,13 +63,13 @@ def resolve_devices(
     unknown = [name for name in names if name not in available]
     if unknown:
         raise ValueError(
-            f"Argument `devices` names devices that are not there: {unknown}. "
+            f"Argument `devices` names devices that are not available: {unknown}. "
             f"{received}"
         )
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
         raise ValueError(
-            f"Argument `devices` names devices more than once: {twice}. {received}"
+            f"Argument `devices` names devices more than once: {duplicates}. {received}"
         )
     kinds = sorted({name.split(":")[0] for name in names})
     if len(kinds) > 1:

@@ -1,4 +1,4 @@
-"""What a value is when every replica has its own."""
+"""Distributed values and how they are split and joined."""
 
 import enum
 import itertools
@@ -13,14 +13,14 @@ from keras_strategy.values.keys import is_same, value_key
 
 
 class ReduceOp(enum.Enum):
-    """How the values of the replicas become one value.
+    """Reduction that combines the values of the replicas.
 
-    Wherever a `ReduceOp` is expected, its name in any case does as well:
+    Wherever a `ReduceOp` is expected, you can pass its name in any case:
     `"sum"`, `"SUM"`, `"Mean"`.
 
     Attributes:
         SUM: Add the values.
-        MEAN: Add the values and divide by how many there are.
+        MEAN: Add the values and divide by their number.
 
     Example:
 
@@ -36,7 +36,7 @@ class ReduceOp(enum.Enum):
 
     @classmethod
     def parse(cls, reduce_op: Any) -> "ReduceOp":
-        """Returns the `ReduceOp` that `reduce_op` names.
+        """Return the `ReduceOp` that `reduce_op` names.
 
         Args:
             reduce_op: A `ReduceOp`, or its name in any case.
@@ -57,7 +57,7 @@ class ReduceOp(enum.Enum):
         """
         if isinstance(reduce_op, cls):
             return reduce_op
-        # `tf.distribute.ReduceOp` is an enum of the same names.
+        # tf.distribute.ReduceOp is an enum with the same names.
         name = reduce_op.name if isinstance(reduce_op, enum.Enum) else reduce_op
         if isinstance(name, str) and name.upper() in cls.__members__:
             return cls[name.upper()]
@@ -69,18 +69,18 @@ class ReduceOp(enum.Enum):
 
 
 class DistributedValues:
-    """A value that has one component for each replica of this worker.
+    """A value with one component for each replica of this worker.
 
-    `strategy.run` gives and takes such values; user code seldom makes one
-    except through `strategy.experimental_distribute_values_from_function`.
-    Use `strategy.experimental_local_results` to get at the components.
+    `strategy.run` takes and returns such values. To create one, call
+    `strategy.experimental_distribute_values_from_function`. To read the components,
+    call `strategy.experimental_local_results`.
 
     Args:
         values: The components, in the order of the replicas.
 
     Attributes:
-        count: The number of components; None in a program of all replicas, where each
-            of them sees its own alone.
+        count: The number of components; None inside a program that is compiled for
+            all replicas, where only the current replica's component exists.
     """
 
     count: int | None = None
@@ -89,7 +89,7 @@ class DistributedValues:
         values = tuple(values)
         if not values:
             raise ValueError(
-                "Argument `values` must hold one value for each replica. "
+                "Argument `values` must contain one value for each replica. "
                 f"Received: values={values!r}"
             )
         self._values = values
@@ -97,7 +97,7 @@ class DistributedValues:
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The components of this worker, in the order of the replicas."""
+        """The components of this worker's replicas, in their order."""
         return self._values
 
     def __repr__(self) -> str:
@@ -106,21 +106,18 @@ class DistributedValues:
 
 
 def is_no_tensor(value: DistributedValues, *args: Any, **kwargs: Any) -> Any:
-    """Refuses to make one tensor of a distributed value.
+    """Raise TypeError because a distributed value cannot become one tensor.
 
-    Each engine has its own name for the method that is asked for one.
-
-    Raises:
-        TypeError: Always.
+    Each backend installs this as its conversion method.
     """
     number = "several" if value.count is None else value.count
-    instead = "make a tensor of it with `reduce` or `gather` of its strategy"
+    alternative = "convert it to a tensor with its strategy's `reduce` or `gather`"
     if isinstance(value, Mirrored):
-        instead = "update a variable by it, with `strategy.extended.update`"
+        alternative = "use it to update a variable, with `strategy.extended.update`"
     raise TypeError(
-        f"A distributed value is no tensor: it has {number} component(s), one for "
-        "each replica. Give it to `strategy.run` as an argument, where each replica "
-        f"gets its own; or {instead}. Received: {value!r}"
+        f"A distributed value is not a tensor: it has {number} component(s), one for "
+        "each replica. Pass it to `strategy.run` as an argument, so that each replica "
+        f"receives its component, or {alternative}. Received: {value!r}"
     )
 
 
@@ -128,8 +125,8 @@ class PerReplica(DistributedValues):
     """A value that may differ from replica to replica.
 
     Attributes:
-        batch: The `core.row_range.BatchRows` of the element of a distributed dataset
-            that it is a part of; None for any other value.
+        batch: The `BatchRows` of the distributed dataset's element that contains this
+            value; None for any other value.
     """
 
     batch: Any = None
@@ -140,10 +137,10 @@ class Mirrored(DistributedValues):
 
 
 class ValueContext:
-    """Tells a function which replica it makes a value for.
+    """Context of a function that creates the value of one replica.
 
     Args:
-        replica_id_in_sync_group: The replica's number, from 0.
+        replica_id_in_sync_group: The replica id, from 0.
         num_replicas_in_sync: The number of replicas over all workers.
 
     Example:
@@ -168,7 +165,7 @@ class ValueContext:
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        """The replica's number, from 0."""
+        """The replica id, from 0."""
         return self._replica_id_in_sync_group
 
     @property
@@ -184,31 +181,25 @@ class ValueContext:
 
 
 def sum_of_copies(value: Any) -> ValueError:
-    """The error for a SUM over replicas that all hold the same value."""
+    """Return the error for a SUM of a value that is not distributed."""
     return ValueError(
-        "Argument `value` holds a value that is not distributed, the same for "
-        "all replicas, so it has no SUM over the replicas. Reduce a tensor that "
-        "`strategy.run` returned (a number of Python's is a constant, as is what "
-        "`keras.ops.shape` gives: `keras.ops.convert_to_tensor` makes a tensor of it), "
-        f"or multiply by `strategy.num_replicas_in_sync`. Received: {value!r}"
+        "Argument `value` is not distributed: it is the same for all replicas, "
+        "so its SUM over the replicas is undefined. Reduce a tensor that "
+        "`strategy.run` returned (Python numbers, such as the result of "
+        "`keras.ops.shape`, are constants: convert them with "
+        "`keras.ops.convert_to_tensor`), or multiply by "
+        f"`strategy.num_replicas_in_sync`. Received: {value!r}"
     )
 
 
 def is_numeric_array(value: Any) -> bool:
-    """Whether `value` is of NumPy and can become a tensor: no text, no objects."""
+    """Return True if `value` is a NumPy array or scalar with a numeric dtype."""
     is_array = isinstance(value, np.ndarray | np.generic)
     return is_array and value.dtype.kind in "biufc"
 
 
 def map_leaves(fn: Callable[[Any], Any], structure: Any) -> Any:
-    """Does what `keras.tree.map_structure` does for one structure, in less time.
-
-    A step maps the same small structures again and again.
-
-    Args:
-        fn: A function of a leaf.
-        structure: The structure.
-    """
+    """Map the leaves of one structure, faster than `keras.tree.map_structure`."""
     kind = type(structure)
     if kind is tuple or kind is list:
         return kind([map_leaves(fn, part) for part in structure])
@@ -220,37 +211,31 @@ def map_leaves(fn: Callable[[Any], Any], structure: Any) -> Any:
 def of_another_strategy(
     value: DistributedValues, method: str, replicas: int
 ) -> ValueError:
-    """The error for a value that has not one component for each replica.
-
-    Args:
-        value: The value.
-        method: The method that was given it.
-        replicas: The number of replicas of this worker.
-    """
+    """Return the error for a value with a wrong number of components."""
     return ValueError(
-        f"`{method}` was given a value of another strategy: it has {value.count} "
-        f"component(s), and the strategy has {replicas} replica(s) on this worker. "
-        "`reduce` or `gather` of the strategy that it is of make a tensor of it, which "
-        f"every strategy takes. Received: {value!r}"
+        f"`{method}` received a value of another strategy: it has {value.count} "
+        f"component(s), but this strategy has {replicas} replica(s) on this worker. "
+        "Convert it to a tensor, which every strategy accepts, with `reduce` or "
+        f"`gather` of the strategy that created it. Received: {value!r}"
     )
 
 
 def select_replica(
     structure: Any, replica: int, replicas: int, method: str = "run"
 ) -> Any:
-    """Returns `structure` with one replica's part of distributed values.
+    """Replace distributed values by the component of one local replica.
 
     Args:
         structure: The structure.
-        replica: The number of the replica on this worker.
-        replicas: How many there are.
-        method: What was given the structure.
+        replica: The index of the replica on this worker.
+        replicas: The number of local replicas.
+        method: The method to name in the error.
 
     Raises:
-        ValueError: If a value has another number of components.
+        ValueError: If a value has a different number of components.
     """
 
-    def part(leaf):
+    def select(leaf):
         if not isinstance(leaf, DistributedValues):
             return leaf
         values = leaf.values
@@ -258,7 +243,7 @@ def select_replica(
             raise of_another_strategy(leaf, method, replicas)
         return values[replica]
 
-    return map_leaves(part, structure)
+    return map_leaves(select, structure)
 
 
 def regroup(
@@ -268,22 +253,20 @@ def regroup(
     one_of_many: bool = False,
     of_variables: Callable[[Sequence[Any]], Any] | None = None,
 ) -> Any:
-    """Joins what the replicas returned into one structure.
+    """Join the outputs of the replicas into one structure.
+
+    Tensors and NumPy values become distributed values. Distributed values, and Python
+    constants that are equal on all replicas, stay as they are. With one replica, the
+    output is returned unchanged.
 
     Args:
-        outputs: What each replica returned, in the order of the replicas.
-        is_tensor: Tells the tensors of the backend in use.
-        kind: What tensors become.
-        one_of_many: Whether there are replicas on other workers, so that the output
-            of a single one is distributed too.
-        of_variables: What the replicas' variables become, which are mostly the same
-            one; None if that stays a variable.
-
-    Returns:
-        The structure of one output. Tensors and NumPy values become
-        distributed values of the kind; distributed values, and Python constants that
-        are equal on all replicas, stay what they are. With one replica, its output as
-        it is.
+        outputs: The output of each replica.
+        is_tensor: Returns True for tensors of the backend.
+        kind: The type of the distributed values.
+        one_of_many: Distribute the output of a single replica too, because other
+            workers have replicas.
+        of_variables: Converts the replicas' variables, which are mostly the same
+            object; None keeps that object.
 
     Raises:
         ValueError: If the replicas returned different structures.
@@ -296,23 +279,23 @@ def regroup(
             tree.assert_same_structure(first, output)
         except (ValueError, TypeError) as error:
             raise ValueError(
-                "A function that is called for every replica must return the same "
-                f"structure for each. Received: {first!r} from replica "
-                f"0 and {output!r} from replica {replica}."
+                "A function that runs on every replica must return the same structure "
+                f"on each. Received: {first!r} from replica 0 and {output!r} from "
+                f"replica {replica}."
             ) from error
 
     def join(*leaves):
         if isinstance(leaves[0], keras.Variable | DistributedValues):
             if of_variables is not None and isinstance(leaves[0], keras.Variable):
                 return of_variables(leaves)
-            # It is of all replicas already.
+            # Already distributed.
             return leaves[0] if all(x is leaves[0] for x in leaves) else kind(leaves)
         if is_tensor(leaves[0]) or hasattr(leaves[0], "__array__"):
             return kind(leaves)
         first = leaves[0]
         if all(map(is_same, leaves, itertools.repeat(first))):
             return first
-        # Of values that are not Python's own, what they say themselves.
+        # Objects that define their own equality.
         if value_key(first) is None and all(leaf == first for leaf in leaves):
             return first
         return kind(leaves)

@@ -1,34 +1,29 @@
-"""When a Python value is the same as another one, for a program that it is part of."""
+"""Keys of Python values that a compiled program may treat as constants."""
 
 from typing import Any
 
 import numpy as np
 
-# No object of these types can be told from another one of equal value.
-_VALUES = (type(None), bool, int, str, bytes, type(...), range)
+# Objects of these types with equal values are indistinguishable.
+_VALUE_TYPES = (type(None), bool, int, str, bytes, type(...), range)
 
 
 def value_key(value: Any) -> Any:
-    """A key that other values have only if nothing can tell them from this one.
+    """Return a key that only indistinguishable values share, or None.
 
-    Python's `==` does not say that: True, 1 and 1.0 are equal, and so are 0.0 and -0.0.
-
-    Args:
-        value: Any object.
-
-    Returns:
-        The key; None for what is not known to be a value that stays as it is.
+    `==` is not enough: True, 1 and 1.0 are equal, and so are 0.0 and -0.0. None means
+    that the object is not known to be immutable.
     """
     kind: Any = type(value)
-    if kind in _VALUES or isinstance(value, np.dtype):
+    if kind in _VALUE_TYPES or isinstance(value, np.dtype):
         return kind, value
     if kind in (float, complex) or issubclass(kind, np.generic):
-        return kind, repr(value)  # 0.0 is not -0.0, and nan is nan
+        return kind, repr(value)  # 0.0 differs from -0.0, and nan equals nan
     return None
 
 
 def is_same(value: Any, other: Any) -> bool:
-    """Whether two objects are one, or values that nothing can tell apart."""
+    """Return True if two objects are identical or indistinguishable values."""
     if value is other:
         return True
     key = value_key(value)

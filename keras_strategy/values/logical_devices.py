@@ -1,4 +1,4 @@
-"""The devices of each replica, where a replica has several: logical devices."""
+"""Logical devices: the several devices of one replica."""
 
 import math
 from collections.abc import Sequence
@@ -7,26 +7,25 @@ from typing import Any
 
 
 def prime_factors(number: int) -> list[int]:
-    """The prime factors of a positive number, the smallest first."""
-    found, factor = [], 2
+    """Return the prime factors of a positive number in ascending order."""
+    factors, factor = [], 2
     while number > 1:
         while number % factor == 0:
-            found.append(factor)
+            factors.append(factor)
             number //= factor
         factor += 1
-    return found
+    return factors
 
 
 @dataclass(frozen=True)
 class LogicalDevices:
-    """The devices of each replica, and how variables lie on them.
+    """The devices of each replica and the layouts of variables on them.
 
     Attributes:
-        of_workers: For each worker, and each of its replicas, the canonical names that
-            the replica's logical devices have on it.
-        rank: The number of this worker.
-        layouts: The `rules.layouts.Layouts` of its variables; None where each logical
-            device has all of them.
+        of_workers: Indexed by worker, replica and logical device: canonical names.
+        rank: The rank of this worker.
+        layouts: The `Layouts` of its variables; None if every logical device holds
+            every variable.
     """
 
     of_workers: tuple[tuple[tuple[str, ...], ...], ...]
@@ -45,28 +44,28 @@ class LogicalDevices:
 
 
 def axes_of_parts(parts: Sequence[int], logical: int) -> list[tuple[int, ...]] | None:
-    """Which axes of a mesh split the dimensions of a tensor into parts.
+    """Return the mesh axes that split each dimension of a tensor.
 
-    The logical devices are a mesh with one axis for each prime factor of their number,
-    so that every number of parts that can be is a product of some axes' sizes.
+    The mesh of the logical devices has one axis for each prime factor of their
+    number, so every possible number of parts is a product of axis sizes.
 
     Args:
-        parts: Into how many parts each dimension is split.
+        parts: The number of parts of each dimension.
         logical: The number of logical devices.
 
     Returns:
-        For each dimension the numbers of its axes; None if the logical devices cannot
-        be shared out like that.
+        The indices of the axes of each dimension; None if the logical devices cannot
+        be split like that.
     """
     if logical % math.prod(parts):
         return None
-    left = list(enumerate(prime_factors(logical)))
+    unused = list(enumerate(prime_factors(logical)))
     axes = []
     for number in parts:
-        own = []
+        dim_axes = []
         for factor in prime_factors(number):
-            axis = next(axis for axis in left if axis[1] == factor)
-            left.remove(axis)
-            own.append(axis[0])
-        axes.append(tuple(own))
+            axis = next(axis for axis in unused if axis[1] == factor)
+            unused.remove(axis)
+            dim_axes.append(axis[0])
+        axes.append(tuple(dim_axes))
     return axes

@@ -1,4 +1,4 @@
-"""Where the replicas of a strategy are: workers times the devices of each."""
+"""Topology of the replicas of a strategy."""
 
 import functools
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from typing import Protocol
 
 
 class Members(Protocol):
-    """What is to be known of the workers."""
+    """The rank of this worker and the number of workers."""
 
     @property
     def rank(self) -> int:
-        """This worker's number, from 0."""
+        """The index of this worker."""
         ...
 
     @property
@@ -21,12 +21,11 @@ class Members(Protocol):
 
 @dataclass(frozen=True)
 class Topology:
-    """The replicas of a strategy, which are numbered worker by worker.
+    """The replicas of a strategy, numbered worker by worker.
 
     Attributes:
-        devices: The devices of this worker, one replica each; every worker has as
-            many.
-        cluster: The workers, None for this process alone.
+        devices: This worker's devices, one replica each. Every worker has as many.
+        cluster: The workers; None for a single process.
     """
 
     devices: tuple[str, ...]
@@ -34,17 +33,17 @@ class Topology:
 
     @functools.cached_property
     def num_replicas(self) -> int:
-        """The number of replicas, over all workers."""
+        """The number of replicas over all workers."""
         return len(self.devices) * (1 if self.cluster is None else self.cluster.size)
 
     @functools.cached_property
     def local_replicas(self) -> range:
-        """The numbers, among all replicas, of those of this worker."""
-        local = len(self.devices)
-        first = 0 if self.cluster is None else self.cluster.rank * local
-        return range(first, first + local)
+        """The replica ids of this worker."""
+        count = len(self.devices)
+        first = 0 if self.cluster is None else self.cluster.rank * count
+        return range(first, first + count)
 
     @property
     def first(self) -> int:
-        """The number, among all replicas, of this worker's first."""
+        """The replica id of this worker's first replica."""
         return self.local_replicas.start

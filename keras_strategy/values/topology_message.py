@@ -1,19 +1,22 @@
-"""TensorFlow's message TopologyProto, of numbers alone: no need of protocol buffers."""
+"""Codec of TensorFlow's `TopologyProto`.
+
+The message holds only integers, so this needs neither protobuf nor NumPy.
+"""
 
 import enum
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-# The fields of TensorFlow's message TopologyProto.
+# Field numbers of TopologyProto.
 MESH_SHAPE, TASKS, PER_TASK, COORDINATES, HARDWARE = 1, 2, 3, 4, 5
-# Those of the message within it, TPUHardwareFeature.
+# Field numbers of the nested message TPUHardwareFeature.
 _EMBEDDING, _PER_CHIP = 1, 2
-# How protocol buffers write a number, and numbers in a row.
+# Protobuf wire types: one varint, or length-delimited (packed varints).
 NUMBER, PACKED = 0, 2
 
 
 class EmbeddingFeature(enum.IntEnum):
-    """What a TPU has for embeddings."""
+    """The embedding hardware of a TPU."""
 
     UNSUPPORTED = 0
     V1 = 1
@@ -21,11 +24,11 @@ class EmbeddingFeature(enum.IntEnum):
 
 
 class TPUHardwareFeature(NamedTuple):
-    """What a TPU has besides its cores.
+    """The hardware of a TPU other than its cores.
 
     Attributes:
         embedding_feature: An `EmbeddingFeature`.
-        num_embedding_devices_per_chip: How many devices for embeddings a chip has.
+        num_embedding_devices_per_chip: The number of embedding devices of a chip.
     """
 
     embedding_feature: EmbeddingFeature
@@ -33,75 +36,72 @@ class TPUHardwareFeature(NamedTuple):
 
 
 def hardware_feature(serialized: bytes) -> TPUHardwareFeature:
-    """What a topology tells of a TPU besides its cores; nothing told is 0.
-
-    Args:
-        serialized: What `Topology.serialized()` returns, here or in TensorFlow.
+    """Parse the hardware feature of a serialized topology; missing fields are 0.
 
     Raises:
-        ValueError: If these bytes are no topology.
+        ValueError: If the bytes are not a TopologyProto.
     """
     numbers = {_EMBEDDING: 0, _PER_CHIP: 0}
-    for field, value in fields(serialized):
+    for field, value in decode_fields(serialized):
         if field == HARDWARE and isinstance(value, bytes):
-            told = ((f, v) for f, v in fields(value) if isinstance(v, int))
-            numbers |= {f: signed(v) for f, v in told if f in numbers}
+            pairs = ((f, v) for f, v in decode_fields(value) if isinstance(v, int))
+            numbers |= {f: to_signed(v) for f, v in pairs if f in numbers}
     return TPUHardwareFeature(EmbeddingFeature(numbers[_EMBEDDING]), numbers[_PER_CHIP])
 
 
-def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Each field's number, and what it holds."""
-    at = 0
-    while at < len(message):
-        key, at = _read_varint(message, at)
-        field, kind = key >> 3, key & 7
-        if kind not in (NUMBER, PACKED):
-            raise _no_topology()
-        value, at = _read_varint(message, at)
-        if kind == NUMBER:
+def decode_fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Yield the number and the value of each field."""
+    pos = 0
+    while pos < len(message):
+        key, pos = _decode_varint(message, pos)
+        field, wire_type = key >> 3, key & 7
+        if wire_type not in (NUMBER, PACKED):
+            raise _invalid_topology_error()
+        value, pos = _decode_varint(message, pos)
+        if wire_type == NUMBER:
             yield field, value
             continue
-        if at + value > len(message):
-            raise _no_topology()
-        yield field, message[at : at + value]
-        at += value
+        if pos + value > len(message):
+            raise _invalid_topology_error()
+        yield field, message[pos : pos + value]
+        pos += value
 
 
-def varints(packed: bytes) -> Iterator[int]:
-    """The numbers in a row."""
-    at = 0
-    while at < len(packed):
-        number, at = _read_varint(packed, at)
-        yield signed(number)
+def decode_varints(packed: bytes) -> Iterator[int]:
+    """Yield the integers of a packed field."""
+    pos = 0
+    while pos < len(packed):
+        number, pos = _decode_varint(packed, pos)
+        yield to_signed(number)
 
 
-def _read_varint(message: bytes, at: int) -> tuple[int, int]:
+def _decode_varint(message: bytes, pos: int) -> tuple[int, int]:
     number = 0
-    for place in range(10):
-        if at >= len(message):
+    for i in range(10):
+        if pos >= len(message):
             break
-        byte = message[at]
-        number |= (byte & 0x7F) << 7 * place
-        at += 1
+        byte = message[pos]
+        number |= (byte & 0x7F) << 7 * i
+        pos += 1
         if byte < 0x80:
-            return number, at
-    raise _no_topology()
+            return number, pos
+    raise _invalid_topology_error()
 
 
-def _no_topology() -> ValueError:
+def _invalid_topology_error() -> ValueError:
     return ValueError(
-        "Argument `serialized` must be what `Topology.serialized()` returns. Received "
-        "bytes that are no TopologyProto."
+        "Argument `serialized` must be the result of `Topology.serialized()`. Received "
+        "bytes that are not a TopologyProto."
     )
 
 
-def signed(number: int) -> int:
-    """The number that is meant, which may be negative."""
+def to_signed(number: int) -> int:
+    """Convert an unsigned 64-bit integer to a signed one."""
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
-def varint(number: int) -> bytes:
-    """How a number is written."""
+def encode_varint(number: int) -> bytes:
+    """Encode an integer as a varint."""
     number %= 1 << 64
     out = bytearray()
     while number >= 0x80:
@@ -110,9 +110,9 @@ def varint(number: int) -> bytes:
     return bytes([*out, number])
 
 
-def packed(field: int, numbers: Iterable[int]) -> bytes:
-    """How a field with numbers in a row is written."""
-    content = b"".join(varint(int(number)) for number in numbers)
+def encode_packed(field: int, numbers: Iterable[int]) -> bytes:
+    """Encode integers as a packed field."""
+    content = b"".join(encode_varint(int(number)) for number in numbers)
     if not content:
         return b""
-    return varint(field << 3 | PACKED) + varint(len(content)) + content
+    return encode_varint(field << 3 | PACKED) + encode_varint(len(content)) + content

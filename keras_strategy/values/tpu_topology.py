@@ -1,27 +1,39 @@
-"""`Topology`: where the cores of a TPU are."""
+"""TPU topology and the assignment of its cores to replicas."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from keras_strategy.values import topology_message as message
+from keras_strategy.values.topology_message import (
+    COORDINATES,
+    MESH_SHAPE,
+    NUMBER,
+    PER_TASK,
+    TASKS,
+    decode_fields,
+    decode_varints,
+    encode_packed,
+    encode_varint,
+    to_signed,
+)
 
 
 class Topology:
-    """A set of TPU devices: the shape of their mesh, and where in it each of them is.
+    """Mesh shape and device coordinates of a set of TPU devices.
 
-    `keras_strategy.tpu.experimental.initialize_tpu_system` returns that of the TPU.
+    `keras_strategy.tpu.experimental.initialize_tpu_system` returns the topology of
+    the TPU.
 
     Args:
-        serialized: What `serialized()` of a topology gave, here or in TensorFlow; None
-            takes the other two arguments.
-        mesh_shape: Four positive numbers of cores: in x, y and z, and in each chip.
-        device_coordinates: For each task and each of its devices, the four coordinates
-            in the mesh: numbers of the shape `[tasks, devices, 4]`.
+        serialized: The result of `serialized()`, from this library or TensorFlow.
+            If None, the other two arguments are required.
+        mesh_shape: Four positive numbers of cores: along x, y and z, and per chip.
+        device_coordinates: The mesh coordinates of each task's devices, an integer
+            array of shape `[tasks, devices, 4]`.
 
     Raises:
-        ValueError: If the arguments describe no topology.
+        ValueError: If the arguments do not describe a topology.
 
     Example:
 
@@ -46,7 +58,7 @@ class Topology:
     ):
         self._serialized = serialized
         if serialized:
-            self._mesh_shape, self._device_coordinates = _parsed(serialized)
+            self._mesh_shape, self._device_coordinates = _parse(serialized)
         else:
             self._mesh_shape = np.asarray(mesh_shape, np.int32)
             self._device_coordinates = np.asarray(device_coordinates, np.int32)
@@ -58,7 +70,7 @@ class Topology:
                     "dimension equal to the `mesh_shape` rank, as [tasks, devices, 4]. "
                     f"Received: device_coordinates of shape {shape}"
                 )
-        # By coordinates: the task that has the device there, and its number in it.
+        # Indexed by mesh coordinates: task and device ordinal, -1 without a device.
         self._tasks = np.full(self._mesh_shape, -1, np.int32)
         self._ordinals = np.full(self._mesh_shape, -1, np.int32)
         for task, devices in enumerate(self._device_coordinates):
@@ -69,27 +81,27 @@ class Topology:
 
     @property
     def mesh_shape(self) -> np.ndarray:
-        """The shape of the mesh: four numbers."""
+        """The mesh shape, four integers."""
         return self._mesh_shape
 
     @property
     def mesh_rank(self) -> int:
-        """The number of dimensions of the mesh."""
+        """The number of mesh dimensions."""
         return len(self._mesh_shape)
 
     @property
     def device_coordinates(self) -> np.ndarray:
-        """For each task and each of its devices, the coordinates in the mesh."""
+        """The mesh coordinates of each task's devices, `[tasks, devices, 4]`."""
         return self._device_coordinates
 
     @property
     def missing_devices(self) -> np.ndarray:
-        """The coordinates where no device is, one in each row."""
+        """The mesh coordinates without a device, one per row."""
         return self._missing_devices
 
     @property
     def num_tasks(self) -> int:
-        """The number of tasks, which are the hosts of the TPU."""
+        """The number of tasks (TPU hosts)."""
         return self._device_coordinates.shape[0]
 
     @property
@@ -98,73 +110,68 @@ class Topology:
         return self._device_coordinates.shape[1]
 
     def task_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
-        """Returns the number of the task that has the device at coordinates.
+        """Return the ordinal of the task that owns the device.
 
         Args:
-            device_coordinates: Four numbers.
+            device_coordinates: Four mesh coordinates.
         """
         return self._tasks[tuple(device_coordinates)]
 
     def tpu_device_ordinal_at_coordinates(
         self, device_coordinates: Sequence[int]
     ) -> int:
-        """Returns the number, in its task, of the device at coordinates.
+        """Return the ordinal of the device within its task.
 
         Args:
-            device_coordinates: Four numbers.
+            device_coordinates: Four mesh coordinates.
         """
         return self._ordinals[tuple(device_coordinates)]
 
     def cpu_device_name_at_coordinates(
         self, device_coordinates: Sequence[int], job: str | None = None
     ) -> str:
-        """Returns TensorFlow's name of the host of the device at coordinates.
+        """Return TensorFlow's name of the device's host CPU.
 
         Args:
-            device_coordinates: Four numbers.
-            job: The job of the tasks, to stand in front.
+            device_coordinates: Four mesh coordinates.
+            job: The job name to prepend.
         """
         task = self.task_ordinal_at_coordinates(device_coordinates)
-        return f"{_of_job(job)}/task:{task}/device:CPU:0"
+        return f"{_job_prefix(job)}/task:{task}/device:CPU:0"
 
     def tpu_device_name_at_coordinates(
         self, device_coordinates: Sequence[int], job: str | None = None
     ) -> str:
-        """Returns TensorFlow's name of the device at coordinates.
+        """Return TensorFlow's name of the device.
 
         Args:
-            device_coordinates: Four numbers.
-            job: The job of the tasks, to stand in front.
+            device_coordinates: Four mesh coordinates.
+            job: The job name to prepend.
         """
         task = self.task_ordinal_at_coordinates(device_coordinates)
         ordinal = self.tpu_device_ordinal_at_coordinates(device_coordinates)
-        return f"{_of_job(job)}/task:{task}/device:TPU:{ordinal}"
+        return f"{_job_prefix(job)}/task:{task}/device:TPU:{ordinal}"
 
     def serialized(self) -> bytes:
-        """Returns the topology as TensorFlow writes it, a `TopologyProto`."""
+        """Return the topology as a serialized `TopologyProto`."""
         if self._serialized is None:
-            numbers = {
-                message.TASKS: self.num_tasks,
-                message.PER_TASK: self.num_tpus_per_task,
-            }
+            numbers = {TASKS: self.num_tasks, PER_TASK: self.num_tpus_per_task}
+            scalars = [
+                encode_varint(field << 3 | NUMBER) + encode_varint(number)
+                for field, number in numbers.items()
+                if number
+            ]
             self._serialized = b"".join(
                 [
-                    message.packed(message.MESH_SHAPE, self._mesh_shape),
-                    *(
-                        message.varint(field << 3 | message.NUMBER)
-                        + message.varint(number)
-                        for field, number in numbers.items()
-                        if number
-                    ),
-                    message.packed(
-                        message.COORDINATES, self._device_coordinates.flatten()
-                    ),
+                    encode_packed(MESH_SHAPE, self._mesh_shape),
+                    *scalars,
+                    encode_packed(COORDINATES, self._device_coordinates.flatten()),
                 ]
             )
         return self._serialized
 
 
-def _of_job(job: str | None) -> str:
+def _job_prefix(job: str | None) -> str:
     return "" if job is None else f"/job:{job}"
 
 
@@ -176,25 +183,25 @@ def _check_mesh_shape(shape: np.ndarray) -> None:
         )
 
 
-def _parsed(serialized: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """The mesh's shape, and the coordinates of the devices."""
-    lists: dict[int, list[int]] = {message.MESH_SHAPE: [], message.COORDINATES: []}
-    numbers = {message.TASKS: 0, message.PER_TASK: 0}
-    for field, value in message.fields(serialized):
+def _parse(serialized: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mesh shape and the device coordinates."""
+    lists: dict[int, list[int]] = {MESH_SHAPE: [], COORDINATES: []}
+    numbers = {TASKS: 0, PER_TASK: 0}
+    for field, value in decode_fields(serialized):
         if field in lists:
-            packed = isinstance(value, bytes)
-            lists[field].extend(
-                message.varints(value) if packed else [message.signed(value)]
-            )
+            if isinstance(value, bytes):
+                lists[field].extend(decode_varints(value))
+            else:
+                lists[field].append(to_signed(value))
         elif field in numbers and isinstance(value, int):
-            numbers[field] = message.signed(value)
-    shape = np.array(lists[message.MESH_SHAPE], np.int32)
+            numbers[field] = to_signed(value)
+    shape = np.array(lists[MESH_SHAPE], np.int32)
     _check_mesh_shape(shape)
     tasks, per_task = numbers.values()
     for name, number in (("num_tasks", tasks), ("num_tpu_devices_per_task", per_task)):
         if number < 0:
             raise ValueError(f"`{name}` must be >= 0. Received: {name}={number}")
-    coordinates = np.array(lists[message.COORDINATES], np.int32)
+    coordinates = np.array(lists[COORDINATES], np.int32)
     if len(coordinates) != tasks * per_task * len(shape):
         raise ValueError(
             f"`device_coordinates` must have shape num_tasks ({tasks}) * "

@@ -1,7 +1,8 @@
-"""Where the workers of one strategy meet, agree on small facts and fail together.
+"""Cluster of workers: rendezvous, small exchanges and failure detection.
 
-It imports no engine. The tensors travel by the engine's own means; what goes through
-here is small: who is there, what each is about to do, and who has failed.
+It imports no backend. Tensors are sent by the backend's own collectives; the control
+connection carries only small values: who has joined, what each worker is about to do,
+and which worker has failed.
 """
 
 from keras_strategy.workers.member import Member

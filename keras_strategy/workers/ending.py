@@ -1,4 +1,4 @@
-"""How a process ends: by an exception, at its exit, or because another one failed."""
+"""Process exit handlers: for uncaught exceptions, interpreter exit and forks."""
 
 from __future__ import annotations
 
@@ -14,84 +14,75 @@ from typing import Any, NoReturn, Protocol
 _FLUSH_SECONDS = 3.0
 
 
-class Ending(Protocol):
-    """Who is to know how this process ends."""
+class ExitHandler(Protocol):
+    """Callbacks for the ways in which this process can end."""
 
-    def raised(self, error: BaseException, trace: str) -> None:
-        """An exception that nobody caught has been printed."""
+    def on_exception(self, error: BaseException, trace: str) -> None:
+        """Handle an uncaught exception, which has been printed."""
 
     def leave(self) -> None:
-        """The interpreter is about to exit."""
+        """Handle the exit of the interpreter."""
 
-    def forget(self) -> None:
-        """This is a forked child, which has no part in what its parent does."""
+    def on_fork(self) -> None:
+        """Detach from the parent's resources in a forked child."""
 
 
-_told: list[Ending] = []
-# The outermost code of the program. While its frame is there, the program runs.
+_handlers: list[ExitHandler] = []
+# Outermost code object of the program: the program runs while its frame exists.
 _program: CodeType | None = None
-# The hook that ours is over; None while ours is not installed.
-_hook_below: Callable[..., Any] | None = None
+# The excepthook that ours wraps; None while ours is not installed.
+_wrapped_hook: Callable[..., Any] | None = None
 
 
-def register(one: Ending) -> None:
-    """Tells `one` from now on when this process ends."""
-    global _hook_below, _program
-    if not _told:
+def register(handler: ExitHandler) -> None:
+    """Call `handler` from now on when this process ends or forks."""
+    global _wrapped_hook, _program
+    if not _handlers:
         atexit.register(_at_exit)
-        _program = _outermost()
-    if _hook_below is None:
-        _hook_below, sys.excepthook = sys.excepthook, _excepthook
-    _told.append(one)
+        _program = _outermost_code()
+    if _wrapped_hook is None:
+        _wrapped_hook, sys.excepthook = sys.excepthook, _excepthook
+    _handlers.append(handler)
 
 
-def unregister(one: Ending) -> None:
-    """Undoes `register`."""
-    if one in _told:
-        _told.remove(one)
-        if not _told:
+def unregister(handler: ExitHandler) -> None:
+    """Undo `register`."""
+    if handler in _handlers:
+        _handlers.remove(handler)
+        if not _handlers:
             _restore()
 
 
 def exit_now(text: str, status: int) -> NoReturn:
-    """Ends this process without the interpreter's own exit.
+    """Print `text` and end this process without the interpreter's own exit.
 
-    That one would wait for the engine's, whose barriers wait for workers that may
-    be gone.
-
-    Args:
-        text: What to say, if anything.
-        status: The exit code.
+    The interpreter's exit would run the backend's, whose barriers wait for workers
+    that may no longer exist.
     """
-    # Nobody may be reading any more: then a full pipe blocks for good.
+    # If nobody reads the pipe any more, writing to it blocks forever.
     writer = threading.Thread(target=_write, args=(text,), daemon=True)
     writer.start()
     writer.join(_FLUSH_SECONDS)
     os._exit(status)
 
 
-class EndsWith:
-    """Gives the process an exit code if a certain exception ends it.
-
-    Args:
-        error: The exception.
-        status: The exit code.
-    """
+class ExitStatusOnError:
+    """Exit handler that sets the exit status if a certain error ends the process."""
 
     def __init__(self, error: BaseException, status: int):
         self._error, self._status = error, status
 
-    def raised(self, error: BaseException, trace: str) -> None:
-        """Ends the process, if this is the exception."""
+    def on_exception(self, error: BaseException, trace: str) -> None:
+        """End the process if this is the exception."""
         if error is self._error:
             exit_now("", self._status)
 
     def leave(self) -> None:
-        """Python ends the process as it is."""
+        """Unregister."""
         unregister(self)
 
-    def forget(self) -> None:
-        """In a fork nobody raises it."""
+    def on_fork(self) -> None:
+        """Do nothing: a fork does not raise the exception."""
 
 
 def _write(text: str) -> None:
@@ -104,28 +95,28 @@ def _write(text: str) -> None:
 def _excepthook(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    if _hook_below is not None:
-        _hook_below(kind, error, trace)
-    if not _ends_process():
+    if _wrapped_hook is not None:
+        _wrapped_hook(kind, error, trace)
+    if not _is_fatal():
         return
     text = "".join(traceback.format_exception(kind, error, trace))
-    for one in list(_told):
-        one.raised(error, text)
+    for handler in list(_handlers):
+        handler.on_exception(error, text)
 
 
-def _ends_process() -> bool:
-    """Whether what `sys.excepthook` was called with ends the process.
+def _is_fatal() -> bool:
+    """Return True if the exception that `sys.excepthook` received ends the process.
 
-    C code calls it too, with an exception that it has dealt with: what PyErr_PrintEx
-    prints in a callback or in a destructor. Then the program's own frames are there;
-    when Python calls it for the last time, they are gone.
+    C code also calls the hook, with exceptions that it has handled: PyErr_PrintEx in a
+    callback or a destructor. The program's own frames still exist then; when Python
+    itself calls the hook, they are gone.
     """
     in_main = threading.current_thread() is threading.main_thread()
-    return in_main and _outermost() is not _program
+    return in_main and _outermost_code() is not _program
 
 
-def _outermost() -> CodeType | None:
-    """The code of the outermost frame of the main thread."""
+def _outermost_code() -> CodeType | None:
+    """Return the code of the main thread's outermost frame."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back
@@ -133,24 +124,24 @@ def _outermost() -> CodeType | None:
 
 
 def _at_exit() -> None:
-    for one in list(_told):
-        one.leave()
+    for handler in list(_handlers):
+        handler.leave()
 
 
-def _in_child() -> None:
-    for one in _told:
-        one.forget()
-    if _told:
-        _told.clear()
+def _after_fork() -> None:
+    for handler in _handlers:
+        handler.on_fork()
+    if _handlers:
+        _handlers.clear()
         _restore()
 
 
 def _restore() -> None:
-    global _hook_below
+    global _wrapped_hook
     atexit.unregister(_at_exit)
-    # Somebody may have put a hook of theirs over ours, which then stays below it.
-    if _hook_below is not None and sys.excepthook is _excepthook:
-        sys.excepthook, _hook_below = _hook_below, None
+    # If other code has wrapped our hook, ours stays below it.
+    if _wrapped_hook is not None and sys.excepthook is _excepthook:
+        sys.excepthook, _wrapped_hook = _wrapped_hook, None
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,17 +1,17 @@
-"""The exit codes that tell how a worker ended, for those who start workers.
+"""Exit codes of workers, read by the programs that start them.
 
-An exception of the worker's own program is Python's 1, and a signal is the shell's 128
-and its number. The others are those of sysexits.h that say about the same.
+An exception in the user's program gives Python's 1 and a signal the shell's 128 plus
+its number. The other codes are those of sysexits.h with the nearest meaning.
 """
 
 NOT_FORMED = 69
-"""The workers did not come together."""
+"""The cluster was not formed."""
 
 PREEMPTED = 75
-"""The worker was asked to end, and saved what it had done: start it again."""
+"""The worker was asked to stop and saved its state: start it again."""
 
 PEER_FAILED = 76
-"""Another worker failed, or all wait for each other."""
+"""Another worker failed, or all workers wait for each other."""
 
 INTERRUPTED = 130
-"""The worker was interrupted (SIGINT, Ctrl-C), as a shell has it."""
+"""The worker was interrupted (SIGINT, Ctrl-C), as in a shell."""

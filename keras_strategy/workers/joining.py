@@ -1,4 +1,4 @@
-"""How a process finds its place among the workers that its cluster resolver names."""
+"""Joining the cluster that a cluster resolver describes."""
 
 from typing import Any
 
@@ -15,24 +15,20 @@ _joined: Cluster | None = None
 
 
 def join(resolver: Any, options: CommunicationOptions) -> Cluster | None:
-    """Meets the other workers of a cluster, once in a process.
-
-    Args:
-        resolver: A `ClusterResolver`, or None.
-        options: How values shall travel.
+    """Join the cluster, once in a process.
 
     Returns:
         The cluster; None where this process trains alone: without a resolver, as the
         only worker, or as an evaluator.
 
     Raises:
-        ValueError: If this process is none that trains.
+        ValueError: If this process is one that does not train.
         RuntimeError: If it has joined another cluster, or is a notebook.
     """
     global _joined
     if resolver is None:
         return None
-    # The spec comes first: some resolvers learn who they are from it.
+    # First: some resolvers set their task from the spec.
     spec = resolver.cluster_spec()
     task_type, task_id = resolver.task_type, resolver.task_id
     if not spec.jobs:
@@ -42,9 +38,9 @@ def join(resolver: Any, options: CommunicationOptions) -> Cluster | None:
     roles.validate(spec, task_type, task_id)
     if task_type == "ps":
         raise ValueError(
-            "This process is a parameter server (task type 'ps'), which takes no part "
-            "in MultiWorkerMirroredStrategy. Start the training program in the tasks "
-            "'chief' and 'worker' alone."
+            "This process is a parameter server (task type 'ps'), which "
+            "MultiWorkerMirroredStrategy does not use. Start the training program only "
+            "in the tasks 'chief' and 'worker'."
         )
     if roles.worker_count(spec, task_type) == 1:
         return None
@@ -67,7 +63,7 @@ def join(resolver: Any, options: CommunicationOptions) -> Cluster | None:
         )
     if _in_notebook():
         raise RuntimeError(
-            "A notebook cannot be one of several workers: they run the same program "
+            "A notebook cannot be one of several workers, which run the same program "
             "at the same time. Write the program to a file and start it with "
             f"`keras-strategy run --workers {len(names)} train.py`, or use "
             "MirroredStrategy for the devices of this machine."
@@ -82,20 +78,20 @@ def join(resolver: Any, options: CommunicationOptions) -> Cluster | None:
             all_here=all_here(addresses),
         )
     except ClusterError as error:
-        ending.register(ending.EndsWith(error, NOT_FORMED))
+        ending.register(ending.ExitStatusOnError(error, NOT_FORMED))
         raise
     _joined = Cluster(rank, names, addresses, member, options)
     return _joined
 
 
 def joined() -> Cluster | None:
-    """The cluster that this process is a worker of; None if it trains alone."""
+    """Return the cluster of this process; None if it trains alone."""
     return _joined
 
 
 def _in_notebook() -> bool:
     try:
-        # IPython puts it among the builtins of its own processes.
+        # IPython adds it to the builtins.
         shell = get_ipython()  # pyright: ignore
     except NameError:
         return False

@@ -1,4 +1,4 @@
-"""A thread that does all that a worker, or the hub, does at its own pace."""
+"""Event loop in a thread of its own."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """A daemon thread that runs an event loop until it is stopped.
-
-    Args:
-        name: The thread's name.
-    """
+    """Daemon thread that runs an event loop until it is stopped."""
 
     def __init__(self, name: str):
         self.loop = asyncio.new_event_loop()
@@ -24,33 +20,33 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def soon(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Has something called in the thread; nothing where it has ended."""
+    def call_soon(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Schedule a call in the thread; do nothing if the thread has ended."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function, *arguments)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Returns what a coroutine returns that runs in the thread."""
+        """Run a coroutine in the thread and return its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
     def stop(self, seconds: float) -> None:
-        """Ends the thread, which may take as long as this."""
-        self.soon(self._stopped.set)
+        """Stop the thread and wait at most `seconds` for its end."""
+        self.call_soon(self._stopped.set)
         self.join(seconds)
 
     def join(self, seconds: float) -> None:
-        """Waits for the end of the thread."""
+        """Wait at most `seconds` for the end of the thread."""
         self._thread.join(seconds)
 
     def _run(self) -> None:
-        # An asyncio.Runner may start a thread to end with, which is refused when the
-        # interpreter exits.
+        # asyncio.Runner may start a thread for its shutdown, which Python refuses
+        # while the interpreter exits.
         self.loop.run_until_complete(self._until_stopped())
         self.loop.close()
 
     async def _until_stopped(self) -> None:
         await self._stopped.wait()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)

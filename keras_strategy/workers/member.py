@@ -1,4 +1,4 @@
-"""`Member`: one worker's part in its cluster."""
+"""Client API: exchange values with all workers, and track collective operations."""
 
 from __future__ import annotations
 
@@ -27,41 +27,40 @@ from keras_strategy.workers.settings import (
 )
 from keras_strategy.workers.wire import MAX_LINE, encode
 
-# The engine's own error about a worker that is gone comes with the hub's, or before.
+# Time for the coordinator's failure to arrive when a backend reports a lost worker.
 _GRACE_SECONDS = 1.0
-# Every worker raises these: one that has left by now has raised it, too.
-_KNOWN_TO_ALL = WorkerFailedError, WorkersDifferError, WorkerInputError
-# What is told of an exception.
-_LONGEST_MESSAGE, _LONGEST_TRACE = 2_000, 20_000
+# Every worker raises these by itself: one that has left has raised it, too.
+_RAISED_BY_ALL = WorkerFailedError, WorkersDifferError, WorkerInputError
+# Longest parts of an exception that are sent to the others.
+_MAX_MESSAGE, _MAX_TRACE = 2_000, 20_000
 
 
 class Member:
-    """One worker's part in its cluster. Made by `join`.
+    """A worker's client of the coordinator. Made by `join`.
 
-    The workers make the same calls in the same order, each from one thread. When
-    one of them fails, all end: see `join`.
+    All workers make the same calls in the same order, each from one thread. When one of
+    them fails, all end: see `join`.
 
     Attributes:
-        rank: Which of the workers this is.
+        rank: This worker's rank.
         timeout_seconds: How long a worker waits for the others.
-        notes: What messages tell of this worker where the workers wait for each
-            other in different operations: words, by what they are about.
+        notes: What the error for a deadlock compares between workers, by topic.
     """
 
     def __init__(
         self,
         connection: Connection,
-        hub: Hub | None,
+        coordinator: Hub | None,
         rank: int,
         timeout_seconds: float,
         exit_process: bool,
     ):
         self.rank, self.timeout_seconds = rank, timeout_seconds
-        self._connection, self._hub = connection, hub
-        self._position = connection.position
-        self.notes = self._position.notes
+        self._connection, self._coordinator = connection, coordinator
+        self._trace = connection.trace
+        self.notes = self._trace.notes
         self._exit_process = exit_process
-        self._at_leave: list[Callable[[], None]] = []
+        self._leave_callbacks: list[Callable[[], None]] = []
         self._numbers = itertools.count()
 
     @classmethod
@@ -76,33 +75,27 @@ class Member:
         secret: str | None = None,
         all_here: bool = False,
     ) -> Member:
-        """Meets the other workers, and returns when all are there.
+        """Join the cluster, and return when all workers have joined.
 
         Args:
-            address: Where they meet; see `hub_address`.
-            rank: Which of them this process is. Rank 0 is the chief, to which the
-                others connect.
-            names: What messages call them, by rank.
+            address: The rendezvous address; see `hub_address`.
+            rank: This worker's rank. Rank 0 is the chief, which runs the coordinator.
+            names: The workers' names in messages, by rank.
             timeout_seconds: How long to wait for the others, here and in every
                 operation. Defaults to `default_timeout_seconds()`.
-            exit_process: Whether this process is a worker and nothing else, so that
-                it may be ended at any moment, when another one fails or when it
-                raises; `exit_codes` says with which status. Without it, the failure
-                is raised as a `WorkerFailedError` by the next thing that this member
-                does.
-            secret: A text that the workers of one run share. Who does not know it
-                is refused. Defaults to the environment variable
-                KERAS_STRATEGY_SECRET.
+            exit_process: Whether this process is only a worker, so that it may be ended
+                at any moment, when another worker fails or when it raises; `exit_codes`
+                lists the statuses. Otherwise the failure is raised as a
+                `WorkerFailedError` by the next call of this client.
+            secret: A text that the workers of one run share; clients without it are
+                refused. Defaults to the environment variable KERAS_STRATEGY_SECRET.
             all_here: Whether all workers are on this machine.
 
-        Returns:
-            The member.
-
         Raises:
-            ClusterError: If they do not come together.
-            WorkerFailedError: If they do, and one fails at once.
+            ClusterError: If the cluster is not formed.
+            WorkerFailedError: If it is, and a worker fails at once.
             OSError: If the chief cannot open the port.
-            ValueError: If an argument is not what it must be.
+            ValueError: If an argument is invalid.
         """
         names = [str(name) for name in names]
         if not 0 <= rank < len(names):
@@ -114,134 +107,120 @@ class Member:
         timeout_seconds = positive_seconds(timeout_seconds, "`timeout_seconds`")
         if secret is None:
             secret = os.environ.get(SECRET_VARIABLE, "")
-        hub = None
+        coordinator = None
         with contextlib.ExitStack() as on_error:
             if rank == 0:
-                hub = Hub(listen(*address, all_here), names, secret)
-                on_error.callback(hub.close)
-                # It need not be able to reach itself by the name it has for others.
-                address = hub.address
+                coordinator = Hub(listen(*address, all_here), names, secret)
+                on_error.callback(coordinator.close)
+                # The chief may not reach itself by the name that others use.
+                address = coordinator.address
             connection = Connection(rank, names, timeout_seconds)
             on_error.callback(connection.leave)
             connection.join(address, {"rank": rank, "names": names}, secret)
             on_error.pop_all()
-        member = cls(connection, hub, rank, timeout_seconds, exit_process)
-        connection.ends_process = exit_process
+        member = cls(connection, coordinator, rank, timeout_seconds, exit_process)
+        connection.exits_process = exit_process
         ending.register(member)
         return member
 
     def at_leave(self, callback: Callable[[], None]) -> None:
-        """Has something done when this worker leaves, while the others are known.
+        """Call `callback` when this worker leaves, while it is still connected.
 
-        Args:
-            callback: Called without arguments; those given later come first.
+        The callback that is added last is called first.
         """
-        self._at_leave.append(callback)
+        self._leave_callbacks.append(callback)
 
     def agree(
         self, operation: str, value: Any = None, seconds: float | None = None
     ) -> list[Any]:
-        """Exchanges a value with all workers, and waits for them.
+        """Exchange a value with all workers, and return the values by rank.
 
         Args:
-            operation: What this worker is doing; all must do the same.
-            value: What JSON can say. A tuple comes back as a list.
-            seconds: How long the others may take. Defaults to `timeout_seconds`.
-
-        Returns:
-            The values of all workers, by rank.
+            operation: The same name on all workers.
+            value: A JSON value. A tuple comes back as a list.
+            seconds: Time limit. Defaults to `timeout_seconds`.
 
         Raises:
             WorkerFailedError: If a worker fails, or is in another operation.
-            TypeError: If `value` is not one of JSON's.
+            TypeError: If `value` is not a JSON value.
             ValueError: If it is too large.
         """
-        request = self._request(operation, value)
+        request = self._encode_request(operation, value)
         with self.waiting(operation, seconds):
-            values = self._connection.answer(self._connection.ask(*request))
-            self._position.agreed()
+            reply = self._connection.request(*request)
+            values = self._connection.wait_for_reply(reply)
+            self._trace.record_exchange()
         return values
 
     def tell(self, operation: str, value: Any = None) -> Callable[[], list[Any]]:
-        """Exchanges a value with all workers, and goes on meanwhile.
+        """Start an `agree` call and return a function that waits for its result.
 
-        It counts as a call of `agree` here: all workers make both in the same order.
-
-        Args:
-            operation: See `agree`.
-            value: See `agree`.
-
-        Returns:
-            A function that waits for the others and returns what `agree` returns. It
-            need not be called.
+        The call counts here: all workers make both kinds in the same order. The
+        returned function need not be called.
         """
-        reply = self._connection.ask(*self._request(operation, value))
+        reply = self._connection.request(*self._encode_request(operation, value))
 
-        def told() -> list[Any]:
+        def wait() -> list[Any]:
             with self.waiting(operation):
-                values = self._connection.answer(reply)
-                self._position.agreed()
+                values = self._connection.wait_for_reply(reply)
+                self._trace.record_exchange()
             return values
 
-        return told
+        return wait
 
     def waiting(self, operation: str, seconds: float | None = None) -> Waiting:
-        """Surrounds what waits for all other workers by other means.
+        """Context manager around what waits for all workers by other means.
 
-        It sends nothing; the watchdog looks at it. All workers must enter the same
-        operations in the same order.
+        It sends nothing; the watchdog checks it. All workers enter the same operations
+        in the same order.
 
         Args:
-            operation: What messages call it.
-            seconds: How long it may take. Defaults to `timeout_seconds`.
-
-        Returns:
-            A context manager.
+            operation: Its name in messages.
+            seconds: Its time limit. Defaults to `timeout_seconds`.
         """
         return Waiting(self, operation, seconds)
 
     def leave(self) -> None:
-        """Says goodbye and closes the connection; on the chief, the hub as well.
+        """Disconnect in an orderly way; on the chief, close the coordinator as well.
 
-        It is called when the interpreter exits. Others that wait for this worker
-        afterwards, or get to do so, fail.
+        It is called when the interpreter exits. Workers that wait for this one fail.
         """
         if self._connection.left:
             return
-        if self._at_leave:
-            # It may wait for others to end, who may be waiting for this worker.
-            self._connection.leaving()
-        while self._at_leave:
-            self._at_leave.pop()()
+        if self._leave_callbacks:
+            # They may wait for workers that wait for this one.
+            self._connection.announce_leaving()
+        while self._leave_callbacks:
+            self._leave_callbacks.pop()()
         ending.unregister(self)
         self._connection.leave()
-        if self._hub is not None:
-            self._hub.close()
+        if self._coordinator is not None:
+            self._coordinator.close()
 
-    def raised(self, error: BaseException, trace: str) -> None:
-        """Tells the others of an exception that ends this process."""
-        what = f"{type(error).__name__}: {error}"[:_LONGEST_MESSAGE]
-        first, *more = what.split("\n", 1)
+    def on_exception(self, error: BaseException, trace: str) -> None:
+        """Report an exception that ends this process to the others."""
+        text = f"{type(error).__name__}: {error}"[:_MAX_MESSAGE]
+        first, *rest = text.split("\n", 1)
         message = f"{self._connection.name} raised {first}"
-        if self._position.last:
-            message += f" (in or after `{self._position.last}`)"
-        message = "\n".join([message, *more])
-        # Another failure may have come first, and perhaps this exception of it.
-        other = self._connection.fail(message, trace[-_LONGEST_TRACE:])
+        if self._trace.last:
+            message += f" (in or after `{self._trace.last}`)"
+        message = "\n".join([message, *rest])
+        # Another failure may have come first, and even have caused this exception.
+        other = self._connection.report_failure(message, trace[-_MAX_TRACE:])
         if self._exit_process:
             status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-            of_others = other or isinstance(error, WorkerFailedError)
-            ending.exit_now(other, PEER_FAILED if of_others else status)
+            is_other = other or isinstance(error, WorkerFailedError)
+            ending.exit_now(other, PEER_FAILED if is_other else status)
 
-    def forget(self) -> None:
-        """Closes, in a forked child, its copies of what belongs to the parent."""
-        self._connection.forget()
-        if self._hub is not None:
-            self._hub.forget()
+    def on_fork(self) -> None:
+        """Close a forked child's copies of the parent's sockets."""
+        self._connection.detach()
+        if self._coordinator is not None:
+            self._coordinator.detach()
 
-    def _request(self, operation: str, value: Any) -> tuple[int, bytes, str]:
+    def _encode_request(self, operation: str, value: Any) -> tuple[int, bytes, str]:
         number = next(self._numbers)
-        message = {"type": "agree", "operation": operation, "value": value}
+        message = {"type": "exchange", "operation": operation, "value": value}
         name = f"`value` in {operation!r}"
         try:
             line = encode({**message, "id": number})
@@ -254,32 +233,32 @@ class Member:
             )
         return number, line, operation
 
-    def _after(self, error: BaseException | None, operation: str) -> None:
-        """Raises the failure, if there is one, rather than what came of it."""
+    def _raise_failure(self, error: BaseException | None, operation: str) -> None:
+        """Raise the workers' failure, if there is one, instead of its consequence."""
         connection = self._connection
-        if isinstance(error, _KNOWN_TO_ALL) or connection.left:
+        if isinstance(error, _RAISED_BY_ALL) or connection.left:
             return
-        ends = isinstance(error, StopIteration | StopAsyncIteration)
-        failed = isinstance(error, Exception) and not ends
+        is_end = isinstance(error, StopIteration | StopAsyncIteration)
+        failed = isinstance(error, Exception) and not is_end
         if failed and not connection.failed.wait(_GRACE_SECONDS):
             trace = "".join(traceback.format_exception(error))
-            connection.blame_who_left(operation, trace[-_LONGEST_TRACE:])
+            connection.blame_who_left(operation, trace[-_MAX_TRACE:])
         if connection.failure is not None:
-            connection.stop_here()
+            connection.wait_for_exit()
             raise WorkerFailedError(connection.failure) from error
 
 
 class Waiting:
-    """Marks that its member waits for all other workers; see `Member.waiting`."""
+    """Context manager that records that a worker waits for the others."""
 
-    __slots__ = ("_member", "_operation", "_outer", "_position", "_seconds")
+    __slots__ = ("_member", "_operation", "_outer", "_seconds", "_trace")
 
     def __init__(self, member: Member, operation: str, seconds: float | None):
         self._member, self._operation, self._seconds = member, operation, seconds
-        self._position = member._position
+        self._trace = member._trace
 
     def __enter__(self) -> None:
-        self._outer = self._position.enter(self._operation, self._seconds)
+        self._outer = self._trace.enter(self._operation, self._seconds)
 
     def __exit__(
         self,
@@ -289,6 +268,6 @@ class Waiting:
     ) -> None:
         try:
             if error is not None or self._member._connection.failure is not None:
-                self._member._after(error, self._operation)
+                self._member._raise_failure(error, self._operation)
         finally:
-            self._position.operation = self._outer
+            self._trace.operation = self._outer

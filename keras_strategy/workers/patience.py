@@ -1,4 +1,4 @@
-"""Long waits say what they wait for."""
+"""Slow-operation warnings: each names what the worker waits for."""
 
 import logging
 
@@ -6,40 +6,40 @@ from keras_strategy.workers.watchdog import Operation
 
 logger = logging.getLogger("keras_strategy")
 
-# After how long that is.
+# Time after which an operation counts as slow.
 SECONDS = 10.0
 
 
 class Patience:
-    """Tells people once of each thing that a worker waits for.
+    """Logger of slow operations, once for each name.
 
     Args:
-        name: What messages call the worker.
-        timeout_seconds: How long an operation may take, if it does not say so itself.
+        name: The worker's name in messages.
+        timeout_seconds: Time limit of operations without their own.
     """
 
     def __init__(self, name: str, timeout_seconds: float):
         self._name, self._timeout = name, timeout_seconds
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
-    def look(self, operation: Operation, waited: float) -> None:
-        """Some time has passed in an operation."""
-        if waited < SECONDS or operation.name in self._said:
+    def check(self, operation: Operation, waited: float) -> None:
+        """Warn if the operation has taken `waited` seconds and that is slow."""
+        if waited < SECONDS or operation.name in self._warned:
             return
-        # By its name: each step would be another one.
-        self._said.add(operation.name)
+        # By name, since each step is a new operation.
+        self._warned.add(operation.name)
         logger.warning(
             "%s has been in %s for %.0f s, where workers wait for each other. "
             "It gives up after %g s.",
             self._name,
-            # Some say in words what they do.
+            # Some names already contain code in backticks.
             operation.name if "`" in operation.name else f"`{operation.name}`",
             waited,
             operation.seconds or self._timeout,
         )
 
-    def say_who_is_missing(self, missing: list[str]) -> None:
-        """The workers have not come together yet."""
+    def warn_missing(self, missing: list[str]) -> None:
+        """Warn that these workers have not arrived yet."""
         logger.warning(
             "%s has waited for %s to arrive for %.0f s. It gives up after %g s.",
             self._name,

@@ -1,4 +1,4 @@
-"""Where a worker's program is, for those who wait for it."""
+"""Operation trace: where each worker currently is, and who holds up the others."""
 
 from __future__ import annotations
 
@@ -10,26 +10,24 @@ from types import FrameType
 
 from keras_strategy.workers.watchdog import Operation
 
-_FRAMES = 6
-# How many of the operations since the last agreement are told.
-_KEPT = 64
+_MAX_FRAMES = 6
+# Operations since the last exchange that a report names.
+_MAX_NAMES = 64
 
 
 class Position:
-    """Where a worker is: written by its own thread, read by its watchdog's.
+    """Operations of a worker: written by its main thread, read by its watchdog.
 
     Attributes:
-        count: How many operations it has entered.
-        last: The one that it entered last.
-        operation: The one that it is in.
-        agreements: How many times it has agreed with all others.
-        agreed_at: How many operations it had entered then.
-        notes: What else it says of itself where the workers do not get on: words, by
-            what they are about.
+        count: Number of operations entered.
+        last: Name of the operation entered last.
+        operation: The current operation.
+        exchanges: Number of completed exchanges with all workers.
+        notes: What a report of a deadlock compares between workers, by topic.
     """
 
     __slots__ = (
-        *("_names", "_thread_id", "agreed_at", "agreements", "count", "last"),
+        *("_count_at_exchange", "_names", "_thread_id", "count", "exchanges", "last"),
         *("notes", "operation"),
     )
 
@@ -38,44 +36,38 @@ class Position:
         self.count = 0
         self.last = ""
         self.operation: Operation | None = None
-        self.agreements = 0
-        self.agreed_at = 0
-        self._names = [""] * _KEPT
+        self.exchanges = 0
+        self._count_at_exchange = 0
+        self._names = [""] * _MAX_NAMES
         self.notes: dict[str, str] = {}
 
     def enter(self, name: str, seconds: float | None = None) -> Operation | None:
-        """Enters an operation, and returns the one around it.
-
-        Args:
-            name: Its name.
-            seconds: How long it may take, if that is its own.
-        """
+        """Enter an operation, with its own time limit if any; return the outer one."""
         outer = self.operation
         self.count = count = self.count + 1
         self.last = name
-        self._names[count % _KEPT] = name
+        self._names[count % _MAX_NAMES] = name
         self.operation = Operation(count, name, time.monotonic(), seconds)
         return outer
 
-    def agreed(self) -> None:
-        """Notes that all workers have agreed on something: they are at one place."""
-        self.agreements += 1
-        self.agreed_at = self.count
+    def record_exchange(self) -> None:
+        """Record that all workers are at the same place in the program."""
+        self.exchanges += 1
+        self._count_at_exchange = self.count
 
-    def since(self) -> tuple[int, list[str]]:
-        """The last operations since all agreed, and how many there were before them."""
-        last = self.count
-        first = max(self.agreed_at, last - _KEPT)
-        names = [self._names[n % _KEPT] for n in range(first + 1, last + 1)]
-        return first - self.agreed_at, names
+    def since_exchange(self) -> tuple[int, list[str]]:
+        """Return the last operations since the exchange, and how many preceded them."""
+        first = max(self._count_at_exchange, self.count - _MAX_NAMES)
+        names = [self._names[n % _MAX_NAMES] for n in range(first + 1, self.count + 1)]
+        return first - self._count_at_exchange, names
 
     def stack(self) -> tuple[str, str]:
-        """Where its thread is: in a few words, and its innermost frames."""
+        """Return the current line of the thread, and its innermost frames."""
         frame: FrameType | None = sys._current_frames().get(self._thread_id)
         if frame is None:
             return "a thread that has ended", ""
         frames = traceback.StackSummary.extract(
-            traceback.walk_stack(frame), limit=_FRAMES, lookup_lines=True
+            traceback.walk_stack(frame), limit=_MAX_FRAMES, lookup_lines=True
         )
         frames.reverse()
         last = frames[-1]

@@ -1,4 +1,4 @@
-"""How a worker learns that its machine is taken away, and when all of them end."""
+"""Preemption: a worker's termination notice, and when all workers save and exit."""
 
 import contextlib
 import enum
@@ -13,53 +13,53 @@ from keras_strategy.options.termination import TerminationConfig
 from keras_strategy.workers.exit_codes import PREEMPTED
 
 _POLL_SECONDS = 1.0
-# With a period of grace, it ends so many steps and savings before.
+# A grace period is used up to this many steps and saves before its end.
 _MARGIN = 3
 
 
 class Notice:
-    """Whether this worker was told that it is to end.
+    """Termination notice of this worker.
 
     Args:
-        watch: Is asked once a second, in a thread of its own; None takes SIGTERM,
-            in the main thread alone, which is the one that Python tells.
+        watch: Polled once a second in a thread. None listens for SIGTERM, in the main
+            thread only, where Python handles signals.
 
     Attributes:
-        since: When it was told, on the monotonic clock; None until then.
+        since: When the notice arrived, on the monotonic clock; None until then.
     """
 
     def __init__(self, watch: Callable[[], bool] | None = None):
         self.since: float | None = None
         self._watch = watch
         self._stopped = threading.Event()
-        self._before: Any = None
+        self._previous_handler: Any = None
 
     def start(self) -> None:
-        """Listens from now on."""
+        """Start to listen."""
         if self._watch is not None:
             threading.Thread(target=self._poll, name="preemption", daemon=True).start()
         elif threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._note)
+            self._previous_handler = signal.signal(signal.SIGTERM, self._record)
 
     def stop(self) -> None:
-        """Listens no more."""
+        """Stop listening."""
         self._stopped.set()
         if threading.current_thread() is not threading.main_thread():
             return
-        # Somebody else may listen by now.
-        if signal.getsignal(signal.SIGTERM) == self._note:
-            signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
+        # Other code may have installed its own handler since.
+        if signal.getsignal(signal.SIGTERM) == self._record:
+            signal.signal(signal.SIGTERM, self._previous_handler or signal.SIG_DFL)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Surrounds what a notice does not end at once."""
+        """Context manager in which a notice does not end the process at once."""
         self.start()
         try:
             yield
         finally:
             self.stop()
 
-    def _note(self, *_: Any) -> None:
+    def _record(self, *_: Any) -> None:
         if self.since is None:
             self.since = time.monotonic()
 
@@ -67,12 +67,12 @@ class Notice:
         assert self._watch is not None
         while not self._stopped.wait(_POLL_SECONDS):
             if self._watch():
-                self._note()
+                self._record()
                 return
 
 
 class Next(enum.Enum):
-    """What all workers do between two steps."""
+    """Action of all workers between two steps."""
 
     GO_ON = 0
     SAVE = 1
@@ -80,56 +80,58 @@ class Next(enum.Enum):
 
 
 class Preemption:
-    """Has the workers agree, after each step, on when they save and end.
+    """Agreement of all workers, after each step, on when they save and exit.
 
     Args:
-        config: What the user has chosen.
-        agree: What each worker says of what this one says.
+        config: The user's termination config.
+        exchange: Return what all workers pass to it, by rank.
 
     Attributes:
-        notice: This worker's.
+        notice: This worker's termination notice.
     """
 
     def __init__(
-        self, config: TerminationConfig, agree: Callable[[list[bool]], list[list[bool]]]
+        self,
+        config: TerminationConfig,
+        exchange: Callable[[list[bool]], list[list[bool]]],
     ):
         self.notice = Notice(config.termination_watcher_fn)
-        self._config, self._agree = config, agree
-        self._saved = self._over = False
-        # How long a step takes, and saving.
-        self._began: float | None = None
+        self._config, self._exchange = config, exchange
+        self._saved = self._ended = False
+        # Mean duration of a step, and that of the last save.
+        self._step_start: float | None = None
         self._steps = 0
         self._step_seconds = self._save_seconds = 0.0
 
     def after_step(self) -> Next:
-        """What all workers do now."""
-        if not self._over:
+        """Return the action of all workers after a step."""
+        if not self._ended:
             self._measure_step()
         return self.after_epoch()
 
     def after_epoch(self) -> Next:
-        """What all workers do when an epoch has ended, which is no step."""
-        if self._over:
+        """Return the action of all workers after an epoch, which is not a step."""
+        if self._ended:
             return Next.GO_ON
-        told = self._agree([self.notice.since is not None, self._is_due()])
-        if any(due for _, due in told):
-            self._over = True
+        states = self._exchange([self.notice.since is not None, self._is_due()])
+        if any(due for _, due in states):
+            self._ended = True
             return Next.SAVE_AND_END
-        if any(asked for asked, _ in told) and not self._saved:
+        if any(noticed for noticed, _ in states) and not self._saved:
             self._saved = True
             return Next.SAVE
         return Next.GO_ON
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Surrounds what saves, which counts when the end is near."""
+        """Context manager that measures a save, and leaves it out of the step time."""
         begin = time.monotonic()
         yield
-        self._began = time.monotonic()
-        self._save_seconds = self._began - begin
+        self._step_start = time.monotonic()
+        self._save_seconds = self._step_start - begin
 
     def end(self) -> None:
-        """Ends the process, unless the user's function has it go on."""
+        """Exit, or call the user's exit function."""
         self.notice.stop()
         if self._config.exit_fn is None:
             sys.exit(PREEMPTED)
@@ -137,10 +139,11 @@ class Preemption:
 
     def _measure_step(self) -> None:
         now = time.monotonic()
-        if self._began is not None:
+        if self._step_start is not None:
             self._steps += 1
-            self._step_seconds += (now - self._began - self._step_seconds) / self._steps
-        self._began = now
+            seconds = now - self._step_start
+            self._step_seconds += (seconds - self._step_seconds) / self._steps
+        self._step_start = now
 
     def _is_due(self) -> bool:
         since = self.notice.since

@@ -1,4 +1,4 @@
-"""What the environment and the cluster say about how the workers meet."""
+"""Rendezvous settings from the environment and the cluster's addresses."""
 
 from __future__ import annotations
 
@@ -16,17 +16,14 @@ SECRET_VARIABLE = "KERAS_STRATEGY_SECRET"
 
 
 def hub_address(addresses: Sequence[str]) -> tuple[str, int]:
-    """Where the workers of a cluster meet: on the chief's host.
+    """Return the host and port of the rendezvous: the same on every worker.
 
-    The port is that of the environment variable KERAS_STRATEGY_PORT, or else the
-    first one after the chief's own that no worker on the chief's host has.
+    The host is the chief's. The port is KERAS_STRATEGY_PORT, or else the first one
+    after the chief's own that no worker on the chief's host uses.
 
     Args:
-        addresses: The workers' addresses, `"host:port"`, the chief's first.
-            Those of the others may be empty, where the cluster does not tell.
-
-    Returns:
-        The host and the port, the same ones on every worker.
+        addresses: The workers' addresses, `"host:port"`, the chief's first. The others
+            may be empty, where the cluster does not know them.
 
     Raises:
         ValueError: If the chief's address has no host, or no port can be found.
@@ -36,22 +33,23 @@ def hub_address(addresses: Sequence[str]) -> tuple[str, int]:
     host, port = _split(addresses[0])
     if not host:
         raise ValueError(
-            "Expected the address of the chief, where the workers meet, to be "
+            "Expected the address of the chief, where the workers connect, to be "
             f"'host:port'. Received: {addresses[0]!r}"
         )
-    given = os.environ.get(PORT_VARIABLE)
-    if given:
-        return host, _port(given, f"the environment variable {PORT_VARIABLE}")
+    configured = os.environ.get(PORT_VARIABLE)
+    if configured:
+        name = f"the environment variable {PORT_VARIABLE}"
+        return host, _parse_port(configured, name)
     if not port:
         raise ValueError(
             f"The chief's address {addresses[0]!r} has no port. Set the environment "
             f"variable {PORT_VARIABLE} to a free port, the same on every worker."
         )
-    chief = _port(port, f"the port of the chief's address {addresses[0]!r}")
+    chief = _parse_port(port, f"the port of the chief's address {addresses[0]!r}")
     # Workers on one host often have consecutive ports.
-    taken = {port for other, port in map(_split, addresses) if _same(other, host)}
+    used = {p for other, p in map(_split, addresses) if _is_same_host(other, host)}
     for candidate in range(chief + 1, 65536):
-        if str(candidate) not in taken:
+        if str(candidate) not in used:
             return host, candidate
     raise ValueError(
         f"There is no port after the chief's ({addresses[0]!r}). Set the environment "
@@ -60,41 +58,27 @@ def hub_address(addresses: Sequence[str]) -> tuple[str, int]:
 
 
 def default_timeout_seconds() -> float:
-    """How long to wait for other workers where the program does not say.
+    """Return KERAS_STRATEGY_TIMEOUT_SECONDS, or else 600."""
+    return _seconds_from_environment(TIMEOUT_VARIABLE, 600.0)
 
-    Returns:
-        The environment variable KERAS_STRATEGY_TIMEOUT_SECONDS, or else 600.
 
-    Raises:
-        ValueError: If the variable is not a positive number.
+def save_timeout_seconds(minimum: float) -> float:
+    """Return how long the other workers wait for one that writes files.
+
+    That is KERAS_STRATEGY_SAVE_TIMEOUT_SECONDS, or else 3600 or a greater `minimum`.
     """
-    given = os.environ.get(TIMEOUT_VARIABLE)
-    if not given:
-        return 600.0
-    return positive_seconds(given, f"the environment variable {TIMEOUT_VARIABLE}")
+    return _seconds_from_environment(SAVE_TIMEOUT_VARIABLE, max(3600.0, minimum))
 
 
-def save_timeout_seconds(other: float) -> float:
-    """How long the others wait for a worker that writes files.
-
-    Args:
-        other: How long they wait for anything else.
-
-    Returns:
-        The environment variable KERAS_STRATEGY_SAVE_TIMEOUT_SECONDS, or else 3600, and
-        no less than `other`.
-
-    Raises:
-        ValueError: If the variable is not a positive number.
-    """
-    given = os.environ.get(SAVE_TIMEOUT_VARIABLE)
-    if not given:
-        return max(3600.0, other)
-    return positive_seconds(given, f"the environment variable {SAVE_TIMEOUT_VARIABLE}")
+def _seconds_from_environment(name: str, default: float) -> float:
+    value = os.environ.get(name)
+    if not value:
+        return default
+    return positive_seconds(value, f"the environment variable {name}")
 
 
 def positive_seconds(value: float | str, name: str) -> float:
-    """A number of seconds that one can wait; `name` says whose it is."""
+    """Return a positive, finite number of seconds, or raise ValueError."""
     try:
         seconds = float(value)
     except (TypeError, ValueError):
@@ -107,7 +91,7 @@ def positive_seconds(value: float | str, name: str) -> float:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address reaches this machine alone."""
+    """Return True if an address reaches only this machine."""
     if host.lower() in ("localhost", "localhost.localdomain"):
         return True
     try:
@@ -117,35 +101,35 @@ def is_loopback(host: str) -> bool:
 
 
 def all_here(addresses: Sequence[str]) -> bool:
-    """Whether all workers are known to be on this machine, by their addresses."""
+    """Return True if the addresses show that all workers are on this machine."""
     hosts = {_split(address)[0] for address in addresses}
     if all(map(is_loopback, hosts)):
         return True
-    # A name of this machine that all have; behind another's, ports may lead anywhere.
+    # One name of this machine for all. Another machine's may forward its ports.
     return len(hosts) == 1 and all(hosts) and bool(own_addresses(*hosts))
 
 
 def own_addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
-    """What a name stands for of this machine's own addresses, with their kinds."""
+    """Return those addresses of `host` that are this machine's, with their families."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    own = []
+    addresses = []
     for family, _, _, _, address in dict.fromkeys(found):
         with contextlib.suppress(OSError), socket.socket(family) as probe:
             probe.bind((address[0], 0))
-            own.append((family, str(address[0])))
-    return own
+            addresses.append((family, str(address[0])))
+    return addresses
 
 
 def host_port(host: str, port: int) -> str:
-    """`host:port`, with the brackets that an IPv6 address needs."""
+    """Return `host:port`, with the brackets that an IPv6 address needs."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _split(address: str) -> tuple[str, str]:
-    """The host, without brackets, and the text of the port, which may be empty."""
+    """Return the host without brackets, and the port as text, which may be empty."""
     if address.startswith("["):
         host, _, port = address[1:].partition("]")
         return host, port.removeprefix(":")
@@ -155,11 +139,11 @@ def _split(address: str) -> tuple[str, str]:
     return host, port
 
 
-def _same(host: str, other: str) -> bool:
+def _is_same_host(host: str, other: str) -> bool:
     return host == other or (is_loopback(host) and is_loopback(other))
 
 
-def _port(text: str, name: str) -> int:
+def _parse_port(text: str, name: str) -> int:
     if text.isascii() and text.isdecimal() and len(text) < 6 and 0 < int(text) < 65536:
         return int(text)
     raise ValueError(

@@ -1,6 +1,6 @@
-"""When a worker cannot go on: a state machine without a thread, a socket or a clock.
+"""Watchdog: decides when a worker gives up, without a thread, a socket or a clock.
 
-What happens is told to it, with the time; it answers what is to be done.
+Its caller passes in events with their time, and carries out the returned actions.
 """
 
 from __future__ import annotations
@@ -8,23 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-# How long the hub may take to ask all the others who keeps this worker waiting. A
-# process that is well says within this time what it is doing.
+# Time for all workers to report their state to the coordinator. A healthy process
+# answers within this time.
 ANSWER_SECONDS = 5.0
-# How long a worker waits before it has the hub find out whether all of them wait for
-# each other.
+# Wait after which a worker has the coordinator check for a deadlock.
 DEADLOCK_SECONDS = 5.0
-# How long the others may still take over an operation after one of them has left.
+# Time for the remaining workers to finish an operation after one has left.
 LEFT_SECONDS = 5.0
-# How long to wait for the hub to pass a failure on, before ending without it.
-VERDICT_SECONDS = 2.0
+# Time for the coordinator to relay a failure, before the worker ends without it.
+RELAY_SECONDS = 2.0
 
 
 class Operation(NamedTuple):
-    """What a worker waits in: its number among all, its name, and since when.
-
-    How long it may take is said where it is not as long as any other.
-    """
+    """Operation in which a worker waits for others; `seconds` is its own time limit."""
 
     count: int
     name: str
@@ -33,13 +29,13 @@ class Operation(NamedTuple):
 
 
 class Send(NamedTuple):
-    """To be done: the hub is to be told this."""
+    """Action: send a message to the coordinator."""
 
     message: dict[str, Any]
 
 
 class Fail(NamedTuple):
-    """To be done, and the last thing: this worker cannot go on, and this is why."""
+    """Final action: this worker cannot continue, for this reason."""
 
     message: str
     details: str = ""
@@ -49,40 +45,39 @@ Actions = list[Send | Fail]
 
 
 class Watchdog:
-    """Decides from what a worker hears, and for how long it waits, when to give up.
+    """State machine that turns messages and waiting times into actions.
 
     Args:
-        rank: Which of the workers this is.
-        names: What messages call the workers, by rank.
-        timeout_seconds: How long an operation may take.
-        now: The time, as in all that follows.
+        rank: This worker's rank.
+        names: The workers' names in messages, by rank.
+        timeout_seconds: Time limit of an operation.
+        now: The time, as in all methods.
     """
 
     def __init__(self, rank: int, names: list[str], timeout_seconds: float, now: float):
         self._names, self._name = names, names[rank]
         self._timeout = timeout_seconds
-        # How often it wants to `look`.
+        # Seconds between two calls of `check`.
         self.interval = min(1.0, timeout_seconds / 4)
-        # When it looked last, and since when it has been doing so regularly.
-        self._looked_at = self._awake_since = now
-        self._heard_at = now
-        # Who has left, and when the last one did.
+        # When it was last called, and since when it has been called regularly.
+        self._last_call = self._awake_since = now
+        self._last_message = now
+        # Workers that have left, and when the last one did.
         self._left: list[str] = []
         self._left_at = now
-        # The operation about which the hub was asked whether all wait for each other.
-        # Who comes last to a deadlock asks last, so that once is enough.
+        # The operation for which a deadlock check was requested. The last worker to
+        # enter a deadlock asks last, so one request is enough.
         self._suspected: Operation | None = None
-        # The operation about which the hub has been asked, and when.
-        self._asked: tuple[Operation, float] | None = None
-        # A failure that the hub has been told and has not told back, and until when
-        # it may.
-        self._claim: tuple[Fail, float] | None = None
-        self._hub_gone = self._leaving = self._over = False
+        # The last inquiry after a timeout, and its time.
+        self._inquiry: tuple[Operation, float] | None = None
+        # A failure that the coordinator has not relayed yet, and its deadline.
+        self._reported: tuple[Fail, float] | None = None
+        self._disconnected = self._leaving = self._ended = False
 
-    def hear(self, message: Mapping[str, Any], now: float) -> Actions:
-        """The hub has sent a message."""
-        self._notice(now)
-        self._heard_at = now
+    def on_message(self, message: Mapping[str, Any], now: float) -> Actions:
+        """Handle a message of the coordinator."""
+        self._record_call(now)
+        self._last_message = now
         if message["type"] == "left":
             self._left.append(self._names[message["rank"]])
             self._left_at = now
@@ -90,35 +85,35 @@ class Watchdog:
             return self._end(Fail(message["message"], message["details"]))
         return []
 
-    def lose(self, why: str) -> Actions:
-        """The connection to the hub is over: the chief "is gone", in words."""
-        self._hub_gone = True
+    def on_disconnect(self, why: str) -> Actions:
+        """Handle the loss of the coordinator; `why` completes "chief ..."."""
+        self._disconnected = True
         if self._leaving or self._names[0] in self._left:
             return []
-        # At once: an engine that lost its chief may end the process.
-        gone = Fail(f"{self._names[0]} {why}")
-        return self._end(self._claim[0] if self._claim else gone)
+        # At once: a backend that lost its chief may end the process.
+        lost = Fail(f"{self._names[0]} {why}")
+        return self._end(self._reported[0] if self._reported else lost)
 
-    def fail(self, message: str, details: str, now: float) -> Actions:
-        """This worker cannot go on; the hub is to tell all, this one included."""
+    def report_failure(self, message: str, details: str, now: float) -> Actions:
+        """Have the coordinator relay this worker's failure to all, itself included."""
         failure = Fail(message, details)
-        if self._hub_gone:
+        if self._disconnected:
             return self._end(failure)
-        if self._claim is None:
-            self._claim = failure, now + VERDICT_SECONDS
+        if self._reported is None:
+            self._reported = failure, now + RELAY_SECONDS
         return [Send({"type": "failed", **failure._asdict()})]
 
     def leave(self) -> None:
-        """This worker leaves, and waits for nobody any more."""
+        """Stop watching: this worker leaves and waits for nobody."""
         self._leaving = True
 
-    def look(self, operation: Operation | None, now: float) -> Actions:
-        """Some time has passed, and this worker waits in an operation, or in none."""
-        self._notice(now)
-        if self._claim is not None:
-            failure, until = self._claim
+    def check(self, operation: Operation | None, now: float) -> Actions:
+        """Check this worker's current operation."""
+        self._record_call(now)
+        if self._reported is not None:
+            failure, until = self._reported
             return self._end(failure) if now >= until else []
-        if operation is None or self._leaving or self._over:
+        if operation is None or self._leaving or self._ended:
             return []
         waited = self.waited(operation, now)
         if self._left and min(waited, now - self._left_at) > LEFT_SECONDS:
@@ -131,33 +126,33 @@ class Watchdog:
         return []
 
     def blame_who_left(self, operation: str, details: str, now: float) -> Actions:
-        """An operation cannot be ended without those who have left, if any have."""
+        """Report that an operation cannot finish without the workers that left."""
         if not self._left:
             return []
-        gone = " and ".join(self._left)
-        waits = f"{self._name} was waiting for it in `{operation}`"
-        return self.fail(f"{gone} ended while {waits}", details, now)
+        left = " and ".join(self._left)
+        waiting = f"{self._name} was waiting for it in `{operation}`"
+        return self.report_failure(f"{left} ended while {waiting}", details, now)
 
     def waited(self, operation: Operation, now: float) -> float:
-        """For how long this worker has been in an operation, while it ran."""
+        """Return the seconds in an operation during which this process ran."""
         return now - max(operation.since, self._awake_since)
 
-    def _notice(self, now: float) -> None:
-        # The time during which this process was stopped, as by Ctrl-Z, or its machine
-        # asleep, is nobody's fault.
-        if now - self._looked_at > 3 * self.interval:
+    def _record_call(self, now: float) -> None:
+        # Time during which this process was stopped (Ctrl-Z) or its machine asleep
+        # does not count.
+        if now - self._last_call > 3 * self.interval:
             self._awake_since = now
-        self._looked_at = now
+        self._last_call = now
 
     def _inquire(self, operation: Operation, now: float) -> Actions:
-        """Has the hub ask who keeps the others waiting."""
+        """Have the coordinator find out who holds up the others."""
         timeout = operation.seconds or self._timeout
-        asked, asked_at = self._asked or (None, now)
-        overdue = now - asked_at > ANSWER_SECONDS
-        # A hub that is well asks everybody at once, this worker included.
-        answered = self._heard_at > asked_at
-        if asked is not operation or (overdue and answered):
-            self._asked = operation, now
+        inquired, inquired_at = self._inquiry or (None, now)
+        overdue = now - inquired_at > ANSWER_SECONDS
+        # A healthy coordinator asks all workers at once, this one included.
+        answered = self._last_message > inquired_at
+        if inquired is not operation or (overdue and answered):
+            self._inquiry = operation, now
             question = {"count": operation.count, "timeout": timeout}
             return [Send({"type": "inquire", **question})]
         if not overdue:
@@ -171,7 +166,7 @@ class Watchdog:
         )
 
     def _end(self, failure: Fail) -> Actions:
-        if self._over:
+        if self._ended:
             return []
-        self._over = True
+        self._ended = True
         return [failure]

@@ -1,6 +1,6 @@
-"""The messages between the workers, and the connections that they travel on.
+"""Control connection: JSON messages, authentication and the event loop thread.
 
-A message is a JSON object on a line of its own. Nothing is unpickled.
+A message is one JSON object on a line of its own. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -17,67 +17,59 @@ from typing import Any
 
 PROTOCOL = "keras_strategy coordination 2"
 
-# The longest line that a worker may send.
+# Longest line, in bytes, that a worker may send.
 MAX_LINE = 1 << 20
 
 
 class ProtocolError(Exception):
-    """What came is not a message."""
+    """Received bytes that are not a message."""
 
 
-def nonce() -> str:
-    """What nobody can have proved anything about before."""
+def new_nonce() -> str:
+    """Return a random text that no proof can have used before."""
     return secrets.token_hex(16)
 
 
-def proof(secret: str, *about: Any) -> str:
-    """What only those can say who know a secret.
+def make_proof(secret: str, *about: Any) -> str:
+    """Return the HMAC that proves knowledge of `secret`.
 
     Args:
         secret: The secret.
-        about: What is proved: who says it, nonces of both ends, claims.
+        about: What is proved: the sender's role, the nonces of both ends, claims.
     """
     text = json.dumps(about).encode()
     return hmac.new(secret.encode(), text, "sha256").hexdigest()
 
 
-def proves(said: Any, secret: str, *about: Any) -> bool:
-    """Whether something that came is what `proof` gives."""
-    expected = proof(secret, *about)
-    return isinstance(said, str) and hmac.compare_digest(
-        said.encode(errors="replace"), expected.encode()
+def is_proof(value: Any, secret: str, *about: Any) -> bool:
+    """Return True if a received value equals `make_proof(secret, *about)`."""
+    expected = make_proof(secret, *about)
+    return isinstance(value, str) and hmac.compare_digest(
+        value.encode(errors="replace"), expected.encode()
     )
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """The line of a message.
-
-    Raises:
-        TypeError: If a value in it is not one of JSON's.
-    """
+    """Return a message as a line; raise TypeError if it has a value not of JSON."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
 def decode(line: bytes) -> dict[str, Any]:
-    """The message of a line.
-
-    Raises:
-        ProtocolError: If there is none.
-    """
+    """Return the message of a line, or raise `ProtocolError`."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):
         message = None
     if not isinstance(message, dict) or not isinstance(message.get("type"), str):
-        raise ProtocolError(f"{len(line)} bytes that are no message")
+        raise ProtocolError(f"{len(line)} bytes that are not a message")
     return message
 
 
 async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
-    """The next message, or None where the other end has closed the connection.
+    """Return the next message, or None when the other end closes the connection.
 
     Raises:
-        ProtocolError: If what comes is none.
+        ProtocolError: If the received bytes are not a message.
         OSError: If the connection is lost.
     """
     try:
@@ -87,10 +79,10 @@ async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
     return decode(line) if line.endswith(b"\n") else None
 
 
-async def listen(
+async def handle_messages(
     reader: asyncio.StreamReader, handle: Callable[[dict[str, Any]], object]
 ) -> str:
-    """Has every message handled that arrives, and returns why none will any more."""
+    """Handle every message that arrives, and return why no more will arrive."""
     try:
         while (message := await receive(reader)) is not None:
             try:
@@ -101,30 +93,30 @@ async def listen(
     except ProtocolError as error:
         return f"sent a message that cannot be understood ({error})"
     except OSError as error:
-        gone = f"its process crashed, or its machine is gone: {error}"
-        return f"is gone without a word ({gone})"
-    return "is gone without a word (its process was killed or crashed)"
+        cause = f"its process crashed, or its machine is down: {error}"
+        return f"disconnected without notice ({cause})"
+    return "disconnected without notice (its process was killed or crashed)"
 
 
-def forget(*owners: socket.socket | asyncio.StreamWriter) -> None:
-    """Closes a forked child's copies of sockets that belong to its parent."""
+def detach(*owners: socket.socket | asyncio.StreamWriter) -> None:
+    """Close a forked child's copies of sockets that belong to its parent."""
     null = os.open(os.devnull, os.O_RDWR)
     for owner in owners:
-        stream = isinstance(owner, asyncio.StreamWriter)
-        number = (owner.get_extra_info("socket") if stream else owner).fileno()
-        # Rather than close it: the objects that own it will, when it may be
-        # another file's.
+        is_stream = isinstance(owner, asyncio.StreamWriter)
+        number = (owner.get_extra_info("socket") if is_stream else owner).fileno()
+        # Replace rather than close the descriptor: the object that owns it closes it
+        # later, when the number may belong to another file.
         if number >= 0:
             os.dup2(null, number, inheritable=False)
     os.close(null)
 
 
-def tune(writer: asyncio.StreamWriter) -> None:
-    """Sends small messages at once, and notices within 20 s that a machine is gone.
+def configure_socket(writer: asyncio.StreamWriter) -> None:
+    """Send small messages at once, and detect within 20 s that a machine is down.
 
-    It is the kernel that probes, and the other's kernel that answers. Pings of our
-    own would go unanswered also in a process that is well: while one long call into
-    C holds the interpreter's lock, or after Ctrl-Z.
+    The kernels of both machines exchange the probes. Pings of our own would also stay
+    unanswered in a healthy process: while one long C call holds the GIL, or after
+    Ctrl-Z.
     """
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -133,10 +125,10 @@ def tune(writer: asyncio.StreamWriter) -> None:
         ("TCP_KEEPIDLE", 5),
         ("TCP_KEEPINTVL", 5),
         ("TCP_KEEPCNT", 3),
-        # Keep-alive rests while sent bytes are unconfirmed. Milliseconds.
+        # Keep-alive pauses while sent bytes are unacknowledged. Milliseconds.
         ("TCP_USER_TIMEOUT", 20_000),
     ):
-        # Linux has all of them.
+        # Only Linux has all of them.
         with contextlib.suppress(AttributeError, OSError):
             number = getattr(socket, option)
             connection.setsockopt(socket.IPPROTO_TCP, number, value)

@@ -20,7 +20,7 @@ import jax
 from benchmarks.memory import collectives
 from keras_strategy.backends.jax import hooks_data
 from keras_strategy.backends.jax import hooks_state as keras_state
-from keras_strategy.backends.jax.splitting import whole_here
+from keras_strategy.backends.jax.splitting import assemble_locally
 from keras_strategy.testing.equality.compare import largest, scope
 from keras_strategy.values.distributed import PerReplica
 
@@ -91,10 +91,10 @@ def test_batches_are_moved_one_ahead_to_an_accelerator(two, monkeypatch):
 
 def test_moving_ahead_keeps_the_order_and_waits_for_no_more_than_two():
     read = []
-    ahead = hooks_data._one_ahead(read.append(i) or i for i in range(3))
+    ahead = hooks_data._prefetch_one(read.append(i) or i for i in range(3))
     assert (next(ahead), read) == (0, [0, 1])
     assert (list(ahead), read) == ([1, 2], [0, 1, 2])
-    assert list(hooks_data._one_ahead(iter(()))) == []
+    assert list(hooks_data._prefetch_one(iter(()))) == []
 
 
 def test_the_scope_leaves_no_distribution_behind(two, mirrored):
@@ -179,7 +179,7 @@ def test_the_global_seed_generator_belongs_to_no_strategy(two):
 
 def test_logical_devices_are_settled(two):
     ks.config.set_logical_devices("cpu", 4)
-    with pytest.raises(RuntimeError, match="3 logical devices any more"):
+    with pytest.raises(RuntimeError, match="split into 3 logical devices"):
         ks.config.set_logical_devices("cpu", 3)
 
 
@@ -566,7 +566,7 @@ def test_collectives_of_uneven_replicas_stay_out_of_transformed_functions(two):
 
 
 def test_variables_made_in_every_call(two):
-    with pytest.raises(ValueError, match="makes new variables every time"):
+    with pytest.raises(ValueError, match="creates new variables every time"):
         two.run(lambda x: layers.Dense(2)(x), args=(np.ones((1, 2), "float32"),))
 
 
@@ -672,7 +672,7 @@ def test_workers_agree_whether_each_has_all_parts(parts, here):
         sharding=SimpleNamespace(devices_indices_map=lambda shape: devices),
         addressable_shards=[SimpleNamespace(index=i, data=values[i]) for i in halves],
     )
-    whole = whole_here(array)
+    whole = assemble_locally(array)
     assert np.array_equal(whole, values) if here else whole is None
 
 

@@ -183,7 +183,7 @@ def test_a_coordinator(program, tmp_path):
     assert told["parts"] == [2, 2, 2, 1, 1, *[2] * 6]
     assert told["apart"] < 2e-5 and told["read"] < 2e-5
     assert "`gradient_accumulation_steps`" in told["accumulated"]
-    assert "give larger batches" in told["accumulated"]
+    assert "use larger batches" in told["accumulated"]
     assert told["called"] == 5 and not told["not there"]
 
 

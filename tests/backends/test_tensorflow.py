@@ -14,7 +14,7 @@ if keras.backend.backend() != "tensorflow":
 import tensorflow as tf
 
 import keras_strategy as ks
-from keras_strategy.backends.tensorflow import combine
+from keras_strategy.backends.tensorflow.combine import concat_values
 from keras_strategy.core.registry import get_engine
 from keras_strategy.hooks.adoption import adopt
 
@@ -139,11 +139,11 @@ def test_reduce_refuses_before_a_collective(two):
 
 
 def test_gather():
-    assert combine.gather([tf.ones((2, 1)), tf.zeros((2, 2))], 1).shape == (2, 3)
+    assert concat_values([tf.ones((2, 1)), tf.zeros((2, 2))], 1).shape == (2, 3)
     with pytest.raises(ValueError, match="scalars cannot"):
-        combine.gather([tf.constant(1.0), tf.constant(2.0)], 0)
+        concat_values([tf.constant(1.0), tf.constant(2.0)], 0)
     with pytest.raises(ValueError, match="all other dimensions"):
-        combine.gather([tf.ones((2, 1)), tf.zeros((2, 2))], 0)
+        concat_values([tf.ones((2, 1)), tf.zeros((2, 2))], 0)
 
 
 # --- run

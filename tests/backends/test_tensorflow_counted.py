@@ -8,7 +8,7 @@ if keras.backend.backend() != "tensorflow":
 
 import tensorflow as tf
 
-from keras_strategy.backends.tensorflow.counted import FUNCTIONS
+from keras_strategy.backends.tensorflow.counted import DRAW_FUNCTIONS
 
 # (rows in all, the first, how many, numbers for each)
 PARTS = [(5, 3, 2, (3,)), (2, 1, 1, (1,)), (21, 11, 10, (5, 13)), (1001, 500, 501, ())]
@@ -26,7 +26,7 @@ PARTS = [(5, 3, 2, (3,)), (2, 1, 1, (1,)), (21, 11, 10, (5, 13)), (1001, 500, 50
 def test_the_same_bits(name, given, dtype):
     for rows, begin, count, more in PARTS:
         for seed in (7, 2**31 - 1):
-            part = FUNCTIONS[name](
+            part = DRAW_FUNCTIONS[name](
                 shape=[count, *more],
                 begin=begin,
                 seed=tf.constant([seed, 5], tf.int64),

@@ -146,9 +146,9 @@ def test_a_running_pod_without_an_address(server, resolver):
         ("403", r"HTTP 403.*ClusterRole.*resources: \[\"pods\"\], verbs: \[\"list\"\]"),
         ("401", "HTTP 401.*ClusterRole"),
         ("500", "HTTP 500"),
-        ("HANG", "Could not ask the Kubernetes API.*'job-name=train'"),
-        ("GARBAGE", "Could not ask the Kubernetes API"),
-        ("no json", "Could not ask the Kubernetes API"),
+        ("HANG", "Could not query the Kubernetes API.*'job-name=train'"),
+        ("GARBAGE", "Could not query the Kubernetes API"),
+        ("no json", "Could not query the Kubernetes API"),
     ],
 )
 def test_no_answer(server, resolver, monkeypatch, caplog, case, words):

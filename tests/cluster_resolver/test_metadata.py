@@ -59,7 +59,7 @@ WORDS = {
 def test_anything_else_is_an_error_in_time(metadata_server, monkeypatch, case):
     # What answers is given time; those two would never be done.
     seconds = 0.2 if case in ("hang", "drip") else 30.0
-    monkeypatch.setattr(metadata, "_TIMEOUT_SECONDS", seconds)
+    monkeypatch.setattr(metadata, "_METADATA_TIMEOUT_SECONDS", seconds)
     metadata_server.answers[ZONE] = WRONG[case](metadata_server)
     with pytest.raises(metadata.MetadataError, match=WORDS[case]):
         metadata.get("instance/zone")
@@ -76,4 +76,4 @@ def test_no_server(monkeypatch, host):
 
 
 def test_the_time_limit_is_a_few_seconds():
-    assert 0 < metadata._TIMEOUT_SECONDS <= 5
+    assert 0 < metadata._METADATA_TIMEOUT_SECONDS <= 5

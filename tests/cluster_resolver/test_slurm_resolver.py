@@ -28,7 +28,7 @@ STEP = {
 def env(monkeypatch, tmp_path):
     # No nvidia-smi but the one a test makes.
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(slurm_gpus, "_before_narrowing", {})
+    monkeypatch.setattr(slurm_gpus, "_previous_devices", {})
 
     def set_to(**changes):
         for name, value in {**STEP, **changes}.items():

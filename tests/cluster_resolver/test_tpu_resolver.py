@@ -379,8 +379,8 @@ def test_discovery_does_not_follow_a_redirect(https_api, make_server):
 
 
 def test_an_answer_has_a_time_limit(https_api, monkeypatch):
-    assert 0 < api._TIMEOUT_SECONDS <= 5
-    monkeypatch.setattr(api, "_TIMEOUT_SECONDS", 1.0)
+    assert 0 < api._API_TIMEOUT_SECONDS <= 5
+    monkeypatch.setattr(api, "_API_TIMEOUT_SECONDS", 1.0)
     https_api.answers[NODE] = https_api.HANG
     resolver = named(
         https_api,
@@ -433,6 +433,6 @@ def test_what_the_hardware_has():
     assert feature.num_embedding_devices_per_chip == 4
     resolver.set_tpu_topology(topology)
     assert resolver.tpu_hardware_feature == (0, 0)
-    with pytest.raises(ValueError, match="no TopologyProto"):
+    with pytest.raises(ValueError, match="not a TopologyProto"):
         resolver.set_tpu_topology(b"\xff")
     assert resolver.tpu_hardware_feature == (0, 0)

@@ -53,24 +53,24 @@ async def _measure(port: int, count: int, size: int) -> dict[str, float]:
     await asyncio.gather(*(joined(reader) for reader, _ in members))
     lap("join")
     for what, values in (
-        ("agree", ["x" * size] * count),
+        ("exchange", ["x" * size] * count),
         ("differ", [f"{rank:032}" for rank in range(count)]),
     ):
         for (_, writer), value in zip(members, values, strict=True):
-            asked = {"type": "agree", "id": 0, "operation": what, "value": value}
+            asked = {"type": "exchange", "id": 0, "operation": what, "value": value}
             writer.write(encode(asked))
         replies = await asyncio.gather(
             *(_next(reader, "reply") for reader, _ in members)
         )
         for reply in replies:
-            which = reply.get("which", [0] * count)
-            assert [reply["said"][n] for n in which] == values
+            which = reply.get("indices", [0] * count)
+            assert [reply["values"][n] for n in which] == values
         lap(what)
     members[-1][1].transport.abort()
     told = await asyncio.gather(
         *(_next(reader, "failed") for reader, _ in members[:-1])
     )
-    assert all(f"{names[-1]} is gone" in message["message"] for message in told)
+    assert all(f"{names[-1]} disconnected" in message["message"] for message in told)
     lap("learn of a failure")
     for _, writer in members:
         writer.transport.abort()

@@ -30,7 +30,7 @@ def test_a_killed_worker_ends_the_others(processes, victim):
     processes.signal(victim, signal.SIGKILL)
     for rank, (status, errors) in zip(others, processes.end(*others), strict=True):
         assert status == PEER_FAILED
-        assert f"{THREE[victim]} is gone without a word" in errors
+        assert f"{THREE[victim]} disconnected without notice" in errors
         assert f"{THREE[rank]} was in `all_reduce in step 12`" in errors
 
 
@@ -161,7 +161,7 @@ time.sleep(300)
     processes.reached("there", 0)
     processes.signal(1, signal.SIGKILL)
     ((status, errors),) = processes.end(0)
-    assert status == PEER_FAILED and "worker 0 is gone without a word" in errors
+    assert status == PEER_FAILED and "worker 0 disconnected without notice" in errors
 
 
 def test_what_becomes_of_a_fork_is_its_own_affair(processes):
@@ -188,7 +188,7 @@ try:
         print("there", flush=True)
         assert member._connection.failed.wait(30)
 except WorkerFailedError as error:
-    assert "worker 0 is gone without a word" in str(error)
+    assert "worker 0 disconnected without notice" in str(error)
     assert "chief was in `all_reduce in step 12`" in str(error)
     raise SystemExit(5)
 """
@@ -212,7 +212,7 @@ with member.waiting("all_reduce in step 12"):
     processes.start([engine, dies])
     ((status, errors),) = processes.end(0)
     assert status == PEER_FAILED
-    assert "worker 0 is gone without a word" in errors
+    assert "worker 0 disconnected without notice" in errors
 
 
 def test_an_exception_in_a_process_that_is_not_ours(processes):

@@ -201,7 +201,9 @@ def test_two_that_ask_at_once_are_both_answered(together, monkeypatch):
         with member.waiting("step"):
             ready.wait(SOON)
             if rank == 0:
-                member._hub._thread.run(ask(member._hub, member._position.operation))
+                member._coordinator._thread.run(
+                    ask(member._coordinator, member._trace.operation)
+                )
             member._connection.failed.wait(SOON)
 
     async def ask(hub, operation):
@@ -223,7 +225,7 @@ def test_what_is_long_travels_where_it_differs(together, monkeypatch):
     values = Connection._values
 
     def heard(self, reply):
-        replies.append((len(reply["said"]), len(json.dumps(reply))))
+        replies.append((len(reply["values"]), len(json.dumps(reply))))
         return values(self, reply)
 
     monkeypatch.setattr(Connection, "_values", heard)
@@ -373,7 +375,7 @@ def test_a_chief_that_never_arrives(port):
 @pytest.mark.parametrize(
     ("rank", "count", "run", "reason"),
     [
-        (1, 3, "a", "another process has joined as worker 0 before"),
+        (1, 3, "a", "another process has already joined as worker 0"),
         (1, 2, "a", "it counts 2 workers in the cluster, and the chief counts 3"),
         (1, 3, "b", "the chief there belongs to another run"),
     ],
@@ -413,7 +415,7 @@ def test_who_comes_when_all_are_there_is_refused_at_once(together, port):
     late, _ = together(2, work)
     assert time.monotonic() - begun < SOON / 2
     assert isinstance(late, ClusterError)
-    assert "this machine has joined as worker 0 before" in str(late)
+    assert "this machine has already joined as worker 0" in str(late)
 
 
 @pytest.fixture
@@ -455,7 +457,7 @@ def test_strangers_do_no_harm(waiting_chief, port, sent, capfd):
         except ConnectionError:
             answered = b""  # Closed before all was sent.
     told = [json.loads(line)["type"] for line in answered.splitlines()]
-    assert told in ([], ["challenge"], ["challenge", "stranger"])
+    assert told in ([], ["challenge"], ["challenge", "untrusted"])
     assert capfd.readouterr() == ("", "")
 
 
@@ -514,7 +516,7 @@ def test_the_secret_is_not_said(port):
     ("sender", "sent"),
     [
         ("worker 0", {"type": "failed"}),
-        ("worker 0", {"type": "agree", "operation": "step"}),
+        ("worker 0", {"type": "exchange", "operation": "step"}),
         ("worker 0", {"type": "nonsense"}),
         ("chief", {"type": "failed"}),
         ("chief", {"type": "left", "rank": []}),
@@ -525,9 +527,9 @@ def test_a_message_of_a_member_that_is_none(together, sender, sent):
     def work(member, rank):
         member.agree("start")
         if (sender == "chief") == (rank == 0):
-            writer = member._hub._writers[1] if rank == 0 else None
+            writer = member._coordinator._writers[1] if rank == 0 else None
             writer = writer or member._connection._writer
-            member._connection._thread.soon(writer.write, encode(sent))
+            member._connection._thread.call_soon(writer.write, encode(sent))
         with member.waiting("step"):
             member._connection.failed.wait(SOON)
 
@@ -584,8 +586,8 @@ def test_where_the_chief_listens(port, host, local):
                 ranks,
             )
         )
-        assert members[0]._hub is not None
-        for at, _ in members[0]._hub.addresses:
+        assert members[0]._coordinator is not None
+        for at, _ in members[0]._coordinator.addresses:
             assert ipaddress.ip_address(at).is_loopback == local
         agreed = list(pool.map(lambda m: m.agree("step", m.rank), members))
         assert agreed == [list(ranks)] * len(ranks)
@@ -613,7 +615,7 @@ def test_connections_notice_a_machine_that_is_gone(together):
 
     def work(member, rank):
         writers = [member._connection._writer]
-        writers += member._hub._writers.values() if rank == 0 else []
+        writers += member._coordinator._writers.values() if rank == 0 else []
         for writer in writers:
             connection = writer.get_extra_info("socket")
             assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
@@ -649,7 +651,7 @@ def test_a_rank_that_is_not_there(rank):
         (["[::1]:2222"], ("::1", 2223)),
     ],
 )
-def test_hub_address(addresses, expected, monkeypatch):
+def test_coordinator_address(addresses, expected, monkeypatch):
     monkeypatch.delenv("KERAS_STRATEGY_PORT", raising=False)
     assert hub_address(addresses) == expected
     monkeypatch.setenv("KERAS_STRATEGY_PORT", "9999")

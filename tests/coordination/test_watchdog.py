@@ -6,7 +6,7 @@ from keras_strategy.workers.watchdog import (
     ANSWER_SECONDS,
     DEADLOCK_SECONDS,
     LEFT_SECONDS,
-    VERDICT_SECONDS,
+    RELAY_SECONDS,
     Fail,
     Operation,
     Send,
@@ -31,7 +31,7 @@ def look(watchdog, operation, begin, end):
     done = []
     now = begin
     while now < end:
-        actions = [a for a in watchdog.look(operation, now) if a != SUSPECTS]
+        actions = [a for a in watchdog.check(operation, now) if a != SUSPECTS]
         done += [(now, action) for action in actions]
         now += watchdog.interval
     return done
@@ -50,7 +50,7 @@ def test_the_hub_is_asked_once_the_time_is_over(watchdog):
 
 
 def test_the_hub_finds_out_soon_whether_all_wait_for_each_other(watchdog):
-    looked = [now for now in range(10) if watchdog.look(STEP, now) == [SUSPECTS]]
+    looked = [now for now in range(10) if watchdog.check(STEP, now) == [SUSPECTS]]
     assert looked == [DEADLOCK_SECONDS + 1]
 
 
@@ -64,7 +64,7 @@ def test_each_operation_has_its_own_time(watchdog):
 def test_a_hub_that_answers_is_asked_again(watchdog):
     """All may be there, and the last one have come just now."""
     assert look(watchdog, STEP, 0, 12) == [(11.0, asks())]
-    assert watchdog.hear({"type": "report"}, 11.5) == []
+    assert watchdog.on_message({"type": "report"}, 11.5) == []
     again = 12 + ANSWER_SECONDS
     assert look(watchdog, STEP, 12, again + 1) == [(again, asks())]
 
@@ -78,14 +78,14 @@ def test_a_hub_that_does_not_answer_is_to_blame(watchdog):
 
 
 def test_what_was_heard_before_is_no_answer(watchdog):
-    watchdog.hear({"type": "report"}, 0.5)
+    watchdog.on_message({"type": "report"}, 0.5)
     assert isinstance(look(watchdog, STEP, 1, 30)[-1][1], Fail)
 
 
 @pytest.mark.parametrize("begin", [0.0, 3.0])
 def test_the_others_get_on_for_a_while_without_one_that_left(watchdog, begin):
     assert look(watchdog, None, 0, 1) == []
-    assert watchdog.hear({"type": "left", "rank": 2}, 1.0) == []
+    assert watchdog.on_message({"type": "left", "rank": 2}, 1.0) == []
     operation = Operation(7, "step", begin)
     *before, (when, told), (later, failure) = look(watchdog, operation, begin, 20)
     assert before == []
@@ -93,7 +93,7 @@ def test_the_others_get_on_for_a_while_without_one_that_left(watchdog, begin):
     why = "worker 1 ended while worker 0 was waiting for it in `step`"
     assert told == Send({"type": "failed", "message": why, "details": ""})
     # The hub has not told it back.
-    assert later == when + VERDICT_SECONDS
+    assert later == when + RELAY_SECONDS
     assert failure == Fail(why)
 
 
@@ -109,53 +109,53 @@ def test_the_time_while_it_was_stopped_does_not_count(watchdog):
 
 def test_a_message_that_wakes_it_does_not_hide_that_it_was_stopped(watchdog):
     look(watchdog, STEP, 0, 5)
-    watchdog.hear({"type": "report"}, 1000.0)
+    watchdog.on_message({"type": "report"}, 1000.0)
     assert watchdog.waited(STEP, 1000.0) == 0
     assert look(watchdog, STEP, 1000.5, 1005) == []
 
 
 def test_a_failure_is_final_when_the_hub_tells_it(watchdog):
-    told = watchdog.fail("worker 0 raised E", "a trace", 3.0)
+    told = watchdog.report_failure("worker 0 raised E", "a trace", 3.0)
     message = {"type": "failed", "message": "worker 0 raised E", "details": "a trace"}
     assert told == [Send(message)]
-    assert watchdog.hear(message, 3.1) == [Fail("worker 0 raised E", "a trace")]
+    assert watchdog.on_message(message, 3.1) == [Fail("worker 0 raised E", "a trace")]
     assert look(watchdog, STEP, 4, 100) == []
 
 
 def test_another_failure_may_come_first(watchdog):
-    watchdog.fail("worker 0 raised E", "", 3.0)
+    watchdog.report_failure("worker 0 raised E", "", 3.0)
     other = {"type": "failed", "message": "worker 1 raised E", "details": ""}
-    assert watchdog.hear(other, 3.1) == [Fail("worker 1 raised E")]
-    assert watchdog.hear(other, 3.2) == []
-    assert watchdog.lose("it ended") == []
+    assert watchdog.on_message(other, 3.1) == [Fail("worker 1 raised E")]
+    assert watchdog.on_message(other, 3.2) == []
+    assert watchdog.on_disconnect("it ended") == []
 
 
 def test_after_a_failure_nothing_is_asked(watchdog):
-    assert watchdog.hear({"type": "failed", "message": "E", "details": ""}, 1.0)
+    assert watchdog.on_message({"type": "failed", "message": "E", "details": ""}, 1.0)
     assert look(watchdog, STEP, 1.5, 100) == []
 
 
 def test_the_first_failure_of_its_own_counts(watchdog):
-    watchdog.fail("the first", "", 3.0)
-    watchdog.fail("the second", "", 4.0)
-    until = 3.0 + VERDICT_SECONDS
+    watchdog.report_failure("the first", "", 3.0)
+    watchdog.report_failure("the second", "", 4.0)
+    until = 3.0 + RELAY_SECONDS
     assert look(watchdog, None, 3.5, until + 2)[0][1] == Fail("the first")
 
 
 def test_a_chief_that_is_gone(watchdog):
-    gone = "chief is gone without a word (its process was killed or crashed)"
-    why = "is gone without a word (its process was killed or crashed)"
-    assert watchdog.lose(why) == [Fail(gone)]
+    gone = "chief disconnected without notice (its process was killed or crashed)"
+    why = "disconnected without notice (its process was killed or crashed)"
+    assert watchdog.on_disconnect(why) == [Fail(gone)]
 
 
 def test_a_chief_that_is_gone_before_it_told_a_failure(watchdog):
-    watchdog.fail("worker 0 raised E", "", 3.0)
-    assert watchdog.lose("it ended") == [Fail("worker 0 raised E")]
+    watchdog.report_failure("worker 0 raised E", "", 3.0)
+    assert watchdog.on_disconnect("it ended") == [Fail("worker 0 raised E")]
 
 
 def test_a_chief_that_has_left(watchdog):
-    watchdog.hear({"type": "left", "rank": 0}, 1.0)
-    assert watchdog.lose("it ended") == []
+    watchdog.on_message({"type": "left", "rank": 0}, 1.0)
+    assert watchdog.on_disconnect("it ended") == []
     # Nobody is there to tell it.
     ((when, failure),) = look(watchdog, STEP, 1, 20)
     assert when == 1 + LEFT_SECONDS + 1
@@ -165,4 +165,4 @@ def test_a_chief_that_has_left(watchdog):
 def test_who_leaves_waits_for_nobody(watchdog):
     watchdog.leave()
     assert look(watchdog, STEP, 0, 100) == []
-    assert watchdog.lose("it ended") == []
+    assert watchdog.on_disconnect("it ended") == []

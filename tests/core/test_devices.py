@@ -34,7 +34,7 @@ def test_what_is_no_name(name):
     ("devices", "says"),
     [
         ([], "at least one device"),
-        (["cpu:0", "cpu:9"], r"not there: \['cpu:9'\]"),
+        (["cpu:0", "cpu:9"], r"not available: \['cpu:9'\]"),
         (["cpu:0", "/device:CPU:0"], r"more than once: \['cpu:0'\]"),
         ("cpu:0", r"list of device names, such as \['cpu:0'\]"),
         (["cpu:0", "nonsense?"], "kind and index"),
@@ -56,7 +56,7 @@ def test_mixed_kinds():
 
 
 def test_one_device():
-    with pytest.raises(ValueError, match="not there"):
+    with pytest.raises(ValueError, match="not available"):
         ks.OneDeviceStrategy("cpu:7")
     strategy = ks.OneDeviceStrategy("/cpu:1")
     assert strategy.extended.worker_devices == ("cpu:1",)

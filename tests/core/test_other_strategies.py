@@ -72,7 +72,7 @@ def test_a_value_of_another_strategy(strategies, use):
         with pytest.raises(ValueError) as caught:
             USES[use](strategies[to], value)
         said = str(caught.value)
-        assert f"`{use.split()[0].strip(',')}` was given a value of another" in said
+        assert f"`{use.split()[0].strip(',')}` received a value of another" in said
         assert f"it has {of} component(s)" in said and f"has {to} replica(s)" in said
 
 
@@ -95,10 +95,10 @@ def test_inside_merge_call(strategies, options):
     def give_back():
         return ks.get_replica_context().merge_call(lambda strategy: foreign)
 
-    with pytest.raises(ValueError, match="`reduce` was given a value of another str"):
+    with pytest.raises(ValueError, match="`reduce` received a value of another str"):
         strategies[2].run(reduce, options=options)
     if keras.backend.backend() != "jax" or options is not None:
-        with pytest.raises(ValueError, match="`merge_call` was given a value of ano"):
+        with pytest.raises(ValueError, match="`merge_call` received a value of ano"):
             strategies[2].run(give_back, options=options)
 
 
@@ -110,7 +110,7 @@ def test_it_cannot_be_assigned(strategies):
         def assign(value=value):
             v.assign(value)
 
-        expected = rf"is no tensor: it has {value.count} component\(s\)"
+        expected = rf"is not a tensor: it has {value.count} component\(s\)"
         with pytest.raises(TypeError, match=expected):
             v.assign(value)
         with pytest.raises(TypeError, match=expected):
@@ -127,7 +127,7 @@ def test_what_each_replica_of_another_strategy_holds(strategies):
         v, s = on_read(strategies[of]), strategies[to]
         for use in USES:
             if not use.startswith("run") and use != "reduce_to it":
-                with pytest.raises(ValueError, match="given a value of another strat"):
+                with pytest.raises(ValueError, match="received a value of another strat"):
                     USES[use](s, v)
         for options in (None, UNCOMPILED):
             with pytest.raises(ValueError, match="was used by a replica of"):
@@ -153,5 +153,5 @@ def test_a_mirrored_variable_of_another_strategy(strategies):
         own = variable(s)
         s.extended.update(own, lambda c, x: c.assign(x), (v,))
         assert results(s, own) == [[2.0]] * to
-        with pytest.raises(ValueError, match="`experimental_local_results` was given"):
+        with pytest.raises(ValueError, match="`experimental_local_results` received"):
             s.experimental_local_results(v)

@@ -72,16 +72,16 @@ def test_collectives_outside_of_the_replica(call, two):
     kept = []
     two.run(lambda: kept.append(context()))
     for place in (two.scope(), ks.OneDeviceStrategy("cpu:0").scope()):
-        with place, pytest.raises(RuntimeError, match="outside of its replica"):
+        with place, pytest.raises(RuntimeError, match="outside its replica"):
             call(kept[0])
-    with pytest.raises(RuntimeError, match="outside of its replica"):
+    with pytest.raises(RuntimeError, match="outside its replica"):
         call(kept[0])
 
     def fn():
         c = context()
         return c.merge_call(lambda strategy: call(c))
 
-    with pytest.raises(RuntimeError, match="outside of its replica"):
+    with pytest.raises(RuntimeError, match="outside its replica"):
         two.run(fn)
 
 

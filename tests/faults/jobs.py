@@ -140,7 +140,7 @@ def _cut(program: Program) -> None:
 
 def _no_message(program: Program) -> None:
     connection = program.member._connection
-    connection._thread.soon(connection._writer.write, b"\x80\x04 no message\n")
+    connection._thread.call_soon(connection._writer.write, b"\x80\x04 no message\n")
 
 
 # What comes from outside of the program, at any time.

@@ -34,7 +34,7 @@ OF_CHIEF = ("save_own_variables",)
 TOLD = ("reading data", "own rows", *OF_CHIEF)
 
 PEER_FAILED = 76
-GONE = "{victim} is gone without a word"
+GONE = "{victim} disconnected without notice"
 # Before it has joined, nobody has known it.
 NOT_THERE = f"{{victim}} has not arrived within {TIMEOUT_SECONDS} s"
 DIFFER = r"All workers must .*(differ|Received|different)"
@@ -101,7 +101,7 @@ FAULTS = {
         Fault(
             "its connection is cut",
             ROUNDS[1:],
-            rf"{GONE}|worker 0 is gone without a word",
+            rf"{GONE}|worker 0 disconnected without notice",
             (PEER_FAILED,),
         ),
         Fault(

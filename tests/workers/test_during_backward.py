@@ -49,7 +49,7 @@ def test_a_loop_with_steps_that_fail(two_workers):
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("killed", "worker 1 is gone without a word"),
+        ("killed", "worker 1 disconnected without notice"),
         ("raises", "worker 1 raised ValueError: the disk is full"),
     ],
 )

@@ -84,7 +84,7 @@ def test_a_manager_of_the_users(two):
 
 def test_refusals(two, tmp_path):
     make = ks.experimental.PreemptionCheckpointHandler
-    with pytest.raises(ValueError, match="must say what to save"):
+    with pytest.raises(ValueError, match="must be an object to save"):
         make(None, None)
     outside = keras.Variable(np.zeros(2))
     with pytest.raises(ValueError, match="in the scope of a strategy"):
@@ -99,5 +99,5 @@ def test_refusals(two, tmp_path):
     resolver = ks.cluster_resolver.SimpleClusterResolver(
         ks.cluster_resolver.ClusterSpec(spec), task_type="chief", task_id=0
     )
-    with pytest.raises(RuntimeError, match="Make the MultiWorkerMirroredStrategy"):
+    with pytest.raises(RuntimeError, match="Create the MultiWorkerMirroredStrategy"):
         make(resolver, {"a": inside}, tmp_path)

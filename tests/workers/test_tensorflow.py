@@ -41,7 +41,7 @@ def test_all_workers_shuffle_alike(results):
     # Of the second, one device would draw once more in each epoch.
     assert drawn == [10, 10]
     outputs = results[1]
-    assert [said.count("nobody knows the length") for said in outputs] == [1, 0]
+    assert [said.count("data has an unknown length") for said in outputs] == [1, 0]
 
 
 def test_collectives_in_loops(starter):

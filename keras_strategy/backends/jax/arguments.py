@@ -1,11 +1,17 @@
-"""What a function is called with, taken apart into arrays and everything else."""
+"""Compiled functions of `run`: their arguments, variables and programs.
+
+A program is compiled for the structure, shapes and Python constants of its arguments,
+which make up its cache key, and for the Keras variables that the function uses. A JAX
+program has no state: it receives the variables' values and returns the new ones.
+Tracing discovers the variables. A trace that meets a new variable is discarded, and the
+next one passes it.
+"""
 
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import keras
 import numpy as np
 from keras import tree
 
@@ -14,8 +20,8 @@ from keras_strategy.backends.jax.sharded import (
     ShardedPerReplica,
     UnevenPerReplica,
     is_array,
-    joined,
-    types_of,
+    shapes_and_dtypes,
+    to_sharded,
 )
 from keras_strategy.rules import draws
 from keras_strategy.rules.batches import batch_of, carries_rows
@@ -28,12 +34,12 @@ from keras_strategy.values.distributed import (
 )
 from keras_strategy.values.keys import is_same, value_key
 
-# What holds no other arguments.
-_LEAVES = (ShardedPerReplica, jax.Array, np.ndarray)
+# Types that are no structures of other arguments.
+_LEAF_TYPES = (ShardedPerReplica, jax.Array, np.ndarray)
 
 
-class NotOneProgram(Exception):
-    """A PerReplica value has components that one program cannot be compiled for."""
+class DifferentReplicas(Exception):
+    """A PerReplica value has components that one program cannot serve."""
 
 
 @dataclass(frozen=True)
@@ -45,26 +51,26 @@ class Constant:
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A leaf that the program is called with.
+    """A leaf that is an input or output of the program.
 
-    Compared by identity, as Python does fastest: those of arguments are these three.
+    Compared by identity, which is fast: arguments use the four instances below.
 
     Attributes:
-        split: Whether every replica gets its part of it.
-        scalar: Whether that part is a scalar.
-        of_batch: Whether that part is rows of a distributed dataset.
-        total: Of an output, which of the program's sums over the replicas is its own.
+        split: Each replica has a component.
+        scalar: The component is a scalar.
+        is_batch: The component is rows of a distributed dataset.
+        total: The index of an output's sum among the program's sums over replicas.
     """
 
     split: bool
     scalar: bool = False
-    of_batch: bool = False
+    is_batch: bool = False
     total: int | None = None
 
 
-_WHOLE = Tensor(split=False)
-_PARTS = Tensor(split=True)
-_ROWS = Tensor(split=True, of_batch=True)
+_REPLICATED = Tensor(split=False)
+_COMPONENTS = Tensor(split=True)
+_BATCH_ROWS = Tensor(split=True, is_batch=True)
 _SCALARS = Tensor(split=True, scalar=True)
 
 
@@ -73,20 +79,20 @@ class Arguments:
     """The arguments of one call.
 
     Attributes:
-        structure: Of `(args, kwargs)`, with a Constant or Tensor for each leaf.
-        arrays: The arrays of the Tensor leaves, in order, placed on the devices.
-        key: Equal for calls that one program can serve.
-        of_all: Whether this worker knows what distributed values the others bring. It
-            does of what a program of all workers returned, and of a dataset's elements.
+        structure: The structure of `(args, kwargs)` with Constant and Tensor leaves.
+        arrays: The global arrays of the Tensor leaves, in order.
+        key: The cache key: equal for calls that one program can serve.
+        is_global: True if this worker knows the other workers' distributed values,
+            such as a program's outputs or a dataset's elements.
     """
 
     structure: Any
     arrays: list[jax.Array]
     key: Any
-    of_all: bool
+    is_global: bool
 
     def restore(self, tensors: list[Any]) -> tuple[tuple, dict]:
-        """The arguments of one replica, made of what the program got for the arrays."""
+        """Rebuild one replica's arguments from the traced tensors."""
         remaining = iter(tensors)
 
         def leaf(x):
@@ -98,30 +104,30 @@ class Arguments:
         return tree.map_structure(leaf, self.structure)
 
 
-def take_apart(
+def flatten_arguments(
     args: tuple, kwargs: dict, distribution: ReplicaDistribution
 ) -> Arguments:
-    """Places the arrays of arguments and tells them from the rest.
+    """Separate arrays, which are placed on the devices, from constants.
 
     Python numbers are constants, as in tf.function: a function may use them as a
     range or a shape. A number that changes with every step should be an array.
 
     Raises:
-        NotOneProgram: If the replicas' parts of a value differ in shape or dtype, or
-            in what is no tensor.
-        ValueError: If a value has another number of components.
+        DifferentReplicas: If the components of a value differ in shape or dtype, or in
+            a constant.
+        ValueError: If a value has a wrong number of components.
     """
     if not kwargs:
-        # The usual call. What follows for any other takes longer than all else.
+        # Fast path for a dataset's values. The general path dominates a step's cost.
         leaves, arrays = [], []
         key: list[Any] = [len(args)]
         batch, exact = None, draws.settings.exact
         for x in args:
             if type(x) is not ShardedPerReplica or x.distribution is not distribution:
                 break
-            leaf, aval = _SCALARS if x.scalars else _PARTS, x.array.aval
-            if leaf is _PARTS and x.batch is not None and exact:
-                leaf, batch = _ROWS, batch or x.batch
+            leaf, aval = _SCALARS if x.scalars else _COMPONENTS, x.array.aval
+            if leaf is _COMPONENTS and x.batch is not None and exact:
+                leaf, batch = _BATCH_ROWS, batch or x.batch
                 if x.batch is not batch:
                     break
             leaves.append(leaf)
@@ -129,49 +135,49 @@ def take_apart(
             key += (leaf, aval.shape, aval.dtype, aval.weak_type)
         else:
             return Arguments((tuple(leaves), {}), arrays, tuple(key), True)
-    return _taken_apart((args, kwargs), distribution)
+    return _flatten_general((args, kwargs), distribution)
 
 
-def _taken_apart(arguments: Any, distribution: ReplicaDistribution) -> Arguments:
-    """`take_apart` of what is not a few values of a dataset."""
-    arrays, replicas, of_all = [], len(distribution.devices), True
+def _flatten_general(arguments: Any, distribution: ReplicaDistribution) -> Arguments:
+    arrays, replicas, is_global = [], len(distribution.devices), True
     batch = batch_of(*arguments)
 
     def leaf(x):
-        nonlocal of_all
+        nonlocal is_global
         if isinstance(x, DistributedValues):
-            of_all = of_all and (
+            is_global = is_global and (
                 isinstance(x, ShardedPerReplica) and x.belongs_to(distribution)
             )
             if x.count != replicas:
                 raise of_another_strategy(x, "run", replicas)
             if isinstance(x, UnevenPerReplica):
-                raise NotOneProgram(x)
+                raise DifferentReplicas(x)
             if isinstance(x, ShardedPerReplica) or all(map(is_array, x.values)):
-                value = _joined(x, distribution)
+                value = _sharded(x, distribution)
                 arrays.append(value.array)
                 if value.scalars:
                     return _SCALARS
-                return _ROWS if batch is not None and carries_rows(x) else _PARTS
+                has_rows = batch is not None and carries_rows(x)
+                return _BATCH_ROWS if has_rows else _COMPONENTS
             first = x.values[0]
             if all(is_same(c, first) for c in x.values[1:]):
                 return Constant(first)
-            raise NotOneProgram(x)
-        # Python numbers are left to the trace, and so are arrays of objects.
+            raise DifferentReplicas(x)
+        # Python numbers and arrays of objects are left to the trace.
         if isinstance(x, jax.Array) or is_numeric_array(x):
             arrays.append(put(jnp.asarray(x), distribution.everywhere))
-            return _WHOLE
+            return _REPLICATED
         return Constant(x)
 
     args, kwargs = arguments
-    if not kwargs and all(isinstance(x, _LEAVES) for x in args):
+    if not kwargs and all(isinstance(x, _LEAF_TYPES) for x in args):
         leaves = [leaf(x) for x in args]
-        structure, shape = (tuple(leaves), {}), len(leaves)
+        structure, structure_key = (tuple(leaves), {}), len(leaves)
     else:
         structure = tree.map_structure(leaf, arguments)
         leaves = tree.flatten(structure)
-        shape = jax.tree.structure(tree.map_structure(lambda _: 0, structure))
-    key: list[Any] = [shape]
+        structure_key = jax.tree.structure(tree.map_structure(lambda _: 0, structure))
+    key: list[Any] = [structure_key]
     remaining = iter(arrays)
     for x in leaves:
         if isinstance(x, Constant):
@@ -179,40 +185,40 @@ def _taken_apart(arguments: Any, distribution: ReplicaDistribution) -> Arguments
         else:
             aval = next(remaining).aval
             key += (x, aval.shape, aval.dtype, aval.weak_type)
-    return Arguments(structure, arrays, tuple(key), of_all)
+    return Arguments(structure, arrays, tuple(key), is_global)
 
 
-def described(arguments: Any, distribution: ReplicaDistribution) -> list[Any]:
-    """What all workers must have in common to be one program, in values of JSON."""
+def describe_arguments(arguments: Any, distribution: ReplicaDistribution) -> list[Any]:
+    """Return, as JSON values, what must be equal on all workers for one program."""
 
     def leaf(x):
         if isinstance(x, ShardedPerReplica) and x.belongs_to(distribution):
-            return ["all replicas'", str(x.array.dtype), list(x.array.shape)]
+            return ["global", str(x.array.dtype), list(x.array.shape)]
         if isinstance(x, DistributedValues):
             if not all(map(is_array, x.values)):
-                return ["objects", *(_simple(value) for value in x.values)]
-            types = types_of(x.values)
-            return ["parts", [[list(shape), dtype] for shape, dtype in types]]
+                return ["objects", *(_json_value(value) for value in x.values)]
+            types = shapes_and_dtypes(x.values)
+            return ["components", [[list(shape), dtype] for shape, dtype in types]]
         if isinstance(x, jax.Array) or is_numeric_array(x):
-            return ["whole", str(x.dtype), list(np.shape(x))]
-        return ["constant", _simple(x)]
+            return ["replicated", str(x.dtype), list(np.shape(x))]
+        return ["constant", _json_value(x)]
 
     return [leaf(x) for x in tree.flatten(arguments)]
 
 
 def is_uneven(arguments: Any) -> bool:
-    """Whether all workers know that one program does not serve all replicas."""
+    """Return True if all workers know that one program cannot serve all replicas."""
     return any(isinstance(x, UnevenPerReplica) for x in tree.flatten(arguments))
 
 
-def _simple(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
     return type(value).__name__
 
 
-def of_first_replica(arguments: Any, replicas: int) -> Any:
-    """The arguments as they would be if all replicas had those of the first."""
+def repeat_first_replica(arguments: Any, replicas: int) -> Any:
+    """Return the arguments with the first replica's components for all replicas."""
     return tree.map_structure(
         lambda x: (
             PerReplica([x.values[0]] * replicas)
@@ -223,21 +229,16 @@ def of_first_replica(arguments: Any, replicas: int) -> Any:
     )
 
 
-def _joined(
+def _sharded(
     value: DistributedValues, distribution: ReplicaDistribution
 ) -> ShardedPerReplica:
     if isinstance(value, ShardedPerReplica) and value.belongs_to(distribution):
         return value
-    if len(set(types_of(value.values))) > 1:
-        raise NotOneProgram(value)
-    return joined(value, distribution)
+    if len(set(shapes_and_dtypes(value.values))) > 1:
+        raise DifferentReplicas(value)
+    return to_sharded(value, distribution)
 
 
 def _constant_key(value: Any) -> Any:
     key = value_key(value)
     return Identity(value) if key is None else key
-
-
-def bare(leaf: Any) -> Any:
-    """A variable's value in the place of the variable."""
-    return leaf.value if isinstance(leaf, keras.Variable) else leaf

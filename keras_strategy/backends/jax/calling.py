@@ -1,8 +1,4 @@
-"""Calls compiled programs with the variables' values, and writes what they assign.
-
-This is all of our Python in a step of `run` whose program is known, so it is written to
-call little: tests/speed counts the calls.
-"""
+"""Calls of compiled programs with the variables' values."""
 
 import threading
 from typing import Any
@@ -11,24 +7,29 @@ import jax
 from keras import tree
 
 from keras_strategy.backends.jax import hooks_state as keras_state
-from keras_strategy.backends.jax import marks, on_read, state
 from keras_strategy.backends.jax.arguments import Constant, Tensor
 from keras_strategy.backends.jax.distribution import ReplicaDistribution
+from keras_strategy.backends.jax.marks import discard_note
+from keras_strategy.backends.jax.on_read import replica_values, set_replica_values
 from keras_strategy.backends.jax.programs import Outputs, Program
 from keras_strategy.backends.jax.sharded import ShardedPerReplica
+from keras_strategy.backends.jax.state import (
+    donatable_arrays,
+    readable_arrays,
+    set_program_outputs,
+)
 from keras_strategy.backends.jax.workers import JaxWorkers
 
-# Programs of two Python threads must reach all their devices in the same order: each
-# would wait for the other's collectives else.
-_dispatch = threading.Lock()
+# Programs of two Python threads must reach all devices in the same order. Otherwise
+# each would wait for the collectives of the other.
+_dispatch_lock = threading.Lock()
 
 
-class Caller:
-    """Calls the programs of one group.
+class ProgramCaller:
+    """Caller of one group's programs.
 
-    Args:
-        distribution: The group's layouts.
-        workers: The processes that it belongs to, or None for this one alone.
+    This is all of the Python code of a cached step, so it makes few calls: tests/speed
+    counts them.
     """
 
     def __init__(self, distribution: ReplicaDistribution, workers: JaxWorkers | None):
@@ -37,23 +38,18 @@ class Caller:
         self._previous: Outputs | None = None
 
     def call(self, program: Program, arrays: list[jax.Array]) -> Any:
-        """What the function returns that a program was compiled of.
-
-        Args:
-            program: The program.
-            arrays: Its arguments.
-        """
+        """Call a program and return the function's outputs."""
         if self._workers is None:
-            with _dispatch:
+            with _dispatch_lock:
                 outputs, totals = self._call(program, arrays)
         else:
-            with _dispatch, self._workers.waiting(f"strategy.run({program.name})"):
-                # The devices work on the call before while Python prepares this one.
+            with _dispatch_lock, self._workers.waiting(f"strategy.run({program.name})"):
+                # The devices run the previous call while Python prepared this one.
                 jax.block_until_ready(self._previous)
                 outputs, totals = self._call(program, arrays)
             self._previous = outputs
         structure, distribution = outputs.structure.it, self._distribution
-        if type(structure) is Tensor:  # mostly: a loss
+        if type(structure) is Tensor:  # the usual output: a loss
             total = None if structure.total is None else totals[structure.total]
             return ShardedPerReplica(
                 outputs.arrays[0], structure.scalar, distribution, total
@@ -69,42 +65,43 @@ class Caller:
         return tree.map_structure(leaf, structure)
 
     def _call(self, program: Program, arrays: list[jax.Array]) -> tuple[Outputs, list]:
-        """The outputs, and the sums over the replicas.
+        """Return the outputs and the sums over replicas.
 
-        From the reading of the state to its writing nothing comes between: one of two
-        threads would be given arrays that the program of the other overwrites.
+        Runs under the lock from reading the variables to writing them: otherwise
+        another thread could read arrays that this program donates.
         """
         program.renew_seed()
-        written, local, read = self.state(program)
+        written, local, read = self.variable_arrays(program)
         try:
             outputs, totals, values, local, aggregated = program.call(
                 written, local, read, arrays
             )
-            if self._distribution.one_at_a_time:
+            if self._distribution.synchronous:
                 jax.block_until_ready((outputs, values, local, aggregated))
         except Exception as error:
             if any(array.is_deleted() for array in (*written, *local)):
                 error.add_note(
-                    "keras_strategy: the step had begun, and the variables that it "
-                    "assigns are lost. Load them from a checkpoint to go on."
+                    "keras_strategy: the step had started, and the values of the "
+                    "variables that it assigns are lost. Load them from a checkpoint "
+                    "to continue."
                 )
             raise
         if self._distribution.home is None:
-            state.give(program.written, values)
+            set_program_outputs(program.written, values)
         else:
-            keras_state.set_arrays(program.written, self._distribution.kept(values))
+            keras_state.set_arrays(program.written, self._distribution.to_home(values))
         program.release_seed()
         if local:
-            on_read.remember(program.local, aggregated, local)
+            set_replica_values(program.local, aggregated, local)
         return outputs, totals
 
-    def state(self, program: Program) -> tuple[list, list, list]:
-        """The values of the variables that a program is called with."""
+    def variable_arrays(self, program: Program) -> tuple[list, list, list]:
+        """Return the arrays of the written, local and read variables."""
         sharding_of = self._distribution.sharding_of
-        for variable in program.others:
-            marks.forget(variable)  # they may be on other devices
+        for variable in program.foreign:
+            discard_note(variable)  # its array may be on other devices
         return (
-            state.to_overwrite(program.written, sharding_of),
-            [on_read.locals_of(v, self._distribution) for v in program.local],
-            state.to_read(program.read, sharding_of),
+            donatable_arrays(program.written, sharding_of),
+            [replica_values(v, self._distribution) for v in program.local],
+            readable_arrays(program.read, sharding_of),
         )

@@ -1,10 +1,4 @@
-"""`run`: a function of one replica, compiled into one program for all of them.
-
-Keras variables are state, and a program of JAX has none: it gets the variables' values
-and returns their new ones. Which variables those are is found out by tracing: the
-first trace of a function meets variables that the program does not thread yet, is
-thrown away, and the second trace threads them.
-"""
+"""Compilation and calls of the functions of `run`."""
 
 import contextlib
 from collections.abc import Callable
@@ -16,13 +10,13 @@ import jax
 from keras_strategy.backends.jax import hooks_state as keras_state
 from keras_strategy.backends.jax.arguments import (
     Arguments,
-    NotOneProgram,
-    described,
+    DifferentReplicas,
+    describe_arguments,
+    flatten_arguments,
     is_uneven,
-    of_first_replica,
-    take_apart,
+    repeat_first_replica,
 )
-from keras_strategy.backends.jax.calling import Caller
+from keras_strategy.backends.jax.calling import ProgramCaller
 from keras_strategy.backends.jax.compiling import Compiler
 from keras_strategy.backends.jax.distribution import ReplicaDistribution
 from keras_strategy.backends.jax.programs import (
@@ -30,7 +24,7 @@ from keras_strategy.backends.jax.programs import (
     NewVariables,
     Program,
 )
-from keras_strategy.backends.jax.threaded import ThreadedRunner
+from keras_strategy.backends.jax.threaded import EagerRunner
 from keras_strategy.backends.jax.workers import JaxWorkers
 from keras_strategy.core.own_attributes import set_for_nobody
 from keras_strategy.hooks.adoption import adopt
@@ -43,14 +37,7 @@ if TYPE_CHECKING:
 
 
 class Runner:
-    """Compiles and calls functions for the replicas of one group.
-
-    Args:
-        strategy: The strategy.
-        devices: Canonical names of its devices.
-        distribution: Their layouts.
-        workers: The processes that they belong to, or None for this one alone.
-    """
+    """Runner of functions on the replicas of one group."""
 
     def __init__(
         self,
@@ -63,8 +50,8 @@ class Runner:
         self._distribution = distribution
         self._replicas = len(devices)
         self._workers = workers
-        self._threaded = ThreadedRunner(strategy, devices, distribution, workers)
-        self._caller = Caller(distribution, workers)
+        self._eager = EagerRunner(strategy, devices, distribution, workers)
+        self._caller = ProgramCaller(distribution, workers)
         self._compiler = Compiler(strategy, devices, distribution)
         self._functions = KnownFunctions(Function)
 
@@ -76,30 +63,30 @@ class Runner:
         compiled: bool,
         scope: Callable[[], AbstractContextManager[Any]],
     ) -> Any:
-        """See `ReplicaGroup.run`."""
+        """Implement `ReplicaGroup.run`."""
         function = self._functions.find(fn, compiled)
         arguments = None
         if compiled:
             try:
-                arguments = take_apart(args, kwargs, self._distribution)
-            except NotOneProgram:
+                arguments = flatten_arguments(args, kwargs, self._distribution)
+            except DifferentReplicas:
                 pass
             else:
-                program = self._known(function, arguments)
+                program = self._cached(function, arguments)
                 if program is not None:
                     try:
                         return self._caller.call(program, arguments.arrays)
-                    except _TRACED_AGAIN:
-                        pass  # since a setting of JAX changed; nothing was computed
+                    except _TRACE_ERRORS:
+                        pass  # traced again after a JAX setting changed
                     except BaseException:
                         keras_state.initialize_pending()
                         raise
         with scope():
-            return self._run(fn, function, (args, kwargs), arguments, compiled)
+            return self._run(fn, function, args, kwargs, arguments, compiled)
 
-    def _known(self, function: Function, arguments: Arguments) -> Program | None:
-        """The program for arguments, if it is there and needs no word with others."""
-        if self._workers is None or arguments.of_all:
+    def _cached(self, function: Function, arguments: Arguments) -> Program | None:
+        """Return the cached program if no communication with workers is needed."""
+        if self._workers is None or arguments.is_global:
             return function.programs.get(arguments.key)
         return None
 
@@ -107,28 +94,22 @@ class Runner:
         self,
         fn: Callable[..., Any],
         function: Function,
-        given: tuple[tuple, dict],
+        args: tuple,
+        kwargs: dict,
         arguments: Arguments | None,
         compiled: bool,
     ) -> Any:
-        """Makes the program first, or does without one.
+        """Compile a program and call it, or run the function eagerly.
 
-        Args:
-            fn: The function.
-            function: What is known of it.
-            given: Its arguments.
-            arguments: Them, taken apart; None where one program does not serve all
-                replicas.
-            compiled: Whether it is to be compiled.
+        `arguments` is None if one program cannot serve all replicas.
         """
-        args, kwargs = given
         if compiled and self._workers is not None:
             cluster = self._workers.cluster
-            if not self._is_for_all(cluster, function, arguments, given):
+            if not self._all_workers_agree(cluster, function, arguments, args, kwargs):
                 arguments = None
         if arguments is None:
-            self._learn(fn, function, of_first_replica(given, self._replicas))
-            result = self._threaded.run(fn, args, kwargs, function.draws)
+            self._trace_for_variables(fn, function, args, kwargs)
+            result = self._eager.run(fn, args, kwargs, function.draws)
             self._functions.called(fn)
             return result
 
@@ -142,88 +123,86 @@ class Runner:
                     raise
             program = self._compiler.compile(fn, function, arguments)
             result = self._caller.call(program, arguments.arrays)
-            function.keep(program, arguments.key, fn)
+            function.add_program(program, arguments.key, fn)
             self._functions.called(fn)
             return result
 
         try:
-            return self._until_known(fn, function, attempt)
+            return self._retry_for_new_variables(fn, function, attempt)
         except _CONCRETE_ERRORS as error:
-            raise TypeError(_CONCRETE) from error
+            raise TypeError(_CONCRETE_MESSAGE) from error
 
-    def _is_for_all(
+    def _all_workers_agree(
         self,
         cluster: "Cluster",
         function: Function,
         arguments: Arguments | None,
-        given: Any,
+        args: tuple,
+        kwargs: dict,
     ) -> bool:
-        """Whether all workers call one program, which needs every one of them.
+        """Return True if all workers call the same program.
 
-        They ask each other before a program is compiled. They need not ask again
-        where each can tell from its own arguments what those of the others are. A
-        worker that does something else nevertheless leaves the others waiting in the
-        program, where the watchdog finds them, and tells who is where.
+        Workers compare their arguments before a program is compiled, and later unless
+        each knows the others' arguments from its own. If a worker does something else
+        then, the others wait in the program until the watchdog reports where each
+        worker is.
         """
-        if is_uneven(given):
+        if is_uneven((args, kwargs)):
             return True
-        if arguments is not None and self._known(function, arguments) is not None:
+        if arguments is not None and self._cached(function, arguments) is not None:
             return True
-        mine = described(given, self._distribution)
-        return cluster.differences("strategy.run", mine) is None
+        described = describe_arguments((args, kwargs), self._distribution)
+        return cluster.differences("strategy.run", described) is None
 
-    def _learn(self, fn: Callable[..., Any], function: Function, first: Any) -> None:
-        """Traces a function for the variables that it makes.
+    def _trace_for_variables(
+        self, fn: Callable[..., Any], function: Function, args: tuple, kwargs: dict
+    ) -> None:
+        """Trace a function once, so that it creates its variables.
 
-        Replicas in threads would each make their own.
-
-        Args:
-            fn: The function.
-            function: What is known of it.
-            first: Its arguments, the first replica's for all.
+        Otherwise each replica's thread would create its own.
         """
-        if function.known:
+        if function.is_traced:
             return
+        args, kwargs = repeat_first_replica((args, kwargs), self._replicas)
 
         def attempt():
-            args, kwargs = first
-            arguments = take_apart(args, kwargs, self._distribution)
+            arguments = flatten_arguments(args, kwargs, self._distribution)
             with set_for_nobody():
                 program = self._compiler.compile(fn, function, arguments)
-                values = self._caller.state(program)
+                values = self._caller.variable_arrays(program)
                 jax.eval_shape(program.call, *values, arguments.arrays)
 
-        # Whatever is wrong with the function, its run will tell.
+        # The eager run raises the function's errors.
         with contextlib.suppress(Exception):
-            self._until_known(fn, function, attempt)
-        function.known = True
+            self._retry_for_new_variables(fn, function, attempt)
+        function.is_traced = True
 
-    def _until_known(
+    def _retry_for_new_variables(
         self, fn: Callable[..., Any], function: Function, attempt: Callable[[], Any]
     ) -> Any:
-        """Traces until the program threads all variables that it meets."""
-        made = [""]
+        """Trace until the program passes all variables that the trace uses."""
+        paths = [""]
         try:
             for _ in range(4):
                 try:
                     result = attempt()
-                    function.known = True
+                    function.is_traced = True
                     if any(variable.trainable for variable in function.assigned()):
-                        self._distribution.training()
+                        self._distribution.on_training()
                     return result
                 except NewVariables:
-                    # Those that the trace made are initialised out here.
+                    # Initialize the variables that the trace created.
                     keras_state.initialize_pending()
                     first_values.settle()
-                    made = [v.path for v in function.variables.values()]
+                    paths = [v.path for v in function.variables.values()]
                     adopt(self._strategy, function.assigned())
         except BaseException:
             keras_state.initialize_pending()
             raise
         raise ValueError(
-            f"The function {fn!r} makes new variables every time it is called, such as "
-            f"'{made[-1]}'. Make layers, metrics and variables once, outside of the "
-            "function that `strategy.run` calls."
+            f"The function {fn!r} creates new variables every time it is called, such "
+            f"as '{paths[-1]}'. Create layers, metrics and variables once, outside of "
+            "the function that `strategy.run` calls."
         )
 
 
@@ -232,11 +211,11 @@ _CONCRETE_ERRORS = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-# What a trace raises before its program computes anything.
-_TRACED_AGAIN = (NewVariables, *_CONCRETE_ERRORS)
-_CONCRETE = (
-    "The function given to `strategy.run` made a Python decision on a tensor, such as "
+# Errors of a trace, before its program computes anything.
+_TRACE_ERRORS = (NewVariables, *_CONCRETE_ERRORS)
+_CONCRETE_MESSAGE = (
+    "The function passed to `strategy.run` made a Python decision on a tensor, such as "
     "`if`, `int()` or `range()` of a value or of the replica id. On JAX one compiled "
-    "program serves all replicas, and it has no values yet while Python runs. Use "
-    "`keras.ops.where` or `keras.ops.cond` instead."
+    "program serves all replicas, and tensors have no values while Python traces it. "
+    "Use `keras.ops.where` or `keras.ops.cond` instead."
 )

@@ -1,4 +1,4 @@
-"""How a function of one replica becomes one program for all of them."""
+"""Compiled `run`: one shard_map program for all replicas."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -11,9 +11,13 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from keras import tree
 
-from keras_strategy.backends.jax import on_read, state
-from keras_strategy.backends.jax.arguments import Arguments, Constant, Tensor, bare
+from keras_strategy.backends.jax.arguments import (
+    Arguments,
+    Constant,
+    Tensor,
+)
 from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution
+from keras_strategy.backends.jax.on_read import aggregate
 from keras_strategy.backends.jax.programs import (
     Function,
     NewVariables,
@@ -22,8 +26,10 @@ from keras_strategy.backends.jax.programs import (
     RunScope,
 )
 from keras_strategy.backends.jax.replica import JaxReplica
-from keras_strategy.backends.jax.splitting import Parts, specs
+from keras_strategy.backends.jax.splitting import LocalShards, partition_specs
+from keras_strategy.backends.jax.state import without_weak_type
 from keras_strategy.core import context
+from keras_strategy.core.components import bare
 from keras_strategy.core.replica_context import ReplicaContext
 from keras_strategy.core.row_range import RowRange
 from keras_strategy.core.step_state import StepState
@@ -39,20 +45,15 @@ try:
     _shard_map = jax.shard_map
 except AttributeError:  # jax before 0.6
     from jax.experimental.shard_map import shard_map as _shard_map
-# Its check that outputs are replicated would refuse what each replica writes of its
-# own, and change the gradient of psum.
-_PARAMETERS = inspect.signature(_shard_map).parameters
-_CHECK = "check_vma" if "check_vma" in _PARAMETERS else "check_rep"
+# The replication check of shard_map would reject values that each replica writes, and
+# change the gradient of psum.
+_SHARD_MAP_PARAMETERS = inspect.signature(_shard_map).parameters
+_CHECK = "check_vma" if "check_vma" in _SHARD_MAP_PARAMETERS else "check_rep"
+_NUMPY_TYPES = np.ndarray | np.generic
 
 
 class Compiler:
-    """Makes programs for the replicas of one group.
-
-    Args:
-        strategy: The strategy.
-        devices: Canonical names of its devices.
-        distribution: Their layouts.
-    """
+    """Compiler of programs for the replicas of one group."""
 
     def __init__(
         self,
@@ -67,13 +68,7 @@ class Compiler:
     def compile(
         self, fn: Callable[..., Any], function: Function, arguments: Arguments
     ) -> Program:
-        """Makes a program for the variables that are known.
-
-        Args:
-            fn: The function.
-            function: What is known of it.
-            arguments: Those of its call, taken apart.
-        """
+        """Create a program that passes the variables recorded so far."""
         function.renew_seed()
         mirrored = [
             (key, v) for key, v in function.variables.items() if not is_on_read(v)
@@ -85,7 +80,7 @@ class Compiler:
             written=[v for key, v in mirrored if key in function.written],
             read=[v for key, v in mirrored if key not in function.written],
             local=[v for v in function.variables.values() if is_on_read(v)],
-            others=[
+            foreign=[
                 v
                 for _, v in mirrored
                 if strategy_of_variable(v) not in (None, self._strategy)
@@ -95,114 +90,117 @@ class Compiler:
         )
 
         leaves = [x for x in tree.flatten(arguments.structure) if type(x) is Tensor]
-        places = [place for place, leaf in enumerate(leaves) if leaf.of_batch]
-        dimension_of = self._distribution.dimension_of
-        written_along = [dimension_of(variable) for variable in program.written]
-        read_along = [dimension_of(variable) for variable in program.read]
+        batch_indices = [i for i, leaf in enumerate(leaves) if leaf.is_batch]
+        written_dims = list(map(self._distribution.sharded_dim, program.written))
+        read_dims = list(map(self._distribution.sharded_dim, program.read))
 
         def body(written, local, read, tensors):
-            parts = Parts(self._distribution.replicas)
-            whole = map(parts.whole, written, written_along)
-            whole_read = map(parts.whole, read, read_along)
+            shards = LocalShards(self._distribution.replicas)
+            written = map(shards.gather, written, written_dims)
+            read = map(shards.gather, read, read_dims)
             scope = RunScope(
                 [
-                    *zip(program.written, whole, strict=True),
+                    *zip(program.written, written, strict=True),
                     *zip(program.local, [x[0] for x in local], strict=True),
-                    *zip(program.read, whole_read, strict=True),
+                    *zip(program.read, read, strict=True),
                 ]
             )
-            share = parts if self._distribution.shard is not None else None
-            replica = JaxReplica(self._strategy, self._devices, share)
-            if places:
-                replica.step = self._step_of_rows(
-                    fn, function, tensors, arguments, places
+            is_sharding = self._distribution.shard is not None
+            replica = JaxReplica(
+                self._strategy, self._devices, shards if is_sharding else None
+            )
+            if batch_indices:
+                replica.step = self._batch_step_state(
+                    fn, function, tensors, arguments, batch_indices
                 )
-            place = ReplicaContext(self._strategy, replica)
             args, kwargs = arguments.restore(tensors)
-            # JAX may trace again at any call, which may be outside of every scope.
+            # JAX may trace again at any call, even outside of every scope.
             with (
                 context.strategy_in_charge(self._strategy),
                 self._distribution.scope(),
-                context.replica_in_charge(place),
+                context.replica_in_charge(ReplicaContext(self._strategy, replica)),
                 scope,
             ):
-                result = tree.map_structure(bare, fn(*args, **kwargs))
-            if function.learn(scope) or not program.threads(scope):
+                result = bare(fn(*args, **kwargs))
+            if function.record(scope) or not program.covers(scope):
                 raise NewVariables
             outputs, totals = [], []
 
             def leaf(x):
-                if not (keras.ops.is_tensor(x) or isinstance(x, _NUMPY)):
+                if not (keras.ops.is_tensor(x) or isinstance(x, _NUMPY_TYPES)):
                     return Constant(x)
                 x = jnp.asarray(x)
                 outputs.append(x[None] if x.ndim == 0 else x)
-                if self._adds_up(x, replica):
+                if self._needs_total(x, replica):
                     totals.append(jax.lax.psum(x, AXIS))
                     return Tensor(split=True, scalar=True, total=len(totals) - 1)
                 return Tensor(split=True, scalar=x.ndim == 0)
 
             structure = tree.map_structure(leaf, result)
-            local = [state.strong(scope.state_mapping[id(v)]) for v in program.local]
-            after = [state.strong(scope.state_mapping[id(v)]) for v in program.written]
+
+            def new_values(variables):
+                return [
+                    without_weak_type(scope.state_mapping[id(v)]) for v in variables
+                ]
+
+            local = new_values(program.local)
             return (
                 Outputs(Identity(structure), outputs),
                 totals,
-                list(map(parts.own, after, written_along)),
+                list(map(shards.shard, new_values(program.written), written_dims)),
                 [x[None] for x in local],
-                [
-                    on_read.aggregate(v, x)
-                    for v, x in zip(program.local, local, strict=True)
-                ],
+                list(map(aggregate, program.local, local)),
             )
 
         split, everywhere = PartitionSpec(AXIS), PartitionSpec()
+        written_specs = partition_specs(written_dims)
         tensors = [split if leaf.split else everywhere for leaf in leaves]
-        shard_map: Any = _shard_map  # whose parameters differ between versions
+        shard_map: Any = _shard_map  # its parameters differ between versions
         mapped = shard_map(
             body,
             mesh=self._distribution.mesh,
-            in_specs=(specs(written_along), split, specs(read_along), tensors),
-            out_specs=(split, everywhere, specs(written_along), split, everywhere),
-            **{_CHECK: False, **self._manual()},
+            in_specs=(written_specs, split, partition_specs(read_dims), tensors),
+            out_specs=(split, everywhere, written_specs, split, everywhere),
+            **{_CHECK: False, **self._manual_axes()},
         )
-        layouts = {}
+        shardings = {}
         written = [self._distribution.sharding_of(v) for v in program.written]
-        if self._distribution.of_replicas_alone or any(
+        if self._distribution.has_logical_axes or any(
             sharding.mesh != self._distribution.mesh for sharding in written
         ):
-            # XLA would choose them for what the logical devices share, and keep whole
-            # what is in fewer parts than there are replicas.
+            # Otherwise XLA would choose shardings for variables that logical devices
+            # split, and replicate variables with fewer shards than replicas.
             split, everywhere = self._distribution.split, self._distribution.everywhere
-            layouts["out_shardings"] = (split, everywhere, written, split, everywhere)
-        program.call = jax.jit(mapped, donate_argnums=(0, 1), **layouts)
+            shardings["out_shardings"] = (split, everywhere, written, split, everywhere)
+        program.call = jax.jit(mapped, donate_argnums=(0, 1), **shardings)
         return program
 
-    def _manual(self) -> dict[str, Any]:
-        """What says that a program is written for the replicas' axis alone."""
-        if not self._distribution.of_replicas_alone:
+    def _manual_axes(self) -> dict[str, Any]:
+        """Return the arguments that make only the replica axis manual."""
+        if not self._distribution.has_logical_axes:
             return {}
-        if "axis_names" in _PARAMETERS:
+        if "axis_names" in _SHARD_MAP_PARAMETERS:
             return {"axis_names": {AXIS}}
         return {"auto": frozenset(self._distribution.mesh.axis_names) - {AXIS}}
 
-    def _step_of_rows(
+    def _batch_step_state(
         self,
         fn: Callable[..., Any],
         function: Function,
         tensors: Sequence[Any],
         arguments: Arguments,
-        places: Sequence[int],
+        batch_indices: Sequence[int],
     ) -> StepState:
-        """What is true of a replica that is given rows of a distributed dataset.
+        """Return the step state of a replica that receives a dataset's rows.
 
         Args:
             fn: The function.
-            function: What is known of it.
-            tensors: What the program got for the arrays of the arguments.
-            arguments: The arguments, taken apart.
-            places: Those of the rows among the tensors.
+            function: Its recorded variables and draws.
+            tensors: The traced arrays of the arguments.
+            arguments: The arguments.
+            batch_indices: The indices of the dataset's rows in `tensors`.
         """
-        count = tensors[places[0]].shape[0]
+        count = tensors[batch_indices[0]].shape[0]
         total = count * self._strategy.num_replicas_in_sync
         rows = RowRange(jax.lax.axis_index(AXIS) * count, count, total)
 
@@ -210,20 +208,17 @@ class Compiler:
             args, kwargs = arguments.restore(tensors)
             fn(*args, **kwargs)
 
-        return traced_step(rows, function.draws, call, tensors, places)
+        return traced_step(rows, function.draws, call, tensors, batch_indices)
 
-    def _adds_up(self, output: Any, replica: JaxReplica) -> bool:
-        """Whether an output is summed over the replicas in case `reduce` is asked to.
+    def _needs_total(self, output: Any, replica: JaxReplica) -> bool:
+        """Return True if the program also returns an output's sum, for `reduce`.
 
-        A loss travels with the gradients, in the same collective, and for a program of
-        its own it would have to wait.
+        A loss is summed in the same collective as the gradients. A separate program
+        would have to wait for the step.
         """
         return (
-            replica.trains
+            replica.is_training
             and self._distribution.cluster is None
             and output.ndim == 0
             and jnp.issubdtype(output.dtype, jnp.inexact)
         )
-
-
-_NUMPY = np.ndarray | np.generic

@@ -1,4 +1,4 @@
-"""How the processes of a cluster find each other, by `jax.distributed`."""
+"""Connection of a cluster's processes by `jax.distributed`."""
 
 import atexit
 import contextlib
@@ -14,30 +14,31 @@ from keras_strategy.options.communication import CommunicationImplementation
 from keras_strategy.workers.cluster import Cluster
 
 _PORT = "the port of JAX's coordinator"
-# Our own watchdog knows sooner who is gone, and says so better. JAX ends the process.
-_LATER_SECONDS = 120
-# A worker that has ended waits for those that still work, for as long as they do.
-_END_SECONDS = 7 * 24 * 3600
+# JAX's timeout ends the process. Our watchdog detects failures sooner and reports the
+# cause, so JAX waits longer.
+_EXTRA_TIMEOUT_SECONDS = 120
+# A finished worker waits until the other workers finish.
+_SHUTDOWN_TIMEOUT_SECONDS = 7 * 24 * 3600
 
 
 def connect(cluster: Cluster) -> None:
-    """Connects this process with the others of a cluster, once.
+    """Connect this process to the other processes of a cluster, once.
 
     Raises:
-        RuntimeError: If JAX has used its devices already, or belongs to others.
-        ValueError: If the devices cannot communicate as they were told to.
+        RuntimeError: If JAX is initialized already, or for a different cluster.
+        ValueError: If NCCL is requested without GPUs.
     """
     if jax.distributed.is_initialized():
-        _require_same(cluster)
+        _check_same_cluster(cluster)
         return
-    # Before any device exists: it would be of this process alone.
+    # Before JAX creates devices, which would be of this process only.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    _let_sigterm_end_this_process()
+    _disable_preemption_service()
     with _port(cluster) as port:
         host = "127.0.0.1"
         if not (cluster.is_local or cluster.is_chief):
             host = cluster.addresses[0].rpartition(":")[0]
-        seconds = int(cluster.member.timeout_seconds) + _LATER_SECONDS
+        seconds = int(cluster.member.timeout_seconds) + _EXTRA_TIMEOUT_SECONDS
         try:
             jax.distributed.initialize(
                 coordinator_address=f"{host}:{port}",
@@ -48,59 +49,59 @@ def connect(cluster: Cluster) -> None:
                 ),
                 initialization_timeout=seconds,
                 heartbeat_timeout_seconds=seconds,
-                shutdown_timeout_seconds=_END_SECONDS,
+                shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT_SECONDS,
             )
         except RuntimeError as error:
             if "must be called before" not in str(error):
                 raise
             raise RuntimeError(
-                "JAX has used its devices already, so that they cannot become those of "
-                f"one of {cluster.size} workers any more. Make the strategy of the "
-                "workers before the first tensor, variable or other strategy, at the "
-                "top of the program."
+                "JAX has used its devices already, so this process cannot become one "
+                f"of {cluster.size} workers. Create the multi-worker strategy before "
+                "the first tensor, variable or other strategy, at the top of the "
+                "program."
             ) from error
     if cluster.is_chief:
-        # Before it says goodbye: the others need what it keeps for them until they end.
+        # The chief hosts JAX's coordinator, which the others need until they end.
         cluster.member.at_leave(jax.distributed.shutdown)
     if cluster.is_local:
-        _stay_on_this_machine()
+        _bind_gloo_to_loopback()
     nccl = cluster.options.implementation is CommunicationImplementation.NCCL
     if nccl and jax.default_backend() != "gpu":
         raise ValueError(
-            "CommunicationImplementation.NCCL needs GPUs, and JAX's devices are of the "
+            "CommunicationImplementation.NCCL needs GPUs, but JAX's devices are of "
             f"kind '{jax.default_backend()}'. Use AUTO or RING."
         )
 
 
 @atexit.register
 def _shut_down() -> None:
-    """Waits for the other processes, of which JAX would end those that are alone.
+    """Wait for the other processes, which JAX would end otherwise.
 
-    It is registered before this process joins a cluster, so it comes after the goodbye:
-    who still waits for this worker is told that it has ended.
+    Registered before this process joins a cluster, so it runs after this worker has
+    reported to the coordinator that it ends.
     """
     jax.distributed.shutdown()
 
 
-def _require_same(cluster: Cluster) -> None:
-    there = jax.process_index(), jax.process_count()
-    if there != (cluster.rank, cluster.size):
+def _check_same_cluster(cluster: Cluster) -> None:
+    rank, size = jax.process_index(), jax.process_count()
+    if (rank, size) != (cluster.rank, cluster.size):
         raise RuntimeError(
-            "jax.distributed was initialized for another cluster: it is process "
-            f"{there[0]} of {there[1]}, and the cluster resolver says rank "
-            f"{cluster.rank} of {cluster.size}. Leave it to the strategy, or "
+            "jax.distributed was initialized for a different cluster: this is process "
+            f"{rank} of {size}, but the cluster resolver reports rank {cluster.rank} "
+            f"of {cluster.size}. Leave the initialization to the strategy, or "
             "initialize it for the same workers."
         )
 
 
 @contextlib.contextmanager
 def _port(cluster: Cluster) -> Iterator[int]:
-    """The port of the coordinator, which the chief's process is about to open."""
+    """Context manager that reserves the coordinator's port on the chief."""
     if not cluster.is_chief:
         yield int(cluster.agree(_PORT, None)[0])
         return
     with socket.socket() as reserved:
-        # Nobody else can take it before gRPC does, which sets that option too.
+        # gRPC, which sets this option too, can bind the reserved port.
         if hasattr(socket, "SO_REUSEPORT"):
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         reserved.bind(("127.0.0.1" if cluster.is_local else "", 0))
@@ -109,22 +110,22 @@ def _port(cluster: Cluster) -> Iterator[int]:
         yield port
 
 
-def _let_sigterm_end_this_process() -> None:
-    """Has JAX leave SIGTERM alone, unless the environment asks for its service.
+def _disable_preemption_service() -> None:
+    """Prevent JAX from catching SIGTERM, unless the environment enables its service.
 
-    JAX would take it for `reached_preemption_sync_point`, and a worker that a scheduler
-    asks to end would go on until it is killed. See `BackupAndRestore`.
+    JAX's preemption service would keep the worker running until it is killed. See
+    `BackupAndRestore`.
     """
     if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
-        with contextlib.suppress(AttributeError):  # a JAX that has no such setting
+        with contextlib.suppress(AttributeError):  # a JAX without this setting
             jax.config.update("jax_enable_preemption_service", False)
 
 
-def _stay_on_this_machine() -> None:
-    """Has gloo listen on the loopback, rather than where the host's name leads.
+def _bind_gloo_to_loopback() -> None:
+    """Make gloo listen on the loopback interface instead of the host's address.
 
-    JAX has no public setting for it. Where these private parts have moved, workers
-    find each other all the same.
+    JAX has no public setting for this. If its private modules have moved, gloo listens
+    on the host's address.
     """
     try:
         from jax._src import distributed, xla_bridge

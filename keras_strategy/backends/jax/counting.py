@@ -1,7 +1,7 @@
-"""Counts what JAX does in steps of training, by its own profiler.
+"""Counts of collectives, bytes, compilations and copies, from JAX's profiler.
 
-The profiler notes every collective that a device runs, with the program that it is of;
-how many bytes a replica gives to it stands in the text of the compiled program.
+The profiler records every collective that a device runs, with its program. The HLO text
+of that program contains the number of bytes.
 """
 
 import collections
@@ -19,8 +19,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from keras_strategy.rules import spans
 
-# One that is begun and ended by two operations is counted where it begins. One that
-# XLA did not join with others has JAX's own name.
+# An asynchronous collective is counted at its start. A collective that XLA did not
+# combine with others keeps JAX's name.
 _COLLECTIVE = re.compile(
     r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|"
     r"collective-broadcast|psum|all_gather|reduce_scatter)(-start)?(\.\d+)?"
@@ -30,47 +30,45 @@ _compilations = 0
 
 
 def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]:
-    """See `Engine.count`.
+    """Implement `Engine.count`.
 
-    Returns:
-        The collectives, the bytes that one replica gives to them, the programs that
-        were compiled, and the arrays that were copied between host and devices: one
-        for each device that gets a part of it, one for each that the host reads.
+    A copy is counted once for each device that receives a part of an array, and once
+    for each array that the host reads.
 
     Raises:
-        RuntimeError: If it is not known which of the process's programs was run.
+        RuntimeError: If the profiled program cannot be identified.
     """
-    counted = _count(train, steps)
-    if counted is None:
-        with _compiled_anew():
+    counts = _count(train, steps)
+    if counts is None:
+        with _without_caches():
             train(steps)
-            counted = _count(train, steps)
-    if counted is None:
+            counts = _count(train, steps)
+    if counts is None:
         raise RuntimeError(
-            "It is not known which of this process's compiled programs the steps ran: "
-            "none, or several, have the operations of the profile. Count the steps in "
-            "a process of their own."
+            "Could not identify the compiled program that the steps ran: none, or "
+            "several, of this process's programs have the operations of the profile. "
+            "Count the steps in a separate process."
         )
-    return counted
+    return counts
 
 
 @contextlib.contextmanager
-def _compiled_anew() -> Iterator[None]:
-    """Surrounds what is compiled as if nothing had been compiled before.
+def _without_caches() -> Iterator[None]:
+    """Context manager that clears JAX's compilation caches and disables the disk cache.
 
-    The programs of other models are gone then. And a program out of JAX's cache on disk
-    has lost the names by which the profile calls its operations.
+    This removes the programs of other models. A program from the disk cache has lost
+    the operation names that the profile uses.
     """
-    gc.collect()  # what still holds a program
+    gc.collect()  # objects that hold a program
     jax.clear_caches()
     config: Any = jax.config
-    used = config.jax_enable_compilation_cache
+    enabled = config.jax_enable_compilation_cache
     config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # it remembers whether it is in use
+    compilation_cache.reset_cache()  # or it ignores the new setting
     try:
         yield
     finally:
-        config.update("jax_enable_compilation_cache", used)
+        config.update("jax_enable_compilation_cache", enabled)
         compilation_cache.reset_cache()
 
 
@@ -80,14 +78,13 @@ def _count(
     before = _compilations
     events = [(name, stats) for name, stats, _ in _profile(train, steps)]
     compilations = _compilations - before
-    # What the devices run, by the number that the profiler gives the program.
+    # The operations of each program, keyed by the profiler's program id.
     programs: dict[Any, collections.Counter[str]] = collections.defaultdict(
         collections.Counter
     )
     names: dict[Any, str] = {}
     devices = {stats["device_ordinal"] for _, stats in events if "hlo_op" in stats}
-    # Of several workers, this one's.
-    first = min(devices, default=0)
+    first = min(devices, default=0)  # of this worker's
     splits = transfers = 0
     for name, stats in events:
         if name == "DevicePutWithSharding":
@@ -97,32 +94,32 @@ def _count(
         elif "hlo_op" in stats:
             if stats["device_ordinal"] != first:
                 continue
-            number = stats["program_id"]
-            names[number] = stats["hlo_module"]
-            programs[number][stats["hlo_op"]] += 1
-    collectives = data = 0
-    for number, ran in programs.items():
-        some = {op: n for op, n in ran.items() if _COLLECTIVE.fullmatch(op)}
-        if some:
-            collectives += sum(some.values())
-            sizes = _sizes(names[number], set(ran), len(devices))
+            program = stats["program_id"]
+            names[program] = stats["hlo_module"]
+            programs[program][stats["hlo_op"]] += 1
+    collectives = num_bytes = 0
+    for program, ops in programs.items():
+        counts = {op: n for op, n in ops.items() if _COLLECTIVE.fullmatch(op)}
+        if counts:
+            collectives += sum(counts.values())
+            sizes = _collective_bytes(names[program], set(ops), len(devices))
             if sizes is None:
                 return None
-            data += sum(n * sizes[op] for op, n in some.items())
-    return collectives, data, compilations, transfers + splits * len(devices)
+            num_bytes += sum(n * sizes[op] for op, n in counts.items())
+    return collectives, num_bytes, compilations, transfers + splits * len(devices)
 
 
 def shares(train: Callable[[int], None], steps: int) -> tuple[float, float] | None:
-    """See `Engine.shares`: those of this process's first device."""
-    ran = [
+    """Implement `Engine.shares` for this process's first device."""
+    events = [
         (stats["device_ordinal"], stats["hlo_op"], span)
         for _, stats, span in _profile(train, steps)
         if "hlo_op" in stats
     ]
-    first = min((device for device, *_ in ran), default=0)
+    first = min((device for device, *_ in events), default=0)
     return spans.shares(
         (*span, bool(_COLLECTIVE.match(name)))
-        for device, name, span in ran
+        for device, name, span in events
         if device == first
     )
 
@@ -130,7 +127,7 @@ def shares(train: Callable[[int], None], steps: int) -> tuple[float, float] | No
 def _profile(
     train: Callable[[int], None], steps: int
 ) -> Iterator[tuple[str, dict[str, Any], tuple[float, float]]]:
-    """The name of each event, what is said of it, and when it began and ended."""
+    """Yield the name, statistics and time span of each profiled event."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -144,36 +141,33 @@ def _profile(
                 yield event.name, dict(event.stats), (event.start_ns, event.end_ns)
 
 
-def _sizes(module: str, ran: set[str], devices: int) -> dict[str, int] | None:
-    """The bytes that each collective of a program gets from one replica.
+def _collective_bytes(
+    module: str, ops: set[str], devices: int
+) -> dict[str, int] | None:
+    """Return the bytes that one replica sends in each collective of a program.
 
-    The profiler's number of a program is not among what an executable says of itself.
-    So it is found by what it ran.
-
-    Args:
-        module: The program's name, which others may have too.
-        ran: The names of the operations that it ran.
-        devices: How many devices ran them.
+    An executable does not report the profiler's program id, so the program is
+    identified by its name, which others may share, and its operations.
 
     Returns:
-        None where several programs fit, as those of models of other sizes do.
+        None if not exactly one result fits, such as for two models of different sizes.
     """
-    found = []
+    candidates = []
     for executable in jax.devices()[0].client.live_executables():
         text = executable.hlo_modules()[0].to_string()
         lines = dict(re.findall(r"^\s*(?:ROOT )?%(\S+) = (.*)$", text, re.MULTILINE))
-        if text.startswith(f"HloModule {module},") and ran <= set(lines):
-            some = filter(_COLLECTIVE.fullmatch, ran)
-            sizes = {op: _given(lines[op], devices) for op in some}
-            found += [sizes] if sizes not in found else []
-    return found[0] if len(found) == 1 else None
+        if text.startswith(f"HloModule {module},") and ops <= set(lines):
+            names = filter(_COLLECTIVE.fullmatch, ops)
+            sizes = {op: _input_bytes(lines[op], devices) for op in names}
+            candidates += [sizes] if sizes not in candidates else []
+    return candidates[0] if len(candidates) == 1 else None
 
 
-def _given(operation: str, devices: int) -> int:
-    """The bytes of what a replica gives to a collective, by its text."""
+def _input_bytes(operation: str, devices: int) -> int:
+    """Return the bytes of one replica's input of a collective, given its HLO text."""
     result, name = re.split(r" (?=[a-z-]+\()", operation, maxsplit=1)
     size = sum(
-        math.prod(map(int, filter(None, dimensions.split(",")))) * _width(dtype)
+        math.prod(map(int, filter(None, dimensions.split(",")))) * _item_size(dtype)
         for dtype, dimensions in _SHAPE.findall(result)
     )
     if name.startswith("all-gather"):
@@ -183,7 +177,7 @@ def _given(operation: str, devices: int) -> int:
     return size
 
 
-def _width(dtype: str) -> int:
+def _item_size(dtype: str) -> int:
     if dtype == "pred":
         return 1
     return int(re.findall(r"\d+", dtype)[0]) // 8
@@ -194,5 +188,5 @@ def _listen(event: str, duration_secs: float, **kwargs: Any) -> None:
     _compilations += event == "/jax/core/compile/backend_compile_duration"
 
 
-# Once, for as long as the process lives: JAX has no public way to take one back.
+# Registered once per process: JAX has no public way to unregister a listener.
 jax.monitoring.register_event_duration_secs_listener(_listen)

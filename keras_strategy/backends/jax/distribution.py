@@ -1,4 +1,9 @@
-"""The layouts by which Keras's own global program works for a group."""
+"""Shardings of variables and batches on the mesh of a strategy's devices.
+
+Keras's global program computes `fit` on this mesh. Its only axis is that of the
+replicas. If replicas have several (logical) devices, there is one more axis for each
+prime factor of their number, and XLA splits what a replica computes.
+"""
 
 import functools
 import logging
@@ -11,6 +16,7 @@ import keras
 import numpy as np
 from jax.core import Tracer
 from jax.experimental.sparse import JAXSparse
+from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_strategy.backends.jax.devices import device_named, devices_of_worker
 from keras_strategy.input.own_rows import OwnRows
@@ -22,44 +28,48 @@ from keras_strategy.values.topology import Topology
 from keras_strategy.workers.cluster import Cluster
 
 logger = logging.getLogger("keras_strategy")
-# The name of the mesh's only axis; where replicas have several devices, of its first,
-# and how the names of the others begin. In layouts of what fewer parts than replicas
-# are made of, there is an axis for each prime factor of their number instead.
+# The mesh axis of the replicas, and the prefix of the axes of logical devices.
+# Variables with fewer shards than replicas use a mesh with one axis for each prime
+# factor of the number of replicas.
 AXIS = "replica"
-LOGICAL = "logical_"
-# By the mesh, of what has several workers.
-_of_mesh: weakref.WeakValueDictionary[Any, "ReplicaDistribution"] = (
+LOGICAL_PREFIX = "logical_"
+# Distributions of several workers, keyed by mesh.
+_by_mesh: weakref.WeakValueDictionary[Any, "ReplicaDistribution"] = (
     weakref.WeakValueDictionary()
 )
 
 
-class ReplicaDistribution(keras.distribution.DataParallel):
-    """Batches split by rows where they can be, variables on every device.
+def in_program() -> bool:
+    """Return True if this code is traced as part of the replicas' program."""
+    # Asking for the axis index and catching the error takes JAX milliseconds.
+    return AXIS in jax.sharding.get_abstract_mesh().manual_axes
 
-    A batch that the devices do not divide is computed whole on each of them: the
-    result is the same, and no padding gets into a mean.
+
+class ReplicaDistribution(keras.distribution.DataParallel):
+    """Keras distribution that shards batches and replicates variables.
+
+    A batch that the devices do not divide is computed as a whole on each of them: the
+    result is the same, and no padding enters a mean.
 
     Args:
-        devices: Canonical names of this worker's devices.
-        cluster: The workers, each with as many devices; None for this one alone.
-        shard: What is split over the devices, see `MirroredStrategy`.
-        home: The device that keeps the variables; None where each device does.
+        devices: The canonical names of this worker's devices.
+        cluster: The workers; None for a single process.
+        shard: What is sharded over the replicas, see `MirroredStrategy`.
+        home: The device that holds the variables between steps; None if every device
+            does.
 
     Attributes:
-        topology: Where the replicas are.
-        devices: This worker's devices.
-        replicas: The number of devices, over all workers.
-        mesh: The devices of all workers.
-        factors: They, with an axis for each prime factor of the number of replicas.
-        shard: The argument.
-        workers: What tells other workers, set by the group; None for this one alone.
-        everywhere: The layout of what every device has whole.
-        home: That of variables which one device keeps between steps, or None.
-        split: That of what is split by rows.
-        of_replicas_alone: Whether the mesh has axes beside that of the replicas.
+        replicas: The number of replicas over all workers.
+        mesh: The mesh of the devices of all workers.
+        factors: The same devices, with an axis for each prime factor of `replicas`.
+        workers: The `JaxWorkers`, set by the group; None for a single process.
+        everywhere: The sharding of replicated arrays.
+        split: The sharding of arrays that are split along the batch dimension.
+        home: The sharding of variables on the home device, or None.
+        synchronous: True if each program must end before the next one starts.
     """
 
-    of_replicas_alone = False
+    has_logical_axes = False
 
     def __init__(
         self,
@@ -73,30 +83,22 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         self.devices = [device_named(name) for name in devices]
         self.replicas = self.topology.num_replicas
         self.mesh: jax.sharding.Mesh = self._set_mesh()
-        # Collectives of two programs at once may starve each other of CPU threads.
-        self.one_at_a_time = cluster is not None and self.devices[0].platform == "cpu"
+        # Collectives of two concurrent programs may starve each other of CPU threads.
+        self.synchronous = cluster is not None and self.devices[0].platform == "cpu"
         self.workers: Any = None
-        self._warned = self._warned_of_gathering = False
-        self.everywhere = jax.sharding.NamedSharding(
-            self.mesh, jax.sharding.PartitionSpec()
-        )
-        self.split = jax.sharding.NamedSharding(
-            self.mesh, jax.sharding.PartitionSpec(AXIS)
-        )
+        self._warned_uneven = self._warned_gathered = False
+        self.everywhere = NamedSharding(self.mesh, PartitionSpec())
+        self.split = NamedSharding(self.mesh, PartitionSpec(AXIS))
+        self._split_after_steps = NamedSharding(self.mesh, PartitionSpec(None, AXIS))
         self._home_mesh, self.home = None, None
         if home is not None:
             device = device_named(home)
             self._home_mesh = keras.distribution.DeviceMesh(
                 (1,), [AXIS], [f"{device.platform}:{device.id}"]
             )
-            self.home = jax.sharding.NamedSharding(
-                self._home_mesh.backend_mesh, jax.sharding.PartitionSpec()
-            )
+            self.home = NamedSharding(self._home_mesh.backend_mesh, PartitionSpec())
         self.shard = shard
         self._splitting = Splitting(shard, self.replicas)
-        self._split_after_steps = jax.sharding.NamedSharding(
-            self.mesh, jax.sharding.PartitionSpec(None, AXIS)
-        )
 
         _, *logical = self.mesh.axis_names
         factors = prime_factors(self.replicas) or [1]
@@ -105,15 +107,15 @@ class ReplicaDistribution(keras.distribution.DataParallel):
             (*(f"{AXIS}_{i}" for i in range(len(factors))), *logical),
         )
         if cluster is not None:
-            _of_mesh[self.mesh] = _of_mesh[self.factors] = self
+            _by_mesh[self.mesh] = _by_mesh[self.factors] = self
 
     def _set_mesh(self) -> jax.sharding.Mesh:
-        """Tells Keras the mesh of the replicas' devices, and returns it as JAX's."""
+        """Initialize Keras's DataParallel and return the mesh."""
         devices = self.devices
         if self.cluster is not None:
-            workers, names = range(self.cluster.size), self.topology.devices
-            devices = [d for rank in workers for d in devices_of_worker(rank, names)]
-        # Named as JAX names them, which is what Keras looks for.
+            ranks, names = range(self.cluster.size), self.topology.devices
+            devices = [d for rank in ranks for d in devices_of_worker(rank, names)]
+        # Keras looks up devices by JAX's names.
         mesh = keras.distribution.DeviceMesh(
             (len(devices),), [AXIS], [f"{d.platform}:{d.id}" for d in devices]
         )
@@ -134,39 +136,39 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         split = self._splitting.of(variable)
         note_split(variable, split)
         if split is not None and split.dimension is None and split.parts > 1:
-            return self._in_parts(split)
-        dimension = None if split is None else split.dimension
-        axes = [AXIS if i == dimension else None for i in range(len(variable.shape))]
+            return self._sharding(split)
+        dim = None if split is None else split.dimension
+        axes = [AXIS if i == dim else None for i in range(len(variable.shape))]
         return keras.distribution.TensorLayout(axes, self.device_mesh)
 
     def _split_of(self, variable: Any) -> Split | None:
-        """How our devices share a variable; None if it is whole."""
+        """Return how this strategy shards a variable; None if it does not."""
         split, strategy = split_of(variable), strategy_of_variable(variable)
         if split is None or strategy is None:
             return None
         group = strategy.extended.group
         return split if getattr(group, "distribution", None) is self else None
 
-    def dimension_of(self, variable: Any) -> int | None:
-        """Along which dimension all our devices share a variable.
+    def sharded_dim(self, variable: Any) -> int | None:
+        """Return the dimension along which all replicas shard a variable.
 
-        None if it is whole, or in fewer parts: those are gathered for a program of
-        `run` before it begins.
+        None if it is not sharded or has fewer shards than replicas: JAX gathers the
+        latter before a program of `run` starts.
         """
         split = self._split_of(variable)
         return None if split is None else split.dimension
 
-    def sharding_of(self, variable: Any) -> jax.sharding.NamedSharding:
-        """How a variable lies on our devices."""
+    def sharding_of(self, variable: Any) -> NamedSharding:
+        """Return the sharding of a variable in programs."""
         split = self._split_of(variable)
-        return self.everywhere if split is None else self._in_parts(split)
+        return self.everywhere if split is None else self._sharding(split)
 
-    def kept_as(self, variable: Any) -> jax.sharding.NamedSharding:
-        """How a variable lies on devices between programs."""
+    def stored_sharding(self, variable: Any) -> NamedSharding:
+        """Return the sharding of a variable between programs."""
         return self.home or self.sharding_of(variable)
 
-    def fetched(self, arrays: Any) -> Any:
-        """A structure of arrays on all devices, in memory that a step may overwrite."""
+    def from_home(self, arrays: Any) -> Any:
+        """Copy a structure of arrays to all devices, so that a step may donate them."""
 
         def fetch(x):
             if not isinstance(x, jax.Array) or isinstance(x, Tracer):
@@ -175,57 +177,56 @@ class ReplicaDistribution(keras.distribution.DataParallel):
 
         return keras.tree.map_structure(fetch, arrays)
 
-    def kept(self, arrays: Any) -> Any:
-        """A structure of arrays on the device that keeps them, if there is one."""
+    def to_home(self, arrays: Any) -> Any:
+        """Move a structure of arrays to the home device, if there is one."""
 
-        def keep(x):
+        def move(x):
             if not isinstance(x, jax.Array) or isinstance(x, Tracer):
                 return x
             return jax.device_put(x, self.home)
 
         if self.home is None:
             return arrays
-        return keras.tree.map_structure(keep, arrays)
+        return keras.tree.map_structure(move, arrays)
 
-    def _in_parts(
+    def _sharding(
         self, split: Split, logical: Sequence[tuple[str, ...]] = ()
-    ) -> jax.sharding.NamedSharding:
-        """The layout of what our devices share.
+    ) -> NamedSharding:
+        """Return the sharding of a sharded variable.
 
         Args:
-            split: How.
-            logical: The axes of logical devices that split each dimension besides.
+            split: How the replicas shard it.
+            logical: The axes of logical devices that also split each dimension.
         """
         if split.dimension is not None:
-            mesh, of_replicas = self.mesh, [(AXIS, split.dimension)]
+            mesh, replica_axes = self.mesh, [(AXIS, split.dimension)]
         else:
-            # The same devices in the same order: one program may have both meshes.
+            # The same devices in the same order, so one program can use both meshes.
             mesh = self.mesh if split.parts == 1 else self.factors
             names = (f"{AXIS}_{i}" for i in range(len(split.by_factors)))
-            of_replicas = list(zip(names, split.by_factors, strict=True))
+            replica_axes = list(zip(names, split.by_factors, strict=True))
         axes = dict(enumerate(logical))
-        for name, dimension in reversed(of_replicas):
-            if dimension is not None:
-                axes[dimension] = (name, *axes.get(dimension, ()))
+        for name, dim in reversed(replica_axes):
+            if dim is not None:
+                axes[dim] = (name, *axes.get(dim, ()))
         spec = [axes.get(i, ()) for i in range(1 + max(axes, default=-1))]
-        # As JAX writes what one axis splits, or none.
-        spec = [own if len(own) > 1 else own[0] if own else None for own in spec]
-        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        # JAX's canonical form for zero or one axis.
+        spec = [dim if len(dim) > 1 else dim[0] if dim else None for dim in spec]
+        return NamedSharding(mesh, PartitionSpec(*spec))
 
     def place_batch(self, batch: Any, steps_in_front: bool = False) -> Any:
-        """Puts a batch's arrays on the devices, split by rows where they can be.
+        """Put a batch on the devices, split along the batch dimension if possible.
 
-        A sparse matrix is computed whole on each of them: what it stores is in no
-        order of rows.
+        Sparse matrices are replicated, because their entries are in no order of rows.
 
         Args:
-            batch: A structure of arrays and None, or this worker's rows of one.
-            steps_in_front: Whether the rows are the second axis, after the steps that
-                Keras computes in one go.
+            batch: A structure of arrays and None, or the `OwnRows` of this worker.
+            steps_in_front: The first axis holds the steps that Keras executes at once,
+                the second one the rows.
         """
         if isinstance(batch, OwnRows):
             return keras.tree.map_structure(
-                functools.partial(self._joined_rows, own=batch), batch.batch
+                functools.partial(self._global_rows, rows=batch), batch.batch
             )
         leaves = keras.tree.flatten(batch)
         split = self._split_after_steps if steps_in_front else self.split
@@ -240,130 +241,132 @@ class ReplicaDistribution(keras.distribution.DataParallel):
                 leaf = keras.ops.convert_to_tensor(leaf)
             shape = leaf.shape
             even = len(shape) > axis and shape[axis] % replicas == 0
-            layout = split if even else self.everywhere
+            sharding = split if even else self.everywhere
             if type(leaf) is np.ndarray:
-                # What `jax.device_put` does, in half of its time.
+                # Twice as fast as `jax.device_put`.
                 leaves[i] = jax.make_array_from_callback(
-                    shape, layout, leaf.__getitem__
+                    shape, sharding, leaf.__getitem__
                 )
             else:
-                leaves[i] = put(leaf, layout)
+                leaves[i] = put(leaf, sharding)
         return keras.tree.pack_sequence_as(batch, leaves)
 
-    def _joined_rows(self, leaf: Any, own: OwnRows) -> Any:
-        """A global array of which each worker has its own rows, which do not travel."""
+    def _global_rows(self, leaf: Any, rows: OwnRows) -> Any:
+        """Return a global array of each worker's local rows, without communication."""
         if leaf is None:
             return None
-        if own.total % self.replicas:
+        if rows.total % self.replicas:
             return put(leaf, self.everywhere)
 
-        first = own.bounds[0][0]
+        first = rows.bounds[0][0]
 
-        def rows_of_device(index):
-            rows, *others = index
-            return leaf[(slice(rows.start - first, rows.stop - first), *others)]
+        def device_rows(index):
+            device_slice, *others = index
+            begin, end = device_slice.start - first, device_slice.stop - first
+            return leaf[(slice(begin, end), *others)]
 
-        shape = (own.total, *leaf.shape[1:])
-        return jax.make_array_from_callback(shape, self.split, rows_of_device)
+        shape = (rows.total, *leaf.shape[1:])
+        return jax.make_array_from_callback(shape, self.split, device_rows)
 
-    def joined(self, parts: Sequence[jax.Array]) -> jax.Array:
-        """One array, split by rows, of which each of our devices has its part."""
-        rows, *others = parts[0].shape
-        return self.global_array((self.replicas * rows, *others), self.split, parts)
+    def join_shards(self, shards: Sequence[jax.Array]) -> jax.Array:
+        """Return the array, split by rows, whose local shards are given."""
+        rows, *others = shards[0].shape
+        return self.global_array((self.replicas * rows, *others), self.split, shards)
 
     def global_array(
         self,
         shape: tuple[int, ...],
-        sharding: jax.sharding.NamedSharding,
-        parts: Sequence[jax.Array],
+        sharding: NamedSharding,
+        shards: Sequence[jax.Array],
     ) -> jax.Array:
-        """An array of which each of our devices has one of these parts.
+        """Return a global array, given its shards on `devices`.
 
         Args:
-            shape: The array's.
+            shape: The global shape.
             sharding: `everywhere` or `split`.
-            parts: What is on `devices`.
+            shards: One array for each of `devices`.
         """
-        return jax.make_array_from_single_device_arrays(shape, sharding, list(parts))
+        return jax.make_array_from_single_device_arrays(shape, sharding, list(shards))
 
-    def noticing(
+    def warn_uneven(
         self, batches: Iterable[Any], steps_in_front: bool = False
     ) -> Iterator[Any]:
-        """The batches as they are; a warning where the devices do not divide them.
+        """Yield the batches, and warn if the replicas do not divide their rows.
 
-        A last batch that they do not divide is nothing to speak of.
+        An uneven last batch is normal and raises no warning.
 
         Args:
             batches: The batches.
             steps_in_front: See `place_batch`.
         """
         previous = 0
-        rows = 1 if steps_in_front else 0
-        for data in batches:
-            if previous % self.replicas and not self._warned:
-                self._warned = True
+        axis = int(steps_in_front)
+        for batch in batches:
+            if previous % self.replicas and not self._warned_uneven:
+                self._warned_uneven = True
                 logger.warning(
                     "Batches of %d rows cannot be split evenly over %d devices, so "
-                    "every device computes all of their rows: the result is right, "
-                    "and no faster than on one device. Choose a batch size that is a "
-                    "multiple of %d.",
+                    "every device computes all rows: the result is correct, but no "
+                    "faster than on one device. Choose a batch size that is a multiple "
+                    "of %d.",
                     previous,
                     self.replicas,
                     self.replicas,
                 )
-            yield data
-            if isinstance(data, OwnRows):
-                previous = data.total
+            yield batch
+            if isinstance(batch, OwnRows):
+                previous = batch.total
                 continue
-            first = data
+            first = batch
             while isinstance(first, tuple | list) and first:
                 first = first[0]
-            if not hasattr(first, "shape"):  # None, or a structure of another kind
-                arrays = (x for x in keras.tree.flatten(data) if hasattr(x, "shape"))
+            if not hasattr(first, "shape"):  # None, or a different kind of structure
+                arrays = (x for x in keras.tree.flatten(batch) if hasattr(x, "shape"))
                 first = next(arrays, None)
             shape = getattr(first, "shape", ())
-            previous = shape[rows] if len(shape) > rows else 0
+            previous = shape[axis] if len(shape) > axis else 0
 
-    def training(self) -> None:
-        """Is told that weights are trained, which are there by now."""
+    def on_training(self) -> None:
+        """Run checks that need all trained weights to exist."""
 
-    def warn_of_gathered_rows(self, counts: Sequence[int]) -> None:
-        """Says, once, that the rows of a step travel to all workers."""
-        if self._warned_of_gathering:
+    def warn_gathered_rows(self, counts: Sequence[int]) -> None:
+        """Warn once that the rows of a step are gathered on all workers."""
+        if self._warned_gathered:
             return
-        self._warned_of_gathering = True
+        self._warned_gathered = True
         assert self.cluster is not None
         logger.warning(
-            "In a step, rows that the workers have read travel to all of them (%s): a "
-            "program of JAX's has as many rows on each of its devices. The result is "
-            "right. Give each worker batches of as many rows, a multiple of %d.",
+            "The rows of a step that the workers have read are sent to all workers "
+            "(%s): a JAX program needs equally many rows on each device. The result is "
+            "correct. To avoid the transfer, give each worker batches of the same "
+            "number of rows, a multiple of %d.",
             self.cluster.listed(counts),
             len(self.devices),
         )
 
-    def place(self, value: Any) -> Any:
-        """Puts an array that is bound to other devices where our variables are."""
-        where = self.home or self.everywhere
+    def move_committed(self, value: Any) -> Any:
+        """Move an array to the variables' devices if it is committed to others."""
+        sharding = self.home or self.everywhere
         if (
             isinstance(value, jax.Array)
             and not isinstance(value, Tracer)
             and value.committed
-            and value.sharding.device_set != where.device_set
+            and value.sharding.device_set != sharding.device_set
         ):
-            return put(value, where)
+            return put(value, sharding)
         return value
 
 
-def distribution_of(sharding: Any) -> ReplicaDistribution:
-    """One of the distributions of several workers that have a layout's mesh."""
-    return _of_mesh[sharding.mesh]
+def distribution_of_sharding(sharding: Any) -> ReplicaDistribution:
+    """Return a multi-worker distribution with the sharding's mesh."""
+    return _by_mesh[sharding.mesh]
 
 
 def put(value: Any, sharding: Any) -> Any:
-    """`jax.device_put` of a value that every worker has whole.
+    """Put a value that every worker holds on devices, like `jax.device_put`.
 
-    JAX would compare it between the workers first, which takes a collective for each
-    value. And it has none for what is on the devices of all workers already.
+    JAX would first compare the value between the workers, by one collective per value,
+    and it rejects arrays that already are on the devices of all workers.
     """
     if isinstance(value, Tracer) or sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
@@ -371,24 +374,24 @@ def put(value: Any, sharding: Any) -> Any:
         if value.sharding.is_equivalent_to(sharding, value.ndim):
             return value
         if not value.is_fully_addressable:
-            return _moved(sharding)(value)
+            return _reshard_fn(sharding)(value)
     else:
         value = np.asarray(value)
         value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype), copy=False)
-    parts = [
-        # A program may overwrite it, under the hands of who has the value.
-        jax.device_put(_part(value, index), device, may_alias=False)
+    shards = [
+        # A program may donate the result, so it must not alias the caller's memory.
+        jax.device_put(_shard(value, index), device, may_alias=False)
         for device, index in sharding.addressable_devices_indices_map(
             value.shape
         ).items()
     ]
-    return jax.make_array_from_single_device_arrays(value.shape, sharding, parts)
+    return jax.make_array_from_single_device_arrays(value.shape, sharding, shards)
 
 
-def _part(value: Any, index: tuple[slice, ...]) -> Any:
+def _shard(value: Any, index: tuple[slice, ...]) -> Any:
     return value if all(s == slice(None) for s in index) else value[index]
 
 
 @functools.cache
-def _moved(sharding: Any) -> Any:
+def _reshard_fn(sharding: Any) -> Any:
     return jax.jit(lambda x: x, out_shardings=sharding)

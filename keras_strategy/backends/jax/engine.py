@@ -1,4 +1,4 @@
-"""`Backend` on JAX: devices, gradients, groups of replicas."""
+"""The `Engine` of the JAX backend."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +12,7 @@ import keras
 from jax.core import Tracer
 
 from keras_strategy.backends.jax import connection, devices, gradients
-from keras_strategy.backends.jax.replica import in_program
+from keras_strategy.backends.jax.distribution import in_program
 from keras_strategy.core.context import Trial
 from keras_strategy.hooks.rehearsal import rehearsing, with_rows
 from keras_strategy.values.distributed import DistributedValues, is_no_tensor
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from keras_strategy.rules.cross_device_ops import CrossDeviceOps
     from keras_strategy.workers.cluster import Cluster
 
-# Keras asks NumPy to convert what it does not know.
+# Keras converts unknown types with NumPy.
 _protocol: Any = DistributedValues
 _protocol.__array__ = is_no_tensor
 
 
 class JaxEngine:
-    """See `keras_strategy.core.engine.Engine`."""
+    """Implementation of `core.engine.Engine`."""
 
     name = "jax"
 
@@ -49,7 +49,7 @@ class JaxEngine:
         devices.set_logical_devices(count)
 
     def device_scope(self, device: str) -> AbstractContextManager[Any]:
-        # By its name, Keras would take a device of the first process.
+        # Given a name, Keras would take a device of the first process.
         return keras.device(devices.device_named(device))
 
     def is_tensor(self, value: Any) -> bool:
@@ -72,15 +72,15 @@ class JaxEngine:
     def rehearse(
         self, fn: Callable[..., Any], args: tuple, kwargs: dict, rows: int
     ) -> Trial:
-        def of_rows(x):
+        def zeros_with_rows(x):
             return jnp.zeros((rows, *x.shape[1:]), x.dtype)
 
         def traced():
-            given = with_rows(of_rows, (args, kwargs))
-            fn(*given[0], **given[1])
+            new_args, new_kwargs = with_rows(zeros_with_rows, (args, kwargs))
+            fn(*new_args, **new_kwargs)
 
         with rehearsing() as trial:
-            jax.eval_shape(traced)  # shapes tell enough
+            jax.eval_shape(traced)  # shapes are enough
         return trial
 
     def copies_to_derive_by(
@@ -95,9 +95,9 @@ class JaxEngine:
         if isinstance(value, jax.Array):
             for shard in value.addressable_shards:
                 if shard.device == target and shard.data.shape == value.shape:
-                    alone = len(value.sharding.device_set) == 1
-                    # A variable's array: the next step overwrites its parts.
-                    return shard.data if alone else jnp.copy(shard.data)
+                    is_single = len(value.sharding.device_set) == 1
+                    # Copy a variable's shard: the next step may donate it.
+                    return shard.data if is_single else jnp.copy(shard.data)
         return jax.device_put(value, target)
 
     def device_of(self, tensor: Any) -> str | None:
@@ -114,7 +114,7 @@ class JaxEngine:
         return gradients.value_and_grad(fn, variables, has_aux)
 
     def hook_modules(self) -> Sequence[ModuleType]:
-        # Here and below: these import this package while they load.
+        # Imported late, here and below: these modules import this package.
         from keras_strategy.backends.jax import (
             hooks,
             hooks_data,
@@ -124,15 +124,15 @@ class JaxEngine:
         from keras_strategy.backends.threads import hooks as thread_hooks
         from keras_strategy.backends.threads import hooks_shares
 
-        # A thread asks the others before the process's seed generator is made.
-        own = [hooks, hooks_data, hooks_home, hooks_sharding]
-        return [*own, thread_hooks, hooks_shares]
+        # The thread hooks come last, so that they run before ours.
+        modules = [hooks, hooks_data, hooks_home, hooks_sharding]
+        return [*dict.fromkeys(modules), thread_hooks, hooks_shares]
 
     def random_state(self, seeded: bool = True) -> None:
         return None
 
     def set_random_state(self, state: bytes) -> None:
-        """There is none."""
+        pass
 
     def native_strategy(self, devices: tuple[str, ...]) -> Any:
         return keras.distribution.DataParallel(devices=list(devices))
@@ -149,7 +149,7 @@ class JaxEngine:
         return None  # JAX has no input pipeline
 
     def checkpoints(self, thing: Any, folder: Any, cluster: Any) -> None:
-        return None  # it has none of its own
+        return None
 
     def count(self, train: Any, steps: int) -> tuple[int, int, int, int]:
         from keras_strategy.backends.jax import counting
@@ -162,7 +162,7 @@ class JaxEngine:
         return counting.shares(train, steps)
 
     def require_loop_in_python(self) -> None:
-        """Nothing is compiled by its Python source."""
+        pass
 
     def connect(self, cluster: "Cluster") -> None:
         connection.connect(cluster)

@@ -1,4 +1,4 @@
-"""Gradients of functions that read and assign Keras variables."""
+"""JAX backend: devices, gradients and replica groups."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -8,17 +8,14 @@ import keras
 from keras import tree
 
 from keras_strategy.backends.jax import hooks_state as keras_state
+from keras_strategy.core.components import bare
 
 
 class ChildScope(keras.StatelessScope):
-    """A StatelessScope that asks the one around it for what it does not hold.
+    """StatelessScope that falls back to the enclosing scope.
 
-    Keras's scopes do not see each other, so a variable that an outer one holds a
-    tracer for would be read as a constant.
-
-    Args:
-        mapping: Pairs of a variable and its value.
-        parent: The scope around this one, or None.
+    Keras's scopes do not nest: a variable whose tracer an outer scope holds would be
+    read as a constant.
     """
 
     def __init__(self, mapping: Iterable[tuple[Any, Any]], parent: Any):
@@ -41,7 +38,7 @@ class ChildScope(keras.StatelessScope):
 def value_and_grad(
     fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
 ) -> Callable[..., Any]:
-    """See `keras_strategy.value_and_grad`."""
+    """Implement `keras_strategy.value_and_grad`."""
 
     def value_and_gradients(*args: Any, **kwargs: Any) -> Any:
         aux: Any = None
@@ -49,15 +46,15 @@ def value_and_grad(
 
         def functional(values):
             nonlocal aux, written
-            # Variables that fn makes are initialised outside of the trace.
+            # Variables that fn creates are initialized outside of the trace.
             with ChildScope(zip(variables, values, strict=True), scope) as inner:
                 inner.initialize_variables = False
                 result = fn(*args, **kwargs)
                 value, aux = result if has_aux else (result, None)
                 value = keras.ops.convert_to_tensor(value)
-                aux = tree.map_structure(_bare, aux)
+                aux = bare(aux)
             written = list(inner.written.values())
-            # What is a tensor must leave the trace as one of its outputs.
+            # Tensors must leave the trace as outputs.
             tensors = [x for x in tree.flatten(aux) if keras.ops.is_tensor(x)]
             return value, (tensors, [inner.state_mapping[id(v)] for v in written])
 
@@ -69,7 +66,7 @@ def value_and_grad(
         finally:
             if scope is None:
                 keras_state.initialize_pending()
-        # Inside fn, assigning has brought the replicas together already.
+        # Assignments inside fn have been aggregated already.
         for variable, state in zip(written, states, strict=True):
             keras_state.write(variable, state)
         if not has_aux:
@@ -81,7 +78,3 @@ def value_and_grad(
         return (value, aux), gradients
 
     return value_and_gradients
-
-
-def _bare(leaf: Any) -> Any:
-    return leaf.value if isinstance(leaf, keras.Variable) else leaf

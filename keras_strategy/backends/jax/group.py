@@ -1,4 +1,4 @@
-"""The replicas of one strategy, on a mesh of JAX devices."""
+"""The replicas of one strategy on a mesh of JAX devices."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -12,26 +12,30 @@ import numpy as np
 from keras import tree
 
 from keras_strategy.backends.jax import hooks_state as keras_state
-from keras_strategy.backends.jax import on_read, state
 from keras_strategy.backends.jax.compiled import Runner
-from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
+from keras_strategy.backends.jax.distribution import (
+    ReplicaDistribution,
+    in_program,
+    put,
+)
 from keras_strategy.backends.jax.logical import LogicalDistribution
+from keras_strategy.backends.jax.on_read import replica_values, set_local_values
 from keras_strategy.backends.jax.replica import (
     TracedMirrored,
     TracedPerReplica,
     component_of,
-    in_program,
-    of_this_replica,
+    local_component,
     write_component,
 )
 from keras_strategy.backends.jax.sharded import (
     ShardedPerReplica,
-    gathered,
-    placed,
-    reduced,
-    shards,
+    gather,
+    local_shards,
+    place,
+    reduce,
 )
-from keras_strategy.backends.jax.splitting import gathered_whole
+from keras_strategy.backends.jax.splitting import gather_variable
+from keras_strategy.backends.jax.state import no_value_error
 from keras_strategy.backends.jax.workers import JaxWorkers
 from keras_strategy.backends.threads.hooks import keras_scope
 from keras_strategy.backends.threads.scopes import MergedScope
@@ -54,7 +58,7 @@ if TYPE_CHECKING:
 
 
 class JaxReplicaGroup:
-    """See `keras_strategy.core.protocol.ReplicaGroup`."""
+    """Implementation of `core.protocol.ReplicaGroup`."""
 
     def __init__(
         self,
@@ -90,7 +94,7 @@ class JaxReplicaGroup:
     def take_first(self, variables: Sequence[Any]) -> int:
         if self.workers is None or not variables:
             return len(variables)
-        # What is split was the chief's when each worker took its part.
+        # Sharded variables received the chief's value when they were created.
         arrays = [
             np.asarray(array) if array.is_fully_replicated else np.zeros(0)
             for array in keras_state.arrays_of(variables)
@@ -108,32 +112,32 @@ class JaxReplicaGroup:
         self, model: Any, method: str, arguments: dict[str, Any]
     ) -> Iterator[None]:
         if method in ("fit", "train_on_batch"):
-            self._refuse_own_sums(method)
+            self._check_no_custom_sums(method)
         if method in ("fit", "evaluate", "predict"):
-            notice.end()  # replicas take turns in `run` alone
+            notice.end()  # replicas take turns in `run` only
         if method == "predict_on_batch":
-            # Keras forgets to distribute its batch.
+            # Keras does not distribute this batch.
             arguments["x"] = self.distribution.place_batch(arguments["x"])
         try:
             yield
         except BaseException:
             if method in ("evaluate", "predict"):
-                # Keras takes the variables' values out of the model for the time of
-                # the loop, and only `fit` puts them back whatever happens.
+                # Keras takes the values out of the variables during the loop. Only
+                # `fit` restores them after an exception.
                 keras_state.synchronize_state(model)
             raise
 
-    def _refuse_own_sums(self, method: str) -> None:
+    def _check_no_custom_sums(self, method: str) -> None:
         if self._strategy.extended.own_sums is not None:
             raise RuntimeError(
-                f"`{method}` on JAX is one program over all devices, in which XLA adds "
-                "up the gradients: the `cross_device_ops` of your own would not be "
-                "called. Train with `strategy.run` (a loop of your own), on torch or "
-                "on TensorFlow, or leave `cross_device_ops` out."
+                f"`{method}` on JAX is one program over all devices, in which XLA sums "
+                "the gradients: your `cross_device_ops` would not be called. Train "
+                "with `strategy.run` (a custom loop), use torch or TensorFlow, or omit "
+                "`cross_device_ops`."
             )
 
     def check_apply_outside_of_replicas(self) -> None:
-        """There it acts on the sum already."""
+        pass
 
     def components(self, variable: Any) -> tuple[Any, ...]:
         if in_program():
@@ -143,24 +147,23 @@ class JaxReplicaGroup:
             return tuple(scope.components(variable))
         first_values.settle()
         if is_on_read(variable):
-            stacked = on_read.locals_of(variable, self.distribution)
-            return tuple(part[0] for part in shards(stacked, self.distribution))
+            stacked = replica_values(variable, self.distribution)
+            return tuple(x[0] for x in local_shards(stacked, self.distribution))
         array = keras_state.array_of(variable)
         if not array.sharding.is_fully_replicated:
-            return shards(
-                gathered_whole(variable, self.distribution), self.distribution
-            )
+            array = gather_variable(variable, self.distribution)
+            return local_shards(array, self.distribution)
         if self.distribution.home is not None:
             array = put(array, self.distribution.everywhere)
-        # Copies, since the next step overwrites the variable's own buffers.
-        return tuple(jnp.copy(part) for part in shards(array, self.distribution))
+        # Copied, because the next step donates the variable's array.
+        return tuple(map(jnp.copy, local_shards(array, self.distribution)))
 
     def bytes_of(self, variable: Any) -> tuple[int, ...]:
         array = keras_state.array_of(variable)
         if array is None:
-            raise state.without_value(variable)
-        held = {shard.device: shard.data.nbytes for shard in array.addressable_shards}
-        return tuple(held.get(device, 0) for device in self.distribution.devices)
+            raise no_value_error(variable)
+        by_device = {s.device: s.data.nbytes for s in array.addressable_shards}
+        return tuple(by_device.get(device, 0) for device in self.distribution.devices)
 
     def parts(self, variable: Any) -> PerReplica:
         if in_program():
@@ -168,25 +171,25 @@ class JaxReplicaGroup:
         return PerReplica(self.components(variable))
 
     def assign_components(self, variable: Any, values: Sequence[Any]) -> None:
-        # Copies: a value may be part of another variable's array, which the next
-        # step overwrites.
+        # Copied: a value may be a shard of another variable, which the next step
+        # donates.
         devices = self.distribution.devices
-        parts = [
+        values = [
             jnp.copy(jax.device_put(value, device))
             for value, device in zip(values, devices, strict=True)
         ]
         scope = keras_scope()
         if isinstance(scope, MergedScope):
-            scope.assign_components(variable, parts)
+            scope.assign_components(variable, values)
             return
         first_values.settle()
         if is_on_read(variable):
-            on_read.remember_parts(variable, parts, self.distribution)
+            set_local_values(variable, values, self.distribution)
             return
         array = self.distribution.global_array(
-            tuple(variable.shape), self.distribution.everywhere, parts
+            tuple(variable.shape), self.distribution.everywhere, values
         )
-        array = put(array, self.distribution.kept_as(variable))
+        array = put(array, self.distribution.stored_sharding(variable))
         keras_state.set_array(variable, array)
 
     def update(
@@ -194,21 +197,22 @@ class JaxReplicaGroup:
     ) -> Any:
         if not in_program():
             return update_components(self, variable, fn, args, kwargs)
-        # One trace serves all replicas: this replica's component stands for all.
-        made: dict[int, VariableComponent] = {}
+        # One trace serves all replicas: its component stands for all.
+        components: dict[int, VariableComponent] = {}
 
         def argument(leaf):
             if not isinstance(leaf, keras.Variable):
-                return of_this_replica(leaf)
-            if id(leaf) not in made:
-                value = component_of(leaf)
-                made[id(leaf)] = VariableComponent(leaf, value, ", ".join(self.devices))
-            return made[id(leaf)]
+                return local_component(leaf)
+            if id(leaf) not in components:
+                components[id(leaf)] = VariableComponent(
+                    leaf, component_of(leaf), ", ".join(self.devices)
+                )
+            return components[id(leaf)]
 
         component = argument(variable)
         args, kwargs = tree.map_structure(argument, (args, kwargs))
         result = bare(fn(component, *args, **kwargs))
-        for component in made.values():
+        for component in components.values():
             if component.assigned:
                 write_component(component.container, component.value)
         return tree.map_structure(
@@ -232,31 +236,30 @@ class JaxReplicaGroup:
     ) -> Any:
         compiled = options.compile is not False
         result = self._runner.run(fn, args, kwargs, compiled, scope)
-        return result if self.distribution.replicas > 1 else self._bare(result)
+        return result if self.distribution.replicas > 1 else self._unwrap_single(result)
 
-    def _bare(self, result: Any) -> Any:
-        """What the only replica returned, whose devices are several."""
+    def _unwrap_single(self, result: Any) -> Any:
+        """Unwrap the output of a single replica with several devices."""
 
-        def bare(x):
+        def unwrap(x):
             if not isinstance(x, ShardedPerReplica):
                 return x.values[0] if isinstance(x, PerReplica) else x
             return x.array[0] if x.scalars else x.array  # on all its devices
 
-        return tree.map_structure(bare, result)
+        return tree.map_structure(unwrap, result)
 
     def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
-        result = reduced(reduce_op, value, axis, self.distribution, self.workers)
-        return self.distribution.kept(result)  # where it can meet variables
+        result = reduce(reduce_op, value, axis, self.distribution, self.workers)
+        return self.distribution.to_home(result)  # next to the variables
 
     def gather(self, values: Sequence[Any], axis: int) -> Any:
-        result = gathered(values, axis, self.distribution, self.workers)
-        return self.distribution.kept(result)
+        result = gather(values, axis, self.distribution, self.workers)
+        return self.distribution.to_home(result)
 
     def place(self, parts: Sequence[Any], alike: bool | None = None) -> Any:
-        result = placed(parts, self.distribution, alike)
-        return result if self.distribution.replicas > 1 else self._bare(result)
+        result = place(parts, self.distribution, alike)
+        return result if self.distribution.replicas > 1 else self._unwrap_single(result)
 
     def lay_out(self, tensor: Any, parts: Sequence[int]) -> Any:
-        """See `LogicalDistribution.laid_out`."""
         assert isinstance(self.distribution, LogicalDistribution)
-        return self.distribution.laid_out(tensor, parts)
+        return self.distribution.constrain(tensor, parts)

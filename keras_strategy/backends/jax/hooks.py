@@ -1,4 +1,4 @@
-"""Where the JAX adapter extends Keras, beside `keras_strategy/hooks`."""
+"""Patches of Keras's trainer, variables and random numbers on JAX."""
 
 import functools
 import inspect
@@ -11,16 +11,21 @@ from jax.core import Tracer
 from keras import tree
 
 from keras_strategy.backends.jax import hooks_state as keras_state
-from keras_strategy.backends.jax import marks
-from keras_strategy.backends.jax.distribution import AXIS, LOGICAL, distribution_of, put
+from keras_strategy.backends.jax.distribution import (
+    AXIS,
+    LOGICAL_PREFIX,
+    distribution_of_sharding,
+    put,
+)
 from keras_strategy.backends.jax.hooks_home import step_from_home
 from keras_strategy.backends.jax.in_charge import (
-    distribution_from_home,
-    distribution_in_charge,
-    distribution_of_strategy,
-    distribution_of_workers,
+    current_distribution,
+    home_distribution,
+    multi_worker_distribution,
+    strategy_distribution,
 )
-from keras_strategy.backends.jax.own_rows import OwnOnDevices, own_part
+from keras_strategy.backends.jax.marks import discard_note, forbid_donation
+from keras_strategy.backends.jax.own_rows import GlobalBatches, local_predictions
 from keras_strategy.backends.threads.hooks import global_state, keras_seeds
 from keras_strategy.core import context
 from keras_strategy.core.context import distributed_replica
@@ -36,9 +41,9 @@ jax_distribution_lib = home_of(
 )
 
 
-def _distribution_around_steps(model: Any) -> Any:
-    """The distribution of a model's strategy, if a step needs something around it."""
-    return distribution_of_workers(model) or distribution_from_home(model)
+def _wrapping_distribution(model: Any) -> Any:
+    """Return the distribution of a model's strategy if its steps need a wrapper."""
+    return multi_worker_distribution(model) or home_distribution(model)
 
 
 # --- the trainer
@@ -49,20 +54,22 @@ def _distribution_around_steps(model: Any) -> Any:
     "(self, trainable_variables=False, non_trainable_variables=False, "
     "optimizer_variables=False, metrics_variables=False, "
     "purge_model_variables=False)",
-    when=distribution_in_charge,
+    when=current_distribution,
 )
-def _get_jax_state(original, ours, self, purge_model_variables=False, **taken):
-    """No two variables share an array that a step overwrites.
+def _get_jax_state(
+    original, distribution, self, purge_model_variables=False, **included
+):
+    """Copy arrays that two variables share, because a step donates each array.
 
-    Weights and their moving average do after a fit with `use_ema`. JAX cannot donate
-    an array twice (on several devices that crashes), and the variable that does not
-    take part in the step would be left with a deleted one.
+    After a fit with `use_ema`, weights and their moving averages share arrays. JAX
+    cannot donate an array twice (on several devices it crashes), and a variable outside
+    of the step would be left with a deleted array.
 
-    And the state that it takes out of the variables is noted, since Keras forgets it
-    where the first step fails, and the model with it.
+    Also record the state that Keras takes out of the variables: Keras loses it if the
+    first step fails.
     """
-    if taken.get("optimizer_variables"):
-        ours.training()
+    if included.get("optimizer_variables"):
+        distribution.on_training()
     variables = [*self.variables, *self.metrics_variables]
     if getattr(self, "optimizer", None) is not None:
         variables += self.optimizer.variables
@@ -71,9 +78,9 @@ def _get_jax_state(original, ours, self, purge_model_variables=False, **taken):
         other = seen.setdefault(id(variable._value), variable)
         if other is not variable and variable._value is not None:
             variable._value = jax.numpy.copy(variable._value)
-    state = original(self, purge_model_variables=purge_model_variables, **taken)
+    state = original(self, purge_model_variables=purge_model_variables, **included)
     if purge_model_variables:
-        names = (name for name, wanted in taken.items() if wanted)
+        names = (name for name, is_included in included.items() if is_included)
         self._jax_state = dict(zip(names, state, strict=True))
     return state
 
@@ -81,48 +88,49 @@ def _get_jax_state(original, ours, self, purge_model_variables=False, **taken):
 @model_hook(
     ("make_train_function", "make_test_function", "make_predict_function"),
     "(self, force=False)",
-    when=_distribution_around_steps,
+    when=_wrapping_distribution,
 )
 def _make_function(original, distribution, self, force=False):
-    """Workers wait for each other in what it makes.
+    """Wrap the step function for several workers or a home device.
 
-    And what that returns is brought to all of them, since Keras or a callback reads it.
-    Where one device keeps the variables, a step begins and ends with them there.
+    Workers report where they wait, and the outputs are replicated on all workers, since
+    Keras or a callback reads them. Variables on a home device are copied to all devices
+    and back.
     """
     kind = original.__name__.split("_")[1]
     before = getattr(self, f"{kind}_function")
     result = original(self, force)
-    made = getattr(self, f"{kind}_function")
-    if made is not before:
+    function = getattr(self, f"{kind}_function")
+    if function is not before:
         if distribution.home is None:
-            step = _step_of_workers(made, kind, distribution)
+            step = _multi_worker_step(function, kind, distribution)
         else:
-            step = step_from_home(made, distribution)
+            step = step_from_home(function, distribution)
         setattr(self, f"{kind}_function", step)
     return result
 
 
-def _step_of_workers(step: Callable, kind: str, distribution: Any) -> Callable:
+def _multi_worker_step(step: Callable, kind: str, distribution: Any) -> Callable:
     member = distribution.cluster.member
     previous: list[Any] = []
 
     def function(state, iterator):
         with member.waiting(f"the {kind} step"):
-            # Python prepares one step while the devices do another.
+            # Python prepares one step while the devices run the previous one.
             jax.block_until_ready(previous)
             outputs, state = step(state, iterator)
-            own = isinstance(iterator, OwnOnDevices) and iterator.taken()
-            if own and kind == "predict":
-                part = functools.partial(own_part, distribution, own)
-                outputs = tree.map_structure(part, outputs)
+            rows = isinstance(iterator, GlobalBatches) and iterator.pop_consumed()
+            if rows and kind == "predict":
+                select = functools.partial(local_predictions, distribution, rows)
+                outputs = tree.map_structure(select, outputs)
             else:
-                outputs = tree.map_structure(readable, outputs)
+                outputs = tree.map_structure(replicate, outputs)
             previous[:] = [outputs]
-            if kind == "predict" or distribution.one_at_a_time:
+            if kind == "predict" or distribution.synchronous:
                 jax.block_until_ready(outputs)
         return outputs, state
 
-    def readable(x):
+    def replicate(x):
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             return put(x, distribution.everywhere)
         return x
@@ -130,9 +138,11 @@ def _step_of_workers(step: Callable, kind: str, distribution: Any) -> Callable:
     return function
 
 
-@model_hook("_get_metrics_result_or_logs", "(self, logs)", when=distribution_of_workers)
+@model_hook(
+    "_get_metrics_result_or_logs", "(self, logs)", when=multi_worker_distribution
+)
 def _get_metrics_result_or_logs(original, distribution, self, logs):
-    """Here `fit` reads what the last step gave."""
+    """Wait for the last step's outputs, which `fit` reads here."""
     with distribution.cluster.member.waiting("the last step"):
         jax.block_until_ready(logs)
     return original(self, logs)
@@ -140,14 +150,14 @@ def _get_metrics_result_or_logs(original, distribution, self, logs):
 
 @hook(keras.Model, "__call__", "(self, *args, **kwargs)")
 def _call(original, self, *args, **kwargs):
-    """An input committed to other devices is moved to the model.
+    """Move inputs that are committed to other devices to the model's devices.
 
-    JAX refuses to compute with arrays that are bound to different sets of devices,
-    such as a component of a PerReplica value and a variable of all replicas.
+    JAX cannot compute with arrays that are committed to different sets of devices, such
+    as a component of a PerReplica value and a mirrored variable.
     """
-    distribution = distribution_of_strategy(vars(self).get("_ks_strategy"))
+    distribution = strategy_distribution(vars(self).get("_ks_strategy"))
     if distribution is not None and distributed_replica() is None:
-        args, kwargs = tree.map_structure(distribution.place, (args, kwargs))
+        args, kwargs = tree.map_structure(distribution.move_committed, (args, kwargs))
     return original(self, *args, **kwargs)
 
 
@@ -156,44 +166,46 @@ def _call(original, self, *args, **kwargs):
 
 @hook(jax_distribution_lib, "distribute_tensor", "(tensor, layout)")
 def _distribute_tensor(original, tensor, layout):
-    """A variable's value is put on the devices of all processes.
+    """Put a variable's value on the devices of all processes.
 
-    `jax.device_put` first compares what the processes have, by a collective; and it
-    cannot take what is on all their devices already. Where it moves an array, the
-    result may share memory with it, which a step overwrites that has either of them.
+    `jax.device_put` first compares the processes' values, by a collective, and rejects
+    values that already are on all their devices. Its result may share memory with the
+    input, which a step that receives either of them would donate.
     """
     sharding = getattr(layout, "backend_layout", layout)
-    # Also outside of the scope, where a variable may be assigned.
-    ours = _is_ours(sharding)
-    if ours and not sharding.is_fully_addressable:
-        return put(_chiefs(tensor, sharding), sharding)
+    # Also applies outside of the scope, where a variable may be assigned.
+    is_ours = _is_strategy_sharding(sharding)
+    if is_ours and not sharding.is_fully_addressable:
+        return put(_chief_value(tensor, sharding), sharding)
     result = original(tensor, layout)
     if result is tensor or isinstance(tensor, Tracer):
         return result
-    if isinstance(tensor, jax.Array) and (ours or _is_ours(tensor.sharding)):
+    if isinstance(tensor, jax.Array) and (
+        is_ours or _is_strategy_sharding(tensor.sharding)
+    ):
         return jax.numpy.copy(result)
     return result
 
 
-def _chiefs(tensor: Any, sharding: Any) -> Any:
-    """What is to be split, as the chief has it: each worker keeps its part of that."""
+def _chief_value(tensor: Any, sharding: Any) -> Any:
+    """Return the chief's value of a tensor to shard."""
     if sharding.is_fully_replicated or not getattr(tensor, "is_fully_addressable", 1):
         return tensor
-    workers = distribution_of(sharding).workers
-    (chiefs,) = workers.take_chiefs("the value of a variable that is split", [tensor])
-    return tensor if chiefs is None else chiefs
+    workers = distribution_of_sharding(sharding).workers
+    (value,) = workers.take_chiefs("the value of a sharded variable", [tensor])
+    return tensor if value is None else value
 
 
-def _is_ours(sharding: Any) -> bool:
+def _is_strategy_sharding(sharding: Any) -> bool:
     first, *others = getattr(getattr(sharding, "mesh", None), "axis_names", ("",))
     return first.startswith(AXIS) and all(
-        name.startswith((AXIS, LOGICAL)) for name in others
+        name.startswith((AXIS, LOGICAL_PREFIX)) for name in others
     )
 
 
 @hook(keras.Variable, "_initialize", "(self, value)", when=in_scope_of_workers)
 def _initialize(original, strategy, self, value):
-    """The first value is the chief's on every worker."""
+    """Use the chief's initial value on every worker."""
     original(self, value)
     if not isinstance(self._value, Tracer):
         first_values.note(strategy, self)
@@ -206,10 +218,10 @@ def _initialize(original, strategy, self, value):
     when=in_scope_of_workers,
 )
 def _initialize_with_initializer(original, strategy, self, initializer):
-    """The first value of a very large variable is the chief's, too.
+    """Use the chief's initial value of a very large variable, too.
 
-    Keras has each process draw its parts of it in a program of its own, which has that
-    process's seed. An initializer that takes the layout says itself what it does.
+    Keras makes each process draw its shards with its own seed. An initializer with an
+    argument `layout` is called as Keras does.
     """
     if "layout" in inspect.signature(initializer).parameters:
         original(self, initializer)
@@ -220,20 +232,20 @@ def _initialize_with_initializer(original, strategy, self, initializer):
 
 @hook(keras.Variable, "value", None)
 def _value(original, self):
-    """Who reads an array may keep it, so no program overwrites it.
+    """Do not donate an array after it was read, because the reader may keep it.
 
-    And a first value that is read is the chief's on every worker.
+    Also broadcast pending initial values before the first read.
     """
     if first_values.waiting and keras_state.stateless_scope() is None:
         first_values.settle()
-    marks.lend(self)
+    forbid_donation(self)
     return original(self)
 
 
 @hook(keras.Variable, "__reduce_ex__", "(self, protocol, /)")
 def _reduce_ex(original, self, protocol):
-    """A copy of a variable may share its array."""
-    marks.forget(self)
+    """Do not donate the array of a copied variable, which may share it."""
+    discard_note(self)
     return original(self, protocol)
 
 
@@ -244,10 +256,10 @@ def _reduce_ex(original, self, protocol):
     when=in_replica,
 )
 def _common_apply(original, replica, self, grads, trainable_variables=None):
-    """It assigns inside a `lax.cond`.
+    """Call `stateless_apply` in `run`, as Keras's trainer does.
 
-    JAX forbids that. Keras's trainer calls `stateless_apply`, and so does this in
-    `run`, where the gradients have been summed by now.
+    Keras's code would assign variables inside of a `lax.cond`, which JAX forbids. The
+    gradients are already summed here.
     """
     variables = self.variables
     trainable = list(trainable_variables or self._trainable_variables)
@@ -263,13 +275,13 @@ def _common_apply(original, replica, self, grads, trainable_variables=None):
 # --- random numbers
 
 
-@hook(keras_seeds, "global_seed_generator", "()", when=distribution_in_charge)
+@hook(keras_seeds, "global_seed_generator", "()", when=current_distribution)
 def _global_seed_generator(original, distribution):
-    """It belongs to the process, not to a strategy.
+    """Create the global seed generator outside of the strategy.
 
-    Made in a scope it would be bound to the strategy's devices, and every other model
-    of the process would meet it there. And Keras refuses it inside a trace, where its
-    state would become a constant; `run` threads it through like any variable.
+    In the scope it would be placed on the strategy's devices, where every other model
+    would find it. Keras refuses to use it inside of a trace, where its state would
+    become a constant; `run` passes it to the program like any variable.
     """
     if distributed_replica() is not None:
         generator = global_state.get_global_attribute(keras_state.SEED)

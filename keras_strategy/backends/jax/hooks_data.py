@@ -1,12 +1,12 @@
-"""Where the JAX adapter extends Keras for the batches of `fit` and its like."""
+"""Patches of Keras's batch iterators on JAX."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 
-from keras_strategy.backends.jax.in_charge import distribution_in_charge
-from keras_strategy.backends.jax.own_rows import OwnOnDevices
+from keras_strategy.backends.jax.in_charge import current_distribution
+from keras_strategy.backends.jax.own_rows import GlobalBatches
 from keras_strategy.hooks.data_adapters import (
     counts_of_arrays,
     is_own,
@@ -23,31 +23,31 @@ jax_trainer = home_of(
 )
 
 if hasattr(jax_trainer.JAXEpochIterator, "_get_distributed_iterator"):
-    # Until Keras 3.15 it has the layout of the first batch for all.
+    # Up to Keras 3.15, where all batches get the layout of the first one.
     _DATA = "(data, layouts=None)"
 
     @hook(
         jax_trainer.JAXEpochIterator,
         "_get_distributed_iterator",
         "(self, distribution)",
-        when=distribution_in_charge,
+        when=current_distribution,
     )
     def _get_distributed_iterator(original, ours, self, distribution):
-        """There is a layout for every batch.
+        """Compute a layout for every batch.
 
-        Keras keeps that of the first batch, which a smaller last one may not fit.
+        Keras uses that of the first batch, which a smaller last batch may not fit.
         """
         if is_own(self):
-            return _joined(self, ours)
-        batches = _own_rows(self.data_adapter, ours)
+            return _global_batches(self, ours)
+        batches = _local_row_batches(self.data_adapter, ours)
         batches = batches or self.data_adapter.get_jax_iterator()
         if ours.cluster is not None:
-            batches = _agreed(read_ahead(self, batches), self, ours)
-        placed = map(ours.place_batch, ours.noticing(batches))
-        ahead = placed if ours.cluster is not None else read_ahead(self, placed)
-        if ahead is not placed or jax.default_backend() == "cpu":
-            return ahead
-        return _one_ahead(placed)
+            batches = _until_any_ends(read_ahead(self, batches), self, ours)
+        placed = map(ours.place_batch, ours.warn_uneven(batches))
+        prefetched = placed if ours.cluster is not None else read_ahead(self, placed)
+        if prefetched is not placed or jax.default_backend() == "cpu":
+            return prefetched
+        return _prefetch_one(placed)
 
 else:
     _DATA = "(data, layouts=None, is_super_batch=False)"
@@ -56,59 +56,59 @@ else:
         jax_trainer.JAXEpochIterator,
         "_get_iterator",
         "(self)",
-        when=distribution_in_charge,
+        when=current_distribution,
     )
     def _get_iterator(original, ours, self):
-        """Batches that cannot be split are noticed.
+        """Warn about batches that cannot be split evenly.
 
-        In the Keras versions that have a layout for every batch by themselves. There,
-        the batches of `steps_per_execution` steps come as one, with the steps in front.
+        These Keras versions compute a layout for every batch. They stack the batches of
+        `steps_per_execution` steps along a new first axis.
         """
         if is_own(self):
             if self.steps_per_execution > 1:
                 raise NotImplementedError(
-                    "With this version of Keras, `steps_per_execution` must be 1 where "
-                    "workers read rows of their own. Received: "
+                    "With this version of Keras, `steps_per_execution` must be 1 if "
+                    "workers read local rows. Received: "
                     f"steps_per_execution={self.steps_per_execution}"
                 )
-            return _joined(self, ours)
-        batches = _agreed(original(self), self, ours)
-        return ours.noticing(batches, self.steps_per_execution > 1)
+            return _global_batches(self, ours)
+        batches = _until_any_ends(original(self), self, ours)
+        return ours.warn_uneven(batches, self.steps_per_execution > 1)
 
 
-def _one_ahead(batches: Iterator[Any]) -> Iterator[Any]:
-    """Starts to move a batch to the devices while they compute the one before.
+def _prefetch_one(batches: Iterator[Any]) -> Iterator[Any]:
+    """Start moving a batch to the devices while they compute the previous one.
 
-    Keras does so too, under a name that differs between its versions.
+    Keras's equivalent has different names in different versions.
     """
-    waiting = []
+    pending = []
     for batch in batches:
-        waiting.append(batch)
-        if len(waiting) > 1:
-            yield waiting.pop(0)
-    yield from waiting
+        pending.append(batch)
+        if len(pending) > 1:
+            yield pending.pop(0)
+    yield from pending
 
 
-def _own_rows(adapter: Any, distribution: Any) -> Any:
-    """The batches of which this worker reads its own rows alone, or None.
+def _local_row_batches(adapter: Any, distribution: Any) -> Any:
+    """Return batches of only this worker's rows, or None.
 
-    Those that the devices do not divide are read whole, as they are computed.
+    Batches that the devices do not divide are read and computed as a whole.
     """
     if distribution.cluster is None or distribution.replicas == 1:
         return None
     local, replicas = distribution.topology.local_replicas, distribution.replicas
 
-    def share(rows):
-        each, uneven = divmod(rows, replicas)
+    def local_bounds(rows):
+        size, uneven = divmod(rows, replicas)
         if uneven:
             return [(0, rows)]
-        return [(replica * each, (replica + 1) * each) for replica in local]
+        return [(replica * size, (replica + 1) * size) for replica in local]
 
-    return own_rows(adapter, share, lambda adapter: adapter.get_jax_iterator())
+    return own_rows(adapter, local_bounds, lambda adapter: adapter.get_jax_iterator())
 
 
-def _agreed(batches: Any, iterator: Any, distribution: Any) -> Any:
-    """The batches; of several workers, while all of them have one."""
+def _until_any_ends(batches: Any, iterator: Any, distribution: Any) -> Any:
+    """Yield the batches until one of the workers has no more."""
     if distribution.cluster is None:
         return batches
     counts = counts_of_arrays(iterator.data_adapter)
@@ -116,8 +116,8 @@ def _agreed(batches: Any, iterator: Any, distribution: Any) -> Any:
     return AgreedBatches(batches, distribution.cluster, counts, pauses, tells=True)
 
 
-def _joined(iterator: Any, distribution: Any) -> OwnOnDevices:
-    """The batches that the workers' own make together, on their devices."""
+def _global_batches(iterator: Any, distribution: Any) -> GlobalBatches:
+    """Return the global batches of the workers' local rows."""
     batches = joined(
         iterator,
         read_ahead(iterator, iterator.data_adapter.get_jax_iterator()),
@@ -125,13 +125,10 @@ def _joined(iterator: Any, distribution: Any) -> OwnOnDevices:
         len(distribution.devices),
         same_shapes=True,
     )
-    return OwnOnDevices(batches, distribution)
+    return GlobalBatches(batches, distribution)
 
 
-@hook(jax_trainer, "_distribute_data", _DATA, when=distribution_in_charge)
+@hook(jax_trainer, "_distribute_data", _DATA, when=current_distribution)
 def _distribute_data(original, ours, data, layouts=None, **kind):
-    """Keras cannot place a sparse matrix on several devices.
-
-    And takes twice as long for the others.
-    """
+    """Place sparse matrices, which Keras cannot, and others in half the time."""
     return ours.place_batch(data, kind.get("is_super_batch", False))

@@ -1,4 +1,4 @@
-"""Where the JAX adapter extends Keras for variables that the devices share."""
+"""Patches of Keras for sharded variables on JAX."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from jax.core import Tracer
 from keras_strategy.backends.jax.distribution import AXIS
 from keras_strategy.backends.jax.hooks_state import array_of, stateless_scope, write
 from keras_strategy.backends.jax.replica import JaxReplica, TracedMergedScope
-from keras_strategy.backends.jax.splitting import Parts, gathered_whole
+from keras_strategy.backends.jax.splitting import LocalShards, gather_variable
 from keras_strategy.backends.threads.hooks_shares import SharesScope
 from keras_strategy.core.context import distributed_replica
 from keras_strategy.hooks.hook import hook, of_several
@@ -27,15 +27,15 @@ from keras_strategy.rules.sharding import (
 
 
 @of_several
-def _distribution_that_shards() -> Any:
-    """The distribution in charge, if it splits what optimizers keep."""
+def _slot_sharding_distribution() -> Any:
+    """Return the current distribution if it shards optimizer slots."""
     distribution = keras.distribution.distribution()
     return None if getattr(distribution, "shard", None) is None else distribution
 
 
 @of_several
-def _distribution_of_parts(variable: Any) -> Any:
-    """The distribution of a variable that lies in parts on several workers' devices."""
+def _variable_sharding_distribution(variable: Any) -> Any:
+    """Return the distribution of a variable that several workers shard."""
     array = array_of(variable)
     if not isinstance(array, jax.Array) or isinstance(array, Tracer):
         return None
@@ -48,13 +48,12 @@ def _distribution_of_parts(variable: Any) -> Any:
     keras.optimizers.Optimizer,
     "add_variable",
     ("shape",),
-    when=_distribution_that_shards,
+    when=_slot_sharding_distribution,
 )
 def _add_variable(original, distribution, self, *args, **kwargs):
-    """What an optimizer keeps is split when it is made.
+    """Shard optimizer slots when they are created.
 
-    Each device holds a part alone, and at no time the whole. Keras would lay it out as
-    the weight that it belongs to.
+    No device ever holds a whole slot. Keras would give it the layout of its weight.
     """
     with making_slots(kwargs.pop("layout", None)):
         variable = original(self, *args, **kwargs)
@@ -62,47 +61,51 @@ def _add_variable(original, distribution, self, *args, **kwargs):
     return variable
 
 
-@hook(keras.Variable, "__array__", "(self, dtype=None)", when=_distribution_of_parts)
+@hook(
+    keras.Variable,
+    "__array__",
+    "(self, dtype=None)",
+    when=_variable_sharding_distribution,
+)
 def _array(original, distribution, self, dtype=None, copy=None):
-    """A variable whose parts are on several workers is brought together.
+    """Gather a variable that several workers shard, when it is saved or read.
 
-    One at a time, as it is saved or read; all workers do, unless each has all parts.
+    A collective, unless each worker holds all shards.
     """
-    known = held_value(self)
-    if known is not None:
-        return np.array(known, dtype)
-    whole = gathered_whole(self, distribution)
+    override = held_value(self)
+    if override is not None:
+        return np.array(override, dtype)
+    array = gather_variable(self, distribution)
     first = distribution.devices[0]
-    local = next(s.data for s in whole.addressable_shards if s.device == first)
-    return np.array(local, dtype)  # of its own, whatever `copy` asks for
+    local = next(s.data for s in array.addressable_shards if s.device == first)
+    return np.array(local, dtype)  # always a copy
 
 
-class _PartsScope(SharesScope):
-    """See `SharesScope`.
+class _ShardsScope(SharesScope):
+    """Scope in which an optimizer updates one replica's shards.
 
     Args:
-        parts: What is known of wholes.
-        along: Of the variables, by `id`, along which dimension they are split.
-        variables: What the replica updates a part of.
-        gradients_along: The same of the gradients that the optimizer is given; None
-            for those that are whole on each replica.
+        shards: The local shards of the trace.
+        dims: The sharded dimension of each variable, keyed by `id`.
+        variables: The sharded variables.
+        gradient_dims: The sharded dimension of each gradient; None if not sharded.
     """
 
     def __init__(
         self,
-        parts: Parts,
-        along: dict[int, int],
+        shards: LocalShards,
+        dims: dict[int, int],
         variables: Sequence[Any],
-        gradients_along: Sequence[int | None],
+        gradient_dims: Sequence[int | None],
     ):
-        around = stateless_scope()
-        own = {
-            id(v): parts.own(around.get_current_value(v), along[id(v)])
+        parent = stateless_scope()
+        values = {
+            id(v): shards.shard(parent.get_current_value(v), dims[id(v)])
             for v in variables
         }
-        super().__init__(around, own, variables)
+        super().__init__(parent, values, variables)
         self.written: dict[int, Any] = {}
-        self._gradients_along = gradients_along
+        self._gradient_dims = gradient_dims
 
     def write(self, variable: Any, value: Any) -> None:
         self.shares[id(variable)] = value
@@ -110,46 +113,47 @@ class _PartsScope(SharesScope):
 
     def squared_norms(self, squares: Sequence[Any]) -> tuple[list[Any], Any]:
         is_first = jax.lax.axis_index(AXIS) == 0
-        pairs = zip(squares, self._gradients_along, strict=True)
-        own = [x if d is not None else jnp.where(is_first, x, 0) for x, d in pairs]
-        each = jax.lax.psum(jnp.stack(own), AXIS)
-        return list(each), jnp.sum(each)
+        pairs = zip(squares, self._gradient_dims, strict=True)
+        # Count gradients that are not sharded once.
+        local = [x if d is not None else jnp.where(is_first, x, 0) for x, d in pairs]
+        totals = jax.lax.psum(jnp.stack(local), AXIS)
+        return list(totals), jnp.sum(totals)
 
 
 @of_several
-def _parts_of_replica(optimizer: Any) -> Parts | None:
-    """What is known of parts, where each replica updates its part of the weights."""
+def _updated_shards(optimizer: Any) -> LocalShards | None:
+    """Return the local shards if each replica updates its shard of the weights."""
     replica = distributed_replica()
     if not isinstance(replica, JaxReplica) or not is_elementwise(optimizer):
         return None
     scope = stateless_scope()
-    return None if isinstance(scope, TracedMergedScope) else replica.parts
+    return None if isinstance(scope, TracedMergedScope) else replica.shards
 
 
 @hook(
     keras.optimizers.Optimizer,
     "_backend_apply_gradients",
     "(self, grads, trainable_variables)",
-    when=_parts_of_replica,
+    when=_updated_shards,
 )
-def _apply_gradients(original, parts, self, grads, trainable_variables):
-    """In `run` each replica updates its part of the weights, by Keras's own code.
+def _apply_gradients(original, shards, self, grads, trainable_variables):
+    """Update only this replica's shard of the weights in `run`, with Keras's code.
 
-    So it needs its part of the gradients' sum alone, and of what the optimizer keeps.
-    Other optimizers than elementwise ones work on wholes.
+    This needs only the local shards of the summed gradients and of the optimizer slots.
+    Optimizers that are not elementwise update whole variables.
     """
     weights = [v for v in self._trainable_variables if not v.overwrite_with_gradient]
-    along, variables = {}, []
+    dims, variables = {}, []
     for variable in (*weights, *self.variables):
-        dimension = dimension_to_split(variable.shape, parts.replicas)
-        if dimension is not None:
-            along[id(variable)] = dimension
+        dim = dimension_to_split(variable.shape, shards.replicas)
+        if dim is not None:
+            dims[id(variable)] = dim
             variables.append(variable)
-    of_gradients = [along.get(id(v)) for v in trainable_variables]
-    own = list(map(parts.own, grads, of_gradients))
-    scope = _PartsScope(parts, along, variables, of_gradients)
+    gradient_dims = [dims.get(id(v)) for v in trainable_variables]
+    grads = list(map(shards.shard, grads, gradient_dims))
+    scope = _ShardsScope(shards, dims, variables, gradient_dims)
     with scope, scope.shapes():
-        original(self, own, trainable_variables)
+        original(self, grads, trainable_variables)
     for variable in scope.written.values():
         value = scope.get_current_value(variable)
-        write(variable, parts.whole(value, along[id(variable)]))
+        write(variable, shards.gather(value, dims[id(variable)]))

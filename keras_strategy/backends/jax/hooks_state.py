@@ -1,7 +1,4 @@
-"""What Keras keeps to itself and the JAX adapter reads or sets, under names of our own.
-
-Nothing is replaced here: that is `hooks.py`.
-"""
+"""Access to private state of Keras on JAX. Nothing is patched here."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -22,15 +19,13 @@ is_symbolic = home_of(
     "in_symbolic_scope", "keras.src.backend.common.symbolic_scope"
 ).in_symbolic_scope
 
-# Under which name Keras keeps the process's own seed generator.
+# The key of the global seed generator in Keras's global state.
 SEED = "global_seed_generator"
 
 
 def synchronize_state(model: keras.Model) -> None:
-    """Gives the variables the values that Keras keeps to itself while it trains.
-
-    The method lost its prefix in Keras 3.16.
-    """
+    """Write the values that Keras's loop holds back to the variables."""
+    # Renamed in Keras 3.16.
     method = getattr(model, "state_sync", None) or getattr(
         model, "jax_state_sync", None
     )
@@ -40,19 +35,19 @@ def synchronize_state(model: keras.Model) -> None:
 
 
 def stateless_scope() -> Any:
-    """The innermost `keras.StatelessScope` of this thread, or None."""
+    """Return the innermost `keras.StatelessScope` of this thread, or None."""
     return get_stateless_scope()
 
 
 def initialize_pending() -> None:
-    """Initialises variables that were made in a trace; to be called outside."""
+    """Initialize variables that a trace created; call it outside of the trace."""
     with keras.StatelessScope():
         pass
 
 
 @contextlib.contextmanager
-def outside_of_trace() -> Iterator[None]:
-    """Lets code that a trace calls make variables with values, once and for all."""
+def outside_trace() -> Iterator[None]:
+    """Context manager in which traced code creates variables with concrete values."""
     scope = get_stateless_scope()
     global_state.set_global_attribute("stateless_scope", None)
     try:
@@ -63,7 +58,7 @@ def outside_of_trace() -> Iterator[None]:
 
 
 def write(variable: Any, value: Any) -> None:
-    """Assigns without bringing the replicas together: they have been."""
+    """Assign a value that is already aggregated over the replicas."""
     scope = get_stateless_scope()
     if scope is None:
         variable._direct_assign(value)
@@ -72,7 +67,7 @@ def write(variable: Any, value: Any) -> None:
 
 
 def traced_value(variable: Any) -> Any:
-    """What a variable is in the program that is being traced."""
+    """Return the value of a variable in the current trace."""
     scope = get_stateless_scope()
     value = None if scope is None else scope.get_current_value(variable)
     return variable._value if value is None else value
@@ -82,51 +77,51 @@ array_of = stored
 
 
 def arrays_of(variables: Iterable[Any]) -> list[Any]:
-    """The arrays that variables hold: one call in every step, for all of them."""
+    """Return the arrays of variables."""
     return list(map(array_of, variables))
 
 
 def set_array(variable: Any, array: Any) -> None:
-    """Makes `array`, which has the variable's placement already, its value."""
+    """Set the variable's array, which has its sharding already."""
     variable._value = array
 
 
 def set_arrays(variables: Iterable[Any], arrays: Iterable[Any]) -> None:
-    """Makes each array its variable's value."""
+    """Set the arrays of variables."""
     for variable, array in zip(variables, arrays, strict=True):
         variable._value = array
 
 
 def set_layout(variable: Any, layout: Any) -> None:
-    """Gives a variable a layout, and places its value by it."""
+    """Set a variable's layout and move its value accordingly."""
     variable._layout = layout
     variable._direct_assign(variable._value)
 
 
 def sharding_of(variable: Any) -> Any:
-    """The layout of a variable as JAX's, or None."""
+    """Return the JAX sharding of a variable, or None."""
     layout = variable._layout
     return getattr(layout, "backend_layout", layout)
 
 
 def global_seed() -> Any:
-    """The variable of the process's own seed generator; None if there is none."""
+    """Return the state variable of Keras's global seed generator, or None."""
     generator = global_state.get_global_attribute(SEED)
     return None if generator is None else generator.state
 
 
-def made_global_seed() -> Any:
-    """The variable of the process's own seed generator, which is made if need be."""
+def ensure_global_seed() -> Any:
+    """Return the global seed's state variable; create it if necessary."""
     return keras_seeds.global_seed_generator().state
 
 
 def is_global_seed(variable: Any) -> bool:
-    """Whether a variable is the state of the process's own seed generator."""
+    """Return True if a variable is the global seed generator's state."""
     return variable is global_seed()
 
 
 def release(variable: Any, array: Any) -> None:
-    """Makes `array` a variable's value, bound to no devices."""
+    """Set a variable's value, detached from all devices of a strategy."""
     variable._layout = None
     vars(variable).pop("_ks_strategy", None)
     variable._value = jax.numpy.asarray(jax.device_get(array))

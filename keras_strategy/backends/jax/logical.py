@@ -1,9 +1,4 @@
-"""The layouts of a group whose replicas have several devices each: logical devices.
-
-One mesh: the replicas, and an axis for each prime factor of the number of logical
-devices. What a replica computes stays one program, of which XLA gives each logical
-device its share, by how variables and tensors are laid out.
-"""
+"""Shardings on a mesh whose replicas have several logical devices."""
 
 import math
 from collections.abc import Sequence
@@ -18,10 +13,10 @@ from keras_strategy.backends.jax import hooks_state as keras_state
 from keras_strategy.backends.jax.devices import device_named, devices_of_worker
 from keras_strategy.backends.jax.distribution import (
     AXIS,
-    LOGICAL,
+    LOGICAL_PREFIX,
     ReplicaDistribution,
+    in_program,
 )
-from keras_strategy.backends.jax.replica import in_program
 from keras_strategy.core import context
 from keras_strategy.rules.sharding import layout_of_weight, note_split
 from keras_strategy.values.logical_devices import (
@@ -33,13 +28,16 @@ from keras_strategy.workers.cluster import Cluster
 
 
 class LogicalDistribution(ReplicaDistribution):
-    """See `ReplicaDistribution`, whose `devices` are each replica's first here.
+    """`ReplicaDistribution` whose `devices` are the first of each replica.
 
     Args:
         logical: The devices of each replica.
-        cluster: The workers, each with as many replicas; None for this one alone.
-        shard: What is split over the replicas, see `MirroredStrategy`.
+        cluster: The workers, each with as many replicas; None for a single process.
+        shard: What is sharded over the replicas, see `MirroredStrategy`.
     """
+
+    # The programs of `run` are manual in the replica axis; XLA handles the others.
+    has_logical_axes = True
 
     def __init__(
         self,
@@ -50,12 +48,10 @@ class LogicalDistribution(ReplicaDistribution):
         self._logical = logical
         self._all_devices = [[device_named(d) for d in ds] for ds in logical.devices]
         super().__init__(tuple(ds[0] for ds in logical.devices), cluster, shard)
-        # Programs of `run` are written for the replicas' axis alone; XLA has the rest.
-        self.of_replicas_alone = True
 
     def _set_mesh(self) -> Any:
         factors = prime_factors(self._logical.per_replica)
-        devices = [d for own in self._all_devices for d in own]
+        devices = [d for replica in self._all_devices for d in replica]
         if self.cluster is not None:
             devices = [
                 device
@@ -65,39 +61,41 @@ class LogicalDistribution(ReplicaDistribution):
             ]
         mesh = keras.distribution.DeviceMesh(
             (self.replicas, *factors),
-            [AXIS, *(f"{LOGICAL}{i}" for i in range(len(factors)))],
+            [AXIS, *(f"{LOGICAL_PREFIX}{i}" for i in range(len(factors)))],
             [f"{d.platform}:{d.id}" for d in devices],
         )
-        # Not DataParallel's, which is for one axis.
-        tell_keras: Any = super(keras.distribution.DataParallel, self).__init__
-        tell_keras(mesh, AXIS, False)
+        # Skip DataParallel's initializer, which supports one axis only.
+        init: Any = super(keras.distribution.DataParallel, self).__init__
+        init(mesh, AXIS, False)
         return mesh.backend_mesh
 
     def get_variable_layout(self, variable: Any) -> Any:
-        axes = self._axes_of(variable)
+        axes = self._logical_axes(variable)
         if axes is None:
             return super().get_variable_layout(variable)
-        # Besides, the replicas share what `shard` says: parts of these parts.
-        parts = [math.prod(self.mesh.shape[axis] for axis in own) for own in axes]
+        # In addition, the replicas shard what `shard` names: shards of these parts.
+        parts = [math.prod(self.mesh.shape[axis] for axis in dim) for dim in axes]
         split = self._splitting.of(variable, parts)
         note_split(variable, split)
-        # Keras's own layouts have no dimension that two axes split.
+        # Keras's TensorLayout does not support two axes for one dimension.
         if split is None:
             return NamedSharding(self.mesh, PartitionSpec(*axes))
-        return self._in_parts(split, axes)
+        return self._sharding(split, axes)
 
-    def _axes_of(self, variable: Any) -> list[tuple[str, ...]] | None:
-        """What axes of logical devices split a variable's dimensions; None for none."""
-        of_weight = layout_of_weight()  # which what is kept of it lies as
-        if isinstance(of_weight, NamedSharding):
-            named = [(a,) if isinstance(a, str) else a or () for a in of_weight.spec]
-            named += [()] * (len(variable.shape) - len(named))
-            return [tuple(a for a in own if a.startswith(LOGICAL)) for own in named]
+    def _logical_axes(self, variable: Any) -> list[tuple[str, ...]] | None:
+        """Return the logical axes that split each dimension; None if none do."""
+        weight_layout = layout_of_weight()  # which an optimizer slot shares
+        if isinstance(weight_layout, NamedSharding):
+            spec = [(a,) if isinstance(a, str) else a or () for a in weight_layout.spec]
+            spec += [()] * (len(variable.shape) - len(spec))
+            return [
+                tuple(a for a in dim if a.startswith(LOGICAL_PREFIX)) for dim in spec
+            ]
         layouts = self._logical.layouts
         parts = None if layouts is None else layouts.parts_of(variable)
-        return None if parts is None else self._names(parts)
+        return None if parts is None else self._axis_names(parts)
 
-    def training(self) -> None:
+    def on_training(self) -> None:
         if self._logical.layouts is not None:
             self._logical.layouts.warn_of_unused()
 
@@ -107,30 +105,30 @@ class LogicalDistribution(ReplicaDistribution):
         return sharding if mesh in (self.mesh, self.factors) else self.everywhere
 
     def global_array(
-        self, shape: tuple[int, ...], sharding: NamedSharding, parts: Sequence[Any]
+        self, shape: tuple[int, ...], sharding: NamedSharding, shards: Sequence[Any]
     ) -> jax.Array:
         copies = [
-            jax.device_put(part, device)
-            for part, devices in zip(parts, self._all_devices, strict=True)
+            jax.device_put(shard, device)
+            for shard, devices in zip(shards, self._all_devices, strict=True)
             for device in devices
         ]
         return jax.make_array_from_single_device_arrays(shape, sharding, copies)
 
-    def laid_out(self, tensor: Any, parts: Sequence[int]) -> Any:
-        """A tensor of a replica that its logical devices share, in a program.
+    def constrain(self, tensor: Any, parts: Sequence[int]) -> Any:
+        """Constrain how the logical devices split a traced tensor of a replica.
 
         Args:
-            tensor: The tensor; one that is not traced is left where it is.
-            parts: Into how many parts each of its dimensions is split.
+            tensor: The tensor; returned unchanged unless it is traced.
+            parts: The number of parts of each dimension.
 
         Raises:
-            ValueError: If a dimension cannot be split into as many.
+            ValueError: If a dimension is not divisible by its number of parts.
         """
-        if not parts or keras_state.is_symbolic():  # or sizes stand for unknown ones
+        if not parts or keras_state.is_symbolic():  # or unknown sizes have stand-ins
             return tensor
-        of_replica = context.get_replica_context() is not None
-        # The global program of `fit`, in which the rows of all replicas come first.
-        in_fit = keras.distribution.distribution() is self and not of_replica
+        in_replica = context.get_replica_context() is not None
+        # In the global program of `fit`, the rows of all replicas come first.
+        in_fit = keras.distribution.distribution() is self and not in_replica
         for i, (size, number) in enumerate(zip(tensor.shape, parts, strict=True)):
             if size % number and not (in_fit and i == 0):
                 raise ValueError(
@@ -140,12 +138,12 @@ class LogicalDistribution(ReplicaDistribution):
                 )
         if not isinstance(tensor, Tracer):
             return tensor
-        first, *others = self._names(parts)
+        first, *others = self._axis_names(parts)
         if in_program():
             mesh = jax.sharding.get_abstract_mesh()
             spec = PartitionSpec(first, *others)
             return jax.lax.with_sharding_constraint(tensor, NamedSharding(mesh, spec))
-        if not in_fit:  # replicas in turns
+        if not in_fit:  # an eager run
             return tensor
         rows = tensor.shape[0]
         if rows % (self.replicas * parts[0]) == 0:
@@ -155,8 +153,7 @@ class LogicalDistribution(ReplicaDistribution):
         spec = PartitionSpec(first, *others)
         return jax.lax.with_sharding_constraint(tensor, NamedSharding(self.mesh, spec))
 
-    def _names(self, parts: Sequence[int]) -> list[tuple[str, ...]]:
-        """The names of the axes that split each dimension."""
+    def _axis_names(self, parts: Sequence[int]) -> list[tuple[str, ...]]:
         axes = axes_of_parts(parts, self._logical.per_replica)
         assert axes is not None
-        return [tuple(f"{LOGICAL}{i}" for i in own) for own in axes]
+        return [tuple(f"{LOGICAL_PREFIX}{i}" for i in dim) for dim in axes]

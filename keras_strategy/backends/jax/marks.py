@@ -1,50 +1,56 @@
-"""What is known of the array that a variable holds, noted beside the variable."""
+"""Arrays of variables: donation, sync-on-read values and local shards.
+
+A compiled program computes new values in the memory of the old ones (JAX donation),
+which deletes the arrays it received. It may donate an array only if a program created
+it for that variable and nobody has read it since: a reader of `variable.value` may keep
+the array, or something that shares its memory, such as a shard or a result of
+`jax.device_put`. Every other array is copied first. That happens once, since the
+program's output can be donated again. `ArrayNote` records this.
+"""
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
-_NAME = "_ks_mark"
-_noted: Callable[[Any], Any] = attrgetter(_NAME)
+_NOTE = "_ks_array_note"
+_get_note: Callable[[Any], Any] = attrgetter(_NOTE)
 
-# A reference to no array.
-nothing: Callable[[], Any] = object
+# A reference that equals no array.
+no_array: Callable[[], Any] = object
 
 
-class Mark:
-    """What is known of an array that a variable holds.
+class ArrayNote:
+    """Facts about the array that a variable holds.
 
-    The references are weak, and say nothing of another array that the variable may
-    have been given since.
+    Weak references, which do not match an array that the variable received later.
 
     Attributes:
-        placed: Gives the array if it has the layout that programs need.
-        own: Gives it if a program made it for this variable and nobody has read it
-            since.
+        placed: Returns the array if it has the sharding that programs need.
+        donatable: Returns the array if a program may donate it.
     """
 
-    __slots__ = ("own", "placed")
+    __slots__ = ("donatable", "placed")
 
     def __init__(self):
-        self.own: Callable[[], Any] = nothing
-        self.placed: Callable[[], Any] = nothing
+        self.donatable: Callable[[], Any] = no_array
+        self.placed: Callable[[], Any] = no_array
 
 
-def of(variables: Sequence[Any]) -> list[Mark]:
-    """The marks of variables."""
+def array_notes(variables: Sequence[Any]) -> list[ArrayNote]:
+    """Return the notes of variables."""
     try:
-        return list(map(_noted, variables))
-    except AttributeError:  # one has none yet
-        return [vars(v).setdefault(_NAME, Mark()) for v in variables]
+        return list(map(_get_note, variables))
+    except AttributeError:  # a variable without a note
+        return [vars(v).setdefault(_NOTE, ArrayNote()) for v in variables]
 
 
-def lend(variable: Any) -> None:
-    """Notes that others may hold the variable's array from now on, or a part of it."""
-    mark = vars(variable).get(_NAME)
-    if mark is not None:
-        mark.own = nothing
+def forbid_donation(variable: Any) -> None:
+    """Record that other code may hold the variable's array or a part of it."""
+    note = vars(variable).get(_NOTE)
+    if note is not None:
+        note.donatable = no_array
 
 
-def forget(variable: Any) -> None:
-    """Notes that nothing is known."""
-    vars(variable).pop(_NAME, None)
+def discard_note(variable: Any) -> None:
+    """Remove the note of the variable."""
+    vars(variable).pop(_NOTE, None)

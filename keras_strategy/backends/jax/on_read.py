@@ -1,10 +1,10 @@
-"""Variables of which every replica keeps its own value until somebody reads.
+"""Sync-on-read variables: one value per replica, aggregated when read.
 
-Such a variable holds the aggregated value, so that whoever reads it outside gets that.
-Beside it, what the replicas hold is kept as one array with the replicas in front, until
-the variable is assigned outside: then the replicas' values follow from the one
-assigned, see `rules.aggregation.parts_outside`. One with aggregation "none"
-reads as what replica 0 holds (tf.distribute refuses to read it).
+The variable holds the aggregated value, so reading it outside of replicas returns that.
+The replicas' values are kept beside it as one array with a leading replica dimension,
+until the variable is assigned outside of replicas: then `parts_outside` derives the
+replicas' values from the assigned one. A variable with aggregation "none" reads as
+replica 0's value (tf.distribute refuses to read it).
 """
 
 import functools
@@ -20,62 +20,62 @@ from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution, 
 from keras_strategy.rules.aggregation import parts_outside
 
 
-def locals_of(variable: Any, distribution: ReplicaDistribution) -> jax.Array:
-    """What the replicas hold, with the replicas in front."""
+def replica_values(variable: Any, distribution: ReplicaDistribution) -> jax.Array:
+    """Return the replicas' values, stacked along a leading replica dimension."""
     value = keras_state.array_of(variable)
     aggregated, stacked = vars(variable).get("_ks_locals", (None, None))
-    # Another array means that the variable was assigned outside since.
+    # A different array means that the variable was assigned outside of replicas.
     if aggregated is value and stacked.sharding == distribution.split:
         return stacked
     value = put(value, distribution.everywhere)
-    parts = parts_outside(variable, value, distribution.replicas)
-    return _spread(distribution.split, distribution.replicas)(*parts)
+    first, other = parts_outside(variable, value, distribution.replicas)
+    return _stack_fn(distribution.split, distribution.replicas)(first, other)
 
 
-def remember(
+def set_replica_values(
     variables: Sequence[Any], values: Sequence[jax.Array], stacked: Sequence[jax.Array]
 ) -> None:
-    """Notes what the replicas hold, and its aggregate as each variable's value."""
+    """Set the variables to aggregated values and record the replicas' values."""
     keras_state.set_arrays(variables, values)
     for variable, *pair in zip(variables, values, stacked, strict=True):
         vars(variable)["_ks_locals"] = tuple(pair)
 
 
-def remember_parts(
-    variable: Any, parts: Sequence[Any], distribution: ReplicaDistribution
+def set_local_values(
+    variable: Any, values: Sequence[Any], distribution: ReplicaDistribution
 ) -> None:
-    """Notes what each replica holds, given one array on each device."""
-    stacked = distribution.joined([x[None] for x in parts])
-    value = _joined(distribution.everywhere)(stacked, variable.aggregation)
-    remember([variable], [value], [stacked])
+    """Set the variable from the values of this worker's replicas."""
+    stacked = distribution.join_shards([x[None] for x in values])
+    value = _aggregate_fn(distribution.everywhere)(stacked, variable.aggregation)
+    set_replica_values([variable], [value], [stacked])
 
 
-def aggregate(variable: Any, local: Any) -> Any:
-    """What reading outside gives, computed in the replicas' program."""
+def aggregate(variable: Any, value: Any) -> Any:
+    """Aggregate the replicas' values inside of their program."""
     if variable.aggregation == "sum":
-        return jax.lax.psum(local, AXIS)
+        return jax.lax.psum(value, AXIS)
     if variable.aggregation == "mean":
-        return jax.lax.pmean(local, AXIS).astype(local.dtype)
+        return jax.lax.pmean(value, AXIS).astype(value.dtype)
     first = keras.ops.equal(jax.lax.axis_index(AXIS), 0)
-    return jax.lax.psum(jnp.where(first, local, jnp.zeros_like(local)), AXIS)
+    return jax.lax.psum(jnp.where(first, value, jnp.zeros_like(value)), AXIS)
 
 
 @functools.cache
-def _joined(everywhere: Any) -> Any:
-    def joined(stacked, aggregation):
+def _aggregate_fn(everywhere: Any) -> Any:
+    def aggregate_stacked(stacked, aggregation):
         if aggregation == "sum":
             return jnp.sum(stacked, axis=0, dtype=stacked.dtype)
         if aggregation == "mean":
             return jnp.mean(stacked, axis=0).astype(stacked.dtype)
         return stacked[0]
 
-    return jax.jit(joined, static_argnums=1, out_shardings=everywhere)
+    return jax.jit(aggregate_stacked, static_argnums=1, out_shardings=everywhere)
 
 
 @functools.cache
-def _spread(split: Any, replicas: int) -> Any:
-    def spread(first, other):
+def _stack_fn(split: Any, replicas: int) -> Any:
+    def stack(first, other):
         stacked = jnp.broadcast_to(other, (replicas, *other.shape))
         return stacked.at[0].set(first)
 
-    return jax.jit(spread, out_shardings=split)
+    return jax.jit(stack, out_shardings=split)

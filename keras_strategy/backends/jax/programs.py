@@ -1,4 +1,4 @@
-"""The programs that a function was compiled to, and the variables that it uses."""
+"""The programs of a compiled function and the variables that it uses."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -20,62 +20,61 @@ from keras_strategy.rules.reads import Identity
 
 
 class RunScope(keras.StatelessScope):
-    """Holds the variables' values in a trace, and notes which ones it meets.
-
-    Args:
-        mapping: Pairs of a variable and its traced value.
-    """
+    """Variable values in a trace, and a record of the variables it uses."""
 
     def __init__(self, mapping: Any):
         super().__init__(collect_losses=True, initialize_variables=False)
-        self.met: dict[int, Any] = {}
+        self.used: dict[int, Any] = {}
         self.written: dict[int, Any] = {}
         self.state_mapping.update((id(v), value) for v, value in mapping)
 
     def get_current_value(self, variable: Any) -> Any:
-        self.met[id(variable)] = variable
+        self.used[id(variable)] = variable
         value = super().get_current_value(variable)
         if value is None:
-            # This trace will be thrown away; a stand-in keeps the real value from
-            # becoming a constant that Python code could look into.
+            # This trace will be discarded. The stand-in prevents that the value becomes
+            # a constant that Python code could inspect.
             value = jnp.zeros(variable.shape, stored_dtype(variable))
         return value
 
     def add_update(self, update: tuple[Any, Any]) -> None:
-        self.met[id(update[0])] = self.written[id(update[0])] = update[0]
+        self.used[id(update[0])] = self.written[id(update[0])] = update[0]
         super().add_update(update)
 
 
 class NewVariables(Exception):
-    """A trace met variables that the program does not thread."""
+    """A trace used variables that the program does not pass."""
 
 
 class Function:
-    """A function, the variables that it uses, and its compiled programs."""
+    """A function, the variables that it uses and its compiled programs.
+
+    Attributes:
+        seed: The state of Keras's global seed generator, if the function uses it.
+        is_traced: True once a trace has met all variables.
+    """
 
     def __init__(self):
         self.variables: dict[int, Any] = {}
         self.written: set[int] = set()
-        # The state of the process's own seed generator, if it is one of them.
         self.seed: Any = None
         self.programs: OrderedDict[Any, Program] = OrderedDict()
         self.draws = KnownDraws()
-        self.warned = False
-        # Whether a trace has met all its variables.
-        self.known = False
+        self.is_traced = False
+        self._warned = False
 
     def assigned(self) -> list[Any]:
-        """The variables that it assigns and that belong to a strategy."""
+        """Return the assigned variables, except for the global seed."""
         return [
             self.variables[key]
             for key in self.written
             if not keras_state.is_global_seed(self.variables[key])
         ]
 
-    def learn(self, scope: RunScope) -> bool:
-        """Notes what a trace met; returns whether that was news."""
+    def record(self, scope: RunScope) -> bool:
+        """Record a trace's variables; return True if any of them is new."""
         before = len(self.variables), len(self.written)
-        self.variables.update(scope.met)
+        self.variables.update(scope.used)
         self.written.update(scope.written)
         seed = keras_state.global_seed()
         if id(seed) in self.variables:
@@ -83,36 +82,36 @@ class Function:
         return before != (len(self.variables), len(self.written))
 
     def renew_seed(self) -> None:
-        """Threads the seed generator that the process has now.
+        """Use the current global seed generator.
 
-        `keras.utils.set_random_seed` makes the process forget the one before.
+        `keras.utils.set_random_seed` replaces the previous one.
         """
         if self.seed is None or keras_state.is_global_seed(self.seed):
             return
         self.variables.pop(id(self.seed))
         self.written.discard(id(self.seed))
-        self.seed = keras_state.made_global_seed()
+        self.seed = keras_state.ensure_global_seed()
         self.variables[id(self.seed)] = self.seed
         self.written.add(id(self.seed))
 
-    def keep(self, program: "Program", key: Any, fn: Any) -> None:
-        """Keeps a program for the next call of its kind."""
+    def add_program(self, program: "Program", key: Any, fn: Any) -> None:
+        """Cache a program, and evict the oldest one if there are too many."""
         self.programs[key] = program
         if len(self.programs) > PROGRAMS:
             self.programs.popitem(last=False)
-        if len(self.programs) > MANY_PROGRAMS and not self.warned:
-            self.warned = True
+        if len(self.programs) > MANY_PROGRAMS and not self._warned:
+            self._warned = True
             warn_of_many_programs(fn, len(self.programs))
 
 
 class Outputs(NamedTuple):
-    """What a function returned, as its program does.
+    """A function's outputs, as its program returns them.
 
-    JAX traces a program again where its settings changed, and keeps each trace. So it
-    keeps the structure as well, which may differ.
+    JAX traces a program again if JAX's settings change and caches each trace. The
+    structure is part of the outputs, because it may differ between traces.
 
     Attributes:
-        structure: The structure, with a Constant or Tensor for each leaf.
+        structure: The structure with Constant and Tensor leaves.
         arrays: The arrays of the Tensor leaves, in order.
     """
 
@@ -126,15 +125,15 @@ jax.tree_util.register_pytree_node(
 
 
 class Program:
-    """One compiled program, what it threads, and what it is called.
+    """One compiled program and the variables that it passes.
 
     Args:
-        written: The variables that it assigns.
-        read: Those that it reads.
-        local: Those of which each replica has its own.
-        others: Those of other strategies, among the first two.
-        seed: The first ones' state of the process's own seed generator, or None.
-        name: What it is called.
+        written: The mirrored variables that it assigns.
+        read: The mirrored variables that it only reads.
+        local: The sync-on-read variables.
+        foreign: The variables of `written` and `read` that belong to other strategies.
+        seed: The variable of `written` that is the global seed's state, or None.
+        name: The function's name.
     """
 
     call: Callable[..., Any]
@@ -144,7 +143,7 @@ class Program:
         written: list,
         read: list,
         local: list,
-        others: list,
+        foreign: list,
         seed: Any,
         name: str,
     ):
@@ -152,23 +151,23 @@ class Program:
         self.written = written
         self.read = read
         self.local = local
-        self.others = others
-        self._seed = next((i for i, v in enumerate(written) if v is seed), None)
+        self.foreign = foreign
+        self._seed_index = next((i for i, v in enumerate(written) if v is seed), None)
 
-    def threads(self, scope: RunScope) -> bool:
-        """Whether it has what a trace met, and writes what that assigned."""
-        changed = {id(v) for v in (*self.written, *self.local)}
-        known = changed.union(map(id, self.read))
-        return scope.written.keys() <= changed and scope.met.keys() <= known
+    def covers(self, scope: RunScope) -> bool:
+        """Return True if it passes all variables that a trace used and assigned."""
+        assignable = {id(v) for v in (*self.written, *self.local)}
+        readable = assignable.union(map(id, self.read))
+        return scope.written.keys() <= assignable and scope.used.keys() <= readable
 
     def renew_seed(self) -> None:
-        """See `Function.renew_seed`."""
-        at = self._seed
-        if at is not None and not keras_state.is_global_seed(self.written[at]):
-            self.written[at] = keras_state.made_global_seed()
+        """Use the current global seed generator, see `Function.renew_seed`."""
+        i = self._seed_index
+        if i is not None and not keras_state.is_global_seed(self.written[i]):
+            self.written[i] = keras_state.ensure_global_seed()
 
     def release_seed(self) -> None:
-        """The process's own seed generator is bound to no devices after a call."""
-        if self._seed is not None:
-            seed = self.written[self._seed]
+        """Detach the global seed's state from the strategy's devices after a call."""
+        if self._seed_index is not None:
+            seed = self.written[self._seed_index]
             keras_state.release(seed, keras_state.array_of(seed))

@@ -1,4 +1,7 @@
-"""One replica as the body of a shard_map sees it."""
+"""The replica that a compiled program traces.
+
+One trace serves all replicas: it is the body of a shard_map.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,9 +12,9 @@ import keras
 from keras import tree
 
 from keras_strategy.backends.jax import hooks_state as keras_state
-from keras_strategy.backends.jax import on_read
 from keras_strategy.backends.jax.distribution import AXIS
-from keras_strategy.backends.jax.splitting import Parts
+from keras_strategy.backends.jax.on_read import aggregate
+from keras_strategy.backends.jax.splitting import LocalShards
 from keras_strategy.core import context
 from keras_strategy.core.own_attributes import set_for_all
 from keras_strategy.core.step_state import StepState
@@ -30,33 +33,30 @@ if TYPE_CHECKING:
 
 
 class JaxReplica:
-    """See `keras_strategy.core.protocol.Replica`.
+    """Implementation of `core.protocol.Replica` for all replicas of a program.
 
-    One trace serves all replicas: `id` is a traced scalar, and `devices` are those of
-    all of them.
+    `id` is a traced scalar, and `devices` are those of all replicas.
 
     Args:
         strategy: The strategy.
-        devices: Canonical names of its devices.
-        parts: What is known of the variables' parts, where the replicas share what
-            optimizers keep.
+        devices: The canonical names of its devices.
+        shards: The local shards of the trace if the strategy shards optimizer slots.
 
     Attributes:
-        parts: The argument.
-        trains: Whether gradients were summed in the trace.
+        is_training: True once the trace has summed gradients.
     """
 
     def __init__(
         self,
         strategy: "Strategy",
         devices: tuple[str, ...],
-        parts: Parts | None = None,
+        shards: LocalShards | None = None,
     ):
         self._strategy = strategy
-        self.parts = parts
+        self.shards = shards
         self.devices = devices
         self.step = StepState()
-        self.trains = False
+        self.is_training = False
 
     @property
     def id(self) -> Any:
@@ -72,35 +72,35 @@ class JaxReplica:
         value = keras.ops.convert_to_tensor(value)
         if not -value.ndim <= axis < value.ndim:
             raise ValueError(
-                "all_gather joins tensors along one of their dimensions. Received: "
-                f"axis={axis} and a tensor of shape {value.shape}."
+                "Argument `axis` of all_gather must be a dimension of the tensor. "
+                f"Received: axis={axis} and a tensor of shape {value.shape}."
             )
         axis %= value.ndim
-        if value.size == 0:  # which XLA refuses to gather
+        if value.size == 0:  # XLA cannot gather empty arrays
             shape = list(value.shape)
             shape[axis] *= self._strategy.num_replicas_in_sync
             return jnp.zeros(shape, value.dtype)
         return jax.lax.all_gather(value, AXIS, axis=axis, tiled=True)
 
     def merge_call(self, merge_fn: Callable[..., Any], args: tuple, kwargs: dict):
-        def merged(leaf):
+        def wrap(leaf):
             return TracedPerReplica(leaf) if keras.ops.is_tensor(leaf) else leaf
 
-        args, kwargs = tree.map_structure(merged, (args, kwargs))
+        args, kwargs = tree.map_structure(wrap, (args, kwargs))
         replicas = self._strategy.num_replicas_in_sync
         with context.strategy_in_charge(self._strategy), TracedMergedScope(replicas):
             result = merge_fn(self._strategy, *args, **kwargs)
-        return tree.map_structure(of_this_replica, result)
+        return tree.map_structure(local_component, result)
 
     def once(self, fn: Callable[[], Any]) -> Any:
-        with set_for_all(), keras_state.outside_of_trace():
+        with set_for_all(), keras_state.outside_trace():
             return fn()
 
     def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
-        self.trains = True
+        self.is_training = True
         tensors = [weighted(t, weight) for t in tensors]
-        if self.parts is not None:
-            return self.parts.summed(tensors)
+        if self.shards is not None:
+            return self.shards.all_reduce(tensors)
         return jax.lax.psum(tensors, AXIS)
 
     def draw_once(
@@ -113,31 +113,27 @@ class JaxReplica:
 
 
 class TracedMergedScope(keras.StatelessScope):
-    """The variables as a `merge_call` sees them in the program of all replicas.
-
-    Args:
-        replicas: The number of replicas, over all workers.
-    """
+    """Scope of variables in a `merge_call` inside of the replicas' program."""
 
     def __init__(self, replicas: int):
         super().__init__(initialize_variables=False)
-        self._around = keras_state.stateless_scope()
+        self._parent = keras_state.stateless_scope()
         self._replicas = replicas
 
     def component(self, variable: Any) -> Any:
-        """What the replica that is traced holds of a variable."""
-        value = self._around.get_current_value(variable)
+        """Return the traced replica's value of a variable."""
+        value = self._parent.get_current_value(variable)
         return keras_state.array_of(variable) if value is None else value
 
     def write(self, variable: Any, value: Any) -> None:
-        """Sets what the replica that is traced holds of a variable."""
-        self._around.add_update((variable, value))
+        """Set the traced replica's value of a variable."""
+        self._parent.add_update((variable, value))
 
     def get_current_value(self, variable: Any) -> Any:
-        component = self.component(variable)
+        value = self.component(variable)
         if is_on_read(variable) and variable.aggregation != "none":
-            return on_read.aggregate(variable, component)
-        return component
+            return aggregate(variable, value)
+        return value
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
@@ -148,7 +144,7 @@ class TracedMergedScope(keras.StatelessScope):
 
 
 def component_of(variable: Any) -> Any:
-    """What the replica that is traced holds of a variable."""
+    """Return the traced replica's value of a variable."""
     scope = keras_state.stateless_scope()
     if isinstance(scope, TracedMergedScope):
         return scope.component(variable)
@@ -156,7 +152,7 @@ def component_of(variable: Any) -> Any:
 
 
 def write_component(variable: Any, value: Any) -> None:
-    """Sets what the replica that is traced holds of a variable."""
+    """Set the traced replica's value of a variable."""
     scope = keras_state.stateless_scope()
     if isinstance(scope, TracedMergedScope):
         scope.write(variable, value)
@@ -165,10 +161,10 @@ def write_component(variable: Any, value: Any) -> None:
 
 
 class Traced(DistributedValues):
-    """A value of all replicas inside their program, where each sees its own part.
+    """Distributed value inside of the replicas' program.
 
     Args:
-        component: What the replica that is traced holds.
+        component: The traced replica's component.
     """
 
     def __init__(self, component: Any):
@@ -180,25 +176,19 @@ class Traced(DistributedValues):
 
 
 class TracedPerReplica(Traced, PerReplica):
-    """One that may differ from replica to replica."""
+    """Traced value that may differ between replicas."""
 
 
 class TracedMirrored(Traced, Mirrored):
-    """One that is the same on every replica."""
+    """Traced value that is equal on all replicas."""
 
 
-def in_program() -> bool:
-    """Whether this code is traced as part of the replicas' program."""
-    # To ask for the replica's number and be refused takes JAX milliseconds.
-    return AXIS in jax.sharding.get_abstract_mesh().manual_axes
-
-
-def of_this_replica(leaf: Any) -> Any:
-    """What the replica that is traced holds of a value."""
+def local_component(leaf: Any) -> Any:
+    """Return the traced replica's component of a value."""
     if isinstance(leaf, Traced):
         return leaf.component
     if isinstance(leaf, DistributedValues):
         stacked = jax.numpy.stack([jax.numpy.asarray(v) for v in leaf.values])
-        # Of this worker's replicas, of which each worker has as many.
+        # The components of this worker's replicas; every worker has as many.
         return stacked[jax.lax.axis_index(AXIS) % len(stacked)]
     return leaf

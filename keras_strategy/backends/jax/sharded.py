@@ -1,4 +1,4 @@
-"""Values of all replicas as one array, and what can be computed of them."""
+"""Distributed values stored as one global array, and their reductions."""
 
 import functools
 from collections.abc import Sequence
@@ -24,17 +24,16 @@ from keras_strategy.values.distributed import DistributedValues, PerReplica, Red
 
 
 class ShardedPerReplica(PerReplica):
-    """A PerReplica value whose components are the shards of one array.
+    """PerReplica value whose components are the shards of one global array.
 
-    The replicas' tensors are joined along their first dimension; scalars become a
-    vector. So each shard is a component as it is, and is not looked at before
-    somebody asks for it.
+    The array concatenates the replicas' tensors along their first dimension, or stacks
+    scalars, so that each shard is a component. Components are created on demand.
 
     Args:
-        array: The array, split over the devices along its first dimension.
-        scalars: Whether the components are scalars.
-        distribution: The layouts of the group.
-        total: The sum of the components on every device, if that is known.
+        array: The array, split along its first dimension.
+        scalars: True if the components are scalars.
+        distribution: The group's distribution.
+        total: The sum of the components on every device, if a program returned it.
     """
 
     def __init__(
@@ -51,13 +50,13 @@ class ShardedPerReplica(PerReplica):
         self.distribution = distribution
 
     def belongs_to(self, distribution: ReplicaDistribution) -> bool:
-        """Whether the components are on the devices of a group, one on each."""
+        """Return True if the group's devices hold one component each."""
         return self.distribution.mesh == distribution.mesh
 
     @property
     def values(self) -> tuple[Any, ...]:
-        parts = shards(self.array, self.distribution)
-        return tuple(part.reshape(()) for part in parts) if self.scalars else parts
+        values = local_shards(self.array, self.distribution)
+        return tuple(x.reshape(()) for x in values) if self.scalars else values
 
     def __repr__(self) -> str:
         return repr(PerReplica(self.values))
@@ -67,41 +66,38 @@ class ShardedPerReplica(PerReplica):
 
 
 class UnevenPerReplica(PerReplica):
-    """A PerReplica value whose components differ in shape or dtype, perhaps elsewhere.
+    """PerReplica value whose components differ in shape or dtype on some worker.
 
-    All workers know that, so that none of them need ask whether one program serves it.
+    All workers know this without communication.
     """
 
 
-def shards(array: jax.Array, distribution: ReplicaDistribution) -> tuple[Any, ...]:
-    """What each of our devices holds of an array, in the order of the replicas."""
+def local_shards(
+    array: jax.Array, distribution: ReplicaDistribution
+) -> tuple[Any, ...]:
+    """Return an array's shards on this worker's devices, in the order of replicas."""
     by_device = {shard.device: shard.data for shard in array.addressable_shards}
     return tuple(by_device[device] for device in distribution.devices)
 
 
-def types_of(values: Sequence[Any]) -> list[tuple[tuple[int, ...], str]]:
-    """The shapes and dtypes of the components of a value, as JAX has them."""
+def shapes_and_dtypes(values: Sequence[Any]) -> list[tuple[tuple[int, ...], str]]:
+    """Return the shapes and JAX dtypes of components."""
     return [
         (tuple(np.shape(value)), str(jax.dtypes.result_type(value))) for value in values
     ]
 
 
 def is_array(value: Any) -> bool:
-    """Whether a component is a tensor or a number."""
+    """Return True if a component is a tensor or a number."""
     if isinstance(value, keras.Variable):
         return False
     return isinstance(value, jax.Array | np.ndarray | np.generic | int | float)
 
 
-def joined(
+def to_sharded(
     value: DistributedValues, distribution: ReplicaDistribution
 ) -> ShardedPerReplica:
-    """Puts the components of a value on their devices, as one array.
-
-    Args:
-        value: Components of one shape and dtype.
-        distribution: The layouts of the group.
-    """
+    """Put components of equal shape and dtype on their devices, as one array."""
     if isinstance(value, ShardedPerReplica) and value.belongs_to(distribution):
         return value
     values = list(value.values)
@@ -109,24 +105,24 @@ def joined(
     if scalars:
         values = [jnp.reshape(jnp.asarray(v), (1,)) for v in values]
     dtype = jnp.result_type(*values)
-    # dtype first: int64 of NumPy becomes what JAX makes of it.
-    parts = [
+    # Converted first: NumPy's int64 becomes JAX's default integer.
+    shards = [
         jax.device_put(jnp.asarray(v, dtype=dtype), device)
         for v, device in zip(values, distribution.devices, strict=True)
     ]
-    return ShardedPerReplica(distribution.joined(parts), scalars, distribution)
+    return ShardedPerReplica(distribution.join_shards(shards), scalars, distribution)
 
 
-def placed(
+def place(
     parts: Sequence[Any], distribution: ReplicaDistribution, alike: bool | None
 ) -> PerReplica:
-    """See `ReplicaGroup.place`; one array where the parts have one shape and dtype."""
+    """Implement `ReplicaGroup.place`."""
     if isinstance(parts, EvenRows) and type(parts.whole) is np.ndarray:
-        # A copy, as below.
+        # Copied, see below.
         dtype = jax.dtypes.canonicalize_dtype(parts.whole.dtype)
-        whole = np.array(parts.whole, dtype, copy=True)
+        rows = np.array(parts.whole, dtype, copy=True)
         array = jax.make_array_from_callback(
-            whole.shape, distribution.split, whole.__getitem__
+            rows.shape, distribution.split, rows.__getitem__
         )
         return ShardedPerReplica(array, False, distribution)
     first = parts[0]
@@ -138,72 +134,72 @@ def placed(
     ):
         dtype = jax.dtypes.canonicalize_dtype(first.dtype)
         join = np.concatenate if first.ndim else np.stack
-        whole = join(parts, dtype=dtype, casting="unsafe")
-        array = jax.device_put(whole, distribution.split)
+        rows = join(parts, dtype=dtype, casting="unsafe")
+        array = jax.device_put(rows, distribution.split)
         return ShardedPerReplica(array, first.ndim == 0, distribution)
 
-    def put(part, device):
+    def put_copy(part, device):
         if isinstance(part, jax.Array):
             return jax.device_put(part, device)
-        # A copy in NumPy: JAX may go on using the memory of an array that it gets.
+        # Copied in NumPy: JAX may keep using the memory of the caller's array.
         dtype = jax.dtypes.canonicalize_dtype(part.dtype)
         return jax.device_put(np.array(part, dtype, copy=True), device)
 
-    arrays = [put(*pair) for pair in zip(parts, distribution.devices, strict=True)]
+    arrays = [put_copy(*pair) for pair in zip(parts, distribution.devices, strict=True)]
     if distribution.cluster is None:
-        alike = len(set(types_of(arrays))) == 1
+        alike = len(set(shapes_and_dtypes(arrays))) == 1
     if alike:
-        return joined(PerReplica(arrays), distribution)
-    # Where nothing is known of the other workers' arrays, they are asked at each use.
+        return to_sharded(PerReplica(arrays), distribution)
+    # If the other workers' arrays are unknown, the workers compare them at each use.
     return PerReplica(arrays) if alike is None else UnevenPerReplica(arrays)
 
 
-def reduced(
+def reduce(
     reduce_op: ReduceOp,
     value: DistributedValues,
     axis: Any,
     distribution: ReplicaDistribution,
     workers: JaxWorkers | None,
 ) -> Any:
-    """See `ReplicaGroup.reduce`."""
+    """Implement `ReplicaGroup.reduce`."""
     if isinstance(value, Traced):
-        return _reduced_in_program(reduce_op, value.component, axis)
+        return _reduce_in_program(reduce_op, value.component, axis)
     if isinstance(value, ShardedPerReplica) and value.belongs_to(distribution):
         if workers is None:
-            return _reduced_in_one(reduce_op, value, axis, distribution)
-        # All workers know its shape: they need not ask each other for it.
+            return _reduce_global(reduce_op, value, axis, distribution)
+        # All workers know its shape, so they need not compare it.
         with workers.waiting("strategy.reduce"):
-            total = _reduced_in_one(reduce_op, value, axis, distribution)
+            total = _reduce_global(reduce_op, value, axis, distribution)
             return jax.block_until_ready(total)
     values = value.values
     if not all(is_array(component) for component in values):
-        kinds = sorted({type(component).__name__ for component in values})
+        types = sorted({type(component).__name__ for component in values})
         raise ValueError(
             "Only tensors and numbers can be reduced. Received a PerReplica value of "
-            f"{', '.join(kinds)}: {value!r}"
+            f"{', '.join(types)}: {value!r}"
         )
     shapes = [tuple(np.shape(value)) for value in values]
     axes = axes_to_reduce(axis, shapes)
     counts = [entries(shape, axes) for shape in shapes]
-    # Each replica reduces its own; what crosses the devices is small then.
+    # Each replica reduces its own tensor first, so little data crosses devices.
     values = [addable(v) for v in values]
     require_one_dtype(values)
     parts = [jnp.sum(v, axis=axes) if axes else v for v in values]
     if workers is not None:
-        return _reduced_over_workers(reduce_op, parts, counts, distribution, workers)
-    whole = joined(PerReplica(parts), distribution)
-    total = _reduced_in_one(ReduceOp.SUM, whole, None, distribution)
-    # By their rows: the replicas may have different numbers of them.
+        return _reduce_over_workers(reduce_op, parts, counts, distribution, workers)
+    sharded = to_sharded(PerReplica(parts), distribution)
+    total = _reduce_global(ReduceOp.SUM, sharded, None, distribution)
+    # Divided by the number of entries, which may differ between replicas.
     return total / sum(counts) if reduce_op is ReduceOp.MEAN else total
 
 
-def _reduced_in_one(
+def _reduce_global(
     reduce_op: ReduceOp,
     value: ShardedPerReplica,
     axis: Any,
     distribution: ReplicaDistribution,
 ) -> jax.Array:
-    """Reduces parts of one shape by one program."""
+    """Reduce components of equal shape by one program."""
     replicas = distribution.replicas
     rows, *others = value.array.shape
     shape = () if value.scalars else (rows // replicas, *others)
@@ -211,37 +207,38 @@ def _reduced_in_one(
     if value.total is not None:
         mean = reduce_op is ReduceOp.MEAN
         return value.total / replicas if mean else value.total
-    program = _reduction(
+    reduce_fn = _reduce_fn(
         reduce_op is ReduceOp.MEAN, (replicas, *shape), axes, distribution.everywhere
     )
-    return program(value.array)
+    return reduce_fn(value.array)
 
 
 @functools.lru_cache(maxsize=128)
-def _reduction(
+def _reduce_fn(
     mean: bool, shape: tuple[int, ...], axes: tuple[int, ...], everywhere: Any
 ) -> Any:
-    """The program that reduces an array of parts of equal shapes.
+    """Return the program that reduces components of equal shape.
 
     Args:
-        mean: Whether to the mean.
-        shape: The array's, with the replicas in front.
-        axes: Of a part, those to reduce as well.
-        everywhere: The layout of the result.
+        mean: Return the mean instead of the sum.
+        shape: The number of replicas and the shape of a component.
+        axes: The axes of a component to reduce as well.
+        everywhere: The sharding of the result.
     """
     count = shape[0] * entries(shape[1:], axes)
 
-    def reduction(array):
+    def fn(array):
         parts = addable(jnp.reshape(array, shape))
-        # Each replica reduces its own; what crosses the devices is small then.
-        own = jnp.sum(parts, axis=tuple(1 + i for i in axes)) if axes else parts
-        total = jnp.sum(own, axis=0)
+        # Reduce within each replica first, so little data crosses devices.
+        if axes:
+            parts = jnp.sum(parts, axis=tuple(1 + i for i in axes))
+        total = jnp.sum(parts, axis=0)
         return total / count if mean else total
 
-    return jax.jit(reduction, out_shardings=everywhere)
+    return jax.jit(fn, out_shardings=everywhere)
 
 
-def _reduced_over_workers(
+def _reduce_over_workers(
     reduce_op: ReduceOp,
     parts: Sequence[Any],
     counts: Sequence[int],
@@ -258,26 +255,27 @@ def _reduced_over_workers(
     return put(total, distribution.everywhere)
 
 
-def gathered(
+def gather(
     values: Sequence[Any],
     axis: int,
     distribution: ReplicaDistribution,
     workers: JaxWorkers | None,
 ) -> Any:
-    """See `ReplicaGroup.gather`; the result is on every device of the group.
+    """Implement `ReplicaGroup.gather`.
 
-    There it can meet the variables as well as what `reduce` returned.
+    The result is replicated, so it can be combined with variables and results of
+    `reduce`.
     """
     axes_of(axis, [tuple(np.shape(value)) for value in values])
     first = distribution.devices[0]
-    whole = jnp.concatenate([jax.device_put(v, first) for v in values], axis=axis)
+    result = jnp.concatenate([jax.device_put(v, first) for v in values], axis=axis)
     if workers is not None:
-        whole, _ = workers.gather("strategy.gather", whole, axis)
-    return put(whole, distribution.everywhere)
+        result, _ = workers.gather("strategy.gather", result, axis)
+    return put(result, distribution.everywhere)
 
 
-def _reduced_in_program(reduce_op: ReduceOp, component: Any, axis: Any) -> Any:
-    """`reduce` inside `merge_call`: one collective of the replicas' program."""
+def _reduce_in_program(reduce_op: ReduceOp, component: Any, axis: Any) -> Any:
+    """Reduce inside of `merge_call`, by a collective of the replicas' program."""
     axes = axes_of(axis, [tuple(component.shape)])
     component = addable(component)
     if axes:

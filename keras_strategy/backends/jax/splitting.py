@@ -1,6 +1,6 @@
-"""Variables that the devices share: each keeps a part, and a program makes them whole.
+"""Local shards of variables, and the gathering of whole variables.
 
-Which variables these are, and along which dimension, is in `rules.sharding`.
+`rules.sharding` decides which variables are sharded, and along which dimension.
 """
 
 from collections.abc import Sequence
@@ -14,102 +14,91 @@ from keras_strategy.backends.jax import hooks_state as keras_state
 from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution, put
 from keras_strategy.rules.sharding import dimension_to_split
 
-Along = Sequence[int | None]
 
-
-def specs(along: Along) -> list[PartitionSpec]:
-    """How a program is given variables.
-
-    Args:
-        along: For each, along which dimension it is split; None if it is whole.
-    """
+def partition_specs(dims: Sequence[int | None]) -> list[PartitionSpec]:
+    """Return the PartitionSpecs of variables, given their sharded dimensions."""
     return [
-        PartitionSpec() if d is None else PartitionSpec(*[None] * d, AXIS)
-        for d in along
+        PartitionSpec() if d is None else PartitionSpec(*[None] * d, AXIS) for d in dims
     ]
 
 
-class Parts:
-    """What is known, in a trace, of both the whole and the part that a replica keeps.
+class LocalShards:
+    """Whole tensors and their local shards in a trace.
 
-    Code that the trace calls sees wholes. Where it comes to the part of one, that is
-    taken as it is, and the whole, which nobody uses then, is not computed.
+    Code that the trace calls sees whole tensors. If it asks for the shard of a gathered
+    tensor, it gets the original shard, and XLA drops the unused all-gather.
 
     Args:
-        replicas: Their number, over all workers.
+        replicas: The number of replicas over all workers.
     """
 
     def __init__(self, replicas: int):
         self.replicas = replicas
-        # By the whole's `id`; with it, so that no other has this `id`.
-        self._known: dict[int, tuple[Any, int, Any]] = {}
+        # Keyed by the id of the whole tensor, which is kept so that the id stays valid.
+        self._gathered: dict[int, tuple[Any, int, Any]] = {}
 
-    def whole(self, part: Any, dimension: int | None) -> Any:
-        """The whole of what each replica has a part of.
+    def gather(self, shard: Any, dim: int | None) -> Any:
+        """All-gather the replicas' shards along a dimension; None means unsharded."""
+        if dim is None:
+            return shard
+        tensor = jax.lax.all_gather(shard, AXIS, axis=dim, tiled=True)
+        self._gathered[id(tensor)] = tensor, dim, shard
+        return tensor
 
-        Args:
-            part: That of the replica that is traced.
-            dimension: Along which dimension; None if it is the whole.
-        """
-        if dimension is None:
-            return part
-        whole = jax.lax.all_gather(part, AXIS, axis=dimension, tiled=True)
-        self._known[id(whole)] = whole, dimension, part
-        return whole
-
-    def own(self, whole: Any, dimension: int | None) -> Any:
-        """What the replica that is traced has of a whole, see `whole`."""
-        if dimension is None:
-            return whole
-        known = self._known.get(id(whole))
-        if known is not None and known[1] == dimension:
-            return known[2]
-        size = whole.shape[dimension] // self.replicas
+    def shard(self, tensor: Any, dim: int | None) -> Any:
+        """Return this replica's shard of a whole tensor, the inverse of `gather`."""
+        if dim is None:
+            return tensor
+        gathered = self._gathered.get(id(tensor))
+        if gathered is not None and gathered[1] == dim:
+            return gathered[2]
+        size = tensor.shape[dim] // self.replicas
         start = jax.lax.axis_index(AXIS) * size
-        return jax.lax.dynamic_slice_in_dim(whole, start, size, dimension)
+        return jax.lax.dynamic_slice_in_dim(tensor, start, size, dim)
 
-    def summed(self, tensors: Sequence[Any]) -> list[Any]:
-        """The sums over the replicas, of which each computes a part where it can."""
-        along = [dimension_to_split(x.shape, self.replicas) for x in tensors]
-        others = [x for x, d in zip(tensors, along, strict=True) if d is None]
-        rest = iter(jax.lax.psum(others, AXIS))
+    def all_reduce(self, tensors: Sequence[Any]) -> list[Any]:
+        """Sum tensors over the replicas, by reduce-scatter where shapes allow."""
+        dims = [dimension_to_split(x.shape, self.replicas) for x in tensors]
+        unsharded = [x for x, d in zip(tensors, dims, strict=True) if d is None]
+        totals = iter(jax.lax.psum(unsharded, AXIS))
         return [
-            next(rest)
+            next(totals)
             if d is None
-            else self.whole(
+            else self.gather(
                 jax.lax.psum_scatter(x, AXIS, scatter_dimension=d, tiled=True), d
             )
-            for x, d in zip(tensors, along, strict=True)
+            for x, d in zip(tensors, dims, strict=True)
         ]
 
 
-def whole_here(array: jax.Array) -> np.ndarray | None:
-    """The whole of an array of which every process has all parts; else None.
+def assemble_locally(array: jax.Array) -> np.ndarray | None:
+    """Assemble a sharded array without communication.
 
-    Where some have and others not, all of them bring it together.
+    Returns:
+        The array; None unless every process holds all of its shards. If only some do,
+        all processes have to gather it.
     """
-    of_processes: dict[int, set[str]] = {}
+    by_process: dict[int, set[str]] = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():
-        of_processes.setdefault(device.process_index, set()).add(str(index))
-    if len(set(map(frozenset, of_processes.values()))) > 1:
+        by_process.setdefault(device.process_index, set()).add(str(index))
+    if len(set(map(frozenset, by_process.values()))) > 1:
         return None
-    parts = {str(shard.index): shard for shard in array.addressable_shards}
-    whole = np.empty(array.shape, array.dtype)
-    for shard in parts.values():
-        whole[shard.index] = shard.data
-    return whole
+    result = np.empty(array.shape, array.dtype)
+    for shard in {str(s.index): s for s in array.addressable_shards}.values():
+        result[shard.index] = shard.data
+    return result
 
 
-def gathered_whole(variable: Any, distribution: ReplicaDistribution) -> jax.Array:
-    """The whole of a variable on every device, outside of programs.
+def gather_variable(variable: Any, distribution: ReplicaDistribution) -> jax.Array:
+    """Return a whole variable on every device, outside of programs.
 
-    All workers ask, unless each of them has all parts of it.
+    A collective, unless each worker holds all shards of the variable.
     """
     array = keras_state.array_of(variable)
     if distribution.cluster is None:
         return put(array, distribution.everywhere)
-    here = whole_here(array)
-    if here is not None:
-        return put(here, distribution.everywhere)
-    with distribution.cluster.member.waiting(f"the whole of '{variable.path}'"):
+    local = assemble_locally(array)
+    if local is not None:
+        return put(local, distribution.everywhere)
+    with distribution.cluster.member.waiting(f"gathering '{variable.path}'"):
         return jax.block_until_ready(put(array, distribution.everywhere))

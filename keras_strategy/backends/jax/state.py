@@ -1,11 +1,4 @@
-"""The variables' arrays as programs get them, and which of them they may overwrite.
-
-A program computes the new values in the memory of the old ones (JAX: donation), which
-deletes the arrays that it got. It may do so with an array that a program made for the
-variable and that nobody has read since: who reads `variable.value` may keep it, or what
-shares its memory, such as a shard or what `jax.device_put` makes of it. Every other
-array is copied first, once, since what the program returns is its own again.
-"""
+"""Arrays that programs receive from variables and return to them."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,72 +8,68 @@ import jax
 import jax.numpy as jnp
 
 from keras_strategy.backends.jax import hooks_state as keras_state
-from keras_strategy.backends.jax import marks
 from keras_strategy.backends.jax.distribution import put
+from keras_strategy.backends.jax.marks import array_notes, no_array
 from keras_strategy.backends.threads.scopes import unbuilt
 
 
-def to_overwrite(
+def donatable_arrays(
     variables: Sequence[Any], sharding_of: Callable[[Any], Any]
 ) -> list[jax.Array]:
-    """The variables' arrays, which the program may delete.
+    """Return the arrays of distinct variables, which the program may delete.
 
     Args:
-        variables: The variables, each of them once.
-        sharding_of: Gives the layout that the program was compiled for.
+        variables: The variables.
+        sharding_of: Returns the sharding that the program was compiled for.
     """
     arrays = keras_state.arrays_of(variables)
-    # No function is called for each variable, here and below: there may be hundreds.
-    for i, mark in enumerate(marks.of(variables)):
+    # No function call per variable, here and below: there may be hundreds.
+    for i, note in enumerate(array_notes(variables)):
         array = arrays[i]
-        if array is None or mark.own() is not array:
+        if array is None or note.donatable() is not array:
             arrays[i] = jnp.copy(_placed(variables[i], array, sharding_of))
     return arrays
 
 
-def to_read(
+def readable_arrays(
     variables: Sequence[Any], sharding_of: Callable[[Any], Any]
 ) -> list[jax.Array]:
-    """The variables' arrays on all devices.
-
-    Args:
-        variables: The variables.
-        sharding_of: Gives the layout that the program was compiled for.
-    """
+    """Return the arrays of variables that a program only reads."""
     arrays = keras_state.arrays_of(variables)
-    for i, mark in enumerate(marks.of(variables)):
+    for i, note in enumerate(array_notes(variables)):
         array = arrays[i]
-        if array is None or mark.placed() is not array:
+        if array is None or note.placed() is not array:
             placed = _placed(variables[i], array, sharding_of)
             if placed is array:
-                mark.placed, mark.own = weakref.ref(placed), marks.nothing
+                note.placed, note.donatable = weakref.ref(placed), no_array
             arrays[i] = placed
     return arrays
 
 
-def give(variables: Sequence[Any], arrays: Sequence[jax.Array]) -> None:
-    """Gives variables what a program made for them."""
+def set_program_outputs(variables: Sequence[Any], arrays: Sequence[jax.Array]) -> None:
+    """Set variables to the arrays that a program created for them."""
     keras_state.set_arrays(variables, arrays)
-    for mark, array in zip(marks.of(variables), arrays, strict=True):
-        mark.own = mark.placed = weakref.ref(array)
+    for note, array in zip(array_notes(variables), arrays, strict=True):
+        note.donatable = note.placed = weakref.ref(array)
 
 
-def strong(array: Any) -> Any:
-    """An array whose dtype is not weak, as a variable made of a Python number's is.
+def without_weak_type(array: Any) -> Any:
+    """Return the array with a strong dtype.
 
-    A program would be traced once more when the weak dtype is gone after a step.
+    A variable made from a Python number has a weak dtype. The program would be traced
+    again when the first step has replaced it.
     """
     if not array.weak_type:
         return array
     return jax.lax.convert_element_type(array, array.dtype)
 
 
-def without_value(variable: Any) -> RuntimeError:
-    """The error for a variable that holds no array."""
+def no_value_error(variable: Any) -> RuntimeError:
+    """Return the error for a variable that holds no array."""
     return RuntimeError(
-        f"{unbuilt(variable)} While an epoch of `fit` runs on JAX, or `evaluate` or "
-        "`predict`, Keras keeps the values of the model's variables to itself: call "
-        "`strategy.run` when the epoch has ended."
+        f"{unbuilt(variable)} On JAX, Keras keeps the values of the model's variables "
+        "outside of the variables during an epoch of `fit`, and during `evaluate` and "
+        "`predict`: call `strategy.run` after the epoch."
     )
 
 
@@ -88,8 +77,8 @@ def _placed(
     variable: Any, value: jax.Array | None, sharding_of: Callable[[Any], Any]
 ) -> jax.Array:
     if value is None:
-        raise without_value(variable)
-    array: jax.Array = strong(value)
+        raise no_value_error(variable)
+    array: jax.Array = without_weak_type(value)
     sharding = sharding_of(variable)
     if array.sharding.is_equivalent_to(sharding, array.ndim):
         return array

@@ -1,11 +1,4 @@
-"""`run` where the replicas cannot be one program: in turns, not compiled.
-
-Replicas whose batches have different shapes, such as those of a last batch that the
-replicas do not divide, compute the same functions on the same variables here, operation
-by operation. It is slower, and takes what a compiled program cannot: different shapes,
-Python decisions that depend on the replica or on a value, collectives of rows that
-differ.
-"""
+"""Runner of the functions of an eager `run`."""
 
 import functools
 import threading
@@ -18,11 +11,11 @@ import keras
 from keras import tree
 
 from keras_strategy.backends.jax import hooks_state as keras_state
-from keras_strategy.backends.jax import on_read
 from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
+from keras_strategy.backends.jax.on_read import set_local_values
 from keras_strategy.backends.jax.threaded_replica import (
-    Components,
-    ThreadedReplica,
+    EagerReplica,
+    InitialValues,
     ThreadScope,
 )
 from keras_strategy.backends.jax.workers import JaxWorkers
@@ -33,6 +26,7 @@ from keras_strategy.backends.threads.hooks import (
 from keras_strategy.backends.threads.team import Team
 from keras_strategy.backends.threads.turns import Turns
 from keras_strategy.core import context
+from keras_strategy.core.components import bare
 from keras_strategy.core.own_attributes import AttributesOfReplicas, OwnAttributes
 from keras_strategy.core.row_range import ranges
 from keras_strategy.core.step_state import StepState
@@ -51,15 +45,8 @@ if TYPE_CHECKING:
     from keras_strategy.core.strategy import Strategy
 
 
-class ThreadedRunner:
-    """Calls functions for each replica of one group, in turns.
-
-    Args:
-        strategy: The strategy.
-        devices: Canonical names of its devices.
-        distribution: Their layouts.
-        workers: The processes that they belong to, or None for this one alone.
-    """
+class EagerRunner:
+    """Runner that calls functions on the replicas of one group in turns."""
 
     def __init__(
         self,
@@ -79,19 +66,19 @@ class ThreadedRunner:
     def run(
         self, fn: Callable[..., Any], args: tuple, kwargs: dict, draws: KnownDraws
     ) -> Any:
-        """See `ReplicaGroup.run`; `draws` is what is known of the function's."""
+        """Implement `ReplicaGroup.run`; `draws` are the function's random draws."""
         with self._lock:  # one run at a time
-            components = Components(self._strategy, self._distribution)
-            turns, own = Turns(len(self._devices)), self._attributes.begin()
+            initial_values = InitialValues(self._strategy, self._distribution)
+            turns, attributes = Turns(len(self._devices)), self._attributes.begin()
             replicas = [
-                ThreadedReplica(
+                EagerReplica(
                     self._strategy,
                     index,
                     self._distribution.topology,
                     turns,
-                    own[index],
+                    attributes[index],
                     device,
-                    components,
+                    initial_values,
                     self._workers,
                 )
                 for index, device in enumerate(self._distribution.devices)
@@ -109,24 +96,22 @@ class ThreadedRunner:
                 outputs = self._team.call(
                     turns,
                     [
-                        functools.partial(
-                            _run_replica, replica, own[i], state, fn, args, kwargs
-                        )
-                        for i, replica in enumerate(replicas)
+                        functools.partial(_run_replica, *pair, state, fn, args, kwargs)
+                        for pair in zip(replicas, attributes, strict=True)
                     ],
                 )
             finally:
-                for replica in replicas:  # which are parts of cycles, and keep nothing
+                for replica in replicas:  # free the state despite reference cycles
                     replica.step = StepState()
             self._commit([replica.scope for replica in replicas])
-            self._attributes.commit(own)
+            self._attributes.commit(attributes)
             keep_global_seed_generator(turns.seed_generator)
         return regroup(
             outputs, keras.ops.is_tensor, one_of_many=self._workers is not None
         )
 
     def _commit(self, scopes: Sequence[ThreadScope]) -> None:
-        """Writes what the replicas assigned, when all of them have succeeded."""
+        """Write the replicas' assignments after all of them have succeeded."""
         written: dict[int, Any] = {}
         for scope in scopes:
             written.update(scope.written)
@@ -149,18 +134,18 @@ class ThreadedRunner:
                 )
             ]
             if is_on_read(variable):
-                on_read.remember_parts(variable, values, self._distribution)
+                set_local_values(variable, values, self._distribution)
             else:
                 array = self._distribution.global_array(
                     values[0].shape, self._distribution.everywhere, values
                 )
-                array = put(array, self._distribution.kept_as(variable))
+                array = put(array, self._distribution.stored_sharding(variable))
                 keras_state.set_array(variable, array)
 
 
 def _run_replica(
-    replica: ThreadedReplica,
-    own: OwnAttributes,
+    replica: EagerReplica,
+    attributes: OwnAttributes,
     state: ThreadState,
     fn: Callable[..., Any],
     args: tuple,
@@ -171,20 +156,17 @@ def _run_replica(
             return replica.here(jnp.asarray(leaf))
         return leaf
 
-    def bare(leaf):
-        return leaf.value if isinstance(leaf, keras.Variable) else leaf
-
     with (
         state.applied(),
         jax.default_device(replica.device),
         context.replica_in_charge(replica.context),
         replica.scope,
-        own.in_turn(),
+        attributes.in_turn(),
     ):
         replicas = len(replica.topology.devices)
-        mine = select_replica((args, kwargs), replica.index, replicas)
-        mine = tree.map_structure(place, mine)
-        output = tree.map_structure(bare, fn(*mine[0], **mine[1]))
-        # Nothing is written before every replica has come this far.
+        selected = select_replica((args, kwargs), replica.index, replicas)
+        args, kwargs = tree.map_structure(place, selected)
+        output = bare(fn(*args, **kwargs))
+        # Nothing is written before every replica has succeeded.
         replica.exchange("the end of the function", None, lambda _: None)
         return output

@@ -1,4 +1,10 @@
-"""A replica of a `run` that is not compiled: what it reads, adds up and writes."""
+"""Eager `run`: replicas take turns, without compilation.
+
+One program cannot serve replicas whose batches have different shapes, such as a last
+batch that the replicas do not divide. They run operation by operation in threads. This
+is slower, but supports different shapes, Python decisions that depend on the replica or
+a value, and collectives of different numbers of rows.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,11 +17,11 @@ from jax.core import Tracer
 from keras import tree
 
 from keras_strategy.backends.jax import hooks_state as keras_state
-from keras_strategy.backends.jax import on_read
 from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
-from keras_strategy.backends.jax.marks import lend
-from keras_strategy.backends.jax.sharded import shards
-from keras_strategy.backends.jax.state import without_value
+from keras_strategy.backends.jax.marks import forbid_donation
+from keras_strategy.backends.jax.on_read import replica_values
+from keras_strategy.backends.jax.sharded import local_shards
+from keras_strategy.backends.jax.state import no_value_error
 from keras_strategy.backends.jax.workers import JaxWorkers
 from keras_strategy.backends.threads.replica import ThreadReplica
 from keras_strategy.backends.threads.scopes import ReplicaScope
@@ -26,86 +32,62 @@ from keras_strategy.rules.aggregation import is_on_read
 from keras_strategy.rules.ownership import require_own_parts
 from keras_strategy.rules.reduction import addable, require_one_dtype
 from keras_strategy.rules.row_weights import weighted
-from keras_strategy.values.distributed import (
-    ReduceOp,
-)
+from keras_strategy.values.distributed import ReduceOp
 from keras_strategy.values.topology import Topology
 
 if TYPE_CHECKING:
     from keras_strategy.core.strategy import Strategy
 
 
-class Components:
-    """What the replicas hold of the variables when a run begins.
-
-    Args:
-        strategy: The strategy.
-        distribution: The layouts of the group.
-    """
+class InitialValues:
+    """The replicas' values of variables at the start of a run."""
 
     def __init__(self, strategy: "Strategy", distribution: ReplicaDistribution):
         self._strategy = strategy
         self._distribution = distribution
-        self._of: dict[int, tuple[jax.Array, ...]] = {}
+        self._values: dict[int, tuple[jax.Array, ...]] = {}
 
-    def of(self, variable: Any) -> tuple[jax.Array, ...]:
-        """The arrays of a variable, one for each replica."""
-        if id(variable) not in self._of:
-            self._of[id(variable)] = self._find(variable)
-        return self._of[id(variable)]
+    def get(self, variable: Any) -> tuple[jax.Array, ...]:
+        """Return the arrays of a variable, one for each replica."""
+        if id(variable) not in self._values:
+            self._values[id(variable)] = self._read(variable)
+        return self._values[id(variable)]
 
-    def _find(self, variable: Any) -> tuple[jax.Array, ...]:
+    def _read(self, variable: Any) -> tuple[jax.Array, ...]:
         distribution = self._distribution
         if is_on_read(variable):
             require_own_parts(self._strategy, variable)
-            stacked = on_read.locals_of(variable, distribution)
-            return tuple(part[0] for part in shards(stacked, distribution))
-        lend(variable)  # the function may return its part
+            stacked = replica_values(variable, distribution)
+            return tuple(x[0] for x in local_shards(stacked, distribution))
+        forbid_donation(variable)  # the function may return its shard
         array = keras_state.array_of(variable)
-        return shards(put(array, distribution.everywhere), distribution)
+        return local_shards(put(array, distribution.everywhere), distribution)
 
 
 class ThreadScope(ReplicaScope):
-    """The variables as one replica sees them.
+    """Scope with one replica's values of variables."""
 
-    Args:
-        replica: The replica.
-        index: Its number on this worker.
-        components: The variables' values when the run began.
-    """
-
-    def __init__(self, replica: Replica, index: int, components: Components):
+    def __init__(self, replica: Replica, index: int, initial_values: InitialValues):
         super().__init__(replica)
         self._index = index
         self.written: dict[int, Any] = {}
-        self._components = components
+        self._initial_values = initial_values
 
     def get_current_value(self, variable: Any) -> jax.Array:
         if keras_state.array_of(variable) is None:
-            raise without_value(variable)
+            raise no_value_error(variable)
         staged = self.state_mapping.get(id(variable))
         if staged is not None:
             return staged
-        return self._components.of(variable)[self._index]
+        return self._initial_values.get(variable)[self._index]
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         self.written[id(update[0])] = update[0]
         super().add_update(update)
 
 
-class ThreadedReplica(ThreadReplica):
-    """See `keras_strategy.core.protocol.Replica`.
-
-    Args:
-        strategy: The strategy.
-        index: This replica's number on this worker.
-        topology: Where the replicas are.
-        turns: The turns of the replicas of this worker.
-        own: What this replica sets on layers.
-        device: This replica's device.
-        components: The variables' values when the run began.
-        workers: The processes that the replicas belong to, or None for this one.
-    """
+class EagerReplica(ThreadReplica):
+    """Implementation of `core.protocol.Replica` for a thread."""
 
     def __init__(
         self,
@@ -113,14 +95,14 @@ class ThreadedReplica(ThreadReplica):
         index: int,
         topology: Topology,
         turns: Turns,
-        own: OwnAttributes,
+        attributes: OwnAttributes,
         device: Any,
-        components: Components,
+        initial_values: InitialValues,
         workers: JaxWorkers | None,
     ):
-        super().__init__(strategy, index, topology, turns, own)
+        super().__init__(strategy, index, topology, turns, attributes)
         self.device = device
-        self.scope: ThreadScope = ThreadScope(self, index, components)
+        self.scope: ThreadScope = ThreadScope(self, index, initial_values)
         self._workers = workers
 
     def here(self, tensor: Any) -> jax.Array:
@@ -143,8 +125,8 @@ class ThreadedReplica(ThreadReplica):
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value)):
             raise TypeError(
                 f"`{name}` was called inside a function that JAX transforms (a jit, "
-                "a scan, a cond, or a gradient of something other than a sum or a "
-                "gathering), while the replicas' batches have different shapes. "
+                "a scan, a cond, or a gradient of something other than all_reduce and "
+                "all_gather), while the replicas' batches have different shapes. "
                 "Call it outside of that function, or give all replicas batches of "
                 "the same shape."
             )
@@ -177,16 +159,16 @@ class ThreadedReplica(ThreadReplica):
         value = keras.ops.convert_to_tensor(value)
 
         def combine(tensors):
-            joined, sizes = _concatenated(tensors, axis)
+            result, sizes = _concatenate(tensors, axis)
             if self._workers is None:
-                return joined, sizes
-            joined, _ = self._workers.gather("all_gather", joined, axis)
+                return result, sizes
+            result, _ = self._workers.gather("all_gather", result, axis)
             sizes, _ = self._workers.gather("all_gather", np.array(sizes), 0)
-            return joined, np.asarray(sizes)
+            return result, np.asarray(sizes)
 
         def gather(x):
-            joined, sizes = self.exchange("all_gather", x, combine)
-            return self.here(joined), sizes
+            result, sizes = self.exchange("all_gather", x, combine)
+            return self.here(result), sizes
 
         if not jnp.issubdtype(value.dtype, jnp.inexact):
             return gather(value)[0]
@@ -206,7 +188,7 @@ class ThreadedReplica(ThreadReplica):
     def merge_call(
         self, merge_fn: Callable[..., Any], args: tuple, kwargs: dict
     ) -> Any:
-        # No gradient is taken through it, as in the compiled program.
+        # Not differentiable, as in the compiled program.
         args, kwargs = tree.map_structure(
             lambda x: jax.lax.stop_gradient(x) if isinstance(x, jax.Array) else x,
             (args, kwargs),
@@ -214,22 +196,22 @@ class ThreadedReplica(ThreadReplica):
         return super().merge_call(merge_fn, args, kwargs)
 
     def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
-        parts = [weighted(keras.ops.convert_to_tensor(t), weight) for t in tensors]
+        tensors = [weighted(keras.ops.convert_to_tensor(t), weight) for t in tensors]
 
         def combine(replicas):
             shapes = [[tuple(t.shape) for t in replica] for replica in replicas]
             if any(shape != shapes[0] for shape in shapes):
                 raise ValueError(
                     "`optimizer.apply` needs gradients of the same shapes on every "
-                    f"replica. Received the shapes {shapes}, in the order of the "
-                    "replicas."
+                    f"replica. Received these shapes, by replica: {shapes}."
                 )
-            totals = [self.add(share) for share in zip(*replicas, strict=True)]
+            totals = [self.add(ts) for ts in zip(*replicas, strict=True)]
             if self._workers is None:
                 return totals
             return self._workers.sum_all("optimizer.apply", totals)
 
-        return [self.here(t) for t in self.exchange("optimizer.apply", parts, combine)]
+        totals = self.exchange("optimizer.apply", tensors, combine)
+        return [self.here(t) for t in totals]
 
     def draw_once(
         self, what: Any, draw: Callable[[], Any], skip: Callable[[], Any]
@@ -240,15 +222,15 @@ class ThreadedReplica(ThreadReplica):
         keras_state.write(variable, value)
 
 
-def _concatenated(tensors: Sequence[Any], axis: int) -> tuple[jax.Array, list[int]]:
+def _concatenate(tensors: Sequence[Any], axis: int) -> tuple[jax.Array, list[int]]:
     require_one_dtype(tensors)
     device = tensors[0].sharding
     try:
-        joined = jnp.concatenate([jax.device_put(t, device) for t in tensors], axis)
+        result = jnp.concatenate([jax.device_put(t, device) for t in tensors], axis)
     except (TypeError, ValueError) as error:
         raise ValueError(
             "`all_gather` needs values of rank 1 or more whose dimensions other than "
-            f"axis={axis} are equal. Received the shapes "
-            f"{[tuple(t.shape) for t in tensors]}, in the order of the replicas."
+            f"axis={axis} are equal. Received these shapes, by replica: "
+            f"{[tuple(t.shape) for t in tensors]}."
         ) from error
-    return joined, [t.shape[axis] for t in tensors]
+    return result, [t.shape[axis] for t in tensors]

@@ -1,38 +1,28 @@
-"""The workers' values that are not plain tensors: sparse rows, ragged rows."""
+"""Collectives of sparse and ragged values."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_strategy.backends.tensorflow.workers import Compare, TensorFlowWorkers
+from keras_strategy.backends.tensorflow.workers import TensorFlowWorkers, Verify
 from keras_strategy.core.workers import Workers
 
 
-def sum_of_workers(
+def sum_over_workers(
     workers: TensorFlowWorkers,
     name: str,
-    totals: Sequence[Any],
-    compare: Compare = Compare.BEFORE,
+    values: Sequence[Any],
+    verify: Verify = Verify.BEFORE,
 ) -> list[Any]:
-    """The sums of the workers' values, dense ones in one piece.
-
-    Args:
-        workers: The workers.
-        name: What the sums are for.
-        totals: Tensors and `tf.IndexedSlices`.
-        compare: When to make sure that dense ones have the same shapes and dtypes.
-
-    Returns:
-        A value for each, of the same kind.
-    """
-    results = list(totals)
-    dense = [i for i, x in enumerate(totals) if not isinstance(x, tf.IndexedSlices)]
-    tensors = [tf.convert_to_tensor(totals[i]) for i in dense]
-    sums = workers.sum_all(name, tensors, compare)
+    """Return the sums over the workers of tensors and `tf.IndexedSlices`."""
+    results = list(values)
+    dense = [i for i, x in enumerate(values) if not isinstance(x, tf.IndexedSlices)]
+    tensors = [tf.convert_to_tensor(values[i]) for i in dense]
+    sums = workers.sum_all(name, tensors, verify)
     for index, total in zip(dense, sums, strict=True):
         results[index] = total
-    for index, value in enumerate(totals):
+    for index, value in enumerate(values):
         if isinstance(value, tf.IndexedSlices):
             results[index] = tf.IndexedSlices(
                 workers.gather(name, value.values, 0)[0],
@@ -42,14 +32,10 @@ def sum_of_workers(
     return results
 
 
-def gather_of_workers(workers: Workers, name: str, value: Any, axis: int = 0) -> Any:
-    """The workers' values, joined in the order of their ranks.
+def gather_over_workers(workers: Workers, name: str, value: Any, axis: int = 0) -> Any:
+    """Concatenate the workers' values in rank order.
 
-    Args:
-        workers: The workers.
-        name: What it is for.
-        value: A tensor; along axis 0 also a ragged or a sparse one.
-        axis: Along which they are joined.
+    Along axis 0, the value may also be ragged or sparse.
     """
     ragged: Any = tf.RaggedTensor  # TensorFlow's annotations lack its methods
     if isinstance(value, ragged):
@@ -60,9 +46,9 @@ def gather_of_workers(workers: Workers, name: str, value: Any, axis: int = 0) ->
     if not isinstance(value, tf.SparseTensor):
         return workers.gather(name, value, axis)[0]
     shapes, _ = workers.gather(name, value.dense_shape[tf.newaxis], 0)
-    before = tf.reduce_sum(shapes[: workers.rank, 0])
+    first_row = tf.reduce_sum(shapes[: workers.rank, 0])
     rows, columns = value.indices[:, :1], value.indices[:, 1:]
-    indices = tf.concat([rows + before, columns], 1)
+    indices = tf.concat([rows + first_row, columns], 1)
     shape = tf.concat([[tf.reduce_sum(shapes[:, 0])], value.dense_shape[1:]], 0)
     return tf.SparseTensor(
         workers.gather(name, indices, 0)[0],

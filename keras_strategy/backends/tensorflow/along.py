@@ -1,6 +1,6 @@
-"""Sums of tensors that tell, while they travel, what they are.
+"""Verified collectives: a checksum of name, shapes and dtype travels behind the values.
 
-So workers learn that they add up different things without a collective for it.
+Workers that add up different things learn this without a collective of its own.
 """
 
 import re
@@ -19,97 +19,88 @@ from keras_strategy.core.workers import (
 )
 from keras_strategy.rules.sharding import Shares
 
-_DIFFERENT = "keras_strategy: the workers add up different things:"
+_SUMS_DIFFER = "keras_strategy: the workers add up different things:"
 
 
-class SumsThatTell:
-    """What the workers add up where they know the shapes.
+class VerifiedCollectives:
+    """Sums of tensors of known shapes, verified by a checksum behind the values.
 
     Args:
-        rank: The number of this worker.
+        rank: This worker's rank.
         size: The number of workers.
-        host: The device of TensorFlow's that compares.
-        launch: Starts a collective, of a kind, with a tensor.
+        host: TensorFlow's name of the device that compares the checksums.
+        launch: Launches a collective: `launch(kind, tensor)`.
     """
 
     def __init__(
         self, rank: int, size: int, host: str, launch: Callable[[str, Any], Any]
     ):
         self._rank, self._size, self._host, self._launch = rank, size, host, launch
-        self._names: dict[str, tuple[str, list[Any]]] = {}
+        self._calls: dict[str, tuple[str, list[Any]]] = {}
 
-    def may_add_up(self, tensors: Sequence[Any]) -> bool:
-        """Whether tensors of one dtype can tell what they are while they travel."""
+    def can_verify(self, tensors: Sequence[Any]) -> bool:
+        """Return True if tensors of one dtype can carry a checksum."""
         shapes_are_known = all(tensor.shape.is_fully_defined() for tensor in tensors)
-        exact = tensors[0].dtype in layouts.EXACT and self._size <= MOST_WORKERS
-        return shapes_are_known and exact
+        is_exact = tensors[0].dtype in layouts.EXACT_DTYPES
+        return shapes_are_known and is_exact and self._size <= MOST_WORKERS
 
-    def sums(self, name: str, tensors: Sequence[Any]) -> list[Any]:
-        """The sums of the workers' tensors, which travel together.
-
-        Args:
-            name: What they are for.
-            tensors: Tensors that `may_add_up`.
-        """
-        key, tail = self._tail(name, tensors)
-        flat = tf.concat([*(tf.reshape(x, [-1]) for x in tensors), tail], 0)
+    def all_reduce(self, name: str, tensors: Sequence[Any]) -> list[Any]:
+        """Return the sums over the workers of tensors that `can_verify` accepts."""
+        key, checksum = self._checksum(name, tensors)
+        flat = tf.concat([*(tf.reshape(x, [-1]) for x in tensors), checksum], 0)
         sizes = [tensor.shape.num_elements() for tensor in tensors]
-        *pieces, told = tf.split(self._launch("reduce", flat), [*sizes, TAIL])
-        with tf.control_dependencies(self._compared(key, tail, told)):
+        *sums, received = tf.split(self._launch("reduce", flat), [*sizes, TAIL])
+        with tf.control_dependencies(self._verify(key, checksum, received)):
             return [
-                tf.reshape(piece, tensor.shape)
-                for piece, tensor in zip(pieces, tensors, strict=True)
+                tf.reshape(total, tensor.shape)
+                for total, tensor in zip(sums, tensors, strict=True)
             ]
 
-    def shares(
+    def reduce_scatter(
         self, name: str, tensors: Sequence[Any], shares: Sequence[Shares]
     ) -> list[Any]:
-        """This worker's shares of the sums of the workers' tensors.
+        """Return this worker's flat shards of the sums of the workers' tensors.
 
-        Each sends the others their shares, and adds up what it is sent: half of what
-        a sum of the wholes sends. For CPUs TensorFlow has no reduce-scatter.
+        Each worker sends the others their shards and adds up what it receives, which
+        is half of what an all-reduce sends. TensorFlow has no reduce-scatter for CPUs.
 
         Args:
-            name: What they are for.
-            tensors: Tensors that `may_add_up`.
-            shares: Of each, which elements each worker needs.
-
-        Returns:
-            Of each sum the share, of one dimension.
+            name: The name of the call.
+            tensors: Tensors that `can_verify` accepts.
+            shares: For each tensor, the elements that each worker needs.
         """
-        key, tail = self._tail(name, tensors)
+        key, checksum = self._checksum(name, tensors)
         flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
         sizes = [sum(x.size_of(rank) for x in shares) for rank in range(self._size)]
-        pieces = []
+        chunks = []
         for rank, size in enumerate(sizes):
             pairs = zip(flat, shares, strict=True)
-            pieces += [tensor[slice(*one.bounds[rank])] for tensor, one in pairs]
-            # What each of them is sent is of one size.
-            pieces += [tf.zeros([max(sizes) - size], tail.dtype), tail]
-        sent = tf.reshape(tf.concat(pieces, 0), [self._size, max(sizes) + TAIL])
+            chunks += [tensor[slice(*one.bounds[rank])] for tensor, one in pairs]
+            # An all-to-all sends chunks of equal size.
+            chunks += [tf.zeros([max(sizes) - size], checksum.dtype), checksum]
+        sent = tf.reshape(tf.concat(chunks, 0), [self._size, max(sizes) + TAIL])
         total = tf.reduce_sum(self._launch("exchange", sent), 0)
-        own = [one.size_of(self._rank) for one in shares]
-        room = max(sizes) - sizes[self._rank]
-        *sums, _, told = tf.split(total, [*own, room, TAIL])
-        with tf.control_dependencies(self._compared(key, tail, told)):
-            return [tf.identity(share) for share in sums]
+        local_sizes = [one.size_of(self._rank) for one in shares]
+        padding = max(sizes) - sizes[self._rank]
+        *sums, _, received = tf.split(total, [*local_sizes, padding, TAIL])
+        with tf.control_dependencies(self._verify(key, checksum, received)):
+            return [tf.identity(shard) for shard in sums]
 
-    def what_differs(self, message: str) -> tuple[str, list[Any]] | None:
-        """Of an error, the name of what the workers added up, and this worker's."""
-        found = re.search(rf"{_DIFFERENT} (\w+)", message)
-        return None if found is None else self._names[found[1]]
+    def find_mismatch(self, message: str) -> tuple[str, list[Any]] | None:
+        """Return the name and layout of this worker's call that an error refers to."""
+        found = re.search(rf"{_SUMS_DIFFER} (\w+)", message)
+        return None if found is None else self._calls[found[1]]
 
-    def _tail(self, name: str, tensors: Sequence[Any]) -> tuple[str, Any]:
-        """What travels behind tensors, and what messages call it."""
+    def _checksum(self, name: str, tensors: Sequence[Any]) -> tuple[str, Any]:
+        """Return the key of a call in error messages, and its checksum."""
         dtype, shapes = tensors[0].dtype, tuple(tuple(x.shape) for x in tensors)
         digest = digest_of_sum(kind_of(name), shapes, dtype.name)
         key, layout = digest.hex(), [list(shape) for shape in shapes]
-        self._names[key] = name, [layout if len(layout) > 1 else layout[0], dtype.name]
+        self._calls[key] = name, [layout if len(layout) > 1 else layout[0], dtype.name]
         return key, tf.constant(tail_of(digest), dtype)
 
-    def _compared(self, key: str, tail: Any, told: Any) -> list[Any]:
-        """What fails where the workers add up different things."""
+    def _verify(self, key: str, checksum: Any, received: Any) -> list[Any]:
         with tf.device(self._host):
-            same = tf.reduce_all(told == self._size * tail)
-            check = tf.debugging.Assert(same, [f"{_DIFFERENT} {key}"])
+            is_same = tf.reduce_all(received == self._size * checksum)
+            check = tf.debugging.Assert(is_same, [f"{_SUMS_DIFFER} {key}"])
         return [] if check is None else [check]

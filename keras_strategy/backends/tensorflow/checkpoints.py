@@ -1,4 +1,4 @@
-"""TensorFlow's own checkpoints, which the user has made."""
+"""TensorFlow's own checkpoints, which the user has created."""
 
 import os
 import tempfile
@@ -11,52 +11,54 @@ from keras_strategy.rules.one_writer import all_hear
 if TYPE_CHECKING:
     from keras_strategy.workers.cluster import Cluster
 
-# As tf.distribute calls it, so that its checkpoints are found here.
+# tf.distribute's name, so that its checkpoints are found.
 _STEPS = "checkpointed_runs"
 
 
 class TensorFlowCheckpoints:
-    """A `tf.train.CheckpointManager`; all workers save, as its variables may need.
+    """Checkpoints of `tf.train.CheckpointManager`.
+
+    All workers save, because reading the variables may need all of them.
 
     Args:
-        read: From where the last checkpoint is taken.
-        write: Where the next one goes.
+        reader: The manager that restores.
+        writer: The manager that saves.
         cluster: The workers, or None.
     """
 
     def __init__(
         self,
-        read: tf.train.CheckpointManager,
-        write: tf.train.CheckpointManager,
+        reader: tf.train.CheckpointManager,
+        writer: tf.train.CheckpointManager,
         cluster: "Cluster | None",
     ):
-        self._read, self._write, self._cluster = read, write, cluster
+        self._reader, self._writer, self._cluster = reader, writer, cluster
         self._steps = tf.Variable(tf.zeros((), tf.int64), trainable=False, name=_STEPS)
-        if hasattr(read.checkpoint, _STEPS):
-            self._steps = getattr(read.checkpoint, _STEPS)
+        if hasattr(reader.checkpoint, _STEPS):
+            self._steps = getattr(reader.checkpoint, _STEPS)
         else:
-            setattr(read.checkpoint, _STEPS, self._steps)
+            setattr(reader.checkpoint, _STEPS, self._steps)
 
     def restore(self) -> int:
-        """Takes the last checkpoint, if there is one; how many steps had been run."""
-        path = self._read.restore_or_initialize()
+        """Restore the last checkpoint, if any, and return its number of steps."""
+        path = self._reader.restore_or_initialize()
         steps = int(self._steps.numpy())
-        found = [None if path is None else os.path.basename(path), steps]
+        restored = [None if path is None else os.path.basename(path), steps]
         if self._cluster is not None:
-            told = self._cluster.agree("what is restored", found)
-            if any(other != found for other in told):
+            by_worker = self._cluster.agree("what is restored", restored)
+            if any(other != restored for other in by_worker):
                 raise ValueError(
                     "All workers must restore the same checkpoint of "
-                    f"{self._read.directory}: {self._cluster.listed(told)}."
+                    f"{self._reader.directory}: {self._cluster.listed(by_worker)}."
                 )
         return steps
 
     def save(self, steps: int, *args: Any, **kwargs: Any) -> None:
-        """Saves, and waits until all workers have."""
+        """Save, and wait until all workers have saved."""
         self._steps.assign(steps)
         error: Exception | None = None
         try:
-            self._write.save(*args, **kwargs)
+            self._writer.save(*args, **kwargs)
         except Exception as caught:
             error = caught
         if self._cluster is not None:
@@ -68,7 +70,7 @@ class TensorFlowCheckpoints:
 def checkpoints(
     thing: Any, folder: Any, cluster: "Cluster | None"
 ) -> TensorFlowCheckpoints | None:
-    """See `keras_strategy.core.engine.Engine.checkpoints`."""
+    """Return TensorFlow's checkpoints of an object, see `Engine.checkpoints`."""
     if isinstance(thing, tf.train.CheckpointManager):
         return TensorFlowCheckpoints(thing, thing, cluster)
     if not isinstance(thing, tf.train.Checkpoint):
@@ -78,9 +80,10 @@ def checkpoints(
             "A tf.train.Checkpoint needs a folder: argument `checkpoint_dir`. "
             "Received: None"
         )
-    read = write = tf.train.CheckpointManager(thing, os.fspath(folder), max_to_keep=1)
+    manager = tf.train.CheckpointManager(thing, os.fspath(folder), max_to_keep=1)
+    writer = manager
     if cluster is not None and not cluster.is_chief:
         scratch = tempfile.TemporaryDirectory()
-        write = tf.train.CheckpointManager(thing, scratch.name, max_to_keep=1)
-        write.scratch = scratch  # it is removed with it
-    return TensorFlowCheckpoints(read, write, cluster)
+        writer = tf.train.CheckpointManager(thing, scratch.name, max_to_keep=1)
+        writer.scratch = scratch  # removes the folder with the manager
+    return TensorFlowCheckpoints(manager, writer, cluster)

@@ -1,6 +1,7 @@
-"""Joining the tensors of several replicas, after a look at their types.
+"""Reduction and concatenation of replica values, after a check of their types.
 
-A collective that fails on unequal shapes makes TensorFlow refuse all later ones.
+The check comes first because a collective that fails on unequal shapes makes TensorFlow
+refuse all later ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +18,8 @@ from keras_strategy.rules.reduction import (
 from keras_strategy.values.distributed import ReduceOp
 
 
-def check_alike(values: Sequence[Any]) -> None:
-    """Raises `ValueError` if the replicas' tensors differ in dtype or shape."""
+def check_same_layout(values: Sequence[Any]) -> None:
+    """Raise `ValueError` if the replicas' tensors differ in dtype or shape."""
     require_one_dtype(values)
     if any(isinstance(value, tf.IndexedSlices) for value in values):
         return
@@ -26,52 +27,48 @@ def check_alike(values: Sequence[Any]) -> None:
     if not all(first.is_compatible_with(value.shape) for value in values[1:]):
         raise ValueError(
             "The replicas' values must have the same shape to be combined "
-            "elementwise. Give `axis` to combine rows, or use `gather` or "
-            "`all_gather` to join them. Received the shapes "
+            "elementwise. Pass `axis` to combine rows, or use `gather` or "
+            "`all_gather` to concatenate them. Received the shapes "
             f"{[tuple(value.shape) for value in values]}."
         )
 
 
-def reduce(
+def reduce_values(
     reduce_op: ReduceOp,
     values: Sequence[Any],
     axis: Any,
-    replicas: int | None = None,
-    of_all: Callable[[Any], Any] = lambda total: total,
+    replicas: int,
+    sum_over_workers: Callable[[Any], Any],
 ) -> Any:
-    """Sum or mean over the replicas, and over `axis` unless it is None.
+    """Return the sum or mean over the replicas, and over `axis` unless it is None.
 
     Args:
         reduce_op: The operation.
         values: One tensor or number for each replica of this worker.
         axis: None, an int or a tuple of ints.
-        replicas: The number of replicas, if it is not that of the values.
-        of_all: Makes this worker's sum that of all workers.
+        replicas: The number of replicas of all workers.
+        sum_over_workers: Adds up the workers' sums.
 
     Raises:
         ValueError: If the shapes do not fit.
     """
     values = [_addable(_tensor(value)) for value in values]
     if axis is None:
-        check_alike(values)  # also sparse ones, and such of unknown rank
-        total = of_all(add(values))
-        if reduce_op is ReduceOp.SUM:
-            return total
-        return divide(total, len(values) if replicas is None else replicas)
+        check_same_layout(values)  # also sparse ones and those of unknown rank
+        total = sum_over_workers(sum_values(values))
+        return total if reduce_op is ReduceOp.SUM else divide(total, replicas)
     axes = axes_to_reduce(axis, [value.shape for value in values])
     require_one_dtype(values)
-    total = of_all(add([tf.reduce_sum(value, axes) for value in values]))
+    total = sum_over_workers(
+        sum_values([tf.reduce_sum(value, axes) for value in values])
+    )
     if reduce_op is ReduceOp.SUM:
         return total
-    return divide(total, of_all(sum(_count(value, axes) for value in values)))
+    return divide(total, sum_over_workers(sum(_count(x, axes) for x in values)))
 
 
-def gather(values: Sequence[Any], axis: int) -> Any:
-    """Concatenates the replicas' tensors.
-
-    Args:
-        values: One tensor for each replica.
-        axis: The dimension along which they may differ.
+def concat_values(values: Sequence[Any], axis: int) -> Any:
+    """Concatenate the replicas' tensors along `axis`, where their sizes may differ.
 
     Raises:
         ValueError: If they are scalars, or differ in another dimension.
@@ -98,13 +95,29 @@ def gather(values: Sequence[Any], axis: int) -> Any:
 
 
 def divide(total: Any, count: Any) -> Any:
-    """Divides a sum; the mean of whole numbers is a float."""
+    """Divide a sum by a count; the mean of integers is a float."""
     if isinstance(total, tf.IndexedSlices):
         values = divide(total.values, count)
         return tf.IndexedSlices(values, total.indices, total.dense_shape)
     if not total.dtype.is_floating and not total.dtype.is_complex:
         total = tf.cast(total, tf.float64)
     return total / tf.cast(count, total.dtype)
+
+
+def sum_values(values: Sequence[Any]) -> Any:
+    """Return the sum of the replicas' tensors or `tf.IndexedSlices`."""
+    if not isinstance(values[0], tf.IndexedSlices):
+        if not values[0].dtype.is_numeric:
+            raise ValueError(
+                "Only numbers can be combined over the replicas. Received tensors of "
+                f"the dtype {values[0].dtype.name}."
+            )
+        return tf.add_n(values)
+    return tf.IndexedSlices(
+        tf.concat([value.values for value in values], 0),
+        tf.concat([value.indices for value in values], 0),
+        values[0].dense_shape,
+    )
 
 
 def _tensor(value: Any) -> Any:
@@ -121,26 +134,6 @@ def _tensor(value: Any) -> Any:
 
 def _addable(value: Any) -> Any:
     return value if isinstance(value, tf.IndexedSlices) else addable(value)
-
-
-def add(values: Sequence[Any]) -> Any:
-    """The sum of the replicas' tensors.
-
-    Raises:
-        ValueError: If they are not of numbers.
-    """
-    if not isinstance(values[0], tf.IndexedSlices):
-        if not values[0].dtype.is_numeric:
-            raise ValueError(
-                "Only numbers can be combined over the replicas. Received tensors of "
-                f"the dtype {values[0].dtype.name}."
-            )
-        return tf.add_n(values)
-    return tf.IndexedSlices(
-        tf.concat([value.values for value in values], 0),
-        tf.concat([value.indices for value in values], 0),
-        values[0].dense_shape,
-    )
 
 
 def _count(value: Any, axes: Sequence[int]) -> Any:

@@ -1,9 +1,9 @@
-"""Native variables of several replicas, as code that knows no replicas uses them.
+"""Native strategies with readable variables, and with a shard for each replica.
 
-Outside of replicas `variable.value` is such a container on TensorFlow. It takes part in
-computations as a tensor does, but native tf.distribute lets nobody look at its numbers
-as those of a `tf.Variable` of one device; and a `tf.function` takes one of them for
-another of the same shape.
+In cross-replica context, `variable.value` is native tf.distribute's container of the
+replicas' components. It takes part in computations as a tensor does, but it does not
+convert to NumPy or Python numbers as a `tf.Variable` of one device does, and a
+`tf.function` takes one container for another of the same shape.
 """
 
 import contextlib
@@ -15,28 +15,28 @@ import tensorflow as tf
 from tensorflow.python.distribute.values import MirroredVariable, SyncOnReadVariable
 
 
-class SameObject(tf.types.experimental.TraceType):
-    """The type of an argument that a `tf.function` is traced for, as it is.
+class ObjectTraceType(tf.types.experimental.TraceType):
+    """Trace type of an argument that a `tf.function` is specialized on by identity.
 
     Args:
-        it: The argument.
-        placeholder: What the function gets in its place.
+        value: The argument.
+        placeholder: The object that the traced function gets in its place.
     """
 
-    def __init__(self, it: Any, placeholder: Any):
-        self.it = it
+    def __init__(self, value: Any, placeholder: Any):
+        self.value = value
         self._placeholder = placeholder
 
     def __eq__(self, other: Any) -> bool:
-        return isinstance(other, SameObject) and self.it is other.it
+        return isinstance(other, ObjectTraceType) and self.value is other.value
 
     def __hash__(self) -> int:
-        return id(self.it)
+        return id(self.value)
 
     def is_subtype_of(self, other: Any) -> bool:
         return self == other
 
-    def most_specific_common_supertype(self, others: Any) -> "SameObject | None":
+    def most_specific_common_supertype(self, others: Any) -> "ObjectTraceType | None":
         return self if all(self == other for other in others) else None
 
     def placeholder_value(self, placeholder_context: Any) -> Any:
@@ -49,26 +49,8 @@ class SameObject(tf.types.experimental.TraceType):
         return value
 
 
-class Unchanged:
-    """An argument that a `tf.function` would take for a tensor, handed on as it is.
-
-    Args:
-        it: The argument.
-    """
-
-    def __init__(self, it: Any):
-        self.it = it
-
-    def __tf_tracing_type__(self, context: Any) -> SameObject:
-        return SameObject(self.it, self)
-
-
-def _tensor(variable: Any) -> Any:
-    return tf.convert_to_tensor(variable)
-
-
-class _Readable:
-    """What a `tf.Variable` of one device can beside computing."""
+class _ReadableVariable:
+    """Conversions that a `tf.Variable` of one device supports."""
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         return np.array(_tensor(self).__array__(), dtype=dtype)
@@ -85,59 +67,66 @@ class _Readable:
     def __int__(self) -> int:
         return int(_tensor(self))
 
-    def __tf_tracing_type__(self, context: Any) -> SameObject:
-        return SameObject(self, self)
+    def __tf_tracing_type__(self, context: Any) -> ObjectTraceType:
+        return ObjectTraceType(self, self)
 
 
-class _ReadableMirrored(_Readable, MirroredVariable):
+def _tensor(variable: Any) -> Any:
+    return tf.convert_to_tensor(variable)
+
+
+class _ReadableMirrored(_ReadableVariable, MirroredVariable):
     pass
 
 
-class _ReadableOnRead(_Readable, SyncOnReadVariable):
+class _ReadableSyncOnRead(_ReadableVariable, SyncOnReadVariable):
     pass
 
 
-_READABLE = {MirroredVariable: _ReadableMirrored, SyncOnReadVariable: _ReadableOnRead}
+_READABLE = {
+    MirroredVariable: _ReadableMirrored,
+    SyncOnReadVariable: _ReadableSyncOnRead,
+}
 
 
-# What the next class is mixed into: native classes, which have no annotations.
-_Extended: Any = object
+# The base of the mixins: native strategy classes, which have no annotations.
+_NativeExtended: Any = object
 
 
-class MakesReadable(_Extended):
-    """The part of a native strategy that makes its variables readable."""
+class ReadableVariablesMixin(_NativeExtended):
+    """Native strategy whose variables convert to NumPy and Python numbers."""
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
-        made = super()._create_variable(next_creator, **kwargs)
+        variable = super()._create_variable(next_creator, **kwargs)
         # The native method has no parameter for the classes.
-        made.__class__ = _READABLE.get(type(made), type(made))
-        return made
+        variable.__class__ = _READABLE.get(type(variable), type(variable))
+        return variable
 
 
-class BeginsWithParts(_Extended):
-    """The part of a native strategy that gives each replica a first value of its own.
+class InitialShardsMixin(_NativeExtended):
+    """Native strategy that can give each replica an initial value of its own.
 
     Attributes:
-        parts: What the local replicas' components of variables begin with; None where
-            all of them begin with the same.
+        shards: The initial values of the local replicas' components; None if all of
+            them get the same.
     """
 
-    parts: Sequence[Any] | None = None
+    shards: Sequence[Any] | None = None
 
     @contextlib.contextmanager
-    def beginning_with(self, parts: Sequence[Any]) -> Iterator[None]:
-        """Surrounds what makes a variable of parts."""
-        self.parts = parts
+    def initial_shards(self, shards: Sequence[Any]) -> Iterator[None]:
+        """Context manager that creates a variable from one value for each replica."""
+        self.shards = shards
         try:
             yield
         finally:
-            self.parts = None
+            self.shards = None
 
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any
     ) -> Any:
-        if self.parts is not None:
-            return self.parts[replica_id]
+        if self.shards is not None:
+            return self.shards[replica_id]
         return super()._get_variable_creator_initial_value(
             replica_id, device, primary_var, **kwargs
         )

@@ -1,9 +1,9 @@
-"""Random numbers of some rows, drawn without those of the rows before.
+"""Random numbers: of a replica's rows alone, and the seed generators of a strategy.
 
-TensorFlow's numbers come of a counter: a block of them is a function of the key and of
-the block's number, so the generator is started where a replica's rows begin. What it
-draws there are the bits that one device draws. The functions do what Keras's of the
-same name do with them.
+TensorFlow's Philox generator is counter-based: each block of numbers is a function of
+the key and the block's index. So a replica starts the generator at its first row, and
+draws exactly what a single device draws for these rows. The functions otherwise do what
+`keras.random`'s of the same name do.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,15 +12,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-# tf.random.Algorithm.PHILOX, which is what CPUs and GPUs choose.
+# tf.random.Algorithm.PHILOX, which CPUs and GPUs choose.
 _PHILOX = 1
 
 
 def _uniform(
     shape: Any, begin: Any, seed: Any, minval: Any = 0.0, maxval: Any = 1.0, dtype=None
 ) -> Any:
-    draw = tf.raw_ops.StatelessRandomUniformV2
-    numbers = _from(begin, draw, shape, seed, dtype or keras.config.floatx())
+    op = tf.raw_ops.StatelessRandomUniformV2
+    numbers = _draw_rows(begin, op, shape, seed, dtype or keras.config.floatx())
     low, high = tf.cast(minval, numbers.dtype), tf.cast(maxval, numbers.dtype)
     return numbers * (high - low) + low
 
@@ -28,53 +28,53 @@ def _uniform(
 def _normal(
     shape: Any, begin: Any, seed: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype=None
 ) -> Any:
-    draw = tf.raw_ops.StatelessRandomNormalV2
-    numbers = _from(begin, draw, shape, seed, dtype or keras.config.floatx())
+    op = tf.raw_ops.StatelessRandomNormalV2
+    numbers = _draw_rows(begin, op, shape, seed, dtype or keras.config.floatx())
     deviation = tf.convert_to_tensor(stddev, numbers.dtype)
     return numbers * deviation + tf.convert_to_tensor(mean, numbers.dtype)
 
 
-def _kept(shape: Any, begin: Any, seed: Any, rate: float, dtype: Any) -> Any:
-    draw = tf.raw_ops.StatelessRandomUniformV2
-    return _from(begin, draw, shape, seed, dtype) >= rate
+def _dropout_mask(shape: Any, begin: Any, seed: Any, rate: float, dtype: Any) -> Any:
+    op = tf.raw_ops.StatelessRandomUniformV2
+    return _draw_rows(begin, op, shape, seed, dtype) >= rate
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
+DRAW_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "uniform": _uniform,
     "normal": _normal,
-    "dropout": _kept,
+    "dropout": _dropout_mask,
 }
 
 
-def _from(
-    begin: Any, draw: Callable[..., Any], shape: Sequence[Any], seed: Any, dtype: Any
+def _draw_rows(
+    begin: Any, op: Callable[..., Any], shape: Sequence[Any], seed: Any, dtype: Any
 ) -> Any:
-    """Draws from a place on.
+    """Draw a tensor that begins at row `begin` of what a single device draws.
 
     Args:
-        begin: Where it begins in the first dimension of what one device draws.
-        draw: Draws with a key and a counter.
-        shape: The shape of what is drawn.
-        seed: Two numbers, as Keras's `draw_seed` gives them.
+        begin: The first row.
+        op: The raw operation, which takes a key and a counter.
+        shape: The shape to draw.
+        seed: Two integers, from Keras's `draw_seed`.
         dtype: The dtype.
     """
     dtype = tf.as_dtype(dtype)
-    # As Keras makes a seed of them for TensorFlow.
+    # As Keras converts its seed for TensorFlow.
     pair = tf.cast(tf.math.floormod(seed, tf.int32.max - 1), tf.int32)
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(
         seed=seed if seed.dtype == tf.int32 else pair
     )
     dims = tf.stack([tf.cast(dim, tf.int64) for dim in shape])
     before = tf.cast(begin, tf.int64) * tf.reduce_prod(dims[1:])
-    # A block is 128 bits, and gives two numbers of 64 or four smaller ones.
-    block = 2 if dtype.size == 8 else 4
-    low = counter[0] + tf.cast(before // block, tf.uint64)
-    carried = tf.cast(low < counter[0], tf.uint64)
-    skipped = before % block
-    numbers = draw(
+    # A block has 128 bits: two numbers of 64 bits, or four of fewer.
+    block_size = 2 if dtype.size == 8 else 4
+    low = counter[0] + tf.cast(before // block_size, tf.uint64)
+    carry = tf.cast(low < counter[0], tf.uint64)
+    skipped = before % block_size
+    numbers = op(
         shape=[skipped + tf.reduce_prod(dims)],
         key=key,
-        counter=tf.stack([low, counter[1] + carried]),
+        counter=tf.stack([low, counter[1] + carry]),
         alg=_PHILOX,
         dtype=dtype,
     )

@@ -1,8 +1,8 @@
-"""What TensorFlow did: collectives, bytes, traces and copies between devices.
+"""Counts of collectives, bytes, traces and copies between devices.
 
-On CPUs TensorFlow has no counters. But it executes graphs, and they hold it all: each
-executed function is counted as often as it runs, with the operations of its graph and
-of those that it calls. Loops inside a graph count as one pass.
+TensorFlow has no such counters on CPUs, but the graphs that it executes contain all of
+it. Each executed function counts as often as it runs, with the operations of its graph
+and of the functions that it calls. A loop inside a graph counts as one iteration.
 """
 
 import collections
@@ -17,18 +17,18 @@ from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicF
 from tensorflow.python.framework import func_graph, op_callbacks
 
 HOST = "CPU:0"
-# What has the shape of its operands.
+# Operations whose outputs have the shape of their operands.
 _ELEMENTWISE = {"Identity", "Add", "AddV2", "Sub", "Mul", "Square", "RealDiv", "Cast"}
 
 
 @dataclass
-class Graph:
-    """What one execution of a graph does.
+class GraphCounts:
+    """Counts of one execution of a graph.
 
     Attributes:
         collectives: Sums over the devices, by the name of their operation.
-        bytes: What one device gives to them.
-        transfers: Tensors that one device computes and another one takes.
+        bytes: The bytes that one device contributes to them.
+        transfers: Tensors that one device computes and another one reads.
         outputs: The devices of the graph's results.
     """
 
@@ -39,66 +39,65 @@ class Graph:
 
 
 def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]:
-    """See `Engine.count`.
+    """Count what training does, see `Engine.count`.
 
-    A trace of a tf.function counts as a compilation, those of tf.data's own functions
-    aside. The batches that tf.data brings to the devices are not among the transfers.
+    Each trace of a tf.function counts as a compilation, except for tf.data's own
+    functions. Batches that tf.data copies to the devices do not count as transfers.
     """
-    done, traced = [], []
-    with _executed(done):
-        # What notes them takes the place of functions that a step may read: then
-        # `run` takes it for another one, and traces it again.
+    executed, traced = [], []
+    with _record_executions(executed):
+        # Recording replaces functions that a step may read, after which `run` traces
+        # the step again.
         train(1)
-        done.clear()
-        with _traced(traced):
+        executed.clear()
+        with _record_traces(traced):
             train(steps)
     return (
-        sum(sum(graph.collectives.values()) for graph in done),
-        sum(graph.bytes for graph in done),
+        sum(sum(counts.collectives.values()) for counts in executed),
+        sum(counts.bytes for counts in executed),
         len(traced),
-        sum(graph.transfers for graph in done),
+        sum(counts.transfers for counts in executed),
     )
 
 
 @contextlib.contextmanager
-def _executed(done: list[Graph]) -> Iterator[None]:
-    """Notes the functions and operations that this thread executes."""
+def _record_executions(executed: list[GraphCounts]) -> Iterator[None]:
+    """Context manager that records this thread's functions and eager operations."""
     call_flat: Any = AtomicFunction.call_flat
-    known: dict[Any, Graph] = {}
+    cache: dict[Any, GraphCounts] = {}
 
-    def called(self, *args):
+    def record_call(self, *args):
         if tf.executing_eagerly():
-            devices = [_short(arg.device) for arg in args]
+            devices = [_short_name(arg.device) for arg in args]
             key = (self, *devices)
-            if key not in known:
-                known[key] = of_graph(self.graph, devices)
-            done.append(known[key])
+            if key not in cache:
+                cache[key] = count_graph(self.graph, devices)
+            executed.append(cache[key])
         return call_flat(self, *args)
 
-    def operation(op_type, inputs, attrs, outputs, op_name=None, graph=None):
+    def record_op(op_type, inputs, attrs, outputs, op_name=None, graph=None):
         if graph is None and op_type == "AddN":
-            # One of `strategy.reduce`: what a function returned is on the first device.
-            done.append(_of_sum(op_type, inputs, outputs, ["each", "of several"]))
+            # From `strategy.reduce`: a function's outputs are on the first device.
+            executed.append(_count_sum(op_type, inputs, outputs, ["each", "several"]))
 
-    op_callbacks.add_op_callback(operation)
+    op_callbacks.add_op_callback(record_op)
     try:
-        with _replaced(AtomicFunction, "call_flat", called):
+        with _replaced(AtomicFunction, "call_flat", record_call):
             yield
     finally:
-        op_callbacks.remove_op_callback(operation)
+        op_callbacks.remove_op_callback(record_op)
 
 
 @contextlib.contextmanager
-def _traced(traced: list[str]) -> Iterator[None]:
-    """Notes the graphs that are made of Python functions."""
+def _record_traces(traced: list[str]) -> Iterator[None]:
     original: Any = func_graph.func_graph_from_py_func
 
-    def traced_as(name, *args, **kwargs):
+    def record_trace(name, *args, **kwargs):
         if not name.startswith("Dataset"):
             traced.append(name)
         return original(name, *args, **kwargs)
 
-    with _replaced(func_graph, "func_graph_from_py_func", traced_as):
+    with _replaced(func_graph, "func_graph_from_py_func", record_trace):
         yield
 
 
@@ -112,88 +111,88 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-def of_graph(graph: Any, arguments: Sequence[str]) -> Graph:
-    """Reads a graph.
+def count_graph(graph: Any, arguments: Sequence[str]) -> GraphCounts:
+    """Count the operations of a graph.
 
     Args:
         graph: The graph of a concrete function.
         arguments: The devices of its arguments, such as "CPU:1".
     """
-    result = Graph()
+    result = GraphCounts()
     places = {
         tensor.name: device
         for tensor, device in zip(graph.inputs, arguments, strict=True)
     }
-    taken = set()
+    transfers = set()
     for op in graph.get_operations():
         inputs = [places[tensor.name] for tensor in op.inputs]
-        inner = _called(graph, op)
-        if inner is not None:
-            called = of_graph(inner, inputs)
-            result.collectives += called.collectives
-            result.bytes += called.bytes
-            result.transfers += called.transfers
-            places |= zip([x.name for x in op.outputs], called.outputs, strict=False)
+        callee = _called_graph(graph, op)
+        if callee is not None:
+            counts = count_graph(callee, inputs)
+            result.collectives += counts.collectives
+            result.bytes += counts.bytes
+            result.transfers += counts.transfers
+            places |= zip([x.name for x in op.outputs], counts.outputs, strict=False)
             continue
         if op.type == "Placeholder":
             continue
         place = _place(op, inputs)
         places |= {tensor.name: place for tensor in op.outputs}
-        taken |= {
+        transfers |= {
             (tensor.name, place)
             for tensor, source in zip(op.inputs, inputs, strict=True)
             if source != place and tensor.dtype not in (tf.resource, tf.variant)
         }
         if op.type == "AddN":
-            total = _of_sum(op.type, op.inputs, op.outputs, inputs)
+            total = _count_sum(op.type, op.inputs, op.outputs, inputs)
         elif op.type.startswith(("Collective", "Nccl")) and place == HOST:
-            total = _of_sum(op.type, op.inputs, op.outputs, ["each", "of several"])
+            total = _count_sum(op.type, op.inputs, op.outputs, ["each", "several"])
         else:
             continue
         result.collectives += total.collectives
         result.bytes += total.bytes
-    result.transfers += len(taken)
+    result.transfers += len(transfers)
     result.outputs = [places[tensor.name] for tensor in graph.outputs]
     return result
 
 
-def _of_sum(
+def _count_sum(
     kind: str, inputs: Sequence[Any], outputs: Sequence[Any], devices: Sequence[str]
-) -> Graph:
+) -> GraphCounts:
     if len(set(devices)) < 2:
-        return Graph()
-    shape: Any = _shape([inputs[0], *outputs])
+        return GraphCounts()
+    shape: Any = _static_shape([inputs[0], *outputs])
     size = math.prod(shape) * inputs[0].dtype.size
-    return Graph(collections.Counter([kind]), size)
+    return GraphCounts(collections.Counter([kind]), size)
 
 
-def _shape(tensors: list[Any]) -> tf.TensorShape:
-    """The first shape that is known, of these tensors or what is computed of them.
+def _static_shape(tensors: list[Any]) -> tf.TensorShape:
+    """Return the first static shape among tensors and what is computed from them.
 
-    TensorFlow does not know that of some gradients, such as a Dense kernel's where its
-    inputs have rank 3. The optimizer adds them to a variable's slots, whose is known.
+    TensorFlow does not infer the shapes of some gradients, such as a Dense kernel's if
+    its inputs have rank 3. But the optimizer adds them to slots of known shape.
     """
     for tensor in tensors:
         if tensor.shape.is_fully_defined():
             return tensor.shape
         uses = [op for op in tensor.consumers() if op.type in _ELEMENTWISE]
-        tensors.extend(op.outputs[0] for op in uses)  # which are looked at later
+        tensors.extend(op.outputs[0] for op in uses)  # the loop visits them later
     raise ValueError(f"The shapes of {tensors} are not known.")
 
 
-def _called(graph: Any, op: Any) -> Any:
+def _called_graph(graph: Any, op: Any) -> Any:
     if op.type not in ("PartitionedCall", "StatefulPartitionedCall"):
         return None
     return graph._get_function(op.get_attr("f").name).graph
 
 
 def _place(op: Any, inputs: Sequence[str]) -> str:
-    """Where an operation is executed; the placer keeps it with its variables."""
+    """Return the device of an operation; the placer colocates it with its variables."""
     for tensor, device in zip(op.inputs, inputs, strict=True):
         if tensor.dtype == tf.resource:
             return device
-    return _short(op.device)
+    return _short_name(op.device)
 
 
-def _short(device: str) -> str:
+def _short_name(device: str) -> str:
     return ":".join(device.split("/")[-1].split(":")[-2:]).upper() if device else HOST

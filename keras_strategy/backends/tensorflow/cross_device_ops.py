@@ -1,4 +1,4 @@
-"""The native class for each choice of how values are combined."""
+"""Native classes for the user's choice of cross-device operations."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -15,32 +15,28 @@ if TYPE_CHECKING:
 def native_cross_device_ops(
     choice: "CrossDeviceOps | None", devices: tuple[str, ...]
 ) -> Any:
-    """Returns what native tf.distribute shall reduce with.
-
-    Args:
-        choice: What the user chose, or None.
-        devices: Canonical names of the devices.
+    """Return the object that native tf.distribute reduces with, or None.
 
     Raises:
-        ValueError: If these devices cannot do it.
+        ValueError: If the devices do not support the choice.
     """
     on_cpu = all(device.startswith("cpu:") for device in devices)
     if choice is None:
-        # On CPUs collectives cost more than they save, and they do not work in the
-        # loop that steps_per_execution makes.
+        # On CPUs, collectives cost more than they save, and they do not work in the
+        # loop of steps_per_execution.
         return tf.distribute.ReductionToOneDevice() if on_cpu else None
     if isinstance(choice, choices.ReductionToOneDevice):
         device = choice.reduce_to_device
         if device is not None:
-            there_is = [*list_devices(), *list_devices("cpu")]
-            device = native_name(resolve_devices([device], there_is)[0])
+            available = [*list_devices(), *list_devices("cpu")]
+            device = native_name(resolve_devices([device], available)[0])
         return tf.distribute.ReductionToOneDevice(device)
     if isinstance(choice, choices.NcclAllReduce):
         if on_cpu:
             raise ValueError(
-                "NcclAllReduce needs GPUs; leave `cross_device_ops` out to let "
-                f"TensorFlow choose. Received: cross_device_ops={choice!r} for the "
-                f"devices {list(devices)}"
+                "NcclAllReduce needs GPUs. Omit `cross_device_ops` to let TensorFlow "
+                f"choose. Received: cross_device_ops={choice!r} for the devices "
+                f"{list(devices)}"
             )
         return tf.distribute.NcclAllReduce(choice.num_packs)
     assert isinstance(choice, choices.HierarchicalCopyAllReduce)

@@ -1,7 +1,7 @@
 """tf.data datasets, distributed by native tf.distribute.
 
-So they can be iterated over inside a tf.function, and are prefetched to the devices.
-What comes out of them is our `PerReplica`, which works like any other value there.
+A tf.function can iterate over them, and their elements are prefetched to the devices.
+The elements are our `PerReplica`, which works there as any other value does.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_strategy.backends.tensorflow.devices import native_name
 from keras_strategy.backends.tensorflow.group import TensorFlowGroup
-from keras_strategy.backends.tensorflow.training import common_rows, slice_rows
+from keras_strategy.backends.tensorflow.rows import common_rows, slice_rows
 from keras_strategy.core import context
 from keras_strategy.core.row_range import BatchRows
 from keras_strategy.input.dataset import (
@@ -32,10 +32,10 @@ def distribute(
     split: bool,
     options: InputOptions | None,
 ) -> "NativeDataset":
-    """See `Backend.distribute_natively`.
+    """Distribute `tf.data.Dataset`s, see `Engine.distribute_natively`.
 
     Raises:
-        ValueError: If the elements are to be split, and are not batches.
+        ValueError: If the elements must be split, and are not batches.
     """
     if split:
         (dataset,) = datasets
@@ -49,31 +49,28 @@ def distribute(
     group = strategy.extended.group
     if isinstance(group, TensorFlowGroup):
         native = group.native.distribute_datasets_from_function(
-            # Native workers are pipelines too, and this one has its own dataset.
+            # Native workers are pipelines, too, and each has a dataset of its own.
             lambda context: datasets[context.input_pipeline_id % len(datasets)],
             _native_options(options),
         )
     else:
         (dataset,) = datasets
         device = native_name(strategy.extended.worker_devices[0])
-        one = tf.distribute.OneDeviceStrategy(device)
-        native = one.experimental_distribute_dataset(dataset)
+        one_device = tf.distribute.OneDeviceStrategy(device)
+        native = one_device.experimental_distribute_dataset(dataset)
     return NativeDataset(strategy, native)
 
 
 def split_by_rows(dataset: Any, replicas: int, local: range) -> Any:
-    """Makes a dataset of the replicas' parts out of one of global batches.
+    """Return a dataset that has, of each global batch, an element per local replica.
 
-    The native way to split, a rewrite of the dataset's graph, knows only datasets that
-    end in some kinds of `batch`.
+    Native tf.distribute splits by rewriting the dataset's graph, which supports only
+    datasets that end in certain kinds of `batch`.
 
     Args:
-        dataset: Its elements are global batches.
-        replicas: The number of replicas.
-        local: The numbers of this worker's.
-
-    Returns:
-        A dataset with an element of each batch for each local replica in turn.
+        dataset: A dataset of global batches.
+        replicas: The number of replicas of all workers.
+        local: The indices of this worker's replicas.
 
     Raises:
         ValueError: If the elements are scalars.
@@ -90,35 +87,37 @@ def split_by_rows(dataset: Any, replicas: int, local: range) -> Any:
     if replicas == 1:
         return dataset
     rows = {shape[0] if shape.rank else None for shape in shapes}
-    fixed = rows.pop() if len(rows) == 1 else None
-    fixed = fixed // replicas if fixed is not None and fixed % replicas == 0 else None
+    # The rows of each replica, if they are known and equal.
+    local_rows = rows.pop() if len(rows) == 1 else None
+    if local_rows is not None:
+        local_rows = None if local_rows % replicas else local_rows // replicas
 
-    def parts(*element):
+    def split(*element):
         element = element if type(spec) is tuple else element[0]
         leaves = [leaf for leaf in tf.nest.flatten(element) if leaf is not None]
         rows = tf.cast(common_rows(leaves), tf.int64)
         block = (rows + replicas - 1) // replicas
 
-        def part(replica):
+        def replica_element(replica):
             begin = tf.minimum(replica * block, rows)
             end = tf.minimum(begin + block, rows)
 
-            def rows_of_leaf(leaf):
+            def leaf_rows(leaf):
                 result = slice_rows(leaf, (begin, end))
-                if fixed is not None and isinstance(result, tf.Tensor):
-                    result.set_shape([fixed, *result.shape[1:]])
+                if local_rows is not None and isinstance(result, tf.Tensor):
+                    result.set_shape([local_rows, *result.shape[1:]])
                 return result
 
-            return tf.nest.map_structure(rows_of_leaf, element)
+            return tf.nest.map_structure(leaf_rows, element)
 
-        return tf.data.Dataset.range(local.start, local.stop).map(part)
+        return tf.data.Dataset.range(local.start, local.stop).map(replica_element)
 
-    dense = all(isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(spec))
-    if fixed and dense and len(local) == replicas:
-        # The same, done by tf.data itself, without a call of a function for each batch.
-        result = dataset.rebatch(fixed, drop_remainder=True)
+    is_dense = all(isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(spec))
+    if local_rows and is_dense and len(local) == replicas:
+        # The same result from tf.data itself, without a function call for each batch.
+        result = dataset.rebatch(local_rows, drop_remainder=True)
     else:
-        result = dataset.flat_map(parts)
+        result = dataset.flat_map(split)
     count = int(dataset.cardinality())
     if count == tf.data.UNKNOWN_CARDINALITY:
         return result
@@ -134,41 +133,42 @@ def _native_options(options: InputOptions | None) -> Any:
     fields = options._replace(
         experimental_replication_mode=tf.distribute.InputReplicationMode[mode]
     )
-    # What comes after these is ours alone.
+    # The fields after these are ours.
     return tf.distribute.InputOptions(*fields[:4])
 
 
-def _ours(strategy: "Strategy", element: Any) -> Any:
-    """The element with our `PerReplica` in the place of the native ones."""
-    workers = strategy.extended.cluster is not None
-    rows = None if workers else BatchRows()
+def _convert_element(strategy: "Strategy", element: Any) -> Any:
+    """Return an element with our `PerReplica` instead of native distributed values."""
+    has_workers = strategy.extended.cluster is not None
+    rows = None if has_workers else BatchRows()
 
     def convert(leaf):
         if isinstance(leaf, tf.distribute.DistributedValues):
             value = PerReplica(leaf.values)
             value.batch = rows
             return value
-        # On a worker of one device, native tf.distribute leaves tensors what they are.
-        return PerReplica([leaf]) if workers and tf.is_tensor(leaf) else leaf
+        # On a worker with one device, native tf.distribute returns plain tensors.
+        return PerReplica([leaf]) if has_workers and tf.is_tensor(leaf) else leaf
 
     return tf.nest.map_structure(convert, element)
 
 
-def _our_spec(strategy: "Strategy", spec: Any) -> Any:
-    workers = strategy.extended.cluster is not None
+def _convert_spec(strategy: "Strategy", spec: Any) -> Any:
+    has_workers = strategy.extended.cluster is not None
 
     def convert(leaf):
-        components = getattr(leaf, "_value_specs", [leaf] if workers else None)
+        components = getattr(leaf, "_value_specs", [leaf] if has_workers else None)
         return leaf if components is None else PerReplica(components)
 
     return tf.nest.map_structure(convert, spec)
 
 
-class _Flattened:
-    """Lets tf.function and its loops see the native object inside of ours."""
+class _Wrapper:
+    """Wrapper of a native object, which tf.function and its loops see through."""
 
-    _strategy: Any
-    _native: Any
+    def __init__(self, strategy: "Strategy", native: Any):
+        self._strategy = strategy
+        self._native = native
 
     def __tf_flatten__(self) -> Any:
         return (self._strategy,), (self._native,)
@@ -178,12 +178,8 @@ class _Flattened:
         return cls(*metadata, *components)
 
 
-class NativeDataset(_Flattened, DistributedDataset, tf.distribute.DistributedDataset):
-    """A native distributed dataset that gives our `PerReplica` values."""
-
-    def __init__(self, strategy: "Strategy", native: Any):
-        self._strategy = strategy
-        self._native = native
+class NativeDataset(_Wrapper, DistributedDataset, tf.distribute.DistributedDataset):
+    """A native distributed dataset whose elements are our `PerReplica`."""
 
     def __iter__(self) -> "NativeIterator":
         context.require_cross_replica(self._strategy, "DistributedDataset.__iter__")
@@ -191,29 +187,25 @@ class NativeDataset(_Flattened, DistributedDataset, tf.distribute.DistributedDat
 
     @property
     def element_spec(self) -> Any:
-        return _our_spec(self._strategy, self._native.element_spec)
+        return _convert_spec(self._strategy, self._native.element_spec)
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         context.require_cross_replica(self._strategy, "DistributedDataset.reduce")
         return self._native.reduce(
             initial_state,
-            lambda state, element: reduce_func(state, _ours(self._strategy, element)),
+            lambda state, element: reduce_func(
+                state, _convert_element(self._strategy, element)
+            ),
         )
 
 
-class NativeIterator(
-    _Flattened, DistributedIterator, tf.distribute.DistributedIterator
-):
-    """A native distributed iterator that gives our `PerReplica` values."""
-
-    def __init__(self, strategy: "Strategy", native: Any):
-        self._strategy = strategy
-        self._native = native
+class NativeIterator(_Wrapper, DistributedIterator, tf.distribute.DistributedIterator):
+    """A native distributed iterator whose elements are our `PerReplica`."""
 
     def __next__(self) -> Any:
         context.require_cross_replica(self._strategy, "DistributedIterator.__next__")
         try:
-            return _ours(self._strategy, self._native.get_next())
+            return _convert_element(self._strategy, self._native.get_next())
         except tf.errors.OutOfRangeError:
             raise StopIteration from None
 
@@ -225,25 +217,14 @@ class NativeIterator(
 
     @property
     def element_spec(self) -> Any:
-        return _our_spec(self._strategy, self._native.element_spec)
+        return _convert_spec(self._strategy, self._native.element_spec)
 
 
-class NativeOptional(OptionalElement):
+class NativeOptional(_Wrapper, OptionalElement):
     """A native optional element; inside a tf.function `has_value()` is symbolic."""
-
-    def __init__(self, strategy: "Strategy", native: Any):
-        self._strategy = strategy
-        self._native = native
 
     def has_value(self) -> Any:
         return self._native.has_value()
 
     def get_value(self) -> Any:
-        return _ours(self._strategy, self._native.get_value())
-
-    def __tf_flatten__(self) -> Any:
-        return (self._strategy,), (self._native,)
-
-    @classmethod
-    def __tf_unflatten__(cls, metadata: Any, components: Any) -> Any:
-        return cls(*components)
+        return _convert_element(self._strategy, self._native.get_value())

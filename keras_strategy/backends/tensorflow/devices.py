@@ -1,10 +1,10 @@
-"""TensorFlow's devices, by the names that this package uses."""
+"""Device names: canonical ones (`cpu:0`) and TensorFlow's (`/device:CPU:0`)."""
 
 import tensorflow as tf
 
 
 def list_devices(device_type: str | None = None) -> list[str]:
-    """See `Backend.list_devices`. Initializes TensorFlow's devices."""
+    """Return the canonical names of the local devices, and initialize TensorFlow's."""
     if device_type is None:
         return list_devices("gpu") or list_devices("cpu")
     found = tf.config.list_logical_devices(device_type.upper())
@@ -12,29 +12,25 @@ def list_devices(device_type: str | None = None) -> list[str]:
 
 
 def native_name(device: str) -> str:
-    """TensorFlow's name of the device that we call `device`."""
+    """Return TensorFlow's name of a canonical device name."""
     kind, index = device.split(":")
     return f"/device:{kind.upper()}:{index}"
 
 
 def set_logical_devices(device_type: str, count: int) -> None:
-    """See `Backend.set_logical_devices`.
-
-    Raises:
-        RuntimeError: If TensorFlow has initialized another number of devices.
-    """
+    """Split the first physical device of a type into logical ones."""
     kind = device_type.upper()
     physical = tf.config.list_physical_devices(kind)[0]
     logical = [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
     try:
         tf.config.set_logical_device_configuration(physical, logical)
     except RuntimeError:
-        there_are = len(tf.config.list_logical_devices(kind))
-        if there_are == count:
+        initialized = len(tf.config.list_logical_devices(kind))
+        if initialized == count:
             return
         raise RuntimeError(
-            f"TensorFlow has already initialized {there_are} {device_type} device(s), "
-            f"which cannot become {count} any more. Call `set_logical_devices` at "
-            "the start of the program, before a tensor, a variable or a strategy is "
-            "made; in a notebook, restart the kernel first."
+            f"TensorFlow has already initialized {initialized} {device_type} "
+            f"device(s), and cannot change this to {count}. Call "
+            "`set_logical_devices` at the start of the program, before you create a "
+            "tensor, a variable or a strategy. In a notebook, restart the kernel first."
         ) from None

@@ -1,4 +1,4 @@
-"""TensorFlow: native tf.distribute underneath, made exact for Keras."""
+"""TensorFlow backend: native tf.distribute, made exact for Keras."""
 
 import contextlib
 import json
@@ -31,8 +31,8 @@ def _unflatten(cls: Any, metadata: Any, components: Sequence[Any]) -> Any:
     return cls(components)
 
 
-# tf.nest and tf.function then see the tensors inside distributed values, so that
-# users' own tf.functions take and return them. None of them is a tensor.
+# Lets tf.nest and tf.function see the tensors inside distributed values, so that the
+# user's tf.functions take and return them.
 _protocol: Any = DistributedValues
 _protocol.__tf_flatten__ = lambda self: ((), self.values)
 _protocol.__tf_unflatten__ = classmethod(_unflatten)
@@ -40,7 +40,7 @@ _protocol.__tf_tensor__ = is_no_tensor
 
 
 class TensorFlowEngine:
-    """See `keras_strategy.core.engine.Engine`."""
+    """TensorFlow, see `keras_strategy.core.engine.Engine`."""
 
     name = "tensorflow"
 
@@ -51,21 +51,21 @@ class TensorFlowEngine:
         if shard == "optimizer":
             return None
         return (
-            "native tf.distribute keeps each trained variable whole on each device. "
-            "shard='optimizer' splits what the optimizer keeps; KERAS_BACKEND=jax "
-            "splits the parameters as well."
+            "native tf.distribute stores each trained variable in full on each device. "
+            "shard='optimizer' shards the optimizer's slots; KERAS_BACKEND=jax also "
+            "shards the parameters."
         )
 
     def refusal_of_logical_devices(self) -> str:
         return (
-            "native TPUStrategy traces a step once for all replicas, and what makes it "
-            "exact here is traced for each replica with its own rows. Use "
+            "native TPUStrategy traces a step once for all replicas, but the exact "
+            "results of this package need a trace for each replica with its rows. Use "
             "KERAS_BACKEND=jax; or `tf.distribute.TPUStrategy` itself, with which "
             "Keras trains without this package."
         )
 
     def coordinates_of_tpus(self) -> list[tuple[int, int, int, int]]:
-        return []  # what refuses `TPUStrategy` asks for none
+        return []  # TPUStrategy is refused before it needs them
 
     def set_logical_devices(self, device_type: str, count: int) -> None:
         devices.set_logical_devices(device_type, count)
@@ -79,8 +79,8 @@ class TensorFlowEngine:
     def number(self, value: Any) -> int | None:
         if isinstance(value, int):
             return value
-        known = tf.get_static_value(value)
-        return None if known is None else int(known)
+        static = tf.get_static_value(value)
+        return None if static is None else int(static)
 
     def memory_order(self, x: Any) -> None:
         return None
@@ -91,28 +91,28 @@ class TensorFlowEngine:
     def draw_part(
         self, name: str, given: dict[str, Any], begin: Any, seed: Callable[[], Any]
     ) -> Any:
-        from keras_strategy.backends.tensorflow.counted import FUNCTIONS
+        from keras_strategy.backends.tensorflow.counted import DRAW_FUNCTIONS
 
-        draw = FUNCTIONS.get(name)
+        draw = DRAW_FUNCTIONS.get(name)
         return None if draw is None else draw(begin=begin, seed=seed(), **given)
 
     def rehearse(
         self, fn: Callable[..., Any], args: tuple, kwargs: dict, rows: int
     ) -> "Trial":
-        def of_rows(x):
+        def resize(x):
             if tf.executing_eagerly():
                 return tf.gather(x, [row % x.shape[0] for row in range(rows)])
             if not isinstance(x, tf.Tensor):
-                raise EndOfRehearsal(f"rows are {type(x).__name__}s")
+                raise EndOfRehearsal(f"the rows are in a {type(x).__name__}")
             return tf.compat.v1.placeholder(x.dtype, (rows, *x.shape[1:]))
 
-        place = contextlib.nullcontext()
+        graph = contextlib.nullcontext()
         if not tf.executing_eagerly():
-            # A graph that nobody runs tells shapes as well.
-            place = tf.__internal__.FuncGraph("rehearsal").as_default()
-        with rehearsing() as trial, place:
-            given = with_rows(of_rows, (args, kwargs))
-            fn(*given[0], **given[1])
+            # A graph that is never run has all shapes.
+            graph = tf.__internal__.FuncGraph("rehearsal").as_default()
+        with rehearsing() as trial, graph:
+            args, kwargs = with_rows(resize, (args, kwargs))
+            fn(*args, **kwargs)
         return trial
 
     def copies_to_derive_by(
@@ -121,7 +121,7 @@ class TensorFlowEngine:
         for layer in layers:
             for x in vars(layer).values():
                 if isinstance(x, tf.Variable | tf.random.Generator):
-                    raise EndOfRehearsal(f"{layer.name} has a variable of TensorFlow's")
+                    raise EndOfRehearsal(f"{layer.name} has a TensorFlow variable")
         return contextlib.nullcontext([])
 
     def copy_to(self, value: Any, device: str) -> Any:
@@ -129,7 +129,7 @@ class TensorFlowEngine:
             return tf.identity(value)
 
     def device_of(self, tensor: Any) -> str | None:
-        # Where a graph computes it may be left to TensorFlow.
+        # In a graph, TensorFlow may choose the device later.
         name = getattr(tensor, "device", "")
         return canonical_device(name) if name else None
 
@@ -151,21 +151,21 @@ class TensorFlowEngine:
         )
         from keras_strategy.backends.threads import hooks_divisions, hooks_shares
 
-        own = [hooks, hooks_optimizers, hooks_sharding]
-        return [*own, hooks_divisions, hooks_shares]
+        patches = [hooks, hooks_optimizers, hooks_sharding]
+        return list(dict.fromkeys([*patches, hooks_divisions, hooks_shares]))
 
     def random_state(self, seeded: bool = True) -> bytes | None:
-        from keras_strategy.backends.tensorflow import connection
+        from keras_strategy.backends.tensorflow import seeds
 
-        if not (seeded or connection.has_seed()):
+        if not (seeded or seeds.has_seed()):
             return None
-        return json.dumps(connection.random_state()).encode()
+        return json.dumps(seeds.random_state()).encode()
 
     def set_random_state(self, state: bytes) -> None:
-        from keras_strategy.backends.tensorflow import connection
+        from keras_strategy.backends.tensorflow import seeds
 
         seed, (version, numbers, gauss) = json.loads(state)
-        connection.set_random_state(seed, (version, tuple(numbers), gauss))
+        seeds.set_random_state(seed, (version, tuple(numbers), gauss))
 
     def native_strategy(self, devices: tuple[str, ...]) -> Any:
         names = [native_name(device) for device in devices]
@@ -208,15 +208,15 @@ class TensorFlowEngine:
         return counting.count(train, steps)
 
     def shares(self, train: Any, steps: int) -> None:
-        return None  # its profiler writes for TensorBoard alone
+        return None  # TensorFlow's profiler writes for TensorBoard only
 
     def require_loop_in_python(self) -> None:
         if tf.inside_function():
             raise RuntimeError(
-                "A tf.function iterates over a distributed dataset that is not made "
-                "of a tf.data.Dataset; its Python loop would be unrolled, and its "
-                "data become constants. Distribute a tf.data.Dataset, or keep the "
-                "loop outside of the tf.function."
+                "A tf.function iterates over a distributed dataset that was not "
+                "created from a tf.data.Dataset. The Python loop would be unrolled, "
+                "and the data would become constants. Distribute a tf.data.Dataset, "
+                "or move the loop out of the tf.function."
             )
 
     def connect(self, cluster: "Cluster") -> None:

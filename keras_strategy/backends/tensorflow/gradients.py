@@ -1,4 +1,4 @@
-"""Gradients by tf.GradientTape, which works in and out of a replica."""
+"""Gradients by `tf.GradientTape`, in replica and in cross-replica context."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from keras_strategy.hooks.variables import stored
 def value_and_grad(
     fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
 ) -> Callable[..., Any]:
-    """See `keras_strategy.value_and_grad`."""
+    """Return a function of the value and the gradients of `fn`."""
 
     def compute(*args, **kwargs):
         with tf.GradientTape() as tape:
@@ -23,19 +23,20 @@ def value_and_grad(
             value = tf.convert_to_tensor(value)
         if value.shape.rank not in (0, None):
             raise ValueError(
-                "The function given to `value_and_grad` must return a scalar to "
-                f"differentiate. Received a tensor of the shape {value.shape}."
+                "The function passed to `value_and_grad` must return a scalar. "
+                f"Received a tensor of the shape {value.shape}."
             )
-        gradients = tape.gradient(value, [_watched(variable) for variable in variables])
+        sources = [_tape_source(variable) for variable in variables]
+        gradients = tape.gradient(value, sources)
         return ((value, aux) if has_aux else value), gradients
 
     return compute
 
 
-def _watched(variable: Any) -> Any:
-    """What is read of a variable: outside of the replicas, the first one's."""
+def _tape_source(variable: Any) -> Any:
+    """Return the tensor that a tape reads: in cross-replica context the first one."""
     value = stored(variable)
-    mirrored = isinstance(value, tf.distribute.DistributedValues)
-    if mirrored and tf.distribute.in_cross_replica_context():
+    is_mirrored = isinstance(value, tf.distribute.DistributedValues)
+    if is_mirrored and tf.distribute.in_cross_replica_context():
         return tf.distribute.get_strategy().experimental_local_results(value)[0]
     return value

@@ -1,9 +1,9 @@
-"""The replicas of one strategy: native tf.distribute.MirroredStrategy, or its like.
+"""The replicas of one strategy, on top of a native tf.distribute strategy.
 
 Native tf.distribute mirrors the variables and calls a function once per replica, in
-one thread each. The threads take turns, replica 0 first, and change over only where
-all of them meet (`merge_call`). What this module adds is the context that our core
-asks for, one compiled function per step, and checks before anything is combined.
+one thread each. The threads take turns, replica 0 first, and switch only in a
+`merge_call`. This module adds the replica context of our core, one compiled function
+per step, and checks before values are combined.
 """
 
 import contextlib
@@ -17,21 +17,31 @@ import numpy as np
 import tensorflow as tf
 from keras import tree
 
-from keras_strategy.backends.tensorflow import combine
-from keras_strategy.backends.tensorflow.across import gather_of_workers, sum_of_workers
-from keras_strategy.backends.tensorflow.compiled import CompiledRuns
+from keras_strategy.backends.tensorflow.across import (
+    gather_over_workers,
+    sum_over_workers,
+)
+from keras_strategy.backends.tensorflow.combine import (
+    concat_values,
+    reduce_values,
+    sum_values,
+)
+from keras_strategy.backends.tensorflow.compiled import CompiledFunctions
 from keras_strategy.backends.tensorflow.cross_device_ops import native_cross_device_ops
 from keras_strategy.backends.tensorflow.devices import native_name
-from keras_strategy.backends.tensorflow.native import LocalStrategy, WorkersStrategy
-from keras_strategy.backends.tensorflow.refusals import explained
-from keras_strategy.backends.tensorflow.replica import (
-    Meeting,
-    Peers,
-    TensorFlowReplica,
-    regrouped,
+from keras_strategy.backends.tensorflow.native import (
+    NativeMirroredStrategy,
+    NativeMultiWorkerStrategy,
 )
-from keras_strategy.backends.tensorflow.rows import steps_of_rows
-from keras_strategy.backends.tensorflow.sharing import part_of, together
+from keras_strategy.backends.tensorflow.refusals import reraise_failed_checks
+from keras_strategy.backends.tensorflow.replica import (
+    GroupState,
+    RunState,
+    TensorFlowReplica,
+    regroup_outputs,
+)
+from keras_strategy.backends.tensorflow.rows import step_states
+from keras_strategy.backends.tensorflow.sharing import gather_shards, local_shard
 from keras_strategy.backends.tensorflow.workers import TensorFlowWorkers
 from keras_strategy.backends.threads.hooks_divisions import share_adopted
 from keras_strategy.backends.threads.interrupt import interrupted_together
@@ -64,14 +74,14 @@ if TYPE_CHECKING:
 
 
 class TensorFlowGroup:
-    """See `keras_strategy.core.protocol.ReplicaGroup`.
+    """The replicas of one strategy, see `keras_strategy.core.protocol.ReplicaGroup`.
 
     Args:
         strategy: The strategy.
         devices: Canonical names of the local devices.
-        cross_device_ops: How gradients and `all_reduce` add up, None for the engine's
-            choice. Between workers it is always the engine's.
-        workers: The processes that the replicas belong to, or None for this one alone.
+        cross_device_ops: How gradients and `all_reduce` are summed on one worker; None
+            lets the backend choose. Between workers the backend always chooses.
+        workers: The workers, or None.
     """
 
     def __init__(
@@ -87,13 +97,16 @@ class TensorFlowGroup:
         self.topology = Topology(devices, workers)
         self.native: Any
         if workers is None:
-            chosen = native_cross_device_ops(cross_device_ops, devices)
-            self.native = LocalStrategy(devices, chosen, strategy.parameter_device)
+            self.native = NativeMirroredStrategy(
+                devices,
+                native_cross_device_ops(cross_device_ops, devices),
+                strategy.parameter_device,
+            )
         else:
-            self.native = WorkersStrategy(devices, workers)
-        self.peers = Peers(strategy, self.native, self.topology, workers)
+            self.native = NativeMultiWorkerStrategy(devices, workers)
+        self.state = GroupState(strategy, self.native, self.topology, workers)
         self._attributes = AttributesOfReplicas(len(devices), tf.is_tensor)
-        self._compiled = CompiledRuns(self.call, self.peers)
+        self._compiled = CompiledFunctions(self.call, self.state)
 
     def scope(self):
         return self.native.scope()
@@ -105,35 +118,33 @@ class TensorFlowGroup:
                 if isinstance(value, tf.distribute.DistributedValues):
                     continue
                 initialize(variable, lambda value=value: tf.convert_to_tensor(value))
-                # Optimizers know the variables that they were built with by this id.
-                self.components(variable)[0]._unique_id = value._unique_id
+                # Optimizers look up the variables of `build` by this id.
+                self.stored_components(variable)[0]._unique_id = value._unique_id
                 if is_on_read(variable):
-                    self.deal_out(variable)
+                    self.split_initial_value(variable)
                 share_adopted(self.strategy, variable)
 
     def share(self, variable: Any, shares: Shares) -> None:
-        """Leaves each replica its share of a variable that is initialized."""
+        """Shard an initialized variable over the replicas."""
         with tf.init_scope(), self.scope():
-            whole = tf.convert_to_tensor(self.held(variable)[0])
+            full = tf.convert_to_tensor(self.stored_components(variable)[0])
             local = self.topology.local_replicas
-            parts = [part_of(whole, shares, replica) for replica in local]
-            with self.native.extended.beginning_with(parts):
-                initialize(variable, lambda: parts[0])
+            shards = [local_shard(full, shares, replica) for replica in local]
+            with self.native.extended.initial_shards(shards):
+                initialize(variable, lambda: shards[0])
         note_shares(variable, shares)
 
-    def whole_of(self, variable: Any) -> Any:
-        """The value of a variable that the replicas share.
-
-        With several workers, all of them have to ask.
-        """
+    def full_value(self, variable: Any) -> Any:
+        """Return the value of a sharded variable; all workers must call it."""
         shares, name = shares_of(variable), f"the value of '{variable.path}'"
         assert shares is not None
         with self.calling(name), tf.device(native_name(self.devices[0])):
-            parts = [[tf.convert_to_tensor(part)] for part in self.held(variable)]
-            return together(parts, [shares], self.workers, name)[0]
+            components = self.stored_components(variable)
+            shards = [[tf.convert_to_tensor(shard)] for shard in components]
+            return gather_shards(shards, [shares], self.workers, name)[0]
 
     def take_first(self, variables: Sequence[Any]) -> int:
-        # They have them when they are made; not if the chief restored others.
+        # Variables are equal when they are created, but the chief may restore others.
         if self.workers is None:
             return len(variables)
         values = [tf.convert_to_tensor(self.components(v)[0]) for v in variables]
@@ -146,7 +157,7 @@ class TensorFlowGroup:
     def around(
         self, model: Any, method: str, arguments: dict[str, Any]
     ) -> AbstractContextManager[Any]:
-        return explained()
+        return reraise_failed_checks()
 
     def check_apply_outside_of_replicas(self) -> None:
         raise RuntimeError(
@@ -157,39 +168,41 @@ class TensorFlowGroup:
 
     def components(self, variable: Any) -> tuple[Any, ...]:
         if shares_of(variable) is not None:
-            return (self.whole_of(variable),) * len(self.devices)
-        return self.held(variable)
+            return (self.full_value(variable),) * len(self.devices)
+        return self.stored_components(variable)
 
-    def held(self, variable: Any) -> tuple[Any, ...]:
-        """What each of this worker's replicas holds of a variable."""
+    def stored_components(self, variable: Any) -> tuple[Any, ...]:
+        """Return what each local replica stores: its component or its shard."""
         return tuple(self.native.experimental_local_results(stored(variable)))
 
     def bytes_of(self, variable: Any) -> tuple[int, ...]:
-        central, shares = self.strategy.parameter_device, shares_of(variable)
+        parameter_device = self.strategy.parameter_device
+        shares = shares_of(variable)
         if shares is not None:
             size = np.dtype(stored_dtype(variable)).itemsize
             local = self.topology.local_replicas
             return tuple(size * shares.size_of(replica) for replica in local)
-        if central is None:
-            return (byte_count(variable),) * len(self.devices)
-        copies = byte_count(variable) * len(self.devices)
-        return tuple(copies if device == central else 0 for device in self.devices)
+        size = byte_count(variable)
+        if parameter_device is None:
+            return (size,) * len(self.devices)
+        total = size * len(self.devices)
+        return tuple(total if x == parameter_device else 0 for x in self.devices)
 
     def parts(self, variable: Any) -> PerReplica:
         return PerReplica(self.components(variable))
 
     def part_of_this_worker(self, variable: Any) -> Any:
-        """What this worker adds to an on_read variable's value."""
+        """Return this worker's contribution to an on_read variable's value."""
         components = [tf.convert_to_tensor(c) for c in self.components(variable)]
-        return part_outside(variable, components, self.topology, combine.add)
+        return part_outside(variable, components, self.topology, sum_values)
 
     def assign(self, variable: Any, value: Any) -> None:
-        """Writes a value for all replicas, outside of them."""
+        """Assign a value in cross-replica context."""
         parts = local_parts_outside(variable, value, self.topology)
         self.assign_components(variable, parts)
 
-    def deal_out(self, variable: Any) -> None:
-        """Makes the replicas' parts of a first value, which each of them was given."""
+    def split_initial_value(self, variable: Any) -> None:
+        """Split an on_read variable's initial value, which every component has."""
         with tf.init_scope():
             value = tf.convert_to_tensor(self.components(variable)[0])
             self.assign(variable, value)
@@ -197,10 +210,10 @@ class TensorFlowGroup:
     def assign_components(self, variable: Any, values: Sequence[Any]) -> None:
         shares, local = shares_of(variable), self.topology.local_replicas
         for replica, component, value in zip(
-            local, self.held(variable), values, strict=True
+            local, self.stored_components(variable), values, strict=True
         ):
             if shares is not None:
-                value = part_of(tf.convert_to_tensor(value), shares, replica)
+                value = local_shard(tf.convert_to_tensor(value), shares, replica)
             component.assign(tf.cast(value, component.dtype))
 
     def update(
@@ -229,47 +242,41 @@ class TensorFlowGroup:
                 return self._compiled(fn, args, kwargs)
 
     def calling(self, name: str) -> AbstractContextManager[Any]:
-        """See `TensorFlowWorkers.calling`; nothing without other workers."""
+        """Context manager around collectives, see `TensorFlowWorkers.calling`."""
         if self.workers is None:
             return contextlib.nullcontext()
         return self.workers.calling(name)
 
     def call(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """`run` without a tf.function of its own.
-
-        Args:
-            fn: See `run`, as the others.
-            args: Positional arguments.
-            kwargs: Keyword arguments.
-        """
+        """Call `fn` on every replica, without compiling it."""
         if isinstance(fn, tf.types.experimental.GenericFunction):
-            # The replicas cannot meet inside a tf.function of each.
+            # Replicas cannot run collectives inside a tf.function of each.
             fn = fn.python_function  # pyright: ignore[reportAttributeAccessIssue]
         fn = tf.__internal__.autograph.tf_convert(
             fn, tf.__internal__.autograph.control_status_ctx(), False
         )
-        return self._in_turns(fn, args, kwargs)
+        return self._call_in_turns(fn, args, kwargs)
 
     @tf.autograph.experimental.do_not_convert
-    def _in_turns(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    def _call_in_turns(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         policy, replicas = keras.config.dtype_policy(), len(self.devices)
         outputs: list[Any] = [None] * replicas
-        own = self._attributes.begin()
-        meeting = Meeting([None] * replicas, kept_generator(), own)
+        attributes = self._attributes.begin()
+        run_state = RunState([None] * replicas, kept_generator(), attributes)
         threads: list[threading.Thread] = []
-        of_workers = self.workers is not None
-        steps = steps_of_rows(fn, args, kwargs, replicas, of_workers)
+        has_workers = self.workers is not None
+        steps = step_states(fn, args, kwargs, replicas, has_workers)
 
         @tf.autograph.experimental.do_not_convert
         def replica_fn(args, kwargs):
-            keras.config.set_dtype_policy(policy)  # Keras keeps it per thread
+            keras.config.set_dtype_policy(policy)  # Keras stores it per thread
             threads.append(threading.current_thread())
-            replica = TensorFlowReplica(self.peers, meeting)
+            replica = TensorFlowReplica(self.state, run_state)
             if steps is not None:
                 replica.step = steps[replica.index]
             with (
                 context.replica_in_charge(ReplicaContext(self.strategy, replica)),
-                own[replica.index].in_turn(),
+                attributes[replica.index].in_turn(),
             ):
                 args, kwargs = select_replica((args, kwargs), replica.index, replicas)
                 result = fn(*args, **kwargs)
@@ -281,57 +288,58 @@ class TensorFlowGroup:
         except Exception as error:
             if tf.executing_eagerly():
                 error.add_note(
-                    "The function was not compiled: what the replicas had assigned "
-                    "to variables before this error stays assigned."
+                    "The function was not compiled: what the replicas assigned to "
+                    "variables before this error stays assigned."
                 )
             if "made a different number of replica_context().merge_call()" in str(
                 error
             ):
-                # An earlier replica's Python changes what a later one's finds.
+                # An earlier replica's Python code changes what a later one finds.
                 error.add_note(
-                    "All replicas must take the same branches. They take turns, so "
-                    "what an earlier one has built is built for the next one: build "
-                    "layers and optimizers before `strategy.run`, or call them "
-                    "without asking whether they are built."
+                    "All replicas must take the same branches. They run in turns, so "
+                    "what the first one builds is already built for the next one: "
+                    "build layers and optimizers before `strategy.run`, or call them "
+                    "without checking whether they are built."
                 )
             raise
-        self._attributes.commit(own)
-        if meeting.drew:
-            seeds = self.peers.seeds
-            seeds.give_back(self.components(seeds.replicas.state)[0])
-        return regrouped(outputs)
+        self._attributes.commit(attributes)
+        if run_state.has_drawn:
+            seeds = self.state.seeds
+            seeds.finish(self.components(seeds.replicas.state)[0])
+        return regroup_outputs(outputs)
 
     def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
+        replicas = self.topology.num_replicas
         with self.calling("strategy.reduce"), tf.device(native_name(self.devices[0])):
-            return combine.reduce(
-                reduce_op, value.values, axis, self.topology.num_replicas, self._of_all
+            return reduce_values(
+                reduce_op, value.values, axis, replicas, self._sum_over_workers
             )
 
-    def _of_all(self, total: Any) -> Any:
+    def _sum_over_workers(self, total: Any) -> Any:
         if self.workers is None:
             return total
-        return sum_of_workers(self.workers, "strategy.reduce", [total])[0]
+        return sum_over_workers(self.workers, "strategy.reduce", [total])[0]
 
     def gather(self, values: Sequence[Any], axis: int) -> Any:
         with self.calling("strategy.gather"), tf.device(native_name(self.devices[0])):
-            joined = combine.gather(values, axis)
+            local = concat_values(values, axis)
             if self.workers is None:
-                return joined
-            return gather_of_workers(self.workers, "strategy.gather", joined, axis)
+                return local
+            return gather_over_workers(self.workers, "strategy.gather", local, axis)
 
     def place(self, parts: Sequence[Any], alike: bool | None = None) -> PerReplica:
         values = []
         for part, device in zip(parts, self.devices, strict=True):
             with tf.device(native_name(device)):
                 if not tf.is_tensor(part):
-                    # A constant copies its array; a converted one may share it.
+                    # A constant copies its array; a converted tensor may share it.
                     part = tf.constant(part)
                 values.append(tf.identity(part))
         return PerReplica(values)
 
 
 def _read(value: Any) -> Any:
-    """What a replica returns: the value of a variable, not the variable."""
+    """Return the value of a variable that a replica returned."""
     is_variable = isinstance(value, keras.Variable | tf.Variable)
     if is_variable or hasattr(value, "__array__") and not tf.is_tensor(value):
         return tf.convert_to_tensor(value)

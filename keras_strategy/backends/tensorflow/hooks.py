@@ -1,8 +1,8 @@
-"""Where TensorFlow's side of Keras is extended. See hooks/.
+"""Patches of Keras for the TensorFlow backend.
 
-Keras has its own code for tf.distribute. Here the gradients are reduced before anything
-else, so every replica can do with Keras's backend-neutral code what one device does,
-each on its own components. What that means for optimizers is in `hooks_optimizers`.
+Keras has its own code for tf.distribute. Here gradients are reduced before anything
+else, so each replica runs Keras's backend-neutral code on its own components, as a
+single device does.
 """
 
 import logging
@@ -13,10 +13,10 @@ import tensorflow as tf
 
 from keras_strategy.backends.tensorflow.training import TrainingStrategy
 from keras_strategy.backends.tensorflow.worker_steps import (
-    Elements,
+    DatasetElements,
     WorkerBatches,
-    predictions_of_workers,
-    steps_of_workers,
+    sync_worker_predictions,
+    sync_worker_steps,
 )
 from keras_strategy.core.own_attributes import set_for_all
 from keras_strategy.hooks.conditions import (
@@ -65,11 +65,10 @@ logger = logging.getLogger("keras_strategy")
 
 @hook(keras.Variable, "_direct_assign", "(self, value)")
 def _direct_assign(original, self, value):
-    """A replica writes its component; what others assign is dealt out if on_read.
+    """Write the replica's component; split assignments to on_read variables.
 
-    What the replicas assign has been brought together by `Variable.assign`. Native
-    tf.distribute would do it again, and cannot inside a tf.cond. And of whole numbers
-    that the replicas do not divide it would lose what is left.
+    `Variable.assign` has aggregated the replicas' values. Native tf.distribute would
+    aggregate again, which fails inside a tf.cond and drops remainders of integers.
     """
     replica = in_replica()
     if replica is not None:
@@ -77,7 +76,7 @@ def _direct_assign(original, self, value):
         return
     strategy = strategy_of_variable(self)
     has_parts = is_on_read(self) or shares_of(self) is not None
-    if strategy is None or strategy.num_replicas_in_sync == 1 or not has_parts:
+    if not has_parts or strategy is None or strategy.num_replicas_in_sync == 1:
         original(self, value)
         return
     strategy.extended.group.assign(self, value)
@@ -85,33 +84,31 @@ def _direct_assign(original, self, value):
 
 @hook(keras.Variable, "_initialize", "(self, value)", when=in_distributed_scope)
 def _initialize(original, strategy, self, value):
-    """What a replica makes exists on all devices at once.
+    """Create a replica's variable on all devices, and split an on_read value.
 
-    So layers, metrics and optimizers that are built when they are first called can
-    be built inside a step, by the first replica that comes by. And the first value of
-    an on_read variable is dealt out.
+    So the first replica of a step can build layers, metrics and optimizers, which are
+    built in their first call.
     """
 
-    def make():
+    def initialize():
         original(self, value)
         if is_on_read(self):
-            strategy.extended.group.deal_out(self)
+            strategy.extended.group.split_initial_value(self)
 
     replica: Any = in_replica()
     if replica is None:
-        make()
+        initialize()
         return
     if tf.is_tensor(value) and not isinstance(value, tf.Variable):
         constant = tf.get_static_value(value)
         if constant is None:
             raise ValueError(
-                "A variable that is made inside `strategy.run` must have an "
-                "initial value that does not depend on the replica's data. Make "
-                f"it outside, or give an initializer. Received: {value!r}"
+                "The initial value of a variable that is created inside "
+                "`strategy.run` must not depend on the replica's data. Create the "
+                f"variable outside, or pass an initializer. Received: {value!r}"
             )
         value = constant
-    replica.peers.made += 1
-    replica.peers.beside_them(make)
+    replica.once(initialize)
 
 
 @hook(
@@ -121,19 +118,20 @@ def _initialize(original, strategy, self, value):
     when=in_distributed_scope,
 )
 def _map_aggregation(original, strategy, self, aggregation):
-    """Native variables never aggregate themselves.
+    """Disable native aggregation of assignments.
 
-    `Variable.assign` has aggregated before they are written, also what they refuse:
-    the mean of whole numbers.
+    `Variable.assign` aggregates before the write, including what native variables
+    refuse: the mean of integers.
     """
     return original(self, aggregation if is_on_read(self) else "none")
 
 
 @hook(keras.Variable, "value", None)
 def _value(original, self):
-    """Outside of replicas an on_read variable has one value, or none.
+    """Read one aggregated value of an on_read or sharded variable.
 
-    Native tf.distribute reads the first replica's from each worker's own first.
+    For "only_first_replica", native tf.distribute would read the first replica of each
+    worker.
     """
     strategy = strategy_of_variable(self)
     if strategy is None:
@@ -144,20 +142,21 @@ def _value(original, self):
             replica.step.read.add(id(self))
         shares = shares_of(self)
         if shares is not None and not in_stateless_scope():
-            require_own_parts(replica.peers.strategy, self)
-            return self._maybe_autocast(replica.whole_of(self, shares))
-        if strategy is not replica.peers.strategy and not in_stateless_scope():
+            require_own_parts(replica.group_state.strategy, self)
+            return self._maybe_autocast(replica.full_value(self, shares))
+        running = replica.group_state.strategy
+        if strategy is not running and not in_stateless_scope():
             if is_on_read(self):
-                require_own_parts(replica.peers.strategy, self)
+                require_own_parts(running, self)
             elif replica.index >= len(strategy.extended.worker_devices):
-                # All its components are the same.
+                # The variable has fewer components, which are all equal.
                 return self._maybe_autocast(strategy.extended.group.components(self)[0])
         return original(self)
     if shares_of(self) is not None and not in_stateless_scope():
-        known = held_value(self)
-        if known is None:
-            known = strategy.extended.group.whole_of(self)
-        return self._maybe_autocast(tf.convert_to_tensor(known))
+        value = held_value(self)
+        if value is None:
+            value = strategy.extended.group.full_value(self)
+        return self._maybe_autocast(tf.convert_to_tensor(value))
     if not is_on_read(self):
         return original(self)
     if self.aggregation == "none":
@@ -165,9 +164,9 @@ def _value(original, self):
         if isinstance(value, tf.distribute.DistributedValues):
             raise no_value(self)
         return value
-    known = held_value(self)
-    if known is not None:
-        return self._maybe_autocast(known)
+    value = held_value(self)
+    if value is not None:
+        return self._maybe_autocast(value)
     if (
         strategy.extended.cluster is None
         or self.aggregation != "only_first_replica"
@@ -183,7 +182,7 @@ def _value(original, self):
 
 @hook(keras.Variable, "handle", None)
 def _handle(original, self):
-    """Who asks for a gradient outside of the replicas is told what to do."""
+    """Explain why a gradient in cross-replica context fails."""
     try:
         return original(self)
     except ValueError as error:
@@ -191,8 +190,8 @@ def _handle(original, self):
         if strategy is None or strategy.num_replicas_in_sync == 1:
             raise
         raise RuntimeError(
-            f"The variable '{self.path}' of {strategy!r} is used by TensorFlow in the "
-            "strategy's scope, but outside of its replicas, where it is no single "
+            f"TensorFlow uses the variable '{self.path}' of {strategy!r} in the "
+            "strategy's scope, but outside its replicas, where it is not a single "
             "variable. Put the step into a function that `strategy.run` calls, or use "
             "`keras_strategy.value_and_grad`."
         ) from error
@@ -203,7 +202,7 @@ def _handle(original, self):
 
 @hook(keras.Layer, "_maybe_build", "(self, call_spec)", when=in_replica)
 def _maybe_build(original, replica, self, call_spec):
-    """The replica that comes first builds a layer for all of them."""
+    """Build a layer in the first replica, for all replicas."""
     with set_for_all():
         original(self, call_spec)
 
@@ -218,7 +217,7 @@ def _maybe_build(original, replica, self, call_spec):
     when=in_replica,
 )
 def _unscaled(original, replica, value):
-    """Rows weight the replicas, not 1 / N."""
+    """Keep the loss: replicas are weighted by their rows, not by 1 / N."""
     return value
 
 
@@ -229,17 +228,17 @@ def _unscaled(original, replica, value):
     when=in_replica,
 )
 def _compute_average_loss(original, replica, *args, **kwargs):
-    """It is the mean over the rows of all replicas, in `run` and in `fit`.
+    """Return the mean over the rows of all replicas, in `run` and in `fit`.
 
-    TensorFlow's takes all replicas to have as many rows as this one. And in `fit` it
-    would be divided by the replicas twice, since what they compute is weighted.
+    TensorFlow's function assumes equal rows on all replicas. In `fit`, where losses
+    are weighted by rows, it would divide by the replicas twice.
     """
     return compute_average_loss(*args, **kwargs)
 
 
 @hook(tf.nn, "scale_regularization_loss", "(regularization_loss)", when=in_replica)
 def _scale_regularization_loss(original, replica, regularization_loss):
-    """In `fit` it would be divided by the replicas twice."""
+    """Avoid a second division by the replicas in `fit`."""
     return scale_regularization_loss(regularization_loss)
 
 
@@ -248,7 +247,7 @@ def _scale_regularization_loss(original, replica, regularization_loss):
 
 @model_hook("distribute_strategy", None, when=of_distributed_strategy)
 def _distribute_strategy(original, strategy, self):
-    """Keras's loop gets ours in place of the native."""
+    """Give Keras's loop a stand-in for the native strategy."""
     return TrainingStrategy(strategy, self)
 
 
@@ -258,68 +257,70 @@ def _distribute_strategy(original, strategy, self):
     when=of_distributed_strategy,
 )
 def _make_function(original, strategy, self, force=False):
-    """XLA compiles for one device only, and workers take what all of them have.
+    """Disable XLA, which compiles for one device only, and synchronize workers.
 
-    On several workers the function that it makes takes only batches that all have.
+    On several workers, the function takes only batches that all workers have.
     """
     kind = original.__name__.split("_")[1]
     if self.jit_compile:
         logger.warning(
-            "jit_compile=True is not used for the model '%s': on TensorFlow, "
-            "XLA cannot compile a step of several devices. The results are "
-            "the same.",
+            "jit_compile=True is not used for the model '%s': XLA cannot compile a "
+            "step of several devices on TensorFlow. The results are the same.",
             self.name,
         )
         self.jit_compile = False
-    before = getattr(self, f"{kind}_function")
+    attribute = f"{kind}_function"
+    previous = getattr(self, attribute)
     original(self, force)
-    function = getattr(self, f"{kind}_function")
+    function = getattr(self, attribute)
     extended = strategy.extended
-    if extended.cluster is None or function is before:
+    if extended.cluster is None or function is previous:
         return
     if kind == "predict":
-        function = predictions_of_workers(function, extended.group)
+        function = sync_worker_predictions(function, extended.group)
     else:
-        function = steps_of_workers(function, extended.group, self, kind)
-    setattr(self, f"{kind}_function", function)
+        function = sync_worker_steps(function, extended.group, self, kind)
+    setattr(self, attribute, function)
 
 
 @model_hook("get_metrics_result", "(self)", when=in_step)
 def _get_metrics_result(original, replica, self):
-    """The logs of a step of Keras's own are merged once, by `TrainingStrategy`."""
+    """Leave the logs of Keras's own steps to `TrainingStrategy`, which merges them."""
     return results_of_step(original, replica, self)
 
 
 @hook(TFEpochIterator, "_get_iterator", "(self)", when=in_scope_of_workers)
 def _get_iterator(original, strategy, self):
-    """Several workers agree on their batches, and read their own rows of them.
+    """Make workers agree on their batches, and read only their rows of them.
 
-    Keras takes them inside a tf.function, where a worker could not ask the others.
+    Keras takes batches inside a tf.function, where workers cannot communicate.
     """
     cluster = strategy.extended.cluster
-    several = strategy.num_replicas_in_sync > 1
+    is_distributed = strategy.num_replicas_in_sync > 1
     if is_own(self):
         local = len(strategy.extended.worker_devices)
-        batches = Elements(original(self))
+        batches = DatasetElements(original(self))
         batches = joined(self, batches, cluster, local, same_shapes=False)
-        return WorkerBatches(batches if several else batches.as_read())
-    if not hasattr(self, _OWN_ROWS):
-        # Once: what shuffles arrays goes on from epoch to epoch.
-        own = several and own_rows(self.data_adapter, share_of(strategy), _dataset_of)
-        setattr(self, _OWN_ROWS, own or None)
-    own = getattr(self, _OWN_ROWS)
-    # What Keras makes of other data for tf.data is read ahead there.
-    batches = original(self) if own is None else read_ahead(self, own)
+        return WorkerBatches(batches if is_distributed else batches.as_read())
+    if not hasattr(self, _LOCAL_ROWS):
+        # Only once, because the shuffling of arrays continues from epoch to epoch.
+        local_rows = is_distributed and own_rows(
+            self.data_adapter, share_of(strategy), _tf_dataset
+        )
+        setattr(self, _LOCAL_ROWS, local_rows or None)
+    local_rows = getattr(self, _LOCAL_ROWS)
+    # Other data becomes a tf.data.Dataset, which prefetches by itself.
+    batches = original(self) if local_rows is None else read_ahead(self, local_rows)
     counts = counts_of_arrays(self.data_adapter)
     pauses = pauses_after(self, batches)
-    agreed = AgreedBatches(Elements(batches), cluster, counts, pauses, tells=True)
-    return WorkerBatches(agreed)
+    elements = DatasetElements(batches)
+    return WorkerBatches(AgreedBatches(elements, cluster, counts, pauses, tells=True))
 
 
-_OWN_ROWS = "_ks_own_rows"
+_LOCAL_ROWS = "_ks_own_rows"
 
 
-def _dataset_of(adapter: Any) -> Any:
+def _tf_dataset(adapter: Any) -> Any:
     return adapter.get_tf_dataset()
 
 
@@ -329,16 +330,16 @@ def _dataset_of(adapter: Any) -> Any:
     when=in_distributed_scope,
 )
 def _maybe_symbolic_build(original, strategy, self, iterator=None, data_batch=None):
-    """Every model is built from a global batch.
+    """Build every model from a global batch.
 
-    Keras builds early only where the model was made in a native scope, and not from
-    batches that leave something out.
+    Keras builds early only if the model was created in a native scope, and not from
+    batches with absent parts.
     """
     if type(self).call is keras.Model.call:
-        return  # that raises: the model's steps call its parts
+        return  # `call` raises: the model's steps call its layers
     if iterator is not None:
-        # What a batch is made of, without a look at the first: one device leaves
-        # the state of what shuffles the data alone here, too.
+        # Use the batch's spec. Reading a batch would advance the shuffling of the data,
+        # which a single device does not do here.
         spec = iterator._distributed_dataset.element_spec
         data_batch = keras.tree.map_structure(_present, spec)
         if any(leaf.shape.rank is None for leaf in _leaves(data_batch)):
@@ -351,7 +352,7 @@ def _maybe_symbolic_build(original, strategy, self, iterator=None, data_batch=No
         leaf is None or hasattr(leaf, "shape")
         for leaf in keras.tree.flatten(data_batch)
     ):
-        rows_of(data_batch)  # raises where a tf.function would find out late
+        rows_of(data_batch)  # raises earlier than the tf.function would
     self._symbolic_build(data_batch=keras.tree.map_structure(_present, data_batch))
 
 
@@ -362,7 +363,7 @@ def _present(leaf: Any) -> Any:
         return None
     if isinstance(leaf, tf.distribute.DistributedValues):
         return leaf.values[0]
-    # Native tf.distribute has no public name for what describes such a value.
+    # Native tf.distribute has no public name for the spec of a distributed value.
     return getattr(leaf, "_value_specs", (leaf,))[0]
 
 
@@ -375,8 +376,8 @@ def _leaves(structure: Any) -> list[Any]:
 
 @hook(keras_seeds, "global_seed_generator", "()", when=in_replica)
 def _global_seed_generator(original, replica):
-    """There is one for all replicas of a strategy.
+    """Use one generator for all replicas of a strategy.
 
-    Keras keeps it per thread, and the replicas' threads end with each run.
+    Keras stores it per thread, and the replicas' threads end with each run.
     """
     return replica.seed_generator()

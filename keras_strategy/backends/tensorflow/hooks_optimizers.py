@@ -1,7 +1,7 @@
-"""Where TensorFlow's optimizers of Keras do what one device's do, on each replica.
+"""Optimizers: Keras's TensorFlow optimizer reduces inside its update.
 
-Keras has them reduce inside their update, and write all components from there. Here the
-gradients are reduced before, so the code that is the same on all backends is enough.
+Here gradients are reduced before the update, so each replica uses the backend-neutral
+code.
 """
 
 from typing import Any
@@ -18,16 +18,16 @@ in_stateless_scope = home_of(
     "in_stateless_scope", "keras.src.backend.common.stateless_scope"
 ).in_stateless_scope
 _Optimizer = keras.optimizers.Optimizer
-# That of all backends, which TensorFlow's overrides.
+# The backend-neutral base class, which TensorFlow's overrides.
 _NeutralOptimizer: Any = [
     cls for cls in _Optimizer.__mro__ if "_backend_update_step" in vars(cls)
 ][-1]
 
 
 def _neutral(original, strategy, self, *args, **kwargs):
-    """The replicas take the method that is the same on all backends.
+    """Call the backend-neutral method.
 
-    Keras's for TensorFlow reduces the gradients once more, and updates the variables
+    Keras's method for TensorFlow reduces the gradients again, and updates the variables
     of all replicas from one place.
     """
     return getattr(_NeutralOptimizer, original.__name__)(self, *args, **kwargs)
@@ -43,7 +43,7 @@ _NEUTRAL = {
     "_backend_increment_gradient_accumulators": "(self, grads, acc_grads)",
 }
 if hasattr(_Optimizer, "_backend_maybe_overwrite_model_variables"):
-    # From Keras 3.16 on, with a merge_call that fails in the replicas.
+    # Since Keras 3.16, with a merge_call that fails in replicas.
     _NEUTRAL["_backend_maybe_overwrite_model_variables"] = "(self, trainable_variables)"
 for _name, _signature in _NEUTRAL.items():
     hook(_Optimizer, _name, _signature, when=in_distributed_scope)(_neutral)
@@ -55,14 +55,14 @@ for _name, _signature in _NEUTRAL.items():
     "(self, variable, value)",
     when=in_distributed_scope,
 )
-def _on_own_component(original, strategy, self, variable, value):
-    """The replica's own component is written, or its share of it.
+def _assign_component(original, strategy, self, variable, value):
+    """Write the replica's component or shard.
 
-    What TensorFlow's method writes to is the variable's value, which is no variable
-    where replicas share it.
+    TensorFlow's method writes to the variable's value, which for a sharded variable is
+    a tensor.
     """
     replica: Any = distributed_replica()
-    if in_stateless_scope() or _is_shared(variable) or _is_conditional(replica):
+    if in_stateless_scope() or _is_sharded(variable) or _writes_conditionally(replica):
         if isinstance(value, tf.IndexedSlices):
             value = tf.convert_to_tensor(value)
         return getattr(_NeutralOptimizer, original.__name__)(self, variable, value)
@@ -70,15 +70,15 @@ def _on_own_component(original, strategy, self, variable, value):
         return original(self, variable, value)
     if isinstance(variable, keras.Variable):
         variable = variable.value
-    return original(self, replica.own(variable), value)
+    return original(self, replica.component(variable), value)
 
 
-def _is_shared(variable: Any) -> bool:
+def _is_sharded(variable: Any) -> bool:
     return isinstance(variable, keras.Variable) and shares_of(variable) is not None
 
 
-def _is_conditional(replica: Any) -> bool:
-    return replica is not None and not replica.writes_always
+def _writes_conditionally(replica: Any) -> bool:
+    return replica is not None and not replica.writes_unconditionally
 
 
 @hook(
@@ -88,15 +88,15 @@ def _is_conditional(replica: Any) -> bool:
     when=in_replica,
 )
 def _tf_apply(original, replica, self, grads, trainable_variables=None):
-    """The gradients are equal on all replicas.
+    """Skip Keras's merge_call, because the gradients are equal on all replicas.
 
-    Where these share what the optimizer keeps, they meet while they apply them, which
-    they could not inside a tf.cond.
+    With a sharded optimizer, replicas run collectives while they apply gradients,
+    which is impossible inside a tf.cond.
     """
-    if replica.peers.strategy.shard is None:
+    if replica.group_state.strategy.shard is None:
         return self._common_apply(grads, trainable_variables)
     finite = self.check_finite(grads)
-    with replica.writing_where(finite):
+    with replica.write_where(finite):
         self._stateful_handle_finite_grads(grads, trainable_variables)
     keras.ops.cond(finite, lambda: None, self._stateful_handle_non_finite_grads)
     return None

@@ -1,4 +1,4 @@
-"""Where the TensorFlow adapter extends Keras for what an optimizer's replicas share."""
+"""Patches of Keras for sharded optimizers on TensorFlow."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,11 @@ import tensorflow as tf
 from keras import ops
 
 from keras_strategy.backends.tensorflow.replica import TensorFlowReplica
-from keras_strategy.backends.tensorflow.sharing import own_part_of, part_of, with_part
+from keras_strategy.backends.tensorflow.sharing import (
+    gradient_shard,
+    local_shard,
+    replace_shard,
+)
 from keras_strategy.backends.threads.hooks_divisions import (
     applied_outside,
     division_of,
@@ -20,18 +24,18 @@ from keras_strategy.hooks.variables import stored
 from keras_strategy.rules.sharding import Shares, shares_of
 from keras_strategy.values.distributed import ReduceOp
 
-# As TensorFlow calls what a checkpoint holds of a variable.
+# TensorFlow's key of a variable's value in a checkpoint.
 _VALUE = "VARIABLE_VALUE"
 
 
-class _Share:
-    """A replica's share of a variable.
+class _VariableShard:
+    """A replica's shard of a variable.
 
     Args:
         replica: The replica.
         variable: The variable.
-        shares: Which elements of it each replica updates.
-        is_slot: Whether the replica holds no others.
+        shares: The elements that each replica updates.
+        is_slot: True if the replica stores only its shard.
     """
 
     def __init__(
@@ -41,33 +45,36 @@ class _Share:
         self._replica, self._variable, self._is_slot = replica, variable, is_slot
 
     def read(self) -> Any:
-        """What it is; of a slot the variable, which Keras may read when it changed."""
-        held = self._replica.own(stored(self._variable))
-        return held if self._is_slot else part_of(held, self.shares, self._replica.id)
+        """Return the shard; of a slot the variable, which Keras may read later."""
+        component = self._replica.component(stored(self._variable))
+        if self._is_slot:
+            return component
+        return local_shard(component, self.shares, self._replica.id)
 
     def write(self, value: Any) -> None:
-        """Sets it; also where TensorFlow computes one of two branches."""
+        """Write the shard; works inside a tf.cond, too."""
         if not self._is_slot:
-            held = tf.convert_to_tensor(self._replica.own(stored(self._variable)))
-            value = with_part(held, value, self.shares, self._replica.id)
-        self._replica.write_held(self._variable, value)
+            component = self._replica.component(stored(self._variable))
+            full = tf.convert_to_tensor(component)
+            value = replace_shard(full, value, self.shares, self._replica.id)
+        self._replica.write_component(self._variable, value)
 
 
-class _SharesOfReplica(SharesScope):
-    """See `SharesScope`.
+class _ReplicaShardsScope(SharesScope):
+    """Scope in which an optimizer updates a replica's shards, see `SharesScope`.
 
     Args:
         replica: The replica.
-        shares: What the replica updates, by the variables' `id`.
-        variables: These variables.
-        norms: The squared norms of the gradients that it is given, and their sum over
-            all; None where they are not clipped by them.
+        shares: The shards that the replica updates, by the variables' `id`.
+        variables: The variables.
+        norms: The squared norms of the replica's gradients, and their sum over all
+            gradients; None unless the optimizer clips by norms.
     """
 
     def __init__(
         self,
         replica: TensorFlowReplica,
-        shares: dict[int, _Share],
+        shares: dict[int, _VariableShard],
         variables: Sequence[Any],
         norms: tuple[list[Any], Any] | None,
     ):
@@ -98,81 +105,97 @@ class _SharesOfReplica(SharesScope):
     when=division_of,
 )
 def _apply_gradients(original, division, self, grads, trainable_variables):
-    """Each replica updates its share, by Keras's own code.
+    """Update each replica's shard by Keras's own code.
 
-    Before it the gradients were summed, and their loss unscaled. After it the weights
-    are whole again, so that constraints are of whole weights.
+    Gradients were summed and unscaled before. Afterwards the weights are gathered, so
+    that constraints apply to full weights.
     """
     replica: Any = distributed_replica()
     if replica is None:
         raise applied_outside(self)
     weights = [v for v in self._trainable_variables if not v.overwrite_with_gradient]
-    variables, shares = [*weights, *division.slots], {}
+    shards: dict[int, _VariableShard] = {}
     for variable in weights:
-        of_weight = division.shares(variable, variable.shape)
-        shares[id(variable)] = _Share(replica, variable, of_weight, False)
+        shares = division.shares(variable, variable.shape)
+        shards[id(variable)] = _VariableShard(replica, variable, shares, False)
     for variable in division.slots:
-        of_slot = shares_of(variable)
-        assert of_slot is not None
-        shares[id(variable)] = _Share(replica, variable, of_slot, True)
-    numbers = division.given_to(replica.id, trainable_variables)
-    of_own = [trainable_variables[number] for number in numbers]
-    own = [
-        own_part_of(grads[number], shares[id(weight)].shares, replica.id)
-        for number, weight in zip(numbers, of_own, strict=True)
+        shares = shares_of(variable)
+        assert shares is not None
+        shards[id(variable)] = _VariableShard(replica, variable, shares, True)
+    indices = division.given_to(replica.id, trainable_variables)
+    local_weights = [trainable_variables[index] for index in indices]
+    gradients = [
+        gradient_shard(grads[index], shards[id(weight)].shares, replica.id)
+        for index, weight in zip(indices, local_weights, strict=True)
     ]
     norms = None
     if self.clipnorm or self.global_clipnorm:
-        norms = _norms(replica, _to_clip(self, own, of_own, shares), numbers, grads)
-        # Keras's clipping adds up what occurs more than once, after it took the norms.
-        own = [tf.convert_to_tensor(gradient) for gradient in own]
-    scope = _SharesOfReplica(replica, shares, variables, norms)
+        clipped = _clipped_gradients(self, gradients, local_weights, shards)
+        norms = _squared_norms(replica, clipped, indices, grads)
+        # Keras takes the norms first, then adds up repeated rows when it clips.
+        gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+    scope = _ReplicaShardsScope(replica, shards, [*weights, *division.slots], norms)
     with scope, scope.shapes():
-        original(self, own, of_own)
+        original(self, gradients, local_weights)
     changed = weights if self.ema_overwrite_frequency else trainable_variables
-    parts = [shares[id(weight)].read() for weight in changed]
-    wholes = replica.together(parts, [shares[id(weight)].shares for weight in changed])
-    for weight, whole in zip(changed, wholes, strict=True):
-        replica.write(weight, whole)
+    full_values = replica.gather_shards(
+        [shards[id(weight)].read() for weight in changed],
+        [shards[id(weight)].shares for weight in changed],
+    )
+    for weight, value in zip(changed, full_values, strict=True):
+        replica.write(weight, value)
 
 
 @hook(keras.optimizers.Optimizer, "_var_key", "(self, variable)", when=scope_of_shares)
 def _var_key(original, scope, self, variable):
-    """An optimizer knows a weight by what holds it, of which it updates a share."""
+    """Look up a weight by its stored variable while the scope shows its shard."""
     return original(self, stored(variable))
 
 
-def _to_clip(
-    optimizer: Any, own: list[Any], of_own: list[Any], shares: dict[int, _Share]
+def _clipped_gradients(
+    optimizer: Any,
+    gradients: list[Any],
+    weights: list[Any],
+    shards: dict[int, _VariableShard],
 ) -> list[Any]:
-    """What an optimizer clips: of gradients that it accumulates, their mean.
+    """Return what the optimizer clips: gradients, or the mean of accumulated ones.
 
-    As Keras computes it. It is computed in the other steps as well, since the replicas
-    cannot meet where TensorFlow computes one of two branches.
+    The mean is computed in every step, because replicas cannot run collectives inside
+    a tf.cond.
     """
     steps = optimizer.gradient_accumulation_steps
     if not steps:
-        return own
+        return gradients
     accumulated = [
-        shares[
+        shards[
             id(optimizer._accumulated_gradients[optimizer._get_variable_index(weight)])
         ].read()
-        for weight in of_own
+        for weight in weights
     ]
-    return [(g + acc) / steps for g, acc in zip(own, accumulated, strict=True)]
+    return [(g + acc) / steps for g, acc in zip(gradients, accumulated, strict=True)]
 
 
-def _norms(
-    replica: TensorFlowReplica, own: list[Any], numbers: list[int], grads: list[Any]
+def _squared_norms(
+    replica: TensorFlowReplica,
+    gradients: list[Any],
+    indices: list[int],
+    grads: list[Any],
 ) -> tuple[list[Any], Any]:
-    """The squared norms of whole gradients, and their sum."""
+    """Return the squared norms of this replica's gradients, and the sum over all.
+
+    Args:
+        replica: The replica.
+        gradients: The replica's shards.
+        indices: Their indices in `grads`.
+        grads: All gradients.
+    """
     dtype = max((gradient.dtype for gradient in grads), key=lambda dtype: dtype.size)
     squares = [tf.zeros((), dtype)] * len(grads)
-    for number, gradient in zip(numbers, own, strict=True):
-        # By Keras's functions, as it computes them of rows that occur more than once.
-        squares[number] = ops.cast(ops.sum(ops.square(gradient)), dtype)
-    each = replica.all_reduce(ReduceOp.SUM, tf.stack(squares))
-    return [each[number] for number in numbers], tf.reduce_sum(each)
+    for index, gradient in zip(indices, gradients, strict=True):
+        # By Keras's functions, for its treatment of repeated rows.
+        squares[index] = ops.cast(ops.sum(ops.square(gradient)), dtype)
+    norms = replica.all_reduce(ReduceOp.SUM, tf.stack(squares))
+    return [norms[index] for index in indices], tf.reduce_sum(norms)
 
 
 # --- native checkpoints
@@ -180,19 +203,19 @@ def _norms(
 
 @of_several
 def _shares(variable: Any) -> Shares | None:
-    """Which elements of a variable each replica keeps, if they share it."""
+    """Return the elements of a sharded variable that each replica has, else None."""
     return shares_of(variable)
 
 
 @hook(keras.Variable, "_shared_name", None, when=_shares)
 def _shared_name(original, shares, self):
-    """A checkpoint names the variable itself, whose value is a tensor."""
+    """Name the stored variable in a checkpoint, because the value is a tensor."""
     return stored(self)._shared_name
 
 
 @hook(keras.Variable, "_serialize_to_tensors", "(self)", when=_shares)
 def _serialize_to_tensors(original, shares, self):
-    """TensorFlow's checkpoints hold whole variables, for any number of replicas."""
+    """Save full values in TensorFlow's checkpoints, for any number of replicas."""
     return {_VALUE: self.value}
 
 
@@ -203,6 +226,6 @@ def _serialize_to_tensors(original, shares, self):
     when=_shares,
 )
 def _restore_from_tensors(original, shares, self, restored_tensors):
-    """Of what a checkpoint holds each replica takes its share."""
+    """Restore each replica's shard from the full value."""
     self.assign(restored_tensors[_VALUE])
     return self.value

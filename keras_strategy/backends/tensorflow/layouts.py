@@ -1,8 +1,8 @@
-"""What a worker says of a tensor before it travels, as a row of whole numbers.
+"""Layout rows: what a worker reports of a tensor before it sends the tensor.
 
-A row holds a key, the dtype, the number of dimensions and these; behind them is room
-for a scalar itself. All rows are of one length, so that workers who bring different
-things still meet in the collective in which they find out.
+A row of integers holds a key of the call, the dtype, the rank and the sizes, and room
+for one scalar. All rows have one length, so workers that bring different tensors still
+meet in the collective that reports the difference.
 """
 
 import re
@@ -10,30 +10,29 @@ from typing import Any
 
 import tensorflow as tf
 
-MOST_DIMENSIONS = 12
+MAX_RANK = 12
 FIRST_DIMENSION = 3
-# How many numbers are compared; and how many are room for a scalar.
-_WIDTH = FIRST_DIMENSION + MOST_DIMENSIONS
-_ROOM = 2
-# In these the sums of what travels with a layout, or behind values, are exact.
-EXACT = (tf.float32, tf.float64, tf.int32, tf.int64)
+_COMPARED_WIDTH = FIRST_DIMENSION + MAX_RANK
+_SCALAR_WIDTH = 2
+# Dtypes whose sums are exact, for scalars in a row and for checksums behind values.
+EXACT_DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64)
 
 
-def row_of(key: Any, tensor: Any, dtype: tf.DType, scalar: Any = None) -> Any:
-    """What a worker says.
+def encode_row(key: Any, tensor: Any, dtype: tf.DType, scalar: Any = None) -> Any:
+    """Return the layout row of a tensor of known rank.
 
     Args:
-        key: A number of what the tensor is for.
-        tensor: The tensor, whose number of dimensions is known.
-        dtype: Its dtype, which may travel as another one.
-        scalar: What fills the room: of a shape and dtype that `has_room` takes.
+        key: The number of the call that sends the tensor.
+        tensor: The tensor.
+        dtype: The dtype to report, which may differ from the one that is sent.
+        scalar: A scalar to send in the row, of which `fits_in_row` is True.
     """
     rank = tensor.shape.rank
-    bits: Any = [0] * _ROOM
+    bits: Any = [0] * _SCALAR_WIDTH
     if scalar is not None:
         bits = tf.reshape(tf.bitcast(scalar, tf.int32), [-1])
-        bits = tf.pad(bits, [[0, _ROOM - scalar.dtype.size // 4]])
-    padding = [-1] * (MOST_DIMENSIONS - rank)
+        bits = tf.pad(bits, [[0, _SCALAR_WIDTH - scalar.dtype.size // 4]])
+    padding = [-1] * (MAX_RANK - rank)
     return tf.concat(
         [
             [key, dtype.as_datatype_enum, rank],
@@ -45,41 +44,39 @@ def row_of(key: Any, tensor: Any, dtype: tf.DType, scalar: Any = None) -> Any:
     )
 
 
-def has_room(tensor: Any) -> bool:
-    """Whether what travels can do so in a row.
+def fits_in_row(tensor: Any) -> bool:
+    """Return True if a tensor can be sent within a layout row.
 
-    That follows from the dtype and the number of dimensions: a tf.function of one
-    worker may know sizes that another one's does not.
+    Depends only on dtype and rank, because a tf.function of one worker may know sizes
+    that another worker's does not.
     """
-    return tensor.shape.rank == 0 and tensor.dtype in EXACT
+    return tensor.shape.rank == 0 and tensor.dtype in EXACT_DTYPES
 
 
-def sum_of_scalars(rows: Any, dtype: tf.DType) -> Any:
-    """The sum of what is in the room of all workers' rows."""
-    bits = rows[:, _WIDTH:]
+def sum_row_scalars(rows: Any, dtype: tf.DType) -> Any:
+    """Return the sum of the scalars in all workers' rows."""
+    bits = rows[:, _COMPARED_WIDTH:]
     if dtype.size == 4:
         bits = bits[:, 0]
     return tf.ensure_shape(tf.reduce_sum(tf.bitcast(bits, dtype)), ())
 
 
-def compared(rows: Any, axis: int | None) -> tuple[Any, Any]:
-    """What of the rows is compared, and whether it is the same.
+def compare_rows(rows: Any, axis: int | None) -> tuple[Any, Any]:
+    """Return the compared columns of all workers' rows, and whether they are equal.
 
-    Args:
-        rows: Those of all workers.
-        axis: Along which the sizes may differ.
+    Sizes along `axis` may differ.
     """
-    told = rows[:, :_WIDTH]
+    layouts = rows[:, :_COMPARED_WIDTH]
     column = -1 if axis is None else FIRST_DIMENSION + axis
-    ignored = tf.range(_WIDTH) == column
-    return told, tf.reduce_all((told == told[:1]) | ignored)
+    ignored = tf.range(_COMPARED_WIDTH) == column
+    return layouts, tf.reduce_all((layouts == layouts[:1]) | ignored)
 
 
-def read(text: str, workers: int) -> list[tuple[int, list[Any]]]:
-    """Each worker's key and layout, out of a message that holds what was compared."""
+def decode_rows(text: str, workers: int) -> list[tuple[int, list[Any]]]:
+    """Return each worker's key and layout from an error message with compared rows."""
     numbers = [int(number) for number in re.findall(r"-?\d+", text)]
     result: list[tuple[int, list[Any]]] = []
-    for first in range(0, workers * _WIDTH, _WIDTH):
-        key, dtype, rank, *dims = numbers[first : first + _WIDTH]
+    for first in range(0, workers * _COMPARED_WIDTH, _COMPARED_WIDTH):
+        key, dtype, rank, *dims = numbers[first : first + _COMPARED_WIDTH]
         result.append((key, [dims[:rank], tf.as_dtype(dtype).name]))
     return result

@@ -1,4 +1,4 @@
-"""The native strategies underneath ours."""
+"""Native strategies that ours run on."""
 
 import dataclasses
 import itertools
@@ -12,76 +12,86 @@ from tensorflow.python.distribute.collective_all_reduce_strategy import (
 from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
 from tensorflow.python.distribute.values import Mirrored
 
-from keras_strategy.backends.tensorflow import combine, connection
-from keras_strategy.backends.tensorflow.containers import BeginsWithParts, MakesReadable
+from keras_strategy.backends.tensorflow import connection
+from keras_strategy.backends.tensorflow.combine import divide, sum_values
+from keras_strategy.backends.tensorflow.containers import (
+    InitialShardsMixin,
+    ReadableVariablesMixin,
+)
 from keras_strategy.backends.tensorflow.devices import native_name
 from keras_strategy.backends.tensorflow.workers import TensorFlowWorkers
 
-# Strategies of different sizes in one process abort each other's collectives when
-# they share a key; users' own native strategies start at 0. Those of several workers
-# have keys of their own, since only they are made by all workers alike.
+# Strategies of different sizes in one process abort each other's collectives if they
+# share a key. The user's own native strategies start at 0. Multi-worker strategies have
+# a range of their own, since only they are created by all workers alike.
 _local_keys = itertools.count(100_000, 10_000)
-_workers_keys = itertools.count(10_000_000, 10_000)
+_worker_keys = itertools.count(10_000_000, 10_000)
 
 
-class LocalStrategy(tf.distribute.MirroredStrategy):
-    """The devices of this process.
+class NativeMirroredStrategy(tf.distribute.MirroredStrategy):
+    """Native strategy over the devices of this process.
 
     Args:
-        devices: Canonical names.
+        devices: Canonical device names.
         cross_device_ops: The native object that reduces, or None.
-        home: The device that keeps the variables; None where each replica's does.
+        parameter_device: The device that stores all variables, or None.
     """
 
     def __init__(
-        self, devices: Sequence[str], cross_device_ops: Any, home: str | None = None
+        self,
+        devices: Sequence[str],
+        cross_device_ops: Any,
+        parameter_device: str | None = None,
     ):
         self._collective_key_base = next(_local_keys)
         names = [native_name(device) for device in devices]
-        # What MirroredStrategy does, with our class in place of its own.
-        extended = _LocalExtended(self, names, cross_device_ops)
-        extended.home = None if home is None else native_name(home)
+        # As MirroredStrategy.__init__ does, with our Extended class.
+        extended = _MirroredExtended(self, names, cross_device_ops)
+        if parameter_device is not None:
+            extended.parameter_device = native_name(parameter_device)
         tf.distribute.Strategy.__init__(self, extended)
 
 
-class _LocalExtended(BeginsWithParts, MakesReadable, MirroredExtended):
-    home: str | None = None
+class _MirroredExtended(InitialShardsMixin, ReadableVariablesMixin, MirroredExtended):
+    parameter_device: str | None = None
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
-        if self.home is not None and kwargs.get("colocate_with") is None:
-            # Each replica's component, but all of them on one device.
-            homes = (self.home,) * len(self._devices)
-            kwargs["colocate_with"] = _Devices(homes)
+        if self.parameter_device is not None and kwargs.get("colocate_with") is None:
+            # One component for each replica, but all of them on one device.
+            devices = (self.parameter_device,) * len(self._devices)
+            kwargs["colocate_with"] = _Colocation(devices)
         return super()._create_variable(next_creator, **kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Devices:
-    """What native tf.distribute looks at of a variable to put another beside it."""
+class _Colocation:
+    """The attribute that native tf.distribute reads of `colocate_with`."""
 
     _devices: tuple[str, ...]
 
 
-class WorkersStrategy(tf.distribute.MultiWorkerMirroredStrategy):
-    """The devices of all workers, of which this process runs its own.
+class NativeMultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
+    """Native strategy over the devices of all workers, of which it runs the local ones.
 
-    Our collectives do not go through it: they must work in loops and compare shapes
-    first. Users' own native calls in a step do.
+    Our collectives bypass it, because they must work in loops and compare shapes first.
+    The user's native calls in a step go through it.
 
     Args:
         devices: Canonical names of the local devices.
-        workers: The workers, connected.
+        workers: The connected workers.
     """
 
     def __init__(self, devices: Sequence[str], workers: TensorFlowWorkers):
-        self._collective_key_base = next(_workers_keys)
-        # What MultiWorkerMirroredStrategy does, with our class in place of its own.
-        extended = _WorkersExtended(self, devices, workers)
+        self._collective_key_base = next(_worker_keys)
+        # As MultiWorkerMirroredStrategy.__init__ does, with our Extended class.
+        extended = _MultiWorkerExtended(self, devices, workers)
         tf.distribute.Strategy.__init__(self, extended)
 
 
-class _WorkersExtended(BeginsWithParts, MakesReadable, CollectiveAllReduceExtended):
-    # `connection.start` has done so, and `keras_strategy.workers` looks after peers.
+class _MultiWorkerExtended(
+    InitialShardsMixin, ReadableVariablesMixin, CollectiveAllReduceExtended
+):
+    # `connection.start` started the server, and our watchdog checks the workers.
     _std_server_started = True
     _enable_check_health = False
 
@@ -110,29 +120,29 @@ class _WorkersExtended(BeginsWithParts, MakesReadable, CollectiveAllReduceExtend
         )
 
     def _initialize_local_devices(self, cluster_resolver, worker_device):
-        # The native method knows of one CPU device only.
+        # The native method supports a single CPU device.
         names = [f"{worker_device}{native_name(name)}" for name in self._ks_devices]
         return tuple(names), self._ks_devices[0].split(":")[0].upper()
 
     def _reduce_to(self, reduce_op, value, destinations, options):
-        # So native tf.distribute reads an on_read variable, among others.
+        # Native tf.distribute reads an on_read variable by this, among others.
         replicas = self._container_strategy().num_replicas_in_sync
         mean = reduce_op is not tf.distribute.ReduceOp.SUM
         if not isinstance(destinations, str) or not hasattr(value, "values"):
             return super()._reduce_to(reduce_op, value, destinations, options)
         if isinstance(value, Mirrored):
             return super()._reduce_to(reduce_op, value, destinations, options)
-        total = combine.add([tf.convert_to_tensor(part) for part in value.values])
+        total = sum_values([tf.convert_to_tensor(part) for part in value.values])
         with self._ks_workers.calling("tf.distribute.Strategy.reduce"):
             total = self._ks_workers.sum("tf.distribute.Strategy.reduce", total)
-        return combine.divide(total, replicas) if mean else total
+        return divide(total, replicas) if mean else total
 
     def _get_variable_creator_initial_value(
         self, replica_id, device, primary_var, **kwargs
     ):
-        # The native method broadcasts some dtypes only, and a shape that another
+        # The native method broadcasts only some dtypes, and a shape that another
         # worker does not have makes all later collectives fail.
-        if replica_id > 0 or self.parts is not None:
+        if replica_id > 0 or self.shards is not None:
             return super()._get_variable_creator_initial_value(
                 replica_id, device, primary_var, **kwargs
             )

@@ -1,4 +1,4 @@
-"""What a program refuses or warns of when it is executed, and Python cannot know."""
+"""Checks that a program makes when it is executed, because a trace cannot."""
 
 import contextlib
 import re
@@ -9,76 +9,66 @@ import tensorflow as tf
 
 from keras_strategy.rules.step import A_PART
 
-_MARK = "keras_strategy refuses this, for reason number"
-_reasons: list[str] = []
+_MARKER = "keras_strategy refuses this, for reason number"
+_messages: list[str] = []
 
 
 def require(condition: Any, message: str) -> None:
-    """Raises `ValueError` unless a condition holds; see `explained`.
-
-    Args:
-        condition: A scalar tensor.
-        message: The error's message.
-    """
-    if message not in _reasons:
-        _reasons.append(message)
-    tf.debugging.Assert(condition, [f"{_MARK} {_reasons.index(message)}."])
-
-
-class FirstStep:
-    """What a program does when it is executed for the first time.
-
-    Args:
-        eagerly: See `Peers.beside_them`.
-    """
-
-    def __init__(self, eagerly: Callable[..., Any]):
-        self._eagerly = eagerly
-        self._to_come: Any = None
-
-    def warn_unless(self, holds: Callable[[], Any], warn: Callable[[], None]) -> None:
-        """Warns unless something holds.
-
-        Args:
-            holds: Gives whether it holds, a boolean or a scalar tensor.
-            warn: Warns.
-        """
-
-        def warned():
-            tf.py_function(warn, [], [])
-            return True
-
-        def look():
-            return tf.cond(tf.cast(holds(), "bool"), lambda: True, warned)
-
-        if tf.executing_eagerly():
-            look()
-            return
-        if self._to_come is None:
-            self._to_come = self._eagerly(
-                lambda: tf.Variable(tf.constant(True), trainable=False), in_scope=False
-            )
-        tf.cond(self._to_come.read_value(), look, lambda: True)
-
-    def end(self) -> None:
-        """Ends the step."""
-        if self._to_come is not None:
-            self._to_come.assign(False)
+    """Assert a scalar tensor, see `reraise_failed_checks`."""
+    if message not in _messages:
+        _messages.append(message)
+    tf.debugging.Assert(condition, [f"{_MARKER} {_messages.index(message)}."])
 
 
 @contextlib.contextmanager
-def explained() -> Iterator[None]:
-    """Surrounds what executes programs, and raises what was required in them."""
+def reraise_failed_checks() -> Iterator[None]:
+    """Context manager that raises `ValueError` for a failed `require` in a program."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
-        found = re.search(rf"{_MARK} (\d+)", str(error))
+        found = re.search(rf"{_MARKER} (\d+)", str(error))
         if found is None:
             error.add_note(A_PART)
             raise
-        refusal = ValueError(_reasons[int(found[1])])
+        refusal = ValueError(_messages[int(found[1])])
         refusal.add_note(
-            "TensorFlow writes variables in place: what the step had assigned before "
-            "this error stays assigned."
+            "TensorFlow writes variables in place: what the step assigned before this "
+            "error stays assigned."
         )
         raise refusal from None
+
+
+class FirstStepCheck:
+    """Checks that a program makes in its first execution only.
+
+    Args:
+        call_outside: See `GroupState.call_outside`.
+    """
+
+    def __init__(self, call_outside: Callable[..., Any]):
+        self._call_outside = call_outside
+        self._is_first: Any = None
+
+    def warn_unless(self, holds: Callable[[], Any], warn: Callable[[], None]) -> None:
+        """Call `warn` unless `holds()`, a boolean or a scalar tensor, is true."""
+
+        def call_warn():
+            tf.py_function(warn, [], [])
+            return True
+
+        def check():
+            return tf.cond(tf.cast(holds(), "bool"), lambda: True, call_warn)
+
+        if tf.executing_eagerly():
+            check()
+            return
+        if self._is_first is None:
+            self._is_first = self._call_outside(
+                lambda: tf.Variable(tf.constant(True), trainable=False), in_scope=False
+            )
+        tf.cond(self._is_first.read_value(), check, lambda: True)
+
+    def end(self) -> None:
+        """End the first step."""
+        if self._is_first is not None:
+            self._is_first.assign(False)

@@ -10,11 +10,21 @@ import keras
 import tensorflow as tf
 from keras import tree
 
-from keras_strategy.backends.tensorflow import combine, sharing
-from keras_strategy.backends.tensorflow.across import sum_of_workers
-from keras_strategy.backends.tensorflow.seeds import Seeds
-from keras_strategy.backends.tensorflow.sharing import part_of
-from keras_strategy.backends.tensorflow.workers import Compare, TensorFlowWorkers
+from keras_strategy.backends.tensorflow.across import sum_over_workers
+from keras_strategy.backends.tensorflow.combine import (
+    check_same_layout,
+    concat_values,
+    divide,
+    sum_values,
+)
+from keras_strategy.backends.tensorflow.seeds import SeedGenerators
+from keras_strategy.backends.tensorflow.sharing import (
+    attach_shard,
+    gather_shards,
+    local_shard,
+    reduce_scatter_shares,
+)
+from keras_strategy.backends.tensorflow.workers import TensorFlowWorkers, Verify
 from keras_strategy.core import context
 from keras_strategy.core.own_attributes import OwnAttributes
 from keras_strategy.core.step_state import StepState
@@ -30,120 +40,112 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass
-class Peers:
-    """All replicas of a strategy, as one of them knows them.
+class GroupState:
+    """State that all replicas of a strategy share.
 
     Attributes:
         strategy: The strategy.
         native: The native strategy underneath.
-        topology: Where they are.
-        workers: The processes that they belong to, or None for this one alone.
-        seeds: What they draw from that have no seed of their own.
-        made: How often a replica has made or built something.
+        topology: The devices of the replicas.
+        workers: The workers, or None.
+        seeds: The seed generators for functions without a seed.
+        builds: How often a replica has created or built something.
     """
 
     strategy: "Strategy"
     native: tf.distribute.Strategy
     topology: Topology
     workers: TensorFlowWorkers | None
-    seeds: Seeds = dataclasses.field(init=False)
-    made: int = 0
+    seeds: SeedGenerators = dataclasses.field(init=False)
+    builds: int = 0
 
     def __post_init__(self):
-        self.seeds = Seeds(self.beside_them, self.workers)
+        self.seeds = SeedGenerators(self.call_outside, self.workers)
 
-    def beside_them(self, fn: Callable[[], Any], in_scope: bool = True) -> Any:
-        """Calls `fn` eagerly in the strategy's scope while the replicas wait.
+    def call_outside(self, fn: Callable[[], Any], in_scope: bool = True) -> Any:
+        """Call `fn` eagerly in cross-replica context while the replicas wait.
 
-        A variable that one replica's thread made there and then would have to be
-        made by all of them at once. Here it exists on all devices when the first
-        replica goes on, and the others find it.
+        A variable that one replica's thread creates would have to be created by all
+        threads together. Here it exists on all devices when the first replica
+        continues, and the other replicas find it.
 
         Args:
             fn: A function without arguments.
-            in_scope: Whether it is called there, or in no scope.
-
-        Returns:
-            What `fn` returns.
+            in_scope: Whether to call it in the strategy's scope, or in no scope.
         """
         policy = keras.config.dtype_policy()
 
-        def work():
+        def call():
             keras.config.set_dtype_policy(policy)
-            none = context.strategy_in_charge(None)
-            with self.strategy.scope() if in_scope else none:
+            no_scope = context.strategy_in_charge(None)
+            with self.strategy.scope() if in_scope else no_scope:
                 return fn()
 
         with ThreadPoolExecutor(max_workers=1) as pool:
-            return pool.submit(work).result()
-
-
-def regrouped(outputs: Sequence[Any]) -> Any:
-    """Joins what the local replicas returned."""
-    return regroup(outputs, tf.is_tensor, one_of_many=True)
-
-
-def _component(leaf: Any) -> Any:
-    return tf.convert_to_tensor(leaf) if isinstance(leaf, tf.Variable) else leaf
+            return pool.submit(call).result()
 
 
 @dataclasses.dataclass
-class Meeting:
-    """What the replicas of one run share. They take turns, replica 0 first.
+class RunState:
+    """State that the replicas of one run share. They take turns, replica 0 first.
 
     Attributes:
-        brought: For each replica, what it brings to a merge; then what came of it.
-        generator: The seed generator that Keras has for the thread that called `run`.
-        own: For each replica, what it sets on layers.
-        drew: Whether a replica drew from the process's own seed generator.
+        merge_values: For each replica, its argument of a merge; then the result.
+        generator: Keras's global seed generator in the thread that called `run`.
+        attributes: For each replica, the attributes that it sets on layers.
+        has_drawn: Whether a replica has drawn from the global seed generator.
     """
 
-    brought: list[Any]
+    merge_values: list[Any]
     generator: Any
-    own: list[OwnAttributes]
-    drew: bool = False
+    attributes: list[OwnAttributes]
+    has_drawn: bool = False
 
 
-def weighted(tensor: Any, weight: Any) -> Any:
-    """As `row_weights.weighted`, for floats in one operation: NaN times 0 is 0."""
+def regroup_outputs(outputs: Sequence[Any]) -> Any:
+    """Combine the outputs of the local replicas."""
+    return regroup(outputs, tf.is_tensor, one_of_many=True)
+
+
+def _to_component(leaf: Any) -> Any:
+    return tf.convert_to_tensor(leaf) if isinstance(leaf, tf.Variable) else leaf
+
+
+def _weighted(tensor: Any, weight: Any) -> Any:
+    """Weight a tensor as `row_weights.weighted` does; for floats in one operation."""
     if weight is None or not tensor.dtype.is_floating:
         return row_weights.weighted(tensor, weight)
     return tf.math.multiply_no_nan(tensor, tf.cast(weight, tensor.dtype))
 
 
 class TensorFlowReplica:
-    """See `keras_strategy.core.protocol.Replica`.
+    """One replica, see `keras_strategy.core.protocol.Replica`."""
 
-    Args:
-        peers: All replicas of the strategy.
-        meeting: What those of this run share.
-    """
-
-    def __init__(self, peers: Peers, meeting: Meeting):
-        self.peers = peers
-        self._meeting = meeting
-        self._drew = False
-        self._only_where: Any = None
+    def __init__(self, group_state: GroupState, run_state: RunState):
+        self.group_state = group_state
+        self._run_state = run_state
+        self._has_drawn = False
+        self._write_condition: Any = None
         self.step = StepState()
         self._native = tf.distribute.get_replica_context()
         # TensorFlow gives a constant tensor while it traces.
         self.id = int(tf.get_static_value(self._native.replica_id_in_sync_group))
-        self.index = self.id - peers.topology.first
-        self.devices = (peers.topology.devices[self.index],)
-        self.attributes = meeting.own[self.index]
-        self._keep_attributes_in_turns()
+        self.index = self.id - group_state.topology.first
+        self.devices = (group_state.topology.devices[self.index],)
+        self.attributes = run_state.attributes[self.index]
+        self._swap_attributes_in_merge_calls()
 
-    def _keep_attributes_in_turns(self) -> None:
-        """Native tf.distribute ends a turn in `merge_call`, whoever calls it."""
-        own, merge_call = self.attributes, self._native.merge_call
+    def _swap_attributes_in_merge_calls(self) -> None:
+        """Wrap the native `merge_call`, in which the replica's turn ends."""
+        attributes, native_merge_call = self.attributes, self._native.merge_call
 
-        def merge_call_of_its_own(*args, **kwargs):
-            own.set_aside()
-            result = merge_call(*args, **kwargs)
-            own.put_back()
+        def merge_call(*args, **kwargs):
+            attributes.set_aside()
+            result = native_merge_call(*args, **kwargs)
+            attributes.put_back()
             return result
 
-        self._native.merge_call = merge_call_of_its_own
+        self._native.merge_call = merge_call
 
     def all_reduce(self, reduce_op: ReduceOp, value: Any) -> Any:
         if isinstance(value, tf.IndexedSlices):
@@ -152,7 +154,7 @@ class TensorFlowReplica:
             total = self._differentiable_sum(addable(value))
         if reduce_op is ReduceOp.SUM:
             return total
-        return combine.divide(total, self.peers.topology.num_replicas)
+        return divide(total, self.group_state.topology.num_replicas)
 
     def all_gather(self, value: Any, axis: int) -> Any:
         ragged: Any = tf.RaggedTensor  # TensorFlow's annotations lack its methods
@@ -161,73 +163,77 @@ class TensorFlowReplica:
                 self.all_gather(value.flat_values, 0),
                 [self.all_gather(n, 0) for n in value.nested_row_lengths()],
             )
-        back = self._backward("gradient of all_gather")
-        workers, replicas = self.peers.workers, self.peers.topology.num_replicas
+        sum_gradients = self._gradient_of_sum("gradient of all_gather")
+        workers = self.group_state.workers
+        replicas = self.group_state.topology.num_replicas
 
         @tf.custom_gradient
         def gather(x):
             def merge(*parts):
-                joined = combine.gather(parts, axis)
+                result = concat_values(parts, axis)
                 sizes = tf.stack([tf.shape(part)[axis] for part in parts])
                 if workers is not None:
-                    joined, _ = workers.gather("all_gather", joined, axis)
+                    result, _ = workers.gather("all_gather", result, axis)
                     sizes, _ = workers.gather("all_gather", sizes, 0)
-                return joined, sizes
+                return result, sizes
 
-            joined, sizes = self._merge(merge, x)
+            result, sizes = self._merge(merge, x)
 
             def gradient(upstream):
-                return tf.split(back(upstream), sizes, axis, replicas)[self.id]
+                total = sum_gradients(upstream)
+                return tf.split(total, sizes, axis, replicas)[self.id]
 
-            return joined, gradient
+            return result, gradient
 
         return gather(tf.convert_to_tensor(value))
 
     def merge_call(self, merge_fn: Callable[..., Any], args: tuple, kwargs: dict):
-        strategy = self.peers.strategy
+        strategy = self.group_state.strategy
 
         def merge(*parts):
-            args, kwargs = regrouped(parts)
+            args, kwargs = regroup_outputs(parts)
             with context.strategy_in_charge(strategy):
                 return merge_fn(strategy, *args, **kwargs)
 
-        # What a variable holds is the replica's here, and all replicas' out there.
-        merged = self._merge(merge, tree.map_structure(_component, (args, kwargs)))
-        replicas = len(self.peers.topology.devices)
+        # In the replica a variable reads as its component, in `merge_fn` as all.
+        merged = self._merge(merge, tree.map_structure(_to_component, (args, kwargs)))
+        replicas = len(self.group_state.topology.devices)
         return select_replica(merged, self.index, replicas, "merge_call")
 
     def once(self, fn: Callable[[], Any]) -> Any:
-        self.peers.made += 1
-        return self.peers.beside_them(fn)
+        self.group_state.builds += 1
+        return self.group_state.call_outside(fn)
 
     def seed_generator(self) -> Any:
-        """What stands for the process's own seed generator in this replica."""
-        seeds = self.peers.seeds
-        if not self._meeting.drew:
-            self._meeting.drew = True
-            seeds.take(self._meeting.generator)
-        if not self._drew:
-            self._drew = True
+        """Return the replica's stand-in for Keras's global seed generator."""
+        seeds = self.group_state.seeds
+        if not self._run_state.has_drawn:
+            self._run_state.has_drawn = True
+            seeds.start(self._run_state.generator)
+        if not self._has_drawn:
+            self._has_drawn = True
             self.write(seeds.replicas.state, stored(seeds.process.state))
         return seeds.replicas
 
     def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
-        def share(tensor):
+        def apply_weight(tensor):
             if isinstance(tensor, tf.IndexedSlices):
-                values = weighted(tensor.values, weight)
+                values = _weighted(tensor.values, weight)
                 return tf.IndexedSlices(values, tensor.indices, tensor.dense_shape)
-            return weighted(tf.convert_to_tensor(tensor), weight)
+            return _weighted(tf.convert_to_tensor(tensor), weight)
 
-        own, name = [share(tensor) for tensor in tensors], "optimizer.apply"
-        workers, shares = self.peers.workers, None
-        if len(self.peers.topology.devices) == 1:
-            shares = sharing.shares_to_add_up(self.step, own, workers)
+        terms, name = [apply_weight(tensor) for tensor in tensors], "optimizer.apply"
+        workers, shares = self.group_state.workers, None
+        if len(self.group_state.topology.devices) == 1:
+            shares = reduce_scatter_shares(self.step, terms, workers)
         if workers is None or shares is None:
-            return self._sum(own, name, Compare.ALONG)
-        parts = self._merge(lambda own: workers.sum_shares(name, own, shares), own)
+            return self._sum(terms, name, Verify.INLINE)
+        shards = self._merge(
+            lambda terms: workers.reduce_scatter(name, terms, shares), terms
+        )
         return [
-            sharing.with_own_part(tensor, part, one, self.id)
-            for tensor, part, one in zip(own, parts, shares, strict=True)
+            attach_shard(term, shard, one, self.id)
+            for term, shard, one in zip(terms, shards, shares, strict=True)
         ]
 
     def draw_once(
@@ -237,116 +243,113 @@ class TensorFlowReplica:
 
     def write(self, variable: Any, value: Any) -> None:
         shares = shares_of(variable)
-        self.write_held(
-            variable, value if shares is None else part_of(value, shares, self.id)
+        self.write_component(
+            variable, value if shares is None else local_shard(value, shares, self.id)
         )
 
-    def write_held(self, variable: Any, value: Any) -> None:
-        """Sets what this replica holds of a variable."""
-        component = self.own(stored(variable))
+    def write_component(self, variable: Any, value: Any) -> None:
+        """Write what this replica stores of a variable: its component or shard."""
+        component = self.component(stored(variable))
         value = tf.cast(value, component.dtype)
-        if self._only_where is not None:
-            value = tf.where(self._only_where, value, component)
+        if self._write_condition is not None:
+            value = tf.where(self._write_condition, value, component)
         component.assign(value)
 
     @property
-    def writes_always(self) -> bool:
-        """Whether what it writes is written under no condition."""
-        return self._only_where is None
+    def writes_unconditionally(self) -> bool:
+        """True outside `write_where`."""
+        return self._write_condition is None
 
     @contextlib.contextmanager
-    def writing_where(self, condition: Any) -> Iterator[None]:
-        """Surrounds what is written where a condition holds, and else is as it was.
+    def write_where(self, condition: Any) -> Iterator[None]:
+        """Context manager in which writes keep the old value unless `condition` holds.
 
-        In place of a `tf.cond`, in which replicas could not meet.
+        Takes the place of `tf.cond`, in which replicas cannot run collectives.
         """
-        self._only_where = condition
+        self._write_condition = condition
         try:
             yield
         finally:
-            self._only_where = None
+            self._write_condition = None
 
-    def together(self, parts: Sequence[Any], shares: Sequence[Shares]) -> list[Any]:
-        """Whole tensors, of what the replicas keep of them.
+    def gather_shards(
+        self, shards: Sequence[Any], shares: Sequence[Shares]
+    ) -> list[Any]:
+        """Return full tensors from the replicas' shards."""
+        workers = self.group_state.workers
 
-        Args:
-            parts: What this replica keeps of each.
-            shares: Of each, which elements each replica keeps.
-        """
-        workers = self.peers.workers
+        def merge(*replicas):
+            return gather_shards(replicas, shares, workers, "optimizer.apply")
 
-        def merge(*of_replicas):
-            return sharing.together(of_replicas, shares, workers, "optimizer.apply")
+        return list(self._merge(merge, list(shards)))
 
-        return list(self._merge(merge, list(parts)))
+    def full_value(self, variable: Any, shares: Shares) -> Any:
+        """Return the value of a sharded variable; all replicas must call it."""
+        shard = tf.convert_to_tensor(self.component(stored(variable)))
+        return self.gather_shards([shard], [shares])[0]
 
-    def whole_of(self, variable: Any, shares: Shares) -> Any:
-        """The value of a variable that the replicas share; all of them ask for it."""
-        own = tf.convert_to_tensor(self.own(stored(variable)))
-        return self.together([own], [shares])[0]
-
-    def own(self, variable: Any) -> Any:
-        """This replica's component of a native variable.
+    def component(self, variable: Any) -> Any:
+        """Return this replica's component of a native variable.
 
         Raises:
-            ValueError: If it is not mirrored.
+            ValueError: If the variable is not mirrored.
         """
-        components = self.peers.native.experimental_local_results(variable)
-        if len(components) != len(self.peers.topology.devices):
+        components = self.group_state.native.experimental_local_results(variable)
+        if len(components) != len(self.group_state.topology.devices):
             raise ValueError(
-                f"The variable '{variable.name}' was made outside the scope of "
-                f"{self.peers.strategy!r} and is assigned in `strategy.run`. Make it "
-                "inside `with strategy.scope():`."
+                f"The variable '{variable.name}' was created outside the scope of "
+                f"{self.group_state.strategy!r} and is assigned in `strategy.run`. "
+                "Create it inside `with strategy.scope():`."
             )
         return components[self.index]
 
     def _differentiable_sum(self, tensor: Any) -> Any:
-        back = self._backward("gradient of all_reduce")
+        sum_gradients = self._gradient_of_sum("gradient of all_reduce")
 
         @tf.custom_gradient
         def total(x):
-            return self._sum([x], "all_reduce")[0], back
+            return self._sum([x], "all_reduce")[0], sum_gradients
 
         return total(tensor)
 
-    def _backward(self, name: str) -> Callable[[Any], Any]:
-        """The gradient of a sum over the replicas is the sum of their gradients.
+    def _gradient_of_sum(self, name: str) -> Callable[[Any], Any]:
+        """Return the gradient of a sum: the sum of the replicas' gradients.
 
-        In a training step the optimizer will weight this replica's gradients, so
-        they are weighted and summed here, and divided by this replica's weight.
+        In a training step the optimizer weights this replica's gradients later. So
+        they are weighted and summed here, then divided by this replica's weight.
         """
         weight = self.step.row_weight
 
-        def back(upstream):
+        def sum_gradients(upstream):
             if weight is None:
                 return self._differentiable_sum(upstream)
-            total = self._sum([weighted(upstream, weight)], name)[0]
+            total = self._sum([_weighted(upstream, weight)], name)[0]
             return tf.math.divide_no_nan(total, tf.cast(weight, total.dtype))
 
-        return back
+        return sum_gradients
 
     def _sum(
-        self, tensors: Sequence[Any], name: str, compare: Compare = Compare.BEFORE
+        self, tensors: Sequence[Any], name: str, verify: Verify = Verify.BEFORE
     ) -> list[Any]:
-        """Sums over the replicas; local ones as native tf.distribute does."""
-        workers = self.peers.workers
+        """Sum over the replicas; over local ones as native tf.distribute does."""
+        workers = self.group_state.workers
 
-        def merge_of_workers(*parts):
+        def merge_over_workers(*parts):
             assert workers is not None
             totals = []
             for values in zip(*parts, strict=True):
-                combine.check_alike(values)
-                totals.append(combine.add(values))
-            return sum_of_workers(workers, name, totals, compare)
+                check_same_layout(values)
+                totals.append(sum_values(values))
+            return sum_over_workers(workers, name, totals, verify)
 
-        def merge(native, *values):
+        def merge_natively(native, *values):
             for value in values:
-                combine.check_alike(native.experimental_local_results(value))
+                check_same_layout(native.experimental_local_results(value))
             totals: list[Any] = list(values)
-            # Native tf.distribute takes an int32, which is in the host's memory, alone.
-            alone = [i for i, tensor in enumerate(own) if tensor.dtype == tf.int32]
-            others = [i for i in range(len(own)) if i not in alone]
-            for batch in (others, *([i] for i in alone)):
+            # Native tf.distribute must get each int32, which is on the host, alone.
+            alone = [i for i, tensor in enumerate(terms) if tensor.dtype == tf.int32]
+            together = [i for i in range(len(terms)) if i not in alone]
+            for batch in (together, *([i] for i in alone)):
                 pairs = [(values[i], values[i]) for i in batch]
                 reduced = native.extended.batch_reduce_to("SUM", pairs) if pairs else ()
                 for i, total in zip(batch, reduced, strict=True):
@@ -355,31 +358,26 @@ class TensorFlowReplica:
 
         if not tensors:
             return []
-        # A tensor that all replicas got from outside would count once, so each
-        # brings its own.
-        own = [
+        # A tensor that all replicas got from outside would count once, so copy it.
+        terms = [
             t if isinstance(t, tf.IndexedSlices) else tf.identity(t) for t in tensors
         ]
         if workers is not None:
-            return list(self._merge(merge_of_workers, own))
-        return list(self._native.merge_call(merge, args=tuple(own)))
+            return list(self._merge(merge_over_workers, terms))
+        return list(self._native.merge_call(merge_natively, args=tuple(terms)))
 
-    def _merge(self, merge: Callable[..., Any], brought: Any) -> Any:
-        """Calls `merge` once with what every replica brought.
+    def _merge(self, merge: Callable[..., Any], value: Any) -> Any:
+        """Call `merge` once with every replica's value, and return its result.
 
-        Args:
-            merge: Gets one argument for each replica.
-            brought: This replica's argument.
-
-        Returns:
-            What `merge` returned, on every replica.
+        All replicas get the same result.
         """
-        at = self._meeting
-        at.brought[self.index] = brought
+        state = self._run_state
+        state.merge_values[self.index] = value
 
         def merge_all(native):
-            # Native tf.distribute calls the first replica's function, once.
-            at.brought = [merge(*at.brought)] * len(at.brought)
+            # Native tf.distribute calls the first replica's function only.
+            results = [merge(*state.merge_values)] * len(state.merge_values)
+            state.merge_values = results
 
         self._native.merge_call(merge_all)
-        return at.brought[self.index]
+        return state.merge_values[self.index]

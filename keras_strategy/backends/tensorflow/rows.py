@@ -1,4 +1,4 @@
-"""The rows of a distributed dataset that the replicas of a run are given."""
+"""Row ranges: the rows of a distributed dataset's batch that each replica gets."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,52 +11,46 @@ from keras_strategy.core.step_state import StepState
 from keras_strategy.hooks.draws_of_layers import of_layers, rehearse_layer
 from keras_strategy.rules.batches import batch_of, carries_rows, traced_step_of
 from keras_strategy.rules.draws import KnownDraws
+from keras_strategy.rules.step import rows_of
 from keras_strategy.values.distributed import PerReplica
 
 
-def marks(leaves: Sequence[Any]) -> tuple[int, ...]:
-    """Which arguments are rows of a batch: a tf.function forgets what they carry.
+def batch_argument_indices(leaves: Sequence[Any]) -> tuple[int, ...]:
+    """Return the indices of arguments that are rows of a batch.
 
-    Args:
-        leaves: The arguments.
+    A tf.function drops the `batch` attribute of its arguments.
     """
-    batch, places = batch_of(leaves, {}), []
-    if batch is not None:
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, PerReplica) and leaf.batch is batch:
-                places.append(place)
-    return tuple(places)
+    batch = batch_of(leaves, {})
+    if batch is None:
+        return ()
+    return tuple(
+        index
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, PerReplica) and leaf.batch is batch
+    )
 
 
-def mark(args: tuple, kwargs: dict, places: tuple[int, ...]) -> None:
-    """Has arguments carry again what `marks` found.
+def restore_batch(args: tuple, kwargs: dict, indices: tuple[int, ...]) -> None:
+    """Set the `batch` attribute of arguments in a trace.
 
-    How many rows there are the tensors tell, since a program is for any number.
+    The row counts come from the tensors, because a program serves any number of rows.
     """
-    if places:
+    if indices:
         leaves, batch = tree.flatten((args, kwargs)), BatchRows()
-        for place in places:
-            leaves[place].batch = batch
+        for index in indices:
+            leaves[index].batch = batch
 
 
-def steps_of_rows(
-    fn: Callable[..., Any], args: tuple, kwargs: dict, replicas: int, of_workers: bool
+def step_states(
+    fn: Callable[..., Any], args: tuple, kwargs: dict, replicas: int, has_workers: bool
 ) -> list[StepState] | None:
-    """What is true of the replicas, if they are given rows of a batch.
-
-    Args:
-        fn: The function that they call.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        replicas: The number of replicas on this worker.
-        of_workers: Whether there are other workers.
-    """
+    """Return the local replicas' step states if the arguments are rows of a batch."""
     batch = batch_of(args, kwargs)
     if batch is None:
         return None
-    if not of_workers:
+    if not has_workers:
         values = filter(carries_rows, tree.flatten((args, kwargs)))
-        rows = [_ranges(x) for x in values if x.values[0].shape.rank != 0][:1]
+        rows = [_row_ranges(x) for x in values if x.values[0].shape.rank != 0][:1]
         rows = rows[0] if rows else None
     elif batch.counts is None:
         rows = None
@@ -66,18 +60,18 @@ def steps_of_rows(
         return None
     if not tf.inside_function():
         return [
-            StepState(rows=own, draws=of_layers, rehearse=rehearse_layer)
-            for own in rows
+            StepState(rows=row_range, draws=of_layers, rehearse=rehearse_layer)
+            for row_range in rows
         ]
     draws = KnownDraws()
     return [
-        traced_step_of(fn, (args, kwargs), own, index, draws)
-        for index, own in enumerate(rows)
+        traced_step_of(fn, (args, kwargs), row_range, index, draws)
+        for index, row_range in enumerate(rows)
     ]
 
 
 def rows_of_tensor(value: Any) -> Any:
-    """The rows of a tensor, dense, ragged or sparse, as a scalar tensor."""
+    """Return the row count of a dense, ragged or sparse tensor as a scalar tensor."""
     if isinstance(value, tf.RaggedTensor):
         return tf.cast(value.nrows(), tf.int32)
     if isinstance(value, tf.SparseTensor):
@@ -90,9 +84,45 @@ def rows_of_tensor(value: Any) -> Any:
     return tf.shape(value)[0]
 
 
-def _ranges(value: PerReplica) -> list[RowRange]:
-    """The rows of the local replicas, which are all."""
-    # Numbers where a trace knows them, as it knows the shapes of what is drawn.
+def common_rows(leaves: Sequence[Any]) -> Any:
+    """Return the rows of a batch as a tensor, after a check that all arrays agree."""
+    if all(leaf.shape.rank and leaf.shape[0] is not None for leaf in leaves):
+        rows_of(leaves)
+        return rows_of_tensor(leaves[0])
+    rows, *others = [rows_of_tensor(leaf) for leaf in leaves]
+    message = "The arrays of a batch must have the same number of rows."
+    checks = [tf.debugging.assert_equal(rows, other, message) for other in others]
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return tf.identity(rows)  # nothing is computed from the batch before
+
+
+def as_tensor(value: Any) -> Any:
+    """Convert to a tensor, except None and sparse or ragged tensors."""
+    if value is None or tf.is_tensor(value):
+        return value
+    return tf.convert_to_tensor(value)
+
+
+def slice_rows(value: Any, bounds: tuple[Any, Any]) -> Any:
+    """Return rows of a dense, ragged or sparse tensor; None for None.
+
+    The bounds may be tensors.
+    """
+    begin, end = bounds
+    if value is None:
+        return None
+    if not isinstance(value, tf.SparseTensor):
+        return value[begin:end]
+    shape = value.dense_shape
+    begin, rows = tf.cast(begin, shape.dtype), tf.cast(end - begin, shape.dtype)
+    start = tf.concat([[begin], tf.zeros_like(shape[1:])], 0)
+    part = tf.sparse.slice(value, start, tf.concat([[rows], shape[1:]], 0))
+    part.set_shape([None, *value.shape[1:]])
+    return part
+
+
+def _row_ranges(value: PerReplica) -> list[RowRange]:
+    # Use numbers where a trace knows them, as it knows the shapes of what is drawn.
     counts: list[Any] = [
         rows_of_tensor(part) if part.shape[0] is None else part.shape[0]
         for part in value.values

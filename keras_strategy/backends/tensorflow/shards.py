@@ -1,9 +1,4 @@
-"""Variables of parameter servers in shards, which Keras takes for one of TensorFlow's.
-
-Native tf.distribute has a container of shards that reads as one tensor and is assigned
-as one. What it lacks is what Keras asks of a variable besides: gradients, an update in
-an optimizer, slots of the optimizer's beside it, and an array.
-"""
+"""Sharded variables of parameter servers, which Keras uses as one `tf.Variable`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,18 +14,18 @@ from tensorflow.python.framework.composite_tensor_gradient import (
     CompositeTensorGradient,
 )
 
-# What Keras calls a variable's value in a checkpoint.
-_AS_ONE = "VARIABLE_VALUE"
+# Keras's key of a variable's value in a checkpoint.
+_VALUE = "VARIABLE_VALUE"
 
 
-class _Gradient(CompositeTensorGradient):
-    """How `tf.GradientTape` finds the gradient of all shards, in one."""
+class _ShardedGradient(CompositeTensorGradient):
+    """One gradient for all shards, as `tf.GradientTape` computes it."""
 
-    def get_gradient_components(self, value: "Shards") -> list[Any]:
+    def get_gradient_components(self, value: "KerasShardedVariable") -> list[Any]:
         return [shard.handle for shard in value.variables]
 
     def replace_gradient_components(
-        self, value: "Shards", component_grads: Sequence[Any]
+        self, value: "KerasShardedVariable", component_grads: Sequence[Any]
     ) -> Any:
         found, begin = [], 0
         for shard, gradient in zip(value.variables, component_grads, strict=True):
@@ -40,8 +35,8 @@ class _Gradient(CompositeTensorGradient):
         if not found:
             return None
         if all(isinstance(gradient, tf.IndexedSlices) for *_, gradient in found):
-            # As of a whole variable. They must not be added up: where a row occurs
-            # twice, Keras squares each of its slices.
+            # Keep repeated rows, as for an unsharded variable: Keras squares each of
+            # its slices.
             return tf.IndexedSlices(
                 tf.concat([gradient.values for *_, gradient in found], axis=0),
                 tf.concat([g.indices + begin for begin, _, g in found], axis=0),
@@ -56,48 +51,46 @@ class _Gradient(CompositeTensorGradient):
         return tf.concat(parts, axis=0)
 
 
-class Shards(ShardedVariable):
-    """Native's container, with what Keras asks of a variable.
+class KerasShardedVariable(ShardedVariable):
+    """Native container of shards along the first dimension, with Keras's needs."""
 
-    Args:
-        variables: The shards, along the first dimension.
-    """
-
-    __composite_gradient__ = _Gradient()
+    __composite_gradient__ = _ShardedGradient()
 
     @property
-    def handle(self) -> "Shards":
-        """What a tape knows the variable by: that takes it for all of its shards."""
+    def handle(self) -> "KerasShardedVariable":
+        """The object that a tape watches, which stands for all shards."""
         return self
 
     def __array__(self, dtype: Any = None) -> np.ndarray:
         return np.asarray(self.numpy(), dtype)
 
     def _serialize_to_tensors(self) -> dict[str, Any]:
-        """A checkpoint of a Keras variable has it as one."""
-        return {_AS_ONE: tf.convert_to_tensor(self)}
+        # A checkpoint of a Keras variable stores it as one tensor.
+        return {_VALUE: tf.convert_to_tensor(self)}
 
     def _restore_from_tensors(self, restored_tensors: dict[str, Any]) -> Any:
-        return self.assign(restored_tensors[_AS_ONE])
+        return self.assign(restored_tensors[_VALUE])
 
 
-class ExtendedOfShards(ParameterServerStrategyV2Extended):
-    """The part of native's strategy that makes variables, and updates them."""
+class ShardedVariableExtended(ParameterServerStrategyV2Extended):
+    """Part of the native strategy that creates and updates variables."""
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        if isinstance(kwargs.get("colocate_with"), Shards):
-            # What an optimizer keeps for a variable in shards is divided as that is.
+        if isinstance(kwargs.get("colocate_with"), KerasShardedVariable):
+            # A slot of a sharded variable is sharded alike.
             del kwargs["colocate_with"]
-        made = super()._create_variable(next_creator, **kwargs)
-        return Shards(made.variables) if isinstance(made, ShardedVariable) else made
+        variable = super()._create_variable(next_creator, **kwargs)
+        if isinstance(variable, ShardedVariable):
+            return KerasShardedVariable(variable.variables)
+        return variable
 
     def _update(
         self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
     ) -> Any:
-        if not isinstance(var, Shards):
+        if not isinstance(var, KerasShardedVariable):
             return super()._update(var, fn, args, kwargs, group)
-        # Each shard is written where it is, so there is no one place for the update.
+        # Each shard is updated on its server, so the update has no single device.
         with UpdateContext(None):
-            given = self._select_single_value((args, kwargs))
-            result = fn(var, *given[0], **given[1])
+            args, kwargs = self._select_single_value((args, kwargs))
+            result = fn(var, *args, **kwargs)
         return result if group else tf.nest.map_structure(self._local_results, result)

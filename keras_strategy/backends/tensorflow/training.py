@@ -1,9 +1,13 @@
 """fit, evaluate and predict: Keras's own loop over `strategy.run` of a step.
 
-Keras's TensorFlow trainer asks a native strategy to distribute the data and to run
-each step. `TrainingStrategy` stands in for that strategy: it leaves the data whole,
+Keras's TensorFlow trainer calls a native strategy to distribute the data and to run
+each step. `TrainingStrategy` stands in for that strategy. It leaves the data as it is,
 splits every global batch by rows inside the step's tf.function, runs the step with
-the replicas' row weights, and merges what they return before Keras sees it.
+the replicas' row weights, and merges the outputs before Keras sees them.
+
+On several workers, Keras's loop cannot take batches inside a tf.function: a worker
+without further data would leave the others waiting there. So batches are taken in
+Python, one for each call, after all workers have reported that they have one.
 """
 
 import functools
@@ -15,11 +19,16 @@ import keras
 import tensorflow as tf
 from keras import tree
 
-from keras_strategy.backends.tensorflow.across import gather_of_workers
+from keras_strategy.backends.tensorflow.across import gather_over_workers
 from keras_strategy.backends.tensorflow.group import TensorFlowGroup
-from keras_strategy.backends.tensorflow.refusals import FirstStep, require
-from keras_strategy.backends.tensorflow.rows import rows_of_tensor
-from keras_strategy.backends.tensorflow.workers import Compare
+from keras_strategy.backends.tensorflow.refusals import FirstStepCheck, require
+from keras_strategy.backends.tensorflow.rows import (
+    as_tensor,
+    common_rows,
+    rows_of_tensor,
+    slice_rows,
+)
+from keras_strategy.backends.tensorflow.workers import Verify
 from keras_strategy.core.row_range import RowRange
 from keras_strategy.hooks.layers import all_layers, to_try
 from keras_strategy.input.own_rows import OwnRows
@@ -29,7 +38,6 @@ from keras_strategy.rules.step import (
     mean_logs,
     metrics_of_workers,
     returns_metrics,
-    rows_of,
     weighted_step,
 )
 from keras_strategy.values.distributed import DistributedValues, PerReplica
@@ -37,18 +45,18 @@ from keras_strategy.values.distributed import DistributedValues, PerReplica
 if TYPE_CHECKING:
     from keras_strategy.core.strategy import Strategy
 
-# Programs do not keep the variables that they use.
-_first_steps: weakref.WeakKeyDictionary[Any, list[FirstStep]] = (
+# Programs do not keep the variables that they use alive.
+_first_step_checks: weakref.WeakKeyDictionary[Any, list[FirstStepCheck]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 class TrainingStrategy:
-    """What Keras's trainer takes for the native strategy of a model.
+    """Stand-in for the native strategy of a model in Keras's trainer.
 
     Args:
         strategy: Our strategy, of several replicas.
-        model: The model that trains.
+        model: The model.
     """
 
     def __init__(self, strategy: "Strategy", model: keras.Model):
@@ -64,10 +72,10 @@ class TrainingStrategy:
         return dataset
 
     def run(self, step: Callable[[Any], Any], args: tuple = ()) -> Any:
-        """Runs a step of the model on a global batch.
+        """Run a step of the model on a global batch.
 
         Args:
-            step: `train_step`, `test_step`, or what predicts.
+            step: The model's `train_step`, `test_step`, or Keras's predict step.
             args: The batch, alone in a tuple.
 
         Returns:
@@ -75,195 +83,161 @@ class TrainingStrategy:
         """
         (data,) = args
         group = self._group
-        shards, weights, rows_of_replicas = split_batch(data, group)
+        shards, weights, row_ranges = split_batch(data, group)
         model = self._model
-        steps = {model.train_step: "train", model.test_step: "test"}
-        kind = steps.get(step, "predict")
-        own = returns_metrics(model, kind)
-        rows = rows_of_tensor if kind == "predict" else None
-        layers = functools.partial(all_layers, model)
-        first = FirstStep(group.peers.beside_them)
+        kinds = {model.train_step: "train", model.test_step: "test"}
+        kind = kinds.get(step, "predict")
+        has_metrics = returns_metrics(model, kind)
+        check = FirstStepCheck(group.state.call_outside)
         if not tf.executing_eagerly():
-            _first_steps.setdefault(model, []).append(first)
-        trials = RowTrials(
-            model, to_try(model, kind), kind == "train", first.warn_unless
+            _first_step_checks.setdefault(model, []).append(check)
+        replica_step = weighted_step(
+            step,
+            has_metrics,
+            functools.partial(all_layers, model),
+            require,
+            RowTrials(model, to_try(model, kind), kind == "train", check.warn_unless),
+            rows_of_tensor if kind == "predict" else None,
         )
-        replica_step = weighted_step(step, own, layers, require, trials, rows)
         outputs = group.call(
             replica_step,
-            (PerReplica(shards), PerReplica(weights), PerReplica(rows_of_replicas)),
+            (PerReplica(shards), PerReplica(weights), PerReplica(row_ranges)),
             {},
         )
-        first.end()
-        if own:
-            return metrics_of(model, group)
+        check.end()
+        if has_metrics:
+            return metrics_result(model, group)
         if kind != "predict":
-            return means_of(outputs, group, weights)
+            return mean_outputs(outputs, group, weights)
 
-        def in_order(value):
+        def merge_rows(value):
             if not isinstance(value, DistributedValues):
                 return value
-            rows = join(value, weights)
+            rows = concat_predictions(value, weights)
             if group.workers is None or getattr(data, "counts", None) is not None:
-                return rows  # each worker predicts for itself what it has read
-            return gather_of_workers(group.workers, "the predictions", rows)
+                return rows  # each worker predicts only what it has read
+            return gather_over_workers(group.workers, "the predictions", rows)
 
-        return tree.map_structure(in_order, outputs)
+        return tree.map_structure(merge_rows, outputs)
 
 
-def metrics_of(model: keras.Model, group: TensorFlowGroup) -> dict[str, Any]:
-    """What `get_metrics_result` gives, of the metrics' states on all replicas."""
+def metrics_result(model: keras.Model, group: TensorFlowGroup) -> dict[str, Any]:
+    """Return `get_metrics_result`, from the metrics' states on all replicas."""
     if group.workers is None:
         return model.get_metrics_result()
-    sum_all = functools.partial(group.workers.sum_all, "logs", compare=Compare.NEVER)
+    sum_all = functools.partial(group.workers.sum_all, "logs", verify=Verify.NEVER)
     return metrics_of_workers(model, group.part_of_this_worker, sum_all)
 
 
-def means_of(logs: Any, group: TensorFlowGroup, weights: Sequence[Any]) -> Any:
-    """The means of what the replicas returned.
-
-    Args:
-        logs: What the local replicas returned, joined.
-        group: All replicas.
-        weights: The row weights of the local replicas.
-    """
-    parts = mean_logs(logs, weights)
+def mean_outputs(outputs: Any, group: TensorFlowGroup, weights: Sequence[Any]) -> Any:
+    """Return the means of the replicas' outputs by their row weights."""
+    local = mean_logs(outputs, weights)
     if group.workers is None:
-        return parts
-    # What this worker adds to them travels at once.
-    means = group.workers.sum_all("logs", tree.flatten(parts), Compare.NEVER)
-    return tree.pack_sequence_as(parts, means)
+        return local
+    means = group.workers.sum_all("logs", tree.flatten(local), Verify.NEVER)
+    return tree.pack_sequence_as(local, means)
 
 
 def split_batch(
     data: Any, group: TensorFlowGroup
 ) -> tuple[list[Any], list[Any], list[RowRange | None]]:
-    """Splits a global batch by rows.
+    """Split a global batch by rows.
 
     Args:
-        data: A structure of tensors or arrays, None where something is absent, or of
-            native distributed values, which are split already; or this worker's
-            rows of one.
+        data: A structure of tensors or arrays, None where something is absent; or of
+            native distributed values, which are split already; or an `OwnRows`.
         group: The replicas.
 
     Returns:
-        The local replicas' structures, each of one row or more, their weights (rows
-        over the batch's rows), and which rows these are, None if that is not known.
+        The local replicas' batches, each of at least one row, their row weights, and
+        their row ranges, None if they are unknown.
     """
-    replicas = group.topology.num_replicas
-    local = group.topology.local_replicas
-    own, here = None, 0
-    if isinstance(data, OwnRows):
-        own, data = data, data.batch
-        here = own.bounds[0][0]
+    local_batch = data if isinstance(data, OwnRows) else None
+    if local_batch is not None:
+        data = local_batch.batch
     leaves = [leaf for leaf in tree.flatten(data) if leaf is not None]
     if not leaves:
         raise ValueError("A batch must hold at least one array. Received none.")
     if isinstance(leaves[0], tf.distribute.DistributedValues):
-
-        def component(replica):
-            return tree.map_structure(
-                lambda leaf: leaf if leaf is None else leaf.values[replica], data
-            )
-
-        own = range(len(group.devices))
-        shards = [component(replica) for replica in own]
-        counts = [rows_of_tensor(leaves[0].values[replica]) for replica in own]
-        total = tf.add_n(counts)
-        rows_of_replicas: list[RowRange | None] = [None] * len(counts)
-        if group.workers is None:
-            before = [tf.add_n(counts[:replica] or [0 * total]) for replica in own]
-            rows_of_replicas = [
-                RowRange(begin, count, total)
-                for begin, count in zip(before, counts, strict=True)
-            ]
-        else:
-            total = group.workers.sum("the rows of a batch", total)
+        return _unwrap_batch(data, leaves[0], group)
+    data = tree.map_structure(as_tensor, data)
+    leaves = [leaf for leaf in tree.flatten(data) if leaf is not None]
+    local_rows = common_rows(leaves)
+    if local_batch is None:
+        first_row, total = 0, local_rows
+        bounds = _local_bounds(group, total, tf.minimum)
     else:
-        data = tree.map_structure(_as_tensor, data)
-        rows_here = common_rows([_as_tensor(leaf) for leaf in leaves])
-        if own is None:
-            rows = rows_here
-            every = split_rows(rows, replicas, tf.minimum)
-            bounds = [every[replica] for replica in local]
-        else:
-            rows, bounds = own.total, own.bounds
-        counts = [end - begin for begin, end in bounds]
-        total = rows
-        shards, rows_of_replicas = [], []
-        for begin, end in bounds:
-            # A replica without rows works on a stand-in, of weight 0: some of
-            # TensorFlow's kernels abort the process when there is no row at all.
-            first = tf.maximum(tf.minimum(begin, here + rows_here - 1), 0)
-            last = tf.maximum(end, first + 1)
-            take = functools.partial(slice_rows, bounds=(first - here, last - here))
-            number = tf.minimum(first, rows - 1)
-            rows_of_replicas.append(RowRange(number, last - first, rows))
-            shards.append(tree.map_structure(take, data))
-        known = _as_tensor(leaves[0]).shape[0] if own is None else None
-        if known is not None:  # what TensorFlow computes of them it would not know
-            rows_of_replicas = [
-                RowRange(min(begin, known - 1), max(end - begin, 1), known)
-                for begin, end in split_rows(known, replicas)[local.start : local.stop]
-            ]
+        bounds, total = local_batch.bounds, local_batch.total
+        first_row = bounds[0][0]
+    shards: list[Any] = []
+    row_ranges: list[RowRange | None] = []
+    for begin, end in bounds:
+        # A replica without rows gets a stand-in row of weight 0: some of TensorFlow's
+        # kernels abort the process on tensors without rows.
+        begin = tf.maximum(tf.minimum(begin, first_row + local_rows - 1), 0)
+        end = tf.maximum(end, begin + 1)
+        rows = functools.partial(
+            slice_rows, bounds=(begin - first_row, end - first_row)
+        )
+        row_ranges.append(RowRange(tf.minimum(begin, total - 1), end - begin, total))
+        shards.append(tree.map_structure(rows, data))
+    static_rows = leaves[0].shape[0] if local_batch is None else None
+    if static_rows is not None:  # then use numbers instead of tensors
+        row_ranges = [
+            RowRange(min(begin, static_rows - 1), max(end - begin, 1), static_rows)
+            for begin, end in _local_bounds(group, static_rows)
+        ]
+    return (
+        shards,
+        _row_weights([end - begin for begin, end in bounds], total),
+        row_ranges,
+    )
+
+
+def _local_bounds(group: TensorFlowGroup, rows: Any, *minimum: Any) -> list[Any]:
+    local = group.topology.local_replicas
+    bounds = split_rows(rows, group.topology.num_replicas, *minimum)
+    return bounds[local.start : local.stop]
+
+
+def _unwrap_batch(
+    data: Any, first_leaf: Any, group: TensorFlowGroup
+) -> tuple[list[Any], list[Any], list[RowRange | None]]:
+    """Split a batch of native distributed values, as `split_batch` does."""
+    local = range(len(group.devices))
+    shards = [
+        tree.map_structure(
+            lambda leaf, replica=replica: (
+                leaf if leaf is None else leaf.values[replica]
+            ),
+            data,
+        )
+        for replica in local
+    ]
+    counts = [rows_of_tensor(first_leaf.values[replica]) for replica in local]
+    total = tf.add_n(counts)
+    if group.workers is not None:
+        total = group.workers.sum("the rows of a batch", total)
+        return shards, _row_weights(counts, total), [None] * len(counts)
+    begins = [tf.add_n(counts[:replica] or [0 * total]) for replica in local]
+    row_ranges: list[RowRange | None] = [
+        RowRange(begin, count, total)
+        for begin, count in zip(begins, counts, strict=True)
+    ]
+    return shards, _row_weights(counts, total), row_ranges
+
+
+def _row_weights(counts: Sequence[Any], total: Any) -> list[Any]:
     total = tf.cast(total, "float32")
-    weights = [tf.cast(count, "float32") / total for count in counts]
-    return shards, weights, rows_of_replicas
+    return [tf.cast(count, "float32") / total for count in counts]
 
 
-def common_rows(leaves: Sequence[Any]) -> Any:
-    """The rows of a batch, as a tensor; arrays that differ in rows are refused."""
-    if all(leaf.shape.rank and leaf.shape[0] is not None for leaf in leaves):
-        rows_of(leaves)
-        return rows_of_tensor(leaves[0])
-    rows, *others = [rows_of_tensor(leaf) for leaf in leaves]
-    message = "The arrays of a batch must have the same number of rows."
-    checks = [tf.debugging.assert_equal(rows, other, message) for other in others]
-    with tf.control_dependencies([check for check in checks if check is not None]):
-        return tf.identity(rows)  # nothing is computed from the batch before
-
-
-def _as_tensor(value: Any) -> Any:
-    if value is None or tf.is_tensor(value):
-        return value
-    return tf.convert_to_tensor(value)
-
-
-def slice_rows(value: Any, bounds: tuple[Any, Any]) -> Any:
-    """Some rows of a tensor, dense, ragged or sparse.
-
-    Args:
-        value: The tensor, or None.
-        bounds: Where the rows begin and end; they may be tensors.
-    """
-    begin, end = bounds
-    if value is None:
-        return None
-    if not isinstance(value, tf.SparseTensor):
-        return value[begin:end]
-    shape = value.dense_shape
-    begin, rows = tf.cast(begin, shape.dtype), tf.cast(end - begin, shape.dtype)
-    start = tf.concat([[begin], tf.zeros_like(shape[1:])], 0)
-    part = tf.sparse.slice(value, start, tf.concat([[rows], shape[1:]], 0))
-    part.set_shape([None, *value.shape[1:]])
-    return part
-
-
-def join(value: DistributedValues, weights: Sequence[Any]) -> Any:
-    """The predictions of this worker's rows, in order.
-
-    Args:
-        value: What the replicas returned.
-        weights: Their weights; a replica of weight 0 predicted a stand-in.
-
-    Returns:
-        One tensor.
-    """
-    parts = value.values
-    real = [
+def concat_predictions(value: DistributedValues, weights: Sequence[Any]) -> Any:
+    """Return this worker's predictions in row order, without stand-in rows."""
+    parts = [
         slice_rows(part, (0, tf.where(weight > 0, rows_of_tensor(part), 0)))
-        for part, weight in zip(parts, weights, strict=True)
+        for part, weight in zip(value.values, weights, strict=True)
     ]
     if isinstance(parts[0], tf.SparseTensor):
-        return tf.sparse.concat(0, real)
-    return tf.concat(real, 0)
+        return tf.sparse.concat(0, parts)
+    return tf.concat(parts, 0)

@@ -1,9 +1,4 @@
-"""Keras's loop on several workers: batches that all have, and steps that have names.
-
-Keras lets a tf.function take the batches out of the data. A worker that has none left
-would leave the others waiting there, so here they are taken in Python, one for each
-call, after all workers have said that they have one.
-"""
+"""Agreed batches and named steps for Keras's loop on several workers."""
 
 import itertools
 import logging
@@ -23,18 +18,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("keras_strategy")
 
-_DRAWS = (
-    "The model '%s' draws random numbers, and nobody knows the length of its data. "
-    "There Keras's loop on TensorFlow draws once more at the end of each epoch, which "
-    "several workers do not: in the epochs that follow they draw others than one "
-    "device. Give `steps_per_epoch`, or a `tf.data.Dataset` of known length (`apply("
-    "tf.data.experimental.assert_cardinality(batches))`)."
+_RANDOM_WARNING = (
+    "The model '%s' draws random numbers, and its data has an unknown length. With "
+    "such data, Keras's loop on TensorFlow draws once more at the end of each epoch; "
+    "with several workers it does not. So later epochs draw different numbers than a "
+    "single device. Pass `steps_per_epoch`, or a `tf.data.Dataset` of known length "
+    "(`apply(tf.data.experimental.assert_cardinality(batches))`)."
 )
 _NAMES = {"train": "fit", "test": "evaluate", "predict": "predict"}
 
 
 class WorkerBatches:
-    """Batches for all workers, which take each together.
+    """Batches that all workers take together, as structures that a tf.function takes.
 
     Args:
         batches: `AgreedBatches` or `JoinedBatches`.
@@ -43,25 +38,25 @@ class WorkerBatches:
     def __init__(self, batches: Iterable[Any]):
         self._batches = batches
 
-    def __iter__(self) -> "AgreedIterator":
-        return AgreedIterator(self._batches)
+    def __iter__(self) -> "WorkerIterator":
+        return WorkerIterator(self._batches)
 
 
-class AgreedIterator:
-    """Reads batches that the workers take together."""
+class WorkerIterator:
+    """Iterator of `WorkerBatches`."""
 
     def __init__(self, batches: Iterable[Any]):
         self._batches = iter(batches)
 
-    def __iter__(self) -> "AgreedIterator":
+    def __iter__(self) -> "WorkerIterator":
         return self
 
     def __next__(self) -> Any:
         batch = next(self._batches)
-        return TensorsOfOwnRows(**vars(batch)) if isinstance(batch, OwnRows) else batch
+        return TensorLocalRows(**vars(batch)) if isinstance(batch, OwnRows) else batch
 
 
-class TensorsOfOwnRows(OwnRows):
+class TensorLocalRows(OwnRows):
     """A worker's rows of a batch, which a tf.function takes."""
 
     def __tf_flatten__(self) -> Any:
@@ -70,26 +65,26 @@ class TensorsOfOwnRows(OwnRows):
             (self.bounds, self.total),
         )
         leaves = [leaf for leaf in tree.flatten(self.batch) if leaf is not None]
-        # The counts themselves would be traced anew.
-        joined = self.counts is not None
-        return (_Layout(self.batch), joined), (leaves, *numbers)
+        # The counts themselves would cause retracing.
+        has_counts = self.counts is not None
+        return (_BatchLayout(self.batch), has_counts), (leaves, *numbers)
 
     @classmethod
     def __tf_unflatten__(cls, metadata: Any, components: Any) -> Any:
-        (layout, joined), (leaves, bounds, total) = metadata, components
-        counts = () if joined else None
+        (layout, has_counts), (leaves, bounds, total) = metadata, components
+        counts = () if has_counts else None
         return cls(layout.with_leaves(leaves), bounds, total, counts=counts)
 
 
-class _Layout:
-    """What a batch is made of, beside the sizes of its arrays.
+class _BatchLayout:
+    """The structure of a batch without the sizes of its arrays.
 
-    TensorFlow traces anew for another one. What it would do of two by itself, to look
-    for a type that both have, fails for objects that are flattened in our way.
+    TensorFlow retraces for a different layout. Its own search for a common type of two
+    batches fails for objects with `__tf_flatten__`.
     """
 
     def __init__(self, batch: Any):
-        self._present = tree.map_structure(lambda leaf: leaf is not None, batch)
+        self._is_present = tree.map_structure(lambda leaf: leaf is not None, batch)
         kinds = tree.map_structure(
             lambda leaf: (
                 leaf is not None and (tf.as_dtype(leaf.dtype).name, len(leaf.shape))
@@ -99,24 +94,24 @@ class _Layout:
         self._text = repr(kinds)
 
     def with_leaves(self, leaves: Iterable[Any]) -> Any:
-        """A batch of this layout."""
-        given = iter(leaves)
+        """Return a batch of this layout."""
+        iterator = iter(leaves)
         return tree.map_structure(
-            lambda present: next(given) if present else None, self._present
+            lambda is_present: next(iterator) if is_present else None, self._is_present
         )
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Layout) and self._text == other._text
+        return isinstance(other, _BatchLayout) and self._text == other._text
 
     def __hash__(self) -> int:
         return hash(self._text)
 
 
-class Elements:
-    """The elements of a `tf.data.Dataset`, with None for what they leave out.
+class DatasetElements:
+    """Elements of a `tf.data.Dataset` or local rows, with None for absent leaves.
 
-    Or a worker's rows of batches. Keras starts to read them when it takes the first:
-    to start may draw random numbers.
+    Iteration starts when Keras takes the first element, because it may draw random
+    numbers.
     """
 
     def __init__(self, dataset: Any):
@@ -125,7 +120,7 @@ class Elements:
     def __iter__(self) -> Iterator[Any]:
         for batch in self._dataset:
             if isinstance(batch, OwnRows):
-                # As Keras's own datasets have it.
+                # As Keras's own datasets do.
                 yield replace(batch, batch=tree.lists_to_tuples(batch.batch))
                 continue
             yield tree.map_structure(
@@ -136,32 +131,32 @@ class Elements:
             )
 
 
-def steps_of_workers(
+def sync_worker_steps(
     function: Callable[[Any], Any],
     group: "TensorFlowGroup",
     model: keras.Model,
     kind: str,
 ) -> Callable[[Any], Any]:
-    """Makes Keras's function of an iterator one that all workers call alike.
+    """Wrap Keras's function of an iterator, so that all workers call it alike.
 
     Args:
-        function: What `Model.make_train_function` or its like has made.
+        function: The result of `Model.make_train_function` or `make_test_function`.
         group: The replicas.
         model: The model.
         kind: "train" or "test".
     """
-    told = False
+    has_warned = False
 
-    def of_workers(iterator):
-        nonlocal told
+    def run_steps(iterator):
+        nonlocal has_warned
         outputs = None
         batches = iter(iterator)
         try:
             first = next(batches)
         except StopIteration:  # the end of the data is the end of the epoch
-            if kind == "train" and not told:
-                told = True
-                _tell_of_draws(model, group)
+            if kind == "train" and not has_warned:
+                has_warned = True
+                _warn_of_random_numbers(model, group)
             raise
         others = itertools.islice(batches, model.steps_per_execution - 1)
         for batch in itertools.chain([first], others):
@@ -169,33 +164,28 @@ def steps_of_workers(
                 outputs = function(iter([batch]))
         return outputs
 
-    return of_workers
+    return run_steps
 
 
-def _tell_of_draws(model: keras.Model, group: "TensorFlowGroup") -> None:
-    """Where nobody knew the end, Keras's step has begun to draw before it finds it.
+def _warn_of_random_numbers(model: keras.Model, group: "TensorFlowGroup") -> None:
+    """Warn if Keras's compiled step draws before it finds the end of the data.
 
-    One that is not compiled, or takes several batches, asks for a batch first.
+    Eager steps and steps of several batches take a batch first.
     """
     if model.run_eagerly or model.steps_per_execution > 1:
         return
     draws = seed_generators(all_layers(model))
     if draws and group.workers is not None and group.workers.cluster.is_chief:
-        logger.warning(_DRAWS, model.name)
+        logger.warning(_RANDOM_WARNING, model.name)
 
 
-def predictions_of_workers(
+def sync_worker_predictions(
     function: Callable[[Any], Any], group: "TensorFlowGroup"
 ) -> Callable[[Any], Any]:
-    """Makes Keras's function that predicts batches one that all workers call alike.
+    """Wrap the result of `make_predict_function`, so that all workers call it alike."""
 
-    Args:
-        function: What `Model.make_predict_function` has made, of a list of batches.
-        group: The replicas.
-    """
-
-    def of_workers(batches):
+    def predict(batches):
         with group.calling(_NAMES["predict"]):
             return function(batches)
 
-    return of_workers
+    return predict

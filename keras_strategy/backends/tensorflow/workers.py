@@ -1,10 +1,9 @@
-"""Collectives between the processes of a cluster.
+"""Collectives between the workers.
 
-They are TensorFlow's own, in a group with one device of each worker. What TensorFlow
-leaves to its caller is the number by which the workers recognise a collective. Here a
-variable counts them, so that the numbers are the same on all workers wherever the
-collective is executed: eagerly, in a tf.function that only some workers have to trace,
-in a loop or in a branch.
+They are TensorFlow's own, in a group with one device of each worker. TensorFlow leaves
+it to the caller to number them, and matches collectives by that number. Here a variable
+counts them, so that the numbers agree on all workers wherever a collective is executed:
+eagerly, in a tf.function that only some workers have to trace, in a loop or a branch.
 """
 
 import contextlib
@@ -17,54 +16,52 @@ from typing import Any
 import tensorflow as tf
 
 from keras_strategy.backends.tensorflow import connection, layouts
-from keras_strategy.backends.tensorflow.along import SumsThatTell
+from keras_strategy.backends.tensorflow.along import VerifiedCollectives
 from keras_strategy.core.workers import Workers
 from keras_strategy.options.communication import CommunicationImplementation
 from keras_strategy.rules.sharding import Shares
 from keras_strategy.workers.cluster import Cluster
 
-# Groups of collectives; native strategies number theirs from 1, and ours from 100 000.
+# Group keys; native strategies number theirs from 1, and ours from 100,000.
 _HOST_GROUP, _ACCELERATOR_GROUP = 90_001, 90_002
-_DIFFERENT = "keras_strategy: the workers bring different values"
-# How TensorFlow says that workers meet in collectives that do not fit together.
-_REFUSED = r"(Shape mismatch in the c|C)ollective instance .*"
+_VALUES_DIFFER = "keras_strategy: the workers bring different values"
+# TensorFlow's message when mismatching collectives meet.
+_MISMATCH = r"(Shape mismatch in the c|C)ollective instance .*"
 
 
-class Compare(enum.Enum):
-    """When workers compare what they add up.
+class Verify(enum.Enum):
+    """When workers compare the layouts of what they add up.
 
     Attributes:
-        BEFORE: Before it travels, in a collective of its own: all learn what differs,
-            and later collectives work.
-        ALONG: In the collective that adds it up, where the shapes are known: for what
-            follows from variables, which are compared when they are made. TensorFlow
-            ends all collectives where the sizes differ.
-        NEVER: They have agreed on it.
+        BEFORE: In a collective of its own before the values are sent. All workers
+            learn what differs, and later collectives work.
+        INLINE: In the collective that adds up, if the shapes are known. For values
+            whose layout follows from variables, which are compared on creation. If
+            the sizes differ, TensorFlow aborts all collectives.
+        NEVER: The workers have already agreed on the layout.
     """
 
     BEFORE = enum.auto()
-    ALONG = enum.auto()
+    INLINE = enum.auto()
     NEVER = enum.auto()
 
 
 class TensorFlowWorkers(Workers):
-    """See `core.workers.Workers`. In a tf.function a refusal comes when it is executed.
+    """The workers, connected by TensorFlow's collectives.
 
-    After a collective that fails, TensorFlow refuses all others.
+    In a tf.function a mismatch is reported when the function is executed. After a
+    collective that failed, TensorFlow refuses all later ones.
 
     Args:
         cluster: The workers.
         addresses: The addresses of TensorFlow's servers, by rank.
-
-    Attributes:
-        along: Sums of what tells, while it travels, what it is.
     """
 
     def __init__(self, cluster: Cluster, addresses: Sequence[str]):
         super().__init__(cluster)
         self.addresses = tuple(addresses)
-        here = connection.worker_device(self.rank)
-        self._host = f"{here}/device:CPU:0"
+        worker = connection.worker_device(self.rank)
+        self._host = f"{worker}/device:CPU:0"
         implementation = cluster.options.implementation
         assert isinstance(implementation, CommunicationImplementation)
         gpus = tf.config.list_logical_devices("GPU")
@@ -75,32 +72,30 @@ class TensorFlowWorkers(Workers):
             )
         self.implementation = implementation
         ring = implementation is CommunicationImplementation.RING
-        self._accelerator = f"{here}/device:GPU:0" if gpus and not ring else None
+        self._accelerator = f"{worker}/device:GPU:0" if gpus and not ring else None
         self._hint = implementation.value.lower()
-        # Our watchdog knows who is missing, and shall speak first.
+        # Our watchdog reports first, because it knows which worker is missing.
         self.timeout_seconds = cluster.member.timeout_seconds + 60
         self._names: dict[int, str] = {}
-        self._sums_of_scalars: dict[tuple[tf.DType, tf.DType], Callable] = {}
-        self.along = SumsThatTell(self.rank, self.size, self._host, self._launch)
+        self._scalar_sums: dict[tuple[tf.DType, tf.DType], Callable] = {}
+        self.verified = VerifiedCollectives(
+            self.rank, self.size, self._host, self._launch
+        )
         with tf.init_scope(), tf.device(self._host):
             self._count = tf.Variable(tf.constant(0), trainable=False)
 
     @property
-    def on_accelerators(self) -> bool:
-        """Whether floats travel between accelerators."""
+    def uses_accelerators(self) -> bool:
+        """True if floats are sent between accelerators."""
         return self._accelerator is not None
 
-    def sum(self, name: str, tensor: Any, compare: Compare = Compare.BEFORE) -> Any:
-        """The sum of the workers' tensors.
-
-        Args:
-            name: What the sum is for.
-            tensor: A tensor of the same shape and dtype on all workers.
-            compare: When to make sure of that; `ALONG` is for `sum_all`.
+    def sum(self, name: str, tensor: Any, verify: Verify = Verify.BEFORE) -> Any:
+        """Return the sum of the workers' tensors.
 
         Raises:
-            ValueError: If it cannot be summed, or the shapes or dtypes differ. In a
-                tf.function an `InvalidArgumentError`, which `calling` makes one.
+            ValueError: If the tensor cannot be summed, or if shapes or dtypes differ.
+                In a tf.function it is an `InvalidArgumentError`, which `calling`
+                converts.
         """
         tensor = tf.convert_to_tensor(tensor)
         if not tensor.dtype.is_numeric:
@@ -108,57 +103,50 @@ class TensorFlowWorkers(Workers):
                 "Only numbers can be combined over the replicas. Received a tensor of "
                 f"the dtype {tensor.dtype.name} for `{name}`."
             )
-        return self._sum(name, tensor, compare)
+        return self._sum(name, tensor, verify)
 
     def sum_all(
-        self,
-        name: str,
-        tensors: Sequence[Any],
-        compare: Compare = Compare.BEFORE,
+        self, name: str, tensors: Sequence[Any], verify: Verify = Verify.BEFORE
     ) -> list[Any]:
-        """The sums of several tensors; those of a dtype travel together."""
         results: list[Any] = list(tensors)
         for indices in self._packs(tensors):
             parts = [tensors[index] for index in indices]
-            if compare is Compare.ALONG and self.along.may_add_up(parts):
-                for index, total in zip(
-                    indices, self.along.sums(name, parts), strict=True
-                ):
-                    results[index] = total
-                continue
-            if len(parts) == 1:
-                results[indices[0]] = self.sum(name, parts[0], compare)
-                continue
-            flat = tf.concat([tf.reshape(part, [-1]) for part in parts], 0)
-            pieces = tf.split(
-                self.sum(name, flat, compare), [tf.size(part) for part in parts]
-            )
-            for index, part, piece in zip(indices, parts, pieces, strict=True):
-                results[index] = tf.ensure_shape(
-                    tf.reshape(piece, tf.shape(part)), part.shape
-                )
+            if verify is Verify.INLINE and self.verified.can_verify(parts):
+                sums = self.verified.all_reduce(name, parts)
+            elif len(parts) == 1:
+                sums = [self.sum(name, parts[0], verify)]
+            else:
+                flat = tf.concat([tf.reshape(part, [-1]) for part in parts], 0)
+                total = self.sum(name, flat, verify)
+                pieces = tf.split(total, [tf.size(part) for part in parts])
+                sums = [
+                    tf.ensure_shape(tf.reshape(piece, tf.shape(part)), part.shape)
+                    for part, piece in zip(parts, pieces, strict=True)
+                ]
+            for index, total in zip(indices, sums, strict=True):
+                results[index] = total
         return results
 
-    def sum_shares(
+    def reduce_scatter(
         self, name: str, tensors: Sequence[Any], shares: Sequence[Shares]
     ) -> list[Any]:
-        """See `SumsThatTell.shares`; those of a dtype travel together."""
+        """Return this worker's shards, see `VerifiedCollectives.reduce_scatter`."""
         results: list[Any] = list(tensors)
         for indices in self._packs(tensors):
             pairs = [(tensors[index], shares[index]) for index in indices]
-            found = self.along.shares(name, *zip(*pairs, strict=True))
-            for index, share in zip(indices, found, strict=True):
-                results[index] = share
+            sums = self.verified.reduce_scatter(name, *zip(*pairs, strict=True))
+            for index, shard in zip(indices, sums, strict=True):
+                results[index] = shard
         return results
 
     def gather(self, name: str, tensor: Any, axis: int) -> tuple[Any, Any]:
         axis %= tensor.shape.rank
         key = self._key(name, tensor)
-        rows, same = self._compared(key, tensor, tensor.dtype, axis)
+        rows, checks = self._compare(key, tensor, tensor.dtype, axis)
         counts = rows[:, layouts.FIRST_DIMENSION + axis]
-        with tf.control_dependencies(same):
-            # The axis comes first, since what is sent is padded to the longest.
-            sent, back = _sendable(tensor, gathered=True)
+        with tf.control_dependencies(checks):
+            # Put the axis first, because tensors are padded to the longest.
+            sent, decode = _encode(tensor, for_gather=True)
             others = [i for i in range(sent.shape.rank) if i != axis]
             sent = tf.transpose(sent, [axis, *others])
             longest = tf.maximum(tf.reduce_max(counts), 1)
@@ -166,24 +154,21 @@ class TensorFlowWorkers(Workers):
             paddings = tf.pad([[0, missing]], [[0, len(others)], [0, 0]])
             sent = tf.pad(sent, paddings)
             parts = tf.split(self._launch("gather", sent), self.size)
-        cut = [part[: counts[i]] for i, part in enumerate(parts)]
+        unpadded = [part[: counts[i]] for i, part in enumerate(parts)]
         order = [*range(1, axis + 1), 0, *range(axis + 1, len(others) + 1)]
-        joined = back(tf.transpose(tf.concat(cut, 0), order))
+        result = decode(tf.transpose(tf.concat(unpadded, 0), order))
         dims = tensor.shape.as_list()
-        return tf.ensure_shape(joined, [*dims[:axis], None, *dims[axis + 1 :]]), counts
+        return tf.ensure_shape(result, [*dims[:axis], None, *dims[axis + 1 :]]), counts
 
     def broadcast(self, name: str, tensors: Sequence[Any]) -> list[Any]:
         if self.rank > 0:
             tensors = [tf.zeros_like(tensor) for tensor in tensors]
         with self.calling(name):
-            return [self._sum(name, tensor, Compare.BEFORE) for tensor in tensors]
+            return [self._sum(name, tensor, Verify.BEFORE) for tensor in tensors]
 
     @contextlib.contextmanager
     def calling(self, name: str) -> Iterator[None]:
-        """Surrounds what runs collectives, and explains why they were refused.
-
-        Args:
-            name: What messages call it.
+        """Context manager that runs collectives and explains why they failed.
 
         Raises:
             ValueError: If the workers bring values that do not fit together.
@@ -196,67 +181,61 @@ class TensorFlowWorkers(Workers):
             try:
                 yield
             except (tf.errors.InvalidArgumentError, tf.errors.InternalError) as error:
-                explained = self._explained(str(error))
-                if explained is None:
+                explanation = self._explain(str(error))
+                if explanation is None:
                     raise
-                raise explained from error
+                raise explanation from error
 
-    def _sum(self, name: str, tensor: Any, compare: Compare) -> Any:
-        sent, back = _sendable(tensor)
-        if compare is Compare.BEFORE and layouts.has_room(sent):
-            return back(self._sum_of_scalars(name, tensor.dtype, sent))
-        same = []
-        if compare is not Compare.NEVER:
+    def _sum(self, name: str, tensor: Any, verify: Verify) -> Any:
+        sent, decode = _encode(tensor)
+        if verify is Verify.BEFORE and layouts.fits_in_row(sent):
+            return decode(self._sum_scalar(name, tensor.dtype, sent))
+        checks = []
+        if verify is not Verify.NEVER:
             key = self._key(name, tensor)
-            _, same = self._compared(key, tensor, tensor.dtype)
+            _, checks = self._compare(key, tensor, tensor.dtype)
         if sent.shape.num_elements() == 0:
             return tensor
-        with tf.control_dependencies(same):
-            total = back(self._launch("reduce", tf.identity(sent)))
+        with tf.control_dependencies(checks):
+            total = decode(self._launch("reduce", tf.identity(sent)))
         return tf.ensure_shape(total, tensor.shape)
 
-    def _sum_of_scalars(self, name: str, dtype: tf.DType, scalar: Any) -> Any:
-        """The sum of numbers, which travel with what the workers compare.
+    def _sum_scalar(self, name: str, dtype: tf.DType, scalar: Any) -> Any:
+        """Return the sum of scalars that are sent within the layout rows."""
 
-        Args:
-            name: What the sum is for.
-            dtype: Of what is summed, which may travel as another one.
-            scalar: What travels.
-        """
-
-        def total(key, scalar):
-            rows, same = self._compared(key, scalar, dtype, scalar=scalar)
-            with tf.control_dependencies(same), tf.device(self._host):
-                return layouts.sum_of_scalars(rows, scalar.dtype)
+        def compute(key, scalar):
+            rows, checks = self._compare(key, scalar, dtype, scalar=scalar)
+            with tf.control_dependencies(checks), tf.device(self._host):
+                return layouts.sum_row_scalars(rows, scalar.dtype)
 
         key = self._key(name, scalar)
         if not tf.executing_eagerly():
-            return total(key, scalar)
-        # As single operations it would take longer than a small model's step.
-        kind = dtype, scalar.dtype
-        if kind not in self._sums_of_scalars:
+            return compute(key, scalar)
+        # As single operations this would take longer than a small model's step.
+        dtypes = dtype, scalar.dtype
+        if dtypes not in self._scalar_sums:
             spec = [tf.TensorSpec((), tf.int32), tf.TensorSpec((), scalar.dtype)]
-            self._sums_of_scalars[kind] = tf.function(
-                total, input_signature=spec, autograph=False
+            self._scalar_sums[dtypes] = tf.function(
+                compute, input_signature=spec, autograph=False
             )
-        return self._sums_of_scalars[kind](key, scalar)
+        return self._scalar_sums[dtypes](key, scalar)
 
     def _packs(self, tensors: Sequence[Any]) -> Iterator[list[int]]:
-        """Which tensors travel together, by their numbers."""
-        most = self.cluster.options.bytes_per_pack
+        """Yield the indices of tensors of one dtype that one collective carries."""
+        limit = self.cluster.options.bytes_per_pack
         packs: dict[Any, tuple[list[int], int]] = {}
         for index, tensor in enumerate(tensors):
             size = (tensor.shape.num_elements() or 0) * tensor.dtype.size
-            indices, so_far = packs.get(tensor.dtype, ([], 0))
-            if indices and most and so_far + size > most:
+            indices, pack_size = packs.get(tensor.dtype, ([], 0))
+            if indices and limit and pack_size + size > limit:
                 yield indices
-                indices, so_far = [], 0
-            packs[tensor.dtype] = ([*indices, index], so_far + size)
+                indices, pack_size = [], 0
+            packs[tensor.dtype] = ([*indices, index], pack_size + size)
         for indices, _ in packs.values():
             yield indices
 
     def _launch(self, kind: str, tensor: Any) -> Any:
-        # Whole numbers stay with the host: on a GPU they are in its memory, too.
+        # Integers stay on the host: TensorFlow keeps them in its memory on a GPU, too.
         on_host = self._accelerator is None or not tensor.dtype.is_floating
         with tf.device(self._host):
             number = self._count.assign_add(1)
@@ -273,7 +252,7 @@ class TensorFlowWorkers(Workers):
                 group_size=self.size,
                 group_key=_HOST_GROUP if on_host else _ACCELERATOR_GROUP,
                 instance_key=number,
-                # Makes a tf.function execute them in the order of the program.
+                # Makes a tf.function execute collectives in program order.
                 ordering_token=[self._count.handle],
                 communication_hint="ring" if on_host else self._hint,
                 timeout_seconds=self.timeout_seconds,
@@ -281,18 +260,18 @@ class TensorFlowWorkers(Workers):
             )
 
     def _key(self, name: str, tensor: Any) -> int:
-        """The number of what a tensor is for which can be compared."""
+        """Check the rank of a tensor, and return a number for the name of a call."""
         rank = tensor.shape.rank
-        if rank is None or rank > layouts.MOST_DIMENSIONS:
+        if rank is None or rank > layouts.MAX_RANK:
             raise ValueError(
-                f"`{name}` takes tensors of at most {layouts.MOST_DIMENSIONS} "
-                f"dimensions, whose number is known. Received: {tensor!r}"
+                f"`{name}` accepts tensors of known rank, of at most "
+                f"{layouts.MAX_RANK} dimensions. Received: {tensor!r}"
             )
         key = zlib.crc32(name.encode()) & 0x7FFFFFFF
         self._names[key] = name
         return key
 
-    def _compared(
+    def _compare(
         self,
         key: Any,
         tensor: Any,
@@ -300,75 +279,75 @@ class TensorFlowWorkers(Workers):
         axis: int | None = None,
         scalar: Any = None,
     ) -> tuple[Any, list[Any]]:
-        """What every worker says of its tensor, and what fails where that differs.
+        """Return all workers' layout rows, and assertions that they are equal.
 
-        Args:
-            key: Of what the tensor is for.
-            tensor: The tensor.
-            dtype: Its dtype, or the one it had.
-            axis: Along which the sizes may differ.
-            scalar: What travels along.
+        Sizes along `axis` may differ; `scalar` is sent within the row.
         """
         with tf.device(self._host):
-            row = layouts.row_of(key, tensor, dtype, scalar)
+            row = layouts.encode_row(key, tensor, dtype, scalar)
             rows = self._launch("gather", row[tf.newaxis])
-            told, same = layouts.compared(rows, axis)
-            place = "" if axis is None else f" other than axis {axis}"
+            compared, is_same = layouts.compare_rows(rows, axis)
+            exception = "" if axis is None else f" other than axis {axis}"
             check = tf.debugging.Assert(
-                same, [f"{_DIFFERENT}{place}:", told], summarize=10_000
+                is_same, [f"{_VALUES_DIFFER}{exception}:", compared], summarize=10_000
             )
         return rows, [] if check is None else [check]
 
-    def _explained(self, message: str) -> Exception | None:
-        # TensorFlow writes it in one way eagerly and in another in a tf.function.
-        found = self.along.what_differs(message)
-        if found is not None:
-            return self.difference(*found)
-        found = re.search(_REFUSED, message)
+    def _explain(self, message: str) -> Exception | None:
+        """Return the error that explains TensorFlow's; None if it is not ours."""
+        mismatch = self.verified.find_mismatch(message)
+        if mismatch is not None:
+            return self.difference(*mismatch)
+        found = re.search(_MISMATCH, message)
         if found is not None:
             return RuntimeError(
-                "All workers must make the same calls in the same order, of values "
-                "whose dtypes and sizes are the same. TensorFlow, which refuses all "
-                f"later collectives, says: {found[0]}"
+                "All workers must make the same calls in the same order, with values "
+                "of the same dtypes and sizes. TensorFlow, which refuses all later "
+                f"collectives, reports: {found[0]}"
             )
-        found = re.search(rf"{_DIFFERENT}( other than axis \d+)?:(.*)", message, re.S)
+        # TensorFlow formats the rows differently eagerly and in a tf.function.
+        found = re.search(
+            rf"{_VALUES_DIFFER}( other than axis \d+)?:(.*)", message, re.S
+        )
         if found is None:
             return None
-        which, text = found.groups()
-        told = layouts.read(text, self.size)
-        own = self._names[told[self.rank][0]]
-        calls = [own]
-        if len({key for key, _ in told}) > 1:
-            calls = self.cluster.agree("the comparison of what is sent", own)
-        return self.refusal(own, calls, [layout for _, layout in told], which or "")
+        exception, text = found.groups()
+        rows = layouts.decode_rows(text, self.size)
+        name = self._names[rows[self.rank][0]]
+        calls = [name]
+        if len({key for key, _ in rows}) > 1:
+            calls = self.cluster.agree("the comparison of what is sent", name)
+        return self.refusal(
+            name, calls, [layout for _, layout in rows], exception or ""
+        )
 
 
-def _sendable(tensor: Any, gathered: bool = False) -> tuple[Any, Callable[[Any], Any]]:
-    """A tensor of a dtype that collectives take, and the way back."""
+def _encode(tensor: Any, for_gather: bool = False) -> tuple[Any, Callable[[Any], Any]]:
+    """Return a tensor in a dtype that collectives accept, and the inverse."""
     dtype = tensor.dtype
     if dtype == tf.string or dtype == tf.resource or dtype == tf.variant:
         raise ValueError(
-            "Only numbers and booleans travel between workers. Received a tensor of "
-            f"the dtype {dtype.name}."
+            "Only numbers and booleans can be sent between workers. Received a tensor "
+            f"of the dtype {dtype.name}."
         )
     if dtype.is_complex:
         parts = tf.stack([tf.math.real(tensor), tf.math.imag(tensor)], -1)
         return parts, lambda sent: tf.complex(sent[..., 0], sent[..., 1])
-    travels = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
-    if dtype in travels or (dtype == tf.bfloat16 and not gathered):
+    supported = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+    if dtype in supported or (dtype == tf.bfloat16 and not for_gather):
         return tensor, lambda sent: sent
     if dtype == tf.uint64:
         return tf.bitcast(tensor, tf.int64), lambda sent: tf.bitcast(sent, tf.uint64)
-    other = tf.int64 if dtype.is_integer else tf.float32
-    other = tf.int32 if dtype.is_bool else other
-    return tf.cast(tensor, other), lambda sent: tf.cast(sent, dtype)
+    wider = tf.int64 if dtype.is_integer else tf.float32
+    wider = tf.int32 if dtype.is_bool else wider
+    return tf.cast(tensor, wider), lambda sent: tf.cast(sent, dtype)
 
 
 _connected: TensorFlowWorkers | None = None
 
 
 def connect(cluster: Cluster) -> TensorFlowWorkers:
-    """Connects this process with the others of a cluster, once."""
+    """Connect this process with the other workers, once per process."""
     global _connected
     if _connected is None:
         _connected = TensorFlowWorkers(cluster, connection.start(cluster))

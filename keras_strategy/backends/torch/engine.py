@@ -136,8 +136,16 @@ class TorchEngine:
         return gradients.value_and_grad(fn, variables, has_aux)
 
     def hook_modules(self) -> Sequence[ModuleType]:
-        own = [hooks, hooks_compiled, hooks_optimizers, hooks_sharding]
-        return [thread_hooks, *own, hooks_divisions, hooks_shares]
+        modules = [
+            thread_hooks,
+            hooks,
+            hooks_compiled,
+            hooks_optimizers,
+            hooks_sharding,
+            hooks_divisions,
+            hooks_shares,
+        ]
+        return list(dict.fromkeys(modules))
 
     def random_state(self, seeded: bool = True) -> None:
         return None  # the core asks torch on every backend

@@ -15,7 +15,9 @@ _adam: Callable[..., Any] = torch._fused_adam_  # pyright: ignore
 _NO_CORRECTION = float("inf")
 
 
-def takes(gradients: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> bool:
+def kernel_accepts(
+    gradients: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> bool:
     """Whether the kernel takes these tensors.
 
     Args:
@@ -31,7 +33,7 @@ def takes(gradients: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) ->
     )
 
 
-def adam(
+def fused_adam_step(
     tensors: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
     rate: torch.Tensor,

@@ -28,12 +28,14 @@ def _in_one_pass(adam, tensors_of, grads, variables, learning_rate) -> bool:
     indices = [adam._get_variable_index(variable) for variable in variables]
     slots = [slot[index] for slot in kept for index in indices]
     tensors = tensors_of([*variables, *slots])
-    if not fused.takes(grads, tensors):
+    if not fused.kernel_accepts(grads, tensors):
         return False
     dtype = variables[0].dtype
     step = keras.ops.cast(keras.ops.convert_to_tensor(adam.iterations) + 1, dtype)
     rate = keras.ops.cast(learning_rate, dtype)
-    fused.adam(tensors, grads, rate, step, (adam.beta_1, adam.beta_2), adam.epsilon)
+    fused.fused_adam_step(
+        tensors, grads, rate, step, (adam.beta_1, adam.beta_2), adam.epsilon
+    )
     return True
 
 

@@ -6,7 +6,7 @@ optimizer keeps of them. Then the replicas give each other what they have update
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 import torch
@@ -16,10 +16,12 @@ from keras_strategy.backends.threads.scopes import MergedScope
 from keras_strategy.backends.torch.components import ATTRIBUTE, Components, Layout
 from keras_strategy.backends.torch.during_backward import MOST_BYTES
 from keras_strategy.backends.torch.flat import in_groups
-from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.hooks.variables import initialize, stored
 from keras_strategy.rules.held_values import held_value
 from keras_strategy.rules.sharding import Shares, note_shares
+
+if TYPE_CHECKING:
+    from keras_strategy.backends.torch.replica import TorchReplica
 
 # Of a gradient, the replica's share of its sum.
 _OWN_PART = "_ks_own_part"
@@ -150,7 +152,7 @@ class Updated(NamedTuple):
     shares: Shares
 
 
-def bring_together(replica: TorchReplica, updated: Sequence[Updated]) -> None:
+def bring_together(replica: "TorchReplica", updated: Sequence[Updated]) -> None:
     """Writes to each replica's weights what the others have updated.
 
     Args:

@@ -1,1 +1,1 @@
-"""Resolvers that only Google's clouds need."""
+"""Google Cloud's APIs."""

@@ -11,11 +11,11 @@ from keras_strategy.cluster_resolver.google.api import build_service, summarize
 
 
 class GCEClusterResolver(ClusterResolver):
-    """Asks the Compute Engine API for the running machines of a group.
+    """Cluster of the running machines of a group, from the Compute Engine API.
 
-    The API does not tell which of them this one is: give each its `task_id`,
-    which is its place among the addresses in the order of their text. Needs
-    the extra `gce`, unless a `service` is given.
+    The API does not report which of them this one is: pass each its `task_id`,
+    which is its index in the sorted addresses. Needs the extra `gce`, unless you
+    pass a `service`.
 
     Args:
         project: The project.
@@ -31,8 +31,8 @@ class GCEClusterResolver(ClusterResolver):
             "v1")` makes; `credentials` are then not used.
 
     Raises:
-        ImportError: If the extra `gce` is not installed and no `service` is
-            given.
+        ImportError: If the extra `gce` is not installed and there is no
+            `service`.
 
     Example:
     ```python
@@ -73,14 +73,10 @@ class GCEClusterResolver(ClusterResolver):
         self._service = service
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the running machines of the group, asked for anew.
-
-        Returns:
-            A `ClusterSpec` with one job.
+        """Return the machines of the group that run now, as one job.
 
         Raises:
-            RuntimeError: If the API cannot be asked, or does not answer as it
-                should.
+            RuntimeError: If the API cannot be queried, or its answer is invalid.
         """
         try:
             addresses = self._addresses()
@@ -91,7 +87,7 @@ class GCEClusterResolver(ClusterResolver):
                 f"{self._zone!r}): {summarize(error)}. Please check these arguments "
                 "of GCEClusterResolver and the permission compute.instances.get"
             ) from None
-        # Every machine must come to the same order.
+        # All machines need the same order.
         return ClusterSpec({str(self.task_type): sorted(addresses)})
 
     def _addresses(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""A client of the metadata server that every Google Cloud machine has."""
+"""Client of the metadata server that every Google Cloud machine has."""
 
 from __future__ import annotations
 
@@ -8,34 +8,28 @@ import time
 import urllib.error
 import urllib.request
 
-_TIMEOUT_SECONDS = 3.0
+_METADATA_TIMEOUT_SECONDS = 3.0
 _MAX_BYTES = 1 << 20
 
 
 class MetadataError(RuntimeError):
-    """The metadata server did not answer, or not as it should."""
+    """Missing or invalid answer of the metadata server."""
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, req, fp, code, msg, headers, newurl):
-        """A metadata server never redirects: what does is not one."""
+        """Refuse: a metadata server never redirects."""
 
 
-# No proxy: the question is for this machine's own server, and no one else's.
+# No proxy: only this machine's own server can answer.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
 
 
 def get(path: str) -> str:
-    """Asks for one value.
+    """Return the text at a path below `/computeMetadata/v1/`.
 
     The server is GCE_METADATA_HOST, or else GCE_METADATA_IP, or else
     metadata.google.internal, as for Google's own clients.
-
-    Args:
-        path: The path below `/computeMetadata/v1/`.
-
-    Returns:
-        The value, a text.
 
     Raises:
         MetadataError: If there is no such server in time, or no such value.
@@ -50,7 +44,7 @@ def get(path: str) -> str:
             f"http://{host}/computeMetadata/v1/{path}",
             headers={"Metadata-Flavor": "Google"},
         )
-        with _opener.open(request, timeout=_TIMEOUT_SECONDS) as response:
+        with _opener.open(request, timeout=_METADATA_TIMEOUT_SECONDS) as response:
             if response.headers.get("Metadata-Flavor") != "Google":
                 raise MetadataError(
                     f"Expected the Google Cloud metadata server at {host}. Received "
@@ -70,8 +64,7 @@ def get(path: str) -> str:
             f"The Google Cloud metadata server at {host} did not answer with text for "
             f"{path}"
         ) from None
-    # HTTPException (garbage on the wire) is no OSError; ValueError is a host
-    # that makes no URL.
+    # HTTPException: not HTTP at all. ValueError: the host makes an invalid URL.
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise MetadataError(
@@ -81,11 +74,11 @@ def get(path: str) -> str:
 
 
 def _read(response: http.client.HTTPResponse) -> bytes:
-    """The body, within the time limit as a whole and not for each piece."""
-    deadline = time.monotonic() + _TIMEOUT_SECONDS
+    """Return the body, with one time limit for all of it."""
+    deadline = time.monotonic() + _METADATA_TIMEOUT_SECONDS
     body = b""
-    while piece := response.read1(_MAX_BYTES):
-        body += piece
+    while chunk := response.read1(_MAX_BYTES):
+        body += chunk
         if len(body) > _MAX_BYTES:
             raise ValueError("the answer is too long")
         if time.monotonic() > deadline:
@@ -94,7 +87,7 @@ def _read(response: http.client.HTTPResponse) -> bytes:
 
 
 def get_or_none(path: str) -> str | None:
-    """The same, but `None` where there is no answer."""
+    """Return the same, or `None` where there is no answer."""
     try:
         return get(path)
     except MetadataError:

@@ -18,17 +18,17 @@ from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
 from keras_strategy.cluster_resolver.google import metadata, tpu_locate, tpu_source
 from keras_strategy.values.topology_message import TPUHardwareFeature, hardware_feature
 
-WORKER_ID = "TPU_WORKER_ID"
+TPU_WORKER_ID = "TPU_WORKER_ID"
 
 
 class TPUSystemMetadata(NamedTuple):
-    """Facts of a TPU system.
+    """Properties of a TPU system.
 
     Attributes:
         num_cores: The number of cores of all hosts.
         num_hosts: The number of hosts.
         num_of_cores_per_host: The number of cores of each host.
-        topology: Always `None`; the engines keep their own.
+        topology: Always `None`; each backend has its own.
         devices: The names of this host's cores.
     """
 
@@ -40,19 +40,19 @@ class TPUSystemMetadata(NamedTuple):
 
 
 class TPUClusterResolver(ClusterResolver):
-    """Finds the hosts of a Cloud TPU.
+    """Cluster of the hosts of a Cloud TPU.
 
-    It serves Compute Engine (the TPU API, and the metadata server of a TPU VM),
+    It supports Compute Engine (the TPU API, and the metadata server of a TPU VM),
     Kubernetes Engine (the variables of its pods), and a TPU of this machine
-    (`tpu="local"`). Names are looked up with the extra `tpu`, unless a
-    `service` is given.
+    (`tpu="local"`). To look up a name, it needs the extra `tpu`, unless you pass a
+    `service`.
 
     Args:
         tpu: The name of the TPU, its hosts' addresses
-            (`"grpc://10.0.0.1:8470"`, more with commas between), `"local"`, or a
-            list of one of these. `None` takes the first that is set of
+            (`"grpc://10.0.0.1:8470"`, several separated by commas), `"local"`, or a
+            list of one of these. `None` uses the first that is set of
             KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS, TPU_NAME, TPU_CONFIG and
-            TPU_WORKER_HOSTNAMES, and else asks the metadata server.
+            TPU_WORKER_HOSTNAMES, or else the metadata server.
         zone: The zone of the TPU. Defaults to this machine's.
         project: The project of the TPU. Defaults to this machine's.
         job_name: The job of the TPU's hosts.
@@ -70,9 +70,9 @@ class TPUClusterResolver(ClusterResolver):
 
     Raises:
         ImportError: If the extra `tpu` is needed and not installed.
-        ValueError: If no TPU is specified, or an argument cannot be right.
+        ValueError: If no TPU is specified, or an argument is invalid.
         RuntimeError: If the name is empty on Google Cloud, or the metadata
-            server does not answer what it is needed for.
+            server is needed and does not answer.
 
     Example:
     ```python
@@ -107,7 +107,7 @@ class TPUClusterResolver(ClusterResolver):
                 "Expected `coordinator_name` to differ from `job_name`. Received: "
                 f"{coordinator_name!r} for both"
             )
-        self._source = tpu_locate.locate(
+        self._source = tpu_locate.locate_tpu(
             tpu, zone, project, credentials, service, discovery_url
         )
         self._task_type = job_name
@@ -122,17 +122,10 @@ class TPUClusterResolver(ClusterResolver):
         zone: str | None = None,
         project: str | None = None,
     ) -> TPUClusterResolver:
-        """Makes a resolver, and looks the TPU up at once.
+        """Make a resolver, and look up the TPU at once.
 
-        The TPU itself is initialised by the backend when it is first used.
-
-        Args:
-            tpu: As of `TPUClusterResolver`.
-            zone: As of `TPUClusterResolver`.
-            project: As of `TPUClusterResolver`.
-
-        Returns:
-            A `TPUClusterResolver`.
+        The backend initializes the TPU itself when it first uses it. The arguments
+        are those of `TPUClusterResolver`.
 
         Raises:
             ValueError: If there is no such TPU.
@@ -149,17 +142,14 @@ class TPUClusterResolver(ClusterResolver):
         return None
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the TPU's hosts, asked for anew where that takes asking.
-
-        Returns:
-            A `ClusterSpec`; an empty one for `"local"`.
+        """Return the TPU's current hosts; no tasks for `"local"`.
 
         Raises:
             ValueError: If there is no such TPU.
             RuntimeError: If the TPU is not ready, or the metadata server does
                 not answer.
         """
-        if isinstance(self._source, tpu_source.Local):
+        if self._source is None:
             return ClusterSpec({})
         jobs = {str(self.task_type): self._source.addresses()}
         if self._coordinator_name:
@@ -172,51 +162,37 @@ class TPUClusterResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Returns the address of a task, or of the TPU's first host.
+        """Return the address of a task, or of the TPU's first host.
 
-        Args:
-            task_type: The job of the task.
-            task_id: The index of the task. Both are needed to name one.
-            rpc_layer: Unused; the protocol is always `"grpc"`.
-
-        Returns:
-            A string such as `"grpc://10.0.0.1:8470"`; empty for `"local"`.
-
-        Raises:
-            ValueError: If there is no such TPU or task.
-            RuntimeError: If the TPU is not ready.
+        It is a string such as `"grpc://10.0.0.1:8470"`; empty for `"local"`. The
+        protocol is always `"grpc"`.
         """
-        del rpc_layer
-        if isinstance(self._source, tpu_source.Local):
+        if self._source is None:
             return ""
         if task_type is None or task_id is None:
-            # Only what the user set counts: the master is the first host, also
-            # when asked for on another.
+            # Use only a task id that the user set: on every host the master is the
+            # first one.
             task_type, task_id = self.task_type, getattr(self, "_task_id", None)
         address = self.cluster_spec().task_address(str(task_type), task_id or 0)
         return format_master_url(address, "grpc")
 
     def get_master(self) -> str:
-        """Returns `master()`."""
+        """Return `master()`."""
         return self.master()
 
     def get_job_name(self) -> str | None:
-        """Returns the job of the TPU's hosts."""
+        """Return the job of the TPU's hosts."""
         return self.task_type
 
     def get_coordination_service_leader(self) -> str:
-        """Returns the name of the task that leads, which is the first host."""
+        """Return the name of the leading task, which is the first host."""
         return f"/job:{self.get_job_name()}/task:0"
 
     def get_tpu_system_metadata(self) -> TPUSystemMetadata:
-        """Returns how many hosts and cores the TPU has.
+        """Return the numbers of hosts and cores of the TPU.
 
-        The backend in use is asked for the cores of this host; all hosts are
-        taken to be alike.
-
-        Returns:
-            A named tuple with `num_cores`, `num_hosts`,
-            `num_of_cores_per_host`, `topology` and `devices`.
+        The active backend lists the cores of this host; all hosts are assumed to have
+        the same number.
         """
         spec = self.cluster_spec()
         num_hosts = spec.num_tasks(str(self.task_type)) if spec else 1
@@ -230,47 +206,30 @@ class TPUClusterResolver(ClusterResolver):
         )
 
     def set_tpu_topology(self, serialized_tpu_topology: bytes) -> None:
-        """Takes the topology of the TPU, for `tpu_hardware_feature`.
+        """Set the topology of the TPU, for `tpu_hardware_feature`.
 
         Args:
-            serialized_tpu_topology: What `serialized()` of a
-                `keras_strategy.tpu.experimental.Topology` returns, or
-                TensorFlow's.
+            serialized_tpu_topology: The `serialized()` bytes of a
+                `keras_strategy.tpu.experimental.Topology`, or of TensorFlow's.
 
         Raises:
-            ValueError: If these bytes are no topology.
+            ValueError: If these bytes are not a topology.
         """
         self._hardware_feature = hardware_feature(serialized_tpu_topology)
 
     @property
     def tpu_hardware_feature(self) -> TPUHardwareFeature | None:
-        """What the TPU has for embeddings, as the topology that was set tells.
+        """The TPU's support for embeddings, from the topology that was set.
 
         It has `embedding_feature` and `num_embedding_devices_per_chip`; None before
         `set_tpu_topology`.
         """
         return self._hardware_feature
 
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: Any = None,
-    ) -> dict[str, int]:
-        """Returns the number of TPU cores per host, asked of the backend in use.
-
-        Args:
-            task_type: Unused; all hosts are alike.
-            task_id: Unused.
-            config_proto: Unused.
-
-        Returns:
-            A dict such as `{"TPU": 4}`, with 0 where there are none.
-        """
-        del task_type, task_id, config_proto
+    def _count_accelerators(self) -> dict[str, int]:
         return {"TPU": local_device_kinds().count("TPU")}
 
-    def _told(self, name: str) -> Any:
+    def _look_up(self, name: str) -> Any:
         if name != "task_id":
             return None
         if self._found_task_id is None:
@@ -278,28 +237,26 @@ class TPUClusterResolver(ClusterResolver):
         return self._found_task_id
 
     def _find_task_id(self) -> int:
-        """The index of this host among the TPU's; 0 where it is none of them."""
-        value = os.environ.get(WORKER_ID)
+        """Return the index of this host in the TPU; 0 if it is not in it."""
+        value = os.environ.get(TPU_WORKER_ID)
         if value:
-            return as_int(value, WORKER_ID)
+            return as_int(value, TPU_WORKER_ID)
         if isinstance(self._source, tpu_source.TPUVM):
             number = metadata.get("instance/attributes/agent-worker-number")
             return as_int(number, "agent-worker-number of the metadata server")
-        for index, address in enumerate(self._source.addresses()):
-            if _is_own(address.rpartition(":")[0].strip("[]")):
+        addresses = self._source.addresses() if self._source else []
+        for index, address in enumerate(addresses):
+            if _is_local_address(address.rpartition(":")[0].strip("[]")):
                 return index
         return 0
 
 
-def _is_own(host: str) -> bool:
-    """Whether an IP address is this machine's; names are not looked up."""
+def _is_local_address(host: str) -> bool:
+    """Return True if an IP address is this machine's; look up no names."""
     try:
-        family = (
-            socket.AF_INET6
-            if ipaddress.ip_address(host).version == 6
-            else (socket.AF_INET)
-        )
-        # Connecting a datagram socket only chooses a route: nothing is sent.
+        is_ipv6 = ipaddress.ip_address(host).version == 6
+        family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
+        # Connecting a datagram socket only chooses a route; it sends nothing.
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))
             return probe.getsockname()[0] == host

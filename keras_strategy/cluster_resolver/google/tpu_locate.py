@@ -1,4 +1,4 @@
-"""Which TPU is meant: by the arguments, or else by the environment."""
+"""Choice of the TPU from the arguments, or else from the environment."""
 
 from __future__ import annotations
 
@@ -12,55 +12,53 @@ from urllib.parse import urlsplit
 from keras_strategy.cluster_resolver.checks import join_host_port, port_number
 from keras_strategy.cluster_resolver.google import metadata
 from keras_strategy.cluster_resolver.google.tpu_source import (
-    PORT,
+    TPU_PORT,
     TPUVM,
-    Given,
-    Local,
-    Node,
-    Source,
+    TPUAddresses,
+    TPUNode,
+    TPUSource,
 )
 
 GKE_ENDPOINTS = "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS"
-NAME = "TPU_NAME"
-CONFIG = "TPU_CONFIG"
-WORKER_HOSTNAMES = "TPU_WORKER_HOSTNAMES"
-DISCOVERY_URL = "TPU_API_DISCOVERY_URL"
+TPU_NAME = "TPU_NAME"
+TPU_CONFIG = "TPU_CONFIG"
+TPU_WORKER_HOSTNAMES = "TPU_WORKER_HOSTNAMES"
+TPU_DISCOVERY_URL = "TPU_API_DISCOVERY_URL"
 
 _ZONE = re.compile(r"[a-z0-9-]+")
 _PROJECT = re.compile(r"[a-z0-9.:-]+")
 
 
-def locate(
+def locate_tpu(
     tpu: str | Sequence[str] | None,
     zone: str | None,
     project: str | None,
     credentials: Any,
     service: Any,
     discovery_url: str | None,
-) -> Source:
-    """Finds the source that the arguments, or else the environment, speak of.
-
-    The arguments are those of `TPUClusterResolver`.
-    """
-    name = _only(tpu)
+) -> TPUSource | None:
+    """Return the source for the arguments of `TPUClusterResolver`; None if local."""
+    name = _single_name(tpu)
     if not name and os.environ.get(GKE_ENDPOINTS):
-        return Given(_endpoints(os.environ[GKE_ENDPOINTS], GKE_ENDPOINTS))
-    name = name or os.environ.get(NAME)
+        return TPUAddresses(_endpoints(os.environ[GKE_ENDPOINTS], GKE_ENDPOINTS))
+    name = name or os.environ.get(TPU_NAME)
     if not name:
         config = _tpu_config()
         name = config.get("tpu_node_name")
         project = project or config.get("project")
         zone = zone or config.get("zone")
-    if not name and os.environ.get(WORKER_HOSTNAMES):
-        return Given(_endpoints(os.environ[WORKER_HOSTNAMES], WORKER_HOSTNAMES))
+    if not name and os.environ.get(TPU_WORKER_HOSTNAMES):
+        return TPUAddresses(
+            _endpoints(os.environ[TPU_WORKER_HOSTNAMES], TPU_WORKER_HOSTNAMES)
+        )
     if not name:
-        return _of_this_machine(empty=tpu is not None)
+        return _this_machine(empty=tpu is not None)
     if name == "local":
-        return Local()
+        return None
     if name.startswith("grpc://"):
-        return Given(_endpoints(name, "`tpu`"))
+        return TPUAddresses(_endpoints(name, "`tpu`"))
     url = _checked_discovery_url(discovery_url)
-    return Node(
+    return TPUNode(
         name,
         project or _from_metadata("project", "project/project-id", _PROJECT),
         zone or _from_metadata("zone", "instance/zone", _ZONE),
@@ -70,7 +68,7 @@ def locate(
     )
 
 
-def _only(tpu: str | Sequence[str] | None) -> str | None:
+def _single_name(tpu: str | Sequence[str] | None) -> str | None:
     if isinstance(tpu, (list, tuple)):
         if not tpu:
             raise ValueError("At least one TPU must be specified. Received: tpu=[]")
@@ -90,7 +88,7 @@ def _only(tpu: str | Sequence[str] | None) -> str | None:
 
 
 def _tpu_config() -> dict[str, str]:
-    text = os.environ.get(CONFIG)
+    text = os.environ.get(TPU_CONFIG)
     if not text:
         return {}
     try:
@@ -102,31 +100,32 @@ def _tpu_config() -> dict[str, str]:
         for key in ("tpu_node_name", "project", "zone")
     ):
         raise ValueError(
-            f"Expected the environment variable {CONFIG} to be a JSON object with the "
-            f'strings "tpu_node_name", "project" and "zone". Received: {text[:200]!r}'
+            f"Expected the environment variable {TPU_CONFIG} to be a JSON object with "
+            'the strings "tpu_node_name", "project" and "zone". Received: '
+            f"{text[:200]!r}"
         )
     return config
 
 
-def _endpoints(text: str, what: str) -> tuple[str, ...]:
-    return tuple(_endpoint(part.strip(), what) for part in text.split(","))
+def _endpoints(text: str, source_name: str) -> tuple[str, ...]:
+    return tuple(_endpoint(part.strip(), source_name) for part in text.split(","))
 
 
-def _endpoint(text: str, what: str) -> str:
+def _endpoint(text: str, source_name: str) -> str:
     address = text.removeprefix("grpc://")
     host, colon, port = address.rpartition(":")
     if not colon or address.endswith("]") or (":" in host and not host.endswith("]")):
-        host, port = address, str(PORT)
+        host, port = address, str(TPU_PORT)
     if not host or "/" in host:
         raise ValueError(
-            f'Expected {what} to be addresses "grpc://host:port" with commas between. '
-            f"Received: {text!r}"
+            f'Expected {source_name} to be addresses "grpc://host:port" separated by '
+            f"commas. Received: {text!r}"
         )
-    return join_host_port(host, port_number(port, f"the port in {what}"))
+    return join_host_port(host, port_number(port, f"the port in {source_name}"))
 
 
-def _of_this_machine(empty: bool) -> Source:
-    """The TPU that this machine is a host of, if it is one."""
+def _this_machine(empty: bool) -> TPUSource:
+    """Return the TPU that this machine is a host of, or raise an error."""
     if empty and metadata.get_or_none("project/project-id") is not None:
         raise RuntimeError(
             "Expected the name of a TPU: on Google Cloud it cannot be empty. "
@@ -137,8 +136,8 @@ def _of_this_machine(empty: bool) -> Source:
         return TPUVM()
     raise ValueError(
         "Please provide a TPU name to connect to: an argument `tpu`, or one of the "
-        f"environment variables {NAME}, {CONFIG} and {GKE_ENDPOINTS}. Received: none, "
-        "and this machine is no host of a TPU"
+        f"environment variables {TPU_NAME}, {TPU_CONFIG} and {GKE_ENDPOINTS}. "
+        "Received: none, and this machine is not a host of a TPU"
     )
 
 
@@ -160,9 +159,11 @@ def _from_metadata(argument: str, path: str, pattern: re.Pattern[str]) -> str:
 
 
 def _checked_discovery_url(argument: str | None) -> str | None:
-    from_environment = os.environ.get(DISCOVERY_URL)
+    from_environment = os.environ.get(TPU_DISCOVERY_URL)
     url = from_environment or argument
     if url and urlsplit(url).scheme.lower() != "https":
-        what = DISCOVERY_URL if from_environment else "`discovery_url`"
-        raise ValueError(f"Expected {what} to begin with https://. Received: {url!r}")
+        source_name = TPU_DISCOVERY_URL if from_environment else "`discovery_url`"
+        raise ValueError(
+            f"Expected {source_name} to begin with https://. Received: {url!r}"
+        )
     return url or None

@@ -1,4 +1,4 @@
-"""What can tell the hosts of a TPU: the caller, a metadata server, the TPU API."""
+"""Sources of a TPU's host addresses: the caller, a metadata server, the TPU API."""
 
 from __future__ import annotations
 
@@ -9,71 +9,62 @@ from keras_strategy.cluster_resolver.checks import join_host_port, port_number
 from keras_strategy.cluster_resolver.google import metadata
 from keras_strategy.cluster_resolver.google.api import build_service, summarize
 
-PORT = 8470
+TPU_PORT = 8470
 
 
-class Source(Protocol):
-    """A TPU whose hosts can be asked for."""
+class TPUSource(Protocol):
+    """Source of a TPU's hosts."""
 
     def addresses(self) -> list[str]:
-        """The `host:port` of every host, in the order of the tasks."""
+        """Return `host:port` of every host, in the order of the tasks."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Local:
-    """A TPU of this machine: there is no one else to know."""
-
-    def addresses(self) -> list[str]:
-        """None: the cluster is empty."""
-        return []
-
-
-@dataclasses.dataclass(frozen=True)
-class Given:
-    """A TPU whose addresses were given."""
+class TPUAddresses:
+    """TPU whose addresses the caller or the environment lists."""
 
     endpoints: tuple[str, ...]
 
     def addresses(self) -> list[str]:
-        """The given addresses."""
+        """Return the listed addresses."""
         return list(self.endpoints)
 
 
 @dataclasses.dataclass(frozen=True)
 class TPUVM:
-    """The TPU of the machine this runs on, as its metadata server tells."""
+    """TPU of the TPU VM that this program runs on, from its metadata server."""
 
     def addresses(self) -> list[str]:
-        """The hosts of the slice that this machine is one of."""
+        """Return the hosts of this machine's slice."""
         text = metadata.get("instance/attributes/worker-network-endpoints")
         hosts = []
         for worker in text.split(","):
-            # Of old, name:id:ip; now, the host alone.
+            # Old servers have name:id:ip, new ones only the host.
             parts = worker.strip().split(":")
             if len(parts) not in (1, 3) or not parts[-1]:
                 raise RuntimeError(
                     "Expected the metadata server's worker-network-endpoints to be "
                     f"hosts, or name:id:ip. Received: {text[:200]!r}"
                 )
-            hosts.append(join_host_port(parts[-1], PORT))
+            hosts.append(join_host_port(parts[-1], TPU_PORT))
         return hosts
 
 
 @dataclasses.dataclass(frozen=True)
-class Node:
-    """A TPU known by its name, which the TPU API is asked for."""
+class TPUNode:
+    """TPU with a name, from the TPU API."""
 
     name: str
     project: str
     zone: str
-    # Not in the repr: they may show keys.
+    # Not in the repr: they may contain keys.
     credentials: Any = dataclasses.field(repr=False)
     service: Any = dataclasses.field(repr=False)
     discovery_url: str | None
 
     def addresses(self) -> list[str]:
-        """The hosts of the node, asked for anew."""
+        """Return the current hosts of the node."""
         node = self._fetch()
         if node.get("state") != "READY":
             raise RuntimeError(
@@ -97,7 +88,7 @@ class Node:
     def _fetch(self) -> dict[str, Any]:
         full_name = f"projects/{self.project}/locations/{self.zone}/nodes/{self.name}"
         try:
-            # Made anew each time: a connection kept for hours times out.
+            # New each time, since an old connection times out.
             service = self.service or build_service(
                 "tpu",
                 "v1",
@@ -112,7 +103,7 @@ class Node:
         except Exception as error:
             raise self._not_found(summarize(error)) from None
         if not isinstance(node, dict):
-            raise self._not_found("the answer is no node")
+            raise self._not_found("the answer is not a node")
         return node
 
     def _not_found(self, reason: str) -> ValueError:
