@@ -58,7 +58,7 @@ def figures_of(train: Callable[[int], None], model: keras.Model) -> Figures:
         The figures. What a call costs once is not in those of a step: they are the
         difference of a long and a short call.
     """
-    count = get_engine().count
+    count = get_engine().count_operations
     # First of all, so that the replicas' threads start under the profiler.
     python_calls(train, 2)
     calls = python_calls(train, 30) - python_calls(train, 10)

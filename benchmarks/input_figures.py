@@ -54,7 +54,7 @@ class Watch:
     """
 
     def __init__(self, strategy: Any):
-        self._member = strategy.extended.cluster.member
+        self._member = strategy.extended.cluster.client
         self._workers = type(strategy.extended.group.workers)
         self._step, self._counts = 0, False
         self.rows = self.row_bytes = 0
@@ -89,7 +89,7 @@ class Watch:
     def watching(self) -> Iterator[None]:
         """Surrounds the `fit`."""
         member, workers = self._member, self._workers
-        agree, tell, gather = member.agree, member.tell, workers.gather
+        agree, tell, gather = member.exchange, member.start_exchange, workers.gather
 
         def agree_noted(operation, value=None, *seconds):
             self._note(operation)
@@ -111,12 +111,12 @@ class Watch:
                 self.row_bytes += np.asarray(tensor).nbytes
             return gather(this, name, tensor, axis)
 
-        member.agree, member.tell = agree_noted, tell_noted
+        member.exchange, member.start_exchange = agree_noted, tell_noted
         workers.gather = gather_noted
         try:
             yield
         finally:
-            del member.agree, member.tell
+            del member.exchange, member.start_exchange
             workers.gather = gather
 
 
@@ -259,7 +259,7 @@ def _figures(strategy: Any, model: keras.Model, make: Callable) -> InputFigures:
     # Compiles; and on torch, who sums what comes in which order is known after it.
     for _ in range(2):
         train(SHORT)
-    collectives = [get_engine().count(train, steps)[0] for steps in (SHORT, LONG)]
+    collectives = [get_engine().count_operations(train, steps)[0] for steps in (SHORT, LONG)]
     watched = [_watched(strategy, model, make, steps) for steps in (SHORT, LONG)]
     pairs = [*zip(*watched, strict=True), collectives]
     return InputFigures(*((long - short) / (LONG - SHORT) for short, long in pairs))

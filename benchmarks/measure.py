@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.comparisons import Comparison
 from benchmarks.sides import Sided
-from keras_strategy.launch.machine import Others
+from keras_strategy.launch.machine import OtherLoad
 from keras_strategy.launch.pairing import CPU, Pairing, compare, warm
 from keras_strategy.testing.warm_starter import WarmStarter
 
@@ -98,7 +98,7 @@ def _start(
             sides[-1].ready()  # each has the machine for its first step
         mine, peer = sides
         steps = warm(mine.train, peer.train, seconds)
-        others, before = Others(), _used(sides)
+        others, before = OtherLoad(), _used(sides)
         pairing = compare(mine.train, peer.train, steps, rounds)
         used, idle = (a - b for a, b in zip(_used(sides), before, strict=True))
         share = others.share(used)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_strategy.core.native import REASONS
-from keras_strategy.core.refused import Refused
+from keras_strategy.core.refused import UnsupportedName
 from keras_strategy.core.replica_context import ReplicaContext
 from keras_strategy.strategies.old_names import OldNames
 
@@ -85,7 +85,7 @@ def _refused_of(pattern: str, cls: type) -> dict[str, Status]:
     return {
         f"{pattern}.{name}": refused(value.reason)
         for name, value in vars(cls).items()
-        if isinstance(value, Refused)
+        if isinstance(value, UnsupportedName)
     }
 
 

@@ -8,12 +8,12 @@ import keras
 import numpy as np
 
 from keras_strategy.core import context
-from keras_strategy.core.components import VariableComponent, bare
+from keras_strategy.core.components import VariableComponent, unwrap_variables
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.replica_context import ReplicaContext
 from keras_strategy.core.step_state import StepState
 from keras_strategy.hooks.variables import byte_count
-from keras_strategy.rules.reduction import addable
+from keras_strategy.rules.reduction import cast_for_sum
 from keras_strategy.values.distributed import (
     DistributedValues,
     Mirrored,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from keras_strategy.options.run import RunOptions
 
 
-def tensors_of_arrays(structure: Any) -> Any:
+def arrays_to_tensors(structure: Any) -> Any:
     """A structure with tensors in the place of NumPy's arrays of numbers.
 
     Not every backend computes with NumPy's arrays and its own tensors together.
@@ -54,14 +54,14 @@ class SingleReplica:
 
     def all_reduce(self, reduce_op: ReduceOp, value: Any) -> Any:
         if reduce_op is ReduceOp.SUM:
-            return addable(value)
+            return cast_for_sum(value)
         return keras.ops.convert_to_tensor(value)
 
     def all_gather(self, value: Any, axis: int) -> Any:
         return keras.ops.convert_to_tensor(value)
 
     def merge_call(self, merge_fn: Callable[..., Any], args: tuple, kwargs: dict):
-        with context.strategy_in_charge(self._strategy):
+        with context.cross_replica_scope(self._strategy):
             return merge_fn(self._strategy, *args, **kwargs)
 
     def once(self, fn: Callable[[], Any]) -> Any:
@@ -95,22 +95,22 @@ class SingleReplicaGroup:
     def adopt(self, variables: Sequence[Any]) -> None:
         """Variables stay where they are; Keras moves what it computes with."""
 
-    def take_first(self, variables: Sequence[Any]) -> int:
+    def sync_initial_values(self, variables: Sequence[Any]) -> int:
         return len(variables)  # there is one value
 
-    def around(self, model: Any, method: str, arguments: dict[str, Any]):
+    def trainer_scope(self, model: Any, method: str, arguments: dict[str, Any]):
         return contextlib.nullcontext()
 
-    def check_apply_outside_of_replicas(self) -> None:
+    def check_cross_replica_apply(self) -> None:
         """There are no gradients to sum."""
 
     def components(self, variable: Any) -> tuple[Any, ...]:
         return (variable.value,)
 
-    def bytes_of(self, variable: Any) -> tuple[int, ...]:
+    def local_bytes(self, variable: Any) -> tuple[int, ...]:
         return (byte_count(variable),)
 
-    def parts(self, variable: Any) -> PerReplica:
+    def per_replica_value(self, variable: Any) -> PerReplica:
         return PerReplica(self.components(variable))
 
     def assign_components(self, variable: Any, values: Sequence[Any]) -> None:
@@ -121,8 +121,8 @@ class SingleReplicaGroup:
     ) -> Any:
         device = self._strategy.extended.worker_devices[0]
         component = VariableComponent(variable, variable.value, device)
-        args, kwargs = tensors_of_arrays(select_replica((args, kwargs), 0, 1, "update"))
-        result = bare(fn(component, *args, **kwargs))
+        args, kwargs = arrays_to_tensors(select_replica((args, kwargs), 0, 1, "update"))
+        result = unwrap_variables(fn(component, *args, **kwargs))
         if component.assigned:
             self.assign_components(variable, [component.value])
         return result
@@ -139,15 +139,15 @@ class SingleReplicaGroup:
         scope: Callable[[], contextlib.AbstractContextManager[Any]],
     ) -> Any:
         with scope():
-            args, kwargs = tensors_of_arrays(select_replica((args, kwargs), 0, 1))
-            with context.replica_in_charge(self.context):
+            args, kwargs = arrays_to_tensors(select_replica((args, kwargs), 0, 1))
+            with context.replica_scope(self.context):
                 return fn(*args, **kwargs)
 
     def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
         (component,) = value.values
         if axis is None and reduce_op is ReduceOp.MEAN:
             return component
-        component = addable(component)
+        component = cast_for_sum(component)
         if axis is None:
             return component
         combine = keras.ops.sum if reduce_op is ReduceOp.SUM else keras.ops.mean

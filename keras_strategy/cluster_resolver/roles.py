@@ -11,7 +11,7 @@ from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
 TASK_TYPES = ("chief", "worker", "evaluator", "ps")
 
 
-def validate(spec: ClusterSpec, task_type: str | None, task_id: int | None) -> None:
+def validate_task(spec: ClusterSpec, task_type: str | None, task_id: int | None) -> None:
     """Check that a cluster can be trained on, and that the task is in it.
 
     Args:
@@ -52,7 +52,7 @@ def validate(spec: ClusterSpec, task_type: str | None, task_id: int | None) -> N
 
 def is_chief(spec: ClusterSpec, task_type: str, task_id: int) -> bool:
     """Return True if a task is the one that writes checkpoints and logs."""
-    validate(spec, task_type, task_id)
+    validate_task(spec, task_type, task_id)
     if task_type in ("chief", "evaluator"):
         return True
     return "chief" not in spec.jobs and task_type == "worker" and task_id == 0
@@ -74,7 +74,7 @@ def worker_count(spec: ClusterSpec, task_type: str) -> int:
     Raises:
         ValueError: If tasks of this type do not train, or are not in the cluster.
     """
-    validate(spec, None, None)
+    validate_task(spec, None, None)
     if task_type == "evaluator":
         return 1
     if task_type not in ("chief", "worker") or task_type not in spec.jobs:
@@ -85,13 +85,13 @@ def worker_count(spec: ClusterSpec, task_type: str) -> int:
     return len(training_addresses(spec))
 
 
-def rank(spec: ClusterSpec, task_type: str, task_id: int) -> int:
+def task_rank(spec: ClusterSpec, task_type: str, task_id: int) -> int:
     """Return the rank of a task among those that train: the chief's is 0.
 
     Raises:
         ValueError: If tasks of this type do not train, or are not in the cluster.
     """
-    validate(spec, task_type, task_id)
+    validate_task(spec, task_type, task_id)
     if task_type in ("chief", "evaluator"):
         return 0
     if task_type == "worker":

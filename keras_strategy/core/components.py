@@ -79,7 +79,7 @@ class VariableComponent(keras.Variable):
         return f"<VariableComponent of '{self.path}' on {self.device}: {self.value!r}>"
 
 
-class Containers:
+class ComponentOwners:
     """Map from components to their variables, without keeping either alive."""
 
     def __init__(self):
@@ -108,7 +108,7 @@ class Containers:
         return otherwise if container is None else container
 
 
-def bare(result: Any) -> Any:
+def unwrap_variables(result: Any) -> Any:
     """Return a structure with values in place of variables."""
     return map_leaves(
         lambda leaf: leaf.value if isinstance(leaf, keras.Variable) else leaf, result
@@ -155,10 +155,10 @@ def update_components(
             components.append({key: component(of) for key, of in values.items()})
             local_args, local_kwargs = tree.map_structure(place, local)
             results.append(
-                bare(fn(components[-1][id(variable)], *local_args, **local_kwargs))
+                unwrap_variables(fn(components[-1][id(variable)], *local_args, **local_kwargs))
             )
     for key, (target, _) in values.items():
         assigned_to = [by_variable[key] for by_variable in components]
         if any(component.assigned for component in assigned_to):
             group.assign_components(target, [c.value for c in assigned_to])
-    return regroup(results, backend.is_tensor, Mirrored, one_of_many=True)
+    return regroup(results, backend.is_tensor, Mirrored, always_distributed=True)

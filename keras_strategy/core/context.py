@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from keras_strategy.core.step_state import Trial
+from keras_strategy.core.step_state import DryRun
 
 if TYPE_CHECKING:
     from keras_strategy.core.protocol import Replica
@@ -25,12 +25,12 @@ class _Place(threading.local):
         self.scopes: list[Strategy | None] = []
         self.replica: ReplicaContext | None = None
         self.replicas_wait = False
-        self.trial: Trial | None = None
+        self.dry_run: DryRun | None = None
 
 
 _place = _Place()
 # Public to hot hooks, which read it without a function call.
-place = _place
+thread_state = _place
 _process_wide: list[Any] = []  # at most one (strategy, entered scope)
 _default: "Strategy | None" = None
 _make_default: "Callable[[], Strategy] | None" = None
@@ -45,7 +45,7 @@ def default_strategy() -> "Strategy":
     return _default
 
 
-def make_default_with(make: Callable[[], "Strategy"]) -> None:
+def register_default_strategy(make: Callable[[], "Strategy"]) -> None:
     """Register what creates the default strategy on first use."""
     global _make_default
     _make_default = make
@@ -60,7 +60,7 @@ def current_scope() -> "Strategy | None":
     return _process_wide[0][0] if _process_wide else None
 
 
-def depth() -> int:
+def scope_depth() -> int:
     """Return the number of nested scopes of this thread."""
     return len(_place.scopes)
 
@@ -79,11 +79,11 @@ def distributed_replica() -> "Replica | None":
     return replica._replica
 
 
-def replica_or_trial() -> "Replica | Trial | None":
+def replica_or_dry_run() -> "Replica | DryRun | None":
     """Return `distributed_replica()`, or the dry run this thread is in."""
     replica = _place.replica
     if replica is None:
-        return _place.trial
+        return _place.dry_run
     # Inlined from `distributed_replica`, for speed.
     if (replica._replicas or replica.num_replicas_in_sync) == 1:
         return None
@@ -91,7 +91,7 @@ def replica_or_trial() -> "Replica | Trial | None":
 
 
 @contextlib.contextmanager
-def strategy_in_charge(strategy: "Strategy | None") -> Iterator[None]:
+def cross_replica_scope(strategy: "Strategy | None") -> Iterator[None]:
     """Enter the cross-replica context of `strategy`; None is no strategy."""
     replica, _place.replica = _place.replica, None
     enter_scope(strategy)
@@ -113,19 +113,19 @@ def leave_scope() -> None:
 
 
 @contextlib.contextmanager
-def as_on_one_device() -> Iterator[Trial]:
+def dry_run_scope() -> Iterator[DryRun]:
     """Leave all strategies for a dry run, and yield its findings."""
-    trial = Trial()
-    with strategy_in_charge(None):
-        before, _place.trial = _place.trial, trial
+    trial = DryRun()
+    with cross_replica_scope(None):
+        before, _place.dry_run = _place.dry_run, trial
         try:
             yield trial
         finally:
-            _place.trial = before
+            _place.dry_run = before
 
 
 @contextlib.contextmanager
-def replica_in_charge(context: "ReplicaContext") -> Iterator[None]:
+def replica_scope(context: "ReplicaContext") -> Iterator[None]:
     """Enter the replica context `context`."""
     previous, _place.replica = _place.replica, context
     try:
@@ -135,7 +135,7 @@ def replica_in_charge(context: "ReplicaContext") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replicas_waiting() -> Iterator[None]:
+def merge_call_scope() -> Iterator[None]:
     """Mark that this thread acts for all replicas while they wait for it."""
     before, _place.replicas_wait = _place.replicas_wait, True
     try:
@@ -194,8 +194,8 @@ def get_replica_context() -> "ReplicaContext | None":
         assert ks.get_replica_context() is None
     ```
     """
-    if _place.trial is not None:
-        _place.trial.knows = True
+    if _place.dry_run is not None:
+        _place.dry_run.depends_on_replicas = True
     if current_scope() is None:
         return default_strategy().extended.group.context
     return _place.replica

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from keras_strategy.core.protocol import ReplicaGroup
 
 if TYPE_CHECKING:
-    from keras_strategy.core.context import Trial
+    from keras_strategy.core.context import DryRun
     from keras_strategy.core.strategy import Strategy
     from keras_strategy.options.input import InputOptions
     from keras_strategy.workers.cluster import Cluster
@@ -32,15 +32,15 @@ class Engine(Protocol):
         """
         ...
 
-    def refusal_of_shard(self, shard: str) -> str | None:
+    def sharding_unsupported_reason(self, shard: str) -> str | None:
         """Return why `shard` is unsupported, and what works; None if supported."""
         ...
 
-    def refusal_of_logical_devices(self) -> str | None:
+    def logical_devices_unsupported_reason(self) -> str | None:
         """Return why a replica has one device, and what works; None if several can."""
         ...
 
-    def coordinates_of_tpus(self) -> list[tuple[int, int, int, int]]:
+    def tpu_coordinates(self) -> list[tuple[int, int, int, int]]:
         """Return the mesh coordinates of the local TPU devices, in device order."""
         ...
 
@@ -60,7 +60,7 @@ class Engine(Protocol):
         """Return True if `value` is a tensor of this backend."""
         ...
 
-    def number(self, value: Any) -> int | None:
+    def static_int(self, value: Any) -> int | None:
         """Return an integer that may be a tensor; None if a trace hides its value."""
         ...
 
@@ -78,7 +78,7 @@ class Engine(Protocol):
         """
         ...
 
-    def draw_part(
+    def draw_slice(
         self, name: str, given: dict[str, Any], begin: Any, seed: Callable[[], Any]
     ) -> Any:
         """Draw one slice of a random tensor without drawing the rows before it.
@@ -96,9 +96,9 @@ class Engine(Protocol):
         """
         ...
 
-    def rehearse(
+    def dry_run(
         self, fn: Callable[..., Any], args: tuple, kwargs: dict, rows: int
-    ) -> "Trial":
+    ) -> "DryRun":
         """Dry-run a function as one device would run it, see `hooks.rehearsal`.
 
         Args:
@@ -109,7 +109,7 @@ class Engine(Protocol):
         """
         ...
 
-    def copies_to_derive_by(
+    def gradient_variable_copies(
         self, variables: Sequence[Any], layers: Iterable[Any]
     ) -> AbstractContextManager[list[tuple[Any, Any]]]:
         """Context manager around a dry-run step of which only the gradients are used.
@@ -138,7 +138,7 @@ class Engine(Protocol):
         """Return a tensor's canonical device name; None if a program decides it."""
         ...
 
-    def in_trace(self) -> bool:
+    def is_tracing(self) -> bool:
         """Return True while Python is traced and tensors have no values."""
         ...
 
@@ -148,7 +148,7 @@ class Engine(Protocol):
         """Implement `keras_strategy.value_and_grad`."""
         ...
 
-    def hook_modules(self) -> Sequence[ModuleType]:
+    def patch_modules(self) -> Sequence[ModuleType]:
         """Return the modules that patch Keras for this backend, in install order."""
         ...
 
@@ -215,7 +215,7 @@ class Engine(Protocol):
         """
         ...
 
-    def count(
+    def count_operations(
         self, train: Callable[[int], None], steps: int
     ) -> tuple[int, int, int, int]:
         """Count this backend's operations while `train(steps)` runs.
@@ -226,7 +226,7 @@ class Engine(Protocol):
         """
         ...
 
-    def shares(
+    def compute_and_comm_fractions(
         self, train: Callable[[int], None], steps: int
     ) -> tuple[float, float] | None:
         """Profile `train(steps)`.
@@ -237,7 +237,7 @@ class Engine(Protocol):
         """
         ...
 
-    def require_loop_in_python(self) -> None:
+    def require_eager_loop(self) -> None:
         """Raise where a Python loop over data would be compiled and unrolled.
 
         Raises:

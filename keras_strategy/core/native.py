@@ -31,7 +31,7 @@ REASONS = {
 
 
 @functools.cache
-def native(name: str) -> Any:
+def native_or_unsupported(name: str) -> Any:
     """Return tf.distribute's object of that name, one of `REASONS`.
 
     On other backends, return a class whose constructor raises the reason.
@@ -73,5 +73,5 @@ class _Unsupported(metaclass=_UnsupportedMeta):
 
 def __getattr__(name: str) -> Any:
     if name in REASONS:
-        return native(name)
+        return native_or_unsupported(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -30,7 +30,7 @@ _SHARED = (
 )
 
 
-class OwnValues(PerReplica):
+class DifferingAttribute(PerReplica):
     """Value of an attribute that replicas have set to different values.
 
     Args:
@@ -102,31 +102,31 @@ class _Notice:
                 self.installed = False
 
 
-notice = _Notice()
+setattr_hooks = _Notice()
 
 
 class _Here(threading.local):
     """Attributes of the replica whose turn it is in this thread."""
 
-    own: "OwnAttributes | None" = None
+    attributes: "ReplicaAttributes | None" = None
 
 
-here = _Here()
+current_turn = _Here()
 
 
-def whose_turn() -> "OwnAttributes | None":
+def current_attributes() -> "ReplicaAttributes | None":
     """Return the attributes of the replica whose turn it is in this thread."""
-    return here.own
+    return current_turn.attributes
 
 
 @contextlib.contextmanager
-def set_for_all() -> Iterator[None]:
+def set_on_all_replicas() -> Iterator[None]:
     """Let this thread set attributes for all replicas."""
-    own, here.own = here.own, None
+    own, current_turn.attributes = current_turn.attributes, None
     try:
         yield
     finally:
-        here.own = own
+        current_turn.attributes = own
 
 
 class _Attribute:
@@ -160,13 +160,13 @@ class _Contents:
 
     def read(self) -> Any:
         parts = list(self._parts(self.owner))
-        if len(parts) == 1 and isinstance(parts[0], OwnValues):
+        if len(parts) == 1 and isinstance(parts[0], DifferingAttribute):
             return parts[0]
         return self._kind(self.owner)
 
     def write(self, value: Any) -> None:
         kind = self._kind
-        if isinstance(value, OwnValues):  # stands for all contents
+        if isinstance(value, DifferingAttribute):  # stands for all contents
             value = {"replicas": value} if issubclass(kind, dict) else kind([value])
         kind.clear(self.owner)
         if kind is list:
@@ -184,7 +184,7 @@ class _Contents:
 _Place = _Attribute | _Contents
 
 
-class OwnAttributes:
+class ReplicaAttributes:
     """Attributes that one replica sets on layers during a run.
 
     Args:
@@ -192,7 +192,7 @@ class OwnAttributes:
     """
 
     def __init__(self, made: dict[int, Any]):
-        self.made = made
+        self.new_layers = made
         # Each place, and its value when the turn changes.
         self.swapped: dict[Hashable, tuple[_Place, Any]] = {}
         self._in_place = False
@@ -202,7 +202,7 @@ class OwnAttributes:
         key = id(layer), name
         if isinstance(value, _SHARED):
             self.swapped.pop(key, None)
-        elif key not in self.swapped and id(layer) not in self.made:
+        elif key not in self.swapped and id(layer) not in self.new_layers:
             place = _Attribute(layer, name)
             self.swapped[key] = place, place.read()
 
@@ -221,39 +221,39 @@ class OwnAttributes:
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
         """Context manager around one turn of the replica."""
-        self.put_back()
+        self.swap_in()
         try:
             yield
         finally:
-            self.set_aside()
+            self.swap_out()
 
-    def put_back(self) -> None:
+    def swap_in(self) -> None:
         """Begin a turn."""
-        with notice.lock:  # hot path: avoid calls
-            notice.turns += 1
-            if not notice.installed:
-                notice.put()
-        here.own = self
+        with setattr_hooks.lock:  # hot path: avoid calls
+            setattr_hooks.turns += 1
+            if not setattr_hooks.installed:
+                setattr_hooks.put()
+        current_turn.attributes = self
         self._in_place = True
         if self.swapped:
             self._swap()
 
-    def set_aside(self) -> None:
+    def swap_out(self) -> None:
         """End a turn, unless an error has ended it."""
-        here.own = None
+        current_turn.attributes = None
         if self._in_place:
             self._in_place = False
-            with notice.lock:
-                notice.turns -= 1
+            with setattr_hooks.lock:
+                setattr_hooks.turns -= 1
             if self.swapped:
                 self._swap()
 
     def keep(self) -> None:
         """End the only turn of a single replica; its values stay in place."""
-        here.own = None
+        current_turn.attributes = None
         self._in_place = False
-        with notice.lock:
-            notice.turns -= 1
+        with setattr_hooks.lock:
+            setattr_hooks.turns -= 1
         self.swapped.clear()
 
     def _swap(self) -> None:
@@ -263,17 +263,17 @@ class OwnAttributes:
 
 
 @contextlib.contextmanager
-def set_for_nobody() -> Iterator[None]:
+def discard_attribute_changes() -> Iterator[None]:
     """Discard what this thread sets on layers, for dry runs."""
-    own = here.own
+    own = current_turn.attributes
     try:
-        with OwnAttributes({}).in_turn():
+        with ReplicaAttributes({}).in_turn():
             yield
     finally:
-        here.own = own
+        current_turn.attributes = own
 
 
-class AttributesOfReplicas:
+class GroupAttributes:
     """Attributes that a group's replicas set on layers, from run to run.
 
     Args:
@@ -286,24 +286,24 @@ class AttributesOfReplicas:
         self._is_tensor = is_tensor
         self._differing: list[tuple[weakref.ref, str | None]] = []
 
-    def begin(self) -> list[OwnAttributes]:
+    def begin(self) -> list[ReplicaAttributes]:
         """Begin a run: each replica gets the values it left."""
         made: dict[int, Any] = {}
-        replicas = [OwnAttributes(made) for _ in range(self._replicas)]
+        replicas = [ReplicaAttributes(made) for _ in range(self._replicas)]
         for reference, name in self._differing:
             owner = reference()
             if owner is None:
                 continue
             place = _Contents(owner) if name is None else _Attribute(owner, name)
             found = place.read()
-            if not isinstance(found, OwnValues):  # overwritten since
+            if not isinstance(found, DifferingAttribute):  # overwritten since
                 continue
             key = id(owner) if name is None else (id(owner), name)
             for replica, value in zip(replicas, found.values, strict=True):
                 replica.swapped[key] = place, value
         return replicas
 
-    def commit(self, replicas: Sequence[OwnAttributes]) -> None:
+    def commit(self, replicas: Sequence[ReplicaAttributes]) -> None:
         """Write what the replicas have set, once all of them have succeeded."""
         places = {
             key: place for own in replicas for key, (place, _) in own.swapped.items()
@@ -317,7 +317,7 @@ class AttributesOfReplicas:
             if all(self._same(first, other) for other in others):
                 place.write(first)
             else:
-                place.write(OwnValues([first, *others], place.description))
+                place.write(DifferingAttribute([first, *others], place.description))
                 self._differing.append((weakref.ref(place.owner), place.name))
 
     def _same(self, a: Any, b: Any) -> bool:

@@ -12,7 +12,7 @@ from keras_strategy.values.distributed import DistributedValues, Mirrored, Reduc
 
 if TYPE_CHECKING:
     from keras_strategy.core.step_state import StepState
-    from keras_strategy.core.workers import Workers
+    from keras_strategy.core.workers import WorkerCollectives
     from keras_strategy.options.run import RunOptions
 
 
@@ -22,7 +22,7 @@ class ReplicaGroup(Protocol):
     devices: tuple[str, ...]
 
     @property
-    def workers(self) -> "Workers | None":
+    def workers(self) -> "WorkerCollectives | None":
         """Collectives between the processes; None for a single process."""
         ...
 
@@ -39,7 +39,7 @@ class ReplicaGroup(Protocol):
         """Mirror variables that were created outside the scope; keep their values."""
         ...
 
-    def take_first(self, variables: Sequence[Any]) -> int:
+    def sync_initial_values(self, variables: Sequence[Any]) -> int:
         """Set variables that got their initial values to the chief's.
 
         Returns:
@@ -48,7 +48,7 @@ class ReplicaGroup(Protocol):
         """
         ...
 
-    def around(
+    def trainer_scope(
         self, model: Any, method: str, arguments: dict[str, Any]
     ) -> AbstractContextManager[Any]:
         """Context manager around Keras's own `fit`, `evaluate` and the like.
@@ -60,7 +60,7 @@ class ReplicaGroup(Protocol):
         """
         ...
 
-    def check_apply_outside_of_replicas(self) -> None:
+    def check_cross_replica_apply(self) -> None:
         """Raise if an optimizer cannot apply gradients in cross-replica context.
 
         Raises:
@@ -72,11 +72,11 @@ class ReplicaGroup(Protocol):
         """Return the component of `variable` on each local replica."""
         ...
 
-    def bytes_of(self, variable: Any) -> tuple[int, ...]:
+    def local_bytes(self, variable: Any) -> tuple[int, ...]:
         """Return the bytes of `variable` on each local device."""
         ...
 
-    def parts(self, variable: Any) -> DistributedValues:
+    def per_replica_value(self, variable: Any) -> DistributedValues:
         """Return the replicas' values of `variable`, in the form `reduce` takes."""
         ...
 
@@ -168,7 +168,7 @@ class ReplicaGroup(Protocol):
 class LogicalGroup(ReplicaGroup, Protocol):
     """Replica group whose replicas have several devices each."""
 
-    def lay_out(self, tensor: Any, parts: Sequence[int]) -> Any:
+    def shard_tensor(self, tensor: Any, parts: Sequence[int]) -> Any:
         """Shard a replica's tensor over its devices, inside a compiled program.
 
         Args:

@@ -10,7 +10,7 @@ from keras_strategy.core.registry import get_engine
 
 
 @contextlib.contextmanager
-def random_states_kept() -> Iterator[None]:
+def preserve_random_states() -> Iterator[None]:
     """Restore the Python, NumPy and backend generators on exit.
 
     An unseeded backend generator stays unseeded: with a seed, TensorFlow would shuffle

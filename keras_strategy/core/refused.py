@@ -3,7 +3,7 @@
 from typing import Any, NoReturn
 
 
-class Refused:
+class UnsupportedName:
     """Class attribute for a tf.distribute name that does not exist here.
 
     Reading it raises AttributeError, so `hasattr` is False.

@@ -7,7 +7,7 @@ import keras
 from keras import tree
 
 from keras_strategy.core import context
-from keras_strategy.core.refused import Refused
+from keras_strategy.core.refused import UnsupportedName
 from keras_strategy.options.communication import check_communication_options
 from keras_strategy.values.distributed import DistributedValues, ReduceOp
 
@@ -40,7 +40,7 @@ class ReplicaContext:
     ```
     """
 
-    __enter__ = Refused("`strategy.run` calls its function inside the replica.")
+    __enter__ = UnsupportedName("`strategy.run` calls its function inside the replica.")
 
     def __init__(self, strategy: "Strategy", replica: "Replica"):
         self._strategy = strategy
@@ -112,7 +112,7 @@ class ReplicaContext:
         return total / self._replica.all_reduce(ReduceOp.SUM, replicas)
 
     def _reduce(self, op: ReduceOp, value: Any) -> Any:
-        custom = self._strategy.extended.own_sums
+        custom = self._strategy.extended.custom_reducer
         if custom is None:
             return self._replica.all_reduce(op, value)
         return custom.all_reduce(self._replica, op, value)
@@ -177,7 +177,7 @@ class ReplicaContext:
         self._check("merge_call", None)
 
         def merge(strategy, *args, **kwargs):
-            with context.replicas_waiting():
+            with context.merge_call_scope():
                 return merge_fn(strategy, *args, **kwargs)
 
         return self._replica.merge_call(merge, tuple(args), dict(kwargs or {}))

@@ -35,7 +35,7 @@ class BatchRows:
 
 
 @functools.lru_cache(maxsize=128)
-def ranges(counts: tuple[int, ...]) -> list[RowRange]:
+def row_ranges(counts: tuple[int, ...]) -> list[RowRange]:
     """Return the rows of each replica, from the number of rows of each."""
     return [
         RowRange(sum(counts[:replica]), count, sum(counts))

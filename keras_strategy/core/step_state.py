@@ -33,7 +33,7 @@ class StepState:
         rows: This replica's rows of the global batch; None if unknown.
         draws: Batch dimensions of the step's random draws.
         drawn: Number of draws so far, by kind.
-        rehearse: Dry-runs the step, see `rules.draws.Rehearse`.
+        dry_run: Dry-runs the step, see `rules.draws.Rehearse`.
         drawing: True while a draw is for all rows or for none.
         warn_unless: Called in the first step of a loop with a function that returns a
             condition, and one that warns if it is false; None if nothing is to be
@@ -42,24 +42,24 @@ class StepState:
 
     row_weight: Any = None
     assigned: dict[int, Any] = field(default_factory=dict)
-    read: set[int] = field(default_factory=set)
-    parts: dict[int, Any] = field(default_factory=dict)
-    merged: dict[int, Any] = field(default_factory=dict)
-    applying: bool = False
-    gradients_of: Sequence[Any] | None = None
+    sum_variables_read: set[int] = field(default_factory=set)
+    on_read_writes: dict[int, Any] = field(default_factory=dict)
+    on_read_merged: dict[int, Any] = field(default_factory=dict)
+    is_applying: bool = False
+    reducing_gradients_of: Sequence[Any] | None = None
     optimizer: Any = None
     has_all_rows: bool = False
     logs_are_metrics: bool = False
     rows: RowRange | None = None
     draws: Any = None
-    drawn: dict[Any, int] = field(default_factory=dict)
-    rehearse: Callable[[int], Any] | None = None
-    drawing: bool = False
+    draw_counts: dict[Any, int] = field(default_factory=dict)
+    dry_run: Callable[[int], Any] | None = None
+    is_drawing: bool = False
     warn_unless: Callable[[Callable[[], Any], Callable[[], None]], None] | None = None
 
 
 @dataclass
-class Trial:
+class DryRun:
     """Findings of a dry run of a function, called as on one device.
 
     Attributes:
@@ -77,13 +77,13 @@ class Trial:
             one device.
     """
 
-    knows: bool = False
-    drew: bool = False
-    share: float = 1.0
+    depends_on_replicas: bool = False
+    drew_random: bool = False
+    row_fraction: float = 1.0
     draws: list[Any] | None = None
     gradients: list[Any] | None = None
-    drawing: bool = False
-    of_rows: bool = False
+    is_drawing: bool = False
+    tests_row_independence: bool = False
     step: Any = None
 
     def draw_once(self, what: Any, draw: Callable[[], Any], skip: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from keras_strategy.values.distributed import ReduceOp
 from keras_strategy.values.logical_devices import LogicalDevices
-from keras_strategy.values.topology import Topology
+from keras_strategy.values.topology import ReplicaTopology
 
 if TYPE_CHECKING:
     from keras_strategy.core.protocol import ReplicaGroup
@@ -66,7 +66,7 @@ class StrategyExtended(Protocol):
         ...
 
     @property
-    def own_sums(self) -> Any:
+    def custom_reducer(self) -> Any:
         """Reduction by the user's `CrossDeviceOps`, or None."""
         ...
 
@@ -76,7 +76,7 @@ class StrategyExtended(Protocol):
         ...
 
     @property
-    def topology(self) -> Topology: ...
+    def topology(self) -> ReplicaTopology: ...
 
     @property
     def worker_devices(self) -> tuple[str, ...]: ...

@@ -19,19 +19,19 @@ from keras_strategy.errors import WorkerInputError, WorkersDifferError
 
 if TYPE_CHECKING:
     from keras_strategy.workers.cluster import Cluster
-    from keras_strategy.workers.member import Waiting
+    from keras_strategy.workers.member import TrackedOperation
 
 # A tensor's shape and dtype, in JSON types.
 Layout = list[Any]
 
-DIGEST_BYTES = 7
-# Length of the checksum behind summed values, see `tail_of`.
-TAIL = 2 * DIGEST_BYTES
+CHECKSUM_BYTES = 7
+# Length of the checksum behind summed values, see `checksum_tail`.
+CHECKSUM_TAIL = 2 * CHECKSUM_BYTES
 # Up to this many workers the checksum's sums are exact in float32.
-MOST_WORKERS = 256
+MAX_CHECKSUM_WORKERS = 256
 
 
-class Workers(abc.ABC):
+class WorkerCollectives(abc.ABC):
     """Collectives of a cluster's processes, one call at a time.
 
     All workers make the same calls in the same order. Messages name calls.
@@ -95,7 +95,7 @@ class Workers(abc.ABC):
         """Sum a tensor over the workers; see `sum_all`."""
         return self.sum_all(name, [tensor])[0]
 
-    def take_chiefs(self, name: str, tensors: Sequence[Any]) -> list[Any]:
+    def broadcast_if_different(self, name: str, tensors: Sequence[Any]) -> list[Any]:
         """Return the chief's tensors where those of the workers differ.
 
         Args:
@@ -111,29 +111,29 @@ class Workers(abc.ABC):
         """
         arrays = [keras.ops.convert_to_numpy(tensor) for tensor in tensors]
         layouts = [[list(array.shape), str(array.dtype)] for array in arrays]
-        local = [digest_of(array)[:24] for array in arrays]
-        digests = self.cluster.agree(kind_of(name), local)
+        local = [array_digest(array)[:24] for array in arrays]
+        digests = self.cluster.exchange(operation_kind(name), local)
         count = min(map(len, digests))
         results: list[Any] = [None] * count
         differing = [i for i in range(count) if any(d[i] != local[i] for d in digests)]
         if not differing:
             return results
-        differences = self.cluster.differences(name, [layouts[i] for i in differing])
+        differences = self.cluster.values_if_different(name, [layouts[i] for i in differing])
         if differences is not None:
             raise ValueError(
                 f"All workers must create the same variables. Received, for `{name}`: "
-                f"{self.cluster.listed(map(described, differences))}."
+                f"{self.cluster.format_by_worker(map(describe_layouts, differences))}."
             )
         chiefs = self.broadcast(name, [tensors[i] for i in differing])
         for i, tensor in zip(differing, chiefs, strict=True):
             results[i] = tensor
         return results
 
-    def waiting(self, name: str) -> "Waiting":
-        """Context manager around a wait, see `workers.Member.waiting`."""
-        return self.cluster.member.waiting(name)
+    def track_operation(self, name: str) -> "TrackedOperation":
+        """Context manager around a wait, see `workers.CoordinatorClient.waiting`."""
+        return self.cluster.client.track_operation(name)
 
-    def difference(self, name: str, layout: Layout, which: str = "") -> Exception:
+    def mismatch_error(self, name: str, layout: Layout, which: str = "") -> Exception:
         """Ask all workers what they are about to do, and return the error to raise.
 
         Args:
@@ -142,7 +142,7 @@ class Workers(abc.ABC):
             which: See `refusal`.
         """
         operation = "the comparison of what is sent"
-        received = self.cluster.agree(operation, [kind_of(name), *layout])
+        received = self.cluster.exchange(operation, [operation_kind(name), *layout])
         return self.refusal(
             name,
             [call for call, *_ in received],
@@ -164,9 +164,9 @@ class Workers(abc.ABC):
         if len(set(calls)) > 1:
             return WorkersDifferError(
                 "All workers must make the same calls in the same order. They make "
-                f"different calls ({self.cluster.listed(f'`{c}`' for c in calls)})."
+                f"different calls ({self.cluster.format_by_worker(f'`{c}`' for c in calls)})."
             )
-        received = self.cluster.listed(described([layout]) for layout in layouts)
+        received = self.cluster.format_by_worker(describe_layouts([layout]) for layout in layouts)
         return WorkerInputError(
             f"`{name}` needs values whose dtypes and sizes{which} are the same on "
             f"every worker. Received: {received}."
@@ -174,13 +174,13 @@ class Workers(abc.ABC):
 
 
 @functools.lru_cache(maxsize=1024)
-def digest_of_sum(kind: str, shape: tuple[int, ...], dtype: Any) -> bytes:
-    """Return `DIGEST_BYTES` bytes that identify a sum: its kind, shape and dtype."""
+def call_checksum(kind: str, shape: tuple[int, ...], dtype: Any) -> bytes:
+    """Return `CHECKSUM_BYTES` bytes that identify a sum: its kind, shape and dtype."""
     layout = f"{kind}|{shape}|{dtype}"
-    return hashlib.blake2b(layout.encode(), digest_size=DIGEST_BYTES).digest()
+    return hashlib.blake2b(layout.encode(), digest_size=CHECKSUM_BYTES).digest()
 
 
-def tail_of(digest: bytes) -> list[int]:
+def checksum_tail(digest: bytes) -> list[int]:
     """Return the numbers that detect workers summing different things.
 
     They are the digest's bytes and their squares. If each sum is the number of workers
@@ -189,7 +189,7 @@ def tail_of(digest: bytes) -> list[int]:
     return [*digest, *(byte * byte for byte in digest)]
 
 
-def digest_of(array: np.ndarray) -> str:
+def array_digest(array: np.ndarray) -> str:
     """Return a digest of an array's shape, dtype and bytes."""
     # SHA-256 has hardware support: 0.25 s for 100 million floats.
     digest = hashlib.sha256(f"{list(array.shape)} {array.dtype}".encode())
@@ -202,11 +202,11 @@ def _array_bytes(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view("uint8")
 
 
-def kind_of(name: str) -> str:
+def operation_kind(name: str) -> str:
     """Return a call's name without the variable's, which depends on creation order."""
     return name.partition(" '")[0]
 
 
-def described(layouts: Sequence[Layout]) -> str:
+def describe_layouts(layouts: Sequence[Layout]) -> str:
     """Format shapes and dtypes for a message."""
     return " and ".join(f"{tuple(shape)} {dtype}" for shape, dtype in layouts)

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from keras_strategy import coordinator
-from keras_strategy.core.native import native
+from keras_strategy.core.native import native_or_unsupported
 from keras_strategy.experimental import old_names, partitioners, rpc
 from keras_strategy.experimental.central_storage import CentralStorageStrategy
 from keras_strategy.experimental.old_names import (
@@ -52,5 +52,5 @@ def __getattr__(name: str) -> Any:
     if name in ("CollectiveCommunication", "CollectiveHints"):
         return old_names.deprecated(name)
     if name == "ParameterServerStrategy":
-        return native(name)
+        return native_or_unsupported(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,8 +10,8 @@ from keras_strategy.core.registry import get_engine
 from keras_strategy.hooks.checkpoints import Checkpoint
 from keras_strategy.options.termination import TerminationConfig
 from keras_strategy.workers.cluster import Cluster
-from keras_strategy.workers.joining import joined
-from keras_strategy.workers.preemption import Next, Notice, Preemption
+from keras_strategy.workers.joining import current_cluster
+from keras_strategy.workers.preemption import NextAction, TerminationNotice, Preemption
 
 
 class _Checkpoints(Protocol):
@@ -84,7 +84,7 @@ class PreemptionCheckpointHandler:
         termination_config: TerminationConfig | None = None,
     ):
         config = termination_config or TerminationConfig()
-        cluster = joined()
+        cluster = current_cluster()
         if cluster_resolver is not None:
             _require_connected(cluster_resolver, cluster)
         self._save_fn = config.save_fn
@@ -94,7 +94,7 @@ class PreemptionCheckpointHandler:
         self._preemption = preemption = Preemption(
             config,
             lambda state: (
-                [state] if cluster is None else cluster.agree("whether to end", state)
+                [state] if cluster is None else cluster.exchange("whether to end", state)
             ),
         )
         self._run_calls = self._checkpoints.restore() if self._checkpoints else 0
@@ -148,14 +148,14 @@ class PreemptionCheckpointHandler:
 
     def _save_if_preempted(self, *args: Any, **kwargs: Any) -> None:
         action = self._preemption.after_step()
-        if action is Next.GO_ON:
+        if action is NextAction.CONTINUE:
             return
         with self._preemption.saving():
             if self._save_fn is not None:
                 self._save_fn(*args, **kwargs)
             elif self._checkpoints is not None:
                 self._checkpoints.save(self._run_calls, *args, **kwargs)
-        if action is Next.SAVE_AND_END:
+        if action is NextAction.SAVE_AND_END:
             self._preemption.end()
 
 
@@ -181,7 +181,7 @@ class PreemptionWatcher:
     """
 
     def __init__(self):
-        self._notice = Notice()
+        self._notice = TerminationNotice()
         self._notice.start()
         weakref.finalize(self, self._notice.stop)
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from keras_strategy.core.native import native
+from keras_strategy.core.native import native_or_unsupported
 
 if TYPE_CHECKING:
     Client: Any
@@ -13,5 +13,5 @@ __all__ = ["Client", "Server"]
 
 def __getattr__(name: str) -> Any:
     if name in ("Client", "Server"):
-        return native(f"experimental.rpc.{name}")
+        return native_or_unsupported(f"experimental.rpc.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

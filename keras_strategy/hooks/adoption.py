@@ -6,8 +6,8 @@ from typing import Any
 import keras
 
 from keras_strategy.hooks.variables import stored
-from keras_strategy.rules.ownership import belongs_to, strategy_of_variable
-from keras_strategy.rules.sharding import making_slots
+from keras_strategy.rules.ownership import set_owner, strategy_of_variable
+from keras_strategy.rules.sharding import creating_slots
 
 
 def adopt_variables(strategy: Any, model: keras.Model) -> None:
@@ -17,7 +17,7 @@ def adopt_variables(strategy: Any, model: keras.Model) -> None:
     of a model that was built elsewhere.
     """
     adopt(strategy, [*model.variables, *model.metrics_variables])
-    with making_slots():
+    with creating_slots():
         for optimizer in _optimizers(model):
             adopt(strategy, optimizer.variables)
 
@@ -51,4 +51,4 @@ def adopt(strategy: Any, variables: Any) -> None:
     if strangers:
         strategy.extended.group.adopt(strangers)
     for variable in strangers:
-        belongs_to(variable, strategy)
+        set_owner(variable, strategy)

@@ -8,7 +8,7 @@ from keras import tree
 
 from keras_strategy.core.registry import get_engine
 from keras_strategy.hooks.hook import home_of
-from keras_strategy.input.own_rows import OwnRows, Share, first_and_end
+from keras_strategy.input.own_rows import LocalRows, LocalBoundsFn, rows_to_read
 from keras_strategy.values.distributed import map_leaves
 
 ArrayDataAdapter: Any = home_of(
@@ -51,7 +51,7 @@ class RowsOfArrays:
         numbers: Iterable[Any],
         batch_size: int,
         shuffled: bool,
-        share: Share,
+        share: LocalBoundsFn,
         begin: Callable[[], None],
     ):
         self._arrays = arrays
@@ -66,7 +66,7 @@ class RowsOfArrays:
         self._share = share
         self._begin = begin
 
-    def __iter__(self) -> Iterator[OwnRows]:
+    def __iter__(self) -> Iterator[LocalRows]:
         """Starts to read."""
         # Now: to start may draw random numbers.
         return map(self._read, self._of_batches(iter(self._numbers)))
@@ -77,9 +77,9 @@ class RowsOfArrays:
             for first in range(0, len(numbers), self._batch_size):
                 yield numbers[first : first + self._batch_size]
 
-    def _read(self, numbers: np.ndarray) -> OwnRows:
+    def _read(self, numbers: np.ndarray) -> LocalRows:
         bounds = self._share(len(numbers))
-        first, end = first_and_end(bounds)
+        first, end = rows_to_read(bounds)
         rows: Any = numbers[first:end]
         if not self._shuffled:
             rows = slice(int(rows[0]), int(rows[-1]) + 1)  # which copies nothing
@@ -91,11 +91,11 @@ class RowsOfArrays:
             is_tensor = id(array) in self._tensors
             return found if is_tensor else array.convert_to_numpy(found)
 
-        return OwnRows(map_leaves(rows_of, self._arrays), bounds, len(numbers))
+        return LocalRows(map_leaves(rows_of, self._arrays), bounds, len(numbers))
 
 
 def rows_of_arrays(
-    adapter: Any, share: Share, batches_of: Callable[[Any], Iterable[Any]]
+    adapter: Any, share: LocalBoundsFn, batches_of: Callable[[Any], Iterable[Any]]
 ) -> RowsOfArrays | None:
     """This worker's rows of arrays, None where one cannot be sliced by rows alone.
 

@@ -7,11 +7,11 @@ from typing import Any
 import keras
 from keras import ops, tree
 
-from keras_strategy.core.context import Trial
+from keras_strategy.core.context import DryRun
 from keras_strategy.hooks.draws import drawing_for_all, of_own_rows
 from keras_strategy.hooks.hook import home_of, hook
 from keras_strategy.rules import draws
-from keras_strategy.rules.draws import Follows
+from keras_strategy.rules.draws import BatchDim
 
 _BACKEND = f"keras.src.backend.{keras.backend.backend()}"
 keras_image = home_of("elastic_transform", f"{_BACKEND}.image", f"{_BACKEND}.ops.image")
@@ -22,7 +22,7 @@ keras_image = home_of("elastic_transform", f"{_BACKEND}.image", f"{_BACKEND}.ops
 def _mixed(original, at, self, data, training=True):
     """Rows are mixed with rows of all replicas, which are gathered."""
     images = data["images"] if isinstance(data, dict) else data
-    if isinstance(at, Trial) or len(ops.shape(images)) < 4:
+    if isinstance(at, DryRun) or len(ops.shape(images)) < 4:
         return original(self, data, training=training)
     if not training:
         with drawing_for_all(at):  # what is not used
@@ -47,7 +47,7 @@ def _chained(original, at, self, data, training=True):
     where one device would.
     """
     images = data["images"] if isinstance(data, dict) else data
-    if isinstance(at, Trial) or not training or len(ops.shape(images)) < 4:
+    if isinstance(at, DryRun) or not training or len(ops.shape(images)) < 4:
         return original(self, data, training=training)
     chance = at.merge_call(lambda strategy: _Chance(random.getstate()), (), {})
     data = _of_all_rows(at, data)
@@ -64,7 +64,7 @@ def _chained(original, at, self, data, training=True):
 )
 def _equalized(original, at, self, images, *args, **kwargs):
     """All rows make one histogram."""
-    if isinstance(at, Trial) or len(ops.shape(images)) < 4:
+    if isinstance(at, DryRun) or len(ops.shape(images)) < 4:
         return original(self, images, *args, **kwargs)
     return _own(at, original(self, _of_all_rows(at, images), *args, **kwargs))
 
@@ -79,7 +79,7 @@ def _equalized(original, at, self, images, *args, **kwargs):
 def _elastic(original, at, images, *args, **kwargs):
     """It draws by itself, on torch from the process's generator."""
     images = ops.convert_to_tensor(images)
-    if isinstance(at, Trial) or len(images.shape) < 4:
+    if isinstance(at, DryRun) or len(images.shape) < 4:
         return original(images, *args, **kwargs)
     images = _of_all_rows(at, images)
 
@@ -97,11 +97,11 @@ def _elastic(original, at, images, *args, **kwargs):
 
 def _of_all_rows(at: Any, structure: Any) -> Any:
     return tree.map_structure(
-        lambda x: draws.of_all_rows(at, ops.convert_to_tensor(x), 0), structure
+        lambda x: draws.gather_rows(at, ops.convert_to_tensor(x), 0), structure
     )
 
 
 def _own(at: Any, structure: Any) -> Any:
     return tree.map_structure(
-        lambda x: draws.own_part(x, Follows(0), at.step.rows), structure
+        lambda x: draws.local_slice(x, BatchDim(0), at.step.rows), structure
     )

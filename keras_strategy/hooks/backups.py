@@ -23,9 +23,9 @@ from keras_strategy.hooks.saved_variables import SavedVariables, read_by_chief
 from keras_strategy.hooks.variables import variables_of
 from keras_strategy.input import seeds
 from keras_strategy.rules import first_values
-from keras_strategy.rules.backup_files import BackupFolder, Contents
+from keras_strategy.rules.backup_files import BackupFolder, BackupContents
 from keras_strategy.rules.backups import BackupAndRestore
-from keras_strategy.rules.one_writer import by_chief
+from keras_strategy.rules.one_writer import run_on_chief
 
 _KERAS = keras.callbacks.BackupAndRestore
 
@@ -117,16 +117,16 @@ class _Training:
         self._strategy, self._model, self._folder = strategy, model, folder
         self._callbacks = callbacks
         self._cluster, self._data = strategy.extended.cluster, data
-        self._reading = Reading(seeds.state, seeds.set_state, data)
+        self._reading = Reading(seeds.get_random_state, seeds.set_random_state, data)
         self._variables = SavedVariables(strategy)
         self._found = read_by_chief(self._cluster, folder)
-        self._resumed: Contents | None = None
+        self._resumed: BackupContents | None = None
         self.batch = 0
         if self._found is not None:
-            seeds.set_state(self._found.facts["begin"])
+            seeds.set_random_state(self._found.facts["begin"])
         elif self._cluster is not None:
-            seeds.take_chiefs(self._cluster)
-        self._begin = seeds.state()
+            seeds.sync_with_chief(self._cluster)
+        self._begin = seeds.get_random_state()
 
     def restore(self) -> None:
         """Has the training go on where the backup was made, if there is one."""
@@ -138,7 +138,7 @@ class _Training:
         self.batch = position.batch
         self._build()
         self._variables.assign(found, variables_of(self._model, False), _is_metrics)
-        seeds.set_state(position.now)
+        seeds.set_random_state(position.now)
 
         def again(iterator):
             adapter, before = iterator.data_adapter, found.facts["engine"]
@@ -189,7 +189,7 @@ class _Training:
             )
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-            first_values.settle()
+            first_values.broadcast_pending_values()
         metrics = getattr(model, "_compile_metrics", None)
         if iterator is not None and metrics is not None and not metrics.built:
             model._symbolic_build(iterator=iterator)
@@ -210,9 +210,9 @@ class _Training:
         iterator = self._reading.iterator
         told = [self._reading.told(position)]
         if self._cluster is not None and self._data is not None:
-            told = self._cluster.agree("where the data is", told[0])
+            told = self._cluster.exchange("where the data is", told[0])
         variables = variables_of(self._model, metrics=batch > 0)
-        facts, arrays = self._variables.read(variables, self._folder.keep)
+        facts, arrays = self._variables.read(variables, self._folder.spill)
         counted, held = self._callbacks.read()
         arrays |= held
         facts |= {
@@ -224,16 +224,16 @@ class _Training:
             "begin": self._begin,
             "counts": counts_of_arrays(iterator.data_adapter),
         }
-        by_chief(self._cluster, "the backup", lambda: self._folder.write(facts, arrays))
+        run_on_chief(self._cluster, "the backup", lambda: self._folder.write(facts, arrays))
 
     def clear(self) -> None:
         """Removes the backups."""
-        by_chief(self._cluster, "the removal of the backups", self._folder.clear)
+        run_on_chief(self._cluster, "the removal of the backups", self._folder.clear)
 
     def agree(self, says: list[bool]) -> list[list[bool]]:
         """What each worker says of what this one says; all of them ask."""
         cluster = self._cluster
-        return [says] if cluster is None else cluster.agree("whether to end", says)
+        return [says] if cluster is None else cluster.exchange("whether to end", says)
 
 
 def _is_metrics(key: str) -> bool:

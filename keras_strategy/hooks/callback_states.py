@@ -7,8 +7,8 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_strategy.hooks.data_states import says_where_it_is
-from keras_strategy.rules.plain import packed, unpacked
+from keras_strategy.hooks.data_states import has_state
+from keras_strategy.rules.plain import encode, decode
 
 # What Keras's own callbacks count with. The last two of `ModelCheckpoint` have no
 # public name.
@@ -47,7 +47,7 @@ class CallbackStates:
                 state = callback.state_dict()
             weights = (names and getattr(callback, _WEIGHTS, None)) or []
             kinds = [[list(w.shape), str(w.dtype)] for w in map(np.asarray, weights)]
-            told.append([type(callback).__name__, packed(state), kinds])
+            told.append([type(callback).__name__, encode(state), kinds])
             for at, value in enumerate(weights):
                 arrays[f"callbacks/{number}/{at}"] = np.asarray(value)
         return told, arrays
@@ -76,9 +76,9 @@ class CallbackStates:
         ):
             _, state, kinds = one
             if not _attributes(callback):
-                callback.load_state_dict(unpacked(state))
+                callback.load_state_dict(decode(state))
                 continue
-            for name, value in unpacked(state).items():
+            for name, value in decode(state).items():
                 setattr(callback, name, value)
             if kinds:
                 weights = [
@@ -98,7 +98,7 @@ def _of_chief(weights: list[np.ndarray], workers: Any) -> list[np.ndarray]:
 
 def _attributes(callback: Any) -> tuple[str, ...] | None:
     """What a callback counts with; nothing where it says that itself."""
-    if says_where_it_is(callback):
+    if has_state(callback):
         return ()
     for kind, names in _KEPT.items():
         if isinstance(callback, kind):

@@ -7,7 +7,7 @@ import keras
 
 from keras_strategy.core import context
 from keras_strategy.hooks.hook import hook
-from keras_strategy.rules.without_logs import WithoutLogs
+from keras_strategy.rules.without_logs import LogFreeCallback
 
 _SAVING = (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)
 # A method of Keras's own that does nothing with a batch and its logs.
@@ -53,11 +53,11 @@ def _tell_whoever_listens(callbacks: keras.callbacks.CallbackList, kind: str) ->
         if own or context.current_scope() is None:
             continue
         told = [c for c in callbacks.callbacks if listens(c, kind, time)]
-        if all(isinstance(callback, WithoutLogs) for callback in told):
+        if all(isinstance(callback, LogFreeCallback) for callback in told):
             vars(callbacks)[name] = _told_without_logs(told, name) if told else _NOBODY
 
 
-def _told_without_logs(told: list[WithoutLogs], name: str) -> Callable:
+def _told_without_logs(told: list[LogFreeCallback], name: str) -> Callable:
     methods = [getattr(callback, name) for callback in told]
 
     def tell(batch: int, logs: Any = None) -> None:

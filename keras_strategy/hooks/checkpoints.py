@@ -6,14 +6,14 @@ from typing import Any
 
 import keras
 
-from keras_strategy.hooks.data_states import says_where_it_is, told_by_this_worker
+from keras_strategy.hooks.data_states import has_state, told_by_this_worker
 from keras_strategy.hooks.saved_variables import SavedVariables, read_by_chief
 from keras_strategy.hooks.variables import variables_of
 from keras_strategy.input import seeds
 from keras_strategy.rules.backup_files import BackupFolder
-from keras_strategy.rules.one_writer import by_chief
+from keras_strategy.rules.one_writer import run_on_chief
 from keras_strategy.rules.ownership import strategy_of_variable
-from keras_strategy.rules.plain import packed, unpacked
+from keras_strategy.rules.plain import encode, decode
 
 
 class Checkpoint:
@@ -37,7 +37,7 @@ class Checkpoint:
         self._data = {
             name: thing
             for name, thing in things.items()
-            if not isinstance(thing, held) and says_where_it_is(thing)
+            if not isinstance(thing, held) and has_state(thing)
         }
         self._things = {n: things[n] for n in things if n not in self._data}
         for name, thing in self._things.items():
@@ -71,18 +71,18 @@ class Checkpoint:
         self._saved.assign(found, self._variables())
         told = told_by_this_worker(found.facts["data"], self._cluster)
         for name, data in self._data.items():
-            data.load_state_dict(unpacked(told[name]))
-        seeds.set_state(found.facts["random"])
+            data.load_state_dict(decode(told[name]))
+        seeds.set_random_state(found.facts["random"])
         return found.facts["steps"]
 
     def save(self, steps: int) -> None:
         """Saves; all workers call it, and the chief writes."""
-        facts, arrays = self._saved.read(self._variables(), self._folder.keep)
-        told = [{name: packed(data.state_dict()) for name, data in self._data.items()}]
+        facts, arrays = self._saved.read(self._variables(), self._folder.spill)
+        told = [{name: encode(data.state_dict()) for name, data in self._data.items()}]
         if self._data and self._cluster is not None:
-            told = self._cluster.agree("where the data is", told[0])
-        facts |= {"steps": steps, "random": seeds.state(), "data": told}
-        by_chief(
+            told = self._cluster.exchange("where the data is", told[0])
+        facts |= {"steps": steps, "random": seeds.get_random_state(), "data": told}
+        run_on_chief(
             self._cluster, "a checkpoint", lambda: self._folder.write(facts, arrays)
         )
 

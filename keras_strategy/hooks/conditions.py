@@ -11,7 +11,7 @@ from keras_strategy.rules.ownership import strategy_of_model
 
 # Not wrapped: some hooks ask hundreds of times in a step.
 in_replica = of_several(context.distributed_replica)
-in_replica_or_trial = of_several(context.replica_or_trial)
+in_replica_or_dry_run = of_several(context.replica_or_dry_run)
 in_scope = context.current_scope
 of_strategy = strategy_of_model
 
@@ -23,7 +23,7 @@ def before_apply() -> Any:
     There all replicas compute on equal inputs.
     """
     replica = context.distributed_replica()
-    return None if replica is None or replica.step.applying else replica
+    return None if replica is None or replica.step.is_applying else replica
 
 
 @of_several

@@ -15,11 +15,11 @@ from keras import tree
 from keras_strategy.hooks.array_rows import ArrayDataAdapter, epoch_of, rows_of_arrays
 from keras_strategy.hooks.hook import home_of, hook
 from keras_strategy.input import loaders, splitting
-from keras_strategy.input.ahead import AheadOf, Scope, kept
-from keras_strategy.input.indexed import IndexedDataset, RowsOfIndexed
-from keras_strategy.input.joining import JoinedBatches
-from keras_strategy.input.own_rows import OwnRows, Share
-from keras_strategy.input.prefetching import depth_of
+from keras_strategy.input.ahead import PrefetchedBatches, Scope, copy_batch
+from keras_strategy.input.indexed import IndexedDataset, IndexedRowReader
+from keras_strategy.input.joining import PerWorkerBatches
+from keras_strategy.input.own_rows import LocalRows, LocalBoundsFn
+from keras_strategy.input.prefetching import prefetch_depth
 from keras_strategy.input.sources import as_array, is_tf_dataset
 
 PyDatasetAdapter: Any = home_of(
@@ -53,7 +53,7 @@ def _get_iterator(original, self):
         dataset = dataset.dataset
     if not isinstance(dataset, IndexedDataset):
         return original(self)
-    return dataset.in_one_order(original(self))
+    return dataset.iterate_in_epoch_order(original(self))
 
 
 def for_keras(argument: Any, strategy: Any, method: str) -> Any:
@@ -64,7 +64,7 @@ def for_keras(argument: Any, strategy: Any, method: str) -> Any:
         strategy: The strategy of the model, or None.
         method: The method's name.
     """
-    data = splitting.for_keras(argument, strategy, method)
+    data = splitting.keras_dataset(argument, strategy, method)
     if isinstance(data, splitting.BatchesForKeras):
         return _Batches(data)
     return data
@@ -85,8 +85,8 @@ def counts_of_arrays(adapter: Any) -> list[Any] | None:
 
 
 def own_rows(
-    adapter: Any, share: Share, batches_of: Callable[[Any], Iterable[Any]]
-) -> Iterable[OwnRows] | None:
+    adapter: Any, share: LocalBoundsFn, batches_of: Callable[[Any], Iterable[Any]]
+) -> Iterable[LocalRows] | None:
     """This worker's rows of what a `fit` reads, without reading those of the others.
 
     Args:
@@ -102,11 +102,11 @@ def own_rows(
     if isinstance(adapter, TorchDataLoaderAdapter):
         loader = adapter.get_torch_dataloader()  # the user's, on every backend
         if loaders.is_indexed(loader):
-            return loaders.rows_of_loader(loader, share)
+            return loaders.loader_row_reader(loader, share)
     dataset = getattr(adapter, "py_dataset", None)
     if isinstance(dataset, IndexedDataset):
         shuffle = functools.partial(_shuffle, adapter) if adapter.shuffle else None
-        return _WithWeights(adapter, RowsOfIndexed(dataset, share, shuffle))
+        return _WithWeights(adapter, IndexedRowReader(dataset, share, shuffle))
     return None
 
 
@@ -127,7 +127,7 @@ def read_ahead(
         scope: What they are read in.
 
     Returns:
-        `batches` themselves where that could be seen: see `prefetching.depth_of`.
+        `batches` themselves where that could be seen: see `prefetching.prefetch_depth`.
     """
     adapter = iterator.data_adapter
     dataset = getattr(adapter, "py_dataset", None)
@@ -135,11 +135,11 @@ def read_ahead(
     if isinstance(adapter, _Batches):
         depth = adapter.data.depth
     elif isinstance(dataset, IndexedDataset) and adapter.enqueuer is None:
-        depth = depth_of(dataset, None)
+        depth = prefetch_depth(dataset, None)
     if depth == 0:
         return batches
     numbers = iterator.steps_per_epoch, adapter.num_batches
-    return AheadOf(batches, depth, [number for number in numbers if number], scope)
+    return PrefetchedBatches(batches, depth, [number for number in numbers if number], scope)
 
 
 def engine_orders(adapter: Any) -> bool:
@@ -159,18 +159,18 @@ def is_own(iterator: Any) -> bool:
 
 def joined(
     iterator: Any, batches: Any, cluster: Any, local: int, same_shapes: bool
-) -> JoinedBatches:
+) -> PerWorkerBatches:
     """The batches that those of all workers make together, where `is_own`.
 
     Args:
         iterator: Keras's iterator.
         batches: What it gives on this worker.
-        cluster: See `JoinedBatches`.
-        local: See `JoinedBatches`.
-        same_shapes: See `JoinedBatches`.
+        cluster: See `PerWorkerBatches`.
+        local: See `PerWorkerBatches`.
+        same_shapes: See `PerWorkerBatches`.
     """
     pause, shortest = steps_of_epoch(iterator), iterator.data_adapter.data.shortest
-    return JoinedBatches(batches, cluster, local, pause, same_shapes, shortest)
+    return PerWorkerBatches(batches, cluster, local, pause, same_shapes, shortest)
 
 
 def steps_of_epoch(iterator: Any) -> int | None:
@@ -194,13 +194,13 @@ def pauses_after(iterator: Any, batches: Any) -> Callable[[int], bool]:
         batches: What workers read who agree on each.
     """
     steps = steps_of_epoch(iterator)
-    ahead = isinstance(batches, AheadOf)
+    ahead = isinstance(batches, PrefetchedBatches)
     ahead = ahead or isinstance(iterator.data_adapter, TFDatasetAdapter)
 
     def pauses(taken: int) -> bool:
         if steps and taken % steps == 0:
             return True
-        if isinstance(batches, loaders.RowsOfLoader):
+        if isinstance(batches, loaders.LoaderRowReader):
             return batches.indices.whole  # its rows draw numbers
         return not ahead
 
@@ -303,14 +303,14 @@ class _LeftOut:
 class _WithWeights:
     """Own rows, with the sample weights that Keras makes of `class_weight`."""
 
-    def __init__(self, adapter: Any, rows: Iterable[OwnRows]):
+    def __init__(self, adapter: Any, rows: Iterable[LocalRows]):
         self._adapter = adapter
         self._rows = rows
 
-    def __iter__(self) -> Iterator[OwnRows]:
+    def __iter__(self) -> Iterator[LocalRows]:
         return map(self._weighted, iter(self._rows))
 
-    def _weighted(self, own: OwnRows) -> OwnRows:
+    def _weighted(self, own: LocalRows) -> LocalRows:
         return replace(own, batch=self._adapter._standardize_batch(own.batch))
 
 
@@ -368,7 +368,7 @@ class _Batches(GeneratorDataAdapter):
     def _read(self):
         for batch in self.data.start():
             batch = tree.map_structure(lambda leaf: as_array(leaf, "it"), batch)
-            batch = kept(batch) if self.data.depth else batch
+            batch = copy_batch(batch) if self.data.depth else batch
             batch = tuple(batch) if isinstance(batch, list) else batch
             yield batch if isinstance(batch, tuple) else (batch,)
 

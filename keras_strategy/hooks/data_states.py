@@ -17,7 +17,7 @@ import keras
 
 from keras_strategy.hooks.tf_data_states import TfDataState
 from keras_strategy.input.sources import is_tf_dataset
-from keras_strategy.rules.plain import packed, unpacked
+from keras_strategy.rules.plain import encode, decode
 from keras_strategy.workers.cluster import Cluster
 
 # Nobody reads further ahead than this.
@@ -35,7 +35,7 @@ class DataState:
     def __init__(self, data: Any, each_batch: bool):
         self._data = data
         self._each_batch = each_batch
-        self._whole = says_where_it_is(data)
+        self._whole = has_state(data)
         self._by_number = isinstance(data, keras.utils.PyDataset)
         self._begin: Any = None
         self._states: collections.deque[tuple[int, Any]] = collections.deque(
@@ -46,7 +46,7 @@ class DataState:
     def begins(self, stays: bool) -> None:
         """The loop begins to read; `stays` with what it has been reading."""
         if self._whole:
-            self._begin = packed(self._data.state_dict())
+            self._begin = encode(self._data.state_dict())
 
     def at(self, read: int, stays: bool) -> list[Any] | None:
         """Where the data is, of JSON's values.
@@ -59,7 +59,7 @@ class DataState:
             How many batches were read, and the state then; None where it cannot say.
         """
         if self._by_number or (self._whole and not read):
-            return [0, self._begin if read else packed(self._data.state_dict())]
+            return [0, self._begin if read else encode(self._data.state_dict())]
         for number, state in self._states:
             if read and number == read:
                 return [number, state]
@@ -75,7 +75,7 @@ class DataState:
             return 0
         number, state = told
         if self._by_number or not number:
-            self._data.load_state_dict(unpacked(state))
+            self._data.load_state_dict(decode(state))
             self._begin = state
         else:
             self._next = number, state
@@ -102,13 +102,13 @@ class DataState:
         then, self._next = self._next, None
         number, state = then or (0, None)
         if then is not None and self._whole:
-            data.load_state_dict(unpacked(state))
+            data.load_state_dict(decode(state))
         iterator = kind.__iter__(data)
         if not self._whole:
             if not _has(iterator, "get_state", "set_state"):
                 return iterator
             if then is not None:
-                iterator.set_state(unpacked(state))
+                iterator.set_state(decode(state))
         if not self._each_batch:
             return iterator
         of_iterator = type(iterator)
@@ -118,7 +118,7 @@ class DataState:
             batch = of_iterator.__next__(iterator)
             number += 1
             told = data.state_dict() if self._whole else iterator.get_state()
-            self._states.append((number, packed(told)))
+            self._states.append((number, encode(told)))
             return batch
 
         if self._whole:
@@ -155,7 +155,7 @@ def state_of(data: Any, each_batch: bool) -> DataState | TfDataState | None:
         return TfDataState(data)
     grain = sys.modules.get("grain")
     kinds = () if grain is None else (grain.IterDataset, grain.DataLoader)
-    if isinstance(data, kinds) or says_where_it_is(data):
+    if isinstance(data, kinds) or has_state(data):
         return DataState(data, each_batch)
     return None
 
@@ -182,7 +182,7 @@ def told_by_this_worker(told: list[Any], cluster: Cluster | None) -> Any:
     return told[0 if cluster is None else cluster.rank]
 
 
-def says_where_it_is(thing: Any) -> bool:
+def has_state(thing: Any) -> bool:
     """Whether something has `state_dict()` and `load_state_dict(state)`."""
     return _has(thing, "state_dict", "load_state_dict")
 

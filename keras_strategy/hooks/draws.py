@@ -13,31 +13,31 @@ import keras
 from keras import ops
 
 from keras_strategy.core import context
-from keras_strategy.core.context import Trial
+from keras_strategy.core.context import DryRun
 from keras_strategy.core.protocol import Replica
 from keras_strategy.core.registry import get_engine
 from keras_strategy.hooks.hook import home_of, hook, of_several
+from keras_strategy.hooks.random import keras_seeds
 from keras_strategy.rules import draws
-from keras_strategy.rules.draws import Follows
+from keras_strategy.rules.draws import BatchDim
 
 _FUNCTIONS = "normal uniform truncated_normal randint gamma beta binomial"
 keras_random = home_of(
     f"dropout categorical shuffle {_FUNCTIONS}",
     f"keras.src.backend.{keras.backend.backend()}.random",
 )
-keras_seeds = home_of("draw_seed", "keras.src.random.seed_generator")
 
 
 @of_several
-def of_own_rows() -> Replica | Trial | None:
+def of_own_rows() -> Replica | DryRun | None:
     """The replica that is running, where its rows are known; or the trial."""
-    at = context.replica_or_trial()
-    if at is None or isinstance(at, Trial):
-        return None if at is None or at.drawing else at
+    at = context.replica_or_dry_run()
+    if at is None or isinstance(at, DryRun):
+        return None if at is None or at.is_drawing else at
     step = at.step
-    if not draws.settings.exact or step.drawing or step.rows is None:
+    if not draws.settings.exact or step.is_drawing or step.rows is None:
         return None
-    return None if step.draws.here(step.rows) is None else at
+    return None if step.draws.for_current_layer(step.rows) is None else at
 
 
 _KERAS = "keras.random"
@@ -67,11 +67,11 @@ def _of_a_shape(original, at, shape, *args, **kwargs):
     for key, of_parameter in parameters.items():
         if of_parameter is not None:
             value = ops.convert_to_tensor(given[key])
-            given[key] = draws.of_all_rows(at, value, of_parameter.axis)
+            given[key] = draws.gather_rows(at, value, of_parameter.axis)
     numbers = None if parameters else _part(at, follows, name, {**given, "shape": dims})
     if numbers is not None:
         return numbers
-    given["shape"] = total = draws.whole(dims, follows, at.step.rows)
+    given["shape"] = total = draws.global_shape(dims, follows, at.step.rows)
     return _of_all(
         at,
         follows,
@@ -108,7 +108,7 @@ def _dropout(original, at, inputs, rate, noise_shape=None, seed=None):
     kept = _part(at, follows, "dropout", given)
     if kept is not None:
         return ops.where(kept, inputs / (1.0 - rate), 0)
-    total = draws.whole(dims, follows, at.step.rows)
+    total = draws.global_shape(dims, follows, at.step.rows)
     if order is not None and dims[follows.axis] == 1 and follows.order is not None:
         order = follows.order  # of one row, its stride may be any
 
@@ -143,10 +143,10 @@ def _categorical(original, at, logits, num_samples, *args, **kwargs):
     )
     if follows is None or follows.axis > 0:
         return _plainly(at, original, logits, num_samples, *args, **kwargs)
-    logits = draws.of_all_rows(at, logits, 0)
+    logits = draws.gather_rows(at, logits, 0)
     with drawing_for_all(at):
         numbers = original(logits, num_samples, *args, **kwargs)
-    return draws.own_part(numbers, follows, at.step.rows)
+    return draws.local_slice(numbers, follows, at.step.rows)
 
 
 @hook(
@@ -163,28 +163,28 @@ def _shuffle(original, at, x, axis=0, seed=None):
     """
     x = ops.convert_to_tensor(x)
     if _is_tried_by_rows():
-        at.knows = True  # what it does to rows is warned of when they are known
+        at.depends_on_replicas = True  # what it does to rows is warned of when they are known
     follows = _follows(at, "shuffle", seed, _dims(ops.shape(x)))
     if follows is None:
         return _plainly(at, original, x, axis, seed)
     if follows.axis == axis % len(x.shape):
-        at.step.draws.here(at.step.rows).warn_of_shuffled_rows(seed)
+        at.step.draws.for_current_layer(at.step.rows).warn_shuffled_rows(seed)
         return original(x, axis, seed)
-    x = draws.of_all_rows(at, x, follows.axis)
+    x = draws.gather_rows(at, x, follows.axis)
     with drawing_for_all(at):
-        return draws.own_part(original(x, axis, seed), follows, at.step.rows)
+        return draws.local_slice(original(x, axis, seed), follows, at.step.rows)
 
 
 def _is_tried_by_rows() -> bool:
     """Whether this is called by `rules.row_trials`."""
-    trial = context.place.trial
-    return trial is not None and trial.of_rows
+    trial = context.thread_state.dry_run
+    return trial is not None and trial.tests_row_independence
 
 
 @contextlib.contextmanager
-def drawing_for_all(at: Replica | Trial) -> Iterator[None]:
+def drawing_for_all(at: Replica | DryRun) -> Iterator[None]:
     """Surrounds what draws the same on all replicas, in its own way."""
-    place: Any = at if isinstance(at, Trial) else at.step
+    place: Any = at if isinstance(at, DryRun) else at.step
     place.drawing = True
     try:
         yield
@@ -200,7 +200,7 @@ def _plainly(at: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 def _of_all(
     at: Replica,
-    follows: Follows,
+    follows: BatchDim,
     what: Any,
     draw: Callable[[], Any],
     skip: Callable[[], Any],
@@ -210,17 +210,17 @@ def _of_all(
         numbers = at.draw_once(what, draw, skip)
     rows = at.step.rows
     assert rows is not None
-    return draws.own_part(numbers, follows, rows)
+    return draws.local_slice(numbers, follows, rows)
 
 
-def _part(at: Replica, follows: Follows, name: str, given: dict[str, Any]) -> Any:
+def _part(at: Replica, follows: BatchDim, name: str, given: dict[str, Any]) -> Any:
     """Draws for the replica's rows alone, where the engine can begin there."""
     rows = at.step.rows
     if follows.axis or rows is None:
         return None
     begin, seed = rows.begin * follows.per_row, given.pop("seed", None)
     with drawing_for_all(at):
-        return get_engine().draw_part(
+        return get_engine().draw_slice(
             name, given, begin, lambda: keras_seeds.draw_seed(seed)
         )
 
@@ -239,20 +239,20 @@ def _follows(
     seed: Any,
     dims: Sequence[Any],
     order: tuple[int, ...] | None = None,
-) -> Follows | None:
+) -> BatchDim | None:
     """Which dimension of a draw follows the rows, if one does; notes a rehearsal's."""
-    number = get_engine().number
+    number = get_engine().static_int
     known = tuple(number(dim) for dim in dims)
-    drawn = draws.Drawn(draws.key_of(name, seed, len(dims)), known, order)
-    if isinstance(at, Trial):
-        at.drew = True  # also from a seed that is a number
+    drawn = draws.RandomDraw(draws.draw_key(name, seed, len(dims)), known, order)
+    if isinstance(at, DryRun):
+        at.drew_random = True  # also from a seed that is a number
         if at.draws is not None:
             at.draws.append(drawn)
         if at.step is None:
             return None
     step = at.step
-    known = step.draws.here(step.rows)
-    before = step.drawn.get((known, drawn.key), 0)
-    step.drawn[known, drawn.key] = before + 1
+    known = step.draws.for_current_layer(step.rows)
+    before = step.draw_counts.get((known, drawn.key), 0)
+    step.draw_counts[known, drawn.key] = before + 1
     rows = number(step.rows.count)
-    return known.follows(drawn, before, rows, step.rehearse)
+    return known.batch_dim(drawn, before, rows, step.dry_run)

@@ -17,16 +17,16 @@ import keras
 from keras import tree
 
 from keras_strategy.core import context
-from keras_strategy.core.context import Trial
+from keras_strategy.core.context import DryRun
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.row_range import RowRange
 from keras_strategy.hooks.layers import is_keras_throughout
-from keras_strategy.rules.draws import KnownDraws
+from keras_strategy.rules.draws import BatchDimCache
 
 # The frame of a call of a layer has the arguments as Keras completed them.
 _CALL = inspect.unwrap(keras.Layer.__call__).__code__
 
-_known: weakref.WeakKeyDictionary[Any, KnownDraws] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, BatchDimCache] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class _Call:
     structure: Any
     rows: list[int]
 
-    def rehearse(self, few: int) -> Trial:
+    def dry_run(self, few: int) -> DryRun:
         """See `rules.draws.Rehearse`."""
 
         def call(*tensors):
@@ -56,34 +56,34 @@ class _Call:
             self.layer(*args, **kwargs)
 
         tensors = tuple(self.leaves[place] for place in self.rows)
-        return get_engine().rehearse(call, tensors, {}, few)
+        return get_engine().dry_run(call, tensors, {}, few)
 
 
 class DrawsOfLayers:
-    """In the place of `KnownDraws`, what is known of the layers that draw in a run."""
+    """In the place of `BatchDimCache`, what is known of the layers that draw in a run."""
 
-    def here(self, rows: RowRange) -> KnownDraws | None:
-        """See `KnownDraws.here`."""
+    def for_current_layer(self, rows: RowRange) -> BatchDimCache | None:
+        """See `BatchDimCache.for_current_layer`."""
         call = _outermost_call(rows.count)
         if call is None:
             return None
         known = _known.get(call.layer)
         if known is None:
-            known = _known[call.layer] = KnownDraws(repeated=True)
+            known = _known[call.layer] = BatchDimCache(repeated=True)
         return known
 
 
 of_layers = DrawsOfLayers()
 
 
-def rehearse_layer(few: int) -> Trial:
+def rehearse_layer(few: int) -> DryRun:
     """See `rules.draws.Rehearse`; it calls the layer that is drawing."""
     replica = context.distributed_replica()
     assert replica is not None and replica.step.rows is not None
     call = _outermost_call(replica.step.rows.count)
     if call is None or replica.step.rows.count == 0:
-        return Trial(draws=[])
-    return call.rehearse(few)
+        return DryRun(draws=[])
+    return call.dry_run(few)
 
 
 def _outermost_call(rows: int) -> _Call | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from keras_strategy.core.workers import digest_of
+from keras_strategy.core.workers import array_digest
 from keras_strategy.errors import WorkersDifferError
 from keras_strategy.hooks import mirror_check
 from keras_strategy.hooks.mirror_check import mirrored_of
@@ -45,7 +45,7 @@ def require_same_values(
         return told
     number, each = difference
     path = variables[number].path if number < len(variables) else "which others have"
-    groups = cluster.grouped(each)
+    groups = cluster.format_by_value(each)
     raise WorkersDifferError(
         f"At {operation} the workers do not hold the same values any more. The first "
         f"variable that differs is '{path}' (digests by worker: {groups}). "
@@ -56,4 +56,4 @@ def require_same_values(
 
 def _digest(strategy: Any, variable: Any) -> str:
     first = strategy.extended.group.components(variable)[0]
-    return digest_of(keras.ops.convert_to_numpy(first))[:12]
+    return array_digest(keras.ops.convert_to_numpy(first))[:12]

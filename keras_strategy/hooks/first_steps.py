@@ -29,7 +29,7 @@ def _make_function(original, strategy, self, force=False):
     def first(*args):
         setattr(self, name, step)
         what = f"{kind} step of the model '{self.name}'"
-        return long_waits.first_step(step, what, strategy.extended.cluster, *args)
+        return long_waits.run_first_step(step, what, strategy.extended.cluster, *args)
 
     setattr(self, name, first)
     return first if result is step else result

@@ -33,7 +33,8 @@ def all_hooks() -> list[Extension]:
     """Those of all backends and those of the backend in use, in their order."""
     areas = (trainer, callbacks, saving, layers, variables, optimizers, losses, metrics)
     areas += (data_adapters, epochs, random, draws, augmentation, own_attributes)
-    return hooks_of(*areas, *get_engine().hook_modules(), first_steps)
+    areas += (*get_engine().patch_modules(), first_steps)
+    return hooks_of(*dict.fromkeys(areas))  # a module may be listed twice
 
 
 # Several threads may make strategies at the same time.

@@ -9,12 +9,12 @@ import keras
 from keras import ops
 
 from keras_strategy.core import context
-from keras_strategy.core.own_attributes import here
+from keras_strategy.core.own_attributes import current_turn
 from keras_strategy.hooks.conditions import in_scope, in_step
 from keras_strategy.hooks.hook import Extension, changed, home_of, hook
 from keras_strategy.options.batch_statistics import GLOBAL
 from keras_strategy.rules import central, normalization
-from keras_strategy.rules.row_trials import keeps_nothing_else
+from keras_strategy.rules.row_trials import has_no_external_state
 
 keras_functional = home_of("Functional", "keras.src.models.functional")
 logger = logging.getLogger("keras_strategy")
@@ -30,8 +30,8 @@ def _new(original, cls, *args, **kwargs):
     if its class is one of Keras's trainers too.
     """
     layer = original(cls, *args, **kwargs)
-    if here.own is not None:
-        here.own.made[id(layer)] = layer
+    if current_turn.attributes is not None:
+        current_turn.attributes.new_layers[id(layer)] = layer
     strategy = context.current_scope()
     if strategy is not None:
         vars(layer)["_ks_strategy"] = strategy
@@ -69,7 +69,7 @@ def _batch_normalization(original, strategy, self, *args, synchronized=False, **
 
 def _in_scope_or_trial() -> Any:
     """The strategy whose scope this thread is in; or the trial."""
-    return context.current_scope() or context.place.trial
+    return context.current_scope() or context.thread_state.dry_run
 
 
 @hook(
@@ -85,11 +85,11 @@ def _moments(original, at, self, inputs, mask):
     replicas all rows are there: on one device, in a trial, and in JAX's global program.
     In a trial by rows the layer takes the moving ones, which are of no row.
     """
-    replica, trial = context.distributed_replica(), context.place.trial
-    if trial is not None and trial.of_rows:
+    replica, trial = context.distributed_replica(), context.thread_state.dry_run
+    if trial is not None and trial.tests_row_independence:
         return self.moving_mean, self.moving_variance
     if replica is not None:
-        central.note(self)  # it assigns its moving statistics next
+        central.declare_if_central(self)  # it assigns its moving statistics next
     axes = self._reduction_axes
     if replica is not None and (self.synchronized or at.batch_statistics == GLOBAL):
         return normalization.moments(
@@ -236,7 +236,7 @@ def is_keras_throughout(layer: Any) -> bool:
     if known is None:
         layers = all_layers(layer)
         known = all(type(inner) in _keras_layers for inner in layers)
-        known = _throughout[layer] = known and keeps_nothing_else(layers)
+        known = _throughout[layer] = known and has_no_external_state(layers)
     return known
 
 
@@ -252,7 +252,7 @@ def to_try(model: keras.Model, kind: str) -> dict[str, str]:
         "compute_metrics", "train_step", "test_step" and "predict_step".
     """
     cls, found = type(model), {}
-    if not keeps_nothing_else(all_layers(model)):
+    if not has_no_external_state(all_layers(model)):
         return found
     layers = {type(layer) for layer in all_layers(model)}
     others = {layer.__name__ for layer in layers - _keras_layers}

@@ -5,10 +5,10 @@ from typing import Any
 import keras
 from keras import ops, tree
 
-from keras_strategy.core.context import Trial
+from keras_strategy.core.context import DryRun
 from keras_strategy.hooks.conditions import (
     in_distributed_scope,
-    in_replica_or_trial,
+    in_replica_or_dry_run,
     in_step,
 )
 from keras_strategy.hooks.hook import home_of, hook
@@ -25,7 +25,7 @@ keras_compiled = home_of("get_loss", "keras.src.trainers.compile_utils")
     keras.losses.Loss,
     "__call__",
     "(self, y_true, y_pred, sample_weight=None)",
-    when=in_replica_or_trial,
+    when=in_replica_or_dry_run,
 )
 def _call(original, replica, self, y_true, y_pred, sample_weight=None):
     """A replica's loss has the denominator of all rows.
@@ -35,7 +35,7 @@ def _call(original, replica, self, y_true, y_pred, sample_weight=None):
     would be what one device computes. So is Circle, the one loss of Keras's that
     compares rows and gives a number for each.
     """
-    if isinstance(replica, Trial):
+    if isinstance(replica, DryRun):
         return _tried(replica, original, self, y_true, y_pred, sample_weight)
     step = replica.step
     if step.has_all_rows:
@@ -51,7 +51,7 @@ def _call(original, replica, self, y_true, y_pred, sample_weight=None):
         values = self.call(true, pred)
         if len(ops.shape(values)) > 0 or step.row_weight is None:
             if step.warn_unless is not None and _is_own(self):
-                row_trials.of_loss(step.warn_unless, self, true, pred)
+                row_trials.audit_loss(step.warn_unless, self, true, pred)
             given = [mask, keras_masking.get_keras_mask(values)]
             return _reduced(self, replica, values, sample_weight, given)
     return _on_all_rows(replica, original, self, y_true, y_pred, sample_weight)
@@ -61,13 +61,13 @@ def _tried(trial, original, loss, y_true, y_pred, sample_weight):
     """The loss of some rows, as a replica would compute it."""
     given = tree.map_structure(ops.convert_to_tensor, (y_true, y_pred))
     if _is_circle(loss) or len(ops.shape(loss.call(*given))) == 0:
-        trial.knows = True  # it is computed of all rows
+        trial.depends_on_replicas = True  # it is computed of all rows
     masked = keras_masking.get_keras_mask(y_pred) is not None
     weighted = sample_weight is not None and loss.reduction == "mean_with_sample_weight"
     if weighted or (masked and loss.reduction != "sum"):
-        trial.knows = True  # it is divided by what all rows come to
+        trial.depends_on_replicas = True  # it is divided by what all rows come to
     value = original(loss, y_true, y_pred, sample_weight)
-    return value / trial.share if loss.reduction == "sum" else value
+    return value / trial.row_fraction if loss.reduction == "sum" else value
 
 
 def _is_circle(loss: keras.losses.Loss) -> bool:
@@ -114,7 +114,7 @@ class _OnAllRows:
 def _on_all_rows(replica, call, loss, y_true, y_pred, sample_weight):
     """What a loss's `__call__` makes of the rows of all replicas."""
     mask = keras_masking.get_keras_mask(y_pred)
-    y_true, y_pred, sample_weight, mask = losses.rows_of_all(
+    y_true, y_pred, sample_weight, mask = losses.gather_global_batch(
         replica, (y_true, y_pred, sample_weight, mask)
     )
     if mask is not None:
@@ -134,7 +134,7 @@ def _reduced(loss, replica, values, sample_weight, masks):
         sample_weight = ops.convert_to_tensor(sample_weight, dtype=loss.dtype)
     if present:
         mask = present[0] if len(present) == 1 else present[0] & present[1]
-        mask = losses.valid_entries(replica, mask, values.dtype, loss.reduction)
+        mask = losses.mask_weights(replica, mask, values.dtype, loss.reduction)
         if sample_weight is not None:
             # Keras multiplies it in place, and torch counts that against the whole
             # batch, of which the replicas hold slices.

@@ -7,13 +7,13 @@ from typing import Any
 import keras
 from keras import tree
 
-from keras_strategy.core.context import Trial, distributed_replica, place
+from keras_strategy.core.context import DryRun, distributed_replica, thread_state
 from keras_strategy.hooks.conditions import in_step
 from keras_strategy.hooks.hook import Extension, changed, home_of, hook, of_several
 from keras_strategy.rules import row_trials
-from keras_strategy.rules.metrics import merged
+from keras_strategy.rules.metrics import merged_values
 from keras_strategy.rules.row_trials import is_keras
-from keras_strategy.rules.trials import Unchanging, has_rows
+from keras_strategy.rules.trials import DiscardUpdates, has_rows
 
 stateless_scopes = home_of(
     "get_stateless_scope",
@@ -28,7 +28,7 @@ _JOIN = (compiling.CompileMetrics, compiling.MetricsList)
 @of_several
 def _in_step_or_trial_of_it() -> Any:
     """The replica that is running, in a step; or the trial of one."""
-    trial = place.trial
+    trial = thread_state.dry_run
     if trial is not None:
         return None if trial.gradients is None else trial
     replica = distributed_replica()  # as `in_step`, without a call more
@@ -51,8 +51,8 @@ def _update_state(original, replica, self, values, sample_weight=None):
         and not isinstance(values, keras.KerasTensor)
         and len(getattr(values, "shape", ())) == 0  # a Python number has none
     ):
-        tried = isinstance(replica, Trial)
-        sample_weight = replica.share if tried else replica.step.row_weight
+        tried = isinstance(replica, DryRun)
+        sample_weight = replica.row_fraction if tried else replica.step.row_weight
     return original(self, values, sample_weight)
 
 
@@ -129,7 +129,7 @@ def _result_of_all_rows(original: Callable) -> Any:
         replica = in_step()
         if replica is None:
             return original(self, *args, **kwargs)
-        with _AllReplicas(merged(replica, self.variables)):
+        with _AllReplicas(merged_values(replica, self.variables)):
             return original(self, *args, **kwargs)
 
     return result
@@ -138,14 +138,14 @@ def _result_of_all_rows(original: Callable) -> Any:
 def _update_that_is_tried(original: Callable) -> Any:
     def update_state(self, *args, **kwargs):
         at = _in_step_or_trial_of_it()
-        if isinstance(at, Trial):
+        if isinstance(at, DryRun):
             if _given_rows(args, kwargs):
-                with Unchanging():  # it is tried by itself
+                with DiscardUpdates():  # it is tried by itself
                     return original(self, *args, **kwargs)
         elif at is not None and at.step.warn_unless is not None:
             wraps = type(self) is keras.metrics.MeanMetricWrapper
             if not is_keras(self._fn if wraps else type(self)):
-                row_trials.of_metric(at.step.warn_unless, self, args, kwargs)
+                row_trials.audit_metric(at.step.warn_unless, self, args, kwargs)
         return original(self, *args, **kwargs)
 
     return update_state

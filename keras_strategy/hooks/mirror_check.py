@@ -13,9 +13,9 @@ import numpy as np
 from keras_strategy.core.registry import get_engine
 from keras_strategy.errors import MirrorError
 from keras_strategy.hooks.variables import stored
-from keras_strategy.rules.aggregation import is_on_read
-from keras_strategy.rules.sharding import is_split
-from keras_strategy.rules.without_logs import WithoutLogs
+from keras_strategy.rules.aggregation import is_sync_on_read
+from keras_strategy.rules.sharding import is_sharded
+from keras_strategy.rules.without_logs import LogFreeCallback
 
 if TYPE_CHECKING:
     from keras_strategy.core.strategy import Strategy
@@ -37,7 +37,7 @@ def check(
     Raises:
         MirrorError: If the components of a variable differ.
     """
-    if strategy.num_replicas_in_sync == 1 or get_engine().in_trace():
+    if strategy.num_replicas_in_sync == 1 or get_engine().is_tracing():
         return
     drifted = []
     if variables is None:
@@ -92,7 +92,7 @@ def mirrored_of(model: keras.Model) -> list[Any]:
 def _is_mirrored(variable: Any) -> bool:
     if stored(variable) is None:
         return False
-    return not (is_on_read(variable) or is_split(variable))
+    return not (is_sync_on_read(variable) or is_sharded(variable))
 
 
 class EpochCheck(keras.callbacks.Callback):
@@ -111,7 +111,7 @@ class EpochCheck(keras.callbacks.Callback):
         check(self._strategy, f"fit, epoch {epoch}", mirrored_of(self.model))
 
 
-class BatchCheck(EpochCheck, WithoutLogs):
+class BatchCheck(EpochCheck, LogFreeCallback):
     """Compares after each batch of `fit` as well, and all that the strategy has."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -4,10 +4,10 @@ from typing import Any
 
 import keras
 
-from keras_strategy.core.context import Trial, distributed_replica, place
+from keras_strategy.core.context import DryRun, distributed_replica, thread_state
 from keras_strategy.hooks.conditions import in_distributed_scope
 from keras_strategy.hooks.hook import hook, of_several
-from keras_strategy.rules.draws import EndOfRehearsal
+from keras_strategy.rules.draws import EndOfDryRun
 
 _APPLY = "(self, grads, trainable_variables=None)"
 
@@ -15,7 +15,7 @@ _APPLY = "(self, grads, trainable_variables=None)"
 @of_several
 def _in_distributed_scope_or_trial() -> Any:
     """The strategy whose scope this thread is in; or the trial."""
-    return in_distributed_scope() or place.trial
+    return in_distributed_scope() or thread_state.dry_run
 
 
 _WHEN = _in_distributed_scope_or_trial
@@ -29,15 +29,15 @@ def _apply(original, strategy, self, grads, trainable_variables=None):
     Then Keras's own code clips, accumulates, scales and applies on every replica, on
     equal inputs. The outermost optimizer does it: LossScaleOptimizer calls another.
     """
-    if isinstance(strategy, Trial):
+    if isinstance(strategy, DryRun):
         if strategy.gradients is not None:
             strategy.gradients += grads
             return None
-        raise EndOfRehearsal("gradients are applied")
+        raise EndOfDryRun("gradients are applied")
     replica = distributed_replica()
     if replica is None:
-        strategy.extended.group.check_apply_outside_of_replicas()
-    if replica is None or replica.step.applying:
+        strategy.extended.group.check_cross_replica_apply()
+    if replica is None or replica.step.is_applying:
         return original(self, grads, trainable_variables)
     grads = list(grads)
     if trainable_variables is not None:
@@ -51,23 +51,23 @@ def _apply(original, strategy, self, grads, trainable_variables=None):
 
         replica.once(build)
     present = [grad for grad in grads if grad is not None]
-    replica.step.optimizer, replica.step.gradients_of = self, trainable_variables
+    replica.step.optimizer, replica.step.reducing_gradients_of = self, trainable_variables
     if trainable_variables is not None and len(present) < len(grads):
         pairs = zip(grads, trainable_variables, strict=False)  # Keras counts them
-        replica.step.gradients_of = [v for grad, v in pairs if grad is not None]
-    weight, own = replica.step.row_weight, strategy.extended.own_sums
+        replica.step.reducing_gradients_of = [v for grad, v in pairs if grad is not None]
+    weight, own = replica.step.row_weight, strategy.extended.custom_reducer
     try:
         if own is None:
             summed = list(replica.weighted_sum(present, weight))
         else:
             summed = list(own.weighted_sum(replica, present, weight))
     finally:
-        replica.step.optimizer = replica.step.gradients_of = None
+        replica.step.optimizer = replica.step.reducing_gradients_of = None
     if len(summed) < len(grads):
         rest = iter(summed)
         summed = [None if grad is None else next(rest) for grad in grads]
-    replica.step.applying = True
+    replica.step.is_applying = True
     try:
         return original(self, summed, trainable_variables)
     finally:
-        replica.step.applying = False
+        replica.step.is_applying = False

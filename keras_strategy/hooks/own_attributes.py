@@ -10,9 +10,9 @@ import keras
 
 from keras_strategy.core.own_attributes import (
     ABSENT,
-    here,
-    notice,
-    whose_turn,
+    current_turn,
+    setattr_hooks,
+    current_attributes,
 )
 from keras_strategy.hooks.hook import Extension, changed, home_of
 
@@ -44,7 +44,7 @@ class _Noted(Extension):
     @property
     def when(self) -> Callable[..., Any]:
         """The condition."""
-        return whose_turn
+        return current_attributes
 
     def check(self) -> None:
         """Raises `KerasVersionError` unless the class has all of them."""
@@ -73,12 +73,12 @@ class _Noted(Extension):
                 else:
                     setattr(self.owner, name, original)
 
-        notice.add(put, take)
+        setattr_hooks.add(put, take)
 
 
 def _setting(original: Callable) -> Callable:
     def replacement(self, name, value):
-        own = here.own
+        own = current_turn.attributes
         # Keras sets some to what they are, in every call of a layer.
         if own is not None and vars(self).get(name, ABSENT) is not value:
             own.set(self, name, value)
@@ -89,7 +89,7 @@ def _setting(original: Callable) -> Callable:
 
 def _deleting(original: Callable) -> Callable:
     def replacement(self, name):
-        own = here.own
+        own = current_turn.attributes
         if own is not None:
             own.set(self, name, ABSENT)
         return original(self, name)
@@ -99,7 +99,7 @@ def _deleting(original: Callable) -> Callable:
 
 def _changing(original: Callable) -> Callable:
     def replacement(self, *args, **kwargs):
-        own = here.own
+        own = current_turn.attributes
         # Keras clears empty lists all the time.
         if own is not None and (self or args):
             own.change(self, args)

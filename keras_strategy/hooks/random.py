@@ -5,33 +5,35 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_strategy.core.context import Trial
-from keras_strategy.hooks.conditions import in_replica_or_trial
+from keras_strategy.core.context import DryRun
+from keras_strategy.hooks.conditions import in_replica_or_dry_run
 from keras_strategy.hooks.hook import home_of, hook
 from keras_strategy.rules import central
 
 global_state = home_of(
     "get_global_attribute set_global_attribute", "keras.src.backend.common.global_state"
 )
-keras_seeds = home_of("global_seed_generator", "keras.src.random.seed_generator")
+keras_seeds = home_of(
+    "draw_seed global_seed_generator", "keras.src.random.seed_generator"
+)
 # Under which name Keras keeps a thread's own seed generator.
 _SEED = "global_seed_generator"
 
 
 @hook(
-    keras.random.SeedGenerator, "next", "(self, ordered=True)", when=in_replica_or_trial
+    keras.random.SeedGenerator, "next", "(self, ordered=True)", when=in_replica_or_dry_run
 )
 def _next(original, replica, self, ordered=True):
     """Every replica draws its own numbers, unless they are those of its rows.
 
     Only the drawn seed differs; the stored state advances as on one device.
     """
-    central.note(self)  # it assigns its state
+    central.declare_if_central(self)  # it assigns its state
     seed = original(self, ordered)
-    if isinstance(replica, Trial):
-        replica.drew = True
+    if isinstance(replica, DryRun):
+        replica.drew_random = True
         return seed
-    if replica.step.drawing:
+    if replica.step.is_drawing:
         return seed  # see hooks/draws.py
     # A large prime keeps the replicas' seeds apart from each other and from
     # those of other generators, which users number 0, 1, 2...

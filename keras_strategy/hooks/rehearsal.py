@@ -7,21 +7,18 @@ from typing import Any
 
 import keras
 
-from keras_strategy.core.context import Trial, as_on_one_device
-from keras_strategy.core.own_attributes import set_for_nobody
-from keras_strategy.core.random_states import random_states_kept
-from keras_strategy.hooks.hook import home_of
+from keras_strategy.core.context import DryRun, dry_run_scope
+from keras_strategy.core.own_attributes import discard_attribute_changes
+from keras_strategy.core.random_states import preserve_random_states
+from keras_strategy.hooks.random import global_state
 
 logger = logging.getLogger("keras_strategy")
-global_state = home_of(
-    "get_global_attribute set_global_attribute", "keras.src.backend.common.global_state"
-)
 # What Keras keeps for a thread while a layer is called.
 _OF_A_CALL = ("current_call_ctx", "autocast_scope")
 
 
 @contextlib.contextmanager
-def rehearsing() -> Iterator[Trial]:
+def rehearsing() -> Iterator[DryRun]:
     """Surrounds a call of a step, in the middle of another one.
 
     What it assigns to variables, sets on layers and draws is forgotten. It ends where a
@@ -33,9 +30,9 @@ def rehearsing() -> Iterator[Trial]:
     """
     before = {name: global_state.get_global_attribute(name) for name in _OF_A_CALL}
     with (
-        random_states_kept(),
-        as_on_one_device() as trial,
-        set_for_nobody(),
+        preserve_random_states(),
+        dry_run_scope() as trial,
+        discard_attribute_changes(),
         keras.StatelessScope(),
     ):
         trial.draws = []

@@ -10,10 +10,10 @@ from keras import ops
 
 from keras_strategy.hooks.random import kept_generator, keras_seeds
 from keras_strategy.rules import entry_scope, first_values
-from keras_strategy.rules.aggregation import is_on_read
-from keras_strategy.rules.backup_files import BackupFolder, Contents
-from keras_strategy.rules.one_writer import by_chief
-from keras_strategy.rules.sharding import is_split
+from keras_strategy.rules.aggregation import is_sync_on_read
+from keras_strategy.rules.backup_files import BackupFolder, BackupContents
+from keras_strategy.rules.one_writer import run_on_chief
+from keras_strategy.rules.sharding import is_sharded
 
 _PARTS = "/replicas"
 Keep = Callable[[np.ndarray], np.ndarray]
@@ -42,7 +42,7 @@ class SavedVariables:
         Returns:
             What is no array, of JSON's values, and on the chief the arrays.
         """
-        first_values.settle()  # which the chief could not do alone
+        first_values.broadcast_pending_values()  # which the chief could not do alone
         arrays: dict[str, np.ndarray] = {}
         for key, variable in variables.items():
             arrays |= self._arrays(key, variable, keep)
@@ -60,7 +60,7 @@ class SavedVariables:
         Workers that do not write read what only all of them can.
         """
         arrays = {}
-        if is_on_read(variable):
+        if is_sync_on_read(variable):
             extended = self._strategy.extended
             parts = np.stack([*map(_numpy, extended.group.components(variable))])
             workers = extended.group.workers
@@ -72,7 +72,7 @@ class SavedVariables:
                 arrays[key] = _numpy(variable.value)
         else:
             writes = self._cluster is None or self._cluster.is_chief
-            if is_split(variable):
+            if is_sharded(variable):
                 whole = variable.numpy()  # of which each worker has a part
                 if writes:
                     arrays[key] = keep(whole)
@@ -82,7 +82,7 @@ class SavedVariables:
 
     def assign(
         self,
-        found: Contents,
+        found: BackupContents,
         variables: Mapping[str, Any],
         left_out: Callable[[str], bool] = lambda name: False,
     ) -> None:
@@ -117,11 +117,11 @@ class SavedVariables:
                 variable.assign(tensor)
         seed = found.facts["seed"]
         if seed is not None:
-            with entry_scope.left_for(None):  # it is the process's
+            with entry_scope.suspend_implicit_scope(None):  # it is the process's
                 generator = kept_generator() or keras_seeds.global_seed_generator()
             generator.state.assign(np.array(seed, generator.state.dtype))
 
-    def _of_chief(self, found: Contents, wanted: dict[str, Any]) -> list[Any]:
+    def _of_chief(self, found: BackupContents, wanted: dict[str, Any]) -> list[Any]:
         """The arrays of the file as tensors, on all workers."""
         shapes, tensors = found.facts["shapes"], []
         for key, variable in wanted.items():
@@ -134,7 +134,7 @@ class SavedVariables:
 
 
 def _compare(
-    found: Contents, variables: Mapping[str, Any], left_out: Callable[[str], bool]
+    found: BackupContents, variables: Mapping[str, Any], left_out: Callable[[str], bool]
 ) -> None:
     held, shapes = found.facts["variables"], found.facts["shapes"]
     missing = [v.path for key, v in variables.items() if key not in held]
@@ -155,20 +155,20 @@ def _compare(
             )
 
 
-def read_by_chief(cluster: Any, folder: BackupFolder) -> Contents | None:
+def read_by_chief(cluster: Any, folder: BackupFolder) -> BackupContents | None:
     """What the chief finds in a folder; what is no array, on the other workers.
 
     Args:
         cluster: The workers, or None.
         folder: The folder.
     """
-    found = by_chief(cluster, "what it goes on from", folder.read)
+    found = run_on_chief(cluster, "what it goes on from", folder.read)
     if cluster is None:
         return found
     told = None if found is None else [found.facts, os.fspath(found.file)]
-    told = cluster.agree("where the training goes on", told)[0]
+    told = cluster.exchange("where the training goes on", told)[0]
     if found is None and told is not None:
-        return Contents(told[0], {}, pathlib.Path(told[1]))
+        return BackupContents(told[0], {}, pathlib.Path(told[1]))
     return found
 
 

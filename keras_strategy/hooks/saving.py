@@ -12,11 +12,11 @@ from keras_strategy.hooks.conditions import of_workers
 from keras_strategy.hooks.hook import home_of, hook
 from keras_strategy.hooks.variables import variables_of
 from keras_strategy.rules import first_values
-from keras_strategy.rules.aggregation import is_on_read
-from keras_strategy.rules.aside import Aside
-from keras_strategy.rules.held_values import held
-from keras_strategy.rules.one_writer import by_chief, replaced, scratch
-from keras_strategy.rules.sharding import is_split
+from keras_strategy.rules.aggregation import is_sync_on_read
+from keras_strategy.rules.aside import ArraySpill
+from keras_strategy.rules.held_values import variable_value_overrides
+from keras_strategy.rules.one_writer import run_on_chief, atomic_write_path, temporary_folder
+from keras_strategy.rules.sharding import is_sharded
 
 saving_lib = home_of("get_temp_dir get_attr_skipset", "keras.src.saving.saving_lib")
 # What Keras leaves out where it saves objects of a kind.
@@ -28,23 +28,23 @@ def _save(original, strategy, self, filepath, *args, **kwargs):
     """The chief writes for all workers; what only all can read, they read before."""
     if "Optimizer" not in _left_out:
         _left_out["Optimizer"] = saving_lib.get_attr_skipset("Optimizer")
-    first_values.settle()  # which the chief could not do alone
+    first_values.broadcast_pending_values()  # which the chief could not do alone
     path = os.fspath(filepath)
     operation = f"`{original.__name__}` to {os.path.basename(path)}"
     drift.require_same_values(strategy, self, operation=operation)
     cluster = strategy.extended.cluster
-    with _aside(path) if cluster.is_chief else Aside(None) as aside:
+    with _aside(path) if cluster.is_chief else ArraySpill(None) as aside:
         known = _read_by_all(self, aside, cluster.is_chief)
 
         def write() -> Any:
             aside.check()
-            with replaced(path) as temporary, held(known):
+            with atomic_write_path(path) as temporary, variable_value_overrides(known):
                 return original(self, temporary, *args, **kwargs)
 
-        return by_chief(cluster, operation, write)
+        return run_on_chief(cluster, operation, write)
 
 
-@hook(saving_lib, "get_temp_dir", "()", when=scratch)
+@hook(saving_lib, "get_temp_dir", "()", when=temporary_folder)
 def _get_temp_dir(original, folder):
     """What a chief leaves that is killed lies where the next that saves removes it."""
     return tempfile.mkdtemp(dir=folder)
@@ -56,15 +56,15 @@ def _get_attr_skipset(original, found, obj_type):
     return found
 
 
-def _aside(path: str) -> Aside:
+def _aside(path: str) -> ArraySpill:
     """Where the chief keeps what it has read, until it writes."""
     if "://" in path:
         path = os.path.join(tempfile.gettempdir(), f"keras_strategy-{os.getpid()}")
-    return Aside.beside(pathlib.Path(path))
+    return ArraySpill.next_to(pathlib.Path(path))
 
 
 def _read_by_all(
-    model: keras.Model, aside: Aside, is_chief: bool
+    model: keras.Model, aside: ArraySpill, is_chief: bool
 ) -> list[tuple[Any, Any]]:
     """The variables of which each replica has its part, and their values.
 
@@ -73,11 +73,11 @@ def _read_by_all(
     """
     known = []
     for variable in variables_of(model).values():
-        if is_split(variable):
+        if is_sharded(variable):
             value = keras.ops.convert_to_numpy(variable)
             if is_chief:
-                known.append((variable, aside.keep(value)))
-        elif is_on_read(variable) and variable.aggregation != "none":
+                known.append((variable, aside.add(value)))
+        elif is_sync_on_read(variable) and variable.aggregation != "none":
             value = keras.ops.convert_to_numpy(variable)
             known.append((variable, keras.ops.convert_to_tensor(value)))
     return known

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from keras_strategy.rules.plain import packed, unpacked
+from keras_strategy.rules.plain import encode, decode
 
 _logger = logging.getLogger("keras_strategy")
 _LATER = (
@@ -153,7 +153,7 @@ def _state(iterator: Any) -> State | None:
         contents = {}
         for name in sorted(tf.io.gfile.listdir(folder)):
             with tf.io.gfile.GFile(f"{folder}/{name}", "rb") as file:
-                contents[name] = packed(file.read())
+                contents[name] = encode(file.read())
         return contents
 
 
@@ -161,7 +161,7 @@ def _restore(iterator: Any, state: State) -> None:
     with _memory() as (tf, folder):
         for name, content in state.items():
             with tf.io.gfile.GFile(f"{folder}/{name}", "wb") as file:
-                file.write(unpacked(content))
+                file.write(decode(content))
         tf.train.Checkpoint(iterator=iterator).read(f"{folder}/state").assert_consumed()
 
 

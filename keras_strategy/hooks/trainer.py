@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from keras_strategy.core import context
-from keras_strategy.core.own_attributes import notice
+from keras_strategy.core.own_attributes import setattr_hooks
 from keras_strategy.hooks import drift, mirror_check
 from keras_strategy.hooks.adoption import adopt_variables
 from keras_strategy.hooks.backups import backed_up
@@ -18,7 +18,7 @@ from keras_strategy.hooks.data_adapters import building, for_keras, take_class_w
 from keras_strategy.hooks.hook import model_hook
 from keras_strategy.hooks.variables import stored
 from keras_strategy.input import seeds
-from keras_strategy.input.ahead import ended_together, not_ahead
+from keras_strategy.input.ahead import stop_prefetchers_on_exit, prefetch_disabled
 from keras_strategy.rules import alike, chiefs_lead, entry_scope, first_values
 from keras_strategy.rules.ownership import strategy_of_model
 
@@ -35,13 +35,13 @@ def _entry_point(original, self, *args, **kwargs):
     kwargs = {k: for_keras(x, strategy, name) for k, x in kwargs.items()}
     if name == "fit":
         take_class_weight(original, self, args, kwargs)
-    ended = ended_together() if name in _LOOPS else contextlib.nullcontext()
-    with ended, entry_scope.left_for(strategy):
+    ended = stop_prefetchers_on_exit() if name in _LOOPS else contextlib.nullcontext()
+    with ended, entry_scope.suspend_implicit_scope(strategy):
         if strategy is None:
             _require_no_scope(self, name)
             return original(self, *args, **kwargs)
         context.require_cross_replica(strategy, name)
-        with entry_scope.entered(strategy):
+        with entry_scope.enter_implicit_scope(strategy):
             if name != "compile":  # which may be a part of a user's own
                 adopt_variables(strategy, self)
             return _of_strategy(strategy, original, self, args, kwargs)
@@ -66,7 +66,7 @@ def _of_strategy(
     name = original.__name__
     alone = cluster is None and strategy.num_replicas_in_sync == 1
     if alone and name in _LOOPS:
-        notice.end()  # there are no turns here
+        setattr_hooks.end()  # there are no turns here
     if alone and name != "fit":
         return original(model, *args, **kwargs)
     try:
@@ -86,21 +86,21 @@ def _of_replicas(
         return original(*call.args, **call.kwargs)
     cluster, name = strategy.extended.cluster, original.__name__
     if cluster is not None and name != "compile":
-        first_values.settle()
+        first_values.broadcast_pending_values()
         if name == "fit":  # which says what it does when its callbacks are known
-            seeds.take_chiefs(cluster)
+            seeds.sync_with_chief(cluster)
         else:  # one round for both: some are called for each batch
-            said = alike.items_of_call(call.arguments)
-            told = alike.require(cluster, said, seeds.digest(), name)
-            seeds.take_chiefs(cluster, told)
+            said = alike.call_signature(call.arguments)
+            told = alike.check_workers_agree(cluster, said, seeds.random_state_digest(), name)
+            seeds.sync_with_chief(cluster, told)
         if name in _LOOPS:
             lead = functools.partial(_chiefs_lead, strategy, model, call.arguments)
-            chiefs_lead.worker_arguments(name, call.arguments, cluster, lead)
+            chiefs_lead.prepare_fit_arguments(name, call.arguments, cluster, lead)
     if name == "fit" and mirror_check.enabled:
         add_callback(call.arguments, mirror_check.BatchCheck(strategy))
     elif name == "fit" and cluster is None:
         add_callback(call.arguments, mirror_check.EpochCheck(strategy))
-    with strategy.extended.group.around(model, name, call.arguments):
+    with strategy.extended.group.trainer_scope(model, name, call.arguments):
         result = original(*call.args, **call.kwargs)
     if mirror_check.enabled:
         mirror_check.check(strategy, name)
@@ -133,13 +133,13 @@ def _chiefs_lead(
     arguments: dict[str, Any],
     in_step: list[Any],
     own_minds: bool,
-) -> chiefs_lead.ChiefsLead:
+) -> chiefs_lead.SyncTrainingState:
     cluster = strategy.extended.cluster
-    items = alike.items_of(model, compiled_with(model), arguments, in_step)
+    items = alike.fit_signature(model, compiled_with(model), arguments, in_step)
 
     def give_variables(model):
         variables = [*model.variables, *model.optimizer.variables]
-        first_values.take_chiefs(
+        first_values.broadcast_from_chief(
             strategy,
             [variable for variable in variables if stored(variable) is not None],
         )
@@ -147,8 +147,8 @@ def _chiefs_lead(
     def set_epoch(model, epoch):
         model._initial_epoch = epoch
 
-    in_batches = any(alike.require(cluster, items, own_minds))
-    kind = chiefs_lead.ChiefsLeadInBatches if in_batches else chiefs_lead.ChiefsLead
+    in_batches = any(alike.check_workers_agree(cluster, items, own_minds))
+    kind = chiefs_lead.SyncTrainingStatePerBatch if in_batches else chiefs_lead.SyncTrainingState
     return kind(
         cluster,
         give_variables,
@@ -167,8 +167,8 @@ def compiled_with(model: keras.Model) -> dict[str, Any]:
 @model_hook("_symbolic_build", "(self, iterator=None, data_batch=None)", when=in_scope)
 def _symbolic_build(original, strategy, self, iterator=None, data_batch=None):
     """What fit builds may hold metrics from outside. One batch is read for it."""
-    with not_ahead(), building(iterator):
+    with prefetch_disabled(), building(iterator):
         result = original(self, iterator, data_batch)
     adopt_variables(strategy, self)
-    first_values.settle()
+    first_values.broadcast_pending_values()
     return result

@@ -13,9 +13,9 @@ from keras_strategy.core import context
 from keras_strategy.hooks.conditions import before_apply
 from keras_strategy.hooks.hook import hook
 from keras_strategy.rules import central
-from keras_strategy.rules.aggregation import adds_up, aggregate, assigned
-from keras_strategy.rules.draws import EndOfRehearsal
-from keras_strategy.rules.ownership import belongs_to
+from keras_strategy.rules.aggregation import aggregates_assign_add, aggregate, aggregate_assignment
+from keras_strategy.rules.draws import EndOfDryRun
+from keras_strategy.rules.ownership import set_owner
 
 # Without a call of Python's: they are asked for in every step.
 stored: Callable[[Any], Any] = attrgetter("_value")
@@ -31,22 +31,22 @@ _assign_as_is = keras.Variable.assign
 @hook(keras.Variable, "__init__", ())
 def _init(original, self, *args, **kwargs):
     """A variable belongs to the scope that it is made in."""
-    trial = context.place.trial
-    if trial is not None and (trial.of_rows or trial.draws is not None):
-        raise EndOfRehearsal("a variable is made")
+    trial = context.thread_state.dry_run
+    if trial is not None and (trial.tests_row_independence or trial.draws is not None):
+        raise EndOfDryRun("a variable is made")
     original(self, *args, **kwargs)
     strategy = context.current_scope()
     if strategy is not None:
-        belongs_to(self, strategy)
+        set_owner(self, strategy)
 
 
 @hook(keras.Variable, "assign", "(self, value)", when=before_apply)
 def _assign(original, replica, self, value):
     """What replicas assign is brought together."""
     value = as_stored(self, value)
-    if self.aggregation == "none" and central.is_unsaid(self):
-        return original(self, central.assigned(replica, self, value))
-    return original(self, assigned(replica, self, value))
+    if self.aggregation == "none" and central.is_central_without_aggregation(self):
+        return original(self, central.aggregate_central_assignment(replica, self, value))
+    return original(self, aggregate_assignment(replica, self, value))
 
 
 @hook(keras.Variable, ("assign_add", "assign_sub"), "(self, value)", when=before_apply)
@@ -56,7 +56,7 @@ def _assign_add(original, replica, self, value):
     Keras assigns `self + value`, of which the sum over the replicas would count the
     variable once for each of them.
     """
-    if not adds_up(self):
+    if not aggregates_assign_add(self):
         return original(self, value)
     increment = aggregate(replica, self, as_stored(self, value))
     sign = -1 if original.__name__ == "assign_sub" else 1

@@ -15,13 +15,13 @@ import keras
 
 from keras_strategy.errors import WorkerInputError, WorkerReadError
 from keras_strategy.input import notices
-from keras_strategy.input.own_rows import OwnRows
+from keras_strategy.input.own_rows import LocalRows
 from keras_strategy.rules import alike
-from keras_strategy.rules.step import rows_of
+from keras_strategy.rules.step import count_rows
 from keras_strategy.workers.cluster import Cluster
 
 
-class AgreedBatches:
+class SynchronizedBatches:
     """Gives a worker its batches while all workers have one.
 
     Args:
@@ -29,7 +29,7 @@ class AgreedBatches:
         cluster: The workers.
         counts: What is known of the batches, if they are arrays: the workers compare
             it once, and need not do so for each batch.
-        pauses: See `read_together`. If not given, none is read ahead.
+        pauses: See `read_synchronized`. If not given, none is read ahead.
         tells: Whether who reads whole batches is told what that costs.
     """
 
@@ -59,12 +59,12 @@ class AgreedBatches:
         return self._known(iterator) if self._counts else self._agreed(iterator)
 
     def _known(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        told = self._cluster.agree("the start of an epoch", self._counts)
+        told = self._cluster.exchange("the start of an epoch", self._counts)
         if any(other != told[0] for other in told):
             raise WorkerInputError(
                 "All workers must be given the same arrays: each computes on its "
                 "own rows of every batch. Received arrays of other numbers of "
-                f"rows or batches: {self._cluster.listed(told)}."
+                f"rows or batches: {self._cluster.format_by_worker(told)}."
             )
         yield from iterator
 
@@ -83,25 +83,25 @@ class AgreedBatches:
                 raise WorkerInputError(
                     "All workers must be given the same batches: each computes on its "
                     "own rows of every batch. Received batches of different numbers "
-                    f"of rows: {self._cluster.listed(rows)}."
+                    f"of rows: {self._cluster.format_by_worker(rows)}."
                 )
             if any(said[:2] != told[0][:2] for said in told):
                 raise self._difference(batch, [mark for _, mark, *_ in told])
-            if not isinstance(batch, OwnRows):
+            if not isinstance(batch, LocalRows):
                 if self._tells:
-                    notices.of_a_stream(self._cluster)
+                    notices.warn_full_reads(self._cluster)
             elif any(said != told[0] for said in told):
                 self._of_other_data(batch, [mark for *_, mark in told])
             return batch
 
         name = "the next batch"
-        return read_together(
+        return read_synchronized(
             iterator, self._cluster, name, describe, accept, self._pauses
         )
 
     def _difference(self, batch: Any, marks: list) -> WorkerInputError:
-        digests = self._cluster.grouped(marks)
-        if isinstance(batch, OwnRows):
+        digests = self._cluster.format_by_value(marks)
+        if isinstance(batch, LocalRows):
             return WorkerInputError(
                 "All workers must read in the same order: each reads its own rows of "
                 "every batch. Received a batch of other rows on some workers (digests "
@@ -115,18 +115,18 @@ class AgreedBatches:
             "distribute its dataset with `AutoShardPolicy.OFF`."
         )
 
-    def _of_other_data(self, batch: OwnRows, digests: list) -> None:
+    def _of_other_data(self, batch: LocalRows, digests: list) -> None:
         """Raises where the data differs; what is drawn anew may, with a warning."""
-        if batch.again is not None and batch.again() == batch.digest:
+        if batch.reread_digest is not None and batch.reread_digest() == batch.digest:
             raise WorkerInputError(
                 "All workers must be given the same data: each reads its own rows of "
                 "every batch. Received other values in rows that all of them have read "
-                f"(digests by worker: {self._cluster.grouped(digests)}), and the same "
+                f"(digests by worker: {self._cluster.format_by_value(digests)}), and the same "
                 "each time. If each worker's data is a part of its own, "
                 "distribute it with `AutoShardPolicy.OFF`. If rows are drawn by their "
                 "numbers, seed that alike on all workers."
             )
-        notices.of_other_rows(self._cluster)
+        notices.warn_if_rows_differ(self._cluster)
 
     def _warn(self, told: list) -> None:
         ended = [i for i, rows in enumerate(told) if rows is None]
@@ -140,7 +140,7 @@ class AgreedBatches:
         )
 
 
-def read_together(
+def read_synchronized(
     iterator: Iterator[Any],
     cluster: Cluster,
     operation: str,
@@ -177,7 +177,7 @@ def read_together(
             ahead = read()
 
 
-def next_of_all(
+def read_next(
     iterator: Iterator[Any],
     cluster: Cluster,
     operation: str,
@@ -214,7 +214,7 @@ def read_ahead(
         said = describe(item)
     except Exception as caught:
         error, said = caught, {"error": f"{type(caught).__name__}: {caught}"}
-    answers = cluster.tell(operation, said)
+    answers = cluster.start_exchange(operation, said)
 
     def of_all() -> tuple[Any, list[Any]]:
         told = answers()
@@ -231,20 +231,20 @@ def read_ahead(
 
 
 def _rows_and_digest(batch: Any) -> list | None:
-    if batch is None or isinstance(batch, OwnRows):
+    if batch is None or isinstance(batch, LocalRows):
         return _rows_if_there(batch)
-    return [rows_of(batch), digest_of(batch)]
+    return [count_rows(batch), digest_of(batch)]
 
 
 def digest_of(batch: Any) -> str:
     """A digest of the first rows of a batch, of dashes alone if it cannot be made."""
     leaves = keras.tree.flatten(batch)
-    return "-".join((alike.rows_digest(leaf) or "")[:8] for leaf in leaves)
+    return "-".join((alike.rows_fingerprint(leaf) or "")[:8] for leaf in leaves)
 
 
 def _rows_if_there(batch: Any) -> list | None:
     if batch is None:
         return None
-    if isinstance(batch, OwnRows):
-        return [batch.total, str(batch.order), batch.digest]
-    return [rows_of(batch), ""]
+    if isinstance(batch, LocalRows):
+        return [batch.global_rows, str(batch.order_checksum), batch.digest]
+    return [count_rows(batch), ""]

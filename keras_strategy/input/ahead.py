@@ -3,7 +3,7 @@
 While a step computes, the next batch is read. Nobody sees that but the source, if its
 batches depend on what the training does meanwhile: on random numbers of the process, or
 on what a callback sets. So what is read ahead unasked is what promises not to: see
-`prefetching.depth_of`.
+`prefetching.prefetch_depth`.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from keras import tree
 
-from keras_strategy.input.own_rows import OwnRows
+from keras_strategy.input.own_rows import LocalRows
 
 # Seconds that who ends waits for a batch that is being read.
 _PATIENCE = 3.0
@@ -30,14 +30,14 @@ Scope = Callable[[], AbstractContextManager[Any]]
 class _Here(threading.local):
     """What this thread reads ahead."""
 
-    opened: "set[ReadAhead] | None" = None
+    opened: "set[Prefetcher] | None" = None
     off = False
 
 
 _here = _Here()
 
 
-class ReadAhead(Iterator[Any]):
+class Prefetcher(Iterator[Any]):
     """Gives the items of an iterator, of which some more are read meanwhile.
 
     The first one is read in the thread that asks for it, as what belongs to the
@@ -82,7 +82,7 @@ class ReadAhead(Iterator[Any]):
             try:
                 item, place = self._ahead[0].result()
             except Exception:
-                self.rest()
+                self.stop()
                 self._ahead.popleft()
                 raise
             self._ahead.popleft()  # not where who asked was interrupted
@@ -92,13 +92,13 @@ class ReadAhead(Iterator[Any]):
             self._sources.given = place
         if item is _END:
             self._over = True
-            self.rest()
+            self.stop()
             raise StopIteration
         self._given += 1
         self._read_on()
         return item
 
-    def rest(self) -> None:
+    def stop(self) -> None:
         """Ends the thread. What it has read is given to who goes on."""
         pool, self._pool = self._pool, None
         if pool is None:
@@ -120,7 +120,7 @@ class ReadAhead(Iterator[Any]):
                     _here.opened.add(self)
             self._ahead.append(self._pool.submit(self._read))
         if not self._ahead:
-            self.rest()
+            self.stop()
 
     def _read(self) -> tuple[Any, Any]:
         try:
@@ -139,14 +139,14 @@ class ReadAhead(Iterator[Any]):
         return item, None if self._sources is None else self._sources.here()
 
 
-class AheadOf:
+class PrefetchedBatches:
     """What can be read again and again, and is read ahead each time.
 
     Args:
         batches: What is read; it begins when `iter` is called, in that thread.
-        depth: See `ReadAhead`, as the others. 0 for nothing.
-        pauses: See `ReadAhead`.
-        scope: See `ReadAhead`.
+        depth: See `Prefetcher`, as the others. 0 for nothing.
+        pauses: See `Prefetcher`.
+        scope: See `Prefetcher`.
     """
 
     def __init__(
@@ -161,24 +161,24 @@ class AheadOf:
 
     def __iter__(self) -> Iterator[Any]:
         """Starts to read."""
-        return ReadAhead(iter(self._batches), *self._arguments)
+        return Prefetcher(iter(self._batches), *self._arguments)
 
 
 @contextlib.contextmanager
-def ended_together() -> Iterator[None]:
+def stop_prefetchers_on_exit() -> Iterator[None]:
     """No thread that reads ahead for what this surrounds is left when that ends."""
-    opened: set[ReadAhead] = set()
+    opened: set[Prefetcher] = set()
     before, _here.opened = _here.opened, opened
     try:
         yield
     finally:
         for reading in list(opened):
-            reading.rest()
+            reading.stop()
         _here.opened = before
 
 
 @contextlib.contextmanager
-def not_ahead() -> Iterator[None]:
+def prefetch_disabled() -> Iterator[None]:
     """Surrounds what reads a batch, and none after it."""
     before, _here.off = _here.off, True
     try:
@@ -187,7 +187,7 @@ def not_ahead() -> Iterator[None]:
         _here.off = before
 
 
-def kept(batch: Any) -> Any:
+def copy_batch(batch: Any) -> Any:
     """A batch that stays what it is when its source fills the same arrays again."""
     return tree.map_structure(_copied, batch)
 
@@ -197,6 +197,6 @@ def _copied(leaf: Any) -> Any:
         return leaf.copy()
     if hasattr(leaf, "detach") and hasattr(leaf, "clone"):  # a tensor of torch
         return leaf.detach().clone()
-    if isinstance(leaf, OwnRows):
-        return replace(leaf, batch=kept(leaf.batch))
+    if isinstance(leaf, LocalRows):
+        return replace(leaf, batch=copy_batch(leaf.batch))
     return leaf

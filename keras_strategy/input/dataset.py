@@ -9,9 +9,9 @@ from keras import tree
 
 from keras_strategy.core import context
 from keras_strategy.core.registry import get_engine
-from keras_strategy.input.ahead import ReadAhead
-from keras_strategy.input.parts import EvenParts, Parts
-from keras_strategy.input.positions import Sources
+from keras_strategy.input.ahead import Prefetcher
+from keras_strategy.input.parts import EvenParts, ReplicaParts
+from keras_strategy.input.positions import SourceStates
 from keras_strategy.values.distributed import PerReplica
 
 if TYPE_CHECKING:
@@ -45,15 +45,15 @@ class DistributedDataset:
     # What `fit` reads in its place: see `input_splitting.for_keras`.
     _global_batches: Any = None
     # None where native tf.distribute reads it.
-    _sources: Sources | None = None
+    _sources: SourceStates | None = None
 
     def __init__(
         self,
         strategy: "Strategy",
-        start: Callable[[], Iterator[Parts | EvenParts]],
+        start: Callable[[], Iterator[ReplicaParts | EvenParts]],
         depth: int = 0,
         pauses: Sequence[int] = (),
-        sources: Sources | None = None,
+        sources: SourceStates | None = None,
     ):
         self._strategy = strategy
         self._start = start
@@ -72,7 +72,7 @@ class DistributedDataset:
                 calls, or where an iterator that was distributed has ended.
         """
         context.require_cross_replica(self._strategy, "DistributedDataset.__iter__")
-        get_engine().require_loop_in_python()
+        get_engine().require_eager_loop()
         iterator, self._opened = self._opened, None
         return iterator or DistributedIterator(
             self._strategy, self._start(), *self._ahead, self._sources
@@ -163,7 +163,7 @@ class DistributedDataset:
         self._known_sources().put(state)
         self._opened = None
 
-    def _known_sources(self) -> Sources:
+    def _known_sources(self) -> SourceStates:
         if self._sources is None:
             raise NotImplementedError(
                 "Native tf.distribute reads a `tf.data.Dataset` on TensorFlow, and "
@@ -197,17 +197,17 @@ class DistributedIterator:
     def __init__(
         self,
         strategy: "Strategy",
-        parts: Iterator[Parts | EvenParts],
+        parts: Iterator[ReplicaParts | EvenParts],
         depth: int = 0,
         pauses: Sequence[int] = (),
-        sources: Sources | None = None,
+        sources: SourceStates | None = None,
     ):
         self._strategy = strategy
         self._sources = sources
         place = functools.partial(_placed, strategy.extended.group)
         self._elements: Iterator[Any] = map(place, parts)
         if depth:
-            self._elements = ReadAhead(self._elements, depth, pauses, sources=sources)
+            self._elements = Prefetcher(self._elements, depth, pauses, sources=sources)
         self._ahead: list[Any] = []  # at most one element
         self._spec: Any = None
 
@@ -222,7 +222,7 @@ class DistributedIterator:
             StopIteration: If there is none.
         """
         context.require_cross_replica(self._strategy, "DistributedIterator.__next__")
-        get_engine().require_loop_in_python()
+        get_engine().require_eager_loop()
         if self._ahead:
             if self._sources is not None:
                 self._sources.held = None
@@ -297,7 +297,7 @@ class OptionalElement:
         return self._elements[0]
 
 
-def _placed(group: Any, parts: Parts | EvenParts) -> Any:
+def _placed(group: Any, parts: ReplicaParts | EvenParts) -> Any:
     """An element on the devices of its replicas."""
 
     def place(leaves):

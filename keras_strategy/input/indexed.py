@@ -9,13 +9,13 @@ import numpy as np
 from keras import tree
 
 from keras_strategy.input.agreement import digest_of
-from keras_strategy.input.loaders import is_indexed, rows_of_loader
-from keras_strategy.input.own_rows import OwnRows, Share, first_and_end, order_of
-from keras_strategy.input.passes import InOneOrder
-from keras_strategy.input.sources import ByNumber
+from keras_strategy.input.loaders import is_indexed, loader_row_reader
+from keras_strategy.input.own_rows import LocalRows, LocalBoundsFn, rows_to_read, row_order_checksum
+from keras_strategy.input.passes import EpochOrderedDataset
+from keras_strategy.input.sources import IndexedStart
 
 
-class IndexedDataset(InOneOrder):
+class IndexedDataset(EpochOrderedDataset):
     """Batches of the rows of a source, which are read one by one.
 
     A `keras.utils.PyDataset` reads a batch with one call, so every worker reads all of
@@ -150,7 +150,7 @@ class IndexedDataset(InOneOrder):
         self._epoch = state["epoch"]
 
 
-class RowsOfIndexed:
+class IndexedRowReader:
     """The batches of a dataset, of which this worker's rows are read alone.
 
     Args:
@@ -163,26 +163,26 @@ class RowsOfIndexed:
     def __init__(
         self,
         dataset: IndexedDataset,
-        share: Share,
+        share: LocalBoundsFn,
         shuffle: Callable[[list[int]], None] | None = None,
     ):
         self._dataset = dataset
         self._share = share
         self._shuffle = shuffle
 
-    def __iter__(self) -> Iterator[OwnRows]:
+    def __iter__(self) -> Iterator[LocalRows]:
         """Starts to read."""
         # The order is drawn as Keras draws it, when the first batch is asked for.
         indices = list(range(len(self._dataset)))
         if self._shuffle is not None:
             self._shuffle(indices)
-        yield from self._dataset.in_one_order(map(self.read, indices))
+        yield from self._dataset.iterate_in_epoch_order(map(self.read, indices))
 
-    def read(self, index: int) -> OwnRows:
+    def read(self, index: int) -> LocalRows:
         """Reads this worker's rows of a batch."""
         rows = self._dataset.rows_of(index)
         bounds = self._share(len(rows))
-        first, end = first_and_end(bounds)
+        first, end = rows_to_read(bounds)
         compared = {}
         if not self._dataset.compared:
             # A row that is another worker's, to know whether both have the same source.
@@ -190,13 +190,13 @@ class RowsOfIndexed:
             compared = {"digest": again(), "again": again}
             self._dataset.compared = True
         batch = self._dataset.read(rows[first:end])
-        return OwnRows(batch, bounds, len(rows), order_of(rows), **compared)
+        return LocalRows(batch, bounds, len(rows), row_order_checksum(rows), **compared)
 
     def _digest_of(self, rows: Sequence[int]) -> str:
         return digest_of(self._dataset.read(rows))
 
 
-def own_rows_of(dataset: Any, share: Share) -> Callable[..., Iterator[OwnRows]] | None:
+def local_rows_start(dataset: Any, share: LocalBoundsFn) -> Callable[..., Iterator[LocalRows]] | None:
     """What starts to read own rows for a loop of one's own, None if it is not indexed.
 
     Args:
@@ -204,7 +204,7 @@ def own_rows_of(dataset: Any, share: Share) -> Callable[..., Iterator[OwnRows]] 
         share: Which rows are this worker's.
     """
     if is_indexed(dataset):
-        return functools.partial(iter, rows_of_loader(dataset, share))
+        return functools.partial(iter, loader_row_reader(dataset, share))
     if isinstance(dataset, IndexedDataset):
-        return ByNumber(dataset, RowsOfIndexed(dataset, share).read)
+        return IndexedStart(dataset, IndexedRowReader(dataset, share).read)
     return None

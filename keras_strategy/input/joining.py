@@ -12,14 +12,14 @@ from keras import tree
 
 from keras_strategy.errors import WorkerInputError
 from keras_strategy.input import notices
-from keras_strategy.input.agreement import digest_of, read_together
-from keras_strategy.input.own_rows import OwnRows
+from keras_strategy.input.agreement import digest_of, read_synchronized
+from keras_strategy.input.own_rows import LocalRows
 from keras_strategy.rules.row_weights import split_rows
-from keras_strategy.rules.step import rows_of
+from keras_strategy.rules.step import count_rows
 from keras_strategy.workers.cluster import Cluster
 
 
-class JoinedBatches:
+class PerWorkerBatches:
     """A worker's batches, as parts of those that all workers' make together.
 
     They end when those of all workers have ended, if not told otherwise.
@@ -51,7 +51,7 @@ class JoinedBatches:
         self._same_shapes = same_shapes
         self._shortest = shortest
 
-    def __iter__(self) -> Iterator[OwnRows]:
+    def __iter__(self) -> Iterator[LocalRows]:
         """Starts to read.
 
         Raises:
@@ -65,13 +65,13 @@ class JoinedBatches:
         """The worker's batches alone, while a worker has some."""
         return (own.batch for own in self)
 
-    def _joined(self, iterator: Iterator[Any]) -> Iterator[OwnRows]:
+    def _joined(self, iterator: Iterator[Any]) -> Iterator[LocalRows]:
         cluster, last = self._cluster, None
 
         def describe(batch):
             if batch is not None:
                 digest = digest_of(batch) if last is None else ""
-                return [rows_of(batch), digest, *map(_layout, tree.flatten(batch))]
+                return [count_rows(batch), digest, *map(_row_layout, tree.flatten(batch))]
             return "never" if last is None else "no more"
 
         def accept(batch, told):
@@ -90,27 +90,27 @@ class JoinedBatches:
             counts = [said[0] if isinstance(said, list) else 0 for said in told]
             self._check(told, there, counts)
             if last is None:
-                notices.of_digests(cluster, [said[1] for said in there])
+                notices.warn_if_same_rows(cluster, [said[1] for said in there])
             last = batch = last if batch is None else batch
             first = sum(counts[: cluster.rank])
             bounds = [
                 (first + begin, first + end)
                 for begin, end in split_rows(counts[cluster.rank], self._local)
             ]
-            return OwnRows(batch, bounds, sum(counts), counts=tuple(counts))
+            return LocalRows(batch, bounds, sum(counts), worker_rows=tuple(counts))
 
         name = "the next batch of its own"
 
         def pauses(taken):
             return self._pause is not None and taken % self._pause == 0
 
-        return read_together(iterator, cluster, name, describe, accept, pauses)
+        return read_synchronized(iterator, cluster, name, describe, accept, pauses)
 
     def _check(self, told: list, there: list, counts: list[int]) -> None:
         if 0 in [said[0] for said in there]:
             raise WorkerInputError(
                 "A batch must have 1 row or more. Received batches of these numbers of "
-                f"rows: {self._cluster.listed(counts)}."
+                f"rows: {self._cluster.format_by_worker(counts)}."
             )
         layouts = [
             [leaf and [leaf[0] if self._same_shapes else len(leaf[0]), leaf[1]]]
@@ -124,9 +124,9 @@ class JoinedBatches:
             raise WorkerInputError(
                 "The batches of all workers are joined, row by row: they must be of "
                 "one structure. Received arrays of these sizes, beside the rows, and "
-                f"dtypes: {self._cluster.listed(said[2:] for said in told)}."
+                f"dtypes: {self._cluster.format_by_worker(said[2:] for said in told)}."
             )
 
 
-def _layout(leaf: Any) -> list[Any] | None:
+def _row_layout(leaf: Any) -> list[Any] | None:
     return None if leaf is None else [list(leaf.shape)[1:], str(leaf.dtype)]

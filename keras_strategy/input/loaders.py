@@ -19,10 +19,10 @@ from keras import tree
 from keras_strategy.input.agreement import digest_of
 from keras_strategy.input.own_rows import (
     Bounds,
-    OwnRows,
-    Share,
-    first_and_end,
-    order_of,
+    LocalRows,
+    LocalBoundsFn,
+    rows_to_read,
+    row_order_checksum,
 )
 from keras_strategy.input.sources import as_array
 
@@ -60,20 +60,20 @@ def is_indexed(loader: Any) -> bool:
     )
 
 
-def rows_of_loader(loader: Any, share: Share) -> "RowsOfLoader":
+def loader_row_reader(loader: Any, share: LocalBoundsFn) -> "LoaderRowReader":
     """The own rows of a loader, whose processes may go on from epoch to epoch.
 
     Args:
         loader: A loader that `is_indexed`.
-        share: See `RowsOfLoader`.
+        share: See `LoaderRowReader`.
     """
     if loader not in _made:
-        _made[loader] = RowsOfLoader(loader, share)
+        _made[loader] = LoaderRowReader(loader, share)
     _made[loader].indices.share = share
     return _made[loader]
 
 
-class RowsOfLoader:
+class LoaderRowReader:
     """The batches of a loader, of which this worker's rows are read alone.
 
     All workers draw the numbers that the loader draws, so that all know the order of
@@ -86,7 +86,7 @@ class RowsOfLoader:
         share: Which rows are this worker's.
     """
 
-    def __init__(self, loader: Any, share: Share):
+    def __init__(self, loader: Any, share: LocalBoundsFn):
         functions: dict[str, Any] = {"collate_fn": _CollateAndTell(loader.collate_fn)}
         if loader.num_workers:
             functions["worker_init_fn"] = _StartAndNote(loader.worker_init_fn)
@@ -100,26 +100,26 @@ class RowsOfLoader:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __iter__(self) -> Iterator[OwnRows]:
+    def __iter__(self) -> Iterator[LocalRows]:
         """Starts to read."""
         # In this order: to start draws random numbers, and may read on.
         batches = iter(self._loader)
         return self._read(batches, self.indices.given)
 
-    def _read(self, batches: Iterator[Any], given: deque) -> Iterator[OwnRows]:
+    def _read(self, batches: Iterator[Any], given: deque) -> Iterator[LocalRows]:
         for data, drawn in batches:
             bounds, rows, order, whole, first = given.popleft()
             if drawn and not self._is_first and not self.indices.whole:
                 logger.warning(_DRAWN_LATER)
             if self._is_first or drawn:
                 self.indices.whole = drawn
-            part = slice(*first_and_end(bounds)) if whole else _ALL
+            part = slice(*rows_to_read(bounds)) if whole else _ALL
             compared = {}
             if self._is_first:
                 again = None if drawn else functools.partial(self._digest_of, first)
                 compared = {"digest": digest_of(_arrays(data, _ALL)), "again": again}
             self._is_first = False
-            yield OwnRows(_arrays(data, part), bounds, rows, order, **compared)
+            yield LocalRows(_arrays(data, part), bounds, rows, order, **compared)
 
     def _digest_of(self, rows: list) -> str:
         loader = self._loader
@@ -127,7 +127,7 @@ class RowsOfLoader:
         return digest_of(_arrays(data, _ALL))
 
 
-_made: weakref.WeakKeyDictionary[Any, RowsOfLoader] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[Any, LoaderRowReader] = weakref.WeakKeyDictionary()
 
 _ALL = slice(None)
 _DRAWN_LATER = (
@@ -150,7 +150,7 @@ class _Indices:
             all are to be read, and if so their numbers.
     """
 
-    def __init__(self, batches: Any, share: Share):
+    def __init__(self, batches: Any, share: LocalBoundsFn):
         self._batches = batches
         self.share = share
         self.whole = True
@@ -167,10 +167,10 @@ class _Indices:
         for batch in self._batches:
             batch = list(batch)
             rows = len(batch)
-            bounds, order = self.share(rows), order_of(batch)
+            bounds, order = self.share(rows), row_order_checksum(batch)
             numbers = batch if self.whole else []
             given.append((bounds, rows, order, self.whole, numbers))
-            first, end = (0, rows) if self.whole else first_and_end(bounds)
+            first, end = (0, rows) if self.whole else rows_to_read(bounds)
             _note_states()
             yield batch[first:end]
 

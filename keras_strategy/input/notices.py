@@ -28,7 +28,7 @@ _READ_BY_ALL = (
 )
 
 
-def of_digests(cluster: Cluster, digests: Sequence[str]) -> None:
+def warn_if_same_rows(cluster: Cluster, digests: Sequence[str]) -> None:
     """Warns of workers that should read rows of their own, and read the same.
 
     Args:
@@ -39,12 +39,12 @@ def of_digests(cluster: Cluster, digests: Sequence[str]) -> None:
         _say(cluster, _SAME_ROWS)
 
 
-def of_other_rows(cluster: Cluster) -> None:
+def warn_if_rows_differ(cluster: Cluster) -> None:
     """Warns of workers that read rows of a common source, which is not the same."""
     _say(cluster, _OTHER_ROWS)
 
 
-def of_a_stream(cluster: Cluster) -> None:
+def warn_full_reads(cluster: Cluster) -> None:
     """Says what it costs that each worker reads whole batches."""
     if cluster.size > 1:
         _say(cluster, _READ_BY_ALL)

@@ -11,7 +11,7 @@ Bounds = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, eq=False)
-class OwnRows:
+class LocalRows:
     """A worker's rows of a global batch. To trees it is a leaf.
 
     Attributes:
@@ -32,29 +32,29 @@ class OwnRows:
 
     batch: Any
     bounds: Bounds
-    total: int
-    order: int | None = None
-    counts: tuple[int, ...] | None = None
+    global_rows: int
+    order_checksum: int | None = None
+    worker_rows: tuple[int, ...] | None = None
     digest: str = ""
-    again: Callable[[], str] | None = None
+    reread_digest: Callable[[], str] | None = None
 
 
 # Where the rows of this worker's replicas begin and end, by the rows of a batch.
-Share = Callable[[int], Bounds]
+LocalBoundsFn = Callable[[int], Bounds]
 
 
-def first_and_end(bounds: Bounds) -> tuple[int, int]:
+def rows_to_read(bounds: Bounds) -> tuple[int, int]:
     """Which rows to read; where there are none, one that stands in for them."""
     first, end = bounds[0][0], bounds[-1][1]
     return (first, end) if end > first else (0, 1)
 
 
-def order_of(rows: Iterable[int]) -> int:
-    """What tells which rows a batch has: see `OwnRows.order`."""
+def row_order_checksum(rows: Iterable[int]) -> int:
+    """What tells which rows a batch has: see `LocalRows.order`."""
     return zlib.crc32(repr(list(rows)).encode())
 
 
-def share_of(strategy: Any) -> Share:
+def local_bounds_fn(strategy: Any) -> LocalBoundsFn:
     """What a worker's replicas compute of each batch that all workers have."""
     local = strategy.extended.topology.local_replicas
 

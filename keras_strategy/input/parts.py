@@ -8,7 +8,7 @@ from keras import tree
 from keras_strategy.core.row_range import BatchRows
 
 
-class Parts(list[Any]):
+class ReplicaParts(list[Any]):
     """The parts of one element: what each local replica gets of it, in their order.
 
     Attributes:
@@ -70,10 +70,10 @@ class EvenRows(Sequence[Any]):
         parts: How many there are.
     """
 
-    __slots__ = ("_parts", "whole")
+    __slots__ = ("_parts", "array")
 
     def __init__(self, whole: Any, parts: int):
-        self.whole = whole
+        self.array = whole
         self._parts = parts
 
     def __len__(self) -> int:
@@ -82,5 +82,5 @@ class EvenRows(Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         if not 0 <= index < self._parts:
             raise IndexError(index)
-        rows = self.whole.shape[0] // self._parts
-        return self.whole[index * rows : (index + 1) * rows]
+        rows = self.array.shape[0] // self._parts
+        return self.array[index * rows : (index + 1) * rows]

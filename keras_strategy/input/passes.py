@@ -12,14 +12,14 @@ _END = object()
 class _Reading(threading.local):
     """The dataset that this thread reads in one order, and the epoch of that order."""
 
-    dataset: "InOneOrder | None" = None
+    dataset: "EpochOrderedDataset | None" = None
     epoch = 0
 
 
 _reading = _Reading()
 
 
-class InOneOrder(keras.utils.PyDataset):
+class EpochOrderedDataset(keras.utils.PyDataset):
     """A dataset that counts epochs, and has another order in each.
 
     Its passes need not follow each other: a thread may read ahead of an epoch's end,
@@ -34,7 +34,7 @@ class InOneOrder(keras.utils.PyDataset):
         """The epoch that who asks reads: of its pass, else the one that comes next."""
         return _reading.epoch if _reading.dataset is self else self._epoch
 
-    def in_one_order(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def iterate_in_epoch_order(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Gives batches of this dataset in the order that their first one had.
 
         Args:

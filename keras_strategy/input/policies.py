@@ -4,7 +4,7 @@ import logging
 import sys
 from typing import Any
 
-from keras_strategy.input.shards import gives_own_shard
+from keras_strategy.input.shards import is_presharded
 from keras_strategy.input.sources import is_tf_dataset
 from keras_strategy.options.input import AutoShardPolicy
 from keras_strategy.workers.cluster import Cluster
@@ -14,7 +14,7 @@ logger = logging.getLogger("keras_strategy")
 _OWN = (AutoShardPolicy.OFF, AutoShardPolicy.FILE, AutoShardPolicy.HINT)
 
 
-def policy_of(dataset: Any, options: Any, cluster: Cluster) -> AutoShardPolicy:
+def resolve_policy(dataset: Any, options: Any, cluster: Cluster) -> AutoShardPolicy:
     """What was asked for: by options, or by what the dataset says of itself.
 
     Args:
@@ -32,16 +32,16 @@ def policy_of(dataset: Any, options: Any, cluster: Cluster) -> AutoShardPolicy:
         name = getattr(policy, "name", "AUTO")
         if name != "AUTO":
             return AutoShardPolicy[name]
-    own = _distributed_sampler(dataset) is not None or gives_own_shard(dataset, cluster)
+    own = _distributed_sampler(dataset) is not None or is_presharded(dataset, cluster)
     return AutoShardPolicy.OFF if own else AutoShardPolicy.AUTO
 
 
-def is_own_rows(policy: AutoShardPolicy) -> bool:
+def is_per_worker_policy(policy: AutoShardPolicy) -> bool:
     """Whether what each worker reads is its own."""
     return policy in _OWN
 
 
-def own_part(dataset: Any, policy: AutoShardPolicy, cluster: Cluster) -> Any:
+def shard_for_worker(dataset: Any, policy: AutoShardPolicy, cluster: Cluster) -> Any:
     """This worker's part of a dataset of which each has its own.
 
     Args:
@@ -54,7 +54,7 @@ def own_part(dataset: Any, policy: AutoShardPolicy, cluster: Cluster) -> Any:
     """
     sampler = _distributed_sampler(dataset)
     if sampler is not None:
-        _check(sampler, cluster)
+        _check_sampler(sampler, cluster)
     if policy is AutoShardPolicy.OFF:
         return dataset
     if not is_tf_dataset(dataset):
@@ -115,7 +115,7 @@ def _distributed_sampler(loader: Any) -> Any:
     return sampler if isinstance(sampler, torch_data.DistributedSampler) else None
 
 
-def _check(sampler: Any, cluster: Cluster) -> None:
+def _check_sampler(sampler: Any, cluster: Cluster) -> None:
     if (sampler.num_replicas, sampler.rank) != (cluster.size, cluster.rank):
         raise ValueError(
             f"A DistributedSampler must be made for the {cluster.size} workers, here "

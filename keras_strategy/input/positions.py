@@ -5,7 +5,7 @@ of torchdata and Hugging Face, or by `get_state` and `set_state`, as grain's ite
 do. The batches of a `PyDataset` are known by their numbers. Any other source is read
 forward from its beginning.
 
-What is read ahead of the loop is no part of the place: see `ReadAhead`.
+What is read ahead of the loop is no part of the place: see `Prefetcher`.
 """
 
 import logging
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from keras_strategy.input.sources import ByNumber, ReadOnce
+from keras_strategy.input.sources import IndexedStart, OneShotStart
 
 logger = logging.getLogger("keras_strategy")
 _PROTOCOLS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
 
 
-class Sources:
+class SourceStates:
     """What a distributed dataset is read from.
 
     Args:
@@ -47,7 +47,7 @@ class Sources:
         self.held: list[Any] | None = None
 
     @property
-    def are_put(self) -> bool:
+    def has_pending_restore(self) -> bool:
         """Whether they have been put somewhere, and are not read from there yet."""
         return any(source.resume is not None for source in self._all)
 
@@ -117,7 +117,7 @@ class _Source:
             iterator = self._go_on(place)
         else:
             self.begun, iterator = 0, self._start()
-            if isinstance(self._start, ReadOnce) and self._passes:
+            if isinstance(self._start, OneShotStart) and self._passes:
                 return self._counted(iterator, self._passes[-1])
         if self._knows is not self._dataset:
             self._knows = iterator if _protocol(iterator) else None
@@ -144,13 +144,13 @@ class _Source:
         start, state = self._start, place["state"]
         self.begun, passes = place["batch"], place["passes"]
         self._passes = [_Pass(n or 0, ended=n is None) for n in passes]
-        if isinstance(start, ReadOnce):
+        if isinstance(start, OneShotStart):
             start.forget()
         if _protocol(self._dataset) and state is not None:
             _protocol(self._dataset)[1](state)
-            return start(self.begun) if isinstance(start, ByNumber) else start()
-        if isinstance(start, ByNumber):
-            start.pass_over(passes)
+            return start(self.begun) if isinstance(start, IndexedStart) else start()
+        if isinstance(start, IndexedStart):
+            start.skip_epochs(passes)
             return start(self.begun)
         if state is None:
             self._read_forward(passes)
@@ -191,7 +191,7 @@ def _leave_out(batches: Iterator[Any], count: int | None) -> None:
     deque(islice(batches, count), maxlen=0)
 
 
-def says_where_it_is(source: Any) -> bool:
+def has_state(source: Any) -> bool:
     """Whether a source knows how far it was read."""
     return _protocol(source) is not None
 

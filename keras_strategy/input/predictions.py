@@ -5,7 +5,7 @@ from typing import Any
 import keras
 from keras import tree
 
-from keras_strategy.input.splitting import gives_own_rows
+from keras_strategy.input.splitting import reads_per_worker_rows
 from keras_strategy.rules.ownership import strategy_of_model
 
 
@@ -42,7 +42,7 @@ def predict(model: keras.Model, x: Any, gather: bool = False, **kwargs: Any) -> 
     """
     predictions = model.predict(x, **kwargs)
     strategy = strategy_of_model(model)
-    if not gather or strategy is None or not gives_own_rows(x, strategy):
+    if not gather or strategy is None or not reads_per_worker_rows(x, strategy):
         return predictions
     workers = strategy.extended.group.workers
     with strategy.scope():

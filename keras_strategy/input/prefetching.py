@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from keras_strategy.input.indexed import IndexedDataset
-from keras_strategy.input.positions import says_where_it_is
-from keras_strategy.input.sources import ReadOnce
+from keras_strategy.input.positions import has_state
+from keras_strategy.input.sources import OneShotStart
 from keras_strategy.options.input import InputOptions
 
 if TYPE_CHECKING:
     from keras_strategy.core.strategy import Strategy
 
 
-def depth_of(dataset: Any, options: InputOptions | None) -> int:
+def prefetch_depth(dataset: Any, options: InputOptions | None) -> int:
     """How many batches of a dataset are read before they are asked for.
 
     An `IndexedDataset` says it, whose rows are the same whenever they are read. Of what
@@ -29,20 +29,20 @@ def depth_of(dataset: Any, options: InputOptions | None) -> int:
     return 0 if options is None else options.experimental_per_replica_buffer_size
 
 
-def depth_outside(starts: Sequence[Any], datasets: Sequence[Any], depth: int) -> int:
+def hoist_one_shot_prefetch(starts: Sequence[Any], datasets: Sequence[Any], depth: int) -> int:
     """Has what is read once be read ahead for all that read it, and returns 0 then.
 
     What says where it is is left to itself: iterators that do read ahead themselves.
     """
     pairs = zip(starts, datasets, strict=True)
-    once = [(start, data) for start, data in pairs if isinstance(start, ReadOnce)]
+    once = [(start, data) for start, data in pairs if isinstance(start, OneShotStart)]
     for start, dataset in once:
-        if depth and not says_where_it_is(dataset):
+        if depth and not has_state(dataset):
             start.read_ahead(depth)
     return 0 if once else depth
 
 
-def to_devices(strategy: "Strategy", options: InputOptions | None) -> bool:
+def prefetches_to_devices(strategy: "Strategy", options: InputOptions | None) -> bool:
     """Whether what is read ahead is on the devices, too.
 
     Several workers first agree that all of them have a batch.

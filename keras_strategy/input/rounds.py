@@ -8,15 +8,15 @@ from keras import tree
 from keras_strategy.core.row_range import BatchRows
 from keras_strategy.errors import WorkerInputError
 from keras_strategy.input import notices
-from keras_strategy.input.agreement import digest_of, next_of_all
-from keras_strategy.input.parts import Parts
+from keras_strategy.input.agreement import digest_of, read_next
+from keras_strategy.input.parts import ReplicaParts
 from keras_strategy.input.sources import as_array
 from keras_strategy.workers.cluster import Cluster
 
 
-def agreed_rounds(
-    rounds: Iterator[Parts], cluster: Cluster, partial: bool
-) -> Iterator[Parts]:
+def synchronize_rounds(
+    rounds: Iterator[ReplicaParts], cluster: Cluster, partial: bool
+) -> Iterator[ReplicaParts]:
     """Gives a worker's elements for as long as any worker has some.
 
     A worker that has none left goes on without rows, as its replicas do that find none
@@ -31,9 +31,9 @@ def agreed_rounds(
         WorkerInputError: If another worker could not read its element, or one has
             nothing at all, of which nobody knows the shapes.
     """
-    empty = Parts()
+    empty = ReplicaParts()
 
-    def layouts(parts: Parts | None) -> Any:
+    def layouts(parts: ReplicaParts | None) -> Any:
         if parts is not None:
             layouts = [[_layout(x) for x in tree.flatten(part)] for part in parts]
             return [layouts, "" if empty else digest_of(list(parts))]
@@ -42,7 +42,7 @@ def agreed_rounds(
         return "empty" if empty else "never"
 
     while True:
-        parts, told = next_of_all(
+        parts, told = read_next(
             rounds, cluster, "the next element of a distributed dataset", layouts
         )
         there = [said[0] for said in told if isinstance(said, list)]
@@ -55,11 +55,11 @@ def agreed_rounds(
                 "have some. Every worker's dataset must have one or more."
             )
         if not empty:
-            notices.of_digests(cluster, [said[1] for said in told])
+            notices.warn_if_same_rows(cluster, [said[1] for said in told])
         if parts is None:
             parts = empty
         else:
-            empty = Parts(tree.map_structure(without_rows, part) for part in parts)
+            empty = ReplicaParts(tree.map_structure(without_rows, part) for part in parts)
         first, *others = [part for said in there for part in said]
         same = all(other == first for other in others)
         parts.alike = same and len(there) == len(told)
@@ -73,9 +73,9 @@ def agreed_rounds(
         yield parts
 
 
-def rounds_of(
+def assemble_rounds(
     iterators: Sequence[Iterator[Any]], partial: bool, argument: str
-) -> Iterator[Parts]:
+) -> Iterator[ReplicaParts]:
     """The elements that the replicas take in turn.
 
     In the last round there may be too few. The replicas that come last then get the
@@ -106,7 +106,7 @@ def rounds_of(
                 return
         empty = tree.map_structure(without_rows, there[0])
         real = iter(there)
-        parts = Parts(empty if e is missing else next(real) for e in elements)
+        parts = ReplicaParts(empty if e is missing else next(real) for e in elements)
         shapes = [[shape_of(leaf) for leaf in tree.flatten(part)] for part in parts]
         parts.rows = rows_of_parts(shapes)
         yield parts

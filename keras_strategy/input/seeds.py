@@ -18,7 +18,7 @@ from keras_strategy.core.registry import get_engine
 from keras_strategy.workers.cluster import Cluster
 
 
-def take_chiefs(cluster: Cluster, digests: Sequence[str] | None = None) -> None:
+def sync_with_chief(cluster: Cluster, digests: Sequence[str] | None = None) -> None:
     """Sets Python's, NumPy's and the engine's generators to the chief's state.
 
     Nothing changes where all workers have called `keras.utils.set_random_seed` with
@@ -29,22 +29,22 @@ def take_chiefs(cluster: Cluster, digests: Sequence[str] | None = None) -> None:
         digests: Each worker's `digest`, if they have told each other.
     """
     if digests is None:
-        digests = cluster.agree("the comparison of random states", digest())
+        digests = cluster.exchange("the comparison of random states", random_state_digest())
     if len(set(digests)) == 1:
         return
-    mine = state() if cluster.is_chief else None
-    told = cluster.agree("the chief's random state", mine)
+    mine = get_random_state() if cluster.is_chief else None
+    told = cluster.exchange("the chief's random state", mine)
     if not cluster.is_chief:
-        set_state(told[0])
+        set_random_state(told[0])
 
 
-def digest() -> str:
+def random_state_digest() -> str:
     """A digest of where the generators of this process are."""
-    text = json.dumps(state())
+    text = json.dumps(get_random_state())
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def state() -> dict[str, Any]:
+def get_random_state() -> dict[str, Any]:
     """Where the generators of this process are, of JSON's values."""
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
@@ -64,7 +64,7 @@ def state() -> dict[str, Any]:
     }
 
 
-def set_state(state: dict[str, Any]) -> None:
+def set_random_state(state: dict[str, Any]) -> None:
     """Sets the generators to what `state` gave, in this process or another."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))

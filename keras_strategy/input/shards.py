@@ -15,7 +15,7 @@ from keras_strategy.workers.cluster import Cluster
 Shard = list[int]
 
 
-def gives_own_shard(dataset: Any, cluster: Cluster) -> bool:
+def is_presharded(dataset: Any, cluster: Cluster) -> bool:
     """Whether each worker's dataset says that it gives that worker's shard alone.
 
     Args:
@@ -28,10 +28,10 @@ def gives_own_shard(dataset: Any, cluster: Cluster) -> bool:
         ValueError: If the workers' datasets give different shards, and not each its
             own.
     """
-    shards = list(shards_of(dataset))
+    shards = list(declared_shards(dataset))
     if not shards:
         return False
-    told = cluster.agree("the shards that a dataset gives", shards)
+    told = cluster.exchange("the shards that a dataset gives", shards)
     if all(other == shards for other in told):
         return False  # they read the same
     for position in range(min(map(len, told))):
@@ -42,11 +42,11 @@ def gives_own_shard(dataset: Any, cluster: Cluster) -> bool:
     raise ValueError(
         f"The dataset of worker r must give shard r of {cluster.size}, or that of all "
         "workers the same rows. Received datasets of these shards (how many there are, "
-        f"and which it is): {cluster.listed(told)}."
+        f"and which it is): {cluster.format_by_worker(told)}."
     )
 
 
-def shards_of(dataset: Any) -> Iterator[Shard]:
+def declared_shards(dataset: Any) -> Iterator[Shard]:
     """The shards that a dataset says it gives, those last applied first."""
     if is_tf_dataset(dataset):
         yield from _of_tf(dataset)

@@ -12,8 +12,8 @@ import keras
 import numpy as np
 
 from keras_strategy.core.registry import get_engine
-from keras_strategy.input.ahead import ReadAhead, kept
-from keras_strategy.input.passes import InOneOrder
+from keras_strategy.input.ahead import Prefetcher, copy_batch
+from keras_strategy.input.passes import EpochOrderedDataset
 
 
 def batches_of(dataset: Any, argument: str) -> Callable[[], Iterator[Any]]:
@@ -30,9 +30,9 @@ def batches_of(dataset: Any, argument: str) -> Callable[[], Iterator[Any]]:
     if is_tf_dataset(dataset):
         return lambda: iter(dataset.as_numpy_iterator())
     if isinstance(dataset, keras.utils.PyDataset):
-        return ByNumber(dataset, dataset.__getitem__)
+        return IndexedStart(dataset, dataset.__getitem__)
     if isinstance(dataset, Iterator):
-        return ReadOnce(dataset, argument)
+        return OneShotStart(dataset, argument)
     if not _is_batch(dataset) and (
         isinstance(dataset, Iterable) or hasattr(dataset, "__getitem__")
     ):
@@ -102,7 +102,7 @@ def _is_batch(value: Any) -> bool:
     return isinstance(value, str | bytes | tuple | Mapping) or hasattr(value, "shape")
 
 
-class ByNumber:
+class IndexedStart:
     """Starts to read a `PyDataset`, of which any batch can come first.
 
     Args:
@@ -121,12 +121,12 @@ class ByNumber:
         number = number_of_batches(dataset)
         numbers = itertools.count(first) if number is None else range(first, number)
         batches = map(self._read, numbers)
-        if isinstance(dataset, InOneOrder):
-            batches = dataset.in_one_order(batches)
+        if isinstance(dataset, EpochOrderedDataset):
+            batches = dataset.iterate_in_epoch_order(batches)
         yield from batches
         dataset.on_epoch_end()
 
-    def pass_over(self, epochs: Sequence[int | None]) -> None:
+    def skip_epochs(self, epochs: Sequence[int | None]) -> None:
         """Leaves out epochs, whose batches are not read.
 
         Args:
@@ -138,7 +138,7 @@ class ByNumber:
                 self._dataset.on_epoch_end()
 
 
-class ReadOnce:
+class OneShotStart:
     """An iterator or generator, whose batches are gone when they have been read."""
 
     def __init__(self, iterator: Iterator[Any], argument: str):
@@ -155,7 +155,7 @@ class ReadOnce:
     def forget(self) -> None:
         """Forgets what was read ahead: the iterator has been put somewhere else."""
         if self._depth:
-            self._iterator = ReadAhead(map(kept, self._given), self._depth)
+            self._iterator = Prefetcher(map(copy_batch, self._given), self._depth)
 
     def __call__(self) -> Iterator[Any]:
         """Goes on reading.

@@ -13,17 +13,17 @@ from keras_strategy.core.registry import get_engine
 from keras_strategy.core.row_range import BatchRows
 from keras_strategy.errors import WorkerInputError
 from keras_strategy.input import notices
-from keras_strategy.input.ahead import ReadAhead, kept
+from keras_strategy.input.ahead import Prefetcher, copy_batch
 from keras_strategy.input.dataset import DistributedDataset
-from keras_strategy.input.indexed import IndexedDataset, own_rows_of
-from keras_strategy.input.own_rows import OwnRows, share_of
-from keras_strategy.input.parts import EvenParts, Parts
-from keras_strategy.input.policies import is_own_rows, own_part, policy_of
-from keras_strategy.input.positions import Sources
-from keras_strategy.input.prefetching import depth_of, depth_outside, to_devices
-from keras_strategy.input.rounds import agreed_rounds, rounds_of
+from keras_strategy.input.indexed import IndexedDataset, local_rows_start
+from keras_strategy.input.own_rows import LocalRows, local_bounds_fn
+from keras_strategy.input.parts import EvenParts, ReplicaParts
+from keras_strategy.input.policies import is_per_worker_policy, shard_for_worker, resolve_policy
+from keras_strategy.input.positions import SourceStates
+from keras_strategy.input.prefetching import prefetch_depth, hoist_one_shot_prefetch, prefetches_to_devices
+from keras_strategy.input.rounds import synchronize_rounds, assemble_rounds
 from keras_strategy.input.sources import (
-    ReadOnce,
+    OneShotStart,
     as_array,
     batches_of,
     has_fixed_shapes,
@@ -36,7 +36,7 @@ from keras_strategy.options.input import (
     InputReplicationMode,
 )
 from keras_strategy.rules.row_weights import split_rows
-from keras_strategy.rules.step import rows_of_arrays
+from keras_strategy.rules.step import count_array_rows
 from keras_strategy.workers.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -65,49 +65,49 @@ def distribute(
     cluster = strategy.extended.cluster
     own_rows = False
     if cluster is not None:
-        policy = policy_of(dataset, options, cluster)
-        own_rows = is_own_rows(policy)
+        policy = resolve_policy(dataset, options, cluster)
+        own_rows = is_per_worker_policy(policy)
         if own_rows:
-            dataset = own_part(dataset, policy, cluster)
+            dataset = shard_for_worker(dataset, policy, cluster)
     start = batches_of(dataset, argument)
     indexed = None
     if cluster is not None and not own_rows:
-        indexed = own_rows_of(dataset, share_of(strategy))
+        indexed = local_rows_start(dataset, local_bounds_fn(strategy))
         if indexed is None:
-            notices.of_a_stream(cluster)
+            notices.warn_full_reads(cluster)
     start = indexed or start
 
     replicas = strategy.num_replicas_in_sync
     local = strategy.extended.topology.local_replicas
     number = number_of_batches(dataset)
     if indexed is None or isinstance(dataset, IndexedDataset):
-        depth = depth_of(dataset, options)
+        depth = prefetch_depth(dataset, options)
     else:
         depth = 0  # a loader has `num_workers`, and tells whether its rows draw numbers
-    once = isinstance(start, ReadOnce)
-    depth = depth_outside([start], [dataset], depth)
-    sources = Sources([dataset], [start])
-    on_devices = depth if to_devices(strategy, options) else 0
+    once = isinstance(start, OneShotStart)
+    depth = hoist_one_shot_prefetch([start], [dataset], depth)
+    sources = SourceStates([dataset], [start])
+    on_devices = depth if prefetches_to_devices(strategy, options) else 0
     pauses = (number,) if number else ()
 
     def read() -> Iterator[Any]:
         (batches,) = sources.start()
         if depth == on_devices:
             return batches
-        return ReadAhead(map(kept, batches), depth, pauses, sources=sources)
+        return Prefetcher(map(copy_batch, batches), depth, pauses, sources=sources)
 
     shortest = options is not None and options.end_with_first_worker
 
-    def parts() -> Iterator[Parts | EvenParts]:
+    def parts() -> Iterator[ReplicaParts | EvenParts]:
         batches = read()
         return (_split(batch, replicas, local, argument) for batch in batches)
 
-    def own_parts() -> Iterator[Parts]:
+    def own_parts() -> Iterator[ReplicaParts]:
         batches = read()
         own = range(len(local))
         rounds = (_split(batch, len(own), own, argument) for batch in batches)
         assert cluster is not None
-        return agreed_rounds(map(_listed, rounds), cluster, not shortest)
+        return synchronize_rounds(map(_listed, rounds), cluster, not shortest)
 
     if own_rows:
         result = DistributedDataset(strategy, own_parts, sources=sources)
@@ -159,27 +159,27 @@ def distribute_from_function(
     starts = [batches_of(dataset, argument) for dataset in datasets]
     native = get_engine().distribute_natively(strategy, datasets, False, options)
     partial = not all(map(has_fixed_shapes, datasets))
-    depth = min(depth_of(dataset, options) for dataset in datasets)
-    depth = depth_outside(starts, datasets, depth)
-    once = any(isinstance(start, ReadOnce) for start in starts)
-    sources = Sources(datasets, starts, 1 if per_replica else len(local))
-    on_devices = depth if to_devices(strategy, options) else 0
+    depth = min(prefetch_depth(dataset, options) for dataset in datasets)
+    depth = hoist_one_shot_prefetch(starts, datasets, depth)
+    once = any(isinstance(start, OneShotStart) for start in starts)
+    sources = SourceStates(datasets, starts, 1 if per_replica else len(local))
+    on_devices = depth if prefetches_to_devices(strategy, options) else 0
     shortest = options is not None and options.end_with_first_worker
 
-    def own_rounds(iterators: list[Iterator[Any]]) -> Iterator[Parts]:
+    def own_rounds(iterators: list[Iterator[Any]]) -> Iterator[ReplicaParts]:
         turns = iterators if per_replica else iterators * len(local)
-        return rounds_of(turns, partial, argument)
+        return assemble_rounds(turns, partial, argument)
 
-    def parts() -> Iterator[Parts]:
+    def parts() -> Iterator[ReplicaParts]:
         started = sources.start()
         if depth == on_devices:
             read = own_rounds(started)
         else:
-            rounds_kept = own_rounds([map(kept, batches) for batches in started])
-            read = ReadAhead(rounds_kept, depth, pauses, sources=sources)
+            rounds_kept = own_rounds([map(copy_batch, batches) for batches in started])
+            read = Prefetcher(rounds_kept, depth, pauses, sources=sources)
         if cluster is None:
             return read
-        return agreed_rounds(read, cluster, partial and not shortest)
+        return synchronize_rounds(read, cluster, partial and not shortest)
 
     counts = [number_of_batches(dataset) for dataset in datasets]
     known = [count for count in counts if count is not None]
@@ -228,7 +228,7 @@ class BatchesForKeras:
     shortest: bool = False
 
 
-def for_keras(dataset: Any, strategy: "Strategy | None", method: str) -> Any:
+def keras_dataset(dataset: Any, strategy: "Strategy | None", method: str) -> Any:
     """What Keras's `fit` and its like read in the place of a distributed dataset.
 
     They split global batches themselves. Of batches that each worker has of its own,
@@ -257,7 +257,7 @@ def for_keras(dataset: Any, strategy: "Strategy | None", method: str) -> Any:
             "the dataset as it was before, or make the model in the scope of that "
             "strategy."
         )
-    if dataset._sources is not None and dataset._sources.are_put:
+    if dataset._sources is not None and dataset._sources.has_pending_restore:
         raise ValueError(
             "A dataset goes on where `load_state_dict` put it in a loop of your own. "
             f"`{method}` goes on with `keras_strategy.callbacks.BackupAndRestore`."
@@ -265,18 +265,18 @@ def for_keras(dataset: Any, strategy: "Strategy | None", method: str) -> Any:
     batches = dataset._global_batches
     if cluster is None or not isinstance(batches, BatchesForKeras) or not batches.own:
         return batches
-    numbers = cluster.agree("the number of batches of its own", batches.number)
+    numbers = cluster.exchange("the number of batches of its own", batches.number)
     if 0 in numbers:
         raise WorkerInputError(
             "Every worker's dataset must have one batch or more. Received datasets of "
-            f"these numbers of batches: {cluster.listed(numbers)}."
+            f"these numbers of batches: {cluster.format_by_worker(numbers)}."
         )
     last = min if batches.shortest else max
     number = None if None in numbers else last(numbers)
     return replace(batches, number=number)
 
 
-def gives_own_rows(dataset: Any, strategy: "Strategy") -> bool:
+def reads_per_worker_rows(dataset: Any, strategy: "Strategy") -> bool:
     """Whether each worker's `fit` and its like read rows of its own from a dataset.
 
     Args:
@@ -290,7 +290,7 @@ def gives_own_rows(dataset: Any, strategy: "Strategy") -> bool:
 
 
 def _gives_own_rows(dataset: Any, cluster: Cluster | None) -> bool:
-    return cluster is not None and is_own_rows(policy_of(dataset, None, cluster))
+    return cluster is not None and is_per_worker_policy(resolve_policy(dataset, None, cluster))
 
 
 def _check(
@@ -313,21 +313,21 @@ def _check(
         )
 
 
-def _split(batch: Any, replicas: int, local: range, argument: str) -> Parts | EvenParts:
+def _split(batch: Any, replicas: int, local: range, argument: str) -> ReplicaParts | EvenParts:
     """The rows of a global batch that each replica of this worker gets."""
-    own = batch if isinstance(batch, OwnRows) else None
+    own = batch if isinstance(batch, LocalRows) else None
     batch = batch if own is None else own.batch
     arrays = [as_array(leaf, argument) for leaf in tree.flatten(batch)]
     try:
-        rows = rows_of_arrays(arrays)
+        rows = count_array_rows(arrays)
     except ValueError as error:
         raise ValueError(f"{argument}: {error} {_BATCH_FIRST}") from None
-    rows, first = (rows, 0) if own is None else (own.total, own.bounds[0][0])
+    rows, first = (rows, 0) if own is None else (own.global_rows, own.bounds[0][0])
     if rows % replicas == 0 and len(local) == replicas:
         return EvenParts(batch, arrays, replicas)
     batch = tree.pack_sequence_as(batch, arrays)
     bounds = split_rows(rows, replicas)
-    parts = Parts(
+    parts = ReplicaParts(
         tree.map_structure(
             lambda leaf, b=begin - first, e=end - first: (
                 None if leaf is None else leaf[b:e]
@@ -344,14 +344,14 @@ def _split(batch: Any, replicas: int, local: range, argument: str) -> Parts | Ev
     return parts
 
 
-def _listed(parts: Parts | EvenParts) -> Parts:
+def _listed(parts: ReplicaParts | EvenParts) -> ReplicaParts:
     """The parts, also where they are cut when somebody looks at them."""
-    if isinstance(parts, Parts):
+    if isinstance(parts, ReplicaParts):
         return parts
-    return Parts(parts.placed(lambda rows, i=i: rows[i]) for i in range(len(parts)))
+    return ReplicaParts(parts.placed(lambda rows, i=i: rows[i]) for i in range(len(parts)))
 
 
-def _joined(parts: Parts) -> Any:
+def _joined(parts: ReplicaParts) -> Any:
     """The global batch of all replicas' parts."""
 
     def join(*leaves):

@@ -16,7 +16,7 @@ import numpy as np
 
 import keras_strategy as ks
 from keras_strategy.launch import info
-from keras_strategy.launch.machine import Others
+from keras_strategy.launch.machine import OtherLoad
 from keras_strategy.launch.pairing import WALL, Turn, compare, warm
 
 _INPUTS, _CLASSES = 64, 10
@@ -43,7 +43,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         alone = _model(options.units)
     sides = _turn(ours, rows, False), _turn(alone, rows, on_cpu)
     steps = warm(*sides, options.seconds)
-    others, used = Others(), time.process_time()
+    others, used = OtherLoad(), time.process_time()
     speed = compare(*sides, steps, options.rounds).speeds[WALL]
     share = others.share(time.process_time() - used)
     about = info.data()

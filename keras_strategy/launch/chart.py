@@ -9,7 +9,7 @@ from typing import Any
 from keras_strategy.launch.scaling import Measured, Prediction
 
 
-def problem(path: str) -> str:
+def png_problem(path: str) -> str:
     """Why no picture can be written there, and what helps; empty where one can.
 
     Args:
@@ -26,7 +26,7 @@ def problem(path: str) -> str:
     return ""
 
 
-def draw(
+def draw_chart(
     path: str, title: str, measured: Sequence[Measured], model: Prediction | None
 ) -> None:
     """Draws the efficiency, measured and predicted, over the workers.

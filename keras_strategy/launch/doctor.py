@@ -48,7 +48,7 @@ def findings(timeout_seconds: float) -> Iterator[Finding]:
     if not first.well:
         return
     yield threads()
-    of_torch = gpus_of_torch() if first.seen.endswith("torch") else None
+    of_torch = torch_gpus() if first.seen.endswith("torch") else None
     for found in (of_torch, cluster()):
         if found is not None:
             yield found
@@ -100,7 +100,7 @@ def threads() -> Finding:
     )
 
 
-def gpus_of_torch() -> Finding | None:
+def torch_gpus() -> Finding | None:
     """How replicas would use the GPUs that torch sees, if there are some."""
     asked = "import torch as t; print(t.cuda.device_count(), t.distributed.is_nccl_"
     output, status = _ended(["-c", asked + "available())"], 120)

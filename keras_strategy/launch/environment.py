@@ -7,7 +7,7 @@ import secrets
 
 from keras_strategy.launch.ports import free_ports
 
-HUB_PORT = "KERAS_STRATEGY_PORT"
+RENDEZVOUS_PORT = "KERAS_STRATEGY_PORT"
 SECRET = "KERAS_STRATEGY_SECRET"
 LOGICAL_CPUS = "KERAS_STRATEGY_LOGICAL_CPUS"
 
@@ -70,7 +70,7 @@ class LocalCluster:
         task = {"type": task_type, "index": index}
         variables = {
             "TF_CONFIG": json.dumps({"cluster": cluster, "task": task}),
-            HUB_PORT: str(self.hub_port),
+            RENDEZVOUS_PORT: str(self.hub_port),
             SECRET: self.secret,
             **shared_variables(),
         }
@@ -79,7 +79,7 @@ class LocalCluster:
         return variables
 
 
-def own_threads(workers: int) -> dict[str, str]:
+def thread_limits(workers: int) -> dict[str, str]:
     """The environment variables that share this machine's cores among workers.
 
     Torch's threads, and those of NumPy's libraries, wait for work by spinning. Where
@@ -91,10 +91,10 @@ def own_threads(workers: int) -> dict[str, str]:
     """
     if workers == 1:
         return {}
-    return {"OMP_NUM_THREADS": str(max(1, cores_here() // workers))}
+    return {"OMP_NUM_THREADS": str(max(1, available_cores() // workers))}
 
 
-def cores_here() -> int:
+def available_cores() -> int:
     """The cores that this process and those that it starts may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

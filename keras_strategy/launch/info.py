@@ -44,7 +44,7 @@ def rows() -> list[tuple[str, str]]:
     ]
 
 
-def looked_for() -> str:
+def detection_report() -> str:
     """Each kind of cluster, and why it is this process's or not."""
     return str(detect())
 

@@ -9,7 +9,7 @@ import time
 from keras_strategy.launch.environment import LocalCluster
 from keras_strategy.launch.processes import exit_text
 from keras_strategy.launch.signals import ReceivedSignals
-from keras_strategy.launch.team import Failure, Team
+from keras_strategy.launch.team import Failure, WorkerTeam
 
 _FIRST_WAIT_SECONDS = 1.0
 _LONGEST_WAIT_SECONDS = 60.0
@@ -55,7 +55,7 @@ class Launcher:
         with ReceivedSignals() as signals:
             restarts = failures = 0
             while True:
-                failure = Team(
+                failure = WorkerTeam(
                     LocalCluster.on_free_ports(
                         self.workers, devices_per_worker=self.devices_per_worker
                     ),

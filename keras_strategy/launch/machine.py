@@ -7,7 +7,7 @@ from pathlib import Path
 _STAT = Path("/proc/stat")
 
 
-class Others:
+class OtherLoad:
     """The share of the machine's processors that went to others since this was made.
 
     That is what all processes used and the machine's owner kept (steal), without our

@@ -113,7 +113,7 @@ def diff(source: str, ported: Ported, name: str) -> str:
     return "".join(line if line.endswith("\n") else line + "\n" for line in lines)
 
 
-def told_of(path: list[str]) -> tuple[bool, str]:
+def look_up_name(path: list[str]) -> tuple[bool, str]:
     """What the package has under a name of tf.distribute.
 
     Args:
@@ -251,7 +251,7 @@ class _Program(ast.NodeVisitor):
         self._changes.append(_Change(*self._span(node), text))
 
     def _is_there(self, path: list[str], line: int) -> bool:
-        there, note = told_of(path)
+        there, note = look_up_name(path)
         if note:
             self._notes.append((line, f"tf.distribute.{'.'.join(path)}: {note}"))
         return there

@@ -70,7 +70,7 @@ def free_ports(count: int, among: range | None = None) -> list[int]:
     return ports
 
 
-def says_port_taken(output: str) -> bool:
+def reports_port_in_use(output: str) -> bool:
     """Tells whether a program's output complains about a port that is in use."""
     return _TAKEN.search(output) is not None
 

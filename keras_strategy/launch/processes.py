@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keras_strategy.workers.exit_codes import PREEMPTED
+from keras_strategy.workers.exit_codes import EXIT_PREEMPTED
 
 _GUARD = str(pathlib.Path(__file__).with_name("guard.py"))
 _STARTER = str(pathlib.Path(__file__).with_name("starter.py"))
@@ -191,7 +191,7 @@ def exit_text(status: int | None) -> str:
     """Says in words how a process ended, such as `"was killed by SIGKILL"`."""
     if status is None:
         return "still runs"
-    if status == PREEMPTED:
+    if status == EXIT_PREEMPTED:
         return f"was preempted (exit status {status})"
     if status >= 0:
         return f"ended with exit status {status}"

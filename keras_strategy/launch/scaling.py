@@ -67,7 +67,7 @@ class Prediction:
     cores: int
 
     @property
-    def travel_seconds(self) -> float:
+    def comm_seconds(self) -> float:
         """What a step of the few took beyond the time of its rows."""
         share = max(1.0, self.few.workers / self.cores)
         return max(0.0, self.few.step_seconds / share - self._compute(self.few))
@@ -83,10 +83,10 @@ class Prediction:
         several, rounds = self.few.workers, 2 * (self.few.workers - 1)
         ends = []
         for rounds_alone in True, False:
-            if rounds_alone or not self.travel_seconds:
-                link = Link(self.travel_seconds / rounds, float("inf"))
+            if rounds_alone or not self.comm_seconds:
+                link = Link(self.comm_seconds / rounds, float("inf"))
             else:
-                link = Link(0.0, rounds / several / self.travel_seconds)
+                link = Link(0.0, rounds / several / self.comm_seconds)
             seconds = step.seconds(
                 measured.workers, link, measured.workers / self.cores
             )
@@ -104,7 +104,7 @@ class Prediction:
             "Predicted: a worker's rows take as long as with 1 worker, and a ring of N "
             "passes gradients on in 2 (N - 1) rounds. What "
             f"{self.few.workers} workers took beyond their rows, "
-            f"{1000 * self.travel_seconds:.2f} ms a step, is all latency at the lower "
+            f"{1000 * self.comm_seconds:.2f} ms a step, is all latency at the lower "
             "end, and all bytes at the upper.\n"
             "Assumed: each worker has a core or a GPU as fast as the one had alone, "
             f"and more than {self.cores}, the cores here, take turns; nothing "
@@ -129,7 +129,7 @@ class NoEpochsError(RuntimeError):
     """A program printed nothing that a step's time can be read of, or failed."""
 
 
-def steps_of(output: str) -> tuple[float, int]:
+def parse_step_time(output: str) -> tuple[float, int]:
     """The median of a step over the epochs of the first `fit`, but for its first one.
 
     The first epoch compiles, and another `fit` may be of something else.
@@ -188,4 +188,4 @@ def measure(
         chief = (
             line for line in done.stdout.splitlines() if line.startswith("worker 0 ")
         )
-        yield Measured(number, *steps_of("\n".join(chief)))
+        yield Measured(number, *parse_step_time("\n".join(chief)))

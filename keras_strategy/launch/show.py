@@ -23,7 +23,7 @@ def do_info(options: argparse.Namespace) -> int:
     for name, value in info.rows():
         console.print(f"[bold]{name:<18}[/]{escape(value)}", highlight=False)
     console.print("\nLooked for a cluster:", style="bold")
-    console.print(escape(info.looked_for()), highlight=False)
+    console.print(escape(info.detection_report()), highlight=False)
     return 0
 
 
@@ -43,7 +43,7 @@ def do_doctor(options: argparse.Namespace) -> int:
 
 def do_scaling(options: argparse.Namespace) -> int:
     """Shows the time of a step with each number of workers, beside a prediction."""
-    if options.png is not None and (problem := chart.problem(options.png)):
+    if options.png is not None and (problem := chart.png_problem(options.png)):
         print(f"keras-strategy scaling: argument --png: {problem}", file=sys.stderr)
         return 2
     command = [options.program, *options.arguments]
@@ -54,7 +54,7 @@ def do_scaling(options: argparse.Namespace) -> int:
     except scaling.NoEpochsError as error:
         Console(stderr=True, soft_wrap=True).print(escape(str(error)), style="red")
         return 1
-    cores = environment.cores_here()
+    cores = environment.available_cores()
     title = f"{options.program}, {cores} cores"
     model = scaling.prediction(measured, cores)
     table = Table(
@@ -74,7 +74,7 @@ def do_scaling(options: argparse.Namespace) -> int:
     said.print(str(model or scaling.NOTHING_TO_PREDICT), highlight=False, markup=False)
     if options.png is not None:
         try:
-            chart.draw(options.png, title, measured, model)
+            chart.draw_chart(options.png, title, measured, model)
         except OSError as error:
             print(f"{options.png!r} cannot be written: {error}", file=sys.stderr)
             return 1

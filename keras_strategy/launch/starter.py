@@ -14,7 +14,7 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with(parent: int) -> None:
+def exit_with_parent(parent: int) -> None:
     """Lets the kernel kill this process when its parent ends.
 
     Args:
@@ -28,5 +28,5 @@ def die_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    die_with(int(sys.argv[1]))
+    exit_with_parent(int(sys.argv[1]))
     os.execvp(sys.argv[2], sys.argv[2:])

@@ -8,12 +8,12 @@ import sys
 import time
 from collections.abc import Sequence
 
-from keras_strategy.launch.environment import LocalCluster, own_threads
+from keras_strategy.launch.environment import LocalCluster, thread_limits
 from keras_strategy.launch.output import LastLines, PrefixedStream
 from keras_strategy.launch.processes import Guard, WorkerProcess
 from keras_strategy.launch.signals import ReceivedSignals
-from keras_strategy.launch.watch import Watch
-from keras_strategy.workers.exit_codes import PEER_FAILED, PREEMPTED
+from keras_strategy.launch.watch import ProcessWatch
+from keras_strategy.workers.exit_codes import EXIT_OTHER_WORKER_FAILED, EXIT_PREEMPTED
 
 # A signal waits this long at most to be forwarded; ends are noticed at once, since
 # they close a pipe.
@@ -42,7 +42,7 @@ class Failure:
     @property
     def preempted(self) -> bool:
         """Whether it was asked to end, and saved what it had done."""
-        return self.status == PREEMPTED
+        return self.status == EXIT_PREEMPTED
 
     @property
     def exit_code(self) -> int:
@@ -50,7 +50,7 @@ class Failure:
         return self.status if self.status > 0 else 128 - self.status
 
 
-class Team:
+class WorkerTeam:
     """Starts the workers of a cluster and watches them until all have ended.
 
     Args:
@@ -80,7 +80,7 @@ class Team:
         self._forwarded = 0
         self._guard = Guard()
         self._end_at: float | None = None
-        self._watch = Watch(self._workers)
+        self._watch = ProcessWatch(self._workers)
 
     def run(self) -> Failure | None:
         """Runs the workers to their end; returns how the first failed, if one did."""
@@ -112,7 +112,7 @@ class Team:
             name,
             self._command,
             {
-                **own_threads(len(self._cluster.ports)),
+                **thread_limits(len(self._cluster.ports)),
                 **self._environment,
                 **self._cluster.variables(rank),
             },
@@ -133,7 +133,7 @@ class Team:
             self._selector.register(stream.source, selectors.EVENT_READ, stream)
 
     def _when_one_failed(self, status: int) -> None:
-        if status in (PEER_FAILED, PREEMPTED):
+        if status in (EXIT_OTHER_WORKER_FAILED, EXIT_PREEMPTED):
             # The one that it failed of is about to say why; who is preempted ends with
             # all others.
             self._end_at = time.monotonic() + _CAUSE_SECONDS

@@ -5,10 +5,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from keras_strategy.launch.processes import Process
-from keras_strategy.workers.exit_codes import PEER_FAILED
+from keras_strategy.workers.exit_codes import EXIT_OTHER_WORKER_FAILED
 
 
-class Watch:
+class ProcessWatch:
     """Notices how processes end, and ends those that take too long to.
 
     Attributes:
@@ -28,13 +28,13 @@ class Watch:
         self._ending = False
 
     def until_all_ended(
-        self, meanwhile: Callable[[], None], when_one_failed: Callable[[int], None]
+        self, meanwhile: Callable[[], None], on_failure: Callable[[int], None]
     ) -> None:
         """Returns when all processes have ended.
 
         Args:
             meanwhile: Is called again and again while some run, and takes its time.
-            when_one_failed: Is called with the status of the first that failed, and
+            on_failure: Is called with the status of the first that failed, and
                 again where that one ended because of another that ends later.
         """
         self.running = set(range(len(self._processes)))
@@ -47,7 +47,7 @@ class Watch:
                 self.running.discard(rank)
                 if status != 0 and (self.failed is None or self._is_cause(status)):
                     self.failed = rank
-                    when_one_failed(status)
+                    on_failure(status)
             if time.monotonic() >= self._kill_at:
                 for rank in self.running:
                     self._processes[rank].kill()
@@ -56,8 +56,8 @@ class Watch:
         """Whether it ended by itself, where the first that failed did not."""
         assert self.failed is not None
         first = self._processes[self.failed].poll()
-        own = status not in (PEER_FAILED, -signal.SIGTERM, -signal.SIGKILL)
-        return first == PEER_FAILED and (own or not self._ending)
+        own = status not in (EXIT_OTHER_WORKER_FAILED, -signal.SIGTERM, -signal.SIGKILL)
+        return first == EXIT_OTHER_WORKER_FAILED and (own or not self._ending)
 
     def let_end(self, grace_seconds: float) -> None:
         """Gives the processes this time to end, from the first call on."""

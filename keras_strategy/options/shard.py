@@ -20,7 +20,7 @@ def check_shard(shard: Any, engine: Any) -> str | None:
             "the replicas, 'parameters', to shard the trainable weights as well, or "
             f"None, for a copy on each replica. Received: shard={shard!r}"
         )
-    reason = None if shard is None else engine.refusal_of_shard(shard)
+    reason = None if shard is None else engine.sharding_unsupported_reason(shard)
     if reason is not None:
         raise UnsupportedBackendError(
             f"shard={shard!r} is not available with the Keras backend '{engine.name}': "

@@ -12,19 +12,19 @@ import keras
 from keras import ops
 
 from keras_strategy.core.protocol import Replica
-from keras_strategy.rules.row_weights import if_any_rows
+from keras_strategy.rules.row_weights import where_has_rows
 from keras_strategy.values.distributed import ReduceOp
-from keras_strategy.values.topology import Topology
+from keras_strategy.values.topology import ReplicaTopology
 
 
-def is_on_read(variable: Any) -> bool:
+def is_sync_on_read(variable: Any) -> bool:
     """Return True if every replica keeps its own value until a read."""
     return variable.synchronization == "on_read"
 
 
-def adds_up(variable: Any) -> bool:
+def aggregates_assign_add(variable: Any) -> bool:
     """Return True if `assign_add` aggregates its operand first."""
-    return not is_on_read(variable) and variable.aggregation in ("sum", "mean")
+    return not is_sync_on_read(variable) and variable.aggregation in ("sum", "mean")
 
 
 def aggregate(
@@ -38,10 +38,10 @@ def aggregate(
     aggregation = aggregation or variable.aggregation
     if aggregation == "sum":
         # In a training step some replicas may have no rows.
-        value = if_any_rows(weight, value, ops.zeros_like(value))
+        value = where_has_rows(weight, value, ops.zeros_like(value))
         total = replica.all_reduce(ReduceOp.SUM, value)
     elif aggregation == "only_first_replica":
-        total = replica.all_reduce(ReduceOp.SUM, of_first_replica(replica, value))
+        total = replica.all_reduce(ReduceOp.SUM, select_first_replica(replica, value))
     elif weight is None:
         total = replica.all_reduce(ReduceOp.MEAN, value)
     else:
@@ -57,13 +57,13 @@ def _is_float(value: Any) -> bool:
     return "float" in keras.backend.standardize_dtype(value.dtype)
 
 
-def of_first_replica(replica: Replica, value: Any) -> Any:
+def select_first_replica(replica: Replica, value: Any) -> Any:
     """Return the summand whose sum over replicas is the first one's value."""
     first = ops.equal(replica.id, 0)
     return ops.where(first, value, ops.zeros_like(value))
 
 
-def assigned(replica: Replica, variable: Any, value: Any) -> Any:
+def aggregate_assignment(replica: Replica, variable: Any, value: Any) -> Any:
     """Return what a replica that assigns `value` must write.
 
     Raises:
@@ -71,17 +71,17 @@ def assigned(replica: Replica, variable: Any, value: Any) -> Any:
             old value may be counted once per replica.
     """
     step = replica.step
-    if is_on_read(variable):
-        step.parts[id(variable)] = variable
-        step.merged.pop(id(variable), None)
-        return if_any_rows(step.row_weight, value, variable.value)
+    if is_sync_on_read(variable):
+        step.on_read_writes[id(variable)] = variable
+        step.on_read_merged.pop(id(variable), None)
+        return where_has_rows(step.row_weight, value, variable.value)
     if variable.aggregation == "none":
         step.assigned[id(variable)] = variable
         return value
     if (
         variable.aggregation == "sum"
         and step.row_weight is not None
-        and id(variable) in step.read
+        and id(variable) in step.sum_variables_read
     ):
         raise ValueError(
             f"The variable '{variable.path}' has aggregation=\"sum\" and was assigned "
@@ -92,13 +92,13 @@ def assigned(replica: Replica, variable: Any, value: Any) -> Any:
     return aggregate(replica, variable, value)
 
 
-def parts_outside(variable: Any, value: Any, replicas: int) -> tuple[Any, Any]:
+def split_assigned_value(variable: Any, value: Any, replicas: int) -> tuple[Any, Any]:
     """Return the first replica's and every other replica's part of a value.
 
     An on-read sum is divided, so that it reads as assigned; the first replica gets the
     remainder of integers. Other variables are assigned everywhere.
     """
-    if not is_on_read(variable) or variable.aggregation != "sum":
+    if not is_sync_on_read(variable) or variable.aggregation != "sum":
         return value, value
     if "int" not in keras.backend.standardize_dtype(value.dtype):
         share = value / replicas
@@ -107,29 +107,29 @@ def parts_outside(variable: Any, value: Any, replicas: int) -> tuple[Any, Any]:
     return value - share * (replicas - 1), share
 
 
-def local_parts_outside(variable: Any, value: Any, topology: Topology) -> list[Any]:
-    """Return `parts_outside` for each replica of this worker."""
-    first, other = parts_outside(variable, value, topology.num_replicas)
+def split_for_local_replicas(variable: Any, value: Any, topology: ReplicaTopology) -> list[Any]:
+    """Return `split_assigned_value` for each replica of this worker."""
+    first, other = split_assigned_value(variable, value, topology.num_replicas)
     return [first if replica == 0 else other for replica in topology.local_replicas]
 
 
-def part_outside(
+def local_contribution(
     variable: Any,
     values: Sequence[Any],
-    topology: Topology,
+    topology: ReplicaTopology,
     add: Callable[[Sequence[Any]], Any],
 ) -> Any:
     """Return a worker's summand of an on-read variable's cross-replica value."""
     if variable.aggregation == "only_first_replica":
         first = values[0]
-        return first if topology.first == 0 else ops.zeros_like(first)
+        return first if topology.first_local_replica == 0 else ops.zeros_like(first)
     total = add(values)
     if variable.aggregation == "mean":
         return ops.divide(total, topology.num_replicas)
     return total
 
 
-def no_value(variable: Any) -> ValueError:
+def no_value_error(variable: Any) -> ValueError:
     """Return the error for a cross-replica read that has no aggregation."""
     return ValueError(
         f"The variable '{variable.path}' has synchronization='on_read' and "

@@ -19,7 +19,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_strategy.core.workers import digest_of
+from keras_strategy.core.workers import array_digest
 from keras_strategy.errors import WorkersDifferError
 from keras_strategy.workers.cluster import Cluster
 
@@ -58,14 +58,14 @@ _OF_KERAS = (
 Item = list[Any]
 
 
-def require(
+def check_workers_agree(
     cluster: Cluster, items: list[Item], more: Any, what: str = "fit"
 ) -> list[Any]:
     """Check that all workers have equal signatures, and exchange a value.
 
     Args:
         cluster: The workers.
-        items: This worker's signature, from `items_of`.
+        items: This worker's signature, from `fit_signature`.
         more: A JSON value to exchange along.
         what: The method's name, for messages.
 
@@ -92,11 +92,11 @@ def require(
         ]
     raise WorkersDifferError(
         f"All workers must do the same in `{what}`. They differ in {field} "
-        f"({cluster.grouped(values)})."
+        f"({cluster.format_by_value(values)})."
     )
 
 
-def items_of(
+def fit_signature(
     model: keras.Model,
     compiled: Mapping[str, Any],
     arguments: Mapping[str, Any],
@@ -108,8 +108,8 @@ def items_of(
     have.
     """
     fields: dict[str, Any] = {
-        "optimizer": described(getattr(model, "optimizer", None)),
-        **{name: described(compiled.get(name)) for name in _COMPILED},
+        "optimizer": describe(getattr(model, "optimizer", None)),
+        **{name: describe(compiled.get(name)) for name in _COMPILED},
         **_called_with(arguments),
         "callbacks": [type(callback).__name__ for callback in callbacks],
         **{f"callback {type(c).__name__}": _settings(c) for c in callbacks},
@@ -118,7 +118,7 @@ def items_of(
     return _items(fields)
 
 
-def items_of_call(arguments: Mapping[str, Any]) -> list[Item]:
+def call_signature(arguments: Mapping[str, Any]) -> list[Item]:
     """Return the signature of `evaluate`, `train_on_batch` or the like."""
     return _items(_called_with(arguments))
 
@@ -128,9 +128,9 @@ def _called_with(arguments: Mapping[str, Any]) -> dict[str, Any]:
     known = [name for name in _OF_KERAS if hasattr(config, name)]
     return {
         **{
-            f"keras.config.{name}": described(getattr(config, name)()) for name in known
+            f"keras.config.{name}": describe(getattr(config, name)()) for name in known
         },
-        **{f"argument {name}": described(arguments.get(name)) for name in _ARGUMENTS},
+        **{f"argument {name}": describe(arguments.get(name)) for name in _ARGUMENTS},
         **{f"argument {name}": _data(arguments.get(name)) for name in _DATA},
     }
 
@@ -143,7 +143,7 @@ def _items(fields: Mapping[str, Any]) -> list[Item]:
     ]
 
 
-def described(thing: Any, depth: int = 0) -> Any:
+def describe(thing: Any, depth: int = 0) -> Any:
     """Return a JSON description of an object.
 
     An object that Keras cannot serialise is described by its name or class.
@@ -160,12 +160,12 @@ def described(thing: Any, depth: int = 0) -> Any:
         if thing.get("class_name") == "__lambda__":
             return "a lambda"
         return {
-            str(key): described(value, depth + 1)
+            str(key): describe(value, depth + 1)
             for key, value in thing.items()
             if key not in _LEFT_OUT and not _is_first_value(key, value)
         }
     if isinstance(thing, list | tuple):
-        return [described(value, depth + 1) for value in thing]
+        return [describe(value, depth + 1) for value in thing]
     if inspect.isroutine(thing) or inspect.isclass(thing):
         return _name(thing)
     if isinstance(thing, keras.Variable):
@@ -179,7 +179,7 @@ def described(thing: Any, depth: int = 0) -> Any:
             config = None
     if not isinstance(config, Mapping):
         return _name(type(thing))
-    return {"class": _name(type(thing)), **described(config, depth + 1)}
+    return {"class": _name(type(thing)), **describe(config, depth + 1)}
 
 
 def _is_first_value(key: Any, value: Any) -> bool:
@@ -187,11 +187,11 @@ def _is_first_value(key: Any, value: Any) -> bool:
 
 
 def _model(model: keras.Model) -> Any:
-    whole = described(model)
+    whole = describe(model)
     if isinstance(whole, Mapping):
         return whole
     # One of a class of the user's, without a configuration of its own.
-    layers = [described(layer) for layer in model.layers]
+    layers = [describe(layer) for layer in model.layers]
     return {"class": whole, "layers": layers}
 
 
@@ -206,7 +206,7 @@ def _settings(callback: Any) -> dict[str, Any]:
             continue
         plain = value is None or isinstance(value, bool | numbers.Number | np.generic)
         if plain or name in _WORDS:
-            settings[name] = described(value)
+            settings[name] = describe(value)
         elif inspect.isroutine(value):
             settings[name] = _name(value)
     return settings
@@ -246,7 +246,7 @@ def _array(array: Any) -> str:
     return f"{layout}, whose rows are {_digest(rows)}" if rows else layout
 
 
-def rows_digest(array: Any) -> str | None:
+def rows_fingerprint(array: Any) -> str | None:
     """Return a digest of an array's rows, or of a sample if it is large.
 
     None if there are no rows, or none that this worker can read alone.
@@ -256,7 +256,7 @@ def rows_digest(array: Any) -> str | None:
 
 
 def _digest(parts: list[np.ndarray]) -> str:
-    return "".join(digest_of(_comparable(rows))[: 12 // len(parts)] for rows in parts)
+    return "".join(array_digest(_comparable(rows))[: 12 // len(parts)] for rows in parts)
 
 
 def _comparable(rows: np.ndarray) -> np.ndarray:
@@ -354,7 +354,7 @@ def _leaves(path: str, value: Any) -> Iterator[Item]:
     else:
         text = value if isinstance(value, str) else repr(value)
         if len(text) > _LONGEST:
-            digest = digest_of(np.frombuffer(text.encode(), "uint8"))[:12]
+            digest = array_digest(np.frombuffer(text.encode(), "uint8"))[:12]
             text = f"{text[:_LONGEST]}... ({digest})"
         yield [path, text]
 

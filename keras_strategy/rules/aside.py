@@ -11,10 +11,10 @@ from types import TracebackType
 import numpy as np
 
 # Smaller ones stay in memory.
-LEAST_BYTES = 2**16
+MIN_SPILL_BYTES = 2**16
 
 
-class Aside:
+class ArraySpill:
     """Files of arrays, while it is open; leftovers of a killed process are removed.
 
     The folder must have no other use. It is None on workers that do not write.
@@ -25,18 +25,18 @@ class Aside:
         self._error: OSError | None = None
 
     @classmethod
-    def beside(cls, path: pathlib.Path) -> "Aside":
+    def next_to(cls, path: pathlib.Path) -> "ArraySpill":
         """Return a spill in a folder next to a path that will be written."""
         return cls(path.parent / f".{path.name}.aside")
 
-    def keep(self, array: np.ndarray) -> np.ndarray:
+    def add(self, array: np.ndarray) -> np.ndarray:
         """Return the array, memory-mapped from disk if it is large.
 
         A failure is raised by `check` only, so that all workers continue together.
         """
         if self._error is not None or self._folder is None:
             return np.empty(0, array.dtype)
-        if not array.ndim or array.nbytes < max(LEAST_BYTES, 1):
+        if not array.ndim or array.nbytes < max(MIN_SPILL_BYTES, 1):
             return array
         try:
             if not self._count:
@@ -56,7 +56,7 @@ class Aside:
         if self._error is not None:
             raise self._error
 
-    def __enter__(self) -> "Aside":
+    def __enter__(self) -> "ArraySpill":
         return self
 
     def __exit__(

@@ -18,7 +18,7 @@ from typing import Any
 import ml_dtypes  # a dependency of Keras
 import numpy as np
 
-from keras_strategy.rules.aside import Aside
+from keras_strategy.rules.aside import ArraySpill
 
 logger = logging.getLogger("keras_strategy")
 
@@ -38,7 +38,7 @@ class _Damaged(Exception):
 
 
 @dataclass(frozen=True)
-class Contents:
+class BackupContents:
     """Content of a backup: JSON values, arrays by name, and the file."""
 
     facts: dict[str, Any]
@@ -51,13 +51,13 @@ class BackupFolder:
 
     def __init__(self, path: str | os.PathLike):
         self._path = pathlib.Path(path)
-        self._aside = Aside.beside(self._path / "backup")
+        self._aside = ArraySpill.next_to(self._path / "backup")
 
-    def keep(self, array: np.ndarray) -> np.ndarray:
+    def spill(self, array: np.ndarray) -> np.ndarray:
         """Return an array for the next backup, spilled to disk if it is large."""
-        return self._aside.keep(array)
+        return self._aside.add(array)
 
-    def read(self) -> Contents | None:
+    def read(self) -> BackupContents | None:
         """Return the last intact backup, or None; rename damaged ones.
 
         Raises:
@@ -148,7 +148,7 @@ def _write(file: Any, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> N
     np.savez(file, allow_pickle=False, **plain)
 
 
-def _read(file: pathlib.Path) -> Contents:
+def _read(file: pathlib.Path) -> BackupContents:
     with file.open("rb") as opened:
         try:
             with np.load(opened, allow_pickle=False) as archive:
@@ -163,7 +163,7 @@ def _read(file: pathlib.Path) -> Contents:
                 raise
             raise _Damaged(f"{type(error).__name__}: {error}") from error
     arrays = {n: array.view(_dtype(held["dtypes"][n])) for n, array in plain.items()}
-    return Contents(held["facts"], arrays, file)
+    return BackupContents(held["facts"], arrays, file)
 
 
 def _as_plain(array: np.ndarray) -> np.ndarray:

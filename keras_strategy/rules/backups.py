@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import keras
 
 from keras_strategy.options.termination import TerminationConfig
-from keras_strategy.rules.without_logs import WithoutLogs
-from keras_strategy.workers.preemption import Next, Preemption
+from keras_strategy.rules.without_logs import LogFreeCallback
+from keras_strategy.workers.preemption import NextAction, Preemption
 
 
-class Training(Protocol):
+class ResumableFit(Protocol):
     """A `fit` with backups."""
 
     @property
@@ -118,9 +118,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         self.save_freq = save_freq
         self.delete_checkpoint = delete_checkpoint
         self.save_before_preemption = save_before_preemption
-        self._training: Training | None = None
+        self._training: ResumableFit | None = None
 
-    def attach(self, training: Training | None) -> None:
+    def attach(self, training: ResumableFit | None) -> None:
         """Set the `fit` in which this callback is called."""
         self._training = training
 
@@ -139,7 +139,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if self.delete_checkpoint and self._training is not None:
             self._training.clear()
 
-    def saver(self, training: Training) -> keras.callbacks.Callback:
+    def saver(self, training: ResumableFit) -> keras.callbacks.Callback:
         """Return the callback that saves, to run after all others."""
         config = self.save_before_preemption
         if config:
@@ -154,7 +154,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 class _SavesAfterEpochs(keras.callbacks.Callback):
     """Saves at the end of each epoch, after all other callbacks."""
 
-    def __init__(self, training: Training):
+    def __init__(self, training: ResumableFit):
         super().__init__()
         self._training = training
         self._epoch = 0
@@ -178,10 +178,10 @@ class _SavesAfterEpochs(keras.callbacks.Callback):
         self._training.save(epoch, batch)
 
 
-class _SavesAfterBatches(_SavesAfterEpochs, WithoutLogs):
+class _SavesAfterBatches(_SavesAfterEpochs, LogFreeCallback):
     """Saves every `save_freq` batches, also at the end of an epoch."""
 
-    def __init__(self, training: Training, save_freq: int | str):
+    def __init__(self, training: ResumableFit, save_freq: int | str):
         super().__init__(training)
         self._save_freq = save_freq if isinstance(save_freq, int) else math.inf
         self._due = False
@@ -208,7 +208,7 @@ class _SavesBeforePreemption(_SavesAfterBatches):
     """Saves and exits all workers when one gets a termination notice."""
 
     def __init__(
-        self, training: Training, save_freq: int | str, config: TerminationConfig
+        self, training: ResumableFit, save_freq: int | str, config: TerminationConfig
     ):
         super().__init__(training, save_freq)
         self._preemption = Preemption(config, training.agree)
@@ -219,9 +219,9 @@ class _SavesBeforePreemption(_SavesAfterBatches):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         super().on_train_batch_end(batch, logs)
         what = self._preemption.after_step()
-        if what is Next.GO_ON:
+        if what is NextAction.CONTINUE:
             return
-        self._ends = what is Next.SAVE_AND_END
+        self._ends = what is NextAction.SAVE_AND_END
         if self._next >= (self.params.get("steps") or float("inf")):
             self._due = True  # at the end of the epoch
             return
@@ -233,8 +233,8 @@ class _SavesBeforePreemption(_SavesAfterBatches):
         if not self._ends:
             # Who was asked while they evaluate: after the last epoch comes no batch.
             what = self._preemption.after_epoch()
-            self._ends = what is Next.SAVE_AND_END
-            self._due = self._due or what is not Next.GO_ON
+            self._ends = what is NextAction.SAVE_AND_END
+            self._due = self._due or what is not NextAction.CONTINUE
         self._due = self._due or self._ends or self._save_freq == math.inf
         super().on_epoch_end(epoch, logs)
         self._end()
@@ -249,7 +249,7 @@ class _SavesBeforePreemption(_SavesAfterBatches):
             self._preemption.end()
 
 
-CALLBACKS = (
+BACKUP_CALLBACKS = (
     BackupAndRestore,
     _SavesAfterEpochs,
     _SavesAfterBatches,

@@ -5,23 +5,23 @@ from typing import Any
 
 from keras import tree
 
-from keras_strategy.core.context import Trial
+from keras_strategy.core.context import DryRun
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.row_range import BatchRows, RowRange
 from keras_strategy.core.step_state import StepState
-from keras_strategy.rules.draws import KnownDraws, settings
+from keras_strategy.rules.draws import BatchDimCache, settings
 from keras_strategy.values.distributed import (
     DistributedValues,
     PerReplica,
 )
 
 
-def carries_rows(value: Any) -> bool:
+def has_batch_rows(value: Any) -> bool:
     """Return True for a value from an element of a distributed dataset."""
     return isinstance(value, PerReplica) and value.batch is not None
 
 
-def batch_of(args: Sequence[Any], kwargs: dict[str, Any]) -> BatchRows | None:
+def find_batch_rows(args: Sequence[Any], kwargs: dict[str, Any]) -> BatchRows | None:
     """Return the rows of the one distributed dataset element in the arguments.
 
     None if there is no element, or several (ambiguous for random numbers), or if
@@ -39,13 +39,13 @@ def batch_of(args: Sequence[Any], kwargs: dict[str, Any]) -> BatchRows | None:
                 return None
             found = leaf.batch
         elif isinstance(leaf, tuple | list | dict):
-            return batch_of(tree.flatten((args, kwargs)), {})
+            return find_batch_rows(tree.flatten((args, kwargs)), {})
     return found
 
 
-def traced_step(
+def traced_step_state(
     rows: RowRange,
-    draws: KnownDraws,
+    draws: BatchDimCache,
     call: Callable[[Sequence[Any]], Any],
     leaves: Sequence[Any],
     places: Sequence[int],
@@ -60,28 +60,28 @@ def traced_step(
         places: The indices of leaves with batch rows.
     """
 
-    def rehearse(few: int) -> Trial:
+    def dry_run(few: int) -> DryRun:
         def with_others(*others):
             given = list(leaves)
             for place, other in zip(places, others, strict=True):
                 given[place] = other
             call(given)
 
-        return get_engine().rehearse(
+        return get_engine().dry_run(
             with_others, tuple(leaves[place] for place in places), {}, few
         )
 
-    return StepState(rows=rows, draws=draws, rehearse=rehearse)
+    return StepState(rows=rows, draws=draws, dry_run=dry_run)
 
 
-def traced_step_of(
+def traced_run_state(
     fn: Callable[..., Any],
     arguments: Any,
     rows: RowRange,
     index: int,
-    draws: KnownDraws,
+    draws: BatchDimCache,
 ) -> StepState:
-    """Return `traced_step` for a function and the arguments of `run`.
+    """Return `traced_step_state` for a function and the arguments of `run`.
 
     Args:
         fn: The function.
@@ -91,7 +91,7 @@ def traced_step_of(
         draws: The batch dimensions of the function's draws.
     """
     leaves = tree.flatten(arguments)
-    places = [place for place, leaf in enumerate(leaves) if carries_rows(leaf)]
+    places = [place for place, leaf in enumerate(leaves) if has_batch_rows(leaf)]
     own = [
         leaf.values[index] if isinstance(leaf, DistributedValues) else leaf
         for leaf in leaves
@@ -101,4 +101,4 @@ def traced_step_of(
         args, kwargs = tree.pack_sequence_as(arguments, given)
         fn(*args, **kwargs)
 
-    return traced_step(rows, draws, call, own, places)
+    return traced_step_state(rows, draws, call, own, places)

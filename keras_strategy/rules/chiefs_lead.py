@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from keras_strategy.rules import backups
-from keras_strategy.rules.without_logs import WithoutLogs
+from keras_strategy.rules.without_logs import LogFreeCallback
 from keras_strategy.workers.cluster import Cluster
 
 # They write, and nothing that the workers do together depends on them.
@@ -21,8 +21,8 @@ _OF_THE_CHIEF = (
     keras.callbacks.ProgbarLogger,
 )
 # They write together, or change what is trained: they must be on every worker.
-IN_STEP = (
-    *backups.CALLBACKS,
+SYNCHRONIZED_CALLBACKS = (
+    *backups.BACKUP_CALLBACKS,
     keras.callbacks.EarlyStopping,
     keras.callbacks.LearningRateScheduler,
     keras.callbacks.ModelCheckpoint,
@@ -32,13 +32,13 @@ IN_STEP = (
 # They decide by logs, which all workers have, or do not decide anything.
 _ALIKE_EVERYWHERE = (
     *_OF_THE_CHIEF,
-    *IN_STEP,
+    *SYNCHRONIZED_CALLBACKS,
     keras.callbacks.History,
     keras.callbacks.TerminateOnNaN,
 )
 
 
-def worker_arguments(
+def prepare_fit_arguments(
     method: str,
     arguments: dict[str, Any],
     cluster: Cluster,
@@ -57,8 +57,8 @@ def worker_arguments(
         return  # that of `fit`, which validates
     listed = list(keras.tree.flatten(given.callbacks if given else callbacks or []))
     own_minds = not all(type(c) in _ALIKE_EVERYWHERE for c in listed)
-    in_step = [c for c in listed if isinstance(c, IN_STEP)]
-    cluster.member.notes["callbacks"] = ", ".join(type(c).__name__ for c in listed)
+    in_step = [c for c in listed if isinstance(c, SYNCHRONIZED_CALLBACKS)]
+    cluster.client.notes["callbacks"] = ", ".join(type(c).__name__ for c in listed)
     if not cluster.is_chief:
         listed = [c for c in listed if not isinstance(c, _OF_THE_CHIEF)]
     if method == "fit":
@@ -70,7 +70,7 @@ def worker_arguments(
     given.set_model(arguments["self"])
 
 
-class ChiefsLead(keras.callbacks.Callback):
+class SyncTrainingState(keras.callbacks.Callback):
     """Starts all workers from the chief's state, and stops them together.
 
     It runs after the user's callbacks, as one of them may restore the chief's variables
@@ -93,7 +93,7 @@ class ChiefsLead(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Take the chief's variables and initial epoch."""
-        epochs = self._cluster.agree("the first epoch", self._epoch(self.model))
+        epochs = self._cluster.exchange("the first epoch", self._epoch(self.model))
         self._set_epoch(self.model, epochs[0])
         self._give_variables(self.model)
 
@@ -104,7 +104,7 @@ class ChiefsLead(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
-class ChiefsLeadInBatches(ChiefsLead, WithoutLogs):
+class SyncTrainingStatePerBatch(SyncTrainingState, LogFreeCallback):
     """Checks after each batch, too, whether a worker wants to stop.
 
     It is a class of its own because Keras skips batch hooks that no callback overrides.
@@ -118,5 +118,5 @@ class ChiefsLeadInBatches(ChiefsLead, WithoutLogs):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Stop if a worker wants to."""
         wanted = bool(self._asked.stop_training)
-        if any(self._cluster.agree("whether to stop", wanted)):
+        if any(self._cluster.exchange("whether to stop", wanted)):
             self._asked.stop_training = True

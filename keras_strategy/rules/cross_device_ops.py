@@ -15,7 +15,7 @@ from keras_strategy.options.communication import (
     CommunicationOptions,
     check_communication_options,
 )
-from keras_strategy.rules.plain_sums import combined, places_of, summed
+from keras_strategy.rules.plain_sums import reduce_on_device, destination_devices, add_tensors
 from keras_strategy.values.devices import canonical_device
 from keras_strategy.values.distributed import (
     DistributedValues,
@@ -83,7 +83,7 @@ class CrossDeviceOps:
             ReduceOp.parse(reduce_op),
             check_communication_options(options),
         )
-        places_of(destinations)
+        destination_devices(destinations)
         value = _per_replica(per_replica_value)
         return self.reduce_implementation(operation, value, destinations, options)
 
@@ -118,7 +118,7 @@ class CrossDeviceOps:
                 f"destinations. Received: value_destination_pairs={pairs!r}"
             )
         for _, destinations in pairs:
-            places_of(destinations)
+            destination_devices(destinations)
         pairs = [(_per_replica(value), where) for value, where in pairs]
         return list(self.batch_reduce_implementation(operation, pairs, options))
 
@@ -136,7 +136,7 @@ class CrossDeviceOps:
         Raises:
             TypeError: If `destinations` are none.
         """
-        places_of(destinations)
+        destination_devices(destinations)
         return self.broadcast_implementation(tensor, destinations)
 
     def reduce_implementation(
@@ -196,16 +196,16 @@ class CrossDeviceOps:
         copy_to = get_engine().copy_to
         copies = [
             tensor if place is None else copy_to(tensor, place)
-            for place in places_of(destinations)
+            for place in destination_devices(destinations)
         ]
         return copies[0] if len(copies) == 1 else Mirrored(copies)
 
     @property
-    def adds_in_its_own_way(self) -> bool:
+    def has_custom_reduce(self) -> bool:
         """Whether the sums of an engine may be others than its own."""
-        return type(self) not in KINDS
+        return type(self) not in BUILTIN_OPS
 
-    def say_that_it_has_no_effect(self, where: str) -> None:
+    def log_no_effect(self, where: str) -> None:
         """Logs that somebody else decides.
 
         Args:
@@ -262,15 +262,15 @@ class ReductionToOneDevice(CrossDeviceOps):
         options: CommunicationOptions,
     ) -> Any:
         """See `CrossDeviceOps.reduce_implementation`."""
-        place = self.reduce_to_device or places_of(destinations)[0]
-        add = self.accumulation_fn or summed
-        total = combined(reduce_op, per_replica_value.values, place, add)
+        place = self.reduce_to_device or destination_devices(destinations)[0]
+        add = self.accumulation_fn or add_tensors
+        total = reduce_on_device(reduce_op, per_replica_value.values, place, add)
         return self.broadcast(total, destinations)
 
     @property
-    def adds_in_its_own_way(self) -> bool:
+    def has_custom_reduce(self) -> bool:
         """See `CrossDeviceOps`."""
-        return self.accumulation_fn is not None or super().adds_in_its_own_way
+        return self.accumulation_fn is not None or super().has_custom_reduce
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(reduce_to_device={self.reduce_to_device!r})"
@@ -298,8 +298,8 @@ class _PackedAllReduce(CrossDeviceOps):
         options: CommunicationOptions,
     ) -> Any:
         """See `CrossDeviceOps.reduce_implementation`; in plain steps."""
-        place = places_of(destinations)[0]
-        total = combined(reduce_op, per_replica_value.values, place, summed)
+        place = destination_devices(destinations)[0]
+        total = reduce_on_device(reduce_op, per_replica_value.values, place, add_tensors)
         return self.broadcast(total, destinations)
 
     def __repr__(self) -> str:
@@ -351,7 +351,7 @@ class HierarchicalCopyAllReduce(_PackedAllReduce):
     """
 
 
-KINDS = (ReductionToOneDevice, NcclAllReduce, HierarchicalCopyAllReduce)
+BUILTIN_OPS = (ReductionToOneDevice, NcclAllReduce, HierarchicalCopyAllReduce)
 
 
 def check_cross_device_ops(cross_device_ops: Any) -> None:
@@ -363,7 +363,7 @@ def check_cross_device_ops(cross_device_ops: Any) -> None:
         not isinstance(cross_device_ops, CrossDeviceOps)
         or type(cross_device_ops).reduce_implementation is abstract
     ):
-        names = ", ".join(kind.__name__ for kind in KINDS)
+        names = ", ".join(kind.__name__ for kind in BUILTIN_OPS)
         raise TypeError(
             f"Argument `cross_device_ops` must be None, one of {names} of this "
             "package, or of a subclass of its `CrossDeviceOps` that has a "

@@ -20,7 +20,7 @@ from typing import Any
 
 import keras
 
-from keras_strategy.core.context import Trial
+from keras_strategy.core.context import DryRun
 from keras_strategy.core.protocol import Replica
 from keras_strategy.core.row_range import RowRange
 
@@ -34,15 +34,15 @@ _REHEARSALS = 3
 Dims = tuple[int | None, ...]
 """The shape of a draw, with None for what is not known while Python runs."""
 
-Rehearse = Callable[[int], Trial]
+DryRunFunction = Callable[[int], DryRun]
 
 
-class EndOfRehearsal(Exception):
+class EndOfDryRun(Exception):
     """End of a dry run, before a side effect that cannot be discarded."""
 
 
 @dataclass
-class Settings:
+class RandomSettings:
     """Settings from `keras_strategy.config`.
 
     Attributes:
@@ -52,11 +52,11 @@ class Settings:
     exact: bool = True
 
 
-settings = Settings()
+settings = RandomSettings()
 
 
 @dataclass(frozen=True)
-class Drawn:
+class RandomDraw:
     """Draw of random numbers in a dry run.
 
     Attributes:
@@ -71,7 +71,7 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Follows:
+class BatchDim:
     """Batch dimension of a draw.
 
     Attributes:
@@ -93,7 +93,7 @@ class Follows:
 
 
 @dataclass(frozen=True)
-class Fixed:
+class FixedShape:
     """Shape of a draw that is independent of the rows."""
 
     dims: Dims
@@ -106,10 +106,10 @@ class Fixed:
         )
 
 
-Kind = Follows | Fixed
+Kind = BatchDim | FixedShape
 
 
-class KnownDraws:
+class BatchDimCache:
     """Cache of the batch dimensions of a step's draws.
 
     `repeated` is True if the dry-run function may run several times in a step.
@@ -122,31 +122,31 @@ class KnownDraws:
         self._rehearsals = 0
         self._warned: set[Any] = set()
 
-    def follows(
+    def batch_dim(
         self,
-        drawn: Drawn,
+        drawn: RandomDraw,
         number: int,
         rows: int | None,
-        rehearse: Rehearse | None,
-    ) -> Follows | None:
+        dry_run: DryRunFunction | None,
+    ) -> BatchDim | None:
         """Return the batch dimension of a draw, or None.
 
         Args:
             drawn: The draw.
             number: The number of earlier draws of this key in the step.
             rows: The replica's rows; None if unknown during tracing.
-            rehearse: Runs the step on a number of rows as on one device.
+            dry_run: Runs the step on a number of rows as on one device.
         """
         key, dims = drawn.key, drawn.dims
         if not _may_follow(dims, rows):
             return None
         if (
             key not in self._kinds
-            and rehearse is not None
+            and dry_run is not None
             and self._rehearsals < _REHEARSALS
         ):
             self._rehearsals += 1
-            few, more = [_by_key(rehearse(n).draws) for n in _ROWS]
+            few, more = [_by_key(dry_run(n).draws) for n in _ROWS]
             for found in few.keys() | more.keys():
                 kinds = _kinds(few.get(found, []), more.get(found, []))
                 self._kinds.setdefault(found, kinds)
@@ -159,10 +159,10 @@ class KnownDraws:
             fitting &= {kinds[number]}
         if len(fitting) == 1 and None not in kinds:
             (kind,) = fitting
-            if isinstance(kind, Fixed):
+            if isinstance(kind, FixedShape):
                 return None
             here = kinds[number] if number < len(kinds) else None
-            if here == kind and isinstance(here, Follows):
+            if here == kind and isinstance(here, BatchDim):
                 kind = here  # its order
             if kind.per_row > 1:
                 self._warn(
@@ -182,14 +182,14 @@ class KnownDraws:
             "it is as long; several replicas may draw other numbers than one device.",
             dims,
         )
-        guess = Follows(0)
+        guess = BatchDim(0)
         return guess if guess.fits(dims, rows) else None
 
-    def here(self, rows: RowRange) -> "KnownDraws | None":
+    def for_current_layer(self, rows: RowRange) -> "BatchDimCache | None":
         """Return the cache for the current draw; None to draw independently."""
         return self
 
-    def warn_of_shuffled_rows(self, seed: Any) -> None:
+    def warn_shuffled_rows(self, seed: Any) -> None:
         """Warn that each replica shuffles only its local rows."""
         self._warn(
             ("shuffle", seed),
@@ -200,7 +200,7 @@ class KnownDraws:
     def _warn(self, key: Any, message: str, *args: Any) -> None:
         if key not in self._warned:
             self._warned.add(key)
-            logger.warning(message, who_draws(), *args)
+            logger.warning(message, drawing_layer_name(), *args)
 
 
 def _may_follow(dims: Dims, rows: int | None) -> bool:
@@ -212,14 +212,14 @@ def _may_follow(dims: Dims, rows: int | None) -> bool:
     return any(size is None or size % rows == 0 for size in dims)
 
 
-def _by_key(draws: Sequence[Drawn] | None) -> dict[Any, list[Drawn]]:
-    found: dict[Any, list[Drawn]] = {}
+def _by_key(draws: Sequence[RandomDraw] | None) -> dict[Any, list[RandomDraw]]:
+    found: dict[Any, list[RandomDraw]] = {}
     for drawn in draws or ():
         found.setdefault(drawn.key, []).append(drawn)
     return found
 
 
-def _kinds(few: Sequence[Drawn], more: Sequence[Drawn]) -> list[Kind | None]:
+def _kinds(few: Sequence[RandomDraw], more: Sequence[RandomDraw]) -> list[Kind | None]:
     """Return the kinds of draws from two dry runs; None where unclear."""
     if len(few) != len(more):
         return [None]
@@ -231,7 +231,7 @@ def _kind(few: Dims, more: Dims, order: tuple[int, ...] | None) -> Kind | None:
         return None
     grown = [axis for axis in range(len(few)) if few[axis] != more[axis]]
     if not grown:
-        return Fixed(few)
+        return FixedShape(few)
     if len(grown) > 1:
         return None
     (axis,) = grown
@@ -239,11 +239,11 @@ def _kind(few: Dims, more: Dims, order: tuple[int, ...] | None) -> Kind | None:
     if small is None or large is None or small % _ROWS[0]:
         return None
     per_row = small // _ROWS[0]
-    follows = Follows(axis, per_row, order)
+    follows = BatchDim(axis, per_row, order)
     return follows if large == per_row * _ROWS[1] else None
 
 
-def key_of(name: str, seed: Any, rank: int) -> Any:
+def draw_key(name: str, seed: Any, rank: int) -> Any:
     """Return the key of draws of one function, seed and rank.
 
     A generator is part of it, which keeps it alive, so that its `id` is not reused.
@@ -252,7 +252,7 @@ def key_of(name: str, seed: Any, rank: int) -> Any:
     return name, own, seed is None, rank
 
 
-def who_draws() -> str:
+def drawing_layer_name() -> str:
     """Return the innermost running layer, for a message."""
     frame = sys._getframe(1)
     while frame is not None:
@@ -263,14 +263,14 @@ def who_draws() -> str:
     return "The step"
 
 
-def whole(dims: Sequence[Any], follows: Follows, rows: RowRange) -> list[Any]:
+def global_shape(dims: Sequence[Any], follows: BatchDim, rows: RowRange) -> list[Any]:
     """Return the shape that one device draws."""
     total = list(dims)
     total[follows.axis] = rows.total * follows.per_row
     return total
 
 
-def own_part(numbers: Any, follows: Follows, rows: RowRange) -> Any:
+def local_slice(numbers: Any, follows: BatchDim, rows: RowRange) -> Any:
     """Return the slice of one device's draw for a replica's rows."""
     begin = rows.begin * follows.per_row
     count = rows.count * follows.per_row
@@ -283,7 +283,7 @@ def own_part(numbers: Any, follows: Follows, rows: RowRange) -> Any:
     return numbers[(slice(None),) * follows.axis + (slice(begin, end),)]
 
 
-def of_all_rows(replica: Replica, x: Any, axis: int) -> Any:
+def gather_rows(replica: Replica, x: Any, axis: int) -> Any:
     """Gather a tensor's rows of all replicas along `axis`."""
     weight = replica.step.row_weight
     if isinstance(weight, float) and weight == 0.0:

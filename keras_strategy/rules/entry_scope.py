@@ -24,11 +24,11 @@ _entered = _Entered()
 
 
 @contextlib.contextmanager
-def entered(strategy: Any) -> Iterator[None]:
+def enter_implicit_scope(strategy: Any) -> Iterator[None]:
     """Enter the scope of a model's strategy implicitly."""
     scope = strategy.scope()
     with scope:
-        _entered.scopes.append((strategy, scope, context.depth()))
+        _entered.scopes.append((strategy, scope, context.scope_depth()))
         try:
             yield
         finally:
@@ -36,13 +36,13 @@ def entered(strategy: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def left_for(strategy: Any) -> Iterator[None]:
+def suspend_implicit_scope(strategy: Any) -> Iterator[None]:
     """Suspend an implicit scope of another strategy, if one is innermost."""
     if not _entered.scopes:
         yield
         return
     current, scope, depth = _entered.scopes[-1]
-    innermost = depth == context.depth() and context.current_replica() is None
+    innermost = depth == context.scope_depth() and context.current_replica() is None
     if current is strategy or not innermost:
         yield
         return
@@ -50,7 +50,7 @@ def left_for(strategy: Any) -> Iterator[None]:
     scope.__exit__(None, None, None)
     try:
         # The fit around that one may be of another strategy as well.
-        with left_for(strategy):
+        with suspend_implicit_scope(strategy):
             yield
     finally:
         scope.__enter__()

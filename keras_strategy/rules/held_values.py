@@ -9,7 +9,7 @@ _held: ContextVar[dict[int, Any] | None] = ContextVar("held", default=None)
 
 
 @contextlib.contextmanager
-def held(values: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+def variable_value_overrides(values: Sequence[tuple[Any, Any]]) -> Iterator[None]:
     """Context manager in which variables read as the given values."""
     token = _held.set({id(variable): value for variable, value in values})
     try:
@@ -18,7 +18,7 @@ def held(values: Sequence[tuple[Any, Any]]) -> Iterator[None]:
         _held.reset(token)
 
 
-def held_value(variable: Any) -> Any:
+def overridden_value(variable: Any) -> Any:
     """Return the value that overrides a variable's, or None."""
     values = _held.get()
     return None if values is None else values.get(id(variable))

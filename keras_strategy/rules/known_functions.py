@@ -12,22 +12,22 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from keras_strategy.rules.reads import Reads
+from keras_strategy.rules.reads import FunctionFingerprint
 
 logger = logging.getLogger("keras_strategy")
 T = TypeVar("T")
 
 # Functions that are kept compiled. One may hold a whole model, so old ones must go.
-FUNCTIONS = 32
+MAX_FUNCTIONS = 32
 # Programs of one function that are kept compiled.
-PROGRAMS = 32
+MAX_PROGRAMS = 32
 # Beyond so many programs of one function, its Python numbers are suspected.
 MANY_PROGRAMS = 8
 # So often in a row a function is compiled for one call alone before that is said.
 _IN_A_ROW = 5
 
 
-class KnownFunctions(Generic[T]):
+class CompileCache(Generic[T]):
     """Least-recently-used cache of values for functions.
 
     Entries that only one object can find are evicted with that object. `make` creates
@@ -41,25 +41,25 @@ class KnownFunctions(Generic[T]):
         self._kept: dict[Any, _Kept[T]] = {}
         self._compiled: dict[Any, _Compiled] = {}
 
-    def find(self, fn: Callable[..., Any], to_compile: bool = True) -> T:
+    def get(self, fn: Callable[..., Any], to_compile: bool = True) -> T:
         """Return a function's value; without `to_compile` by identity alone."""
         place = _place(fn)
         known = self._known.get(place)
-        if known is None or (to_compile and not known.reads.unchanged(fn)):
+        if known is None or (to_compile and not known.reads.is_current(fn)):
             known = self._look_at(fn, place, to_compile)
         self._calls += 1
         known.kept.uses.last = self._calls
         return known.kept.value
 
-    def called(self, fn: Callable[..., Any]) -> None:
+    def refresh(self, fn: Callable[..., Any]) -> None:
         """Update the fingerprint after a function ran as Python.
 
         Tracing may change what it reads, such as a counter or a lazily made object.
         """
         known = self._known.get(_place(fn))
-        if known is None or known.reads.unchanged(fn):
+        if known is None or known.reads.is_current(fn):
             return
-        known.reads = Reads(fn)
+        known.reads = FunctionFingerprint(fn)
         compiled = self._compiled.get(_code(fn))
         if compiled is not None:
             compiled.described = known.reads.described
@@ -71,16 +71,16 @@ class KnownFunctions(Generic[T]):
     def _look_at(
         self, fn: Callable[..., Any], place: Any, to_compile: bool
     ) -> "_Known[T]":
-        reads = Reads(fn)
+        reads = FunctionFingerprint(fn)
         key = _key(place, reads)
         kept = self._kept.get(key)
         if kept is None:
-            if len(self._kept) >= FUNCTIONS:
+            if len(self._kept) >= MAX_FUNCTIONS:
                 self._drop(min(list(self._kept.values()), key=lambda x: x.uses.last))
             kept = self._kept[key] = _Kept(self._make(), key, _Uses(self._calls + 1))
             if to_compile:
                 self._note(fn, reads, kept.uses)
-        while len(self._known) >= 4 * FUNCTIONS:  # functions that are all the same
+        while len(self._known) >= 4 * MAX_FUNCTIONS:  # functions that are all the same
             self._known.pop(next(iter(self._known)), None)
         known = _Known(reads, kept, self._alive(fn, place))
         self._known[place] = known
@@ -108,11 +108,11 @@ class KnownFunctions(Generic[T]):
             if known is not None and known.kept is kept:
                 self._known.pop(place, None)
 
-    def _note(self, fn: Callable[..., Any], reads: Reads, uses: "_Uses") -> None:
+    def _note(self, fn: Callable[..., Any], reads: FunctionFingerprint, uses: "_Uses") -> None:
         """Record a compilation; warn if there is one in every call."""
         code = _code(fn)
         before = self._compiled.pop(code, None)
-        while len(self._compiled) >= FUNCTIONS:
+        while len(self._compiled) >= MAX_FUNCTIONS:
             self._compiled.pop(next(iter(self._compiled)), None)
         now = self._compiled[code] = _Compiled(uses, reads.described)
         if before is None:
@@ -131,7 +131,7 @@ class KnownFunctions(Generic[T]):
             )
 
 
-def warn_of_many_programs(fn: Any, programs: int) -> None:
+def warn_many_programs(fn: Any, programs: int) -> None:
     """Warn that one function was compiled for many kinds of arguments."""
     logger.warning(
         "strategy.run has compiled %r for %d kinds of arguments. It does so for every "
@@ -166,7 +166,7 @@ class _Known(Generic[T]):
 
     __slots__ = ("alive", "kept", "reads")
 
-    def __init__(self, reads: Reads, kept: _Kept[T], alive: Any):
+    def __init__(self, reads: FunctionFingerprint, kept: _Kept[T], alive: Any):
         self.reads = reads
         self.kept = kept
         self.alive = alive
@@ -190,7 +190,7 @@ def _place(fn: Callable[..., Any]) -> Any:
     return id(fn), None
 
 
-def _key(place: Any, reads: Reads) -> Any:
+def _key(place: Any, reads: FunctionFingerprint) -> Any:
     return None if reads.changeable is None else place, reads.key
 
 
@@ -201,7 +201,7 @@ def _code(fn: Any) -> Any:
     return getattr(fn, "__code__", type(fn))
 
 
-def _reason(before: dict[str, tuple[int, str]], reads: Reads) -> str:
+def _reason(before: dict[str, tuple[int, str]], reads: FunctionFingerprint) -> str:
     """Return why a function differs from the previous one, for a message."""
     for name, (mark, text) in reads.described.items():
         mark_before, text_before = before.get(name, (mark, text))

@@ -1,4 +1,4 @@
-"""Layouts of weights on a replica's logical devices, from `layout_map`."""
+"""VariableLayouts of weights on a replica's logical devices, from `layout_map`."""
 
 import difflib
 import logging
@@ -8,13 +8,13 @@ from typing import Any
 
 import keras
 
-from keras_strategy.values.logical_devices import axes_of_parts
+from keras_strategy.values.logical_devices import partition_axes
 
 logger = logging.getLogger("keras_strategy")
 
 
-class Layouts:
-    """Layouts of a strategy's variables.
+class VariableLayouts:
+    """VariableLayouts of a strategy's variables.
 
     Attributes:
         given: The strategy's argument: a dict from regular expressions for variable
@@ -23,7 +23,7 @@ class Layouts:
     """
 
     def __init__(self, layout_map: Any, logical: int):
-        self.given, self.logical = layout_map, logical
+        self.layout_map, self.logical = layout_map, logical
         of_keras = isinstance(layout_map, keras.distribution.LayoutMap)
         if not of_keras and not isinstance(layout_map, Mapping):
             raise TypeError(
@@ -56,14 +56,14 @@ class Layouts:
                 "A layout says into how many parts each dimension of a variable is "
                 f"split, such as (1, {self.logical}). {received}"
             )
-        if axes_of_parts(parts, self.logical) is None:
+        if partition_axes(parts, self.logical) is None:
             raise ValueError(
                 "The product of a layout's parts must divide the number of logical "
                 f"devices of each replica, which is {self.logical}. {received}"
             )
         return tuple(parts)
 
-    def parts_of(self, variable: Any) -> tuple[int, ...] | None:
+    def partitions_of(self, variable: Any) -> tuple[int, ...] | None:
         """Return the number of parts per dimension, or None if not split.
 
         A non-trainable variable that does not fit is not split. For a trainable one
@@ -95,7 +95,7 @@ class Layouts:
             "dimension, which divides its size."
         )
 
-    def warn_of_unused(self) -> None:
+    def warn_unused(self) -> None:
         """Warn once of entries that match nothing, when training begins.
 
         It is no error: a model that is made later may use them.

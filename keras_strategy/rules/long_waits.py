@@ -22,15 +22,15 @@ _saying = _Saying()
 
 
 @contextlib.contextmanager
-def said(what: str, cluster: Cluster | None) -> Iterator[None]:
+def warn_if_slow(what: str, cluster: Cluster | None) -> Iterator[None]:
     """Context manager that warns once if the outermost operation is slow."""
     if _saying.yes or (cluster is not None and not cluster.is_chief):
         yield
         return
     timer = threading.Timer(
-        patience.SECONDS,
+        patience.SLOW_OPERATION_SECONDS,
         patience.logger.warning,
-        ("%s has taken %g s, and goes on.", what, patience.SECONDS),
+        ("%s has taken %g s, and goes on.", what, patience.SLOW_OPERATION_SECONDS),
     )
     timer.daemon = True
     timer.start()
@@ -43,10 +43,10 @@ def said(what: str, cluster: Cluster | None) -> Iterator[None]:
         timer.join()  # at once, but where it is saying so
 
 
-def first_step(
+def run_first_step(
     step: Callable[..., Any], what: str, cluster: Cluster | None, *args: Any
 ) -> Any:
     """Call a function that may compile, with a warning if it is slow."""
     first = f"The first {what}, which builds and compiles what others use,"
-    with said(first, cluster):
+    with warn_if_slow(first, cluster):
         return step(*args)

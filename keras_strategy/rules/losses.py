@@ -12,11 +12,11 @@ from typing import Any
 from keras import ops, tree
 
 from keras_strategy.core.protocol import Replica
-from keras_strategy.rules.row_weights import if_any_rows
+from keras_strategy.rules.row_weights import where_has_rows
 from keras_strategy.values.distributed import ReduceOp
 
 # Keras's own names: losses whose denominator counts entries.
-MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+MEAN_REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
 def reduce_values(
@@ -45,7 +45,7 @@ def reduce_values(
     return ops.divide_no_nan(total, denominator)
 
 
-def valid_entries(
+def mask_weights(
     replica: Replica, mask: Any, dtype: Any, reduction: str | None
 ) -> Any:
     """Return the factor of each entry's weight that a mask implies.
@@ -61,7 +61,7 @@ def valid_entries(
     return valid * ops.divide_no_nan(total, _shared(replica, ops.sum(valid)))
 
 
-def rows_of_all(replica: Replica, structure: Any) -> Any:
+def gather_global_batch(replica: Replica, structure: Any) -> Any:
     """Gather the rows of the global batch, differentiably; scalars stay.
 
     The gradient of what all replicas compute from them, weighted by the optimizer, is
@@ -75,7 +75,7 @@ def rows_of_all(replica: Replica, structure: Any) -> Any:
         if len(x.shape) == 0:
             return x
         # A replica without rows works on a stand-in, which is none of the batch's.
-        count = if_any_rows(replica.step.row_weight, ops.shape(x)[0], 0)
+        count = where_has_rows(replica.step.row_weight, ops.shape(x)[0], 0)
         return replica.all_gather(x[:count], 0)
 
     return tree.map_structure(gather, structure)
@@ -93,6 +93,6 @@ def _shared(replica: Replica, denominator: Any) -> Any:
     local summand of the global quotient.
     """
     weight = replica.step.row_weight
-    denominator = if_any_rows(weight, denominator, ops.zeros_like(denominator))
+    denominator = where_has_rows(weight, denominator, ops.zeros_like(denominator))
     total = replica.all_reduce(ReduceOp.SUM, denominator)
     return total if weight is None else total * ops.cast(weight, total.dtype)

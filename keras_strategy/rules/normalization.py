@@ -7,7 +7,7 @@ import keras
 from keras import ops
 
 from keras_strategy.core.protocol import Replica
-from keras_strategy.rules.reduction import entries
+from keras_strategy.rules.reduction import num_entries
 from keras_strategy.values.distributed import ReduceOp
 
 
@@ -48,7 +48,7 @@ def moments(
 
     total = added_up(x)
     if valid is None:
-        count = ops.ones_like(total) * ops.cast(entries(ops.shape(x), axes), x.dtype)
+        count = ops.ones_like(total) * ops.cast(num_entries(ops.shape(x), axes), x.dtype)
     else:
         count = added_up(ops.ones_like(x))
     own_mean = ops.stop_gradient(total) / ops.maximum(count, 1)

@@ -22,7 +22,7 @@ _Result = TypeVar("_Result")
 _scratch: ContextVar[str | None] = ContextVar("scratch", default=None)
 
 
-def by_chief(
+def run_on_chief(
     cluster: Cluster | None, operation: str, work: Callable[[], _Result]
 ) -> _Result | None:
     """Run `work` on the chief alone, while the other workers wait.
@@ -38,17 +38,17 @@ def by_chief(
     result = error = None
     try:
         if cluster.is_chief:
-            with long_waits.said(
+            with long_waits.warn_if_slow(
                 f"{cluster.names[cluster.rank]}: {operation}", cluster
             ):
                 result = work()
     except Exception as caught:
         error = caught
-    all_hear(cluster, operation, error, others_write=not cluster.is_chief)
+    raise_if_any_failed(cluster, operation, error, others_write=not cluster.is_chief)
     return result
 
 
-def all_hear(
+def raise_if_any_failed(
     cluster: Cluster,
     operation: str,
     error: Exception | None,
@@ -63,10 +63,10 @@ def all_hear(
         others_write: Apply the longer timeout, as another worker may write a lot first.
     """
     said = None if error is None else f"{type(error).__name__}: {error}"
-    seconds = cluster.member.timeout_seconds
+    seconds = cluster.client.timeout_seconds
     if others_write:
         seconds = save_timeout_seconds(seconds)
-    told = cluster.agree(operation, said, seconds)
+    told = cluster.exchange(operation, said, seconds)
     if error is not None:
         raise error
     for name, problem in zip(cluster.names, told, strict=True):
@@ -74,13 +74,13 @@ def all_hear(
             raise WorkerFailedError(f"{name} failed in {operation}: {problem}")
 
 
-def scratch() -> str | None:
+def temporary_folder() -> str | None:
     """Return the folder for temporary files of the current `replaced`, or None."""
     return _scratch.get()
 
 
 @contextlib.contextmanager
-def replaced(path: str) -> Iterator[str]:
+def atomic_write_path(path: str) -> Iterator[str]:
     """Context manager for a path beside `path`, which replaces it on success."""
     target = pathlib.Path(path)
     if "://" in path:

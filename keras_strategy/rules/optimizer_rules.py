@@ -17,7 +17,7 @@ def is_elementwise(optimizer: Any) -> bool:
     )
 
 
-def is_weight_by_weight(optimizer: Any) -> bool:
+def is_per_weight(optimizer: Any) -> bool:
     """Return True if a weight's update uses norms or products of it."""
     return type(optimizer) in _classes("Lamb Muon Adafactor")
 

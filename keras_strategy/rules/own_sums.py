@@ -14,12 +14,12 @@ from keras_strategy.core import context
 from keras_strategy.core.protocol import Replica
 from keras_strategy.rules.cross_device_ops import CrossDeviceOps
 from keras_strategy.rules.reduction import (
-    addable,
+    cast_for_sum,
     axes_to_reduce,
-    entries,
-    require_one_dtype,
+    num_entries,
+    check_same_dtype,
 )
-from keras_strategy.rules.row_weights import weighted
+from keras_strategy.rules.row_weights import apply_row_weight
 from keras_strategy.values.distributed import (
     DistributedValues,
     PerReplica,
@@ -27,7 +27,7 @@ from keras_strategy.values.distributed import (
 )
 
 
-class OwnSums:
+class CustomReducer:
     """Reductions of a strategy by a user's `CrossDeviceOps`."""
 
     def __init__(self, cross_device_ops: CrossDeviceOps):
@@ -38,11 +38,11 @@ class OwnSums:
     ) -> list[Any]:
         """Implement `Replica.weighted_sum`."""
         tensors = [ops.convert_to_tensor(tensor) for tensor in tensors]
-        return self._sums(replica, [weighted(tensor, weight) for tensor in tensors])
+        return self._sums(replica, [apply_row_weight(tensor, weight) for tensor in tensors])
 
     def all_reduce(self, replica: Replica, reduce_op: ReduceOp, value: Any) -> Any:
         """Implement `Replica.all_reduce`, with the gradient of the backend's sum."""
-        tensor = addable(value)
+        tensor = cast_for_sum(value)
         if "float" in keras.backend.standardize_dtype(tensor.dtype):
             total = self._differentiable_sum(replica, tensor)
         else:
@@ -60,7 +60,7 @@ class OwnSums:
 
     def _sums(self, replica: Replica, tensors: Sequence[Any]) -> list[Any]:
         def merge(_, *values):
-            with context.replicas_waiting():
+            with context.merge_call_scope():
                 return self.combine(ReduceOp.SUM, [(value, value) for value in values])
 
         if not tensors:
@@ -86,8 +86,8 @@ class OwnSums:
 
     def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
         """Implement `ReplicaGroup.reduce`."""
-        values = [addable(component) for component in value.values]
-        require_one_dtype(values)
+        values = [cast_for_sum(component) for component in value.values]
+        check_same_dtype(values)
         device = context.get_strategy().extended.worker_devices[0]
         axes = axes_to_reduce(axis, [v.shape for v in values])
         if not axes:
@@ -97,7 +97,7 @@ class OwnSums:
         (total,) = self.combine(ReduceOp.SUM, [(parts, device)])
         if reduce_op is ReduceOp.SUM:
             return total
-        return total / sum(entries(ops.shape(v), axes) for v in values)
+        return total / sum(num_entries(ops.shape(v), axes) for v in values)
 
 
 def _check(name: str, result: Any, value: DistributedValues, destinations: Any) -> None:

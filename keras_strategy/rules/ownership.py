@@ -9,12 +9,12 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_strategy.rules.aggregation import is_on_read
+from keras_strategy.rules.aggregation import is_sync_on_read
 from keras_strategy.values.distributed import (
     DistributedValues,
-    of_another_strategy,
+    wrong_strategy_error,
 )
-from keras_strategy.values.topology import Topology
+from keras_strategy.values.topology import ReplicaTopology
 
 
 def strategy_of_variable(variable: Any) -> Any:
@@ -37,13 +37,13 @@ def strategy_of_model(model: keras.Model) -> Any:
     return None
 
 
-def belongs_to(variable: Any, strategy: Any) -> None:
+def set_owner(variable: Any, strategy: Any) -> None:
     """Register a variable with the strategy whose scope made it."""
     vars(variable)["_ks_strategy"] = strategy
     strategy.extended.variables[id(variable)] = variable
 
 
-def require_own(topology: Topology, method: str, value: DistributedValues) -> None:
+def check_component_count(topology: ReplicaTopology, method: str, value: DistributedValues) -> None:
     """Raise `ValueError` unless a value has one component per local replica.
 
     A value does not record its strategy: strategies of as many replicas accept each
@@ -51,31 +51,31 @@ def require_own(topology: Topology, method: str, value: DistributedValues) -> No
     """
     replicas = len(topology.local_replicas)
     if value.count is not None and value.count != replicas:
-        raise of_another_strategy(value, method, replicas)
+        raise wrong_strategy_error(value, method, replicas)
 
 
-def parts_of(strategy: Any, method: str, variable: Any) -> DistributedValues | None:
+def per_replica_values(strategy: Any, method: str, variable: Any) -> DistributedValues | None:
     """Return a variable's value on each replica; None if it has no strategy."""
     owner = strategy_of_variable(variable)
     if owner is None:
         return None
-    parts = owner.extended.group.parts(variable)
+    parts = owner.extended.group.per_replica_value(variable)
     if owner is not strategy:
-        require_own(strategy.extended.topology, method, parts)
+        check_component_count(strategy.extended.topology, method, parts)
     return parts
 
 
-def value_of(strategy: Any, method: str, variable: Any) -> Any:
+def cross_replica_value(strategy: Any, method: str, variable: Any) -> Any:
     """Return per-replica values of an on-read variable, else a copied tensor."""
-    if is_on_read(variable):
+    if is_sync_on_read(variable):
         owner = strategy_of_variable(variable)
         if owner is not None and owner.num_replicas_in_sync > 1:
-            return parts_of(strategy, method, variable)
+            return per_replica_values(strategy, method, variable)
     # Of its own: variables are assigned in place on some backends.
     return ops.stop_gradient(ops.copy(variable.value))
 
 
-def require_own_parts(strategy: Any, variable: Any) -> None:
+def check_sync_on_read_owner(strategy: Any, variable: Any) -> None:
     """Raise if a replica reads another strategy's on-read variable."""
     owner = strategy_of_variable(variable)
     if owner is None or owner is strategy:

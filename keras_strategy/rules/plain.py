@@ -11,7 +11,7 @@ import numpy as np
 _MARK = "__"
 
 
-def packed(state: Any) -> Any:
+def encode(state: Any) -> Any:
     """Return a state of numbers, strings, bytes, None and arrays as a JSON value.
 
     Raises:
@@ -20,11 +20,11 @@ def packed(state: Any) -> Any:
     if state is None or isinstance(state, bool | int | float | str):
         return state
     if isinstance(state, list):
-        return [packed(part) for part in state]
+        return [encode(part) for part in state]
     if isinstance(state, tuple):
-        return {_MARK: "tuple", "of": [packed(part) for part in state]}
+        return {_MARK: "tuple", "of": [encode(part) for part in state]}
     if isinstance(state, Mapping):
-        pairs = [[packed(key), packed(value)] for key, value in state.items()]
+        pairs = [[encode(key), encode(value)] for key, value in state.items()]
         if _MARK not in state and all(isinstance(key, str) for key in state):
             return dict(pairs)
         return {_MARK: "dict", "of": pairs}
@@ -44,19 +44,19 @@ def packed(state: Any) -> Any:
     )
 
 
-def unpacked(value: Any) -> Any:
+def decode(value: Any) -> Any:
     """Return the state that `packed` encoded."""
     if isinstance(value, list):
-        return [unpacked(part) for part in value]
+        return [decode(part) for part in value]
     if not isinstance(value, dict):
         return value
     if _MARK not in value:
-        return {key: unpacked(part) for key, part in value.items()}
+        return {key: decode(part) for key, part in value.items()}
     kind, of = value[_MARK], value["of"]
     if kind == "tuple":
-        return tuple(unpacked(of))
+        return tuple(decode(of))
     if kind == "dict":
-        return {unpacked(key): unpacked(part) for key, part in of}
+        return {decode(key): decode(part) for key, part in of}
     if kind == "bytes":
         return base64.b64decode(of)
     dtype, shape, content = of

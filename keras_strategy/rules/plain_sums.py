@@ -7,32 +7,32 @@ import keras
 
 from keras_strategy.core import context
 from keras_strategy.core.registry import get_engine
-from keras_strategy.rules.reduction import addable, require_one_dtype
+from keras_strategy.rules.reduction import cast_for_sum, check_same_dtype
 from keras_strategy.values.devices import canonical_device
 from keras_strategy.values.distributed import DistributedValues, ReduceOp
 
 
-def combined(
+def reduce_on_device(
     reduce_op: ReduceOp,
     values: Sequence[Any],
     place: str | None,
     add: Callable[[list[Any]], Any],
 ) -> Any:
     """Copy tensors to a device (None: the program decides) and sum or average them."""
-    values = [addable(value) for value in values]
-    require_one_dtype(values)
+    values = [cast_for_sum(value) for value in values]
+    check_same_dtype(values)
     if place is not None:
         values = [get_engine().copy_to(value, place) for value in values]
     total = add(values)
     return total / len(values) if reduce_op is ReduceOp.MEAN else total
 
 
-def summed(values: list[Any]) -> Any:
+def add_tensors(values: list[Any]) -> Any:
     """Add tensors of one device in order."""
     return sum(values[1:], values[0])
 
 
-def places_of(destinations: Any) -> list[str | None]:
+def destination_devices(destinations: Any) -> list[str | None]:
     """Return the destinations' devices, None where the program decides."""
     if isinstance(destinations, str):
         return [canonical_device(destinations)]

@@ -30,7 +30,7 @@ _ENCLOSED = ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 
 
-class Identity:
+class IdentityKey:
     """Key that compares an object by identity, and keeps it alive."""
 
     __slots__ = ("it",)
@@ -39,13 +39,13 @@ class Identity:
         self.it = it
 
     def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Identity) and self.it is other.it
+        return isinstance(other, IdentityKey) and self.it is other.it
 
     def __hash__(self) -> int:
         return id(self.it)
 
 
-class Reads:
+class FunctionFingerprint:
     """Fingerprint of what a function reads now; it does not keep the function alive.
 
     Attributes:
@@ -69,7 +69,7 @@ class Reads:
         self._own: tuple[Any, Any] | None = None
         self.key = self._callable(fn)
 
-    def unchanged(self, fn: Any) -> bool:
+    def is_current(self, fn: Any) -> bool:
         """Return True if everything that the function reads is unchanged.
 
         It runs in every `run`.
@@ -161,7 +161,7 @@ class Reads:
         ]
         if None in path:
             key.append(self._object(label, module))
-        return Identity(module), *key
+        return IdentityKey(module), *key
 
     def _noted(self, label: str, value: Any, home: dict | None = None) -> Any:
         """Return the key of a value and describe it."""
@@ -184,7 +184,7 @@ class Reads:
         if value is _MISSING:
             return kind, value
         if _cannot_change(kind, value):
-            return Identity(value)
+            return IdentityKey(value)
         if id(value) in self._seen:
             return "seen", self._seen[id(value)]
         if issubclass(kind, tuple | frozenset) and len(value) <= _LONG:
@@ -200,9 +200,9 @@ class Reads:
         if kind in (list, set) and len(value) <= _LONG:
             held = list(value)
             self._lists.append((value, held))
-            return Identity(value), *(self._value(label, item) for item in held)
+            return IdentityKey(value), *(self._value(label, item) for item in held)
         if kind is dict and len(value) <= _LONG:
-            return Identity(value), self._items(label, value)
+            return IdentityKey(value), self._items(label, value)
         return self._object(label, value)
 
     def _items(self, label: str, items: dict) -> Any:
@@ -211,11 +211,11 @@ class Reads:
         self._dicts.append((items, keys, values))
         return tuple(self._value(label, part) for part in (*keys, *values))
 
-    def _object(self, label: str, value: Any) -> Identity:
+    def _object(self, label: str, value: Any) -> IdentityKey:
         """Return the key of an object that may change undetected."""
         if self.changeable is None:
             self.changeable = f"`{label}`, a {type(value).__name__},"
-        return Identity(value)
+        return IdentityKey(value)
 
 
 def _content(cell: Any) -> Any:

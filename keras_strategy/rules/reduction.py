@@ -15,7 +15,7 @@ Shape = Sequence[int | None]
 _SMALL = ("bool", "int8", "int16", "uint8", "uint16")
 
 
-def addable(value: Any) -> Any:
+def cast_for_sum(value: Any) -> Any:
     """Return a tensor in its reduction dtype: int32 for small integers and booleans."""
     value = ops.convert_to_tensor(value)
     if keras.backend.standardize_dtype(value.dtype) in _SMALL:
@@ -23,7 +23,7 @@ def addable(value: Any) -> Any:
     return value
 
 
-def require_one_dtype(values: Sequence[Any]) -> None:
+def check_same_dtype(values: Sequence[Any]) -> None:
     """Raise `ValueError` if the replicas' tensors differ in dtype.
 
     A silent cast would lose digits: float32 cannot represent 2**24 + 1.
@@ -37,7 +37,7 @@ def require_one_dtype(values: Sequence[Any]) -> None:
         )
 
 
-def axes_of(axis: Any, shapes: Sequence[Shape]) -> tuple[int, ...]:
+def normalize_axes(axis: Any, shapes: Sequence[Shape]) -> tuple[int, ...]:
     """Return the non-negative dimensions that `axis` names, () for None."""
     if axis is None:
         return ()
@@ -54,7 +54,7 @@ def axes_of(axis: Any, shapes: Sequence[Shape]) -> tuple[int, ...]:
 
 def axes_to_reduce(axis: Any, shapes: Sequence[Shape]) -> tuple[int, ...]:
     """Return `axes_of`; check that the other dimensions match elementwise."""
-    axes = axes_of(axis, shapes)
+    axes = normalize_axes(axis, shapes)
     left = [[n for i, n in enumerate(shape) if i not in axes] for shape in shapes]
     if not all(_may_be_same(left[0], other) for other in left[1:]):
         raise ValueError(
@@ -66,7 +66,7 @@ def axes_to_reduce(axis: Any, shapes: Sequence[Shape]) -> tuple[int, ...]:
     return axes
 
 
-def entries(shape: Any, axes: Sequence[int]) -> Any:
+def num_entries(shape: Any, axes: Sequence[int]) -> Any:
     """Return how many entries of one replica's value are reduced to one."""
     return math.prod(shape[i] for i in axes)
 

@@ -17,22 +17,22 @@ from typing import Any
 import keras
 from keras import ops, tree
 
-from keras_strategy.core.context import Trial
+from keras_strategy.core.context import DryRun
 from keras_strategy.rules import step_trials
-from keras_strategy.rules.aggregation import is_on_read, parts_outside
+from keras_strategy.rules.aggregation import is_sync_on_read, split_assigned_value
 from keras_strategy.rules.trials import (
     GATHER,
-    Unchanging,
-    all_of,
-    close,
+    DiscardUpdates,
+    all_true,
+    is_close,
     forgetting,
-    halves,
+    split_in_halves,
     has_rows,
-    holds,
+    check_rows,
     is_new,
-    told,
+    check_rows_if_possible,
     value_of,
-    warning,
+    warn_once,
 )
 
 logger = logging.getLogger("keras_strategy")
@@ -98,7 +98,7 @@ def is_keras(loss_or_metric: Any) -> bool:
     return id(loss_or_metric) in _of_keras
 
 
-def keeps_nothing_else(layers: Iterable[Any]) -> bool:
+def has_no_external_state(layers: Iterable[Any]) -> bool:
     """Whether a call of these layers as on one device leaves nothing behind.
 
     What modules of torch's keep, a trial could not put back.
@@ -108,7 +108,7 @@ def keeps_nothing_else(layers: Iterable[Any]) -> bool:
 
 
 @dataclass
-class RowTrials:
+class RowAudit:
     """What a loop over batches tries in its first step.
 
     Attributes:
@@ -125,11 +125,11 @@ class RowTrials:
     warn_unless: WarnUnless
     active: bool = True
 
-    def of(self, replica: Any) -> WarnUnless | None:
+    def warner_for(self, replica: Any) -> WarnUnless | None:
         """What the step of a replica warns with, if it is to try something."""
         return self.warn_unless if self.active and replica.index == 0 else None
 
-    def of_model(self, data: Any, layers: Sequence[Any]) -> None:
+    def audit_model(self, data: Any, layers: Sequence[Any]) -> None:
         """Tries what of the model is a user's.
 
         Args:
@@ -142,10 +142,10 @@ class RowTrials:
         checks: dict[str, Callable[[], Any]] = {
             "call": lambda: _keeps_rows_apart(model, data, self.training),
             "compute_loss": lambda: _loss_is_a_mean(model, data),
-            "compute_metrics": lambda: holds(_means_of_logs, data, model),
-            "predict_step": lambda: holds(_same_predictions, data, model),
+            "compute_metrics": lambda: check_rows(_means_of_logs, data, model),
+            "predict_step": lambda: check_rows(_same_predictions, data, model),
             **{
-                step: functools.partial(step_trials.adds_up, model, step, data, layers)
+                step: functools.partial(step_trials.step_is_mean_over_rows, model, step, data, layers)
                 for step in ("train_step", "test_step")
             },
         }
@@ -155,10 +155,10 @@ class RowTrials:
             once = "call in training" if twice else what
             if what in self.own and is_new(model, once):
                 said = _SAID[what].format(self.own[what])
-                self.warn_unless(check, warning(model, said))
+                self.warn_unless(check, warn_once(model, said))
 
 
-def of_loss(warn_unless: WarnUnless, loss: Any, y_true: Any, y_pred: Any) -> None:
+def audit_loss(warn_unless: WarnUnless, loss: Any, y_true: Any, y_pred: Any) -> None:
     """Tries a loss that gives a number for each row.
 
     Args:
@@ -170,7 +170,7 @@ def of_loss(warn_unless: WarnUnless, loss: Any, y_true: Any, y_pred: Any) -> Non
     if not is_new(loss, "call"):
         return
 
-    def same(trial: Trial, *parts):
+    def same(trial: DryRun, *parts):
         return _same_rows(trial, lambda rows: loss.call(*rows), *parts)
 
     message = (
@@ -180,12 +180,12 @@ def of_loss(warn_unless: WarnUnless, loss: Any, y_true: Any, y_pred: Any) -> Non
         "mean: a loss that gives one number is computed of all rows."
     )
     warn_unless(
-        lambda: holds(same, (y_true, y_pred)),
-        warning(loss, message),
+        lambda: check_rows(same, (y_true, y_pred)),
+        warn_once(loss, message),
     )
 
 
-def of_metric(warn_unless: WarnUnless, metric: Any, args: tuple, kwargs: dict) -> None:
+def audit_metric(warn_unless: WarnUnless, metric: Any, args: tuple, kwargs: dict) -> None:
     """Tries a metric whose variables are added up over the replicas.
 
     Args:
@@ -204,19 +204,19 @@ def of_metric(warn_unless: WarnUnless, metric: Any, args: tuple, kwargs: dict) -
             metric.name,
         )
     if not variables or not all(
-        is_on_read(v) and v.aggregation == "sum" for v in variables
+        is_sync_on_read(v) and v.aggregation == "sum" for v in variables
     ):
         return  # what was written counts
     if not is_new(metric, "update_state"):
         return
 
-    def adds_up(trial: Trial, *rows):
+    def adds_up(trial: DryRun, *rows):
         # On one device, and on two replicas.
         twin = object.__new__(type(metric))
         vars(twin).update(vars(metric))
         initial = [value_of(v) for v in twin.stateless_reset_state()]
         parts = [
-            parts_outside(variable, value, 2)
+            split_assigned_value(variable, value, 2)
             for variable, value in zip(variables, initial, strict=True)
         ]
         before = [initial, *zip(*parts, strict=True)]
@@ -231,7 +231,7 @@ def of_metric(warn_unless: WarnUnless, metric: Any, args: tuple, kwargs: dict) -
             with keras.StatelessScope(state_mapping=held):
                 results.append([value_of(x) for x in tree.flatten(twin.result())])
         pairs = zip(results[0], results[1], strict=True)
-        return all_of([close(a, b, _ROUNDING) for a, b in pairs])
+        return all_true([is_close(a, b, _ROUNDING) for a, b in pairs])
 
     message = (
         f"The metric '{metric.name}' has another result for the rows of a batch than "
@@ -242,8 +242,8 @@ def of_metric(warn_unless: WarnUnless, metric: Any, args: tuple, kwargs: dict) -
         f"{GATHER} brings all rows."
     )
     warn_unless(
-        lambda: holds(adds_up, (args, kwargs)),
-        warning(metric, message),
+        lambda: check_rows(adds_up, (args, kwargs)),
+        warn_once(metric, message),
     )
 
 
@@ -252,11 +252,11 @@ def _keeps_rows_apart(model: Any, data: Any, training: bool) -> Any:
 
     Where that cannot be told of its training, it is told of what it does else.
     """
-    found = told(_same_outputs, data, model, True) if training else None
-    return holds(_same_outputs, data, model, False) if found is None else found
+    found = check_rows_if_possible(_same_outputs, data, model, True) if training else None
+    return check_rows(_same_outputs, data, model, False) if found is None else found
 
 
-def _same_outputs(trial: Trial, *parts: Any) -> Any:
+def _same_outputs(trial: DryRun, *parts: Any) -> Any:
     """Whether a model gives for some rows what it gives for them among others."""
     *rows, model, training = parts
     same = _same_rows(
@@ -264,12 +264,12 @@ def _same_outputs(trial: Trial, *parts: Any) -> Any:
         functools.partial(model, training=training),
         *(keras.utils.unpack_x_y_sample_weight(part)[0] for part in rows),
     )
-    trial.drew = False  # as many numbers each time, from the same seeds
+    trial.drew_random = False  # as many numbers each time, from the same seeds
     return same
 
 
 def _same_rows(
-    trial: Trial, fn: Callable[[Any], Any], whole: Any, first: Any, second: Any
+    trial: DryRun, fn: Callable[[Any], Any], whole: Any, first: Any, second: Any
 ) -> Any:
     """Whether a function gives for rows the same where all others are other ones.
 
@@ -301,32 +301,32 @@ def _same_rows(
     if not outputs:
         return True
     pairs = list(zip(outputs, made(twice(first)), made(twice(second)), strict=True))
-    same = [close(before(a), before(b), _SAME) for a, b, _ in pairs]
-    same += [close(after(a), after(b), _SAME) for a, _, b in pairs]
-    if not trial.drew:
-        same += [close(after(a), before(b), _ROUNDING) for a, _, b in pairs]
-    repeats = [close(a, b, _SAME) for a, b in zip(outputs, again, strict=True)]
-    return ops.logical_or(all_of(same), ops.logical_not(all_of(repeats)))
+    same = [is_close(before(a), before(b), _SAME) for a, b, _ in pairs]
+    same += [is_close(after(a), after(b), _SAME) for a, _, b in pairs]
+    if not trial.drew_random:
+        same += [is_close(after(a), before(b), _ROUNDING) for a, _, b in pairs]
+    repeats = [is_close(a, b, _SAME) for a, b in zip(outputs, again, strict=True)]
+    return ops.logical_or(all_true(same), ops.logical_not(all_true(repeats)))
 
 
-def _same_predictions(trial: Trial, *parts: Any) -> Any:
+def _same_predictions(trial: DryRun, *parts: Any) -> Any:
     """Whether `predict_step` gives for some rows the same among others."""
     *rows, model = parts
     same = _same_rows(trial, model.predict_step, *rows)
-    trial.drew = False  # as many numbers each time, from the same seeds
+    trial.drew_random = False  # as many numbers each time, from the same seeds
     return same
 
 
-def _means_of_logs(trial: Trial, *parts: Any) -> Any:
+def _means_of_logs(trial: DryRun, *parts: Any) -> Any:
     """Whether what a model logs beside metrics is the mean of two halves'."""
     *rows, model = parts
     logs = []
     for x, y, y_pred, weight in _with_outputs(model, rows):
-        with Unchanging():
+        with DiscardUpdates():
             found = model.compute_metrics(x, y, y_pred, weight)
         logs.append([ops.cast(x, "float32") for x in tree.flatten(found)])
     pairs = zip(*logs, strict=True)
-    return all_of([close(a, (b + c) / 2, _ROUNDING) for a, b, c in pairs])
+    return all_true([is_close(a, (b + c) / 2, _ROUNDING) for a, b, c in pairs])
 
 
 def _loss_is_a_mean(model: Any, data: Any) -> Any:
@@ -335,28 +335,28 @@ def _loss_is_a_mean(model: Any, data: Any) -> Any:
     Both are asked: with weights a loss of Keras's may divide by their sum over all
     rows, which tells nothing of what else is in it.
     """
-    found = holds(_mean_of_rows, data, model, False)
+    found = check_rows(_mean_of_rows, data, model, False)
     if keras.utils.unpack_x_y_sample_weight(data)[2] is None:
         return found
-    return ops.logical_and(found, holds(_mean_of_rows, data, model, True))
+    return ops.logical_and(found, check_rows(_mean_of_rows, data, model, True))
 
 
-def _mean_of_rows(trial: Trial, *parts: Any) -> Any:
+def _mean_of_rows(trial: DryRun, *parts: Any) -> Any:
     """Whether a model's loss is the mean of the losses of two halves of the rows."""
     *rows, model, weighted = parts
     losses = []
     for x, y, y_pred, weight in _with_outputs(model, rows):
-        trial.share = 0.5 if losses else 1.0
+        trial.row_fraction = 0.5 if losses else 1.0
         given = {"x": x, "y": y, "y_pred": y_pred}
         given["sample_weight"] = weight if weighted else None
         losses.append(model.compute_loss(**given))
-    return close(losses[0], (losses[1] + losses[2]) / 2, _ROUNDING)
+    return is_close(losses[0], (losses[1] + losses[2]) / 2, _ROUNDING)
 
 
 def _with_outputs(model: Any, parts: Sequence[Any]) -> Iterator[tuple]:
     """Rows and the halves of them: inputs, targets, outputs and weights."""
     whole, *_ = parts
-    outputs = halves(model(keras.utils.unpack_x_y_sample_weight(whole)[0]))[0]
+    outputs = split_in_halves(model(keras.utils.unpack_x_y_sample_weight(whole)[0]))[0]
     for rows, y_pred in zip(parts, outputs, strict=True):
         x, y, weight = keras.utils.unpack_x_y_sample_weight(rows)
         yield x, y, y_pred, weight

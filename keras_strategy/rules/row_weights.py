@@ -32,7 +32,7 @@ def split_rows(
     ]
 
 
-def if_any_rows(weight: Any, value: Any, otherwise: Any) -> Any:
+def where_has_rows(weight: Any, value: Any, otherwise: Any) -> Any:
     """Return `value` on a replica that has rows, else `otherwise`."""
     if weight is None:
         return value
@@ -43,7 +43,7 @@ def if_any_rows(weight: Any, value: Any, otherwise: Any) -> Any:
     return keras.ops.where(weight > 0, value, otherwise)
 
 
-def weighted(tensor: Any, weight: Any) -> Any:
+def apply_row_weight(tensor: Any, weight: Any) -> Any:
     """Return weight * tensor; exactly zero for weight 0, where `tensor` may be NaN."""
     if weight is None:
         return tensor
@@ -62,6 +62,6 @@ def weighted_mean(values: Sequence[Any], weights: Sequence[Any]) -> Any:
         value = keras.ops.convert_to_tensor(value)
         if "float" not in keras.backend.standardize_dtype(value.dtype):
             value = keras.ops.cast(value, "float32")
-        part = weighted(value, weight)
+        part = apply_row_weight(value, weight)
         total = part if total is None else total + part
     return total

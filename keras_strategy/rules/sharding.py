@@ -16,25 +16,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keras_strategy.rules.aggregation import is_on_read
+from keras_strategy.rules.aggregation import is_sync_on_read
 from keras_strategy.values.logical_devices import prime_factors
 
 logger = logging.getLogger("keras_strategy")
 
 _SLOT, _SPLIT, _SHARES = "_ks_slot", "_ks_split", "_ks_shares"
 # Of an optimizer, its `Division`.
-DIVISION = "_ks_division"
+OPTIMIZER_SHARDING = "_ks_division"
 _making = threading.local()
 
 
-def dimension_to_split(shape: Sequence[int], replicas: int) -> int | None:
+def dimension_to_shard(shape: Sequence[int], replicas: int) -> int | None:
     """Return the first largest dimension that `replicas` divides, or None."""
     fitting = [i for i, size in enumerate(shape) if size and size % replicas == 0]
     return max(fitting, key=lambda i: (shape[i], -i), default=None)
 
 
 @dataclass(frozen=True)
-class Split:
+class ShardSpec:
     """Division of a variable into shards.
 
     Attributes:
@@ -49,31 +49,31 @@ class Split:
     by_factors: tuple[int | None, ...] = ()
 
     @classmethod
-    def of_shape(
+    def for_shape(
         cls, shape: Sequence[int], replicas: int, logical: Sequence[int] = ()
-    ) -> "Split":
+    ) -> "ShardSpec":
         """Return the spec with the most shards.
 
         `logical` has the parts per dimension into which a replica's logical devices
         split the variable; the replicas split these parts.
         """
         left, found = list(shape), []
-        dimension = dimension_to_split(shape, replicas)
+        dimension = dimension_to_shard(shape, replicas)
         if logical:
             left = [size // parts for size, parts in zip(shape, logical, strict=True)]
             if dimension is None or left[dimension] % replicas:
-                dimension = dimension_to_split(left, replicas)
+                dimension = dimension_to_shard(left, replicas)
         if dimension is not None:
             return cls(replicas, dimension)
         for factor in prime_factors(replicas):
-            fitting = dimension_to_split(left, factor)
+            fitting = dimension_to_shard(left, factor)
             if fitting is not None:
                 left[fitting] //= factor
             found.append(fitting)
         return cls(replicas, None, tuple(found))
 
     @property
-    def parts(self) -> int:
+    def num_shards(self) -> int:
         """Number of shards; 1 if every replica keeps the variable."""
         if self.dimension is not None:
             return self.replicas
@@ -83,12 +83,12 @@ class Split:
 
 
 @contextlib.contextmanager
-def making_slots(layout: Any = None) -> Iterator[None]:
+def creating_slots(layout: Any = None) -> Iterator[None]:
     """Context manager in which an optimizer's variables are created.
 
     `layout` is that of their weight, if it is known.
     """
-    before = is_making_slots(), layout_of_weight()
+    before = is_creating_slots(), layout_of_weight()
     _making.slots, _making.layout = True, layout
     try:
         yield
@@ -96,7 +96,7 @@ def making_slots(layout: Any = None) -> Iterator[None]:
         _making.slots, _making.layout = before
 
 
-def is_making_slots() -> bool:
+def is_creating_slots() -> bool:
     """Return True while this thread creates variables of an optimizer."""
     return getattr(_making, "slots", False)
 
@@ -106,43 +106,43 @@ def layout_of_weight() -> Any:
     return getattr(_making, "layout", None)
 
 
-def note_slot(variable: Any) -> None:
+def mark_as_slot(variable: Any) -> None:
     """Mark a variable as an optimizer's, for later sharding."""
     vars(variable)[_SLOT] = True
 
 
-def note_split(variable: Any, split: Split | None) -> None:
+def set_shard_spec(variable: Any, split: ShardSpec | None) -> None:
     """Attach a variable's spec; None if it is not sharded."""
-    if split is not None and split.dimension is None and split.parts == 1:
+    if split is not None and split.dimension is None and split.num_shards == 1:
         split = None
     vars(variable)[_SPLIT] = split
 
 
-def split_of(variable: Any) -> Split | None:
+def shard_spec_of(variable: Any) -> ShardSpec | None:
     """Return a variable's spec; None if it is not sharded."""
     return vars(variable).get(_SPLIT)
 
 
-def is_split(variable: Any) -> bool:
+def is_sharded(variable: Any) -> bool:
     """Return True if each replica keeps only a shard of a variable."""
-    return split_of(variable) is not None or _SHARES in vars(variable)
+    return shard_spec_of(variable) is not None or _SHARES in vars(variable)
 
 
 @dataclass(frozen=True)
-class Shares:
+class FlatShards:
     """Ranges (begin, end) of a flattened variable, one per replica."""
 
     shape: tuple[int, ...]
     bounds: tuple[tuple[int, int], ...]
 
     @classmethod
-    def even(cls, shape: Sequence[int], replicas: int) -> "Shares":
+    def even(cls, shape: Sequence[int], replicas: int) -> "FlatShards":
         """Return ranges of equal size, up to rounding."""
         ends = [math.prod(shape) * r // replicas for r in range(replicas + 1)]
         return cls(tuple(shape), tuple(zip(ends, ends[1:], strict=False)))
 
     @classmethod
-    def of_one(cls, shape: Sequence[int], replicas: int, owner: int) -> "Shares":
+    def single_owner(cls, shape: Sequence[int], replicas: int, owner: int) -> "FlatShards":
         """Return ranges that give one replica all elements."""
         size = math.prod(shape)
         bounds = [(0, 0)] * owner + [(0, size)] + [(size, size)] * replicas
@@ -159,17 +159,17 @@ class Shares:
         return self.shape if size == math.prod(self.shape) else (size,)
 
 
-def note_shares(variable: Any, shares: Shares) -> None:
+def set_flat_shards(variable: Any, shares: FlatShards) -> None:
     """Attach a variable's flat shards."""
     vars(variable)[_SHARES] = shares
 
 
-def shares_of(variable: Any) -> Shares | None:
+def flat_shards_of(variable: Any) -> FlatShards | None:
     """Return a variable's flat shards; None if it has none."""
     return vars(variable).get(_SHARES)
 
 
-class Division:
+class OptimizerSharding:
     """Distribution of an optimizer's state over the replicas.
 
     Args:
@@ -187,21 +187,21 @@ class Division:
         self._loads = [0] * replicas
         self._owners: dict[int, tuple[Any, int]] = {}
 
-    def shares(self, weight: Any, shape: Sequence[int]) -> Shares:
+    def shards_for(self, weight: Any, shape: Sequence[int]) -> FlatShards:
         """Return the shards of a weight, or of its state of another shape.
 
         All workers call this in the same order, and so get equal results.
         """
         replicas = len(self._loads)
         if self.elementwise:
-            return Shares.even(shape, replicas)
+            return FlatShards.even(shape, replicas)
         if id(weight) not in self._owners:
             owner = min(range(replicas), key=self._loads.__getitem__)
             self._loads[owner] += math.prod(weight.shape)
             self._owners[id(weight)] = weight, owner
-        return Shares.of_one(shape, replicas, self._owners[id(weight)][1])
+        return FlatShards.single_owner(shape, replicas, self._owners[id(weight)][1])
 
-    def given_to(self, replica: int, weights: Sequence[Any]) -> list[int]:
+    def gradient_indices(self, replica: int, weights: Sequence[Any]) -> list[int]:
         """Return the indices of the gradients that a replica applies.
 
         Elementwise rules accept empty shards; so all replicas count the step.
@@ -209,43 +209,43 @@ class Division:
         return [
             number
             for number, weight in enumerate(weights)
-            if self.elementwise or self.shares(weight, weight.shape).size_of(replica)
+            if self.elementwise or self.shards_for(weight, weight.shape).size_of(replica)
         ]
 
 
-def shares_of_gradients(
+def gradient_shards(
     optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any] | None
-) -> list[Shares] | None:
+) -> list[FlatShards] | None:
     """Return the flat shards of gradients; None if a replica needs them whole."""
     if variables is None or len(variables) != len(gradients):
         return None  # it is no optimizer's sum, or of unknown variables
     if optimizer.loss_scale_factor is not None:
         return None
-    division: Division = vars(optimizer)[DIVISION]
+    division: OptimizerSharding = vars(optimizer)[OPTIMIZER_SHARDING]
     for gradient, variable in zip(gradients, variables, strict=True):
         same = tuple(gradient.shape) == tuple(variable.shape)
         if variable.overwrite_with_gradient or not same:
             return None
-    return [division.shares(variable, variable.shape) for variable in variables]
+    return [division.shards_for(variable, variable.shape) for variable in variables]
 
 
-class Splitting:
+class VariableSharding:
     """Sharding policy of a strategy."""
 
     def __init__(self, shard: str | None, replicas: int):
         self.shard, self.replicas = shard, replicas
         self._told: set[bool] = set()
 
-    def of(self, variable: Any, logical: Sequence[int] = ()) -> Split | None:
+    def spec_for(self, variable: Any, logical: Sequence[int] = ()) -> ShardSpec | None:
         """Return the spec of a variable that is being created, or None."""
-        if self.shard is None or is_on_read(variable):
+        if self.shard is None or is_sync_on_read(variable):
             return None
-        slot = is_making_slots() or _SLOT in vars(variable)
+        slot = is_creating_slots() or _SLOT in vars(variable)
         if not slot and not (variable.trainable and self.shard == "parameters"):
             return None
         shape = tuple(variable.shape)
-        split = Split.of_shape(shape, self.replicas, logical)
-        whole = split.parts == 1
+        split = ShardSpec.for_shape(shape, self.replicas, logical)
+        whole = split.num_shards == 1
         if split.dimension is None and shape and whole not in self._told:
             self._told.add(whole)
             logger.info(
@@ -257,6 +257,6 @@ class Splitting:
                 shape,
                 "stays whole on each of them"
                 if whole
-                else f"is split into {split.parts} parts",
+                else f"is split into {split.num_shards} parts",
             )
         return split

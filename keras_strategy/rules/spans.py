@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 
-def shares(spans: Iterable[tuple[float, float, bool]]) -> tuple[float, float] | None:
+def compute_and_comm_fractions(spans: Iterable[tuple[float, float, bool]]) -> tuple[float, float] | None:
     """Return the fractions of time in compute and in collectives.
 
     A collective that overlaps with compute counts as compute, as nothing waits for it.

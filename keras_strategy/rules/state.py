@@ -15,16 +15,16 @@ import keras
 from keras import ops
 
 from keras_strategy.core.protocol import Replica
-from keras_strategy.rules.aggregation import of_first_replica
-from keras_strategy.rules.reduction import addable
-from keras_strategy.rules.row_weights import weighted
+from keras_strategy.rules.aggregation import select_first_replica
+from keras_strategy.rules.reduction import cast_for_sum
+from keras_strategy.rules.row_weights import apply_row_weight
 
 
-class Rule(enum.Enum):
+class StateRule(enum.Enum):
     """Merging of a variable that the replicas of a step assigned."""
 
     MEAN_OF_ROWS = "the mean of the replicas' values, weighted by rows"
-    ALIKE = "the same on all replicas, as it is computed from what is"
+    EQUAL = "the same on all replicas, as it is computed from what is"
     CHECKED = "the same on all replicas, or an error"
 
 
@@ -34,7 +34,7 @@ class KerasState:
 
     owner: type
     attributes: tuple[str, ...]
-    rule: Rule
+    rule: StateRule
 
 
 # All that Keras 3.15 assigns while a model trains, but for two kinds that need no line
@@ -52,22 +52,22 @@ KERAS_STATE = (
             "renorm_stddev",
             "moving_stddev",
         ),
-        Rule.MEAN_OF_ROWS,
+        StateRule.MEAN_OF_ROWS,
     ),
-    KerasState(keras.layers.SpectralNormalization, ("vector_u", "kernel"), Rule.ALIKE),
-    KerasState(keras.random.SeedGenerator, ("state",), Rule.ALIKE),
+    KerasState(keras.layers.SpectralNormalization, ("vector_u", "kernel"), StateRule.EQUAL),
+    KerasState(keras.random.SeedGenerator, ("state",), StateRule.EQUAL),
 )
 
 _RULE = "_ks_state_rule"
 
-SPELLINGS = (
+AGGREGATION_HELP = (
     'aggregation="sum" adds up what the replicas add with `assign_add` (or assign), '
     'aggregation="mean" takes the mean over all rows, and '
     'aggregation="only_first_replica" the first replica\'s value'
 )
 
 
-def declare(owner: Any) -> None:
+def declare_state_rules(owner: Any) -> None:
     """Attach the rules of the variables that a Keras object assigns."""
     for entry in KERAS_STATE:
         if isinstance(owner, entry.owner):
@@ -77,12 +77,12 @@ def declare(owner: Any) -> None:
                     vars(variable)[_RULE] = entry.rule
 
 
-def declared(variable: Any) -> Rule | None:
+def state_rule_of(variable: Any) -> StateRule | None:
     """Return the rule attached to a variable, or None."""
     return vars(variable).get(_RULE)
 
 
-def settle(
+def sync_state(
     replica: Replica,
     layers: Callable[[], Iterable[Any]],
     require: Callable[[Any, str], None],
@@ -100,16 +100,16 @@ def settle(
         return
     if any(_RULE not in vars(variable) for variable in assigned):
         for layer in layers():
-            declare(layer)
+            declare_state_rules(layer)
         for variable in assigned:
-            vars(variable).setdefault(_RULE, Rule.CHECKED)
-    averaged = [v for v in assigned if vars(v)[_RULE] is Rule.MEAN_OF_ROWS]
-    checked = [v for v in assigned if vars(v)[_RULE] is Rule.CHECKED]
+            vars(variable).setdefault(_RULE, StateRule.CHECKED)
+    averaged = [v for v in assigned if vars(v)[_RULE] is StateRule.MEAN_OF_ROWS]
+    checked = [v for v in assigned if vars(v)[_RULE] is StateRule.CHECKED]
     weight = replica.step.row_weight
     if checked:
-        values = [addable(v.value) for v in checked]
-        parts = [weighted(ops.convert_to_tensor(v.value), weight) for v in averaged]
-        parts += [of_first_replica(replica, value) for value in values]
+        values = [cast_for_sum(v.value) for v in checked]
+        parts = [apply_row_weight(ops.convert_to_tensor(v.value), weight) for v in averaged]
+        parts += [select_first_replica(replica, value) for value in values]
         sums = replica.weighted_sum(parts, None)
         for variable, value, first in zip(
             checked, values, sums[len(averaged) :], strict=True
@@ -148,6 +148,6 @@ def _differ(variable: Any) -> str:
     return (
         f"The variable '{variable.path}' was assigned in a training step, differs "
         "between the replicas, and has no aggregation that says what becomes of it. "
-        f"Make it with one: {SPELLINGS}. Received a variable with "
+        f"Make it with one: {AGGREGATION_HELP}. Received a variable with "
         'aggregation="none".'
     )

@@ -10,47 +10,47 @@ from typing import Any
 import keras
 from keras import tree
 
-from keras_strategy.core.context import Trial, distributed_replica
+from keras_strategy.core.context import DryRun, distributed_replica
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.row_range import RowRange
 from keras_strategy.core.step_state import StepState
-from keras_strategy.rules.aggregation import is_on_read
-from keras_strategy.rules.draws import KnownDraws
-from keras_strategy.rules.row_trials import RowTrials, keeps_nothing_else
+from keras_strategy.rules.aggregation import is_sync_on_read
+from keras_strategy.rules.draws import BatchDimCache
+from keras_strategy.rules.row_trials import RowAudit, has_no_external_state
 from keras_strategy.rules.row_weights import weighted_mean
-from keras_strategy.rules.state import settle
+from keras_strategy.rules.state import sync_state
 from keras_strategy.values.distributed import select_replica
 
-A_PART = (
+LOCAL_BATCH_HINT = (
     "A replica computes on its part of a batch, which is divided along the first "
     "dimension of its arrays. If these are not the rows, bring the rows there."
 )
 
 
-def weighted_step(
+def make_weighted_step(
     step: Callable[[Any], Any],
     logs_are_metrics: bool,
     layers: Callable[[], Sequence[Any]],
     require: Callable[[Any, str], None],
-    trials: RowTrials,
+    trials: RowAudit,
     rows_to_predict: Callable[[Any], Any] | None = None,
 ) -> Callable[[Any, Any, RowRange | None], Any]:
     """Return a model's step as `fn(data, weight, rows)` for a replica.
 
     Args:
         step: `model.train_step`, `test_step` or `predict_step`.
-        logs_are_metrics: See `returns_metrics`.
+        logs_are_metrics: See `returns_only_metrics`.
         layers: Returns the model's layers.
         require: See `state.settle`.
         trials: The audit of the first step.
         rows_to_predict: Returns the number of rows of a tensor, for `predict`.
     """
-    draws = KnownDraws()
+    draws = BatchDimCache()
 
     def rehearsed(data, few):
-        if not keeps_nothing_else(layers()):
-            return Trial(draws=[])
-        return get_engine().rehearse(step, (data,), {}, few)
+        if not has_no_external_state(layers()):
+            return DryRun(draws=[])
+        return get_engine().dry_run(step, (data,), {}, few)
 
     def replica_step(data, weight, rows):
         replica = distributed_replica()
@@ -60,20 +60,20 @@ def weighted_step(
             logs_are_metrics=logs_are_metrics,
             rows=rows,
             draws=draws,
-            rehearse=lambda few: rehearsed(data, few),
-            warn_unless=trials.of(replica),
+            dry_run=lambda few: rehearsed(data, few),
+            warn_unless=trials.warner_for(replica),
         )
         try:
             if replica.step.warn_unless is not None:
-                trials.of_model(data, layers())
+                trials.audit_model(data, layers())
             outputs = step(data)
-            settle(replica, layers, require)
+            sync_state(replica, layers, require)
             if rows_to_predict is not None:
                 _require_rows(outputs, data, rows_to_predict, require)
             return outputs
         except Exception as error:
             shapes = [str(getattr(x, "shape", None)) for x in tree.flatten(data)]
-            error.add_note(f"{A_PART} Here its arrays had the shapes {shapes}.")
+            error.add_note(f"{LOCAL_BATCH_HINT} Here its arrays had the shapes {shapes}.")
             raise
         finally:
             replica.step = StepState()
@@ -106,7 +106,7 @@ def _require_rows(
         require(rows(output) == expected, message)
 
 
-def returns_metrics(model: keras.Model, kind: str) -> bool:
+def returns_only_metrics(model: keras.Model, kind: str) -> bool:
     """Return True if a step returns exactly `model.get_metrics_result()`."""
     return kind != "predict" and all(
         getattr(getattr(model, name), "__func__", None) is getattr(keras.Model, name)
@@ -114,12 +114,12 @@ def returns_metrics(model: keras.Model, kind: str) -> bool:
     )
 
 
-def rows_of(data: Any) -> int:
+def count_rows(data: Any) -> int:
     """Return the number of rows of a batch: its arrays' first dimension."""
-    return rows_of_arrays(tree.flatten(data))
+    return count_array_rows(tree.flatten(data))
 
 
-def rows_of_arrays(arrays: Sequence[Any]) -> int:
+def count_array_rows(arrays: Sequence[Any]) -> int:
     """Return the number of rows of a batch, given its leaves."""
     shapes = [tuple(leaf.shape) for leaf in arrays if leaf is not None]
     if not shapes or any(len(shape) == 0 for shape in shapes):
@@ -138,14 +138,14 @@ def rows_of_arrays(arrays: Sequence[Any]) -> int:
     return rows.pop()
 
 
-def mean_logs(logs: Any, weights: Sequence[Any]) -> Any:
+def average_logs(logs: Any, weights: Sequence[Any]) -> Any:
     """Return the mean of the replicas' logs, weighted by rows."""
     replicas = len(weights)
     parts = [select_replica(logs, replica, replicas) for replica in range(replicas)]
     return tree.map_structure(lambda *values: weighted_mean(values, weights), *parts)
 
 
-def metrics_of_workers(
+def merge_worker_metrics(
     model: keras.Model,
     part_of_this_worker: Callable[[Any], Any],
     sum_all: Callable[[list[Any]], Sequence[Any]],
@@ -154,7 +154,7 @@ def metrics_of_workers(
     states = [
         variable
         for variable in model.metrics_variables
-        if is_on_read(variable) and variable.aggregation != "none"
+        if is_sync_on_read(variable) and variable.aggregation != "none"
     ]
     sums = sum_all([part_of_this_worker(variable) for variable in states])
     with keras.StatelessScope(state_mapping=list(zip(states, sums, strict=True))):

@@ -15,18 +15,18 @@ from typing import Any
 
 from keras import ops, tree
 
-from keras_strategy.core.context import Trial, distributed_replica
-from keras_strategy.core.random_states import random_states_kept
+from keras_strategy.core.context import DryRun, distributed_replica
+from keras_strategy.core.random_states import preserve_random_states
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.row_range import RowRange
 from keras_strategy.core.step_state import StepState
 from keras_strategy.rules import draws
-from keras_strategy.rules.aggregation import is_on_read
+from keras_strategy.rules.aggregation import is_sync_on_read
 from keras_strategy.rules.trials import (
-    Unchanging,
+    DiscardUpdates,
     has_rows,
-    holds,
-    told,
+    check_rows,
+    check_rows_if_possible,
 )
 
 # More rows tell no more, and take memory.
@@ -36,7 +36,7 @@ _ROUNDING, _OF_ALL = 1e-2, 1e-3
 _HALF = ("float16", "bfloat16")
 
 
-def adds_up(model: Any, step: str, data: Any, layers: Sequence[Any]) -> Any:
+def step_is_mean_over_rows(model: Any, step: str, data: Any, layers: Sequence[Any]) -> Any:
     """Whether what a model's step comes to is a mean; True if nobody can tell.
 
     Args:
@@ -51,14 +51,14 @@ def adds_up(model: Any, step: str, data: Any, layers: Sequence[Any]) -> Any:
     tried = getattr(model, step), model, layers
     replica = distributed_replica()
     if draws.settings.exact and replica is not None and replica.step.rows is not None:
-        found = told(_adds_up, some, replica.step, *tried)
+        found = check_rows_if_possible(_adds_up, some, replica.step, *tried)
         if found is not None:
             return found
-    return holds(_adds_up, some, None, *tried)
+    return check_rows(_adds_up, some, None, *tried)
 
 
 def _adds_up(
-    trial: Trial,
+    trial: DryRun,
     whole: Any,
     first: Any,
     second: Any,
@@ -79,30 +79,30 @@ def _adds_up(
     def outcome(rows, begin=0):
         if at is not None:
             own = RowRange(begin, _rows_of(rows), count)
-            trial.step = StepState(rows=own, draws=at.draws, rehearse=at.rehearse)
+            trial.step = StepState(rows=own, draws=at.draws, dry_run=at.dry_run)
         return _outcome(trial, step, model, layers, rows)
 
     once, again = outcome(whole), outcome(whole)
     repeats = _alike(once, again)
-    by_itself = get_engine().number(ops.cast(repeats, "int32")) == 0
+    by_itself = get_engine().static_int(ops.cast(repeats, "int32")) == 0
     if by_itself:  # it draws, and not by Keras
-        with random_states_kept():
+        with preserve_random_states():
             once = outcome(whole)
-        with random_states_kept():
+        with preserve_random_states():
             repeats = _alike(once, outcome(whole))
-    if by_itself or (trial.drew and at is None):
+    if by_itself or (trial.drew_random and at is None):
         found = []
         for parts in ((second, first), (first, first), (second, second)):
             rows = tree.map_structure(
                 lambda a, b: ops.concatenate([a, b]) if has_rows(a) else a, *parts
             )
-            with random_states_kept():
+            with preserve_random_states():
                 found.append(outcome(rows))
         other, *parts = found
     else:
-        trial.share, other = 0.5, once
+        trial.row_fraction, other = 0.5, once
         parts = [outcome(first), outcome(second, half)]
-    trial.drew = False
+    trial.drew_random = False
     same = _alike(_sums(once, other), _sums(*parts))
     return ops.logical_or(same, ops.logical_not(repeats))
 
@@ -112,7 +112,7 @@ def _rows_of(structure: Any) -> Any:
 
 
 def _outcome(
-    trial: Trial,
+    trial: DryRun,
     step: Callable[[Any], Any],
     model: Any,
     layers: Sequence[Any],
@@ -129,7 +129,7 @@ def _outcome(
     trial.gradients, logs = [], None
     variables = model.trainable_variables
     with (
-        get_engine().copies_to_derive_by(variables, layers) as copies,
+        get_engine().gradient_variable_copies(variables, layers) as copies,
         _Noting(variables, copies) as noted,
     ):
         try:
@@ -139,13 +139,13 @@ def _outcome(
             if not trial.gradients:
                 raise
     # The parts of a sum, as if they were of all rows: their mean is the sum, too.
-    added = [ops.cast(part, "float32") / trial.share for part in noted.added]
+    added = [ops.cast(part, "float32") / trial.row_fraction for part in noted.added]
     changes = [ops.square(change) for change in noted.changes]
     outcome = trial.gradients, tree.flatten(logs), added, changes
     return tuple(map(_numbers, outcome))
 
 
-class _Noting(Unchanging):
+class _Noting(DiscardUpdates):
     """Notes what is assigned.
 
     Args:
@@ -168,7 +168,7 @@ class _Noting(Unchanging):
         variable, value = update
         if id(variable) in self._weights:
             self.changes.append(ops.subtract(value, variable.value))
-        elif is_on_read(variable) and variable.aggregation == "sum":
+        elif is_sync_on_read(variable) and variable.aggregation == "sum":
             self.added.append(ops.subtract(value, variable.value))
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import keras
 from keras import ops, tree
 
-from keras_strategy.core.context import as_on_one_device
-from keras_strategy.core.own_attributes import set_for_nobody
-from keras_strategy.core.random_states import random_states_kept
+from keras_strategy.core.context import dry_run_scope
+from keras_strategy.core.own_attributes import discard_attribute_changes
+from keras_strategy.core.random_states import preserve_random_states
 
 logger = logging.getLogger("keras_strategy")
 
@@ -27,7 +27,7 @@ _tried: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 GATHER = "`ks.get_replica_context().all_gather(x, axis=0)`"
 
 
-def warning(tried: Any, message: str) -> Callable[[], None]:
+def warn_once(tried: Any, message: str) -> Callable[[], None]:
     """Warns once of an object, which may be tried in training and else."""
     of = weakref.ref(tried)
 
@@ -47,13 +47,13 @@ def is_new(tried: Any, name: str) -> bool:
     return True
 
 
-def holds(check: Callable[..., Any], structure: Any, *args: Any) -> Any:
+def check_rows(check: Callable[..., Any], structure: Any, *args: Any) -> Any:
     """Whether something holds; True where that cannot be told. See `told`."""
-    found = told(check, structure, *args)
+    found = check_rows_if_possible(check, structure, *args)
     return True if found is None else found
 
 
-def told(check: Callable[..., Any], structure: Any, *args: Any) -> Any:
+def check_rows_if_possible(check: Callable[..., Any], structure: Any, *args: Any) -> Any:
     """Whether something holds; None where that cannot be told.
 
     Args:
@@ -65,28 +65,28 @@ def told(check: Callable[..., Any], structure: Any, *args: Any) -> Any:
     Returns:
         A boolean, or a scalar tensor.
     """
-    parts, enough = halves(structure)
+    parts, enough = split_in_halves(structure)
     if not parts:
         return None
     try:
         with (
-            random_states_kept(),
-            as_on_one_device() as trial,
-            set_for_nobody(),
+            preserve_random_states(),
+            dry_run_scope() as trial,
+            discard_attribute_changes(),
             keras.StatelessScope(),
         ):
-            trial.of_rows = True
+            trial.tests_row_independence = True
             found = check(trial, *parts, *args)
     except Exception:
         # Some functions take a batch of a certain size alone, or make a variable.
         logger.debug("No trial of a function by rows.", exc_info=True)
         return None
-    if trial.knows or trial.drew:
+    if trial.depends_on_replicas or trial.drew_random:
         return None
     return ops.logical_or(found, ops.logical_not(enough))
 
 
-def halves(structure: Any) -> tuple[list[Any], Any]:
+def split_in_halves(structure: Any) -> tuple[list[Any], Any]:
     """Some rows of a structure, the first and the second half of them.
 
     Returns:
@@ -119,7 +119,7 @@ def forgetting(fn: Callable[[Any], Any], rows: Any) -> Any:
         return fn(rows)
 
 
-class Unchanging(keras.StatelessScope):
+class DiscardUpdates(keras.StatelessScope):
     """Where what is assigned is forgotten at once, and metrics have no rows."""
 
     def add_update(self, update: tuple[Any, Any]) -> None:
@@ -131,7 +131,7 @@ def has_rows(x: Any) -> bool:
     return len(getattr(x, "shape", ())) > 0
 
 
-def close(a: Any, b: Any, tolerance: float) -> Any:
+def is_close(a: Any, b: Any, tolerance: float) -> Any:
     """Whether two tensors are equal, relative to the largest entry."""
     a, b = (ops.cast(ops.convert_to_tensor(x), "float32") for x in (a, b))
     size = ops.max(ops.where(ops.isfinite(a), ops.abs(a), 0.0), initial=0)
@@ -145,6 +145,6 @@ def value_of(x: Any) -> Any:
     return x.value if isinstance(x, keras.Variable) else ops.convert_to_tensor(x)
 
 
-def all_of(found: list[Any]) -> Any:
+def all_true(found: list[Any]) -> Any:
     """Whether all of these hold."""
     return ops.all(ops.stack([ops.convert_to_tensor(x) for x in found]))

@@ -3,7 +3,7 @@
 import keras
 
 
-class WithoutLogs(keras.callbacks.Callback):
+class LogFreeCallback(keras.callbacks.Callback):
     """Callback that uses the model but not the logs of a batch.
 
     Keras waits for a step to convert its logs. If all batch callbacks are of this

@@ -16,17 +16,17 @@ from keras_strategy.core.registry import get_engine
 from keras_strategy.hooks import mirror_check
 from keras_strategy.options.run import RunOptions, check_call, check_run_options
 from keras_strategy.rules import first_values, long_waits, ownership
-from keras_strategy.rules.reduction import require_one_dtype
+from keras_strategy.rules.reduction import check_same_dtype
 from keras_strategy.strategies.data import DataMethods
 from keras_strategy.strategies.old_names import OldNames
 from keras_strategy.strategies.reports import Reports
-from keras_strategy.strategies.scope import Scope
+from keras_strategy.strategies.scope import StrategyScope
 from keras_strategy.values.distributed import (
     DistributedValues,
     PerReplica,
     ReduceOp,
     select_replica,
-    sum_of_copies,
+    sum_of_copies_error,
 )
 from keras_strategy.values.logical_devices import LogicalDevices
 
@@ -135,7 +135,7 @@ class Strategy(DataMethods, Reports, OldNames):
             assert inside is strategy
         ```
         """
-        return Scope(self)
+        return StrategyScope(self)
 
     def run(
         self,
@@ -192,9 +192,9 @@ class Strategy(DataMethods, Reports, OldNames):
         check_call(fn, args)
         options = check_run_options(options)
         context.require_cross_replica(self, "run")
-        if first_values.waiting:
+        if first_values.pending_values:
             with self.scope():
-                first_values.settle()
+                first_values.broadcast_pending_values()
         known = id(getattr(fn, "__code__", None)) in self._called
         run = self._extended.group.run if known else self._run_first
         result = run(fn, tuple(args), dict(kwargs or {}), options, self.scope)
@@ -209,7 +209,7 @@ class Strategy(DataMethods, Reports, OldNames):
         self._called[id(fn.__code__)] = fn.__code__
         step = functools.partial(self._extended.group.run, fn)
         what = f"call of `{fn.__name__}` by strategy.run"
-        return long_waits.first_step(step, what, self._extended.cluster, *args)
+        return long_waits.run_first_step(step, what, self._extended.cluster, *args)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
         """Combines the replicas' values into one.
@@ -254,10 +254,10 @@ class Strategy(DataMethods, Reports, OldNames):
 
     def _reduce_one(self, op: ReduceOp, value: Any, axis: Any) -> Any:
         if isinstance(value, keras.Variable):
-            value = ownership.value_of(self, "reduce", value)
+            value = ownership.cross_replica_value(self, "reduce", value)
         if isinstance(value, DistributedValues):
-            ownership.require_own(self._extended.topology, "reduce", value)
-            reducing = self._extended.own_sums or self._extended.group
+            ownership.check_component_count(self._extended.topology, "reduce", value)
+            reducing = self._extended.custom_reducer or self._extended.group
             return reducing.reduce(op, value, axis)
         if axis is not None and op is ReduceOp.MEAN:
             return keras.ops.mean(value, axis=axis)
@@ -265,7 +265,7 @@ class Strategy(DataMethods, Reports, OldNames):
             return keras.ops.sum(value, axis=axis) * self.num_replicas_in_sync
         if op is ReduceOp.MEAN or self.num_replicas_in_sync == 1:
             return value
-        raise sum_of_copies(value)
+        raise sum_of_copies_error(value)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenates the replicas' values.
@@ -302,10 +302,10 @@ class Strategy(DataMethods, Reports, OldNames):
 
         def gather_one(x):
             if isinstance(x, keras.Variable):
-                x = ownership.parts_of(self, "gather", x) or x.value
+                x = ownership.per_replica_values(self, "gather", x) or x.value
             if not isinstance(x, DistributedValues):
                 return x
-            ownership.require_own(self._extended.topology, "gather", x)
+            ownership.check_component_count(self._extended.topology, "gather", x)
             _check_gatherable(x, axis)
             return self._extended.group.gather(x.values, axis)
 
@@ -346,7 +346,7 @@ class Strategy(DataMethods, Reports, OldNames):
 
         def distributed(x):
             if isinstance(x, keras.Variable):
-                return ownership.parts_of(self, method, x) or x
+                return ownership.per_replica_values(self, method, x) or x
             components = get_engine().native_components(x)
             return x if components is None else PerReplica(components)
 
@@ -355,7 +355,7 @@ class Strategy(DataMethods, Reports, OldNames):
         if not leaves:
             return (value,)
         for leaf in leaves:
-            ownership.require_own(self._extended.topology, method, leaf)
+            ownership.check_component_count(self._extended.topology, method, leaf)
         replicas = len(leaves[0].values)
         return tuple(
             select_replica(value, replica, replicas, method)
@@ -383,7 +383,7 @@ def _check_gatherable(value: DistributedValues, axis: int) -> None:
     if len(ranks) == 1 and -rank <= axis < rank:
         others = {shape[: axis % rank] + shape[axis % rank + 1 :] for shape in shapes}
         if len(others) == 1:
-            require_one_dtype(value.values)
+            check_same_dtype(value.values)
             return
     raise ValueError(
         "`gather` joins values of rank 1 or more whose dimensions other than `axis` "

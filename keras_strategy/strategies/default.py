@@ -6,12 +6,12 @@ import keras
 
 from keras_strategy.backends.single import SingleReplicaGroup
 from keras_strategy.core import context
-from keras_strategy.core.components import Containers
+from keras_strategy.core.components import ComponentOwners
 from keras_strategy.core.registry import get_engine
 from keras_strategy.rules.ownership import strategy_of_variable
 from keras_strategy.strategies.base import Strategy
 from keras_strategy.strategies.extended import StrategyExtended, check_variable
-from keras_strategy.values.topology import Topology
+from keras_strategy.values.topology import ReplicaTopology
 
 
 class DefaultStrategy(Strategy):
@@ -30,10 +30,10 @@ class DefaultExtended(StrategyExtended):
     def __init__(self, container_strategy: Strategy):
         self._strategy = container_strategy
         self.cluster = None
-        self.own_sums = None
+        self.custom_reducer = None
         self._devices = ("",)  # which one is asked for when somebody wants to know
-        self.topology = Topology(self._devices)
-        self._containers = Containers()
+        self.topology = ReplicaTopology(self._devices)
+        self._containers = ComponentOwners()
         self.group = DefaultGroup(container_strategy, ())
 
     @property
@@ -60,4 +60,4 @@ class DefaultGroup(SingleReplicaGroup):
         return contextlib.nullcontext()
 
 
-context.make_default_with(DefaultStrategy)
+context.register_default_strategy(DefaultStrategy)

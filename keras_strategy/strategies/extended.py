@@ -11,21 +11,21 @@ from keras import tree
 
 from keras_strategy.backends.single import SingleReplicaGroup
 from keras_strategy.core import context
-from keras_strategy.core.components import Containers, VariableComponent
+from keras_strategy.core.components import ComponentOwners, VariableComponent
 from keras_strategy.core.protocol import ReplicaGroup
 from keras_strategy.core.registry import get_engine
 from keras_strategy.hooks import installed
 from keras_strategy.options.run import check_call
 from keras_strategy.rules import ownership
-from keras_strategy.rules.aggregation import is_on_read
-from keras_strategy.rules.own_sums import OwnSums
+from keras_strategy.rules.aggregation import is_sync_on_read
+from keras_strategy.rules.own_sums import CustomReducer
 from keras_strategy.strategies.reducing import ReductionMethods
 from keras_strategy.values.distributed import (
     DistributedValues,
     Mirrored,
     select_replica,
 )
-from keras_strategy.values.topology import Topology
+from keras_strategy.values.topology import ReplicaTopology
 
 if TYPE_CHECKING:
     from keras_strategy.core.strategy import Strategy
@@ -58,7 +58,7 @@ class StrategyExtended(ReductionMethods):
         self._strategy = container_strategy
         self._devices = tuple(devices)
         self.cluster = cluster
-        self.topology = Topology(self._devices, cluster)
+        self.topology = ReplicaTopology(self._devices, cluster)
         logical = container_strategy.logical_devices
         alone = self.num_replicas == 1 and logical is None
         installed.install_for(1 if alone else max(2, self.num_replicas))
@@ -66,17 +66,17 @@ class StrategyExtended(ReductionMethods):
         self.variables: weakref.WeakValueDictionary[int, keras.Variable] = (
             weakref.WeakValueDictionary()
         )
-        self._containers = Containers()
-        self.own_sums: OwnSums | None = None
+        self._containers = ComponentOwners()
+        self.custom_reducer: CustomReducer | None = None
         if alone:
             self.group: ReplicaGroup = SingleReplicaGroup(
                 container_strategy, self._devices
             )
             if cross_device_ops is not None:
-                cross_device_ops.say_that_it_has_no_effect("one device")
+                cross_device_ops.log_no_effect("one device")
         else:
-            if cross_device_ops is not None and cross_device_ops.adds_in_its_own_way:
-                self.own_sums = OwnSums(cross_device_ops)
+            if cross_device_ops is not None and cross_device_ops.has_custom_reduce:
+                self.custom_reducer = CustomReducer(cross_device_ops)
                 cross_device_ops = None
             self.group = get_engine().create_group(
                 container_strategy, self._devices, cross_device_ops, cluster
@@ -245,14 +245,14 @@ class StrategyExtended(ReductionMethods):
             if isinstance(leaf, VariableComponent):
                 value = leaf.value
             elif isinstance(leaf, keras.Variable) and not own:
-                value = ownership.value_of(self._strategy, "update", leaf)
+                value = ownership.cross_replica_value(self._strategy, "update", leaf)
             differs = isinstance(value, DistributedValues) and (
                 not isinstance(value, Mirrored)
             )
-            if (differs or own and is_on_read(leaf)) and not is_on_read(var):
+            if (differs or own and is_sync_on_read(leaf)) and not is_sync_on_read(var):
                 raise _would_differ(var, leaf)
             if isinstance(value, DistributedValues):
-                ownership.require_own(self.topology, "update", value)
+                ownership.check_component_count(self.topology, "update", value)
             return value
 
         return tree.map_structure(argument, (args, kwargs))
@@ -344,7 +344,7 @@ class StrategyExtended(ReductionMethods):
         Raises:
             ValueError: If it is of another strategy, with another number of replicas.
         """
-        parts = ownership.parts_of(
+        parts = ownership.per_replica_values(
             self._strategy, "experimental_local_results", variable
         )
         components = (variable.value,) if parts is None else parts.values

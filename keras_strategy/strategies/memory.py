@@ -8,7 +8,7 @@ import keras
 
 from keras_strategy.hooks.variables import variables_of
 from keras_strategy.rules.ownership import strategy_of_model
-from keras_strategy.rules.sharding import is_split, split_of
+from keras_strategy.rules.sharding import is_sharded, shard_spec_of
 
 if TYPE_CHECKING:
     from keras_strategy.core.strategy import Strategy
@@ -76,7 +76,7 @@ def report(strategy: "Strategy", model: keras.Model) -> MemoryReport:
         kinds["parameters" if id(variable) in trained else kind].append(variable)
 
     def on_each_device(variables: Iterable[Any]) -> tuple[int, ...]:
-        held = [extended.group.bytes_of(variable) for variable in variables]
+        held = [extended.group.local_bytes(variable) for variable in variables]
         nothing = (0,) * len(extended.worker_devices)
         return tuple(map(sum, zip(nothing, *held, strict=True)))
 
@@ -84,7 +84,7 @@ def report(strategy: "Strategy", model: keras.Model) -> MemoryReport:
     alone = strategy.num_replicas_in_sync == 1  # with nobody to share with
     to_split = () if alone else split.get(strategy.shard or "", ())
     shared = [variable for kind in to_split for variable in kinds[kind]]
-    splits = {variable.path: split_of(variable) for variable in shared}
+    splits = {variable.path: shard_spec_of(variable) for variable in shared}
     return MemoryReport(
         extended.worker_devices,
         **{kind: on_each_device(variables) for kind, variables in kinds.items()},
@@ -92,11 +92,11 @@ def report(strategy: "Strategy", model: keras.Model) -> MemoryReport:
         whole=tuple(
             variable.path
             for variable in shared
-            if len(variable.shape) and not is_split(variable)
+            if len(variable.shape) and not is_sharded(variable)
         ),
         partly={
-            path: split.parts
+            path: split.num_shards
             for path, split in splits.items()
-            if split is not None and split.parts < split.replicas
+            if split is not None and split.num_shards < split.replicas
         },
     )

@@ -15,7 +15,7 @@ from keras_strategy.options.communication import (
 from keras_strategy.options.shard import check_shard
 from keras_strategy.strategies.base import Strategy
 from keras_strategy.strategies.extended import StrategyExtended
-from keras_strategy.strategies.workers import agree, connected
+from keras_strategy.strategies.workers import check_workers_agree, connect_workers
 from keras_strategy.workers.cluster import Cluster
 
 
@@ -84,11 +84,11 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._cluster_resolver = cluster_resolver
         backend = get_engine()
         self._shard = check_shard(shard, backend)
-        workers = connected(cluster_resolver, options)
+        workers = connect_workers(cluster_resolver, options)
         devices = tuple(backend.list_devices())
         if workers is not None:
             devices = _own_devices(devices, workers)
-            agree(self, workers, devices)
+            check_workers_agree(self, workers, devices)
         super().__init__(StrategyExtended(self, devices, cluster=workers))
 
     @property

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from keras_strategy.core.refused import Refused
+from keras_strategy.core.refused import UnsupportedName
 
 if TYPE_CHECKING:
     from keras_strategy.strategies.extended import StrategyExtended
@@ -30,17 +30,17 @@ class OldNames:
     run: Callable[..., Any]
     experimental_local_results: Callable[[Any], Any]
 
-    configure = Refused(_SESSIONS)
-    update_config_proto = Refused(_SESSIONS)
-    make_dataset_iterator = Refused(
+    configure = UnsupportedName(_SESSIONS)
+    update_config_proto = UnsupportedName(_SESSIONS)
+    make_dataset_iterator = UnsupportedName(
         "It makes an iterator of TensorFlow 1. Use "
         "`iter(strategy.experimental_distribute_dataset(dataset))`."
     )
-    make_input_fn_iterator = Refused(
+    make_input_fn_iterator = UnsupportedName(
         "It makes an iterator of TensorFlow 1. Use "
         "`iter(strategy.distribute_datasets_from_function(dataset_fn))`."
     )
-    group = Refused(
+    group = UnsupportedName(
         "It joins operations of a graph of TensorFlow 1 into one. Operations run in "
         "the order of the program; return the values that you need."
     )

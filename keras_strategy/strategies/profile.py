@@ -153,10 +153,10 @@ def profile(
     seconds = time.perf_counter() - begin
     at_work = time.thread_time() - at_work
     engine = get_engine()
-    short, long = (engine.count(train, n) for n in (_SHORT, _SHORT + steps))
+    short, long = (engine.count_operations(train, n) for n in (_SHORT, _SHORT + steps))
     counts = [(b - a) / steps for a, b in zip(short, long, strict=True)]
     collectives, sent, compilations, copies = counts
-    shares = engine.shares(train, steps) or (None, None)
+    shares = engine.compute_and_comm_fractions(train, steps) or (None, None)
     weights = None if model is None else model.trainable_variables
     return StepProfile(
         title,

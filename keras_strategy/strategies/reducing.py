@@ -10,15 +10,15 @@ from keras_strategy.core.protocol import ReplicaGroup
 from keras_strategy.core.registry import get_engine
 from keras_strategy.options.communication import check_communication_options
 from keras_strategy.rules import ownership
-from keras_strategy.rules.own_sums import OwnSums
+from keras_strategy.rules.own_sums import CustomReducer
 from keras_strategy.values.devices import resolve_devices
 from keras_strategy.values.distributed import (
     DistributedValues,
     Mirrored,
     ReduceOp,
-    sum_of_copies,
+    sum_of_copies_error,
 )
-from keras_strategy.values.topology import Topology
+from keras_strategy.values.topology import ReplicaTopology
 
 if TYPE_CHECKING:
     from keras_strategy.core.strategy import Strategy
@@ -29,8 +29,8 @@ class ReductionMethods:
 
     _strategy: "Strategy"
     group: ReplicaGroup
-    topology: Topology
-    own_sums: OwnSums | None
+    topology: ReplicaTopology
+    custom_reducer: CustomReducer | None
     worker_devices: tuple[str, ...]
     variable_created_in_scope: Callable[[keras.Variable], bool]
 
@@ -84,14 +84,14 @@ class ReductionMethods:
         place = self._destination(destinations)
         with self._strategy.scope():
             if isinstance(value, keras.Variable):
-                value = ownership.value_of(self._strategy, "reduce_to", value)
+                value = ownership.cross_replica_value(self._strategy, "reduce_to", value)
             for given in (value, destinations):
                 if isinstance(given, DistributedValues):
-                    ownership.require_own(self.topology, "reduce_to", given)
+                    ownership.check_component_count(self.topology, "reduce_to", given)
             if isinstance(value, DistributedValues) and not isinstance(value, Mirrored):
-                value = (self.own_sums or self.group).reduce(op, value, None)
+                value = (self.custom_reducer or self.group).reduce(op, value, None)
             elif op is ReduceOp.SUM and self._strategy.num_replicas_in_sync > 1:
-                raise sum_of_copies(value)
+                raise sum_of_copies_error(value)
             elif isinstance(value, Mirrored):
                 value = value.values[0]
             return place(value)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from keras_strategy.strategies.base import Strategy
 
 
-class Scope(contextlib.AbstractContextManager):
+class StrategyScope(contextlib.AbstractContextManager):
     """`strategy.scope()`: may be entered several times, and inside itself."""
 
     def __init__(self, strategy: "Strategy"):
@@ -31,8 +31,8 @@ class Scope(contextlib.AbstractContextManager):
         return self._strategy
 
     def __exit__(self, *exception: Any) -> None:
-        if first_values.waiting and context.depth() == 1 and exception[0] is None:
-            first_values.settle()
+        if first_values.pending_values and context.scope_depth() == 1 and exception[0] is None:
+            first_values.broadcast_pending_values()
         try:
             self._entered.pop().__exit__(*exception)
         finally:

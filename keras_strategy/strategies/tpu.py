@@ -13,11 +13,11 @@ from keras_strategy.core.registry import get_engine
 from keras_strategy.errors import UnsupportedBackendError
 from keras_strategy.options.batch_statistics import check_batch_statistics
 from keras_strategy.options.shard import check_shard
-from keras_strategy.rules.layouts import Layouts
+from keras_strategy.rules.layouts import VariableLayouts
 from keras_strategy.strategies.base import Strategy
 from keras_strategy.strategies.extended import StrategyExtended
-from keras_strategy.strategies.tpu_system import TPUSystem, find_system
-from keras_strategy.strategies.workers import agree
+from keras_strategy.strategies.tpu_system import TPUSystem, find_tpu_system
+from keras_strategy.strategies.workers import check_workers_agree
 from keras_strategy.values.device_assignment import DeviceAssignment
 from keras_strategy.values.logical_devices import LogicalDevices
 
@@ -98,7 +98,7 @@ class TPUStrategy(Strategy):
         batch_statistics: str | None = None,
         shard: str | None = None,
     ):
-        refusal = get_engine().refusal_of_logical_devices()
+        refusal = get_engine().logical_devices_unsupported_reason()
         if refusal is not None:
             raise UnsupportedBackendError(
                 "`TPUStrategy` is not there with the Keras backend "
@@ -110,10 +110,10 @@ class TPUStrategy(Strategy):
         self._assignment = experimental_device_assignment
         self._spmd = bool(experimental_spmd_xla_partitioning)
         self._told_of_assigning = False
-        system, workers = find_system(tpu_cluster_resolver)
+        system, workers = find_tpu_system(tpu_cluster_resolver)
         devices = _devices(system, experimental_device_assignment, devices_per_replica)
         count = len(devices[0][0])
-        layouts = None if layout_map is None else Layouts(layout_map, count)
+        layouts = None if layout_map is None else VariableLayouts(layout_map, count)
         rank = 0 if workers is None else workers.rank
         self._logical = LogicalDevices(devices, rank, layouts)
         first = tuple(own[0] for own in self._logical.devices)
@@ -125,7 +125,7 @@ class TPUStrategy(Strategy):
                 ],
                 "`layout_map`": parts and {key: list(parts[key]) for key in parts},
             }
-            agree(self, workers, first, chosen)
+            check_workers_agree(self, workers, first, chosen)
         super().__init__(StrategyExtended(self, first, cluster=workers))
 
     @property
@@ -191,7 +191,7 @@ class TPUStrategy(Strategy):
                 f"`partition_dimensions`={parts}, and their product is "
                 f"{math.prod(parts)}."
             )
-        return self._group.lay_out(tensor, parts)
+        return self._group.shard_tensor(tensor, parts)
 
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
         """Has all of a tensor of a replica on each of its logical devices.
@@ -209,7 +209,7 @@ class TPUStrategy(Strategy):
             ValueError: If it is the symbolic input of a functional model.
         """
         shape = _shape(tensor, "experimental_replicate_to_logical_devices")
-        return self._group.lay_out(tensor, [1] * len(shape))
+        return self._group.shard_tensor(tensor, [1] * len(shape))
 
     def experimental_assign_to_logical_device(
         self, tensor: Any, logical_device_id: int
@@ -273,7 +273,7 @@ class TPUStrategy(Strategy):
         make = functools.partial(
             type(self),
             devices_per_replica=per_replica,
-            layout_map=None if layouts is None else layouts.given,
+            layout_map=None if layouts is None else layouts.layout_map,
             batch_statistics=self._batch_statistics,
             shard=self._shard,
         )
@@ -342,7 +342,7 @@ def _assigned(system: TPUSystem, assignment: Any, per_replica: Any) -> Devices:
             "Argument `experimental_device_assignment` must give each replica cores of "
             f"its own. Received: core_assignment={cores.tolist()}"
         )
-    places = [[system.place(coordinates) for coordinates in own] for own in cores]
+    places = [[system.device_at(coordinates) for coordinates in own] for own in cores]
     hosts = [sorted({host for host, _ in own}) for own in places]
     each, rest = divmod(len(places), system.hosts)
     if rest or hosts != [[replica // each] for replica in range(len(places))]:

@@ -9,7 +9,7 @@ import numpy as np
 from keras_strategy.cluster_resolver import roles
 from keras_strategy.core.registry import get_engine
 from keras_strategy.options.communication import CommunicationOptions
-from keras_strategy.strategies.workers import connected
+from keras_strategy.strategies.workers import connect_workers
 from keras_strategy.values.tpu_topology import Topology
 from keras_strategy.workers.cluster import Cluster
 
@@ -32,7 +32,7 @@ class TPUSystem:
         """The number of hosts."""
         return self.topology.num_tasks
 
-    def place(self, coordinates: Sequence[int]) -> tuple[int, str]:
+    def device_at(self, coordinates: Sequence[int]) -> tuple[int, str]:
         """The host of the core at coordinates, and its name there."""
         ordinal = self.topology.tpu_device_ordinal_at_coordinates(coordinates)
         if ordinal < 0:
@@ -44,7 +44,7 @@ class TPUSystem:
         return int(host), self.device_names[ordinal]
 
 
-def find_system(resolver: Any) -> tuple[TPUSystem, Cluster | None]:
+def find_tpu_system(resolver: Any) -> tuple[TPUSystem, Cluster | None]:
     """The TPU of a resolver, or this machine's, and its hosts if it has several.
 
     These must all ask for it: they meet, and tell each other where their cores are.
@@ -65,12 +65,12 @@ def find_system(resolver: Any) -> tuple[TPUSystem, Cluster | None]:
         )
     workers = None
     if resolver is not None and host_count(resolver) > 1:
-        workers = connected(resolver, CommunicationOptions())
+        workers = connect_workers(resolver, CommunicationOptions())
     simulated = getattr(resolver, "tpu_system", None)
     if isinstance(simulated, TPUSystem):
         return simulated, workers
-    places = get_engine().coordinates_of_tpus()
-    of_hosts = [places] if workers is None else workers.agree("the TPU", places)
+    places = get_engine().tpu_coordinates()
+    of_hosts = [places] if workers is None else workers.exchange("the TPU", places)
     if not all(of_hosts):
         raise ValueError(
             "There is no TPU on this machine, for the Keras backend "
@@ -82,7 +82,7 @@ def find_system(resolver: Any) -> tuple[TPUSystem, Cluster | None]:
     if len(set(numbers)) > 1:
         raise ValueError(
             "All hosts of a TPU must have as many cores. Received: "
-            f"{workers.listed(numbers) if workers else numbers}."
+            f"{workers.format_by_worker(numbers) if workers else numbers}."
         )
     coordinates = np.array(of_hosts, np.int32)
     coordinates -= coordinates.min(axis=(0, 1))
@@ -129,7 +129,7 @@ def initialize_tpu_system(cluster_resolver: Any = None) -> Topology:
     assert topology.num_tpus_per_task == 4
     ```
     """
-    return find_system(cluster_resolver)[0].topology
+    return find_tpu_system(cluster_resolver)[0].topology
 
 
 def shutdown_tpu_system(cluster_resolver: Any = None) -> None:
@@ -144,4 +144,4 @@ def shutdown_tpu_system(cluster_resolver: Any = None) -> None:
         TypeError: If it is no resolver.
         ValueError: If there is no TPU.
     """
-    find_system(cluster_resolver)
+    find_tpu_system(cluster_resolver)

@@ -11,10 +11,10 @@ from keras_strategy.input import seeds
 from keras_strategy.options.communication import CommunicationOptions
 from keras_strategy.strategies.base import Strategy
 from keras_strategy.workers.cluster import Cluster
-from keras_strategy.workers.joining import join
+from keras_strategy.workers.joining import join_cluster
 
 
-def connected(resolver: Any, options: CommunicationOptions) -> Cluster | None:
+def connect_workers(resolver: Any, options: CommunicationOptions) -> Cluster | None:
     """Meets the other workers, and has the engines find each other; once.
 
     Args:
@@ -24,13 +24,13 @@ def connected(resolver: Any, options: CommunicationOptions) -> Cluster | None:
     Returns:
         The workers; None where this process trains alone.
     """
-    workers = join(resolver, options)
+    workers = join_cluster(resolver, options)
     if workers is not None:
         get_engine().connect(workers)
     return workers
 
 
-def agree(
+def check_workers_agree(
     strategy: Strategy,
     workers: Cluster,
     devices: Sequence[str],
@@ -59,15 +59,15 @@ def agree(
         **(chosen or {}),
         "`bytes_per_pack`": workers.options.bytes_per_pack,
     }
-    all_of_them = workers.agree(f"{type(strategy).__name__}()", own)
+    all_of_them = workers.exchange(f"{type(strategy).__name__}()", own)
     for what, value in own.items():
         told = [other.get(what) for other in all_of_them]
         if any(other != value for other in told):
             raise RuntimeError(
                 f"All workers must have the same {what}. Received: "
-                f"{workers.listed(told)}."
+                f"{workers.format_by_worker(told)}."
             )
-    seeds.take_chiefs(workers)
+    seeds.sync_with_chief(workers)
 
 
 def _version(package: str) -> str:

@@ -93,7 +93,7 @@ class _Server:
     """Server that starts programs, passes on signals to them, and reports their end."""
 
     def __init__(self) -> None:
-        self._die_with = runpy.run_path(str(_STARTER))["die_with"]
+        self._die_with = runpy.run_path(str(_STARTER))["exit_with_parent"]
         self._requests = socket.socket(fileno=os.dup(0))
         self._wakeup_reader, self._wakeup_writer = socket.socketpair()
         self._wakeup_writer.setblocking(False)

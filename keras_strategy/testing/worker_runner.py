@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from keras_strategy.launch.environment import LocalCluster
-from keras_strategy.launch.ports import says_port_taken
+from keras_strategy.launch.ports import reports_port_in_use
 from keras_strategy.launch.processes import Process, exit_text
-from keras_strategy.launch.watch import Watch
+from keras_strategy.launch.watch import ProcessWatch
 from keras_strategy.testing.warm_starter import (
     WarmStarter,
     base_environment,
@@ -189,7 +189,7 @@ class WorkerRunner:
             ends = self._ends()
             if failed is None:
                 return [self._result(rank, ends) for rank in range(self._workers)]
-            taken = any(says_port_taken(end.output) for end in ends)
+            taken = any(reports_port_in_use(end.output) for end in ends)
             if not taken or attempt == _PORT_ATTEMPTS - 1:
                 raise WorkerFailed(_failure(failed, ends), failed, ends)
         raise AssertionError("unreachable")
@@ -284,7 +284,7 @@ class WorkerRunner:
 
     def _wait(self, stop_when_one_fails: bool) -> int | None:
         """Wait for all workers; return the first that failed, or None."""
-        watch = Watch(self._processes)
+        watch = ProcessWatch(self._processes)
 
         def meanwhile() -> None:
             time.sleep(0.01)
@@ -295,11 +295,11 @@ class WorkerRunner:
                 if running:
                     self._raise_timeout(running, watch.failed)
 
-        def when_one_failed(status: int) -> None:
+        def on_failure(status: int) -> None:
             if stop_when_one_fails:
                 watch.let_end(self._grace_seconds)
 
-        watch.until_all_ended(meanwhile, when_one_failed)
+        watch.until_all_ended(meanwhile, on_failure)
         return watch.failed
 
     def _raise_timeout(self, running: list[int], failed: int | None) -> None:

@@ -105,7 +105,7 @@ class DistributedValues:
         return f"{type(self).__name__}:{{\n" + ",\n".join(parts) + "\n}"
 
 
-def is_no_tensor(value: DistributedValues, *args: Any, **kwargs: Any) -> Any:
+def raise_not_a_tensor(value: DistributedValues, *args: Any, **kwargs: Any) -> Any:
     """Raise TypeError because a distributed value cannot become one tensor.
 
     Each backend installs this as its conversion method.
@@ -180,7 +180,7 @@ class ValueContext:
         )
 
 
-def sum_of_copies(value: Any) -> ValueError:
+def sum_of_copies_error(value: Any) -> ValueError:
     """Return the error for a SUM of a value that is not distributed."""
     return ValueError(
         "Argument `value` is not distributed: it is the same for all replicas, "
@@ -208,7 +208,7 @@ def map_leaves(fn: Callable[[Any], Any], structure: Any) -> Any:
     return tree.map_structure(fn, structure)
 
 
-def of_another_strategy(
+def wrong_strategy_error(
     value: DistributedValues, method: str, replicas: int
 ) -> ValueError:
     """Return the error for a value with a wrong number of components."""
@@ -240,7 +240,7 @@ def select_replica(
             return leaf
         values = leaf.values
         if len(values) != replicas:
-            raise of_another_strategy(leaf, method, replicas)
+            raise wrong_strategy_error(leaf, method, replicas)
         return values[replica]
 
     return map_leaves(select, structure)
@@ -249,9 +249,9 @@ def select_replica(
 def regroup(
     outputs: Sequence[Any],
     is_tensor: Callable[[Any], bool],
-    kind: type[DistributedValues] = PerReplica,
-    one_of_many: bool = False,
-    of_variables: Callable[[Sequence[Any]], Any] | None = None,
+    value_type: type[DistributedValues] = PerReplica,
+    always_distributed: bool = False,
+    join_variables: Callable[[Sequence[Any]], Any] | None = None,
 ) -> Any:
     """Join the outputs of the replicas into one structure.
 
@@ -271,7 +271,7 @@ def regroup(
     Raises:
         ValueError: If the replicas returned different structures.
     """
-    if len(outputs) == 1 and not one_of_many:
+    if len(outputs) == 1 and not always_distributed:
         return outputs[0]
     first = outputs[0]
     for replica, output in enumerate(outputs[1:], start=1):
@@ -286,19 +286,19 @@ def regroup(
 
     def join(*leaves):
         if isinstance(leaves[0], keras.Variable | DistributedValues):
-            if of_variables is not None and isinstance(leaves[0], keras.Variable):
-                return of_variables(leaves)
+            if join_variables is not None and isinstance(leaves[0], keras.Variable):
+                return join_variables(leaves)
             # Already distributed.
-            return leaves[0] if all(x is leaves[0] for x in leaves) else kind(leaves)
+            return leaves[0] if all(x is leaves[0] for x in leaves) else value_type(leaves)
         if is_tensor(leaves[0]) or hasattr(leaves[0], "__array__"):
-            return kind(leaves)
+            return value_type(leaves)
         first = leaves[0]
         if all(map(is_same, leaves, itertools.repeat(first))):
             return first
         # Objects that define their own equality.
         if value_key(first) is None and all(leaf == first for leaf in leaves):
             return first
-        return kind(leaves)
+        return value_type(leaves)
 
     if len(outputs) == 1:
         return map_leaves(join, first)

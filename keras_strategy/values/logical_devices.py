@@ -24,18 +24,18 @@ class LogicalDevices:
     Attributes:
         of_workers: Indexed by worker, replica and logical device: canonical names.
         rank: The rank of this worker.
-        layouts: The `Layouts` of its variables; None if every logical device holds
+        layouts: The `VariableLayouts` of its variables; None if every logical device holds
             every variable.
     """
 
-    of_workers: tuple[tuple[tuple[str, ...], ...], ...]
+    by_worker: tuple[tuple[tuple[str, ...], ...], ...]
     rank: int = 0
     layouts: Any = None
 
     @property
     def devices(self) -> tuple[tuple[str, ...], ...]:
         """The logical devices of each replica of this worker."""
-        return self.of_workers[self.rank]
+        return self.by_worker[self.rank]
 
     @property
     def per_replica(self) -> int:
@@ -43,7 +43,7 @@ class LogicalDevices:
         return len(self.devices[0])
 
 
-def axes_of_parts(parts: Sequence[int], logical: int) -> list[tuple[int, ...]] | None:
+def partition_axes(parts: Sequence[int], logical: int) -> list[tuple[int, ...]] | None:
     """Return the mesh axes that split each dimension of a tensor.
 
     The mesh of the logical devices has one axis for each prime factor of their

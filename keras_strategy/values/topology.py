@@ -20,7 +20,7 @@ class Members(Protocol):
 
 
 @dataclass(frozen=True)
-class Topology:
+class ReplicaTopology:
     """The replicas of a strategy, numbered worker by worker.
 
     Attributes:
@@ -44,6 +44,6 @@ class Topology:
         return range(first, first + count)
 
     @property
-    def first(self) -> int:
+    def first_local_replica(self) -> int:
         """The replica id of this worker's first replica."""
         return self.local_replicas.start

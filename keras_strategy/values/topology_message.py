@@ -35,7 +35,7 @@ class TPUHardwareFeature(NamedTuple):
     num_embedding_devices_per_chip: int
 
 
-def hardware_feature(serialized: bytes) -> TPUHardwareFeature:
+def parse_hardware_feature(serialized: bytes) -> TPUHardwareFeature:
     """Parse the hardware feature of a serialized topology; missing fields are 0.
 
     Raises:

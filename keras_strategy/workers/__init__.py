@@ -5,7 +5,7 @@ connection carries only small values: who has joined, what each worker is about 
 and which worker has failed.
 """
 
-from keras_strategy.workers.member import Member
-from keras_strategy.workers.settings import default_timeout_seconds, hub_address
+from keras_strategy.workers.member import CoordinatorClient
+from keras_strategy.workers.settings import default_timeout_seconds, rendezvous_address
 
-__all__ = ["Member", "default_timeout_seconds", "hub_address"]
+__all__ = ["CoordinatorClient", "default_timeout_seconds", "rendezvous_address"]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_strategy.options.communication import CommunicationOptions
-from keras_strategy.workers.member import Member
-from keras_strategy.workers.settings import all_here
+from keras_strategy.workers.member import CoordinatorClient
+from keras_strategy.workers.settings import all_local
 
 # Number of parts into which a list is divided to find a difference, and number of
 # workers that a message names.
@@ -31,7 +31,7 @@ class Cluster:
     rank: int
     names: tuple[str, ...]
     addresses: tuple[str, ...]
-    member: Member
+    client: CoordinatorClient
     options: CommunicationOptions
 
     @property
@@ -47,26 +47,26 @@ class Cluster:
     @functools.cached_property
     def is_local(self) -> bool:
         """True if all workers are known to be on this machine."""
-        return all_here(self.addresses)
+        return all_local(self.addresses)
 
-    def agree(
+    def exchange(
         self, operation: str, value: Any, seconds: float | None = None
     ) -> list[Any]:
-        """Exchange a value with all workers; see `Member.agree`."""
-        return self.member.agree(operation, value, seconds)
+        """Exchange a value with all workers; see `CoordinatorClient.agree`."""
+        return self.client.exchange(operation, value, seconds)
 
-    def tell(self, operation: str, value: Any) -> Callable[[], list[Any]]:
-        """Start an exchange; see `Member.tell`."""
-        return self.member.tell(operation, value)
+    def start_exchange(self, operation: str, value: Any) -> Callable[[], list[Any]]:
+        """Start an exchange; see `CoordinatorClient.tell`."""
+        return self.client.start_exchange(operation, value)
 
-    def differences(self, operation: str, value: Any) -> list[Any] | None:
+    def values_if_different(self, operation: str, value: Any) -> list[Any] | None:
         """Return the workers' values by rank if they differ, else None.
 
         The value may be long: only its digest is exchanged unless the digests differ.
         """
-        if len(set(self.agree(operation, _digest(value)))) == 1:
+        if len(set(self.exchange(operation, _digest(value)))) == 1:
             return None
-        return self.agree(f"{operation}: what differs", value)
+        return self.exchange(f"{operation}: what differs", value)
 
     def first_difference(
         self, operation: str, items: Sequence[Any], extra: Any = None
@@ -86,7 +86,7 @@ class Cluster:
             workers' items there (None where a list is shorter), or None if all are the
             same.
         """
-        replies = self.agree(operation, [_digest(items), len(items), extra])
+        replies = self.exchange(operation, [_digest(items), len(items), extra])
         extras = [value for *_, value in replies]
         if all(digest == replies[0][0] for digest, *_ in replies):
             return extras, None
@@ -95,22 +95,22 @@ class Cluster:
             step = -(-(high - low) // _PARTS)
             starts = range(low, high, step)
             digests = [_digest(items[start : start + step]) for start in starts]
-            parts = self.agree(f"{operation}: what differs", digests)
+            parts = self.exchange(f"{operation}: what differs", digests)
             differ = (len(set(part)) > 1 for part in zip(*parts, strict=True))
             # The whole differs, so at least one part does.
             low = starts[next(n for n, different in enumerate(differ) if different)]
             high = min(low + step, high)
         item = items[low] if low < len(items) else None
-        return extras, (low, self.agree(f"{operation}: what differs", item))
+        return extras, (low, self.exchange(f"{operation}: what differs", item))
 
-    def grouped(self, values: Iterable[Any]) -> str:
+    def format_by_value(self, values: Iterable[Any]) -> str:
         """Format the workers' values, with the names of those that have the same."""
         groups: dict[str, list[str]] = {}
         for name, value in zip(self.names, values, strict=True):
             groups.setdefault(str(value), []).append(name)
         return "; ".join(f"{_join_names(n)}: {value}" for value, n in groups.items())
 
-    def listed(self, values: Iterable[Any]) -> str:
+    def format_by_worker(self, values: Iterable[Any]) -> str:
         """Format the workers' values, each with the worker's name."""
         pairs = zip(self.names, values, strict=True)
         return ", ".join(f"{name}: {value}" for name, value in pairs)

@@ -12,11 +12,11 @@ from typing import Any
 
 from keras_strategy.errors import ClusterError, WorkerFailedError
 from keras_strategy.workers import ending, patience
-from keras_strategy.workers.exit_codes import PEER_FAILED
+from keras_strategy.workers.exit_codes import EXIT_OTHER_WORKER_FAILED
 from keras_strategy.workers.loop import LoopThread
 from keras_strategy.workers.meeting import claim_rank, connect
-from keras_strategy.workers.patience import Patience
-from keras_strategy.workers.position import Position
+from keras_strategy.workers.patience import SlowOperationWarnings
+from keras_strategy.workers.position import OperationTrace
 from keras_strategy.workers.settings import host_port
 from keras_strategy.workers.verdict import WorkerState
 from keras_strategy.workers.watchdog import RELAY_SECONDS, Actions, Fail, Watchdog
@@ -47,7 +47,7 @@ class Connection:
         self.name, self._chief = names[rank], names[0]
         self._size = len(names)
         self._timeout = timeout_seconds
-        self.trace = Position()
+        self.trace = OperationTrace()
         self.failure: str | None = None
         self.failed = threading.Event()
         self.left = False
@@ -58,7 +58,7 @@ class Connection:
         self._writer: asyncio.StreamWriter | None = None
         self._rank_claim: socket.socket | None = None
         self._watchdog = Watchdog(rank, names, timeout_seconds, time.monotonic())
-        self._warnings = Patience(names[rank], timeout_seconds)
+        self._warnings = SlowOperationWarnings(names[rank], timeout_seconds)
         self._thread = LoopThread("keras_strategy watchdog")
         self._missing = names
         # Resolved when no worker is missing any more.
@@ -142,12 +142,12 @@ class Connection:
         is_other = self.failure and not self.failure.startswith(message)
         return self._exit_text() if is_other else ""
 
-    def blame_who_left(self, operation: str, details: str) -> None:
+    def report_missing_workers(self, operation: str, details: str) -> None:
         """Report that an operation failed because workers have left, if any have."""
 
         async def report() -> bool:
             now = time.monotonic()
-            actions = self._watchdog.blame_who_left(operation, details, now)
+            actions = self._watchdog.report_missing_workers(operation, details, now)
             self._perform(actions)
             return bool(actions)
 
@@ -161,7 +161,7 @@ class Connection:
     ) -> None:
         deadline = time.monotonic() + self._timeout
         loop = self._thread.loop
-        loop.call_later(patience.SECONDS, self._warn_missing, address)
+        loop.call_later(patience.SLOW_OPERATION_SECONDS, self._warn_missing, address)
         reader, self._writer = await connect(address, claim, secret, self._timeout)
         self._receiving = asyncio.create_task(self._receive(reader))
         self._check_regularly()
@@ -269,7 +269,7 @@ class Connection:
             kind = ClusterError if self._missing else WorkerFailedError
             self._all_arrived.set_exception(kind(text))
         if self.exits_process:
-            ending.exit_now(self._exit_text(), PEER_FAILED)
+            ending.exit_now(self._exit_text(), EXIT_OTHER_WORKER_FAILED)
         self._wake()
 
     def _exit_text(self) -> str:

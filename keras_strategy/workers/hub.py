@@ -45,7 +45,7 @@ _FLUSH_SECONDS = 1.0
 Message = dict[str, Any]
 
 
-class Hub:
+class Coordinator:
     """Server that relays messages between the workers and detects failures.
 
     All its state belongs to its thread.
@@ -250,7 +250,7 @@ class Hub:
             same = len({m["operation"] for m in self._pending.values()}) < 2
         if not same:
             operations = {r: m["operation"] for r, m in self._pending.items()}
-            self._fail(verdict.different_operations(self._names, operations))
+            self._fail(verdict.mismatch_message(self._names, operations))
         elif self._leaving:
             self._check_leaving()
 

@@ -7,14 +7,14 @@ from keras_strategy.errors import ClusterError
 from keras_strategy.options.communication import CommunicationOptions
 from keras_strategy.workers import ending
 from keras_strategy.workers.cluster import Cluster
-from keras_strategy.workers.exit_codes import NOT_FORMED
-from keras_strategy.workers.member import Member
-from keras_strategy.workers.settings import all_here, hub_address
+from keras_strategy.workers.exit_codes import EXIT_CLUSTER_NOT_FORMED
+from keras_strategy.workers.member import CoordinatorClient
+from keras_strategy.workers.settings import all_local, rendezvous_address
 
 _joined: Cluster | None = None
 
 
-def join(resolver: Any, options: CommunicationOptions) -> Cluster | None:
+def join_cluster(resolver: Any, options: CommunicationOptions) -> Cluster | None:
     """Join the cluster, once in a process.
 
     Returns:
@@ -35,7 +35,7 @@ def join(resolver: Any, options: CommunicationOptions) -> Cluster | None:
         return None
     task_type = "worker" if task_type is None else task_type
     task_id = 0 if task_id is None else task_id
-    roles.validate(spec, task_type, task_id)
+    roles.validate_task(spec, task_type, task_id)
     if task_type == "ps":
         raise ValueError(
             "This process is a parameter server (task type 'ps'), which "
@@ -51,7 +51,7 @@ def join(resolver: Any, options: CommunicationOptions) -> Cluster | None:
         for index in spec.task_indices(job)
     )
     addresses = tuple(roles.training_addresses(spec))
-    rank = roles.rank(spec, task_type, task_id)
+    rank = roles.task_rank(spec, task_type, task_id)
     if _joined is not None:
         if (_joined.rank, _joined.addresses) == (rank, addresses):
             return _joined
@@ -69,22 +69,22 @@ def join(resolver: Any, options: CommunicationOptions) -> Cluster | None:
             "MirroredStrategy for the devices of this machine."
         )
     try:
-        member = Member.join(
-            hub_address(addresses),
+        member = CoordinatorClient.join(
+            rendezvous_address(addresses),
             rank,
             names,
             options.timeout_seconds,
             exit_process=True,
-            all_here=all_here(addresses),
+            all_local=all_local(addresses),
         )
     except ClusterError as error:
-        ending.register(ending.ExitStatusOnError(error, NOT_FORMED))
+        ending.register(ending.ExitStatusOnError(error, EXIT_CLUSTER_NOT_FORMED))
         raise
     _joined = Cluster(rank, names, addresses, member, options)
     return _joined
 
 
-def joined() -> Cluster | None:
+def current_cluster() -> Cluster | None:
     """Return the cluster of this process; None if it trains alone."""
     return _joined
 

@@ -20,7 +20,7 @@ from keras_strategy.workers.settings import (
     PORT_VARIABLE,
     host_port,
     is_loopback,
-    own_addresses,
+    local_addresses,
 )
 from keras_strategy.workers.wire import (
     MAX_LINE,
@@ -46,7 +46,7 @@ class _RefusedError(Exception):
     """The chief refuses this worker."""
 
 
-def listen(host: str, port: int, all_here: bool = False) -> list[socket.socket]:
+def open_listeners(host: str, port: int, all_local: bool = False) -> list[socket.socket]:
     """Open the rendezvous port on no more addresses than necessary.
 
     A loopback host means that all workers are on this machine, so no other machine can
@@ -57,7 +57,7 @@ def listen(host: str, port: int, all_here: bool = False) -> list[socket.socket]:
     Args:
         host: The host, as the other workers know it.
         port: The port.
-        all_here: Whether all workers are on this machine.
+        all_local: Whether all workers are on this machine.
 
     Raises:
         OSError: If the port cannot be opened, for instance because it is in use.
@@ -68,8 +68,8 @@ def listen(host: str, port: int, all_here: bool = False) -> list[socket.socket]:
             is_name = host.lower().startswith("localhost")
             address = "127.0.0.1" if is_name else host
             return [socket.create_server((address, port), family=family)]
-        local = own_addresses(host)
-        if local and (all_here or not all(is_loopback(name) for _, name in local)):
+        local = local_addresses(host)
+        if local and (all_local or not all(is_loopback(name) for _, name in local)):
             with contextlib.ExitStack() as opened:
                 listeners = [
                     opened.enter_context(

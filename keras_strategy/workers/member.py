@@ -17,9 +17,9 @@ from keras_strategy.errors import (
 )
 from keras_strategy.workers import ending
 from keras_strategy.workers.connection import Connection
-from keras_strategy.workers.exit_codes import INTERRUPTED, PEER_FAILED
-from keras_strategy.workers.hub import Hub
-from keras_strategy.workers.meeting import listen
+from keras_strategy.workers.exit_codes import EXIT_INTERRUPTED, EXIT_OTHER_WORKER_FAILED
+from keras_strategy.workers.hub import Coordinator
+from keras_strategy.workers.meeting import open_listeners
 from keras_strategy.workers.settings import (
     SECRET_VARIABLE,
     default_timeout_seconds,
@@ -35,7 +35,7 @@ _RAISED_BY_ALL = WorkerFailedError, WorkersDifferError, WorkerInputError
 _MAX_MESSAGE, _MAX_TRACE = 2_000, 20_000
 
 
-class Member:
+class CoordinatorClient:
     """A worker's client of the coordinator. Made by `join`.
 
     All workers make the same calls in the same order, each from one thread. When one of
@@ -50,7 +50,7 @@ class Member:
     def __init__(
         self,
         connection: Connection,
-        coordinator: Hub | None,
+        coordinator: Coordinator | None,
         rank: int,
         timeout_seconds: float,
         exit_process: bool,
@@ -73,12 +73,12 @@ class Member:
         *,
         exit_process: bool = False,
         secret: str | None = None,
-        all_here: bool = False,
-    ) -> Member:
+        all_local: bool = False,
+    ) -> CoordinatorClient:
         """Join the cluster, and return when all workers have joined.
 
         Args:
-            address: The rendezvous address; see `hub_address`.
+            address: The rendezvous address; see `rendezvous_address`.
             rank: This worker's rank. Rank 0 is the chief, which runs the coordinator.
             names: The workers' names in messages, by rank.
             timeout_seconds: How long to wait for the others, here and in every
@@ -89,7 +89,7 @@ class Member:
                 `WorkerFailedError` by the next call of this client.
             secret: A text that the workers of one run share; clients without it are
                 refused. Defaults to the environment variable KERAS_STRATEGY_SECRET.
-            all_here: Whether all workers are on this machine.
+            all_local: Whether all workers are on this machine.
 
         Raises:
             ClusterError: If the cluster is not formed.
@@ -110,7 +110,7 @@ class Member:
         coordinator = None
         with contextlib.ExitStack() as on_error:
             if rank == 0:
-                coordinator = Hub(listen(*address, all_here), names, secret)
+                coordinator = Coordinator(open_listeners(*address, all_local), names, secret)
                 on_error.callback(coordinator.close)
                 # The chief may not reach itself by the name that others use.
                 address = coordinator.address
@@ -123,14 +123,14 @@ class Member:
         ending.register(member)
         return member
 
-    def at_leave(self, callback: Callable[[], None]) -> None:
+    def on_leave(self, callback: Callable[[], None]) -> None:
         """Call `callback` when this worker leaves, while it is still connected.
 
         The callback that is added last is called first.
         """
         self._leave_callbacks.append(callback)
 
-    def agree(
+    def exchange(
         self, operation: str, value: Any = None, seconds: float | None = None
     ) -> list[Any]:
         """Exchange a value with all workers, and return the values by rank.
@@ -146,13 +146,13 @@ class Member:
             ValueError: If it is too large.
         """
         request = self._encode_request(operation, value)
-        with self.waiting(operation, seconds):
+        with self.track_operation(operation, seconds):
             reply = self._connection.request(*request)
             values = self._connection.wait_for_reply(reply)
             self._trace.record_exchange()
         return values
 
-    def tell(self, operation: str, value: Any = None) -> Callable[[], list[Any]]:
+    def start_exchange(self, operation: str, value: Any = None) -> Callable[[], list[Any]]:
         """Start an `agree` call and return a function that waits for its result.
 
         The call counts here: all workers make both kinds in the same order. The
@@ -161,14 +161,14 @@ class Member:
         reply = self._connection.request(*self._encode_request(operation, value))
 
         def wait() -> list[Any]:
-            with self.waiting(operation):
+            with self.track_operation(operation):
                 values = self._connection.wait_for_reply(reply)
                 self._trace.record_exchange()
             return values
 
         return wait
 
-    def waiting(self, operation: str, seconds: float | None = None) -> Waiting:
+    def track_operation(self, operation: str, seconds: float | None = None) -> TrackedOperation:
         """Context manager around what waits for all workers by other means.
 
         It sends nothing; the watchdog checks it. All workers enter the same operations
@@ -178,7 +178,7 @@ class Member:
             operation: Its name in messages.
             seconds: Its time limit. Defaults to `timeout_seconds`.
         """
-        return Waiting(self, operation, seconds)
+        return TrackedOperation(self, operation, seconds)
 
     def leave(self) -> None:
         """Disconnect in an orderly way; on the chief, close the coordinator as well.
@@ -208,9 +208,9 @@ class Member:
         # Another failure may have come first, and even have caused this exception.
         other = self._connection.report_failure(message, trace[-_MAX_TRACE:])
         if self._exit_process:
-            status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+            status = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
             is_other = other or isinstance(error, WorkerFailedError)
-            ending.exit_now(other, PEER_FAILED if is_other else status)
+            ending.exit_now(other, EXIT_OTHER_WORKER_FAILED if is_other else status)
 
     def on_fork(self) -> None:
         """Close a forked child's copies of the parent's sockets."""
@@ -242,18 +242,18 @@ class Member:
         failed = isinstance(error, Exception) and not is_end
         if failed and not connection.failed.wait(_GRACE_SECONDS):
             trace = "".join(traceback.format_exception(error))
-            connection.blame_who_left(operation, trace[-_MAX_TRACE:])
+            connection.report_missing_workers(operation, trace[-_MAX_TRACE:])
         if connection.failure is not None:
             connection.wait_for_exit()
             raise WorkerFailedError(connection.failure) from error
 
 
-class Waiting:
+class TrackedOperation:
     """Context manager that records that a worker waits for the others."""
 
     __slots__ = ("_member", "_operation", "_outer", "_seconds", "_trace")
 
-    def __init__(self, member: Member, operation: str, seconds: float | None):
+    def __init__(self, member: CoordinatorClient, operation: str, seconds: float | None):
         self._member, self._operation, self._seconds = member, operation, seconds
         self._trace = member._trace
 

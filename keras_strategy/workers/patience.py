@@ -7,10 +7,10 @@ from keras_strategy.workers.watchdog import Operation
 logger = logging.getLogger("keras_strategy")
 
 # Time after which an operation counts as slow.
-SECONDS = 10.0
+SLOW_OPERATION_SECONDS = 10.0
 
 
-class Patience:
+class SlowOperationWarnings:
     """Logger of slow operations, once for each name.
 
     Args:
@@ -24,7 +24,7 @@ class Patience:
 
     def check(self, operation: Operation, waited: float) -> None:
         """Warn if the operation has taken `waited` seconds and that is slow."""
-        if waited < SECONDS or operation.name in self._warned:
+        if waited < SLOW_OPERATION_SECONDS or operation.name in self._warned:
             return
         # By name, since each step is a new operation.
         self._warned.add(operation.name)
@@ -44,6 +44,6 @@ class Patience:
             "%s has waited for %s to arrive for %.0f s. It gives up after %g s.",
             self._name,
             " and ".join(missing),
-            SECONDS,
+            SLOW_OPERATION_SECONDS,
             self._timeout,
         )

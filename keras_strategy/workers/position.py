@@ -15,7 +15,7 @@ _MAX_FRAMES = 6
 _MAX_NAMES = 64
 
 
-class Position:
+class OperationTrace:
     """Operations of a worker: written by its main thread, read by its watchdog.
 
     Attributes:

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from keras_strategy.options.termination import TerminationConfig
-from keras_strategy.workers.exit_codes import PREEMPTED
+from keras_strategy.workers.exit_codes import EXIT_PREEMPTED
 
 _POLL_SECONDS = 1.0
 # A grace period is used up to this many steps and saves before its end.
 _MARGIN = 3
 
 
-class Notice:
+class TerminationNotice:
     """Termination notice of this worker.
 
     Args:
@@ -71,10 +71,10 @@ class Notice:
                 return
 
 
-class Next(enum.Enum):
+class NextAction(enum.Enum):
     """Action of all workers between two steps."""
 
-    GO_ON = 0
+    CONTINUE = 0
     SAVE = 1
     SAVE_AND_END = 2
 
@@ -95,7 +95,7 @@ class Preemption:
         config: TerminationConfig,
         exchange: Callable[[list[bool]], list[list[bool]]],
     ):
-        self.notice = Notice(config.termination_watcher_fn)
+        self.notice = TerminationNotice(config.termination_watcher_fn)
         self._config, self._exchange = config, exchange
         self._saved = self._ended = False
         # Mean duration of a step, and that of the last save.
@@ -103,24 +103,24 @@ class Preemption:
         self._steps = 0
         self._step_seconds = self._save_seconds = 0.0
 
-    def after_step(self) -> Next:
+    def after_step(self) -> NextAction:
         """Return the action of all workers after a step."""
         if not self._ended:
             self._measure_step()
         return self.after_epoch()
 
-    def after_epoch(self) -> Next:
+    def after_epoch(self) -> NextAction:
         """Return the action of all workers after an epoch, which is not a step."""
         if self._ended:
-            return Next.GO_ON
+            return NextAction.CONTINUE
         states = self._exchange([self.notice.since is not None, self._is_due()])
         if any(due for _, due in states):
             self._ended = True
-            return Next.SAVE_AND_END
+            return NextAction.SAVE_AND_END
         if any(noticed for noticed, _ in states) and not self._saved:
             self._saved = True
-            return Next.SAVE
-        return Next.GO_ON
+            return NextAction.SAVE
+        return NextAction.CONTINUE
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -134,7 +134,7 @@ class Preemption:
         """Exit, or call the user's exit function."""
         self.notice.stop()
         if self._config.exit_fn is None:
-            sys.exit(PREEMPTED)
+            sys.exit(EXIT_PREEMPTED)
         self._config.exit_fn()
 
     def _measure_step(self) -> None:

@@ -15,7 +15,7 @@ SAVE_TIMEOUT_VARIABLE = "KERAS_STRATEGY_SAVE_TIMEOUT_SECONDS"
 SECRET_VARIABLE = "KERAS_STRATEGY_SECRET"
 
 
-def hub_address(addresses: Sequence[str]) -> tuple[str, int]:
+def rendezvous_address(addresses: Sequence[str]) -> tuple[str, int]:
     """Return the host and port of the rendezvous: the same on every worker.
 
     The host is the chief's. The port is KERAS_STRATEGY_PORT, or else the first one
@@ -100,16 +100,16 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def all_here(addresses: Sequence[str]) -> bool:
+def all_local(addresses: Sequence[str]) -> bool:
     """Return True if the addresses show that all workers are on this machine."""
     hosts = {_split(address)[0] for address in addresses}
     if all(map(is_loopback, hosts)):
         return True
     # One name of this machine for all. Another machine's may forward its ports.
-    return len(hosts) == 1 and all(hosts) and bool(own_addresses(*hosts))
+    return len(hosts) == 1 and all(hosts) and bool(local_addresses(*hosts))
 
 
-def own_addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
+def local_addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
     """Return those addresses of `host` that are this machine's, with their families."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)

@@ -37,7 +37,7 @@ class WorkerState:
     notes: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-def different_operations(names: Sequence[str], operations: Mapping[int, str]) -> str:
+def mismatch_message(names: Sequence[str], operations: Mapping[int, str]) -> str:
     """Return the error for workers that are in different operations, by rank."""
     by_worker = ", ".join(
         f"{name}: `{operations[rank]}`" if rank in operations else f"{name}: in neither"
@@ -73,7 +73,7 @@ def diagnose_deadlock(
     if all(len(step) == 1 for step in steps.values()):
         return None
     inside = {rank: str(state.inside) for rank, state in states.items()}
-    message = different_operations(names, inside)
+    message = mismatch_message(names, inside)
     for topic in dict.fromkeys(key for s in states.values() for key in s.notes):
         notes = [states[rank].notes.get(topic) or "none" for rank in range(len(names))]
         if len(set(notes)) > 1:
@@ -117,7 +117,7 @@ def diagnose_timeout(
     if not causes:
         operations = {r: state.inside or state.last for r, state in states.items()}
         if len(set(operations.values())) > 1:
-            causes.append(different_operations(names, operations))
+            causes.append(mismatch_message(names, operations))
         elif min(s.seconds for s in states.values() if s.inside) < timeout_seconds:
             return None
         else:

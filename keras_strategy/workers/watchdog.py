@@ -117,7 +117,7 @@ class Watchdog:
             return []
         waited = self.waited(operation, now)
         if self._left and min(waited, now - self._left_at) > LEFT_SECONDS:
-            return self.blame_who_left(operation.name, "", now)
+            return self.report_missing_workers(operation.name, "", now)
         if waited > (operation.seconds or self._timeout):
             return self._inquire(operation, now)
         if waited > DEADLOCK_SECONDS and self._suspected is not operation:
@@ -125,7 +125,7 @@ class Watchdog:
             return [Send({"type": "inquire", "count": operation.count})]
         return []
 
-    def blame_who_left(self, operation: str, details: str, now: float) -> Actions:
+    def report_missing_workers(self, operation: str, details: str, now: float) -> Actions:
         """Report that an operation cannot finish without the workers that left."""
         if not self._left:
             return []

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_strategy.testing import WorkerRunner
-from keras_strategy.workers.exit_codes import PEER_FAILED
+from keras_strategy.workers.exit_codes import EXIT_OTHER_WORKER_FAILED
 
 if keras.backend.backend() != "jax":
     pytest.skip("tests of the JAX adapter", allow_module_level=True)
@@ -79,4 +79,4 @@ def test_devices_that_were_used_before(two_workers):
     for end in ends:
         assert "before the first tensor" in end.output
     # Each raises; who does so second may have been told of the first.
-    assert {1} <= {end.exit_status for end in ends} <= {1, PEER_FAILED}
+    assert {1} <= {end.exit_status for end in ends} <= {1, EXIT_OTHER_WORKER_FAILED}

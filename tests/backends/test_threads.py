@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from keras_strategy.backends.threads.team import Team
-from keras_strategy.backends.threads.turns import Turns
+from keras_strategy.backends.threads.team import ReplicaThreads
+from keras_strategy.backends.threads.turns import TurnScheduler
 
 SLOW_TO_RELEASE = """
 import threading, time
@@ -65,7 +65,7 @@ def ran(*programs):
         *programs: For each replica the names of the collectives that it makes; a
             name that is an exception is raised.
     """
-    turns = Turns(len(programs))
+    turns = TurnScheduler(len(programs))
     seen = []
 
     def replica(party):
@@ -81,7 +81,7 @@ def ran(*programs):
 
     error = None
     try:
-        Team(["a", "b", "c"]).call(turns, [replica(i) for i in range(len(programs))])
+        ReplicaThreads(["a", "b", "c"]).call(turns, [replica(i) for i in range(len(programs))])
     except Exception as raised:
         error = raised
     return seen, error
@@ -98,7 +98,7 @@ def test_the_first_replica_works_in_the_thread_that_calls():
     def call():
         threads.append(threading.current_thread())
 
-    Team(["a", "b"]).call(Turns(2), [call, call])
+    ReplicaThreads(["a", "b"]).call(TurnScheduler(2), [call, call])
     assert threads[0] is threading.current_thread() is not threads[1]
 
 

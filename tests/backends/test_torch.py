@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 if keras.backend.backend() != "torch":
     pytest.skip("for the torch backend", allow_module_level=True)
 
-from keras_strategy.backends.torch.flat import Joined, parted  # noqa: E402
+from keras_strategy.backends.torch.flat import FlatBufferPool, unflatten  # noqa: E402
 
 X = np.random.RandomState(0).randn(10, 3).astype("float32")
 Y = np.random.RandomState(1).randn(10, 1).astype("float32")
@@ -157,7 +157,7 @@ def test_a_module_that_counts_is_refused(two):
 
 
 def test_memory_that_is_written_again():
-    joined = Joined()
+    joined = FlatBufferPool()
 
     def address(parts):
         return joined(parts).data_ptr()
@@ -168,7 +168,7 @@ def test_memory_that_is_written_again():
     with torch.no_grad():
         first = joined(parts)
         assert first[:5].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]
-        seen = parted(first[:5], parts)
+        seen = unflatten(first[:5], parts)
         assert [part.shape for part in seen] == [(2,), (3, 1)]
         kept = first.data_ptr()
         del first

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 if keras.backend.backend() != "torch":
     pytest.skip("for the torch backend", allow_module_level=True)
 
-from keras_strategy.backends.torch.announcing import Announcements  # noqa: E402
-from keras_strategy.core.workers import DIGEST_BYTES  # noqa: E402
+from keras_strategy.backends.torch.announcing import CollectiveVerifier  # noqa: E402
+from keras_strategy.core.workers import CHECKSUM_BYTES  # noqa: E402
 
 WORKERS = 3
 
@@ -48,7 +48,7 @@ def of_all(act):
 
     def worker(rank):
         try:
-            announcements = Announcements(WORKERS, collectives.all_reduce(rank))
+            announcements = CollectiveVerifier(WORKERS, collectives.all_reduce(rank))
             results[rank] = act(announcements, rank)
         except BaseException as error:
             collectives.barrier.abort()
@@ -68,7 +68,7 @@ def of_all(act):
 def add(announcements, size, rank=0, dtype="float32", kind="sum"):
     flat = torch.full((size,), rank + 1, dtype=getattr(torch, dtype))
     text = f"{kind} {size} {dtype}".encode()
-    digest = hashlib.blake2b(text, digest_size=DIGEST_BYTES).digest()
+    digest = hashlib.blake2b(text, digest_size=CHECKSUM_BYTES).digest()
     if kind != "sum":
         return announcements.compare(digest, torch.device("cpu"))
     return announcements.sum(digest, flat)

@@ -9,12 +9,12 @@ torch = pytest.importorskip("torch")
 if keras.backend.backend() != "torch":
     pytest.skip("for the torch backend", allow_module_level=True)
 
-from keras_strategy.backends.torch.announcing import Announcements  # noqa: E402
-from keras_strategy.backends.torch.during_backward import DuringBackward  # noqa: E402
-from keras_strategy.backends.torch.flat import Joined  # noqa: E402
-from keras_strategy.backends.torch.pieces import Plan  # noqa: E402
+from keras_strategy.backends.torch.announcing import CollectiveVerifier  # noqa: E402
+from keras_strategy.backends.torch.during_backward import OverlappedAllReduce  # noqa: E402
+from keras_strategy.backends.torch.flat import FlatBufferPool  # noqa: E402
+from keras_strategy.backends.torch.pieces import BucketPlan  # noqa: E402
 from keras_strategy.core.step_state import StepState  # noqa: E402
-from keras_strategy.core.workers import TAIL, digest_of_sum  # noqa: E402
+from keras_strategy.core.workers import CHECKSUM_TAIL, call_checksum  # noqa: E402
 from tests.backends.test_torch_announcing import WORKERS, of_all  # noqa: E402
 
 SIZE = 5
@@ -42,7 +42,7 @@ class Sums:
 
     def plan(self):
         """How this worker would send them."""
-        return self.sizes and Plan(self.sizes, "", self, self.take, self.give_up)
+        return self.sizes and BucketPlan(self.sizes, "", self, self.take, self.give_up)
 
     def take(self, pieces):
         """All workers would."""
@@ -73,10 +73,10 @@ class Sums:
 
     def in_one(self, size=SIZE):
         """The sum in one piece; None if the workers are in different ones."""
-        both = torch.full((size + TAIL,), float(self.rank + 1))
-        digest = digest_of_sum("sum", (size,), "float32")
+        both = torch.full((size + CHECKSUM_TAIL,), float(self.rank + 1))
+        digest = call_checksum("sum", (size,), "float32")
         same = self.announcements.sum_in_place(digest, both, self.plan)
-        return both[:-TAIL].tolist() if same else None
+        return both[:-CHECKSUM_TAIL].tolist() if same else None
 
 
 def of_sums(act, sizes=lambda rank: (2, 3), least=0):
@@ -89,7 +89,7 @@ def of_sums(act, sizes=lambda rank: (2, 3), least=0):
             all_reduce(tensor, torch.distributed.ReduceOp.SUM)
             return Done()
 
-        announcements = Announcements(WORKERS, all_reduce, start, least)
+        announcements = CollectiveVerifier(WORKERS, all_reduce, start, least)
         return act(Sums(announcements, rank, sizes(rank)))
 
     return of_all(with_sums)
@@ -131,7 +131,7 @@ def test_small_sums_travel_in_one():
     def act(sums):
         return [sums.in_one() for _ in range(7)]
 
-    least = (SIZE + TAIL) * 4 + 1
+    least = (SIZE + CHECKSUM_TAIL) * 4 + 1
     assert of_sums(act, least=least) == ([[SUM] * 7] * WORKERS, 2 + 2 + 5)
 
 
@@ -194,7 +194,7 @@ def test_what_alternates():
             assert sums.in_one(3) == [6.0] * 3
         return found
 
-    results, _ = of_sums(act, least=(SIZE + TAIL) * 4)
+    results, _ = of_sums(act, least=(SIZE + CHECKSUM_TAIL) * 4)
     assert results == [[SUM] * 6] * WORKERS
 
 
@@ -214,9 +214,9 @@ MANY, FEW = 600, 100  # 1.4 MB and 40 kB of float32 in a square
     ],
 )
 def test_when_gradients_leave_during_backward(most, is_local, own_step, side, leave):
-    during_backward = DuringBackward(Announcements(2, lambda *_: None), most, is_local)
+    during_backward = OverlappedAllReduce(CollectiveVerifier(2, lambda *_: None), most, is_local)
     step = StepState(logs_are_metrics=not own_step)
-    during_backward.replica = SimpleNamespace(step=step, joined=Joined())
+    during_backward.replica = SimpleNamespace(step=step, joined=FlatBufferPool())
     variables = [keras.Variable(torch.ones(side, side)) for _ in range(2)]
     sum((v.value * v.value).sum() for v in variables).backward()
     gradients = [v.value.grad for v in variables]

@@ -22,7 +22,7 @@ def test_the_share_of_others(tmp_path, monkeypatch):
     clock = types.SimpleNamespace(monotonic=lambda: next(seconds))
     monkeypatch.setattr(machine, "time", clock)
     write(user=50, idle=30, iowait=1, steal=2)
-    others = machine.Others()
+    others = machine.OtherLoad()
     write(user=53, idle=90, iowait=9, steal=3)
     cores = os.cpu_count() or 1
     # 3 s and 1 s, of which 2.5 s were ours.

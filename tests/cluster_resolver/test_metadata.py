@@ -8,7 +8,7 @@ ZONE = "/computeMetadata/v1/instance/zone"
 
 
 def test_asks_as_google_wants_to_be_asked(metadata_server):
-    assert metadata.get("instance/zone") == "projects/1/zones/us-central1-b"
+    assert metadata.get_metadata("instance/zone") == "projects/1/zones/us-central1-b"
     ((path, headers),) = metadata_server.requests
     assert path == ZONE
     assert headers["metadata-flavor"] == "Google"
@@ -17,7 +17,7 @@ def test_asks_as_google_wants_to_be_asked(metadata_server):
 def test_the_older_variable(metadata_server, monkeypatch):
     monkeypatch.delenv("GCE_METADATA_HOST")
     monkeypatch.setenv("GCE_METADATA_IP", metadata_server.host)
-    assert metadata.get("project/project-id") == "my-project"
+    assert metadata.get_metadata("project/project-id") == "my-project"
 
 
 def test_a_proxy_is_not_asked(metadata_server, make_server, monkeypatch):
@@ -62,8 +62,8 @@ def test_anything_else_is_an_error_in_time(metadata_server, monkeypatch, case):
     monkeypatch.setattr(metadata, "_METADATA_TIMEOUT_SECONDS", seconds)
     metadata_server.answers[ZONE] = WRONG[case](metadata_server)
     with pytest.raises(metadata.MetadataError, match=WORDS[case]):
-        metadata.get("instance/zone")
-    assert metadata.get_or_none("instance/zone") is None
+        metadata.get_metadata("instance/zone")
+    assert metadata.get_metadata_or_none("instance/zone") is None
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_anything_else_is_an_error_in_time(metadata_server, monkeypatch, case):
 def test_no_server(monkeypatch, host):
     monkeypatch.setenv("GCE_METADATA_HOST", host)
     with pytest.raises(metadata.MetadataError, match="No Google Cloud metadata server"):
-        metadata.get("instance/zone")
+        metadata.get_metadata("instance/zone")
 
 
 def test_the_time_limit_is_a_few_seconds():

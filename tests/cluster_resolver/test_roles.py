@@ -9,8 +9,8 @@ WORKERS = ClusterSpec({"worker": ["b:1", "c:1"], "evaluator": ["e:1"]})
 
 def test_the_chief_comes_first_and_writes():
     assert roles.training_addresses(CHIEF) == ["a:1", "b:1", "c:1"]
-    assert roles.rank(CHIEF, "chief", 0) == 0
-    assert roles.rank(CHIEF, "worker", 1) == 2
+    assert roles.task_rank(CHIEF, "chief", 0) == 0
+    assert roles.task_rank(CHIEF, "worker", 1) == 2
     assert roles.is_chief(CHIEF, "chief", 0)
     assert not roles.is_chief(CHIEF, "worker", 0)
     assert roles.worker_count(CHIEF, "worker") == 3
@@ -19,14 +19,14 @@ def test_the_chief_comes_first_and_writes():
 def test_without_a_chief_worker_0_writes():
     assert roles.is_chief(WORKERS, "worker", 0)
     assert not roles.is_chief(WORKERS, "worker", 1)
-    assert roles.rank(WORKERS, "worker", 1) == 1
+    assert roles.task_rank(WORKERS, "worker", 1) == 1
     assert roles.worker_count(WORKERS, "worker") == 2
 
 
 def test_servers_take_no_part():
     assert not roles.is_chief(CHIEF, "ps", 0)
     with pytest.raises(ValueError, match="that trains.*'ps'"):
-        roles.rank(CHIEF, "ps", 0)
+        roles.task_rank(CHIEF, "ps", 0)
     with pytest.raises(ValueError, match="'ps'"):
         roles.worker_count(CHIEF, "ps")
 
@@ -35,13 +35,13 @@ def test_servers_take_no_part():
 def test_the_evaluator_stands_alone(spec):
     assert roles.is_chief(spec, "evaluator", 0)
     assert roles.worker_count(spec, "evaluator") == 1
-    assert roles.rank(spec, "evaluator", 0) == 0
+    assert roles.task_rank(spec, "evaluator", 0) == 0
     assert "e:1" not in roles.training_addresses(spec)
 
 
 def test_ranks_are_dense_where_indices_have_gaps():
     spec = ClusterSpec({"worker": {1: "b:1", 5: "f:1"}})
-    assert [roles.rank(spec, "worker", index) for index in (1, 5)] == [0, 1]
+    assert [roles.task_rank(spec, "worker", index) for index in (1, 5)] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_ranks_are_dense_where_indices_have_gaps():
 )
 def test_refused(cluster, task, words):
     with pytest.raises(ValueError, match=words):
-        roles.validate(ClusterSpec(cluster), *task)
+        roles.validate_task(ClusterSpec(cluster), *task)
 
 
 @pytest.mark.skipif(
@@ -79,7 +79,7 @@ def test_like_tensorflow(spec, task):
     theirs = spec.as_dict()
     expected = answer(native.is_chief, theirs, *task)
     assert answer(roles.is_chief, spec, *task) == expected
-    assert answer(roles.rank, spec, *task) == answer(
+    assert answer(roles.task_rank, spec, *task) == answer(
         native.id_in_cluster, theirs, *task
     )
     if task[0] in spec.jobs:

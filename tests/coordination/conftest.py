@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from keras_strategy.launch.ports import free_ports
-from keras_strategy.workers import Member
+from keras_strategy.workers import CoordinatorClient
 from tests.coordination.short import wait_for_others
 
 WORKER = pathlib.Path(__file__).with_name("worker.py")
@@ -46,16 +46,16 @@ def _no_thread_is_left():
 @pytest.fixture
 def together(port):
     """Calls a function of (member, rank) on each of several members, in threads."""
-    members: list[Member] = []
+    members: list[CoordinatorClient] = []
 
     def run(
-        count: int, function: Callable[[Member, int], Any], timeout: float = SOON
+        count: int, function: Callable[[CoordinatorClient, int], Any], timeout: float = SOON
     ) -> list[Any]:
         """What each call returned, or the exception it raised, by rank."""
 
         def one(rank: int) -> Any:
             try:
-                member = Member.join(("127.0.0.1", port), rank, names_of(count), SOON)
+                member = CoordinatorClient.join(("127.0.0.1", port), rank, names_of(count), SOON)
                 members.append(member)
                 wait_for_others(member, timeout)
                 return function(member, rank)

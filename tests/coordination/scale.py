@@ -12,9 +12,9 @@ import pathlib
 import resource
 import time
 
-from keras_strategy.workers import Member
-from keras_strategy.workers.hub import Hub
-from keras_strategy.workers.meeting import connect, listen
+from keras_strategy.workers import CoordinatorClient
+from keras_strategy.workers.hub import Coordinator
+from keras_strategy.workers.meeting import connect, open_listeners
 from keras_strategy.workers.wire import encode, receive
 
 SECRET = "of the test"
@@ -89,7 +89,7 @@ def many_members(port: int, count: int, size: int = 1024) -> dict[str, float]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 3 * count:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 3 * count + 100), hard))
-    hub = Hub(listen("127.0.0.1", port), names, SECRET)
+    hub = Coordinator(open_listeners("127.0.0.1", port), names, SECRET)
     try:
         return asyncio.run(_measure(port, count, size))
     finally:
@@ -108,16 +108,16 @@ def memory_growth(port: int, agreements: int) -> tuple[int, float]:
     """
 
     def one(rank):
-        member = Member.join(("127.0.0.1", port), rank, ["chief", "worker 0"], 60.0)
+        member = CoordinatorClient.join(("127.0.0.1", port), rank, ["chief", "worker 0"], 60.0)
         for i in range(agreements // 10):
-            member.agree("step", [i, "x" * 100])
+            member.exchange("step", [i, "x" * 100])
         before, begun = _resident(), time.perf_counter()
         for i in range(agreements):
-            member.agree("step", [i, "x" * 100])
+            member.exchange("step", [i, "x" * 100])
         seconds = (time.perf_counter() - begun) / agreements
-        member.agree("measured")
+        member.exchange("measured")
         grown = _resident() - before
-        member.agree("end")
+        member.exchange("end")
         return member, grown, seconds
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:

@@ -1,9 +1,9 @@
 """A short patience, for members that have taken their time to join."""
 
-from keras_strategy.workers import Member
+from keras_strategy.workers import CoordinatorClient
 
 
-def wait_for_others(member: Member, seconds: float) -> None:
+def wait_for_others(member: CoordinatorClient, seconds: float) -> None:
     """Has a member wait for so long in an operation, from now on.
 
     Not from the start: on a busy machine workers arrive seconds after each other.

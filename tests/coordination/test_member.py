@@ -14,23 +14,23 @@ import pytest
 from keras_strategy.errors import ClusterError, WorkerFailedError
 from keras_strategy.options.communication import CommunicationOptions
 from keras_strategy.workers import (
-    Member,
+    CoordinatorClient,
     default_timeout_seconds,
     hub,
-    hub_address,
+    rendezvous_address,
     watchdog,
 )
 from keras_strategy.workers.cluster import Cluster
 from keras_strategy.workers.connection import Connection
-from keras_strategy.workers.meeting import listen
-from keras_strategy.workers.settings import own_addresses
+from keras_strategy.workers.meeting import open_listeners
+from keras_strategy.workers.settings import local_addresses
 from keras_strategy.workers.wire import MAX_LINE, PROTOCOL, encode
 from tests.coordination.conftest import SOON, names_of
 
 
 def join(port: int, rank: int, count: int, timeout: float = SOON, **arguments):
     address = ("127.0.0.1", port)
-    return Member.join(address, rank, names_of(count), timeout, **arguments)
+    return CoordinatorClient.join(address, rank, names_of(count), timeout, **arguments)
 
 
 def outcome(function, *arguments, **named):
@@ -58,7 +58,7 @@ def test_agree_gathers_by_rank(together):
     values = [{"rows": 3, "name": "é\n"}, [1.5, None], "x" * 10_000]
 
     def work(member, rank):
-        return [member.agree(f"step {i}", [i, values[rank]]) for i in range(20)]
+        return [member.exchange(f"step {i}", [i, values[rank]]) for i in range(20)]
 
     expected = [[[i, value] for value in values] for i in range(20)]
     assert together(3, work) == [expected] * 3
@@ -68,11 +68,11 @@ def test_what_is_told_ahead(together):
     """It is answered when it is asked for, in between or not at all."""
 
     def work(member, rank):
-        first = member.tell("batch", [rank, 0])
-        seen = [member.agree("step", rank)]
-        member.tell("batch", "nobody asks for the answer")
-        last = member.tell("batch", [rank, 1])
-        return [*seen, member.agree("step", -rank), last(), first()]
+        first = member.start_exchange("batch", [rank, 0])
+        seen = [member.exchange("step", rank)]
+        member.start_exchange("batch", "nobody asks for the answer")
+        last = member.start_exchange("batch", [rank, 1])
+        return [*seen, member.exchange("step", -rank), last(), first()]
 
     expected = [[0, 1], [0, -1], [[0, 1], [1, 1]], [[0, 0], [1, 0]]]
     assert together(2, work) == [expected] * 2
@@ -85,7 +85,7 @@ def test_who_told_all_may_leave(together):
     both_have_read, has_left = threading.Barrier(2), threading.Event()
 
     def work(member, rank):
-        told = member.tell("batch", rank)
+        told = member.start_exchange("batch", rank)
         if rank == 2:
             member.leave()
             has_left.set()
@@ -94,7 +94,7 @@ def test_who_told_all_may_leave(together):
         seen = told()
         both_have_read.wait(SOON)
         with pytest.raises(WorkerFailedError, match="ended while .* was waiting"):
-            member.agree("batch")
+            member.exchange("batch")
         return seen
 
     assert together(3, work)[:2] == [[0, 1, 2]] * 2
@@ -102,15 +102,15 @@ def test_who_told_all_may_leave(together):
 
 def test_one_worker_alone(together):
     def work(member, rank):
-        with member.waiting("fit step"):
-            return member.agree("shapes", 1)
+        with member.track_operation("fit step"):
+            return member.exchange("shapes", 1)
 
     assert together(1, work) == [[1]]
 
 
 def test_different_operations(together):
     def work(member, rank):
-        return member.agree("gather" if rank == 1 else "fit step")
+        return member.exchange("gather" if rank == 1 else "fit step")
 
     for error in together(2, work):
         assert isinstance(error, WorkerFailedError)
@@ -122,11 +122,11 @@ def test_the_same_operation_in_another_order(together):
 
     def work(member, rank):
         if rank == 1:
-            member.waiting("all_reduce").__enter__()
+            member.track_operation("all_reduce").__enter__()
             time.sleep(0.1)
-            member.agree("gather")
+            member.exchange("gather")
         else:
-            member.agree("fit step")
+            member.exchange("fit step")
 
     for error in together(2, work, timeout=2.0):
         assert isinstance(error, WorkerFailedError)
@@ -142,14 +142,14 @@ def suspicious(monkeypatch):
 def test_workers_that_wait_for_each_other_for_ever(together, suspicious):
     def work(member, rank):
         member.notes["callbacks"] = "Saves" if rank == 0 else ""
-        member.agree("start")
-        with member.waiting("a step"):
+        member.exchange("start")
+        with member.track_operation("a step"):
             pass
         if rank == 0:
-            with member.waiting("a save"):
+            with member.track_operation("a save"):
                 member._connection.failed.wait(SOON)
         else:
-            member.agree("the next batch")
+            member.exchange("the next batch")
 
     for error in together(3, work, timeout=60):
         assert isinstance(error, WorkerFailedError)
@@ -166,18 +166,18 @@ def test_a_worker_that_is_behind_is_at_work(together, suspicious, rows):
     """One compiles a step that the others have done, and asks nobody meanwhile."""
 
     def work(member, rank):
-        member.agree("start")
+        member.exchange("start")
         for i in range(rows):
-            with member.waiting(f"step {i} 'dense_{rank}'"):
+            with member.track_operation(f"step {i} 'dense_{rank}'"):
                 time.sleep(2.5 if rank == 1 and i == rows - 1 else 0)
-        return member.agree("the next batch", rank)
+        return member.exchange("the next batch", rank)
 
     assert together(3, work, timeout=60) == [[0, 1, 2]] * 3
 
 
 def test_a_collective_that_does_not_end(together):
     def work(member, rank):
-        with member.waiting("all_reduce in step 2"):
+        with member.track_operation("all_reduce in step 2"):
             member._connection.failed.wait(SOON)
 
     for error in together(2, work, timeout=2.0):
@@ -194,11 +194,11 @@ def test_two_that_ask_at_once_are_both_answered(together, monkeypatch):
     monkeypatch.setattr(watchdog, "DEADLOCK_SECONDS", 600.0)
 
     def work(member, rank):
-        member.agree("start")
+        member.exchange("start")
         if rank == 2:
             member._connection.failed.wait(SOON)
             return member._connection.failure
-        with member.waiting("step"):
+        with member.track_operation("step"):
             ready.wait(SOON)
             if rank == 0:
                 member._coordinator._thread.run(
@@ -234,7 +234,7 @@ def test_what_is_long_travels_where_it_differs(together, monkeypatch):
     def work(member, rank):
         cluster = Cluster(rank, names_of(3), (), member, CommunicationOptions())
         other = [*same[:700], ["weights", rank // 2], *same[701:]]
-        found = [cluster.differences("step", value) for value in (same, other)]
+        found = [cluster.values_if_different("step", value) for value in (same, other)]
         _, none = cluster.first_difference("fit", same)
         _, one = cluster.first_difference("fit", other)
         return found, none, one
@@ -252,9 +252,9 @@ def test_what_is_long_travels_where_it_differs(together, monkeypatch):
 def test_a_slow_operation_that_gets_on_is_no_failure(together):
     def work(member, rank):
         for step in range(4):
-            with member.waiting(f"step {step}"):
+            with member.track_operation(f"step {step}"):
                 time.sleep(1.0)
-        return member.agree("end", rank)
+        return member.exchange("end", rank)
 
     assert together(2, work, timeout=3.0) == [[0, 1]] * 2
 
@@ -262,18 +262,18 @@ def test_a_slow_operation_that_gets_on_is_no_failure(together):
 def test_values_that_cannot_be_sent(together):
     def work(member, rank):
         with pytest.raises(TypeError, match="`value` in 'step' to be a value of JSON"):
-            member.agree("step", object())
+            member.exchange("step", object())
         with pytest.raises(ValueError, match=f"at most {MAX_LINE} bytes"):
-            member.agree("step", "x" * MAX_LINE)
+            member.exchange("step", "x" * MAX_LINE)
         # Neither does harm.
-        return member.agree("step", rank)
+        return member.exchange("step", rank)
 
     assert together(2, work) == [[0, 1]] * 2
 
 
 def test_large_values(together):
     def work(member, rank):
-        return [len(v) for v in member.agree("step", "x" * (MAX_LINE - 100))]
+        return [len(v) for v in member.exchange("step", "x" * (MAX_LINE - 100))]
 
     assert together(3, work) == [[MAX_LINE - 100] * 3] * 3
 
@@ -283,9 +283,9 @@ def test_a_late_worker_is_given_its_time(together):
 
     def work(member, rank):
         time.sleep(3.5 * rank)
-        with member.waiting("save"):
+        with member.track_operation("save"):
             time.sleep(6.5 - 3.5 * rank)
-        return member.agree("end", rank)
+        return member.exchange("end", rank)
 
     assert together(2, work, timeout=5.0) == [[0, 1]] * 2
 
@@ -299,14 +299,14 @@ def test_nothing_is_left_after_leave(port):
         member.leave()
         member.leave()
         with pytest.raises(RuntimeError, match="has left its cluster"):
-            member.agree("step")
+            member.exchange("step")
     assert not listening(port)
     started = set(threading.enumerate()) - before
     assert not [t for t in started if "keras_strategy" in t.name]
     # The next strategy of the same program can use the same port at once.
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         members = list(pool.map(lambda rank: join(port, rank, 2), range(2)))
-        assert list(pool.map(lambda m: m.agree("x", 1), members)) == [[1, 1]] * 2
+        assert list(pool.map(lambda m: m.exchange("x", 1), members)) == [[1, 1]] * 2
     for member in members:
         member.leave()
 
@@ -315,7 +315,7 @@ def test_agreeing_with_one_that_has_left(together):
     def work(member, rank):
         if rank == 1:
             return member.leave()
-        return member.agree("fit step")
+        return member.exchange("fit step")
 
     chief, _, last = together(3, work)
     for error in (chief, last):
@@ -327,7 +327,7 @@ def test_agreeing_with_a_chief_that_has_left(together):
     def work(member, rank):
         if rank == 0:
             return member.leave()
-        return outcome(member.agree, "fit step"), outcome(member.agree, "fit step")
+        return outcome(member.exchange, "fit step"), outcome(member.exchange, "fit step")
 
     _, (first, second) = together(2, work)
     for error in (first, second):
@@ -340,11 +340,11 @@ def test_who_has_things_to_end_is_not_waited_for(together):
     others_know = threading.Event()
 
     def work(member, rank):
-        member.agree("start")
+        member.exchange("start")
         if rank == 0:
-            member.at_leave(lambda: others_know.wait(SOON))
+            member.on_leave(lambda: others_know.wait(SOON))
             return member.leave()
-        said = outcome(member.agree, "fit step")
+        said = outcome(member.exchange, "fit step")
         others_know.set()
         return said
 
@@ -386,7 +386,7 @@ def test_who_does_not_belong_is_refused_alone(port, rank, count, run, reason):
         joining = [pool.submit(join, port, r, 3, secret="a") for r in (0, 1)]
         # As from another machine, which calls the chief's by another name.
         other = ("localhost", port), rank, names_of(count), SOON
-        joining.append(pool.submit(Member.join, *other, secret=run))
+        joining.append(pool.submit(CoordinatorClient.join, *other, secret=run))
         # Of two that claim the same rank, either may be the first.
         done, others = concurrent.futures.wait(
             joining, return_when=concurrent.futures.FIRST_COMPLETED
@@ -396,7 +396,7 @@ def test_who_does_not_belong_is_refused_alone(port, rank, count, run, reason):
         assert "worker 0 cannot join at " in str(refused)
         assert reason in str(refused)
         members = [join(port, 2, 3, secret="a"), *(f.result() for f in others)]
-        agreed = list(pool.map(lambda m: m.agree("x", m.rank), members))
+        agreed = list(pool.map(lambda m: m.exchange("x", m.rank), members))
         assert agreed == [[0, 1, 2]] * 3
     for member in sorted(members, key=lambda member: -member.rank):
         member.leave()
@@ -406,9 +406,9 @@ def test_who_comes_when_all_are_there_is_refused_at_once(together, port):
     """The chief does not listen any more."""
 
     def work(member, rank):
-        member.agree("all are there")
+        member.exchange("all are there")
         late = outcome(join, port, 1, 2) if rank == 0 else None
-        member.agree("one was late")
+        member.exchange("one was late")
         return late
 
     begun = time.monotonic()
@@ -427,8 +427,8 @@ def waiting_chief(port):
             time.sleep(0.01)
         yield chief
         other = join(port, 1, 2, secret="ours")
-        pool.submit(other.agree, "step", 1)
-        assert chief.result().agree("step", 0) == [0, 1]
+        pool.submit(other.exchange, "step", 1)
+        assert chief.result().exchange("step", 0) == [0, 1]
     other.leave()
     chief.result().leave()
 
@@ -477,7 +477,7 @@ def test_strangers_who_say_nothing(waiting_chief, port):
 
 def test_nobody_can_connect_when_all_have_arrived(together, port):
     def work(member, rank):
-        member.agree("start")
+        member.exchange("start")
         return listening(port)
 
     assert together(2, work) == [False, False]
@@ -525,12 +525,12 @@ def test_the_secret_is_not_said(port):
 )
 def test_a_message_of_a_member_that_is_none(together, sender, sent):
     def work(member, rank):
-        member.agree("start")
+        member.exchange("start")
         if (sender == "chief") == (rank == 0):
             writer = member._coordinator._writers[1] if rank == 0 else None
             writer = writer or member._connection._writer
             member._connection._thread.call_soon(writer.write, encode(sent))
-        with member.waiting("step"):
+        with member.track_operation("step"):
             member._connection.failed.wait(SOON)
 
     for error in together(2, work):
@@ -582,14 +582,14 @@ def test_where_the_chief_listens(port, host, local):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         members = list(
             pool.map(
-                lambda r: Member.join((host, port), r, names_of(len(ranks)), SOON),
+                lambda r: CoordinatorClient.join((host, port), r, names_of(len(ranks)), SOON),
                 ranks,
             )
         )
         assert members[0]._coordinator is not None
         for at, _ in members[0]._coordinator.addresses:
             assert ipaddress.ip_address(at).is_loopback == local
-        agreed = list(pool.map(lambda m: m.agree("step", m.rank), members))
+        agreed = list(pool.map(lambda m: m.exchange("step", m.rank), members))
         assert agreed == [list(ranks)] * len(ranks)
     for member in members[::-1]:
         member.leave()
@@ -598,10 +598,10 @@ def test_where_the_chief_listens(port, host, local):
 def test_a_name_of_this_machine_opens_its_own_addresses(port):
     """And not all interfaces."""
     host = socket.gethostname()
-    own = [address for _, address in own_addresses(host)]
+    own = [address for _, address in local_addresses(host)]
     if not own:
         pytest.skip("the name of this machine stands for none of its addresses")
-    listeners = listen(host, port, all_here=True)
+    listeners = open_listeners(host, port, all_local=True)
     try:
         assert [each.getsockname()[0] for each in listeners] == own
         assert not any(ipaddress.ip_address(at).is_unspecified for at in own)
@@ -653,22 +653,22 @@ def test_a_rank_that_is_not_there(rank):
 )
 def test_coordinator_address(addresses, expected, monkeypatch):
     monkeypatch.delenv("KERAS_STRATEGY_PORT", raising=False)
-    assert hub_address(addresses) == expected
+    assert rendezvous_address(addresses) == expected
     monkeypatch.setenv("KERAS_STRATEGY_PORT", "9999")
-    assert hub_address(addresses) == (expected[0], 9999)
+    assert rendezvous_address(addresses) == (expected[0], 9999)
 
 
 def test_addresses_without_a_place_to_meet(monkeypatch):
     monkeypatch.delenv("KERAS_STRATEGY_PORT", raising=False)
     with pytest.raises(ValueError, match="'host:port'. Received: ''"):
-        hub_address(["", "10.0.0.2:1"])
+        rendezvous_address(["", "10.0.0.2:1"])
     with pytest.raises(ValueError, match="has no port"):
-        hub_address(["node1"])
+        rendezvous_address(["node1"])
     with pytest.raises(ValueError, match="no port after the chief's"):
-        hub_address(["node1:65535"])
+        rendezvous_address(["node1:65535"])
     monkeypatch.setenv("KERAS_STRATEGY_PORT", "http")
     with pytest.raises(ValueError, match="KERAS_STRATEGY_PORT.*Received: 'http'"):
-        hub_address(["node1:1"])
+        rendezvous_address(["node1:1"])
 
 
 def test_default_timeout(monkeypatch):

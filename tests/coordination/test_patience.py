@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from keras_strategy.workers import Member, patience
+from keras_strategy.workers import CoordinatorClient, patience
 from keras_strategy.workers.watchdog import Operation
 from tests.coordination.conftest import SOON, names_of
 
@@ -42,13 +42,13 @@ def lines(monkeypatch):
 
 
 def test_who_has_not_arrived_and_what_is_waited_for(port, lines):
-    members: dict[int, Member] = {}
+    members: dict[int, CoordinatorClient] = {}
 
     def worker(rank):
         address = ("127.0.0.1", port)
-        members[rank] = Member.join(address, rank, names_of(2), SOON)
+        members[rank] = CoordinatorClient.join(address, rank, names_of(2), SOON)
         if rank == 0:
-            members[rank].agree("the first step")
+            members[rank].exchange("the first step")
 
     threads = [threading.Thread(target=worker, args=(rank,)) for rank in (1, 0)]
     threads[0].start()
@@ -56,30 +56,30 @@ def test_who_has_not_arrived_and_what_is_waited_for(port, lines):
     threads[1].start()
     threads[0].join()
     lines.wait_for("chief has been in `the first step` for")
-    members[1].agree("the first step")
+    members[1].exchange("the first step")
     threads[1].join()
     for rank in (1, 0):
         members[rank].leave()
 
 
 def test_who_has_connected_waits_for_the_others(port, lines):
-    members: list[Member] = []
+    members: list[CoordinatorClient] = []
 
     def chief():
-        members.append(Member.join(("127.0.0.1", port), 0, names_of(2), SOON))
+        members.append(CoordinatorClient.join(("127.0.0.1", port), 0, names_of(2), SOON))
 
     thread = threading.Thread(target=chief)
     thread.start()
     # For whom, it has heard or not: the time is short here.
     lines.wait_for("chief has waited for ")
-    other = Member.join(("127.0.0.1", port), 1, names_of(2), SOON)
+    other = CoordinatorClient.join(("127.0.0.1", port), 1, names_of(2), SOON)
     thread.join()
     other.leave()
     members[0].leave()
 
 
 def test_it_is_said_once_of_each_operation(caplog):
-    of_worker = patience.Patience("worker 1", 600)
+    of_worker = patience.SlowOperationWarnings("worker 1", 600)
     for count in range(3):
         of_worker.check(Operation(count, "the train step", 0.0), 9.9)
     assert not caplog.messages

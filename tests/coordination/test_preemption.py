@@ -8,7 +8,7 @@ import time
 import pytest
 
 from keras_strategy.options.termination import TerminationConfig
-from keras_strategy.workers.preemption import Next, Notice, Preemption
+from keras_strategy.workers.preemption import NextAction, TerminationNotice, Preemption
 
 HOUR = 3600.0
 
@@ -19,28 +19,28 @@ def alone(**config) -> Preemption:
 
 def test_it_saves_once_and_ends():
     preemption = alone()
-    assert preemption.after_step() is Next.GO_ON
+    assert preemption.after_step() is NextAction.CONTINUE
     preemption.notice.since = time.monotonic()
-    assert preemption.after_step() is Next.SAVE_AND_END
+    assert preemption.after_step() is NextAction.SAVE_AND_END
     # The user's function has it go on.
-    assert preemption.after_step() is Next.GO_ON
+    assert preemption.after_step() is NextAction.CONTINUE
 
 
 def test_a_period_of_grace_is_used():
     preemption = alone(grace_period=HOUR)
     preemption.notice.since = time.monotonic()
-    assert preemption.after_step() is Next.SAVE
-    assert preemption.after_step() is Next.GO_ON
+    assert preemption.after_step() is NextAction.SAVE
+    assert preemption.after_step() is NextAction.CONTINUE
     preemption.notice.since -= HOUR
-    assert preemption.after_step() is Next.SAVE_AND_END
+    assert preemption.after_step() is NextAction.SAVE_AND_END
 
 
 def test_who_is_not_told_does_as_the_others():
     told = [[False, False], [True, False]]
     preemption = Preemption(TerminationConfig(), lambda says: told)
-    assert preemption.after_step() is Next.SAVE
+    assert preemption.after_step() is NextAction.SAVE
     told[1] = [True, True]
-    assert preemption.after_step() is Next.SAVE_AND_END
+    assert preemption.after_step() is NextAction.SAVE_AND_END
 
 
 @pytest.mark.parametrize(("exit_fn", "code"), [(None, 75), (lambda: exit(3), 3)])
@@ -52,7 +52,7 @@ def test_how_it_ends(exit_fn, code):
 
 def test_a_signal_is_a_notice_until_nobody_listens():
     before = signal.getsignal(signal.SIGTERM)
-    notice = Notice()
+    notice = TerminationNotice()
     with notice.listening():
         assert notice.since is None
         os.kill(os.getpid(), signal.SIGTERM)
@@ -70,7 +70,7 @@ def test_a_function_of_the_users_is_asked_in_the_place_of_signals():
             asked.set()
         return answer
 
-    notice = Notice(watch)
+    notice = TerminationNotice(watch)
     with notice.listening():
         assert signal.getsignal(signal.SIGTERM) is before
         assert asked.wait(30)

@@ -5,7 +5,7 @@ import sys
 
 from short import wait_for_others
 
-from keras_strategy.workers import Member, hub, hub_address, watchdog
+from keras_strategy.workers import CoordinatorClient, hub, rendezvous_address, watchdog
 
 # So that tests need not wait for long.
 hub.ANSWER_SECONDS = watchdog.ANSWER_SECONDS = 3.0
@@ -14,8 +14,8 @@ hub.DEADLOCK_SECONDS = watchdog.DEADLOCK_SECONDS = 1.0
 
 arguments = json.loads(sys.argv[1])
 rank, names = arguments["rank"], arguments["names"]
-member = Member.join(
-    hub_address(arguments["addresses"]),
+member = CoordinatorClient.join(
+    rendezvous_address(arguments["addresses"]),
     rank,
     names,
     60.0,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
-from keras_strategy.input.ahead import ReadAhead, ended_together, not_ahead
+from keras_strategy.input.ahead import Prefetcher, stop_prefetchers_on_exit, prefetch_disabled
 from keras_strategy.testing.equality.compare import largest, scope
 
 WAIT = 60.0  # seconds, for what happens at once
@@ -56,7 +56,7 @@ class Noted:
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_so_many_are_read_ahead_and_no_more(depth):
     noted = Noted(8)
-    reading = ReadAhead(noted, depth)
+    reading = Prefetcher(noted, depth)
     assert noted.were_read() == 0
     for taken in range(8):
         assert next(reading) == taken
@@ -72,17 +72,17 @@ def test_so_many_are_read_ahead_and_no_more(depth):
 
 def test_nothing_is_read_past_the_end_of_an_epoch():
     noted = Noted(8)
-    reading = ReadAhead(noted, 3, pauses=(4, 6))
+    reading = Prefetcher(noted, 3, pauses=(4, 6))
     for taken, read in ((0, 4), (1, 4), (2, 4), (3, 4), (4, 6), (5, 6), (6, 8)):
         assert next(reading) == taken
         assert noted.read[read - 1].wait(WAIT)
         assert noted.were_read() == read
-    reading.rest()
+    reading.stop()
 
 
 def test_an_error_is_raised_where_the_item_is_asked_for():
     noted = Noted(5, fails=2)
-    reading = ReadAhead(noted, 2)
+    reading = Prefetcher(noted, 2)
     assert [next(reading), next(reading)] == [0, 1]
     with pytest.raises(OSError, match="item 2 cannot") as raised:
         next(reading)
@@ -90,13 +90,13 @@ def test_an_error_is_raised_where_the_item_is_asked_for():
     assert frames[-1].line == 'raise OSError(f"item {item} cannot be read")'
     assert list(reading) == []
     assert noted.were_read() == 3
-    reading.rest()
+    reading.stop()
 
 
 def test_who_rests_goes_on_with_what_was_read():
     noted = Noted(6)
-    with ended_together():
-        reading = ReadAhead(noted, 2)
+    with stop_prefetchers_on_exit():
+        reading = Prefetcher(noted, 2)
         assert next(reading) == 0
         assert noted.read[2].wait(WAIT)
         assert len(readers()) == 1
@@ -106,13 +106,13 @@ def test_who_rests_goes_on_with_what_was_read():
 
 def test_who_reads_one_batch_reads_no_other():
     noted = Noted(3)
-    with not_ahead():
-        assert next(ReadAhead(noted, 2)) == 0
+    with prefetch_disabled():
+        assert next(Prefetcher(noted, 2)) == 0
     assert noted.were_read() == 1
 
 
 def test_an_iterator_that_is_given_up_ends_its_thread():
-    reading = ReadAhead(Noted(4), 1)
+    reading = Prefetcher(Noted(4), 1)
     next(reading)
     (thread,) = [t for t in threading.enumerate() if "reads ahead" in t.name]
     del reading
@@ -128,7 +128,7 @@ def test_ctrl_c_loses_nothing(monkeypatch):
         goes_on.wait(WAIT)
         yield 1
 
-    reading = ReadAhead(items(), 1)
+    reading = Prefetcher(items(), 1)
     assert next(reading) == 0
     future = reading._ahead[0]
     result = future.result

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from keras_strategy.rules import aside
-from keras_strategy.rules.aside import Aside
+from keras_strategy.rules.aside import ArraySpill
 
 
 def test_large_arrays_are_in_files_until_they_are_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(aside, "LEAST_BYTES", 8)
+    monkeypatch.setattr(aside, "MIN_SPILL_BYTES", 8)
     given = [
         np.arange(6, dtype="float32").reshape(2, 3),
         np.ones(4, ml_dtypes.bfloat16),
@@ -19,8 +19,8 @@ def test_large_arrays_are_in_files_until_they_are_written(tmp_path, monkeypatch)
     left = tmp_path / ".model.keras.aside"
     left.mkdir()
     (left / "of a process that was killed").touch()
-    with Aside.beside(tmp_path / "model.keras") as kept:
-        found = [kept.keep(array) for array in given]
+    with ArraySpill.next_to(tmp_path / "model.keras") as kept:
+        found = [kept.add(array) for array in given]
         kept.check()
         assert [type(array) is np.memmap for array in found] == [
             True,
@@ -37,10 +37,10 @@ def test_large_arrays_are_in_files_until_they_are_written(tmp_path, monkeypatch)
 
 
 def test_a_disk_that_takes_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(aside, "LEAST_BYTES", 8)
+    monkeypatch.setattr(aside, "MIN_SPILL_BYTES", 8)
     (tmp_path / "file").touch()
-    with Aside(tmp_path / "file" / "folder") as kept:
+    with ArraySpill(tmp_path / "file" / "folder") as kept:
         for _ in range(2):
-            assert kept.keep(np.ones(9)).size == 0
+            assert kept.add(np.ones(9)).size == 0
         with pytest.raises(NotADirectoryError):
             kept.check()

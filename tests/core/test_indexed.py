@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
-from keras_strategy.input.indexed import RowsOfIndexed
+from keras_strategy.input.indexed import IndexedRowReader
 
 X = np.arange(10, dtype="float32").reshape(5, 2)
 
@@ -45,9 +45,9 @@ def test_each_epoch_has_another_order():
 
 @pytest.mark.parametrize("shuffle", [None, random.shuffle])
 def test_own_rows_have_the_order_that_their_pass_began_with(shuffle):
-    """Also of batches that are read after an epoch's end: see `in_one_order`."""
+    """Also of batches that are read after an epoch's end: see `iterate_in_epoch_order`."""
     dataset = ks.IndexedDataset(list(range(50)), batch_size=10, shuffle=True)
-    passes = iter(RowsOfIndexed(dataset, lambda rows: [(0, rows)], shuffle))
+    passes = iter(IndexedRowReader(dataset, lambda rows: [(0, rows)], shuffle))
     read = [next(passes).batch]
     dataset.on_epoch_end()
     read += [own.batch for own in passes]

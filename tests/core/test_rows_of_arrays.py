@@ -34,7 +34,7 @@ def test_in_keras_order(shuffle, monkeypatch):
     expected = batches(READ(adapter()))
     assert len(expected) == 7
     own = list(array_rows.rows_of_arrays(adapter(), share, READ))
-    assert [rows.total for rows in own] == [3] * 6 + [2]
+    assert [rows.global_rows for rows in own] == [3] * 6 + [2]
     for rows, batch in zip(own, expected, strict=True):
         first = rows.bounds[0][0]
         keras.tree.map_structure(
@@ -48,14 +48,14 @@ def test_in_keras_order(shuffle, monkeypatch):
 
 @pytest.mark.skipif(BACKEND != "torch", reason="of torch's adapter")
 def test_tensors_of_arrays_are_as_keras_makes_them():
-    from keras_strategy.backends.torch.arrays import tensor_on_cpu
+    from keras_strategy.backends.torch.arrays import cpu_tensor
 
     for kind in ["?", "b", "B", "h", "H", "i", "I", "l", "f", "d", "F", "D"]:
         array = np.ones((3, 2), kind)
         for part in (array, array[1:], array.T, array[0, 0]):
-            tensor, expected = tensor_on_cpu(part), keras.ops.convert_to_tensor(part)
+            tensor, expected = cpu_tensor(part), keras.ops.convert_to_tensor(part)
             assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape)
             tensor.zero_()  # as a step may
         assert array.all()
     for other in (None, 1.0, np.array(["text"])):
-        assert tensor_on_cpu(other) is other
+        assert cpu_tensor(other) is other

@@ -339,7 +339,7 @@ def test_an_assignment_says_which_cores():
     assert strategy.extended.worker_devices == ("cpu:0", "cpu:1")
     assert repr(pickle.loads(pickle.dumps(strategy))) == repr(strategy)
     again = pickle.loads(pickle.dumps(strategy_of(2, LAYOUTS)))
-    assert again.logical_devices.layouts.given == LAYOUTS
+    assert again.logical_devices.layouts.layout_map == LAYOUTS
     with pytest.raises(ValueError, match="SPMD mode"):
         strategy.experimental_assign_to_logical_device(ops.ones(2), 0)
     one = build(topology, num_replicas=1)
@@ -463,7 +463,7 @@ def test_the_devices_of_a_true_tpu(monkeypatch):
         for core in (0, 1)
     ]
     monkeypatch.setattr(jax, "local_devices", lambda backend: found)
-    assert devices.coordinates_of_tpus()[1] == (2, 4, 0, 1)
+    assert devices.tpu_coordinates()[1] == (2, 4, 0, 1)
     topology = ks.tpu.experimental.initialize_tpu_system()
     assert topology.mesh_shape.tolist() == [2, 1, 1, 2]
     assert topology.tpu_device_ordinal_at_coordinates([1, 0, 0, 1]) == 3

@@ -7,7 +7,7 @@ import pytest
 
 import keras_strategy as ks
 from keras_strategy.values.distributed import regroup, select_replica
-from keras_strategy.values.topology import Topology
+from keras_strategy.values.topology import ReplicaTopology
 
 
 class Native(enum.Enum):
@@ -58,10 +58,10 @@ def test_regroup_refuses_different_structures():
 
 
 def test_where_replicas_are():
-    alone = Topology(("cpu:0", "cpu:1"))
+    alone = ReplicaTopology(("cpu:0", "cpu:1"))
     assert (alone.num_replicas, alone.local_replicas) == (2, range(2))
-    third = Topology(("cpu:0", "cpu:1"), SimpleNamespace(rank=2, size=3))
-    assert (third.num_replicas, third.local_replicas, third.first) == (
+    third = ReplicaTopology(("cpu:0", "cpu:1"), SimpleNamespace(rank=2, size=3))
+    assert (third.num_replicas, third.local_replicas, third.first_local_replica) == (
         6,
         range(4, 6),
         4,

@@ -11,12 +11,12 @@ import keras
 import numpy as np
 
 from keras_strategy.testing import WarmStarter, WorkerRunner
-from keras_strategy.workers.exit_codes import NOT_FORMED
+from keras_strategy.workers.exit_codes import EXIT_CLUSTER_NOT_FORMED
 from tests.faults import jobs
 from tests.faults.table import (
     FAULTS,
     NOTICED_SECONDS,
-    PEER_FAILED,
+    EXIT_OTHER_WORKER_FAILED,
     TIMEOUT_SECONDS,
     TOLD,
     Fault,
@@ -147,13 +147,13 @@ def _statuses(
     wrong = []
     # Who has ended by itself waits in JAX for the others, of which the chief is gone.
     of_jax = victim.status == -signal.SIGABRT and JAX_SAYS in victim.output
-    told = victim.status == PEER_FAILED and planted.place in TOLD
+    told = victim.status == EXIT_OTHER_WORKER_FAILED and planted.place in TOLD
     own = fault.status is None or victim.status in fault.status or of_jax or told
     if not own:
         wrong.append(f"the worker itself ended with {victim.status}")
     allowed = fault.others
     if fault.says and planted.place == "start":
-        allowed = (*allowed, NOT_FORMED)
+        allowed = (*allowed, EXIT_CLUSTER_NOT_FORMED)
     for rank, end in others.items():
         of_jax = end.status == -signal.SIGABRT and _jax_came_first(planted, end)
         if end.status not in allowed and not of_jax:

@@ -119,7 +119,7 @@ class Program:
     @property
     def member(self) -> Any:
         """This worker's connection to the others."""
-        return self.strategy.extended.cluster.member
+        return self.strategy.extended.cluster.client
 
 
 def _signals(number: int) -> Callable[[Program], None]:

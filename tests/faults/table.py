@@ -33,7 +33,7 @@ OF_CHIEF = ("save_own_variables",)
 # the first of them ends the others.
 TOLD = ("reading data", "own rows", *OF_CHIEF)
 
-PEER_FAILED = 76
+EXIT_OTHER_WORKER_FAILED = 76
 GONE = "{victim} disconnected without notice"
 # Before it has joined, nobody has known it.
 NOT_THERE = f"{{victim}} has not arrived within {TIMEOUT_SECONDS} s"
@@ -62,7 +62,7 @@ class Fault:
     places: tuple[str, ...]
     says: str
     status: tuple[int, ...] | None
-    others: tuple[int, ...] = (PEER_FAILED,)
+    others: tuple[int, ...] = (EXIT_OTHER_WORKER_FAILED,)
     silent: bool = False
     stopped: bool = False
 
@@ -85,7 +85,7 @@ def _raises(name: str, words: str = "") -> Fault:
 
 def _differs(name: str, says: str = DIFFER) -> Fault:
     # Each sees it by itself, or is told by who has seen it first.
-    return Fault(name, ("fit",), says, (1, PEER_FAILED), (1, PEER_FAILED))
+    return Fault(name, ("fit",), says, (1, EXIT_OTHER_WORKER_FAILED), (1, EXIT_OTHER_WORKER_FAILED))
 
 
 FAULTS = {
@@ -102,13 +102,13 @@ FAULTS = {
             "its connection is cut",
             ROUNDS[1:],
             rf"{GONE}|worker 0 disconnected without notice",
-            (PEER_FAILED,),
+            (EXIT_OTHER_WORKER_FAILED,),
         ),
         Fault(
             "it sends what is no message",
             ROUNDS[1:],
             "{victim} sent a message that cannot be understood",
-            (PEER_FAILED,),
+            (EXIT_OTHER_WORKER_FAILED,),
         ),
         Fault(
             "SIGINT",
@@ -120,7 +120,7 @@ FAULTS = {
             "SIGSTOP",
             ROUNDS[1:],
             "{victim} (did not reach|does not answer)",
-            (PEER_FAILED,),
+            (EXIT_OTHER_WORKER_FAILED,),
             silent=True,
             stopped=True,
         ),
@@ -128,7 +128,7 @@ FAULTS = {
             "it hangs",
             (*ROUNDS[1:], "on_epoch_end"),
             rf"{{victim}} did not reach `.*` within {TIMEOUT_SECONDS} s; .*time.sleep",
-            (PEER_FAILED,),
+            (EXIT_OTHER_WORKER_FAILED,),
             silent=True,
         ),
         _raises("ValueError", "the disk is full"),
@@ -137,7 +137,7 @@ FAULTS = {
             "sys.exit(3)",
             (*ROUNDS[1:], *CALLED, *OF_CHIEF),
             "{victim} ended while .* was waiting for it in",
-            (3, PEER_FAILED),
+            (3, EXIT_OTHER_WORKER_FAILED),
         ),
         Fault(
             "it never comes",
@@ -152,13 +152,13 @@ FAULTS = {
             "a callback of its own waits for all",
             ("fit",),
             DIFFER,
-            (1, PEER_FAILED),
+            (1, EXIT_OTHER_WORKER_FAILED),
         ),
         Fault(
             "it ends early",
             ("run", "evaluate", "reduce"),
             "{victim} ended while .* was waiting for it in",
-            (0, PEER_FAILED),
+            (0, EXIT_OTHER_WORKER_FAILED),
         ),
         _differs("another optimizer"),
         _differs("another schedule"),
@@ -171,15 +171,15 @@ FAULTS = {
             "another shape",
             ("reduce",),
             f"{OTHER_SIZES}|{DIFFER}",
-            (1, PEER_FAILED),
-            (1, PEER_FAILED),
+            (1, EXIT_OTHER_WORKER_FAILED),
+            (1, EXIT_OTHER_WORKER_FAILED),
         ),
         Fault(
             "another call",
             ("reduce",),
             DIFFER,
-            (1, PEER_FAILED),
-            (1, PEER_FAILED),
+            (1, EXIT_OTHER_WORKER_FAILED),
+            (1, EXIT_OTHER_WORKER_FAILED),
         ),
     )
 }

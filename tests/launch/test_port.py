@@ -158,7 +158,7 @@ def test_it_says_what_the_table_of_names_says():
         if "." in row["name"] and row["kind"] not in ("class", "function"):
             continue
         words = {status.word for status in table.said_of(row["name"]).values()}
-        there, note = port.told_of(row["name"].split("."))
+        there, note = port.look_up_name(row["name"].split("."))
         if (
             there != bool(words & {"works", "differs"})
             or "refused" in words

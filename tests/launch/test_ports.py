@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from keras_strategy.launch.ports import free_ports, says_port_taken
+from keras_strategy.launch.ports import free_ports, reports_port_in_use
 from tests.launch.scripts import finish, start
 
 
@@ -47,5 +47,5 @@ def test_the_complaint_about_a_port_in_use_is_recognised():
     server = socket.create_server(("127.0.0.1", 0))
     with server, pytest.raises(OSError) as caught:
         socket.create_server(server.getsockname())
-    assert says_port_taken(f"some lines\n{caught.value}\n")
-    assert not says_port_taken("Connection refused")
+    assert reports_port_in_use(f"some lines\n{caught.value}\n")
+    assert not reports_port_in_use("Connection refused")

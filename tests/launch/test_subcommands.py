@@ -58,12 +58,12 @@ def test_what_is_wrong_is_said_in_words(monkeypatch):
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_what_the_doctor_looks_at(backend, monkeypatch):
     """One after the other; at GPUs on torch alone."""
-    for name in ("gpus_of_torch", "cluster", "replicas", "workers"):
+    for name in ("torch_gpus", "cluster", "replicas", "workers"):
         found = doctor.Finding(name, True, "")
         monkeypatch.setattr(doctor, name, lambda *_, found=found: found)
     first = doctor.Finding("engine", True, f"Keras 3 on {backend}")
     monkeypatch.setattr(doctor, "engine", lambda: first)
-    of_torch = ["gpus_of_torch"] if backend == "torch" else []
+    of_torch = ["torch_gpus"] if backend == "torch" else []
     expected = ["engine", "threads", *of_torch, "cluster", "replicas", "workers"]
     assert [finding.what for finding in doctor.findings(1)] == expected
 
@@ -81,7 +81,7 @@ def test_torch_is_asked_for_its_gpus():
     import torch
 
     nccl = torch.distributed.is_nccl_available()
-    assert doctor.gpus_of_torch() == doctor.gpus(torch.cuda.device_count(), nccl)
+    assert doctor.torch_gpus() == doctor.gpus(torch.cuda.device_count(), nccl)
 
 
 def test_a_port_that_somebody_listens_at(monkeypatch):
@@ -163,7 +163,7 @@ def test_scaling_predicts_nothing_of_too_little(counts):
 
 def test_scaling_draws(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(environment, "cores_here", lambda: 4)
+    monkeypatch.setattr(environment, "available_cores", lambda: 4)
     (tmp_path / "train.py").write_text(PRINTS)
     png = tmp_path / "scaling.png"
     assert main(["scaling", "--png", str(png), str(tmp_path / "train.py")]) == 0
@@ -205,7 +205,7 @@ def test_the_time_of_a_step_is_read_of_what_keras_prints(verbose, capsys):
     model.compile("sgd", "mse")
     x = np.ones((4, 1))
     model.fit(x, x, batch_size=2, epochs=3, verbose=verbose)
-    assert 0 < scaling.steps_of(capsys.readouterr().out)[0] < 10
+    assert 0 < scaling.parse_step_time(capsys.readouterr().out)[0] < 10
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])

@@ -13,7 +13,7 @@ if keras.backend.backend() != "torch":
 from tests.speed import torch_jobs  # noqa: E402
 
 # Of the digest that travels behind the gradients: its bytes and their squares.
-DIGEST_BYTES = 2 * 7 * 4
+CHECKSUM_BYTES = 2 * 7 * 4
 
 
 # Functions of ours that a step enters. There were 346 and 374, and 985 to 1068. Three
@@ -41,7 +41,7 @@ def test_two_processes(starter):
         results = runner.run(torch_jobs.figures_of_a_worker)
     for figures_of_loops in results:
         for calls, figures in zip(WORKER_CALLS.values(), figures_of_loops, strict=True):
-            check(Figures(**figures), calls, DIGEST_BYTES)
+            check(Figures(**figures), calls, CHECKSUM_BYTES)
 
 
 def test_one_device_adds_nothing():

@@ -24,7 +24,7 @@ def items(counted: int = 0, rate: float = 0.1, lambdas: bool = True, **of_adam):
     compiled = {"loss": loss, "metrics": ["mae"]}
     arguments = {"epochs": 3, "x": np.ones((4, 4)), "y": np.array([["a"]], object)}
     stop = keras.callbacks.EarlyStopping(f"loss_{counted}")
-    return alike.items_of(model, compiled, arguments, [stop])
+    return alike.fit_signature(model, compiled, arguments, [stop])
 
 
 def test_what_workers_say_where_they_do_the_same():

@@ -15,7 +15,7 @@ import keras_strategy as ks
 from keras_strategy.hooks.data_states import told_by_this_worker
 from keras_strategy.input import seeds
 from keras_strategy.rules.backup_files import BackupFolder
-from keras_strategy.rules.plain import packed, unpacked
+from keras_strategy.rules.plain import encode, decode
 from keras_strategy.testing.equality.compare import largest
 from tests.training.shared import SharedModels
 
@@ -339,11 +339,11 @@ def test_tf_data(models, mirrored, tmp_path, caplog, repeated, killed, seed):
     strategy = mirrored(2)
 
     def trained(model, *callbacks, seed=7):
-        drawn = seeds.state()
+        drawn = seeds.get_random_state()
         tf.random.set_seed(seed)
         data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(13)
         data = (data.repeat() if repeated else data).batch(4)
-        seeds.set_state(drawn)
+        seeds.set_random_state(drawn)
         steps = 3 if repeated else None
         orders = []
         seen = keras.callbacks.LambdaCallback(
@@ -499,7 +499,7 @@ def test_states_are_kept_without_pickle():
         "__": "as it is",
         "nested": {"a": float("inf")},
     }
-    back = unpacked(json.loads(json.dumps(packed(state))))
+    back = decode(json.loads(json.dumps(encode(state))))
     assert list(back) == list(state)
     for key in ("at", 3, "__", "nested"):
         assert back[key] == state[key]
@@ -508,7 +508,7 @@ def test_states_are_kept_without_pickle():
     np.testing.assert_array_equal(back["order"], state["order"])
     assert torch.equal(back["generator"], state["generator"])
     with pytest.raises(ValueError, match="of type object"):
-        packed([object()])
+        encode([object()])
 
 
 def test_another_number_of_workers_with_data_of_their_own():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
-from keras_strategy.rules.one_writer import by_chief
+from keras_strategy.rules.one_writer import run_on_chief
 from keras_strategy.workers import patience
 
 SOON = 60
@@ -103,7 +103,7 @@ def test_a_chief_that_writes_for_long():
             agree=lambda operation, value, seconds: [None, None],
         )
 
-    by_chief(cluster(1), "`save` to a.keras", said.wait)
+    run_on_chief(cluster(1), "`save` to a.keras", said.wait)
     assert not said.lines
-    by_chief(cluster(0), "`save` to a.keras", said.wait)
+    run_on_chief(cluster(0), "`save` to a.keras", said.wait)
     assert said.lines == ["chief: `save` to a.keras has taken 0.05 s, and goes on."]

@@ -12,13 +12,13 @@ from keras import layers
 import keras_strategy as ks
 from keras_strategy.core.registry import get_engine
 from keras_strategy.errors import UnsupportedBackendError
-from keras_strategy.rules.sharding import Split, dimension_to_split
+from keras_strategy.rules.sharding import ShardSpec, dimension_to_shard
 from keras_strategy.testing.equality.__main__ import mirrored, run
 from keras_strategy.testing.equality.cases import Case, optimizer
 from keras_strategy.testing.equality.compare import assert_equal, train
 from tests.training.shared import alone
 
-MODES = [s for s in ("optimizer", "parameters") if not get_engine().refusal_of_shard(s)]
+MODES = [s for s in ("optimizer", "parameters") if not get_engine().sharding_unsupported_reason(s)]
 REFUSED = [s for s in ("optimizer", "parameters") if s not in MODES]
 # Whether the replicas share elements, not the parts along a dimension.
 ELEMENTS = get_engine().name != "jax"
@@ -80,7 +80,7 @@ def everything():
     ],
 )
 def test_which_dimension_is_split(shape, replicas, dimension):
-    assert dimension_to_split(shape, replicas) == dimension
+    assert dimension_to_shard(shape, replicas) == dimension
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,9 @@ def test_which_dimension_is_split(shape, replicas, dimension):
     ],
 )
 def test_what_the_factors_of_the_replicas_split(shape, replicas, by_factors, parts):
-    split = Split.of_shape(shape, replicas)
+    split = ShardSpec.for_shape(shape, replicas)
     assert (split.dimension, split.by_factors) == (None, by_factors)
-    assert split.parts == parts
+    assert split.num_shards == parts
 
 
 @pytest.mark.parametrize("shard", ["params", "none", "", True, 1])

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 import keras_strategy as ks
-from keras_strategy.backends.torch.during_backward import Leaving
-from keras_strategy.backends.torch.pieces import SumInPieces
+from keras_strategy.backends.torch.during_backward import GradientBuckets
+from keras_strategy.backends.torch.pieces import BucketedAllReduce
 from tests.workers.jobs import digits, in_charge, weights
 
 OPTIONS = ks.experimental.CommunicationOptions(bytes_per_pack=64)
@@ -25,22 +25,22 @@ OPTIONS = ks.experimental.CommunicationOptions(bytes_per_pack=64)
 def counted() -> Iterator[dict[str, int]]:
     """Counts sums in pieces, those in vain, and pieces that left during backward."""
     seen = {"sums": 0, "in vain": 0, "early": 0}
-    end, rest = SumInPieces.end, Leaving.send_the_rest
+    end, rest = BucketedAllReduce.end, GradientBuckets.send_the_rest
 
-    def counting_end(self: SumInPieces) -> Any:
+    def counting_end(self: BucketedAllReduce) -> Any:
         sums = end(self)
         seen["sums" if sums is not None else "in vain"] += 1
         return sums
 
-    def counting_rest(self: Leaving, *args: Any) -> None:
+    def counting_rest(self: GradientBuckets, *args: Any) -> None:
         seen["early"] += len(self._left)
         rest(self, *args)
 
-    SumInPieces.end, Leaving.send_the_rest = counting_end, counting_rest
+    BucketedAllReduce.end, GradientBuckets.send_the_rest = counting_end, counting_rest
     try:
         yield seen
     finally:
-        SumInPieces.end, Leaving.send_the_rest = end, rest
+        BucketedAllReduce.end, GradientBuckets.send_the_rest = end, rest
 
 
 class Stepwise(keras.Model):

@@ -499,19 +499,19 @@ def inputs_of_many_kinds(alone: bool = False) -> list[np.ndarray]:
 @contextlib.contextmanager
 def agreements(strategy: Any) -> Iterator[list[str]]:
     """What the workers ask each other by way of the chief meanwhile."""
-    member = strategy.extended.cluster.member
+    member = strategy.extended.cluster.client
     asked: list[str] = []
-    agree = member.agree
+    agree = member.exchange
 
     def noted(operation, *arguments):
         asked.append(operation)
         return agree(operation, *arguments)
 
-    member.agree = noted
+    member.exchange = noted
     try:
         yield asked
     finally:
-        del member.agree
+        del member.exchange
 
 
 def rounds() -> dict:
@@ -761,7 +761,7 @@ def chief_predicts_alone() -> None:
     x, y = digits(8)
 
     def alone(batch, logs):
-        with strategy.extended.cluster.member.waiting("what the chief waits for"):
+        with strategy.extended.cluster.client.track_operation("what the chief waits for"):
             time.sleep(100)
 
     callback = keras.callbacks.LambdaCallback(on_train_batch_end=alone)

@@ -10,7 +10,7 @@ import numpy as np
 
 import keras_strategy as ks
 from keras_strategy.core.context import distributed_replica
-from keras_strategy.core.own_attributes import whose_turn
+from keras_strategy.core.own_attributes import current_attributes
 from tests.workers.jobs import digits, in_charge, weights
 
 EAGER = ks.RunOptions(compile=False)
@@ -165,7 +165,7 @@ def values_of_runs() -> dict:
         "total": float(np.max(keras.ops.convert_to_numpy(total))),
         "part": first(strategy.run(lambda: parts, options=EAGER)),
         "written": float(written),
-        "turn": whose_turn() is not None,
+        "turn": current_attributes() is not None,
     }
 
 

@@ -40,7 +40,7 @@ def train(shard: str | None, folder: str, alone: bool = False) -> dict[str, Any]
         folder: Where files go.
         alone: Whether on one device, as the reference.
     """
-    aside.LEAST_BYTES = 0  # of which this model has none
+    aside.MIN_SPILL_BYTES = 0  # of which this model has none
     if keras.backend.backend() == "jax":
         # As it makes variables of more than 250 MB on all devices together.
         core = importlib.import_module(keras.Variable.__mro__[1].__module__)

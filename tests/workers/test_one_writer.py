@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_strategy.rules.one_writer import replaced
+from keras_strategy.rules.one_writer import atomic_write_path
 from tests.workers import jobs
 
 
@@ -110,7 +110,7 @@ with replaced(sys.argv[1]) as path:
     end = program(killed, target)
     assert end.exit_status == -signal.SIGKILL, end.output
     assert [file.name for file in folder.iterdir()] == [".model.keras.part"]
-    with replaced(str(target)) as path:
+    with atomic_write_path(str(target)) as path:
         pathlib.Path(path).write_text("all of it")
     assert [file.name for file in folder.iterdir()] == ["model.keras"]
     assert target.read_text() == "all of it"

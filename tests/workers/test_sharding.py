@@ -7,7 +7,7 @@ from keras_strategy.core.registry import get_engine
 from keras_strategy.testing import WorkerRunner
 from tests.workers import sharding_jobs as jobs
 
-MODES = [s for s in ("optimizer", "parameters") if not get_engine().refusal_of_shard(s)]
+MODES = [s for s in ("optimizer", "parameters") if not get_engine().sharding_unsupported_reason(s)]
 
 
 @pytest.mark.parametrize("shard", MODES)

@@ -48,14 +48,14 @@ def _topology() -> list:
     resolver = ks.cluster_resolver.TFConfigClusterResolver()
     assert resolver.task_id is not None
     engine: Any = get_engine()
-    known = engine.coordinates_of_tpus
-    engine.coordinates_of_tpus = lambda: [
+    known = engine.tpu_coordinates
+    engine.tpu_coordinates = lambda: [
         (4, 2 + resolver.task_id, 0, core) for core in (0, 1)
     ]
     try:
         found = ks.tpu.experimental.initialize_tpu_system(resolver)
     finally:
-        engine.coordinates_of_tpus = known
+        engine.tpu_coordinates = known
     return [found.mesh_shape.tolist(), found.device_coordinates.tolist()]
 
 

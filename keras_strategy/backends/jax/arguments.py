@@ -24,13 +24,13 @@ from keras_strategy.backends.jax.sharded import (
     to_sharded,
 )
 from keras_strategy.rules import draws
-from keras_strategy.rules.batches import batch_of, carries_rows
-from keras_strategy.rules.reads import Identity
+from keras_strategy.rules.batches import find_batch_rows, has_batch_rows
+from keras_strategy.rules.reads import IdentityKey
 from keras_strategy.values.distributed import (
     DistributedValues,
     PerReplica,
     is_numeric_array,
-    of_another_strategy,
+    wrong_strategy_error,
 )
 from keras_strategy.values.keys import is_same, value_key
 
@@ -140,7 +140,7 @@ def flatten_arguments(
 
 def _flatten_general(arguments: Any, distribution: ReplicaDistribution) -> Arguments:
     arrays, replicas, is_global = [], len(distribution.devices), True
-    batch = batch_of(*arguments)
+    batch = find_batch_rows(*arguments)
 
     def leaf(x):
         nonlocal is_global
@@ -149,7 +149,7 @@ def _flatten_general(arguments: Any, distribution: ReplicaDistribution) -> Argum
                 isinstance(x, ShardedPerReplica) and x.belongs_to(distribution)
             )
             if x.count != replicas:
-                raise of_another_strategy(x, "run", replicas)
+                raise wrong_strategy_error(x, "run", replicas)
             if isinstance(x, UnevenPerReplica):
                 raise DifferentReplicas(x)
             if isinstance(x, ShardedPerReplica) or all(map(is_array, x.values)):
@@ -157,7 +157,7 @@ def _flatten_general(arguments: Any, distribution: ReplicaDistribution) -> Argum
                 arrays.append(value.array)
                 if value.scalars:
                     return _SCALARS
-                has_rows = batch is not None and carries_rows(x)
+                has_rows = batch is not None and has_batch_rows(x)
                 return _BATCH_ROWS if has_rows else _COMPONENTS
             first = x.values[0]
             if all(is_same(c, first) for c in x.values[1:]):
@@ -241,4 +241,4 @@ def _sharded(
 
 def _constant_key(value: Any) -> Any:
     key = value_key(value)
-    return Identity(value) if key is None else key
+    return IdentityKey(value) if key is None else key

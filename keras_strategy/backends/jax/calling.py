@@ -43,7 +43,7 @@ class ProgramCaller:
             with _dispatch_lock:
                 outputs, totals = self._call(program, arrays)
         else:
-            with _dispatch_lock, self._workers.waiting(f"strategy.run({program.name})"):
+            with _dispatch_lock, self._workers.track_operation(f"strategy.run({program.name})"):
                 # The devices run the previous call while Python prepared this one.
                 jax.block_until_ready(self._previous)
                 outputs, totals = self._call(program, arrays)

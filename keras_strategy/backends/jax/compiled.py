@@ -26,10 +26,10 @@ from keras_strategy.backends.jax.programs import (
 )
 from keras_strategy.backends.jax.threaded import EagerRunner
 from keras_strategy.backends.jax.workers import JaxWorkers
-from keras_strategy.core.own_attributes import set_for_nobody
+from keras_strategy.core.own_attributes import discard_attribute_changes
 from keras_strategy.hooks.adoption import adopt
 from keras_strategy.rules import first_values
-from keras_strategy.rules.known_functions import KnownFunctions
+from keras_strategy.rules.known_functions import CompileCache
 
 if TYPE_CHECKING:
     from keras_strategy.core.strategy import Strategy
@@ -53,7 +53,7 @@ class Runner:
         self._eager = EagerRunner(strategy, devices, distribution, workers)
         self._caller = ProgramCaller(distribution, workers)
         self._compiler = Compiler(strategy, devices, distribution)
-        self._functions = KnownFunctions(Function)
+        self._functions = CompileCache(Function)
 
     def run(
         self,
@@ -64,7 +64,7 @@ class Runner:
         scope: Callable[[], AbstractContextManager[Any]],
     ) -> Any:
         """Implement `ReplicaGroup.run`."""
-        function = self._functions.find(fn, compiled)
+        function = self._functions.get(fn, compiled)
         arguments = None
         if compiled:
             try:
@@ -110,7 +110,7 @@ class Runner:
         if arguments is None:
             self._trace_for_variables(fn, function, args, kwargs)
             result = self._eager.run(fn, args, kwargs, function.draws)
-            self._functions.called(fn)
+            self._functions.refresh(fn)
             return result
 
         def attempt():
@@ -124,7 +124,7 @@ class Runner:
             program = self._compiler.compile(fn, function, arguments)
             result = self._caller.call(program, arguments.arrays)
             function.add_program(program, arguments.key, fn)
-            self._functions.called(fn)
+            self._functions.refresh(fn)
             return result
 
         try:
@@ -152,7 +152,7 @@ class Runner:
         if arguments is not None and self._cached(function, arguments) is not None:
             return True
         described = describe_arguments((args, kwargs), self._distribution)
-        return cluster.differences("strategy.run", described) is None
+        return cluster.values_if_different("strategy.run", described) is None
 
     def _trace_for_variables(
         self, fn: Callable[..., Any], function: Function, args: tuple, kwargs: dict
@@ -167,7 +167,7 @@ class Runner:
 
         def attempt():
             arguments = flatten_arguments(args, kwargs, self._distribution)
-            with set_for_nobody():
+            with discard_attribute_changes():
                 program = self._compiler.compile(fn, function, arguments)
                 values = self._caller.variable_arrays(program)
                 jax.eval_shape(program.call, *values, arguments.arrays)
@@ -193,7 +193,7 @@ class Runner:
                 except NewVariables:
                     # Initialize the variables that the trace created.
                     keras_state.initialize_pending()
-                    first_values.settle()
+                    first_values.broadcast_pending_values()
                     paths = [v.path for v in function.variables.values()]
                     adopt(self._strategy, function.assigned())
         except BaseException:

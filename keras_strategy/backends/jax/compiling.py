@@ -29,14 +29,14 @@ from keras_strategy.backends.jax.replica import JaxReplica
 from keras_strategy.backends.jax.splitting import LocalShards, partition_specs
 from keras_strategy.backends.jax.state import without_weak_type
 from keras_strategy.core import context
-from keras_strategy.core.components import bare
+from keras_strategy.core.components import unwrap_variables
 from keras_strategy.core.replica_context import ReplicaContext
 from keras_strategy.core.row_range import RowRange
 from keras_strategy.core.step_state import StepState
-from keras_strategy.rules.aggregation import is_on_read
-from keras_strategy.rules.batches import traced_step
-from keras_strategy.rules.ownership import require_own_parts, strategy_of_variable
-from keras_strategy.rules.reads import Identity
+from keras_strategy.rules.aggregation import is_sync_on_read
+from keras_strategy.rules.batches import traced_step_state
+from keras_strategy.rules.ownership import check_sync_on_read_owner, strategy_of_variable
+from keras_strategy.rules.reads import IdentityKey
 
 if TYPE_CHECKING:
     from keras_strategy.core.strategy import Strategy
@@ -71,15 +71,15 @@ class Compiler:
         """Create a program that passes the variables recorded so far."""
         function.renew_seed()
         mirrored = [
-            (key, v) for key, v in function.variables.items() if not is_on_read(v)
+            (key, v) for key, v in function.variables.items() if not is_sync_on_read(v)
         ]
         for variable in function.variables.values():
-            if is_on_read(variable):
-                require_own_parts(self._strategy, variable)
+            if is_sync_on_read(variable):
+                check_sync_on_read_owner(self._strategy, variable)
         program = Program(
             written=[v for key, v in mirrored if key in function.written],
             read=[v for key, v in mirrored if key not in function.written],
-            local=[v for v in function.variables.values() if is_on_read(v)],
+            local=[v for v in function.variables.values() if is_sync_on_read(v)],
             foreign=[
                 v
                 for _, v in mirrored
@@ -116,12 +116,12 @@ class Compiler:
             args, kwargs = arguments.restore(tensors)
             # JAX may trace again at any call, even outside of every scope.
             with (
-                context.strategy_in_charge(self._strategy),
+                context.cross_replica_scope(self._strategy),
                 self._distribution.scope(),
-                context.replica_in_charge(ReplicaContext(self._strategy, replica)),
+                context.replica_scope(ReplicaContext(self._strategy, replica)),
                 scope,
             ):
-                result = bare(fn(*args, **kwargs))
+                result = unwrap_variables(fn(*args, **kwargs))
             if function.record(scope) or not program.covers(scope):
                 raise NewVariables
             outputs, totals = [], []
@@ -145,7 +145,7 @@ class Compiler:
 
             local = new_values(program.local)
             return (
-                Outputs(Identity(structure), outputs),
+                Outputs(IdentityKey(structure), outputs),
                 totals,
                 list(map(shards.shard, new_values(program.written), written_dims)),
                 [x[None] for x in local],
@@ -208,7 +208,7 @@ class Compiler:
             args, kwargs = arguments.restore(tensors)
             fn(*args, **kwargs)
 
-        return traced_step(rows, function.draws, call, tensors, batch_indices)
+        return traced_step_state(rows, function.draws, call, tensors, batch_indices)
 
     def _needs_total(self, output: Any, replica: JaxReplica) -> bool:
         """Return True if the program also returns an output's sum, for `reduce`.

@@ -38,7 +38,7 @@ def connect(cluster: Cluster) -> None:
         host = "127.0.0.1"
         if not (cluster.is_local or cluster.is_chief):
             host = cluster.addresses[0].rpartition(":")[0]
-        seconds = int(cluster.member.timeout_seconds) + _EXTRA_TIMEOUT_SECONDS
+        seconds = int(cluster.client.timeout_seconds) + _EXTRA_TIMEOUT_SECONDS
         try:
             jax.distributed.initialize(
                 coordinator_address=f"{host}:{port}",
@@ -62,7 +62,7 @@ def connect(cluster: Cluster) -> None:
             ) from error
     if cluster.is_chief:
         # The chief hosts JAX's coordinator, which the others need until they end.
-        cluster.member.at_leave(jax.distributed.shutdown)
+        cluster.client.on_leave(jax.distributed.shutdown)
     if cluster.is_local:
         _bind_gloo_to_loopback()
     nccl = cluster.options.implementation is CommunicationImplementation.NCCL
@@ -98,7 +98,7 @@ def _check_same_cluster(cluster: Cluster) -> None:
 def _port(cluster: Cluster) -> Iterator[int]:
     """Context manager that reserves the coordinator's port on the chief."""
     if not cluster.is_chief:
-        yield int(cluster.agree(_PORT, None)[0])
+        yield int(cluster.exchange(_PORT, None)[0])
         return
     with socket.socket() as reserved:
         # gRPC, which sets this option too, can bind the reserved port.
@@ -106,7 +106,7 @@ def _port(cluster: Cluster) -> Iterator[int]:
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         reserved.bind(("127.0.0.1" if cluster.is_local else "", 0))
         port = reserved.getsockname()[1]
-        cluster.agree(_PORT, port)
+        cluster.exchange(_PORT, port)
         yield port
 
 

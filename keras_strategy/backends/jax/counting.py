@@ -117,7 +117,7 @@ def shares(train: Callable[[int], None], steps: int) -> tuple[float, float] | No
         if "hlo_op" in stats
     ]
     first = min((device for device, *_ in events), default=0)
-    return spans.shares(
+    return spans.compute_and_comm_fractions(
         (*span, bool(_COLLECTIVE.match(name)))
         for device, name, span in events
         if device == first

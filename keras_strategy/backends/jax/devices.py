@@ -22,7 +22,7 @@ def list_devices(device_type: str | None = None) -> list[str]:
     return [f"{_kind_of(device)}:{i}" for i, device in enumerate(devices)]
 
 
-def coordinates_of_tpus() -> list[tuple[int, int, int, int]]:
+def tpu_coordinates() -> list[tuple[int, int, int, int]]:
     """Return the mesh coordinates of the local TPU devices: x, y, z and core."""
     try:
         devices: list[Any] = jax.local_devices(backend="tpu")

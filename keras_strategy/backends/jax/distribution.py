@@ -19,12 +19,12 @@ from jax.experimental.sparse import JAXSparse
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_strategy.backends.jax.devices import device_named, devices_of_worker
-from keras_strategy.input.own_rows import OwnRows
-from keras_strategy.rules.aggregation import is_on_read
+from keras_strategy.input.own_rows import LocalRows
+from keras_strategy.rules.aggregation import is_sync_on_read
 from keras_strategy.rules.ownership import strategy_of_variable
-from keras_strategy.rules.sharding import Split, Splitting, note_split, split_of
+from keras_strategy.rules.sharding import ShardSpec, VariableSharding, set_shard_spec, shard_spec_of
 from keras_strategy.values.logical_devices import prime_factors
-from keras_strategy.values.topology import Topology
+from keras_strategy.values.topology import ReplicaTopology
 from keras_strategy.workers.cluster import Cluster
 
 logger = logging.getLogger("keras_strategy")
@@ -79,7 +79,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         home: str | None = None,
     ):
         self.cluster = cluster
-        self.topology = Topology(devices, cluster)
+        self.topology = ReplicaTopology(devices, cluster)
         self.devices = [device_named(name) for name in devices]
         self.replicas = self.topology.num_replicas
         self.mesh: jax.sharding.Mesh = self._set_mesh()
@@ -98,7 +98,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
             )
             self.home = NamedSharding(self._home_mesh.backend_mesh, PartitionSpec())
         self.shard = shard
-        self._splitting = Splitting(shard, self.replicas)
+        self._splitting = VariableSharding(shard, self.replicas)
 
         _, *logical = self.mesh.axis_names
         factors = prime_factors(self.replicas) or [1]
@@ -130,20 +130,20 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         return super().get_data_layout(data_shape)
 
     def get_variable_layout(self, variable: Any) -> Any:
-        if self._home_mesh is not None and not is_on_read(variable):
+        if self._home_mesh is not None and not is_sync_on_read(variable):
             axes = [None] * len(variable.shape)
             return keras.distribution.TensorLayout(axes, self._home_mesh)
-        split = self._splitting.of(variable)
-        note_split(variable, split)
-        if split is not None and split.dimension is None and split.parts > 1:
+        split = self._splitting.spec_for(variable)
+        set_shard_spec(variable, split)
+        if split is not None and split.dimension is None and split.num_shards > 1:
             return self._sharding(split)
         dim = None if split is None else split.dimension
         axes = [AXIS if i == dim else None for i in range(len(variable.shape))]
         return keras.distribution.TensorLayout(axes, self.device_mesh)
 
-    def _split_of(self, variable: Any) -> Split | None:
+    def _split_of(self, variable: Any) -> ShardSpec | None:
         """Return how this strategy shards a variable; None if it does not."""
-        split, strategy = split_of(variable), strategy_of_variable(variable)
+        split, strategy = shard_spec_of(variable), strategy_of_variable(variable)
         if split is None or strategy is None:
             return None
         group = strategy.extended.group
@@ -190,7 +190,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         return keras.tree.map_structure(move, arrays)
 
     def _sharding(
-        self, split: Split, logical: Sequence[tuple[str, ...]] = ()
+        self, split: ShardSpec, logical: Sequence[tuple[str, ...]] = ()
     ) -> NamedSharding:
         """Return the sharding of a sharded variable.
 
@@ -202,7 +202,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
             mesh, replica_axes = self.mesh, [(AXIS, split.dimension)]
         else:
             # The same devices in the same order, so one program can use both meshes.
-            mesh = self.mesh if split.parts == 1 else self.factors
+            mesh = self.mesh if split.num_shards == 1 else self.factors
             names = (f"{AXIS}_{i}" for i in range(len(split.by_factors)))
             replica_axes = list(zip(names, split.by_factors, strict=True))
         axes = dict(enumerate(logical))
@@ -220,11 +220,11 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         Sparse matrices are replicated, because their entries are in no order of rows.
 
         Args:
-            batch: A structure of arrays and None, or the `OwnRows` of this worker.
+            batch: A structure of arrays and None, or the `LocalRows` of this worker.
             steps_in_front: The first axis holds the steps that Keras executes at once,
                 the second one the rows.
         """
-        if isinstance(batch, OwnRows):
+        if isinstance(batch, LocalRows):
             return keras.tree.map_structure(
                 functools.partial(self._global_rows, rows=batch), batch.batch
             )
@@ -251,11 +251,11 @@ class ReplicaDistribution(keras.distribution.DataParallel):
                 leaves[i] = put(leaf, sharding)
         return keras.tree.pack_sequence_as(batch, leaves)
 
-    def _global_rows(self, leaf: Any, rows: OwnRows) -> Any:
+    def _global_rows(self, leaf: Any, rows: LocalRows) -> Any:
         """Return a global array of each worker's local rows, without communication."""
         if leaf is None:
             return None
-        if rows.total % self.replicas:
+        if rows.global_rows % self.replicas:
             return put(leaf, self.everywhere)
 
         first = rows.bounds[0][0]
@@ -265,7 +265,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
             begin, end = device_slice.start - first, device_slice.stop - first
             return leaf[(slice(begin, end), *others)]
 
-        shape = (rows.total, *leaf.shape[1:])
+        shape = (rows.global_rows, *leaf.shape[1:])
         return jax.make_array_from_callback(shape, self.split, device_rows)
 
     def join_shards(self, shards: Sequence[jax.Array]) -> jax.Array:
@@ -314,8 +314,8 @@ class ReplicaDistribution(keras.distribution.DataParallel):
                     self.replicas,
                 )
             yield batch
-            if isinstance(batch, OwnRows):
-                previous = batch.total
+            if isinstance(batch, LocalRows):
+                previous = batch.global_rows
                 continue
             first = batch
             while isinstance(first, tuple | list) and first:
@@ -340,7 +340,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
             "(%s): a JAX program needs equally many rows on each device. The result is "
             "correct. To avoid the transfer, give each worker batches of the same "
             "number of rows, a multiple of %d.",
-            self.cluster.listed(counts),
+            self.cluster.format_by_worker(counts),
             len(self.devices),
         )
 

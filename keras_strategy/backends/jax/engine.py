@@ -13,9 +13,9 @@ from jax.core import Tracer
 
 from keras_strategy.backends.jax import connection, devices, gradients
 from keras_strategy.backends.jax.distribution import in_program
-from keras_strategy.core.context import Trial
+from keras_strategy.core.context import DryRun
 from keras_strategy.hooks.rehearsal import rehearsing, with_rows
-from keras_strategy.values.distributed import DistributedValues, is_no_tensor
+from keras_strategy.values.distributed import DistributedValues, raise_not_a_tensor
 
 if TYPE_CHECKING:
     from keras_strategy.backends.jax.group import JaxReplicaGroup
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Keras converts unknown types with NumPy.
 _protocol: Any = DistributedValues
-_protocol.__array__ = is_no_tensor
+_protocol.__array__ = raise_not_a_tensor
 
 
 class JaxEngine:
@@ -36,14 +36,14 @@ class JaxEngine:
     def list_devices(self, device_type: str | None = None) -> list[str]:
         return devices.list_devices(device_type)
 
-    def refusal_of_shard(self, shard: str) -> None:
+    def sharding_unsupported_reason(self, shard: str) -> None:
         return None
 
-    def refusal_of_logical_devices(self) -> None:
+    def logical_devices_unsupported_reason(self) -> None:
         return None
 
-    def coordinates_of_tpus(self) -> list[tuple[int, int, int, int]]:
-        return devices.coordinates_of_tpus()
+    def tpu_coordinates(self) -> list[tuple[int, int, int, int]]:
+        return devices.tpu_coordinates()
 
     def set_logical_devices(self, device_type: str, count: int) -> None:
         devices.set_logical_devices(count)
@@ -55,7 +55,7 @@ class JaxEngine:
     def is_tensor(self, value: Any) -> bool:
         return keras.ops.is_tensor(value)
 
-    def number(self, value: Any) -> int:
+    def static_int(self, value: Any) -> int:
         return int(value)
 
     def memory_order(self, x: Any) -> None:
@@ -64,14 +64,14 @@ class JaxEngine:
     def ones(self, shape: Sequence[Any], like: Any, order: None) -> Any:
         return jnp.ones(shape, like.dtype)
 
-    def draw_part(
+    def draw_slice(
         self, name: str, given: dict[str, Any], begin: Any, seed: Callable[[], Any]
     ) -> None:
         return None
 
-    def rehearse(
+    def dry_run(
         self, fn: Callable[..., Any], args: tuple, kwargs: dict, rows: int
-    ) -> Trial:
+    ) -> DryRun:
         def zeros_with_rows(x):
             return jnp.zeros((rows, *x.shape[1:]), x.dtype)
 
@@ -83,7 +83,7 @@ class JaxEngine:
             jax.eval_shape(traced)  # shapes are enough
         return trial
 
-    def copies_to_derive_by(
+    def gradient_variable_copies(
         self, variables: Sequence[Any], layers: Iterable[Any]
     ) -> contextlib.AbstractContextManager[list[tuple[Any, Any]]]:
         return contextlib.nullcontext([])
@@ -105,7 +105,7 @@ class JaxEngine:
             return None
         return devices.name_of(next(iter(jnp.asarray(tensor).devices())))
 
-    def in_trace(self) -> bool:
+    def is_tracing(self) -> bool:
         return in_program()
 
     def value_and_grad(
@@ -113,7 +113,7 @@ class JaxEngine:
     ) -> Callable[..., Any]:
         return gradients.value_and_grad(fn, variables, has_aux)
 
-    def hook_modules(self) -> Sequence[ModuleType]:
+    def patch_modules(self) -> Sequence[ModuleType]:
         # Imported late, here and below: these modules import this package.
         from keras_strategy.backends.jax import (
             hooks,
@@ -151,17 +151,17 @@ class JaxEngine:
     def checkpoints(self, thing: Any, folder: Any, cluster: Any) -> None:
         return None
 
-    def count(self, train: Any, steps: int) -> tuple[int, int, int, int]:
+    def count_operations(self, train: Any, steps: int) -> tuple[int, int, int, int]:
         from keras_strategy.backends.jax import counting
 
         return counting.count(train, steps)
 
-    def shares(self, train: Any, steps: int) -> tuple[float, float] | None:
+    def compute_and_comm_fractions(self, train: Any, steps: int) -> tuple[float, float] | None:
         from keras_strategy.backends.jax import counting
 
         return counting.shares(train, steps)
 
-    def require_loop_in_python(self) -> None:
+    def require_eager_loop(self) -> None:
         pass
 
     def connect(self, cluster: "Cluster") -> None:
@@ -177,5 +177,5 @@ class JaxEngine:
         from keras_strategy.backends.jax.group import JaxReplicaGroup
 
         if cross_device_ops is not None:
-            cross_device_ops.say_that_it_has_no_effect("jax")
+            cross_device_ops.log_no_effect("jax")
         return JaxReplicaGroup(strategy, devices, cluster)

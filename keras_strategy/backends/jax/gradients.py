@@ -8,7 +8,7 @@ import keras
 from keras import tree
 
 from keras_strategy.backends.jax import hooks_state as keras_state
-from keras_strategy.core.components import bare
+from keras_strategy.core.components import unwrap_variables
 
 
 class ChildScope(keras.StatelessScope):
@@ -52,7 +52,7 @@ def value_and_grad(
                 result = fn(*args, **kwargs)
                 value, aux = result if has_aux else (result, None)
                 value = keras.ops.convert_to_tensor(value)
-                aux = bare(aux)
+                aux = unwrap_variables(aux)
             written = list(inner.written.values())
             # Tensors must leave the trace as outputs.
             tensors = [x for x in tree.flatten(aux) if keras.ops.is_tensor(x)]

@@ -37,13 +37,13 @@ from keras_strategy.backends.jax.sharded import (
 from keras_strategy.backends.jax.splitting import gather_variable
 from keras_strategy.backends.jax.state import no_value_error
 from keras_strategy.backends.jax.workers import JaxWorkers
-from keras_strategy.backends.threads.hooks import keras_scope
+from keras_strategy.backends.threads.hooks import current_stateless_scope
 from keras_strategy.backends.threads.scopes import MergedScope
-from keras_strategy.core.components import VariableComponent, bare, update_components
-from keras_strategy.core.own_attributes import notice
+from keras_strategy.core.components import VariableComponent, unwrap_variables, update_components
+from keras_strategy.core.own_attributes import setattr_hooks
 from keras_strategy.core.registry import get_engine
 from keras_strategy.rules import first_values
-from keras_strategy.rules.aggregation import is_on_read
+from keras_strategy.rules.aggregation import is_sync_on_read
 from keras_strategy.values.distributed import (
     DistributedValues,
     Mirrored,
@@ -89,9 +89,9 @@ class JaxReplicaGroup:
         for variable in variables:
             layout = self.distribution.get_variable_layout(variable)
             keras_state.set_layout(variable, layout)
-        first_values.take_chiefs(self._strategy, variables)
+        first_values.broadcast_from_chief(self._strategy, variables)
 
-    def take_first(self, variables: Sequence[Any]) -> int:
+    def sync_initial_values(self, variables: Sequence[Any]) -> int:
         if self.workers is None or not variables:
             return len(variables)
         # Sharded variables received the chief's value when they were created.
@@ -99,7 +99,7 @@ class JaxReplicaGroup:
             np.asarray(array) if array.is_fully_replicated else np.zeros(0)
             for array in keras_state.arrays_of(variables)
         ]
-        chiefs = self.workers.take_chiefs("the first values of variables", arrays)
+        chiefs = self.workers.broadcast_if_different("the first values of variables", arrays)
         for variable, value in zip(variables, chiefs, strict=False):
             if value is not None:
                 keras_state.set_array(
@@ -108,13 +108,13 @@ class JaxReplicaGroup:
         return len(chiefs)
 
     @contextlib.contextmanager
-    def around(
+    def trainer_scope(
         self, model: Any, method: str, arguments: dict[str, Any]
     ) -> Iterator[None]:
         if method in ("fit", "train_on_batch"):
             self._check_no_custom_sums(method)
         if method in ("fit", "evaluate", "predict"):
-            notice.end()  # replicas take turns in `run` only
+            setattr_hooks.end()  # replicas take turns in `run` only
         if method == "predict_on_batch":
             # Keras does not distribute this batch.
             arguments["x"] = self.distribution.place_batch(arguments["x"])
@@ -128,7 +128,7 @@ class JaxReplicaGroup:
             raise
 
     def _check_no_custom_sums(self, method: str) -> None:
-        if self._strategy.extended.own_sums is not None:
+        if self._strategy.extended.custom_reducer is not None:
             raise RuntimeError(
                 f"`{method}` on JAX is one program over all devices, in which XLA sums "
                 "the gradients: your `cross_device_ops` would not be called. Train "
@@ -136,17 +136,17 @@ class JaxReplicaGroup:
                 "`cross_device_ops`."
             )
 
-    def check_apply_outside_of_replicas(self) -> None:
+    def check_cross_replica_apply(self) -> None:
         pass
 
     def components(self, variable: Any) -> tuple[Any, ...]:
         if in_program():
-            return self.parts(variable).values
-        scope = keras_scope()
+            return self.per_replica_value(variable).values
+        scope = current_stateless_scope()
         if isinstance(scope, MergedScope):
             return tuple(scope.components(variable))
-        first_values.settle()
-        if is_on_read(variable):
+        first_values.broadcast_pending_values()
+        if is_sync_on_read(variable):
             stacked = replica_values(variable, self.distribution)
             return tuple(x[0] for x in local_shards(stacked, self.distribution))
         array = keras_state.array_of(variable)
@@ -158,14 +158,14 @@ class JaxReplicaGroup:
         # Copied, because the next step donates the variable's array.
         return tuple(map(jnp.copy, local_shards(array, self.distribution)))
 
-    def bytes_of(self, variable: Any) -> tuple[int, ...]:
+    def local_bytes(self, variable: Any) -> tuple[int, ...]:
         array = keras_state.array_of(variable)
         if array is None:
             raise no_value_error(variable)
         by_device = {s.device: s.data.nbytes for s in array.addressable_shards}
         return tuple(by_device.get(device, 0) for device in self.distribution.devices)
 
-    def parts(self, variable: Any) -> PerReplica:
+    def per_replica_value(self, variable: Any) -> PerReplica:
         if in_program():
             return TracedPerReplica(component_of(variable))
         return PerReplica(self.components(variable))
@@ -178,12 +178,12 @@ class JaxReplicaGroup:
             jnp.copy(jax.device_put(value, device))
             for value, device in zip(values, devices, strict=True)
         ]
-        scope = keras_scope()
+        scope = current_stateless_scope()
         if isinstance(scope, MergedScope):
             scope.assign_components(variable, values)
             return
-        first_values.settle()
-        if is_on_read(variable):
+        first_values.broadcast_pending_values()
+        if is_sync_on_read(variable):
             set_local_values(variable, values, self.distribution)
             return
         array = self.distribution.global_array(
@@ -211,7 +211,7 @@ class JaxReplicaGroup:
 
         component = argument(variable)
         args, kwargs = tree.map_structure(argument, (args, kwargs))
-        result = bare(fn(component, *args, **kwargs))
+        result = unwrap_variables(fn(component, *args, **kwargs))
         for component in components.values():
             if component.assigned:
                 write_component(component.container, component.value)
@@ -260,6 +260,6 @@ class JaxReplicaGroup:
         result = place(parts, self.distribution, alike)
         return result if self.distribution.replicas > 1 else self._unwrap_single(result)
 
-    def lay_out(self, tensor: Any, parts: Sequence[int]) -> Any:
+    def shard_tensor(self, tensor: Any, parts: Sequence[int]) -> Any:
         assert isinstance(self.distribution, LogicalDistribution)
         return self.distribution.constrain(tensor, parts)

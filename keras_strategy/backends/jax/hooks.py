@@ -111,11 +111,11 @@ def _make_function(original, distribution, self, force=False):
 
 
 def _multi_worker_step(step: Callable, kind: str, distribution: Any) -> Callable:
-    member = distribution.cluster.member
+    member = distribution.cluster.client
     previous: list[Any] = []
 
     def function(state, iterator):
-        with member.waiting(f"the {kind} step"):
+        with member.track_operation(f"the {kind} step"):
             # Python prepares one step while the devices run the previous one.
             jax.block_until_ready(previous)
             outputs, state = step(state, iterator)
@@ -143,7 +143,7 @@ def _multi_worker_step(step: Callable, kind: str, distribution: Any) -> Callable
 )
 def _get_metrics_result_or_logs(original, distribution, self, logs):
     """Wait for the last step's outputs, which `fit` reads here."""
-    with distribution.cluster.member.waiting("the last step"):
+    with distribution.cluster.client.track_operation("the last step"):
         jax.block_until_ready(logs)
     return original(self, logs)
 
@@ -192,7 +192,7 @@ def _chief_value(tensor: Any, sharding: Any) -> Any:
     if sharding.is_fully_replicated or not getattr(tensor, "is_fully_addressable", 1):
         return tensor
     workers = distribution_of_sharding(sharding).workers
-    (value,) = workers.take_chiefs("the value of a sharded variable", [tensor])
+    (value,) = workers.broadcast_if_different("the value of a sharded variable", [tensor])
     return tensor if value is None else value
 
 
@@ -208,7 +208,7 @@ def _initialize(original, strategy, self, value):
     """Use the chief's initial value on every worker."""
     original(self, value)
     if not isinstance(self._value, Tracer):
-        first_values.note(strategy, self)
+        first_values.register_initial_value(strategy, self)
 
 
 @hook(
@@ -236,8 +236,8 @@ def _value(original, self):
 
     Also broadcast pending initial values before the first read.
     """
-    if first_values.waiting and keras_state.stateless_scope() is None:
-        first_values.settle()
+    if first_values.pending_values and keras_state.stateless_scope() is None:
+        first_values.broadcast_pending_values()
     forbid_donation(self)
     return original(self)
 
@@ -286,13 +286,13 @@ def _global_seed_generator(original, distribution):
     if distributed_replica() is not None:
         generator = global_state.get_global_attribute(keras_state.SEED)
         if generator is None:
-            with context.strategy_in_charge(None):
+            with context.cross_replica_scope(None):
                 generator = keras.random.SeedGenerator()
             global_state.set_global_attribute(keras_state.SEED, generator)
         return generator
     keras.distribution.set_distribution(None)
     try:
-        with context.strategy_in_charge(None):
+        with context.cross_replica_scope(None):
             return original()
     finally:
         keras.distribution.set_distribution(distribution)

@@ -16,7 +16,7 @@ from keras_strategy.hooks.data_adapters import (
     read_ahead,
 )
 from keras_strategy.hooks.hook import home_of, hook
-from keras_strategy.input.agreement import AgreedBatches
+from keras_strategy.input.agreement import SynchronizedBatches
 
 jax_trainer = home_of(
     "JAXEpochIterator _distribute_data", "keras.src.backend.jax.trainer"
@@ -113,7 +113,7 @@ def _until_any_ends(batches: Any, iterator: Any, distribution: Any) -> Any:
         return batches
     counts = counts_of_arrays(iterator.data_adapter)
     pauses = pauses_after(iterator, batches)
-    return AgreedBatches(batches, distribution.cluster, counts, pauses, tells=True)
+    return SynchronizedBatches(batches, distribution.cluster, counts, pauses, tells=True)
 
 
 def _global_batches(iterator: Any, distribution: Any) -> GlobalBatches:

@@ -13,16 +13,16 @@ from keras_strategy.backends.jax.distribution import AXIS
 from keras_strategy.backends.jax.hooks_state import array_of, stateless_scope, write
 from keras_strategy.backends.jax.replica import JaxReplica, TracedMergedScope
 from keras_strategy.backends.jax.splitting import LocalShards, gather_variable
-from keras_strategy.backends.threads.hooks_shares import SharesScope
+from keras_strategy.backends.threads.hooks_shares import ShardedUpdateScope
 from keras_strategy.core.context import distributed_replica
 from keras_strategy.hooks.hook import hook, of_several
-from keras_strategy.rules.held_values import held_value
+from keras_strategy.rules.held_values import overridden_value
 from keras_strategy.rules.optimizer_rules import is_elementwise
 from keras_strategy.rules.ownership import strategy_of_variable
 from keras_strategy.rules.sharding import (
-    dimension_to_split,
-    making_slots,
-    note_slot,
+    dimension_to_shard,
+    creating_slots,
+    mark_as_slot,
 )
 
 
@@ -55,9 +55,9 @@ def _add_variable(original, distribution, self, *args, **kwargs):
 
     No device ever holds a whole slot. Keras would give it the layout of its weight.
     """
-    with making_slots(kwargs.pop("layout", None)):
+    with creating_slots(kwargs.pop("layout", None)):
         variable = original(self, *args, **kwargs)
-    note_slot(variable)
+    mark_as_slot(variable)
     return variable
 
 
@@ -72,7 +72,7 @@ def _array(original, distribution, self, dtype=None, copy=None):
 
     A collective, unless each worker holds all shards.
     """
-    override = held_value(self)
+    override = overridden_value(self)
     if override is not None:
         return np.array(override, dtype)
     array = gather_variable(self, distribution)
@@ -81,7 +81,7 @@ def _array(original, distribution, self, dtype=None, copy=None):
     return np.array(local, dtype)  # always a copy
 
 
-class _ShardsScope(SharesScope):
+class _ShardsScope(ShardedUpdateScope):
     """Scope in which an optimizer updates one replica's shards.
 
     Args:
@@ -145,7 +145,7 @@ def _apply_gradients(original, shards, self, grads, trainable_variables):
     weights = [v for v in self._trainable_variables if not v.overwrite_with_gradient]
     dims, variables = {}, []
     for variable in (*weights, *self.variables):
-        dim = dimension_to_split(variable.shape, shards.replicas)
+        dim = dimension_to_shard(variable.shape, shards.replicas)
         if dim is not None:
             dims[id(variable)] = dim
             variables.append(variable)

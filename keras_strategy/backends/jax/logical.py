@@ -18,10 +18,10 @@ from keras_strategy.backends.jax.distribution import (
     in_program,
 )
 from keras_strategy.core import context
-from keras_strategy.rules.sharding import layout_of_weight, note_split
+from keras_strategy.rules.sharding import layout_of_weight, set_shard_spec
 from keras_strategy.values.logical_devices import (
     LogicalDevices,
-    axes_of_parts,
+    partition_axes,
     prime_factors,
 )
 from keras_strategy.workers.cluster import Cluster
@@ -55,7 +55,7 @@ class LogicalDistribution(ReplicaDistribution):
         if self.cluster is not None:
             devices = [
                 device
-                for rank, replicas in enumerate(self._logical.of_workers)
+                for rank, replicas in enumerate(self._logical.by_worker)
                 for names in replicas
                 for device in devices_of_worker(rank, names)
             ]
@@ -75,8 +75,8 @@ class LogicalDistribution(ReplicaDistribution):
             return super().get_variable_layout(variable)
         # In addition, the replicas shard what `shard` names: shards of these parts.
         parts = [math.prod(self.mesh.shape[axis] for axis in dim) for dim in axes]
-        split = self._splitting.of(variable, parts)
-        note_split(variable, split)
+        split = self._splitting.spec_for(variable, parts)
+        set_shard_spec(variable, split)
         # Keras's TensorLayout does not support two axes for one dimension.
         if split is None:
             return NamedSharding(self.mesh, PartitionSpec(*axes))
@@ -92,12 +92,12 @@ class LogicalDistribution(ReplicaDistribution):
                 tuple(a for a in dim if a.startswith(LOGICAL_PREFIX)) for dim in spec
             ]
         layouts = self._logical.layouts
-        parts = None if layouts is None else layouts.parts_of(variable)
+        parts = None if layouts is None else layouts.partitions_of(variable)
         return None if parts is None else self._axis_names(parts)
 
     def on_training(self) -> None:
         if self._logical.layouts is not None:
-            self._logical.layouts.warn_of_unused()
+            self._logical.layouts.warn_unused()
 
     def sharding_of(self, variable: Any) -> NamedSharding:
         sharding = keras_state.sharding_of(variable)
@@ -154,6 +154,6 @@ class LogicalDistribution(ReplicaDistribution):
         return jax.lax.with_sharding_constraint(tensor, NamedSharding(self.mesh, spec))
 
     def _axis_names(self, parts: Sequence[int]) -> list[tuple[str, ...]]:
-        axes = axes_of_parts(parts, self._logical.per_replica)
+        axes = partition_axes(parts, self._logical.per_replica)
         assert axes is not None
         return [tuple(f"{LOGICAL_PREFIX}{i}" for i in dim) for dim in axes]

@@ -2,7 +2,7 @@
 
 The variable holds the aggregated value, so reading it outside of replicas returns that.
 The replicas' values are kept beside it as one array with a leading replica dimension,
-until the variable is assigned outside of replicas: then `parts_outside` derives the
+until the variable is assigned outside of replicas: then `split_assigned_value` derives the
 replicas' values from the assigned one. A variable with aggregation "none" reads as
 replica 0's value (tf.distribute refuses to read it).
 """
@@ -17,7 +17,7 @@ import keras
 
 from keras_strategy.backends.jax import hooks_state as keras_state
 from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution, put
-from keras_strategy.rules.aggregation import parts_outside
+from keras_strategy.rules.aggregation import split_assigned_value
 
 
 def replica_values(variable: Any, distribution: ReplicaDistribution) -> jax.Array:
@@ -28,7 +28,7 @@ def replica_values(variable: Any, distribution: ReplicaDistribution) -> jax.Arra
     if aggregated is value and stacked.sharding == distribution.split:
         return stacked
     value = put(value, distribution.everywhere)
-    first, other = parts_outside(variable, value, distribution.replicas)
+    first, other = split_assigned_value(variable, value, distribution.replicas)
     return _stack_fn(distribution.split, distribution.replicas)(first, other)
 
 

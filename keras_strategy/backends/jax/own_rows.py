@@ -12,7 +12,7 @@ from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
 from keras_strategy.backends.jax.sharded import local_shards
 from keras_strategy.backends.jax.workers import JaxWorkers
 from keras_strategy.errors import WorkerInputError
-from keras_strategy.input.own_rows import OwnRows
+from keras_strategy.input.own_rows import LocalRows
 
 logger = logging.getLogger("keras_strategy")
 
@@ -25,10 +25,10 @@ class GlobalBatches:
     program has one shape on all devices.
     """
 
-    def __init__(self, batches: Iterable[OwnRows], distribution: ReplicaDistribution):
+    def __init__(self, batches: Iterable[LocalRows], distribution: ReplicaDistribution):
         self._batches = iter(batches)
         self._distribution = distribution
-        self._consumed: list[OwnRows] = []
+        self._consumed: list[LocalRows] = []
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -42,12 +42,12 @@ class GlobalBatches:
                 "entries of a sparse array are in no order of rows."
             )
         cluster = self._distribution.cluster
-        assert rows.counts is not None and cluster is not None
+        assert rows.worker_rows is not None and cluster is not None
         if _is_even(rows, self._distribution):
             return self._distribution.place_batch(rows)
-        self._distribution.warn_gathered_rows(rows.counts)
+        self._distribution.warn_gathered_rows(rows.worker_rows)
         workers = JaxWorkers(cluster, self._distribution)
-        count = rows.counts[workers.rank]
+        count = rows.worker_rows[workers.rank]
 
         def gather(leaf):
             if leaf is None:
@@ -56,20 +56,20 @@ class GlobalBatches:
 
         return self._distribution.place_batch(tree.map_structure(gather, rows.batch))
 
-    def pop_consumed(self) -> list[OwnRows]:
+    def pop_consumed(self) -> list[LocalRows]:
         """Return the batches consumed since the last call."""
         consumed, self._consumed = self._consumed, []
         return consumed
 
 
-def _is_even(rows: OwnRows, distribution: ReplicaDistribution) -> bool:
+def _is_even(rows: LocalRows, distribution: ReplicaDistribution) -> bool:
     """Return True if the workers' rows form a global batch without communication."""
-    assert rows.counts is not None
-    return len(set(rows.counts)) == 1 and not rows.counts[0] % len(distribution.devices)
+    assert rows.worker_rows is not None
+    return len(set(rows.worker_rows)) == 1 and not rows.worker_rows[0] % len(distribution.devices)
 
 
 def local_predictions(
-    distribution: ReplicaDistribution, batches: Sequence[OwnRows], predictions: Any
+    distribution: ReplicaDistribution, batches: Sequence[LocalRows], predictions: Any
 ) -> Any:
     """Return the predictions of this worker's rows.
 
@@ -78,7 +78,7 @@ def local_predictions(
         batches: The predicted batches.
         predictions: The predictions of all rows, batch after batch.
     """
-    total = sum(rows.total for rows in batches)
+    total = sum(rows.global_rows for rows in batches)
     if not hasattr(predictions, "shape") or predictions.shape[:1] != (total,):
         raise ValueError(
             "If workers read local rows, `predict` returns the predictions of these "
@@ -94,5 +94,5 @@ def local_predictions(
     for rows in batches:
         first, end = rows.bounds[0][0], rows.bounds[-1][1]
         parts.append(predictions[offset + first : offset + end])
-        offset += rows.total
+        offset += rows.global_rows
     return np.concatenate(parts)

@@ -10,13 +10,13 @@ import keras
 
 from keras_strategy.backends.jax import hooks_state as keras_state
 from keras_strategy.hooks.variables import stored_dtype
-from keras_strategy.rules.draws import KnownDraws
+from keras_strategy.rules.draws import BatchDimCache
 from keras_strategy.rules.known_functions import (
     MANY_PROGRAMS,
-    PROGRAMS,
-    warn_of_many_programs,
+    MAX_PROGRAMS,
+    warn_many_programs,
 )
-from keras_strategy.rules.reads import Identity
+from keras_strategy.rules.reads import IdentityKey
 
 
 class RunScope(keras.StatelessScope):
@@ -59,7 +59,7 @@ class Function:
         self.written: set[int] = set()
         self.seed: Any = None
         self.programs: OrderedDict[Any, Program] = OrderedDict()
-        self.draws = KnownDraws()
+        self.draws = BatchDimCache()
         self.is_traced = False
         self._warned = False
 
@@ -97,11 +97,11 @@ class Function:
     def add_program(self, program: "Program", key: Any, fn: Any) -> None:
         """Cache a program, and evict the oldest one if there are too many."""
         self.programs[key] = program
-        if len(self.programs) > PROGRAMS:
+        if len(self.programs) > MAX_PROGRAMS:
             self.programs.popitem(last=False)
         if len(self.programs) > MANY_PROGRAMS and not self._warned:
             self._warned = True
-            warn_of_many_programs(fn, len(self.programs))
+            warn_many_programs(fn, len(self.programs))
 
 
 class Outputs(NamedTuple):
@@ -115,7 +115,7 @@ class Outputs(NamedTuple):
         arrays: The arrays of the Tensor leaves, in order.
     """
 
-    structure: Identity
+    structure: IdentityKey
     arrays: Sequence[Any]
 
 

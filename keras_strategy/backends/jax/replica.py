@@ -16,11 +16,11 @@ from keras_strategy.backends.jax.distribution import AXIS
 from keras_strategy.backends.jax.on_read import aggregate
 from keras_strategy.backends.jax.splitting import LocalShards
 from keras_strategy.core import context
-from keras_strategy.core.own_attributes import set_for_all
+from keras_strategy.core.own_attributes import set_on_all_replicas
 from keras_strategy.core.step_state import StepState
-from keras_strategy.rules.aggregation import is_on_read, parts_outside
-from keras_strategy.rules.reduction import addable
-from keras_strategy.rules.row_weights import weighted
+from keras_strategy.rules.aggregation import is_sync_on_read, split_assigned_value
+from keras_strategy.rules.reduction import cast_for_sum
+from keras_strategy.rules.row_weights import apply_row_weight
 from keras_strategy.values.distributed import (
     DistributedValues,
     Mirrored,
@@ -63,7 +63,7 @@ class JaxReplica:
         return jax.lax.axis_index(AXIS)
 
     def all_reduce(self, reduce_op: ReduceOp, value: Any) -> Any:
-        value = addable(value)
+        value = cast_for_sum(value)
         if reduce_op is ReduceOp.SUM:
             return jax.lax.psum(value, AXIS)
         return jax.lax.pmean(value, AXIS)
@@ -88,17 +88,17 @@ class JaxReplica:
 
         args, kwargs = tree.map_structure(wrap, (args, kwargs))
         replicas = self._strategy.num_replicas_in_sync
-        with context.strategy_in_charge(self._strategy), TracedMergedScope(replicas):
+        with context.cross_replica_scope(self._strategy), TracedMergedScope(replicas):
             result = merge_fn(self._strategy, *args, **kwargs)
         return tree.map_structure(local_component, result)
 
     def once(self, fn: Callable[[], Any]) -> Any:
-        with set_for_all(), keras_state.outside_trace():
+        with set_on_all_replicas(), keras_state.outside_trace():
             return fn()
 
     def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
         self.is_training = True
-        tensors = [weighted(t, weight) for t in tensors]
+        tensors = [apply_row_weight(t, weight) for t in tensors]
         if self.shards is not None:
             return self.shards.all_reduce(tensors)
         return jax.lax.psum(tensors, AXIS)
@@ -131,13 +131,13 @@ class TracedMergedScope(keras.StatelessScope):
 
     def get_current_value(self, variable: Any) -> Any:
         value = self.component(variable)
-        if is_on_read(variable) and variable.aggregation != "none":
+        if is_sync_on_read(variable) and variable.aggregation != "none":
             return aggregate(variable, value)
         return value
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
-        first, other = parts_outside(variable, value, self._replicas)
+        first, other = split_assigned_value(variable, value, self._replicas)
         if first is not other:
             other = jax.numpy.where(jax.lax.axis_index(AXIS) == 0, first, other)
         self.write(variable, other)

@@ -14,11 +14,11 @@ from keras_strategy.backends.jax.replica import Traced
 from keras_strategy.backends.jax.workers import JaxWorkers
 from keras_strategy.input.parts import EvenRows
 from keras_strategy.rules.reduction import (
-    addable,
-    axes_of,
+    cast_for_sum,
+    normalize_axes,
     axes_to_reduce,
-    entries,
-    require_one_dtype,
+    num_entries,
+    check_same_dtype,
 )
 from keras_strategy.values.distributed import DistributedValues, PerReplica, ReduceOp
 
@@ -117,10 +117,10 @@ def place(
     parts: Sequence[Any], distribution: ReplicaDistribution, alike: bool | None
 ) -> PerReplica:
     """Implement `ReplicaGroup.place`."""
-    if isinstance(parts, EvenRows) and type(parts.whole) is np.ndarray:
+    if isinstance(parts, EvenRows) and type(parts.array) is np.ndarray:
         # Copied, see below.
-        dtype = jax.dtypes.canonicalize_dtype(parts.whole.dtype)
-        rows = np.array(parts.whole, dtype, copy=True)
+        dtype = jax.dtypes.canonicalize_dtype(parts.array.dtype)
+        rows = np.array(parts.array, dtype, copy=True)
         array = jax.make_array_from_callback(
             rows.shape, distribution.split, rows.__getitem__
         )
@@ -168,7 +168,7 @@ def reduce(
         if workers is None:
             return _reduce_global(reduce_op, value, axis, distribution)
         # All workers know its shape, so they need not compare it.
-        with workers.waiting("strategy.reduce"):
+        with workers.track_operation("strategy.reduce"):
             total = _reduce_global(reduce_op, value, axis, distribution)
             return jax.block_until_ready(total)
     values = value.values
@@ -180,10 +180,10 @@ def reduce(
         )
     shapes = [tuple(np.shape(value)) for value in values]
     axes = axes_to_reduce(axis, shapes)
-    counts = [entries(shape, axes) for shape in shapes]
+    counts = [num_entries(shape, axes) for shape in shapes]
     # Each replica reduces its own tensor first, so little data crosses devices.
-    values = [addable(v) for v in values]
-    require_one_dtype(values)
+    values = [cast_for_sum(v) for v in values]
+    check_same_dtype(values)
     parts = [jnp.sum(v, axis=axes) if axes else v for v in values]
     if workers is not None:
         return _reduce_over_workers(reduce_op, parts, counts, distribution, workers)
@@ -203,7 +203,7 @@ def _reduce_global(
     replicas = distribution.replicas
     rows, *others = value.array.shape
     shape = () if value.scalars else (rows // replicas, *others)
-    axes = axes_of(axis, [shape] * replicas)
+    axes = normalize_axes(axis, [shape] * replicas)
     if value.total is not None:
         mean = reduce_op is ReduceOp.MEAN
         return value.total / replicas if mean else value.total
@@ -225,10 +225,10 @@ def _reduce_fn(
         axes: The axes of a component to reduce as well.
         everywhere: The sharding of the result.
     """
-    count = shape[0] * entries(shape[1:], axes)
+    count = shape[0] * num_entries(shape[1:], axes)
 
     def fn(array):
-        parts = addable(jnp.reshape(array, shape))
+        parts = cast_for_sum(jnp.reshape(array, shape))
         # Reduce within each replica first, so little data crosses devices.
         if axes:
             parts = jnp.sum(parts, axis=tuple(1 + i for i in axes))
@@ -251,7 +251,7 @@ def _reduce_over_workers(
         total = total + other
     (total,) = workers.sum_all("strategy.reduce", [total])
     if reduce_op is ReduceOp.MEAN:
-        total = total / sum(workers.cluster.agree("strategy.reduce: rows", sum(counts)))
+        total = total / sum(workers.cluster.exchange("strategy.reduce: rows", sum(counts)))
     return put(total, distribution.everywhere)
 
 
@@ -266,7 +266,7 @@ def gather(
     The result is replicated, so it can be combined with variables and results of
     `reduce`.
     """
-    axes_of(axis, [tuple(np.shape(value)) for value in values])
+    normalize_axes(axis, [tuple(np.shape(value)) for value in values])
     first = distribution.devices[0]
     result = jnp.concatenate([jax.device_put(v, first) for v in values], axis=axis)
     if workers is not None:
@@ -276,8 +276,8 @@ def gather(
 
 def _reduce_in_program(reduce_op: ReduceOp, component: Any, axis: Any) -> Any:
     """Reduce inside of `merge_call`, by a collective of the replicas' program."""
-    axes = axes_of(axis, [tuple(component.shape)])
-    component = addable(component)
+    axes = normalize_axes(axis, [tuple(component.shape)])
+    component = cast_for_sum(component)
     if axes:
         combine = jnp.sum if reduce_op is ReduceOp.SUM else jnp.mean
         component = combine(component, axis=axes)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from keras_strategy.backends.jax import hooks_state as keras_state
 from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution, put
-from keras_strategy.rules.sharding import dimension_to_split
+from keras_strategy.rules.sharding import dimension_to_shard
 
 
 def partition_specs(dims: Sequence[int | None]) -> list[PartitionSpec]:
@@ -58,7 +58,7 @@ class LocalShards:
 
     def all_reduce(self, tensors: Sequence[Any]) -> list[Any]:
         """Sum tensors over the replicas, by reduce-scatter where shapes allow."""
-        dims = [dimension_to_split(x.shape, self.replicas) for x in tensors]
+        dims = [dimension_to_shard(x.shape, self.replicas) for x in tensors]
         unsharded = [x for x, d in zip(tensors, dims, strict=True) if d is None]
         totals = iter(jax.lax.psum(unsharded, AXIS))
         return [
@@ -100,5 +100,5 @@ def gather_variable(variable: Any, distribution: ReplicaDistribution) -> jax.Arr
     local = assemble_locally(array)
     if local is not None:
         return put(local, distribution.everywhere)
-    with distribution.cluster.member.waiting(f"gathering '{variable.path}'"):
+    with distribution.cluster.client.track_operation(f"gathering '{variable.path}'"):
         return jax.block_until_ready(put(array, distribution.everywhere))

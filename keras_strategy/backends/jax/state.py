@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from keras_strategy.backends.jax import hooks_state as keras_state
 from keras_strategy.backends.jax.distribution import put
 from keras_strategy.backends.jax.marks import array_notes, no_array
-from keras_strategy.backends.threads.scopes import unbuilt
+from keras_strategy.backends.threads.scopes import unbuilt_variable_error
 
 
 def donatable_arrays(
@@ -67,7 +67,7 @@ def without_weak_type(array: Any) -> Any:
 def no_value_error(variable: Any) -> RuntimeError:
     """Return the error for a variable that holds no array."""
     return RuntimeError(
-        f"{unbuilt(variable)} On JAX, Keras keeps the values of the model's variables "
+        f"{unbuilt_variable_error(variable)} On JAX, Keras keeps the values of the model's variables "
         "outside of the variables during an epoch of `fit`, and during `evaluate` and "
         "`predict`: call `strategy.run` after the epoch."
     )

@@ -23,18 +23,18 @@ from keras_strategy.backends.threads.hooks import (
     ThreadState,
     keep_global_seed_generator,
 )
-from keras_strategy.backends.threads.team import Team
-from keras_strategy.backends.threads.turns import Turns
+from keras_strategy.backends.threads.team import ReplicaThreads
+from keras_strategy.backends.threads.turns import TurnScheduler
 from keras_strategy.core import context
-from keras_strategy.core.components import bare
-from keras_strategy.core.own_attributes import AttributesOfReplicas, OwnAttributes
-from keras_strategy.core.row_range import ranges
+from keras_strategy.core.components import unwrap_variables
+from keras_strategy.core.own_attributes import GroupAttributes, ReplicaAttributes
+from keras_strategy.core.row_range import row_ranges
 from keras_strategy.core.step_state import StepState
 from keras_strategy.hooks.adoption import adopt
 from keras_strategy.hooks.variables import stored_dtype
-from keras_strategy.rules.aggregation import is_on_read
-from keras_strategy.rules.batches import batch_of, traced_step_of
-from keras_strategy.rules.draws import KnownDraws
+from keras_strategy.rules.aggregation import is_sync_on_read
+from keras_strategy.rules.batches import find_batch_rows, traced_run_state
+from keras_strategy.rules.draws import BatchDimCache
 from keras_strategy.values.distributed import (
     is_numeric_array,
     regroup,
@@ -59,17 +59,17 @@ class EagerRunner:
         self._devices = devices
         self._distribution = distribution
         self._workers = workers
-        self._team = Team(devices)
-        self._attributes = AttributesOfReplicas(len(devices), keras.ops.is_tensor)
+        self._team = ReplicaThreads(devices)
+        self._attributes = GroupAttributes(len(devices), keras.ops.is_tensor)
         self._lock = threading.Lock()
 
     def run(
-        self, fn: Callable[..., Any], args: tuple, kwargs: dict, draws: KnownDraws
+        self, fn: Callable[..., Any], args: tuple, kwargs: dict, draws: BatchDimCache
     ) -> Any:
         """Implement `ReplicaGroup.run`; `draws` are the function's random draws."""
         with self._lock:  # one run at a time
             initial_values = InitialValues(self._strategy, self._distribution)
-            turns, attributes = Turns(len(self._devices)), self._attributes.begin()
+            turns, attributes = TurnScheduler(len(self._devices)), self._attributes.begin()
             replicas = [
                 EagerReplica(
                     self._strategy,
@@ -83,12 +83,12 @@ class EagerRunner:
                 )
                 for index, device in enumerate(self._distribution.devices)
             ]
-            batch = batch_of(args, kwargs)
+            batch = find_batch_rows(args, kwargs)
             if batch is not None and batch.counts is not None:
-                rows = ranges(batch.counts)[batch.first :]
+                rows = row_ranges(batch.counts)[batch.first :]
                 for replica in replicas:
                     index = replica.index
-                    replica.step = traced_step_of(
+                    replica.step = traced_run_state(
                         fn, (args, kwargs), rows[index], index, draws
                     )
             state = ThreadState.capture()
@@ -107,7 +107,7 @@ class EagerRunner:
             self._attributes.commit(attributes)
             keep_global_seed_generator(turns.seed_generator)
         return regroup(
-            outputs, keras.ops.is_tensor, one_of_many=self._workers is not None
+            outputs, keras.ops.is_tensor, always_distributed=self._workers is not None
         )
 
     def _commit(self, scopes: Sequence[ThreadScope]) -> None:
@@ -133,7 +133,7 @@ class EagerRunner:
                     scopes, self._distribution.devices, strict=True
                 )
             ]
-            if is_on_read(variable):
+            if is_sync_on_read(variable):
                 set_local_values(variable, values, self._distribution)
             else:
                 array = self._distribution.global_array(
@@ -145,7 +145,7 @@ class EagerRunner:
 
 def _run_replica(
     replica: EagerReplica,
-    attributes: OwnAttributes,
+    attributes: ReplicaAttributes,
     state: ThreadState,
     fn: Callable[..., Any],
     args: tuple,
@@ -159,14 +159,14 @@ def _run_replica(
     with (
         state.applied(),
         jax.default_device(replica.device),
-        context.replica_in_charge(replica.context),
+        context.replica_scope(replica.context),
         replica.scope,
         attributes.in_turn(),
     ):
         replicas = len(replica.topology.devices)
         selected = select_replica((args, kwargs), replica.index, replicas)
         args, kwargs = tree.map_structure(place, selected)
-        output = bare(fn(*args, **kwargs))
+        output = unwrap_variables(fn(*args, **kwargs))
         # Nothing is written before every replica has succeeded.
         replica.exchange("the end of the function", None, lambda _: None)
         return output

@@ -25,15 +25,15 @@ from keras_strategy.backends.jax.state import no_value_error
 from keras_strategy.backends.jax.workers import JaxWorkers
 from keras_strategy.backends.threads.replica import ThreadReplica
 from keras_strategy.backends.threads.scopes import ReplicaScope
-from keras_strategy.backends.threads.turns import Turns
-from keras_strategy.core.own_attributes import OwnAttributes
+from keras_strategy.backends.threads.turns import TurnScheduler
+from keras_strategy.core.own_attributes import ReplicaAttributes
 from keras_strategy.core.protocol import Replica
-from keras_strategy.rules.aggregation import is_on_read
-from keras_strategy.rules.ownership import require_own_parts
-from keras_strategy.rules.reduction import addable, require_one_dtype
-from keras_strategy.rules.row_weights import weighted
+from keras_strategy.rules.aggregation import is_sync_on_read
+from keras_strategy.rules.ownership import check_sync_on_read_owner
+from keras_strategy.rules.reduction import cast_for_sum, check_same_dtype
+from keras_strategy.rules.row_weights import apply_row_weight
 from keras_strategy.values.distributed import ReduceOp
-from keras_strategy.values.topology import Topology
+from keras_strategy.values.topology import ReplicaTopology
 
 if TYPE_CHECKING:
     from keras_strategy.core.strategy import Strategy
@@ -55,8 +55,8 @@ class InitialValues:
 
     def _read(self, variable: Any) -> tuple[jax.Array, ...]:
         distribution = self._distribution
-        if is_on_read(variable):
-            require_own_parts(self._strategy, variable)
+        if is_sync_on_read(variable):
+            check_sync_on_read_owner(self._strategy, variable)
             stacked = replica_values(variable, distribution)
             return tuple(x[0] for x in local_shards(stacked, distribution))
         forbid_donation(variable)  # the function may return its shard
@@ -93,9 +93,9 @@ class EagerReplica(ThreadReplica):
         self,
         strategy: "Strategy",
         index: int,
-        topology: Topology,
-        turns: Turns,
-        attributes: OwnAttributes,
+        topology: ReplicaTopology,
+        turns: TurnScheduler,
+        attributes: ReplicaAttributes,
         device: Any,
         initial_values: InitialValues,
         workers: JaxWorkers | None,
@@ -114,7 +114,7 @@ class EagerReplica(ThreadReplica):
             first = first + jax.device_put(other, first.sharding)
         return first
 
-    def of_all_workers(self, name: str, tensor: Any) -> jax.Array:
+    def sum_over_workers(self, name: str, tensor: Any) -> jax.Array:
         if self._workers is None:
             return tensor
         return self._workers.sum_all(name, [tensor])[0]
@@ -133,7 +133,7 @@ class EagerReplica(ThreadReplica):
         return super().exchange(name, value, combine)
 
     def all_reduce(self, reduce_op: ReduceOp, value: Any) -> jax.Array:
-        total = self._sum(addable(value))
+        total = self._sum(cast_for_sum(value))
         if reduce_op is ReduceOp.MEAN:
             return total / self.topology.num_replicas
         return total
@@ -196,7 +196,7 @@ class EagerReplica(ThreadReplica):
         return super().merge_call(merge_fn, args, kwargs)
 
     def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
-        tensors = [weighted(keras.ops.convert_to_tensor(t), weight) for t in tensors]
+        tensors = [apply_row_weight(keras.ops.convert_to_tensor(t), weight) for t in tensors]
 
         def combine(replicas):
             shapes = [[tuple(t.shape) for t in replica] for replica in replicas]
@@ -223,7 +223,7 @@ class EagerReplica(ThreadReplica):
 
 
 def _concatenate(tensors: Sequence[Any], axis: int) -> tuple[jax.Array, list[int]]:
-    require_one_dtype(tensors)
+    check_same_dtype(tensors)
     device = tensors[0].sharding
     try:
         result = jnp.concatenate([jax.device_put(t, device) for t in tensors], axis)

@@ -14,11 +14,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from keras_strategy.backends.jax.distribution import ReplicaDistribution
-from keras_strategy.core.workers import Workers, described, kind_of
+from keras_strategy.core.workers import WorkerCollectives, describe_layouts, operation_kind
 from keras_strategy.workers.cluster import Cluster
 
 
-class JaxWorkers(Workers):
+class JaxWorkers(WorkerCollectives):
     """Implementation of `core.workers.Workers` on JAX."""
 
     def __init__(self, cluster: Cluster, distribution: ReplicaDistribution):
@@ -28,14 +28,14 @@ class JaxWorkers(Workers):
     def sum_all(self, name: str, tensors: Sequence[Any]) -> list[jax.Array]:
         tensors = [jnp.asarray(tensor) for tensor in tensors]
         specs = [[list(t.shape), str(t.dtype)] for t in tensors]
-        different = self.cluster.differences(kind_of(name), specs)
+        different = self.cluster.values_if_different(operation_kind(name), specs)
         if different is not None:
-            received = self.cluster.listed(map(described, different))
+            received = self.cluster.format_by_worker(map(describe_layouts, different))
             raise ValueError(
                 f"`{name}` needs values whose shapes and dtypes are the same on every "
                 f"worker. Received: {received}."
             )
-        with self.waiting(name):
+        with self.track_operation(name):
             stacked = [self._stack_workers(tensor) for tensor in tensors]
             totals = _sum_fn(self._distribution.everywhere)(stacked)
             jax.block_until_ready(totals)
@@ -44,7 +44,7 @@ class JaxWorkers(Workers):
     def gather(self, name: str, tensor: Any, axis: int) -> tuple[jax.Array, list[int]]:
         tensor = jnp.asarray(tensor)
         spec = [list(tensor.shape), str(tensor.dtype)]
-        specs = self.cluster.agree(kind_of(name), spec)
+        specs = self.cluster.exchange(operation_kind(name), spec)
         # A tensor without this axis differs from the others in rank.
         axis %= max(tensor.ndim, 1)
         others = {(*s[:axis], "", *s[axis + 1 :], dtype) for s, dtype in specs}
@@ -61,7 +61,7 @@ class JaxWorkers(Workers):
             jax.device_put(rows[i * size : (i + 1) * size], device)
             for i, device in enumerate(devices)
         ]
-        with self.waiting(name):
+        with self.track_operation(name):
             split = self._distribution.join_shards(shards)
             padded = _replicate_fn(self._distribution.everywhere)(split)
             jax.block_until_ready(padded)
@@ -74,7 +74,7 @@ class JaxWorkers(Workers):
         return jnp.moveaxis(jnp.concatenate(parts), 0, axis), counts
 
     def broadcast(self, name: str, tensors: Sequence[Any]) -> list[Any]:
-        with self.waiting(name):
+        with self.track_operation(name):
             arrays = [np.asarray(tensor) for tensor in tensors]
             return multihost_utils.broadcast_one_to_all(arrays)
 

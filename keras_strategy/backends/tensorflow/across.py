@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_strategy.backends.tensorflow.workers import TensorFlowWorkers, Verify
-from keras_strategy.core.workers import Workers
+from keras_strategy.core.workers import WorkerCollectives
 
 
 def sum_over_workers(
@@ -32,7 +32,7 @@ def sum_over_workers(
     return results
 
 
-def gather_over_workers(workers: Workers, name: str, value: Any, axis: int = 0) -> Any:
+def gather_over_workers(workers: WorkerCollectives, name: str, value: Any, axis: int = 0) -> Any:
     """Concatenate the workers' values in rank order.
 
     Along axis 0, the value may also be ragged or sparse.

@@ -11,13 +11,13 @@ import tensorflow as tf
 
 from keras_strategy.backends.tensorflow import layouts
 from keras_strategy.core.workers import (
-    MOST_WORKERS,
-    TAIL,
-    digest_of_sum,
-    kind_of,
-    tail_of,
+    MAX_CHECKSUM_WORKERS,
+    CHECKSUM_TAIL,
+    call_checksum,
+    operation_kind,
+    checksum_tail,
 )
-from keras_strategy.rules.sharding import Shares
+from keras_strategy.rules.sharding import FlatShards
 
 _SUMS_DIFFER = "keras_strategy: the workers add up different things:"
 
@@ -42,14 +42,14 @@ class VerifiedCollectives:
         """Return True if tensors of one dtype can carry a checksum."""
         shapes_are_known = all(tensor.shape.is_fully_defined() for tensor in tensors)
         is_exact = tensors[0].dtype in layouts.EXACT_DTYPES
-        return shapes_are_known and is_exact and self._size <= MOST_WORKERS
+        return shapes_are_known and is_exact and self._size <= MAX_CHECKSUM_WORKERS
 
     def all_reduce(self, name: str, tensors: Sequence[Any]) -> list[Any]:
         """Return the sums over the workers of tensors that `can_verify` accepts."""
         key, checksum = self._checksum(name, tensors)
         flat = tf.concat([*(tf.reshape(x, [-1]) for x in tensors), checksum], 0)
         sizes = [tensor.shape.num_elements() for tensor in tensors]
-        *sums, received = tf.split(self._launch("reduce", flat), [*sizes, TAIL])
+        *sums, received = tf.split(self._launch("reduce", flat), [*sizes, CHECKSUM_TAIL])
         with tf.control_dependencies(self._verify(key, checksum, received)):
             return [
                 tf.reshape(total, tensor.shape)
@@ -57,7 +57,7 @@ class VerifiedCollectives:
             ]
 
     def reduce_scatter(
-        self, name: str, tensors: Sequence[Any], shares: Sequence[Shares]
+        self, name: str, tensors: Sequence[Any], shares: Sequence[FlatShards]
     ) -> list[Any]:
         """Return this worker's flat shards of the sums of the workers' tensors.
 
@@ -78,11 +78,11 @@ class VerifiedCollectives:
             chunks += [tensor[slice(*one.bounds[rank])] for tensor, one in pairs]
             # An all-to-all sends chunks of equal size.
             chunks += [tf.zeros([max(sizes) - size], checksum.dtype), checksum]
-        sent = tf.reshape(tf.concat(chunks, 0), [self._size, max(sizes) + TAIL])
+        sent = tf.reshape(tf.concat(chunks, 0), [self._size, max(sizes) + CHECKSUM_TAIL])
         total = tf.reduce_sum(self._launch("exchange", sent), 0)
         local_sizes = [one.size_of(self._rank) for one in shares]
         padding = max(sizes) - sizes[self._rank]
-        *sums, _, received = tf.split(total, [*local_sizes, padding, TAIL])
+        *sums, _, received = tf.split(total, [*local_sizes, padding, CHECKSUM_TAIL])
         with tf.control_dependencies(self._verify(key, checksum, received)):
             return [tf.identity(shard) for shard in sums]
 
@@ -94,10 +94,10 @@ class VerifiedCollectives:
     def _checksum(self, name: str, tensors: Sequence[Any]) -> tuple[str, Any]:
         """Return the key of a call in error messages, and its checksum."""
         dtype, shapes = tensors[0].dtype, tuple(tuple(x.shape) for x in tensors)
-        digest = digest_of_sum(kind_of(name), shapes, dtype.name)
+        digest = call_checksum(operation_kind(name), shapes, dtype.name)
         key, layout = digest.hex(), [list(shape) for shape in shapes]
         self._calls[key] = name, [layout if len(layout) > 1 else layout[0], dtype.name]
-        return key, tf.constant(tail_of(digest), dtype)
+        return key, tf.constant(checksum_tail(digest), dtype)
 
     def _verify(self, key: str, checksum: Any, received: Any) -> list[Any]:
         with tf.device(self._host):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_strategy.rules.one_writer import all_hear
+from keras_strategy.rules.one_writer import raise_if_any_failed
 
 if TYPE_CHECKING:
     from keras_strategy.workers.cluster import Cluster
@@ -45,11 +45,11 @@ class TensorFlowCheckpoints:
         steps = int(self._steps.numpy())
         restored = [None if path is None else os.path.basename(path), steps]
         if self._cluster is not None:
-            by_worker = self._cluster.agree("what is restored", restored)
+            by_worker = self._cluster.exchange("what is restored", restored)
             if any(other != restored for other in by_worker):
                 raise ValueError(
                     "All workers must restore the same checkpoint of "
-                    f"{self._reader.directory}: {self._cluster.listed(by_worker)}."
+                    f"{self._reader.directory}: {self._cluster.format_by_worker(by_worker)}."
                 )
         return steps
 
@@ -62,7 +62,7 @@ class TensorFlowCheckpoints:
         except Exception as caught:
             error = caught
         if self._cluster is not None:
-            all_hear(self._cluster, "a checkpoint", error)
+            raise_if_any_failed(self._cluster, "a checkpoint", error)
         elif error is not None:
             raise error
 

@@ -10,17 +10,17 @@ from typing import Any
 import tensorflow as tf
 
 from keras_strategy.rules.reduction import (
-    addable,
+    cast_for_sum,
     axes_to_reduce,
-    entries,
-    require_one_dtype,
+    num_entries,
+    check_same_dtype,
 )
 from keras_strategy.values.distributed import ReduceOp
 
 
 def check_same_layout(values: Sequence[Any]) -> None:
     """Raise `ValueError` if the replicas' tensors differ in dtype or shape."""
-    require_one_dtype(values)
+    check_same_dtype(values)
     if any(isinstance(value, tf.IndexedSlices) for value in values):
         return
     first = values[0].shape
@@ -58,7 +58,7 @@ def reduce_values(
         total = sum_over_workers(sum_values(values))
         return total if reduce_op is ReduceOp.SUM else divide(total, replicas)
     axes = axes_to_reduce(axis, [value.shape for value in values])
-    require_one_dtype(values)
+    check_same_dtype(values)
     total = sum_over_workers(
         sum_values([tf.reduce_sum(value, axes) for value in values])
     )
@@ -74,7 +74,7 @@ def concat_values(values: Sequence[Any], axis: int) -> Any:
         ValueError: If they are scalars, or differ in another dimension.
     """
     values = [_tensor(value) for value in values]
-    require_one_dtype(values)
+    check_same_dtype(values)
     shapes = [value.shape for value in values]
     received = f"Received: axis={axis!r} for values of the shapes {shapes}"
     rank = shapes[0].rank
@@ -133,10 +133,10 @@ def _tensor(value: Any) -> Any:
 
 
 def _addable(value: Any) -> Any:
-    return value if isinstance(value, tf.IndexedSlices) else addable(value)
+    return value if isinstance(value, tf.IndexedSlices) else cast_for_sum(value)
 
 
 def _count(value: Any, axes: Sequence[int]) -> Any:
     if all(value.shape[axis] is not None for axis in axes):
-        return entries(value.shape, axes)
-    return entries(tf.shape(value), axes)
+        return num_entries(value.shape, axes)
+    return num_entries(tf.shape(value), axes)

@@ -23,9 +23,9 @@ from keras_strategy.backends.tensorflow.rows import (
 )
 from keras_strategy.rules.known_functions import (
     MANY_PROGRAMS,
-    PROGRAMS,
-    KnownFunctions,
-    warn_of_many_programs,
+    MAX_PROGRAMS,
+    CompileCache,
+    warn_many_programs,
 )
 from keras_strategy.values.distributed import DistributedValues
 
@@ -41,14 +41,14 @@ class CompiledFunctions:
     def __init__(
         self, call: Callable[[Callable, tuple, dict], Any], group_state: GroupState
     ):
-        self._functions = KnownFunctions(lambda: _CompiledFunction(call, group_state))
+        self._functions = CompileCache(lambda: _CompiledFunction(call, group_state))
 
     def __call__(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        compiled = self._functions.find(fn)
+        compiled = self._functions.get(fn)
         traces = compiled.traces
         result = compiled(fn, args, kwargs)
         if compiled.traces > traces:
-            self._functions.called(fn)
+            self._functions.refresh(fn)
         return result
 
 
@@ -112,8 +112,8 @@ class _CompiledFunction:
             del self._current.fn
         if len(templates) > MANY_PROGRAMS and not self._warned:
             self._warned = True
-            warn_of_many_programs(fn, len(templates))
-        if len(templates) > PROGRAMS:
+            warn_many_programs(fn, len(templates))
+        if len(templates) > MAX_PROGRAMS:
             self._reset()  # a tf.function never evicts a trace
         template, tensors = templates[int(index)], iter(tensors)
         if template is _TENSOR:  # the most frequent case

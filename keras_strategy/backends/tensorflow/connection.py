@@ -47,7 +47,7 @@ def start(cluster: Cluster) -> list[str]:
         )
     addresses = [
         str(address)
-        for address in cluster.agree(
+        for address in cluster.exchange(
             "the addresses of TensorFlow's servers", _choose_address(cluster)
         )
     ]

@@ -13,13 +13,13 @@ import tensorflow as tf
 from keras_strategy.backends.tensorflow import devices
 from keras_strategy.backends.tensorflow.devices import native_name
 from keras_strategy.hooks.rehearsal import rehearsing, with_rows
-from keras_strategy.rules.draws import EndOfRehearsal
+from keras_strategy.rules.draws import EndOfDryRun
 from keras_strategy.values.devices import canonical_device
-from keras_strategy.values.distributed import DistributedValues, is_no_tensor
+from keras_strategy.values.distributed import DistributedValues, raise_not_a_tensor
 
 if TYPE_CHECKING:
     from keras_strategy.backends.tensorflow.group import TensorFlowGroup
-    from keras_strategy.core.context import Trial
+    from keras_strategy.core.context import DryRun
     from keras_strategy.core.strategy import Strategy
     from keras_strategy.input.dataset import DistributedDataset
     from keras_strategy.options.input import InputOptions
@@ -36,7 +36,7 @@ def _unflatten(cls: Any, metadata: Any, components: Sequence[Any]) -> Any:
 _protocol: Any = DistributedValues
 _protocol.__tf_flatten__ = lambda self: ((), self.values)
 _protocol.__tf_unflatten__ = classmethod(_unflatten)
-_protocol.__tf_tensor__ = is_no_tensor
+_protocol.__tf_tensor__ = raise_not_a_tensor
 
 
 class TensorFlowEngine:
@@ -47,7 +47,7 @@ class TensorFlowEngine:
     def list_devices(self, device_type: str | None = None) -> list[str]:
         return devices.list_devices(device_type)
 
-    def refusal_of_shard(self, shard: str) -> str | None:
+    def sharding_unsupported_reason(self, shard: str) -> str | None:
         if shard == "optimizer":
             return None
         return (
@@ -56,7 +56,7 @@ class TensorFlowEngine:
             "shards the parameters."
         )
 
-    def refusal_of_logical_devices(self) -> str:
+    def logical_devices_unsupported_reason(self) -> str:
         return (
             "native TPUStrategy traces a step once for all replicas, but the exact "
             "results of this package need a trace for each replica with its rows. Use "
@@ -64,7 +64,7 @@ class TensorFlowEngine:
             "Keras trains without this package."
         )
 
-    def coordinates_of_tpus(self) -> list[tuple[int, int, int, int]]:
+    def tpu_coordinates(self) -> list[tuple[int, int, int, int]]:
         return []  # TPUStrategy is refused before it needs them
 
     def set_logical_devices(self, device_type: str, count: int) -> None:
@@ -76,7 +76,7 @@ class TensorFlowEngine:
     def is_tensor(self, value: Any) -> bool:
         return tf.is_tensor(value)
 
-    def number(self, value: Any) -> int | None:
+    def static_int(self, value: Any) -> int | None:
         if isinstance(value, int):
             return value
         static = tf.get_static_value(value)
@@ -88,7 +88,7 @@ class TensorFlowEngine:
     def ones(self, shape: Sequence[Any], like: Any, order: None) -> Any:
         return tf.ones(shape, like.dtype)
 
-    def draw_part(
+    def draw_slice(
         self, name: str, given: dict[str, Any], begin: Any, seed: Callable[[], Any]
     ) -> Any:
         from keras_strategy.backends.tensorflow.counted import DRAW_FUNCTIONS
@@ -96,14 +96,14 @@ class TensorFlowEngine:
         draw = DRAW_FUNCTIONS.get(name)
         return None if draw is None else draw(begin=begin, seed=seed(), **given)
 
-    def rehearse(
+    def dry_run(
         self, fn: Callable[..., Any], args: tuple, kwargs: dict, rows: int
-    ) -> "Trial":
+    ) -> "DryRun":
         def resize(x):
             if tf.executing_eagerly():
                 return tf.gather(x, [row % x.shape[0] for row in range(rows)])
             if not isinstance(x, tf.Tensor):
-                raise EndOfRehearsal(f"the rows are in a {type(x).__name__}")
+                raise EndOfDryRun(f"the rows are in a {type(x).__name__}")
             return tf.compat.v1.placeholder(x.dtype, (rows, *x.shape[1:]))
 
         graph = contextlib.nullcontext()
@@ -115,13 +115,13 @@ class TensorFlowEngine:
             fn(*args, **kwargs)
         return trial
 
-    def copies_to_derive_by(
+    def gradient_variable_copies(
         self, variables: Sequence[Any], layers: Iterable[Any]
     ) -> contextlib.AbstractContextManager[list[tuple[Any, Any]]]:
         for layer in layers:
             for x in vars(layer).values():
                 if isinstance(x, tf.Variable | tf.random.Generator):
-                    raise EndOfRehearsal(f"{layer.name} has a TensorFlow variable")
+                    raise EndOfDryRun(f"{layer.name} has a TensorFlow variable")
         return contextlib.nullcontext([])
 
     def copy_to(self, value: Any, device: str) -> Any:
@@ -133,7 +133,7 @@ class TensorFlowEngine:
         name = getattr(tensor, "device", "")
         return canonical_device(name) if name else None
 
-    def in_trace(self) -> bool:
+    def is_tracing(self) -> bool:
         return tf.inside_function()
 
     def value_and_grad(
@@ -143,7 +143,7 @@ class TensorFlowEngine:
 
         return value_and_grad(fn, variables, has_aux)
 
-    def hook_modules(self) -> Sequence[ModuleType]:
+    def patch_modules(self) -> Sequence[ModuleType]:
         from keras_strategy.backends.tensorflow import (
             hooks,
             hooks_optimizers,
@@ -202,15 +202,15 @@ class TensorFlowEngine:
 
         return checkpoints(thing, folder, cluster)
 
-    def count(self, train: Any, steps: int) -> tuple[int, int, int, int]:
+    def count_operations(self, train: Any, steps: int) -> tuple[int, int, int, int]:
         from keras_strategy.backends.tensorflow import counting
 
         return counting.count(train, steps)
 
-    def shares(self, train: Any, steps: int) -> None:
+    def compute_and_comm_fractions(self, train: Any, steps: int) -> None:
         return None  # TensorFlow's profiler writes for TensorBoard only
 
-    def require_loop_in_python(self) -> None:
+    def require_eager_loop(self) -> None:
         if tf.inside_function():
             raise RuntimeError(
                 "A tf.function iterates over a distributed dataset that was not "

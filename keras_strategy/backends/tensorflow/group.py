@@ -43,21 +43,21 @@ from keras_strategy.backends.tensorflow.replica import (
 from keras_strategy.backends.tensorflow.rows import step_states
 from keras_strategy.backends.tensorflow.sharing import gather_shards, local_shard
 from keras_strategy.backends.tensorflow.workers import TensorFlowWorkers
-from keras_strategy.backends.threads.hooks_divisions import share_adopted
-from keras_strategy.backends.threads.interrupt import interrupted_together
+from keras_strategy.backends.threads.hooks_divisions import shard_adopted_slot
+from keras_strategy.backends.threads.interrupt import propagate_interrupts
 from keras_strategy.core import context
 from keras_strategy.core.components import update_components
-from keras_strategy.core.own_attributes import AttributesOfReplicas
+from keras_strategy.core.own_attributes import GroupAttributes
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.replica_context import ReplicaContext
 from keras_strategy.hooks.random import kept_generator
 from keras_strategy.hooks.variables import byte_count, initialize, stored, stored_dtype
 from keras_strategy.rules.aggregation import (
-    is_on_read,
-    local_parts_outside,
-    part_outside,
+    is_sync_on_read,
+    split_for_local_replicas,
+    local_contribution,
 )
-from keras_strategy.rules.sharding import Shares, note_shares, shares_of
+from keras_strategy.rules.sharding import FlatShards, set_flat_shards, flat_shards_of
 from keras_strategy.values.distributed import (
     DistributedValues,
     Mirrored,
@@ -65,7 +65,7 @@ from keras_strategy.values.distributed import (
     ReduceOp,
     select_replica,
 )
-from keras_strategy.values.topology import Topology
+from keras_strategy.values.topology import ReplicaTopology
 
 if TYPE_CHECKING:
     from keras_strategy.core.strategy import Strategy
@@ -94,7 +94,7 @@ class TensorFlowGroup:
         self.devices = devices
         self.strategy = strategy
         self.workers = workers
-        self.topology = Topology(devices, workers)
+        self.topology = ReplicaTopology(devices, workers)
         self.native: Any
         if workers is None:
             self.native = NativeMirroredStrategy(
@@ -105,7 +105,7 @@ class TensorFlowGroup:
         else:
             self.native = NativeMultiWorkerStrategy(devices, workers)
         self.state = GroupState(strategy, self.native, self.topology, workers)
-        self._attributes = AttributesOfReplicas(len(devices), tf.is_tensor)
+        self._attributes = GroupAttributes(len(devices), tf.is_tensor)
         self._compiled = CompiledFunctions(self.call, self.state)
 
     def scope(self):
@@ -120,11 +120,11 @@ class TensorFlowGroup:
                 initialize(variable, lambda value=value: tf.convert_to_tensor(value))
                 # Optimizers look up the variables of `build` by this id.
                 self.stored_components(variable)[0]._unique_id = value._unique_id
-                if is_on_read(variable):
+                if is_sync_on_read(variable):
                     self.split_initial_value(variable)
-                share_adopted(self.strategy, variable)
+                shard_adopted_slot(self.strategy, variable)
 
-    def share(self, variable: Any, shares: Shares) -> None:
+    def share(self, variable: Any, shares: FlatShards) -> None:
         """Shard an initialized variable over the replicas."""
         with tf.init_scope(), self.scope():
             full = tf.convert_to_tensor(self.stored_components(variable)[0])
@@ -132,34 +132,34 @@ class TensorFlowGroup:
             shards = [local_shard(full, shares, replica) for replica in local]
             with self.native.extended.initial_shards(shards):
                 initialize(variable, lambda: shards[0])
-        note_shares(variable, shares)
+        set_flat_shards(variable, shares)
 
     def full_value(self, variable: Any) -> Any:
         """Return the value of a sharded variable; all workers must call it."""
-        shares, name = shares_of(variable), f"the value of '{variable.path}'"
+        shares, name = flat_shards_of(variable), f"the value of '{variable.path}'"
         assert shares is not None
         with self.calling(name), tf.device(native_name(self.devices[0])):
             components = self.stored_components(variable)
             shards = [[tf.convert_to_tensor(shard)] for shard in components]
             return gather_shards(shards, [shares], self.workers, name)[0]
 
-    def take_first(self, variables: Sequence[Any]) -> int:
+    def sync_initial_values(self, variables: Sequence[Any]) -> int:
         # Variables are equal when they are created, but the chief may restore others.
         if self.workers is None:
             return len(variables)
         values = [tf.convert_to_tensor(self.components(v)[0]) for v in variables]
-        chiefs = self.workers.take_chiefs("the values of variables", values)
+        chiefs = self.workers.broadcast_if_different("the values of variables", values)
         for variable, value in zip(variables, chiefs, strict=False):
             for component in () if value is None else self.components(variable):
                 component.assign(value)
         return len(chiefs)
 
-    def around(
+    def trainer_scope(
         self, model: Any, method: str, arguments: dict[str, Any]
     ) -> AbstractContextManager[Any]:
         return reraise_failed_checks()
 
-    def check_apply_outside_of_replicas(self) -> None:
+    def check_cross_replica_apply(self) -> None:
         raise RuntimeError(
             "`optimizer.apply` was called outside the replicas of "
             f"{self.strategy!r}. Call it inside the function that "
@@ -167,7 +167,7 @@ class TensorFlowGroup:
         )
 
     def components(self, variable: Any) -> tuple[Any, ...]:
-        if shares_of(variable) is not None:
+        if flat_shards_of(variable) is not None:
             return (self.full_value(variable),) * len(self.devices)
         return self.stored_components(variable)
 
@@ -175,9 +175,9 @@ class TensorFlowGroup:
         """Return what each local replica stores: its component or its shard."""
         return tuple(self.native.experimental_local_results(stored(variable)))
 
-    def bytes_of(self, variable: Any) -> tuple[int, ...]:
+    def local_bytes(self, variable: Any) -> tuple[int, ...]:
         parameter_device = self.strategy.parameter_device
-        shares = shares_of(variable)
+        shares = flat_shards_of(variable)
         if shares is not None:
             size = np.dtype(stored_dtype(variable)).itemsize
             local = self.topology.local_replicas
@@ -188,17 +188,17 @@ class TensorFlowGroup:
         total = size * len(self.devices)
         return tuple(total if x == parameter_device else 0 for x in self.devices)
 
-    def parts(self, variable: Any) -> PerReplica:
+    def per_replica_value(self, variable: Any) -> PerReplica:
         return PerReplica(self.components(variable))
 
     def part_of_this_worker(self, variable: Any) -> Any:
         """Return this worker's contribution to an on_read variable's value."""
         components = [tf.convert_to_tensor(c) for c in self.components(variable)]
-        return part_outside(variable, components, self.topology, sum_values)
+        return local_contribution(variable, components, self.topology, sum_values)
 
     def assign(self, variable: Any, value: Any) -> None:
         """Assign a value in cross-replica context."""
-        parts = local_parts_outside(variable, value, self.topology)
+        parts = split_for_local_replicas(variable, value, self.topology)
         self.assign_components(variable, parts)
 
     def split_initial_value(self, variable: Any) -> None:
@@ -208,7 +208,7 @@ class TensorFlowGroup:
             self.assign(variable, value)
 
     def assign_components(self, variable: Any, values: Sequence[Any]) -> None:
-        shares, local = shares_of(variable), self.topology.local_replicas
+        shares, local = flat_shards_of(variable), self.topology.local_replicas
         for replica, component, value in zip(
             local, self.stored_components(variable), values, strict=True
         ):
@@ -275,7 +275,7 @@ class TensorFlowGroup:
             if steps is not None:
                 replica.step = steps[replica.index]
             with (
-                context.replica_in_charge(ReplicaContext(self.strategy, replica)),
+                context.replica_scope(ReplicaContext(self.strategy, replica)),
                 attributes[replica.index].in_turn(),
             ):
                 args, kwargs = select_replica((args, kwargs), replica.index, replicas)
@@ -283,7 +283,7 @@ class TensorFlowGroup:
                 outputs[replica.index] = tree.map_structure(_read, result)
 
         try:
-            with interrupted_together(threads):
+            with propagate_interrupts(threads):
                 self.native.run(replica_fn, args=(args, kwargs))
         except Exception as error:
             if tf.executing_eagerly():

@@ -18,7 +18,7 @@ from keras_strategy.backends.tensorflow.worker_steps import (
     sync_worker_predictions,
     sync_worker_steps,
 )
-from keras_strategy.core.own_attributes import set_for_all
+from keras_strategy.core.own_attributes import set_on_all_replicas
 from keras_strategy.hooks.conditions import (
     in_distributed_scope,
     in_replica,
@@ -37,17 +37,17 @@ from keras_strategy.hooks.data_adapters import (
 )
 from keras_strategy.hooks.hook import home_of, hook, model_hook
 from keras_strategy.hooks.metrics import results_of_step
-from keras_strategy.input.agreement import AgreedBatches
-from keras_strategy.input.own_rows import share_of
-from keras_strategy.rules.aggregation import is_on_read, no_value
+from keras_strategy.input.agreement import SynchronizedBatches
+from keras_strategy.input.own_rows import local_bounds_fn
+from keras_strategy.rules.aggregation import is_sync_on_read, no_value_error
 from keras_strategy.rules.gradients import (
     compute_average_loss,
     scale_regularization_loss,
 )
-from keras_strategy.rules.held_values import held_value
-from keras_strategy.rules.ownership import require_own_parts, strategy_of_variable
-from keras_strategy.rules.sharding import shares_of
-from keras_strategy.rules.step import rows_of
+from keras_strategy.rules.held_values import overridden_value
+from keras_strategy.rules.ownership import check_sync_on_read_owner, strategy_of_variable
+from keras_strategy.rules.sharding import flat_shards_of
+from keras_strategy.rules.step import count_rows
 
 keras_seeds = home_of("global_seed_generator", "keras.src.random.seed_generator")
 keras_losses = home_of("scale_loss_for_distribution", "keras.src.losses.loss")
@@ -75,7 +75,7 @@ def _direct_assign(original, self, value):
         replica.write(self, value)
         return
     strategy = strategy_of_variable(self)
-    has_parts = is_on_read(self) or shares_of(self) is not None
+    has_parts = is_sync_on_read(self) or flat_shards_of(self) is not None
     if not has_parts or strategy is None or strategy.num_replicas_in_sync == 1:
         original(self, value)
         return
@@ -92,7 +92,7 @@ def _initialize(original, strategy, self, value):
 
     def initialize():
         original(self, value)
-        if is_on_read(self):
+        if is_sync_on_read(self):
             strategy.extended.group.split_initial_value(self)
 
     replica: Any = in_replica()
@@ -123,7 +123,7 @@ def _map_aggregation(original, strategy, self, aggregation):
     `Variable.assign` aggregates before the write, including what native variables
     refuse: the mean of integers.
     """
-    return original(self, aggregation if is_on_read(self) else "none")
+    return original(self, aggregation if is_sync_on_read(self) else "none")
 
 
 @hook(keras.Variable, "value", None)
@@ -139,32 +139,32 @@ def _value(original, self):
     replica: Any = in_replica()
     if replica is not None:
         if self.aggregation == "sum":
-            replica.step.read.add(id(self))
-        shares = shares_of(self)
+            replica.step.sum_variables_read.add(id(self))
+        shares = flat_shards_of(self)
         if shares is not None and not in_stateless_scope():
-            require_own_parts(replica.group_state.strategy, self)
+            check_sync_on_read_owner(replica.group_state.strategy, self)
             return self._maybe_autocast(replica.full_value(self, shares))
         running = replica.group_state.strategy
         if strategy is not running and not in_stateless_scope():
-            if is_on_read(self):
-                require_own_parts(running, self)
+            if is_sync_on_read(self):
+                check_sync_on_read_owner(running, self)
             elif replica.index >= len(strategy.extended.worker_devices):
                 # The variable has fewer components, which are all equal.
                 return self._maybe_autocast(strategy.extended.group.components(self)[0])
         return original(self)
-    if shares_of(self) is not None and not in_stateless_scope():
-        value = held_value(self)
+    if flat_shards_of(self) is not None and not in_stateless_scope():
+        value = overridden_value(self)
         if value is None:
             value = strategy.extended.group.full_value(self)
         return self._maybe_autocast(tf.convert_to_tensor(value))
-    if not is_on_read(self):
+    if not is_sync_on_read(self):
         return original(self)
     if self.aggregation == "none":
         value = original(self)
         if isinstance(value, tf.distribute.DistributedValues):
-            raise no_value(self)
+            raise no_value_error(self)
         return value
-    value = held_value(self)
+    value = overridden_value(self)
     if value is not None:
         return self._maybe_autocast(value)
     if (
@@ -203,7 +203,7 @@ def _handle(original, self):
 @hook(keras.Layer, "_maybe_build", "(self, call_spec)", when=in_replica)
 def _maybe_build(original, replica, self, call_spec):
     """Build a layer in the first replica, for all replicas."""
-    with set_for_all():
+    with set_on_all_replicas():
         original(self, call_spec)
 
 
@@ -305,7 +305,7 @@ def _get_iterator(original, strategy, self):
     if not hasattr(self, _LOCAL_ROWS):
         # Only once, because the shuffling of arrays continues from epoch to epoch.
         local_rows = is_distributed and own_rows(
-            self.data_adapter, share_of(strategy), _tf_dataset
+            self.data_adapter, local_bounds_fn(strategy), _tf_dataset
         )
         setattr(self, _LOCAL_ROWS, local_rows or None)
     local_rows = getattr(self, _LOCAL_ROWS)
@@ -314,7 +314,7 @@ def _get_iterator(original, strategy, self):
     counts = counts_of_arrays(self.data_adapter)
     pauses = pauses_after(self, batches)
     elements = DatasetElements(batches)
-    return WorkerBatches(AgreedBatches(elements, cluster, counts, pauses, tells=True))
+    return WorkerBatches(SynchronizedBatches(elements, cluster, counts, pauses, tells=True))
 
 
 _LOCAL_ROWS = "_ks_own_rows"
@@ -352,7 +352,7 @@ def _maybe_symbolic_build(original, strategy, self, iterator=None, data_batch=No
         leaf is None or hasattr(leaf, "shape")
         for leaf in keras.tree.flatten(data_batch)
     ):
-        rows_of(data_batch)  # raises earlier than the tf.function would
+        count_rows(data_batch)  # raises earlier than the tf.function would
     self._symbolic_build(data_batch=keras.tree.map_structure(_present, data_batch))
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_strategy.core.context import distributed_replica
 from keras_strategy.hooks.conditions import in_distributed_scope, in_replica
 from keras_strategy.hooks.hook import home_of, hook
-from keras_strategy.rules.sharding import shares_of
+from keras_strategy.rules.sharding import flat_shards_of
 
 in_stateless_scope = home_of(
     "in_stateless_scope", "keras.src.backend.common.stateless_scope"
@@ -74,7 +74,7 @@ def _assign_component(original, strategy, self, variable, value):
 
 
 def _is_sharded(variable: Any) -> bool:
-    return isinstance(variable, keras.Variable) and shares_of(variable) is not None
+    return isinstance(variable, keras.Variable) and flat_shards_of(variable) is not None
 
 
 def _writes_conditionally(replica: Any) -> bool:

@@ -14,14 +14,14 @@ from keras_strategy.backends.tensorflow.sharing import (
     replace_shard,
 )
 from keras_strategy.backends.threads.hooks_divisions import (
-    applied_outside,
-    division_of,
+    apply_outside_replicas_error,
+    optimizer_sharding_of,
 )
-from keras_strategy.backends.threads.hooks_shares import SharesScope, scope_of_shares
+from keras_strategy.backends.threads.hooks_shares import ShardedUpdateScope, current_update_scope
 from keras_strategy.core.context import distributed_replica
 from keras_strategy.hooks.hook import hook, of_several
 from keras_strategy.hooks.variables import stored
-from keras_strategy.rules.sharding import Shares, shares_of
+from keras_strategy.rules.sharding import FlatShards, flat_shards_of
 from keras_strategy.values.distributed import ReduceOp
 
 # TensorFlow's key of a variable's value in a checkpoint.
@@ -39,7 +39,7 @@ class _VariableShard:
     """
 
     def __init__(
-        self, replica: TensorFlowReplica, variable: Any, shares: Shares, is_slot: bool
+        self, replica: TensorFlowReplica, variable: Any, shares: FlatShards, is_slot: bool
     ):
         self.shares, self.shape = shares, shares.shape_of(replica.id)
         self._replica, self._variable, self._is_slot = replica, variable, is_slot
@@ -60,8 +60,8 @@ class _VariableShard:
         self._replica.write_component(self._variable, value)
 
 
-class _ReplicaShardsScope(SharesScope):
-    """Scope in which an optimizer updates a replica's shards, see `SharesScope`.
+class _ReplicaShardsScope(ShardedUpdateScope):
+    """Scope in which an optimizer updates a replica's shards, see `ShardedUpdateScope`.
 
     Args:
         replica: The replica.
@@ -102,7 +102,7 @@ class _ReplicaShardsScope(SharesScope):
     keras.optimizers.Optimizer,
     "_backend_apply_gradients",
     "(self, grads, trainable_variables)",
-    when=division_of,
+    when=optimizer_sharding_of,
 )
 def _apply_gradients(original, division, self, grads, trainable_variables):
     """Update each replica's shard by Keras's own code.
@@ -112,17 +112,17 @@ def _apply_gradients(original, division, self, grads, trainable_variables):
     """
     replica: Any = distributed_replica()
     if replica is None:
-        raise applied_outside(self)
+        raise apply_outside_replicas_error(self)
     weights = [v for v in self._trainable_variables if not v.overwrite_with_gradient]
     shards: dict[int, _VariableShard] = {}
     for variable in weights:
-        shares = division.shares(variable, variable.shape)
+        shares = division.shards_for(variable, variable.shape)
         shards[id(variable)] = _VariableShard(replica, variable, shares, False)
     for variable in division.slots:
-        shares = shares_of(variable)
+        shares = flat_shards_of(variable)
         assert shares is not None
         shards[id(variable)] = _VariableShard(replica, variable, shares, True)
-    indices = division.given_to(replica.id, trainable_variables)
+    indices = division.gradient_indices(replica.id, trainable_variables)
     local_weights = [trainable_variables[index] for index in indices]
     gradients = [
         gradient_shard(grads[index], shards[id(weight)].shares, replica.id)
@@ -146,7 +146,7 @@ def _apply_gradients(original, division, self, grads, trainable_variables):
         replica.write(weight, value)
 
 
-@hook(keras.optimizers.Optimizer, "_var_key", "(self, variable)", when=scope_of_shares)
+@hook(keras.optimizers.Optimizer, "_var_key", "(self, variable)", when=current_update_scope)
 def _var_key(original, scope, self, variable):
     """Look up a weight by its stored variable while the scope shows its shard."""
     return original(self, stored(variable))
@@ -202,9 +202,9 @@ def _squared_norms(
 
 
 @of_several
-def _shares(variable: Any) -> Shares | None:
+def _shares(variable: Any) -> FlatShards | None:
     """Return the elements of a sharded variable that each replica has, else None."""
-    return shares_of(variable)
+    return flat_shards_of(variable)
 
 
 @hook(keras.Variable, "_shared_name", None, when=_shares)

@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 from keras import tree
 
-from keras_strategy.rules.known_functions import PROGRAMS
+from keras_strategy.rules.known_functions import MAX_PROGRAMS
 from keras_strategy.values.distributed import DistributedValues, Mirrored, PerReplica
 from keras_strategy.values.keys import value_key
 
@@ -42,7 +42,7 @@ class ProgramCache:
             lambda arguments, _: fn(*arguments), autograph=False, reduce_retracing=True
         )
         # TensorFlow counts calls for this warning, of which it sees few here.
-        # `warn_of_many_programs` warns instead.
+        # `warn_many_programs` warns instead.
         self._function._omit_frequent_tracing_warning = True
         self._programs: dict[Any, tuple[Any, Callable]] = {}
 
@@ -60,7 +60,7 @@ class ProgramCache:
         outputs = self._function(*call)
         program = None if key is None else _find_program(self._function, call, tensors)
         if program is not None:
-            if len(self._programs) >= 4 * PROGRAMS:  # one program serves many shapes
+            if len(self._programs) >= 4 * MAX_PROGRAMS:  # one program serves many shapes
                 self._programs.clear()
             self._programs[key] = program
         return outputs

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_strategy.rules.step import A_PART
+from keras_strategy.rules.step import LOCAL_BATCH_HINT
 
 _MARKER = "keras_strategy refuses this, for reason number"
 _messages: list[str] = []
@@ -28,7 +28,7 @@ def reraise_failed_checks() -> Iterator[None]:
     except tf.errors.InvalidArgumentError as error:
         found = re.search(rf"{_MARKER} (\d+)", str(error))
         if found is None:
-            error.add_note(A_PART)
+            error.add_note(LOCAL_BATCH_HINT)
             raise
         refusal = ValueError(_messages[int(found[1])])
         refusal.add_note(

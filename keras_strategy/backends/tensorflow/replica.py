@@ -26,14 +26,14 @@ from keras_strategy.backends.tensorflow.sharing import (
 )
 from keras_strategy.backends.tensorflow.workers import TensorFlowWorkers, Verify
 from keras_strategy.core import context
-from keras_strategy.core.own_attributes import OwnAttributes
+from keras_strategy.core.own_attributes import ReplicaAttributes
 from keras_strategy.core.step_state import StepState
 from keras_strategy.hooks.variables import stored
 from keras_strategy.rules import row_weights
-from keras_strategy.rules.reduction import addable
-from keras_strategy.rules.sharding import Shares, shares_of
+from keras_strategy.rules.reduction import cast_for_sum
+from keras_strategy.rules.sharding import FlatShards, flat_shards_of
 from keras_strategy.values.distributed import ReduceOp, regroup, select_replica
-from keras_strategy.values.topology import Topology
+from keras_strategy.values.topology import ReplicaTopology
 
 if TYPE_CHECKING:
     from keras_strategy.core.strategy import Strategy
@@ -54,7 +54,7 @@ class GroupState:
 
     strategy: "Strategy"
     native: tf.distribute.Strategy
-    topology: Topology
+    topology: ReplicaTopology
     workers: TensorFlowWorkers | None
     seeds: SeedGenerators = dataclasses.field(init=False)
     builds: int = 0
@@ -77,7 +77,7 @@ class GroupState:
 
         def call():
             keras.config.set_dtype_policy(policy)
-            no_scope = context.strategy_in_charge(None)
+            no_scope = context.cross_replica_scope(None)
             with self.strategy.scope() if in_scope else no_scope:
                 return fn()
 
@@ -98,13 +98,13 @@ class RunState:
 
     merge_values: list[Any]
     generator: Any
-    attributes: list[OwnAttributes]
+    attributes: list[ReplicaAttributes]
     has_drawn: bool = False
 
 
 def regroup_outputs(outputs: Sequence[Any]) -> Any:
     """Combine the outputs of the local replicas."""
-    return regroup(outputs, tf.is_tensor, one_of_many=True)
+    return regroup(outputs, tf.is_tensor, always_distributed=True)
 
 
 def _to_component(leaf: Any) -> Any:
@@ -114,7 +114,7 @@ def _to_component(leaf: Any) -> Any:
 def _weighted(tensor: Any, weight: Any) -> Any:
     """Weight a tensor as `row_weights.weighted` does; for floats in one operation."""
     if weight is None or not tensor.dtype.is_floating:
-        return row_weights.weighted(tensor, weight)
+        return row_weights.apply_row_weight(tensor, weight)
     return tf.math.multiply_no_nan(tensor, tf.cast(weight, tensor.dtype))
 
 
@@ -130,7 +130,7 @@ class TensorFlowReplica:
         self._native = tf.distribute.get_replica_context()
         # TensorFlow gives a constant tensor while it traces.
         self.id = int(tf.get_static_value(self._native.replica_id_in_sync_group))
-        self.index = self.id - group_state.topology.first
+        self.index = self.id - group_state.topology.first_local_replica
         self.devices = (group_state.topology.devices[self.index],)
         self.attributes = run_state.attributes[self.index]
         self._swap_attributes_in_merge_calls()
@@ -140,9 +140,9 @@ class TensorFlowReplica:
         attributes, native_merge_call = self.attributes, self._native.merge_call
 
         def merge_call(*args, **kwargs):
-            attributes.set_aside()
+            attributes.swap_out()
             result = native_merge_call(*args, **kwargs)
-            attributes.put_back()
+            attributes.swap_in()
             return result
 
         self._native.merge_call = merge_call
@@ -151,7 +151,7 @@ class TensorFlowReplica:
         if isinstance(value, tf.IndexedSlices):
             total = self._sum([value], "all_reduce")[0]
         else:
-            total = self._differentiable_sum(addable(value))
+            total = self._differentiable_sum(cast_for_sum(value))
         if reduce_op is ReduceOp.SUM:
             return total
         return divide(total, self.group_state.topology.num_replicas)
@@ -192,7 +192,7 @@ class TensorFlowReplica:
 
         def merge(*parts):
             args, kwargs = regroup_outputs(parts)
-            with context.strategy_in_charge(strategy):
+            with context.cross_replica_scope(strategy):
                 return merge_fn(strategy, *args, **kwargs)
 
         # In the replica a variable reads as its component, in `merge_fn` as all.
@@ -242,7 +242,7 @@ class TensorFlowReplica:
         return draw()
 
     def write(self, variable: Any, value: Any) -> None:
-        shares = shares_of(variable)
+        shares = flat_shards_of(variable)
         self.write_component(
             variable, value if shares is None else local_shard(value, shares, self.id)
         )
@@ -273,7 +273,7 @@ class TensorFlowReplica:
             self._write_condition = None
 
     def gather_shards(
-        self, shards: Sequence[Any], shares: Sequence[Shares]
+        self, shards: Sequence[Any], shares: Sequence[FlatShards]
     ) -> list[Any]:
         """Return full tensors from the replicas' shards."""
         workers = self.group_state.workers
@@ -283,7 +283,7 @@ class TensorFlowReplica:
 
         return list(self._merge(merge, list(shards)))
 
-    def full_value(self, variable: Any, shares: Shares) -> Any:
+    def full_value(self, variable: Any, shares: FlatShards) -> Any:
         """Return the value of a sharded variable; all replicas must call it."""
         shard = tf.convert_to_tensor(self.component(stored(variable)))
         return self.gather_shards([shard], [shares])[0]

@@ -6,12 +6,12 @@ from typing import Any
 import tensorflow as tf
 from keras import tree
 
-from keras_strategy.core.row_range import BatchRows, RowRange, ranges
+from keras_strategy.core.row_range import BatchRows, RowRange, row_ranges
 from keras_strategy.core.step_state import StepState
 from keras_strategy.hooks.draws_of_layers import of_layers, rehearse_layer
-from keras_strategy.rules.batches import batch_of, carries_rows, traced_step_of
-from keras_strategy.rules.draws import KnownDraws
-from keras_strategy.rules.step import rows_of
+from keras_strategy.rules.batches import find_batch_rows, has_batch_rows, traced_run_state
+from keras_strategy.rules.draws import BatchDimCache
+from keras_strategy.rules.step import count_rows
 from keras_strategy.values.distributed import PerReplica
 
 
@@ -20,7 +20,7 @@ def batch_argument_indices(leaves: Sequence[Any]) -> tuple[int, ...]:
 
     A tf.function drops the `batch` attribute of its arguments.
     """
-    batch = batch_of(leaves, {})
+    batch = find_batch_rows(leaves, {})
     if batch is None:
         return ()
     return tuple(
@@ -45,27 +45,27 @@ def step_states(
     fn: Callable[..., Any], args: tuple, kwargs: dict, replicas: int, has_workers: bool
 ) -> list[StepState] | None:
     """Return the local replicas' step states if the arguments are rows of a batch."""
-    batch = batch_of(args, kwargs)
+    batch = find_batch_rows(args, kwargs)
     if batch is None:
         return None
     if not has_workers:
-        values = filter(carries_rows, tree.flatten((args, kwargs)))
+        values = filter(has_batch_rows, tree.flatten((args, kwargs)))
         rows = [_row_ranges(x) for x in values if x.values[0].shape.rank != 0][:1]
         rows = rows[0] if rows else None
     elif batch.counts is None:
         rows = None
     else:
-        rows = ranges(batch.counts)[batch.first : batch.first + replicas]
+        rows = row_ranges(batch.counts)[batch.first : batch.first + replicas]
     if rows is None:
         return None
     if not tf.inside_function():
         return [
-            StepState(rows=row_range, draws=of_layers, rehearse=rehearse_layer)
+            StepState(rows=row_range, draws=of_layers, dry_run=rehearse_layer)
             for row_range in rows
         ]
-    draws = KnownDraws()
+    draws = BatchDimCache()
     return [
-        traced_step_of(fn, (args, kwargs), row_range, index, draws)
+        traced_run_state(fn, (args, kwargs), row_range, index, draws)
         for index, row_range in enumerate(rows)
     ]
 
@@ -87,7 +87,7 @@ def rows_of_tensor(value: Any) -> Any:
 def common_rows(leaves: Sequence[Any]) -> Any:
     """Return the rows of a batch as a tensor, after a check that all arrays agree."""
     if all(leaf.shape.rank and leaf.shape[0] is not None for leaf in leaves):
-        rows_of(leaves)
+        count_rows(leaves)
         return rows_of_tensor(leaves[0])
     rows, *others = [rows_of_tensor(leaf) for leaf in leaves]
     message = "The arrays of a batch must have the same number of rows."

@@ -76,7 +76,7 @@ class SeedGenerators:
             current = keras.random.SeedGenerator()
         state = tf.convert_to_tensor(stored(current.state))
         if self._workers is not None:
-            (chiefs,) = self._workers.take_chiefs("the seed generator", [state])
+            (chiefs,) = self._workers.broadcast_if_different("the seed generator", [state])
             state = state if chiefs is None else chiefs
         if self.process is None:
             self.process = keras.random.SeedGenerator(0, name="seed_generator")

@@ -12,13 +12,13 @@ import tensorflow as tf
 
 from keras_strategy.backends.tensorflow.workers import TensorFlowWorkers
 from keras_strategy.core.step_state import StepState
-from keras_strategy.rules.sharding import DIVISION, Shares, shares_of_gradients
+from keras_strategy.rules.sharding import OPTIMIZER_SHARDING, FlatShards, gradient_shards
 
 # The attribute of a gradient that holds the replica's shard of its sum.
 _SHARD = "_ks_shard"
 
 
-def local_shard(full: Any, shares: Shares, replica: int) -> Any:
+def local_shard(full: Any, shares: FlatShards, replica: int) -> Any:
     """Return a replica's shard of a tensor or of `tf.IndexedSlices`."""
     if isinstance(full, tf.IndexedSlices):
         return _shard_of_slices(full, shares, replica)
@@ -27,7 +27,7 @@ def local_shard(full: Any, shares: Shares, replica: int) -> Any:
     return tf.reshape(flat, shares.shape_of(replica))
 
 
-def _shard_of_slices(slices: Any, shares: Shares, replica: int) -> Any:
+def _shard_of_slices(slices: Any, shares: FlatShards, replica: int) -> Any:
     """Return a replica's elements of slices, in which a row may occur repeatedly.
 
     Repeated rows are not added up, because Keras's optimizers square each of them.
@@ -48,14 +48,14 @@ def _shard_of_slices(slices: Any, shares: Shares, replica: int) -> Any:
 
 def reduce_scatter_shares(
     step: StepState, gradients: Sequence[Any], workers: TensorFlowWorkers | None
-) -> list[Shares] | None:
+) -> list[FlatShards] | None:
     """Return the elements of each gradient that each worker's one replica needs.
 
     Returns:
         None if gradients must be summed in full on each replica.
     """
     optimizer = step.optimizer
-    division = None if optimizer is None else vars(optimizer).get(DIVISION)
+    division = None if optimizer is None else vars(optimizer).get(OPTIMIZER_SHARDING)
     # An all-to-all sends chunks of equal size, so shards must be even.
     if workers is None or division is None or not division.elementwise:
         return None
@@ -66,10 +66,10 @@ def reduce_scatter_shares(
         for gradient in gradients
     ):
         return None
-    return shares_of_gradients(optimizer, gradients, step.gradients_of)
+    return gradient_shards(optimizer, gradients, step.reducing_gradients_of)
 
 
-def attach_shard(gradient: Any, shard: Any, shares: Shares, replica: int) -> Any:
+def attach_shard(gradient: Any, shard: Any, shares: FlatShards, replica: int) -> Any:
     """Return a gradient's sum of which only this replica's shard is known.
 
     Its elements are NaN, for code that reads it without `gradient_shard`.
@@ -79,13 +79,13 @@ def attach_shard(gradient: Any, shard: Any, shares: Shares, replica: int) -> Any
     return total
 
 
-def gradient_shard(gradient: Any, shares: Shares, replica: int) -> Any:
+def gradient_shard(gradient: Any, shares: FlatShards, replica: int) -> Any:
     """Return a replica's shard of a gradient's sum, see `attach_shard`."""
     shard = getattr(gradient, _SHARD, None)
     return local_shard(gradient, shares, replica) if shard is None else shard
 
 
-def replace_shard(full: Any, shard: Any, shares: Shares, replica: int) -> Any:
+def replace_shard(full: Any, shard: Any, shares: FlatShards, replica: int) -> Any:
     """Return a tensor with a replica's shard replaced."""
     if shard.shape == full.shape:
         return shard
@@ -97,7 +97,7 @@ def replace_shard(full: Any, shard: Any, shares: Shares, replica: int) -> Any:
 
 def gather_shards(
     shards: Sequence[Sequence[Any]],
-    shares: Sequence[Shares],
+    shares: Sequence[FlatShards],
     workers: TensorFlowWorkers | None,
     name: str,
 ) -> list[Any]:
@@ -122,7 +122,7 @@ def gather_shards(
 
 def _gather_over_workers(
     flat: Sequence[Sequence[Any]],
-    shares: Sequence[Shares],
+    shares: Sequence[FlatShards],
     workers: TensorFlowWorkers,
     name: str,
 ) -> list[Any]:

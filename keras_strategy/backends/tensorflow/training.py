@@ -31,14 +31,14 @@ from keras_strategy.backends.tensorflow.rows import (
 from keras_strategy.backends.tensorflow.workers import Verify
 from keras_strategy.core.row_range import RowRange
 from keras_strategy.hooks.layers import all_layers, to_try
-from keras_strategy.input.own_rows import OwnRows
-from keras_strategy.rules.row_trials import RowTrials
+from keras_strategy.input.own_rows import LocalRows
+from keras_strategy.rules.row_trials import RowAudit
 from keras_strategy.rules.row_weights import split_rows
 from keras_strategy.rules.step import (
-    mean_logs,
-    metrics_of_workers,
-    returns_metrics,
-    weighted_step,
+    average_logs,
+    merge_worker_metrics,
+    returns_only_metrics,
+    make_weighted_step,
 )
 from keras_strategy.values.distributed import DistributedValues, PerReplica
 
@@ -87,16 +87,16 @@ class TrainingStrategy:
         model = self._model
         kinds = {model.train_step: "train", model.test_step: "test"}
         kind = kinds.get(step, "predict")
-        has_metrics = returns_metrics(model, kind)
+        has_metrics = returns_only_metrics(model, kind)
         check = FirstStepCheck(group.state.call_outside)
         if not tf.executing_eagerly():
             _first_step_checks.setdefault(model, []).append(check)
-        replica_step = weighted_step(
+        replica_step = make_weighted_step(
             step,
             has_metrics,
             functools.partial(all_layers, model),
             require,
-            RowTrials(model, to_try(model, kind), kind == "train", check.warn_unless),
+            RowAudit(model, to_try(model, kind), kind == "train", check.warn_unless),
             rows_of_tensor if kind == "predict" else None,
         )
         outputs = group.call(
@@ -126,12 +126,12 @@ def metrics_result(model: keras.Model, group: TensorFlowGroup) -> dict[str, Any]
     if group.workers is None:
         return model.get_metrics_result()
     sum_all = functools.partial(group.workers.sum_all, "logs", verify=Verify.NEVER)
-    return metrics_of_workers(model, group.part_of_this_worker, sum_all)
+    return merge_worker_metrics(model, group.part_of_this_worker, sum_all)
 
 
 def mean_outputs(outputs: Any, group: TensorFlowGroup, weights: Sequence[Any]) -> Any:
     """Return the means of the replicas' outputs by their row weights."""
-    local = mean_logs(outputs, weights)
+    local = average_logs(outputs, weights)
     if group.workers is None:
         return local
     means = group.workers.sum_all("logs", tree.flatten(local), Verify.NEVER)
@@ -145,14 +145,14 @@ def split_batch(
 
     Args:
         data: A structure of tensors or arrays, None where something is absent; or of
-            native distributed values, which are split already; or an `OwnRows`.
+            native distributed values, which are split already; or an `LocalRows`.
         group: The replicas.
 
     Returns:
         The local replicas' batches, each of at least one row, their row weights, and
         their row ranges, None if they are unknown.
     """
-    local_batch = data if isinstance(data, OwnRows) else None
+    local_batch = data if isinstance(data, LocalRows) else None
     if local_batch is not None:
         data = local_batch.batch
     leaves = [leaf for leaf in tree.flatten(data) if leaf is not None]
@@ -167,7 +167,7 @@ def split_batch(
         first_row, total = 0, local_rows
         bounds = _local_bounds(group, total, tf.minimum)
     else:
-        bounds, total = local_batch.bounds, local_batch.total
+        bounds, total = local_batch.bounds, local_batch.global_rows
         first_row = bounds[0][0]
     shards: list[Any] = []
     row_ranges: list[RowRange | None] = []

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import tree
 
 from keras_strategy.hooks.layers import all_layers, seed_generators
-from keras_strategy.input.own_rows import OwnRows
+from keras_strategy.input.own_rows import LocalRows
 
 if TYPE_CHECKING:
     from keras_strategy.backends.tensorflow.group import TensorFlowGroup
@@ -32,7 +32,7 @@ class WorkerBatches:
     """Batches that all workers take together, as structures that a tf.function takes.
 
     Args:
-        batches: `AgreedBatches` or `JoinedBatches`.
+        batches: `SynchronizedBatches` or `PerWorkerBatches`.
     """
 
     def __init__(self, batches: Iterable[Any]):
@@ -53,20 +53,20 @@ class WorkerIterator:
 
     def __next__(self) -> Any:
         batch = next(self._batches)
-        return TensorLocalRows(**vars(batch)) if isinstance(batch, OwnRows) else batch
+        return TensorLocalRows(**vars(batch)) if isinstance(batch, LocalRows) else batch
 
 
-class TensorLocalRows(OwnRows):
+class TensorLocalRows(LocalRows):
     """A worker's rows of a batch, which a tf.function takes."""
 
     def __tf_flatten__(self) -> Any:
         numbers = tf.nest.map_structure(
             lambda number: tf.convert_to_tensor(number, tf.int32),
-            (self.bounds, self.total),
+            (self.bounds, self.global_rows),
         )
         leaves = [leaf for leaf in tree.flatten(self.batch) if leaf is not None]
         # The counts themselves would cause retracing.
-        has_counts = self.counts is not None
+        has_counts = self.worker_rows is not None
         return (_BatchLayout(self.batch), has_counts), (leaves, *numbers)
 
     @classmethod
@@ -119,7 +119,7 @@ class DatasetElements:
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._dataset:
-            if isinstance(batch, OwnRows):
+            if isinstance(batch, LocalRows):
                 # As Keras's own datasets do.
                 yield replace(batch, batch=tree.lists_to_tuples(batch.batch))
                 continue

@@ -17,9 +17,9 @@ import tensorflow as tf
 
 from keras_strategy.backends.tensorflow import connection, layouts
 from keras_strategy.backends.tensorflow.along import VerifiedCollectives
-from keras_strategy.core.workers import Workers
+from keras_strategy.core.workers import WorkerCollectives
 from keras_strategy.options.communication import CommunicationImplementation
-from keras_strategy.rules.sharding import Shares
+from keras_strategy.rules.sharding import FlatShards
 from keras_strategy.workers.cluster import Cluster
 
 # Group keys; native strategies number theirs from 1, and ours from 100,000.
@@ -46,7 +46,7 @@ class Verify(enum.Enum):
     NEVER = enum.auto()
 
 
-class TensorFlowWorkers(Workers):
+class TensorFlowWorkers(WorkerCollectives):
     """The workers, connected by TensorFlow's collectives.
 
     In a tf.function a mismatch is reported when the function is executed. After a
@@ -75,7 +75,7 @@ class TensorFlowWorkers(Workers):
         self._accelerator = f"{worker}/device:GPU:0" if gpus and not ring else None
         self._hint = implementation.value.lower()
         # Our watchdog reports first, because it knows which worker is missing.
-        self.timeout_seconds = cluster.member.timeout_seconds + 60
+        self.timeout_seconds = cluster.client.timeout_seconds + 60
         self._names: dict[int, str] = {}
         self._scalar_sums: dict[tuple[tf.DType, tf.DType], Callable] = {}
         self.verified = VerifiedCollectives(
@@ -128,7 +128,7 @@ class TensorFlowWorkers(Workers):
         return results
 
     def reduce_scatter(
-        self, name: str, tensors: Sequence[Any], shares: Sequence[Shares]
+        self, name: str, tensors: Sequence[Any], shares: Sequence[FlatShards]
     ) -> list[Any]:
         """Return this worker's shards, see `VerifiedCollectives.reduce_scatter`."""
         results: list[Any] = list(tensors)
@@ -177,7 +177,7 @@ class TensorFlowWorkers(Workers):
         if tf.inside_function():
             yield
             return
-        with self.waiting(name):
+        with self.track_operation(name):
             try:
                 yield
             except (tf.errors.InvalidArgumentError, tf.errors.InternalError) as error:
@@ -297,7 +297,7 @@ class TensorFlowWorkers(Workers):
         """Return the error that explains TensorFlow's; None if it is not ours."""
         mismatch = self.verified.find_mismatch(message)
         if mismatch is not None:
-            return self.difference(*mismatch)
+            return self.mismatch_error(*mismatch)
         found = re.search(_MISMATCH, message)
         if found is not None:
             return RuntimeError(
@@ -316,7 +316,7 @@ class TensorFlowWorkers(Workers):
         name = self._names[rows[self.rank][0]]
         calls = [name]
         if len({key for key, _ in rows}) > 1:
-            calls = self.cluster.agree("the comparison of what is sent", name)
+            calls = self.cluster.exchange("the comparison of what is sent", name)
         return self.refusal(
             name, calls, [layout for _, layout in rows], exception or ""
         )

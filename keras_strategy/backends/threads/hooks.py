@@ -9,9 +9,9 @@ from typing import Any
 
 import keras
 
-from keras_strategy.backends.threads.scopes import ReplicaScope, WritesAtOnce
+from keras_strategy.backends.threads.scopes import ReplicaScope, WritesInPlace
 from keras_strategy.core import context
-from keras_strategy.core.own_attributes import set_for_all, whose_turn
+from keras_strategy.core.own_attributes import set_on_all_replicas, current_attributes
 from keras_strategy.hooks.hook import home_of, hook, of_several
 
 global_state = home_of(
@@ -83,15 +83,15 @@ def no_stateless_scope() -> Iterator[None]:
         global_state.set_global_attribute("stateless_scope", scope)
 
 
-def keras_scope() -> Any:
+def current_stateless_scope() -> Any:
     """The `StatelessScope` that this thread is in, or None."""
     return global_state.get_global_attribute("stateless_scope")
 
 
 @of_several
-def replica_here() -> Any:
+def current_thread_replica() -> Any:
     """The replica whose thread this is, or None in a scope that holds values itself."""
-    scope = keras_scope()
+    scope = current_stateless_scope()
     while scope is not None:
         if isinstance(scope, ReplicaScope):
             return scope.replica
@@ -100,10 +100,10 @@ def replica_here() -> Any:
             return None
         scope = scope.parent
     replica = context.distributed_replica()
-    return replica if isinstance(replica, WritesAtOnce) else None
+    return replica if isinstance(replica, WritesInPlace) else None
 
 
-@hook(keras_seeds, "global_seed_generator", "()", when=replica_here)
+@hook(keras_seeds, "global_seed_generator", "()", when=current_thread_replica)
 def _global_seed_generator(original, replica):
     """It is made once for all replicas, from one seed."""
     if global_state.get_global_attribute(_SEED) is not None:
@@ -116,13 +116,13 @@ def _global_seed_generator(original, replica):
 # --- layers
 
 
-@hook(keras.Layer, "_maybe_build", "(self, call_spec)", when=whose_turn, several=True)
+@hook(keras.Layer, "_maybe_build", "(self, call_spec)", when=current_attributes, several=True)
 def _maybe_build(original, own, self, call_spec):
     """The replica that comes first builds a layer for all of them."""
     if self.built:
         return original(self, call_spec)
-    replica = replica_here()
+    replica = current_thread_replica()
     if replica is None:  # it is traced
-        with set_for_all():
+        with set_on_all_replicas():
             return original(self, call_spec)
     return replica.once(lambda: original(self, call_spec))

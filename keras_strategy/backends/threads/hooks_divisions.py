@@ -10,9 +10,9 @@ from keras_strategy.hooks.hook import hook, of_several
 from keras_strategy.rules.optimizer_rules import (
     is_elementwise,
     is_factored,
-    is_weight_by_weight,
+    is_per_weight,
 )
-from keras_strategy.rules.sharding import DIVISION, Division
+from keras_strategy.rules.sharding import OPTIMIZER_SHARDING, OptimizerSharding
 
 logger = logging.getLogger("keras_strategy")
 
@@ -33,7 +33,7 @@ _told: set[type] = set()
 def _add_from_reference(original, self, reference_variable, *args, **kwargs):
     """What an optimizer keeps of a weight is shared when it is made, one at a time.
 
-    What is made outside of scopes may come into one later: see `share_adopted`.
+    What is made outside of scopes may come into one later: see `shard_adopted_slot`.
     """
     made = [original(self, reference_variable, *args, **kwargs)]
     if is_factored(self) and len(reference_variable.shape) > 1:
@@ -48,7 +48,7 @@ def _add_from_reference(original, self, reference_variable, *args, **kwargs):
     return made[0]
 
 
-def share_adopted(strategy: Any, slot: Any) -> bool:
+def shard_adopted_slot(strategy: Any, slot: Any) -> bool:
     """Shares what an optimizer made outside of scopes, if that is known of a variable.
 
     Args:
@@ -67,7 +67,7 @@ def _share(strategy: Any, optimizer: Any, slot: Any, weight: Any) -> bool:
     if strategy.shard is None or strategy.num_replicas_in_sync == 1:
         return False
     kind = type(optimizer)
-    if not is_elementwise(optimizer) and not is_weight_by_weight(optimizer):
+    if not is_elementwise(optimizer) and not is_per_weight(optimizer):
         if kind not in _told:
             _told.add(kind)
             logger.warning(
@@ -80,22 +80,22 @@ def _share(strategy: Any, optimizer: Any, slot: Any, weight: Any) -> bool:
         return False
     if weight.overwrite_with_gradient:  # by each replica, with the whole of it
         return False
-    division = vars(optimizer).get(DIVISION)
+    division = vars(optimizer).get(OPTIMIZER_SHARDING)
     if division is None:
-        division = Division(strategy.num_replicas_in_sync, is_elementwise(optimizer))
-        vars(optimizer)[DIVISION] = division
-    strategy.extended.group.share(slot, division.shares(weight, slot.shape))
+        division = OptimizerSharding(strategy.num_replicas_in_sync, is_elementwise(optimizer))
+        vars(optimizer)[OPTIMIZER_SHARDING] = division
+    strategy.extended.group.share(slot, division.shards_for(weight, slot.shape))
     division.slots.append(slot)
     return True
 
 
 @of_several
-def division_of(optimizer: Any) -> Division | None:
+def optimizer_sharding_of(optimizer: Any) -> OptimizerSharding | None:
     """How the replicas share what an optimizer keeps, if they do."""
-    return vars(optimizer).get(DIVISION)
+    return vars(optimizer).get(OPTIMIZER_SHARDING)
 
 
-def applied_outside(optimizer: Any) -> RuntimeError:
+def apply_outside_replicas_error(optimizer: Any) -> RuntimeError:
     """What is raised where gradients are applied and no replica is there to do it."""
     return RuntimeError(
         f"The replicas share what '{optimizer.name}' keeps, so that all of them "
@@ -108,7 +108,7 @@ def applied_outside(optimizer: Any) -> RuntimeError:
     keras.optimizers.Optimizer,
     "_apply_weight_decay",
     "(self, variables)",
-    when=division_of,
+    when=optimizer_sharding_of,
 )
 def _apply_weight_decay(original, division, self, variables):
     """A replica may have no weight that decays, which Keras does not expect."""

@@ -14,7 +14,7 @@ get_stateless_scope = home_of(
 ).get_stateless_scope
 
 
-class SharesScope(keras.StatelessScope):
+class ShardedUpdateScope(keras.StatelessScope):
     """The variables as an optimizer sees them that updates a replica's share.
 
     Args:
@@ -79,17 +79,17 @@ class SharesScope(keras.StatelessScope):
 
 
 @of_several
-def scope_of_shares(optimizer: Any) -> SharesScope | None:
+def current_update_scope(optimizer: Any) -> ShardedUpdateScope | None:
     """The scope in which an optimizer updates shares, if it does."""
     scope = get_stateless_scope()
-    return scope if isinstance(scope, SharesScope) else None
+    return scope if isinstance(scope, ShardedUpdateScope) else None
 
 
 @hook(
     keras.optimizers.Optimizer,
     "_clip_gradients",
     "(self, grads)",
-    when=scope_of_shares,
+    when=current_update_scope,
 )
 def _clip_gradients(original, scope, self, grads):
     """Norms are those of whole gradients, of which each replica has its share."""

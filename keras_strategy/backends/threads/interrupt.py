@@ -16,7 +16,7 @@ def interrupt(threads: Iterable[threading.Thread]) -> None:
 
 
 @contextlib.contextmanager
-def interrupted_together(threads: Iterable[threading.Thread]) -> Iterator[None]:
+def propagate_interrupts(threads: Iterable[threading.Thread]) -> Iterator[None]:
     """Lets Ctrl-C interrupt threads too that the main thread will wait for.
 
     Args:

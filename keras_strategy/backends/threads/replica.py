@@ -8,16 +8,16 @@ from keras import tree
 
 from keras_strategy.backends.threads import hooks
 from keras_strategy.backends.threads.scopes import MergedScope, ReplicaScope
-from keras_strategy.backends.threads.turns import Turns
+from keras_strategy.backends.threads.turns import TurnScheduler
 from keras_strategy.core import context
-from keras_strategy.core.own_attributes import OwnAttributes, set_for_all
+from keras_strategy.core.own_attributes import ReplicaAttributes, set_on_all_replicas
 from keras_strategy.core.replica_context import ReplicaContext
 from keras_strategy.core.step_state import StepState
 from keras_strategy.rules import first_values
-from keras_strategy.rules.aggregation import part_outside
-from keras_strategy.rules.reduction import require_one_dtype
+from keras_strategy.rules.aggregation import local_contribution
+from keras_strategy.rules.reduction import check_same_dtype
 from keras_strategy.values.distributed import regroup, select_replica
-from keras_strategy.values.topology import Topology
+from keras_strategy.values.topology import ReplicaTopology
 
 
 class ThreadReplica:
@@ -37,9 +37,9 @@ class ThreadReplica:
         self,
         strategy: Any,
         index: int,
-        topology: Topology,
-        turns: Turns,
-        own: OwnAttributes,
+        topology: ReplicaTopology,
+        turns: TurnScheduler,
+        own: ReplicaAttributes,
     ):
         self.id = topology.local_replicas[index]
         self.index = index
@@ -59,7 +59,7 @@ class ThreadReplica:
         """The sum of the replicas' tensors, on the first one's device."""
         raise NotImplementedError
 
-    def of_all_workers(self, name: str, tensor: Any) -> Any:
+    def sum_over_workers(self, name: str, tensor: Any) -> Any:
         """The sum of the workers' tensors, called in one of the threads."""
         return tensor
 
@@ -67,9 +67,9 @@ class ThreadReplica:
         self, name: str, value: Any, combine: Callable[[list[Any]], Any]
     ) -> Any:
         """See `Turns.exchange`."""
-        self._own.set_aside()
+        self._own.swap_out()
         result = self._turns.exchange(self.index, name, value, combine)
-        self._own.put_back()
+        self._own.swap_in()
         return result
 
     def total(self, name: str, tensor: Any) -> Any:
@@ -78,14 +78,14 @@ class ThreadReplica:
         def combine(tensors):
             types = {(tuple(t.shape), t.dtype) for t in tensors}
             if len(types) > 1:
-                require_one_dtype(tensors)
+                check_same_dtype(tensors)
                 shapes = [tuple(t.shape) for t in tensors]
                 raise ValueError(
                     f"`{name}` needs values of the same shape on every replica. "
                     f"Received the shapes {shapes}, in the order of the replicas. "
                     "For rows that differ use `all_gather`, or reduce them first."
                 )
-            return self.of_all_workers(name, self.add(tensors))
+            return self.sum_over_workers(name, self.add(tensors))
 
         return self.here(self.exchange(name, tensor, combine))
 
@@ -95,10 +95,10 @@ class ThreadReplica:
         def combine(calls):
             scopes = [scope for scope, _ in calls]
             joined = regroup(
-                [call for _, call in calls], keras.ops.is_tensor, one_of_many=True
+                [call for _, call in calls], keras.ops.is_tensor, always_distributed=True
             )
             with (
-                context.strategy_in_charge(self._strategy),
+                context.cross_replica_scope(self._strategy),
                 self._strategy.extended.group.scope(),
                 MergedScope(scopes, self._aggregated, self.topology),
             ):
@@ -112,18 +112,18 @@ class ThreadReplica:
         )
 
     def _aggregated(self, variable: Any, values: Sequence[Any]) -> Any:
-        part = part_outside(variable, values, self.topology, self.add)
-        return self.of_all_workers(f"the value of '{variable.path}'", part)
+        part = local_contribution(variable, values, self.topology, self.add)
+        return self.sum_over_workers(f"the value of '{variable.path}'", part)
 
     def once(self, fn: Callable[[], Any]) -> Any:
         with (
-            set_for_all(),
-            context.strategy_in_charge(self._strategy),
+            set_on_all_replicas(),
+            context.cross_replica_scope(self._strategy),
             self._strategy.extended.group.scope(),
             hooks.no_stateless_scope(),
         ):
             result = fn()
-            first_values.settle()  # before the replicas go on
+            first_values.broadcast_pending_values()  # before the replicas go on
             return result
 
     def global_seed_generator(self, make: Callable[[], Any]) -> Any:

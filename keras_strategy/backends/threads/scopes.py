@@ -10,11 +10,11 @@ from typing import Any
 import keras
 
 from keras_strategy.core.protocol import Replica
-from keras_strategy.rules.aggregation import is_on_read, local_parts_outside
-from keras_strategy.values.topology import Topology
+from keras_strategy.rules.aggregation import is_sync_on_read, split_for_local_replicas
+from keras_strategy.values.topology import ReplicaTopology
 
 
-class WritesAtOnce:
+class WritesInPlace:
     """A replica that writes to the variables themselves, in no scope of Keras's."""
 
 
@@ -46,7 +46,7 @@ class MergedScope(keras.StatelessScope):
         self,
         scopes: Sequence[ReplicaScope],
         aggregated: Callable[[Any, Sequence[Any]], Any],
-        topology: Topology,
+        topology: ReplicaTopology,
     ):
         super().__init__(initialize_variables=False)
         self._scopes = scopes
@@ -66,17 +66,17 @@ class MergedScope(keras.StatelessScope):
         values = self.components(variable)
         if any(value is None for value in values):
             return None
-        if is_on_read(variable) and variable.aggregation != "none":
+        if is_sync_on_read(variable) and variable.aggregation != "none":
             return self._aggregated(variable, values)
         return values[0]
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
-        parts = local_parts_outside(variable, value, self._topology)
+        parts = split_for_local_replicas(variable, value, self._topology)
         self.assign_components(variable, parts)
 
 
-def unbuilt(variable: Any) -> RuntimeError:
+def unbuilt_variable_error(variable: Any) -> RuntimeError:
     """The error for a variable that a replica made and that has no value yet."""
     return RuntimeError(
         f"The variable '{variable.path}' is used before it has a value. "

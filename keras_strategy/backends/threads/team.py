@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_strategy.backends.threads.pool import Pool
-from keras_strategy.backends.threads.turns import ReplicaStopped, Turns
+from keras_strategy.backends.threads.turns import ReplicaStopped, TurnScheduler
 
 # Seconds that an interrupted run waits for replicas that do not run Python just now.
 _PATIENCE = 3.0
 
 
-class Team:
+class ReplicaThreads:
     """The replicas of a group: the first in the thread that calls, others in their own.
 
     Args:
@@ -22,7 +22,7 @@ class Team:
         self._names = [f"keras_strategy {name}" for name in devices[1:]]
         self._pool: Pool | None = None
 
-    def call(self, turns: Turns, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    def call(self, turns: TurnScheduler, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """Makes one call for each replica, in turns.
 
         Args:
@@ -68,7 +68,7 @@ class Team:
             raise causes[0] if causes else raised[0]
         return results
 
-    def _interrupt(self, turns: Turns) -> None:
+    def _interrupt(self, turns: TurnScheduler) -> None:
         """Ends the replicas that are left when this thread was interrupted."""
         assert self._pool is not None
         pool, self._pool = self._pool, None

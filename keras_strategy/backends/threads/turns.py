@@ -9,7 +9,7 @@ class ReplicaStopped(RuntimeError):
     """Another replica failed while this one was waiting for it."""
 
 
-class Turns:
+class TurnScheduler:
     """Lets the replicas of one run go on in turns.
 
     A replica goes on until it needs the others or ends. Then the next one does. When

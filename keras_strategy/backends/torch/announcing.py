@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from keras_strategy.backends.torch.pieces import Plan, SumInPieces, Work
-from keras_strategy.core.workers import MOST_WORKERS, TAIL, tail_of
+from keras_strategy.backends.torch.pieces import BucketPlan, BucketedAllReduce, Work
+from keras_strategy.core.workers import MAX_CHECKSUM_WORKERS, CHECKSUM_TAIL, checksum_tail
 
 # In these the sums of what travels behind the values are exact.
 _EXACT = (torch.float32, torch.float64, torch.int32, torch.int64)
@@ -48,7 +48,7 @@ class _Sum:
     told: list[int]
 
 
-class Announcements:
+class CollectiveVerifier:
     """Sums tensors that all workers say to be the same operation's.
 
     Programs repeat themselves: the sum that came after an operation is expected to come
@@ -83,8 +83,8 @@ class Announcements:
         self._workers = workers
         self._all_reduce = all_reduce
         self._start, self._least = start, least
-        self.due: SumInPieces | None = None
-        self._in_pieces: dict[bytes, SumInPieces] = {}  # by what comes before
+        self.due: BucketedAllReduce | None = None
+        self._in_pieces: dict[bytes, BucketedAllReduce] = {}  # by what comes before
         self._came: dict[tuple[bytes, bytes], int] = {}
         self._last = b""
         self._expected: dict[bytes, _Sum] = {}  # by what came before
@@ -95,7 +95,7 @@ class Announcements:
         """Whether all workers are about to do the same.
 
         Args:
-            digest: What this worker is about to do, see `digest_of_sum`.
+            digest: What this worker is about to do, see `call_checksum`.
             device: Where its values are.
         """
         if self.due is not None:
@@ -106,7 +106,7 @@ class Announcements:
         else:
             # It is another digest than what was expected.
             nothing = torch.zeros(
-                expected.size + TAIL, dtype=expected.dtype, device=expected.device
+                expected.size + CHECKSUM_TAIL, dtype=expected.dtype, device=expected.device
             )
             same = self._sum_and_compare(nothing, self._saying(digest, nothing))
         if same:
@@ -146,7 +146,7 @@ class Announcements:
         before: bytes,
         digest: bytes,
         values: torch.Tensor,
-        plan: Callable[[], Plan | None] | None,
+        plan: Callable[[], BucketPlan | None] | None,
     ) -> None:
         """Asks all workers whether they would send a sum in pieces from now on.
 
@@ -155,7 +155,7 @@ class Announcements:
         if (
             self._start is None
             or values.dtype not in _IN_PIECES
-            or self._workers > MOST_WORKERS
+            or self._workers > MAX_CHECKSUM_WORKERS
             or before in self._in_pieces
             or len(self._in_pieces) >= _MOST_REMEMBERED
         ):
@@ -171,7 +171,7 @@ class Announcements:
             return
         self._expected.pop(before, None)
         self._doubted.discard(before)
-        self._in_pieces[before] = pieces = SumInPieces(
+        self._in_pieces[before] = pieces = BucketedAllReduce(
             digest, mine, values, self._workers, self._start
         )
         self.due = self._in_pieces.get(self._last)
@@ -197,21 +197,21 @@ class Announcements:
         Returns:
             A new tensor; None if the workers are about to do different things.
         """
-        both = flat.new_empty(flat.numel() + TAIL)
-        both[:-TAIL].copy_(flat)
-        return both[:-TAIL] if self.sum_in_place(digest, both) else None
+        both = flat.new_empty(flat.numel() + CHECKSUM_TAIL)
+        both[:-CHECKSUM_TAIL].copy_(flat)
+        return both[:-CHECKSUM_TAIL] if self.sum_in_place(digest, both) else None
 
     def sum_in_place(
         self,
         digest: bytes,
         both: torch.Tensor,
-        plan: Callable[[], Plan | None] | None = None,
+        plan: Callable[[], BucketPlan | None] | None = None,
     ) -> bool:
         """Makes a tensor the sum of the workers' tensors.
 
         Args:
             digest: What this worker adds up, its size and dtype included.
-            both: A tensor of one dimension, of which the last `TAIL` elements are room
+            both: A tensor of one dimension, of which the last `CHECKSUM_TAIL` elements are room
                 for what travels behind the values.
             plan: Gives how this worker would send it in pieces, None if it would not.
 
@@ -237,13 +237,13 @@ class Announcements:
         before = self._last
         if not self.compare(digest, both.device):
             return False
-        values = both[:-TAIL]
+        values = both[:-CHECKSUM_TAIL]
         self._all_reduce(values, dist.ReduceOp.SUM)
         if (
             before not in self._expected
             and before not in self._in_pieces
             and values.dtype in _EXACT
-            and self._workers <= MOST_WORKERS
+            and self._workers <= MAX_CHECKSUM_WORKERS
             and values.nbytes <= _LARGEST_BYTES
         ):
             if len(self._expected) >= _MOST_REMEMBERED:
@@ -253,10 +253,10 @@ class Announcements:
         return True
 
     def _saying(self, digest: bytes, both: torch.Tensor) -> _Sum:
-        said = tail_of(digest)
+        said = checksum_tail(digest)
         return _Sum(
             digest,
-            both.numel() - TAIL,
+            both.numel() - CHECKSUM_TAIL,
             both.dtype,
             both.device,
             both.new_tensor(said),
@@ -264,7 +264,7 @@ class Announcements:
         )
 
     def _sum_and_compare(self, both: torch.Tensor, sum_: _Sum) -> bool:
-        tail = both[-TAIL:]
+        tail = both[-CHECKSUM_TAIL:]
         tail.copy_(sum_.said)
         self._all_reduce(both, dist.ReduceOp.SUM)
         return tail.tolist() == sum_.told

@@ -12,22 +12,22 @@ import keras
 import numpy as np
 import torch
 
-from keras_strategy.backends.single import tensors_of_arrays
+from keras_strategy.backends.single import arrays_to_tensors
 from keras_strategy.values.distributed import is_numeric_array, map_leaves
 
 
-def tensors_of_arrays_on(devices: Sequence[str]) -> Callable[[Any], Any]:
-    """What `tensors_of_arrays` is where all replicas are on some devices.
+def array_converter(devices: Sequence[str]) -> Callable[[Any], Any]:
+    """What `arrays_to_tensors` is where all replicas are on some devices.
 
     Args:
         devices: The devices, as torch calls them.
     """
     if set(devices) == {"cpu"}:
-        return functools.partial(map_leaves, tensor_on_cpu)
-    return tensors_of_arrays
+        return functools.partial(map_leaves, cpu_tensor)
+    return arrays_to_tensors
 
 
-def tensor_on_cpu(leaf: Any) -> Any:
+def cpu_tensor(leaf: Any) -> Any:
     """A new tensor of an array of numbers, and anything else as it is."""
     if type(leaf) is np.ndarray and _is_taken_as_it_is(leaf.dtype):
         # A copy, as Keras's is: a step may write to it.

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 
 from keras_strategy.hooks.callbacks import listens
-from keras_strategy.rules.without_logs import WithoutLogs
+from keras_strategy.rules.without_logs import LogFreeCallback
 
 _ATTRIBUTE = "_ks_batch_logs"
 
@@ -80,10 +80,10 @@ def may_read(callback: keras.callbacks.Callback, kind: str) -> bool:
         callback: The callback.
         kind: "train" or "test".
     """
-    return not isinstance(callback, WithoutLogs) and listens(callback, kind)
+    return not isinstance(callback, LogFreeCallback) and listens(callback, kind)
 
 
-def watch_readers(strategy: Any, method: str, arguments: dict[str, Any]) -> None:
+def detect_log_readers(strategy: Any, method: str, arguments: dict[str, Any]) -> None:
     """Has Keras's loop find out, when it begins, whether its logs are read.
 
     Where nobody does, on any worker, they need not be brought together. A loop that is
@@ -136,5 +136,5 @@ class _ReaderWatch(keras.callbacks.Callback):
         )
         cluster = self._strategy.extended.cluster
         if cluster is not None:
-            read = any(cluster.agree("whether the logs of batches are read", read))
+            read = any(cluster.exchange("whether the logs of batches are read", read))
         batch_logs.are_read = read

@@ -17,7 +17,7 @@ import keras
 import torch
 from keras import tree
 
-from keras_strategy.backends.torch.graph import GraphPlace, GraphScope, may_be_read
+from keras_strategy.backends.torch.graph import GraphTracing, GraphScope, is_graph_readable
 from keras_strategy.core.context import distributed_replica
 from keras_strategy.hooks.layers import all_layers, seed_generators
 from keras_strategy.hooks.losses import keras_masking
@@ -111,7 +111,7 @@ class ForwardPass:
         self.happened = 0
         self._own = vars(layer).get("call")
         self._plain = layer.call
-        self._place = GraphPlace(strategy)
+        self._place = GraphTracing(strategy)
         self._is_built = False
         self._variables: list[Any] = []
         self._generators: list[Any] = []
@@ -164,7 +164,7 @@ class ForwardPass:
         if not self._is_built:
             self._is_built = all(layer.built for layer in all_layers(self.layer))
             if self._is_built:
-                self._variables = [v for v in self.layer.variables if may_be_read(v)]
+                self._variables = [v for v in self.layer.variables if is_graph_readable(v)]
                 self._generators = seed_generators(all_layers(self.layer))
                 self._graph = torch.compile(  # pyright: ignore[reportCallIssue]
                     graph_function(self._plain, self._variables, self._generators),
@@ -282,7 +282,7 @@ def _why(error: Exception) -> str:
     text = str(error)
     raised = re.search(r"raised exception (.+)", text)
     reason = raised[1] if raised else text.strip().split("\n")[0]
-    refused = re.search(r"NotInGraph\W+(it \w.*?)\W*$", reason)
+    refused = re.search(r"UnsupportedInGraph\W+(it \w.*?)\W*$", reason)
     if refused:
         return f"{refused[1]}{where}"
     return f"{type(error).__name__}: {reason}{where}"

@@ -10,21 +10,21 @@ from typing import Any
 
 import torch
 
-from keras_strategy.backends.threads.hooks import keras_scope
+from keras_strategy.backends.threads.hooks import current_stateless_scope
 from keras_strategy.backends.torch.workers import TorchWorkers
 from keras_strategy.core import context
 from keras_strategy.errors import MirrorError
 from keras_strategy.hooks.variables import stored
 from keras_strategy.rules import first_values
 from keras_strategy.rules.aggregation import (
-    is_on_read,
-    local_parts_outside,
-    no_value,
-    part_outside,
+    is_sync_on_read,
+    split_for_local_replicas,
+    no_value_error,
+    local_contribution,
 )
-from keras_strategy.rules.ownership import require_own_parts
-from keras_strategy.rules.sharding import Shares
-from keras_strategy.values.topology import Topology
+from keras_strategy.rules.ownership import check_sync_on_read_owner
+from keras_strategy.rules.sharding import FlatShards
+from keras_strategy.values.topology import ReplicaTopology
 
 ATTRIBUTE = "_ks_components"
 
@@ -43,7 +43,7 @@ class Layout:
 
     devices: tuple[str, ...]
     workers: TorchWorkers | None
-    topology: Topology
+    topology: ReplicaTopology
     home: str | None = None
 
 
@@ -59,12 +59,12 @@ class Components:
         is_central: Whether one device keeps it for all replicas.
     """
 
-    shares: Shares | None = None
+    shares: FlatShards | None = None
     is_central = False
 
     def __init__(self, variable: Any, layout: Layout):
         self.layout = layout
-        self.on_read = is_on_read(variable)
+        self.on_read = is_sync_on_read(variable)
         # That a replica reads it, see `StepState.read`.
         self.is_noted = variable.aggregation == "sum" and not self.on_read
         self.first = stored(variable)
@@ -87,7 +87,7 @@ class Components:
             # The replicas' parts make up the value that there was.
             self.assign(variable, self.first.detach().clone())
 
-    def enter_run(self, variable: Any, run: object) -> None:
+    def refresh_once(self, variable: Any, run: object) -> None:
         """Refreshes the components once in a run, by the replica that comes first.
 
         Later the first component may be ahead of the others because its replica is.
@@ -113,7 +113,7 @@ class Components:
                 tensor.copy_(self.first)
         self.version = self.first._version
 
-    def require_alike(self, variable: Any) -> None:
+    def check_mirrored(self, variable: Any) -> None:
         """Raises unless what replicas wrote by themselves is the same on all of them.
 
         Args:
@@ -140,9 +140,9 @@ class Components:
     def assign(self, variable: Any, value: torch.Tensor) -> None:
         """Writes a value for all replicas, outside of them."""
         value = value.detach()
-        self.assign_each(local_parts_outside(variable, value, self.layout.topology))
+        self.assign_each(split_for_local_replicas(variable, value, self.layout.topology))
 
-    def copy_for(self, index: int) -> torch.Tensor:
+    def replica_copy(self, index: int) -> torch.Tensor:
         """A replica's own of what one device keeps for all, while it runs.
 
         It is a Parameter of its own, which gathers this replica's gradient. On the
@@ -191,7 +191,7 @@ class Components:
             ValueError: If its aggregation is "none".
         """
         if variable.aggregation == "none":
-            raise no_value(variable)
+            raise no_value_error(variable)
         part = self.part_of_this_worker(variable)
         workers = self.layout.workers
         if workers is None:
@@ -204,10 +204,10 @@ class Components:
             # What is read stays as it is when a replica goes on to write.
             own = self.first.detach().clone()
             tensors = [own, *self.tensors[1:]]
-            return part_outside(variable, tensors, self.layout.topology, add)
+            return local_contribution(variable, tensors, self.layout.topology, sum_tensors)
 
 
-def add(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def sum_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum of tensors of several devices, on the first one's."""
     total = tensors[0].detach().clone()
     for tensor in tensors[1:]:
@@ -215,7 +215,7 @@ def add(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def find(variable: Any) -> Components | None:
+def find_components(variable: Any) -> Components | None:
     """The components of a variable that replicas have used, or None."""
     components = variable.__dict__.get(ATTRIBUTE)
     # Keras replaces the tensor of a variable when it initializes it again.
@@ -226,25 +226,25 @@ def find(variable: Any) -> Components | None:
 
 def together(variable: Any, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The value of a variable for each replica of this worker, of what each holds."""
-    components = find(variable)
+    components = find_components(variable)
     return values if components is None else components.together(values)
 
 
-def find_or_make(variable: Any, layout: Layout) -> Components:
+def get_or_create_components(variable: Any, layout: Layout) -> Components:
     """The components of a variable, made when a replica first uses it.
 
     A variable that belongs to no strategy, as the process's own seed generator, may be
     used by several: then each makes them of what the first component is.
     """
-    components = find(variable)
+    components = find_components(variable)
     # Asked for each variable in every run: no function of its own.
     if components is not None:
         if components.layout is layout or components.layout == layout:
             return components
         if components.on_read or components.shares is not None:
-            require_own_parts(context.get_strategy(), variable)
+            check_sync_on_read_owner(context.get_strategy(), variable)
             return components
-    if keras_scope() is None:
-        first_values.settle()  # before it is copied
+    if current_stateless_scope() is None:
+        first_values.broadcast_pending_values()  # before it is copied
     components = vars(variable)[ATTRIBUTE] = Components(variable, layout)
     return components

@@ -35,7 +35,7 @@ def connect(cluster: Cluster) -> None:
 
 
 def _initialize(cluster: Cluster) -> None:
-    timeout = datetime.timedelta(seconds=cluster.member.timeout_seconds + 60)
+    timeout = datetime.timedelta(seconds=cluster.client.timeout_seconds + 60)
     implementation = cluster.options.implementation
     gpus = torch.cuda.is_available()
     if implementation is CommunicationImplementation.NCCL and not gpus:
@@ -59,7 +59,7 @@ def _initialize(cluster: Cluster) -> None:
     # and ours ends the process.
     sys.excepthook = excepthook
     # torch aborts the process where its threads outlive it.
-    cluster.member.at_leave(_destroy)
+    cluster.client.on_leave(_destroy)
 
 
 def _store(cluster: Cluster, timeout: datetime.timedelta) -> TCPStore:
@@ -69,7 +69,7 @@ def _store(cluster: Cluster, timeout: datetime.timedelta) -> TCPStore:
             ("127.0.0.1" if cluster.is_local else "", 0), backlog=cluster.size + 16
         )
         port = listener.getsockname()[1]
-        cluster.agree(_STORE, port)
+        cluster.exchange(_STORE, port)
         return TCPStore(
             "127.0.0.1",
             port,
@@ -77,7 +77,7 @@ def _store(cluster: Cluster, timeout: datetime.timedelta) -> TCPStore:
             master_listen_fd=listener.detach(),
             **arguments,
         )
-    port = int(cluster.agree(_STORE, None)[0])
+    port = int(cluster.exchange(_STORE, None)[0])
     host = "127.0.0.1"  # where the chief listens when all workers are local
     if not cluster.is_local:
         host = cluster.addresses[0].rpartition(":")[0].strip("[]")

@@ -62,7 +62,7 @@ def shares(train: Callable[[int], None], steps: int) -> tuple[float, float] | No
         train(steps)
     events: Any = profiler.events()
     wanted = "CUDA" if on_gpus else "CPU"
-    return spans.shares(
+    return spans.compute_and_comm_fractions(
         (event.time_range.start, event.time_range.end, _is_collective(event))
         for event in events
         if event.device_type.name == wanted

@@ -13,28 +13,28 @@ from typing import Any
 import numpy as np
 import torch
 
-from keras_strategy.backends.threads.hooks import keras_scope, replica_here
-from keras_strategy.backends.threads.scopes import WritesAtOnce, unbuilt
-from keras_strategy.backends.threads.turns import Turns
+from keras_strategy.backends.threads.hooks import current_stateless_scope, current_thread_replica
+from keras_strategy.backends.threads.scopes import WritesInPlace, unbuilt_variable_error
+from keras_strategy.backends.threads.turns import TurnScheduler
 from keras_strategy.backends.torch.components import (
     ATTRIBUTE,
     Components,
-    find_or_make,
+    get_or_create_components,
     together,
 )
 from keras_strategy.backends.torch.replica import TorchReplica
-from keras_strategy.backends.torch.run import HALF_WRITTEN, Run
+from keras_strategy.backends.torch.run import PARTIAL_UPDATE_NOTE, RunState
 from keras_strategy.backends.torch.sharing import (
-    with_own_part,
+    shard_only_gradient,
 )
 from keras_strategy.core import context
-from keras_strategy.core.own_attributes import OwnAttributes
-from keras_strategy.core.row_range import ranges
+from keras_strategy.core.own_attributes import ReplicaAttributes
+from keras_strategy.core.row_range import row_ranges
 from keras_strategy.hooks.draws_of_layers import of_layers, rehearse_layer
 from keras_strategy.hooks.hook import of_several
 from keras_strategy.hooks.variables import stored
-from keras_strategy.rules.batches import batch_of
-from keras_strategy.rules.sharding import DIVISION, shares_of_gradients
+from keras_strategy.rules.batches import find_batch_rows
+from keras_strategy.rules.sharding import OPTIMIZER_SHARDING, gradient_shards
 from keras_strategy.values.distributed import (
     PerReplica,
     map_leaves,
@@ -46,7 +46,7 @@ from keras_strategy.values.distributed import (
 _clones: Callable[..., Any] = torch._foreach_clone  # pyright: ignore
 
 
-class DirectScope:
+class InPlaceScope:
     """The variables as this replica sees them, for a `merge_call`.
 
     Args:
@@ -54,7 +54,7 @@ class DirectScope:
         device: Its device, as torch calls it.
     """
 
-    def __init__(self, replica: "DirectReplica", device: str):
+    def __init__(self, replica: "InPlaceReplica", device: str):
         self.device = device
         self._replica = replica
 
@@ -67,7 +67,7 @@ class DirectScope:
         self._replica.assign(*update)
 
 
-class DirectReplica(WritesAtOnce, TorchReplica):
+class InPlaceReplica(WritesInPlace, TorchReplica):
     """See `core.protocol.Replica`.
 
     Args:
@@ -75,21 +75,21 @@ class DirectReplica(WritesAtOnce, TorchReplica):
 
     Attributes:
         before: What was overwritten, by `id`: the tensor, and what it held.
-        is_half_written: Whether a training step has begun to update the variables, of
+        is_partly_updated: Whether a training step has begun to update the variables, of
             which it keeps no copies.
     """
 
     scope: Any
 
     def __init__(self, group: Any):
-        super().__init__(group, 0, Turns(1), OwnAttributes({}), Run())
+        super().__init__(group, 0, TurnScheduler(1), ReplicaAttributes({}), RunState())
         self.layout, self.device = group.layout, group.torch_devices[0]
         self.joined = group.joined
         self.before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.is_half_written = False
+        self.is_partly_updated = False
 
-    def make_scope(self, group: Any, index: int, run: Run) -> DirectScope:
-        return DirectScope(self, group.torch_devices[index])
+    def make_scope(self, group: Any, index: int, run: RunState) -> InPlaceScope:
+        return InPlaceScope(self, group.torch_devices[index])
 
     def reads(self, variable: Any) -> Components:
         """Notes that the replica reads a variable.
@@ -97,10 +97,10 @@ class DirectReplica(WritesAtOnce, TorchReplica):
         Args:
             variable: One that has a value.
         """
-        components = find_or_make(variable, self.layout)
+        components = get_or_create_components(variable, self.layout)
         if variable.aggregation == "sum":
-            self.step.read.add(id(variable))
-        if self.step.applying:
+            self.step.sum_variables_read.add(id(variable))
+        if self.step.is_applying:
             # Keras's torch optimizers work in place, on what they read.
             self._are_overwritten([components.first])
         return components
@@ -109,11 +109,11 @@ class DirectReplica(WritesAtOnce, TorchReplica):
         """Writes to a variable."""
         tensor = stored(variable)
         if tensor is None:
-            raise unbuilt(variable)
+            raise unbuilt_variable_error(variable)
         own = vars(variable).get(ATTRIBUTE)
         if own is None or own.first is not tensor or own.layout is not self.layout:
             # Which deals a sum out first.
-            own = find_or_make(variable, self.layout)
+            own = get_or_create_components(variable, self.layout)
         if own.shares is not None:
             value = own.own_part(value, 0)
         if id(tensor) not in self.before:
@@ -121,24 +121,24 @@ class DirectReplica(WritesAtOnce, TorchReplica):
         with torch.no_grad():
             tensor.copy_(value)
 
-    def sees_variables(self) -> bool:
-        return keras_scope() is self._updating
+    def sees_replica_variables(self) -> bool:
+        return current_stateless_scope() is self._updating
 
-    def to_overwrite(self, variables: Sequence[Any]) -> list[torch.Tensor]:
+    def tensors_to_update(self, variables: Sequence[Any]) -> list[torch.Tensor]:
         if self._updating is not None:
-            return super().to_overwrite(variables)
+            return super().tensors_to_update(variables)
         tensors = []
         for variable in variables:  # a dozen in a small model: no call for each
             own, tensor = vars(variable).get(ATTRIBUTE), stored(variable)
             if own is None or own.first is not tensor or own.layout is not self.layout:
-                find_or_make(variable, self.layout)
+                get_or_create_components(variable, self.layout)
             tensors.append(tensor)
         self._are_overwritten(tensors)
         return tensors
 
     def _are_overwritten(self, tensors: Sequence[torch.Tensor]) -> None:
-        if self.step.applying and self.step.row_weight is not None:
-            self.is_half_written = True
+        if self.step.is_applying and self.step.row_weight is not None:
+            self.is_partly_updated = True
             return
         fresh = [tensor for tensor in tensors if id(tensor) not in self.before]
         if not fresh:
@@ -157,20 +157,20 @@ class DirectReplica(WritesAtOnce, TorchReplica):
         if kind is None or not kind[0].is_floating_point:
             return super().weighted_sum(tensors, weight)
         workers, name = self._group.workers, "optimizer.apply"
-        variables = self.step.gradients_of
+        variables = self.step.reducing_gradients_of
         # Without a call of a function in a step that shares nothing.
         optimizer, shares = self.step.optimizer, None
-        if optimizer is not None and DIVISION in vars(optimizer):
-            leave = workers.during_backward.may_leave(tensors)
-            if self.sees_variables() and not leave:
-                shares = shares_of_gradients(optimizer, tensors, variables)
+        if optimizer is not None and OPTIMIZER_SHARDING in vars(optimizer):
+            leave = workers.during_backward.can_overlap(tensors)
+            if self.sees_replica_variables() and not leave:
+                shares = gradient_shards(optimizer, tensors, variables)
         with torch.no_grad():
             if shares is None:
-                return workers.sum_weighted(
+                return workers.all_reduce_weighted(
                     name, tensors, weight, self.joined, variables
                 )
-            parts = workers.share_weighted(name, tensors, weight, shares)
-            return list(map(with_own_part, tensors, parts))
+            parts = workers.reduce_scatter_weighted(name, tensors, weight, shares)
+            return list(map(shard_only_gradient, tensors, parts))
 
     def run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Calls a function, all of whose effects are undone if it fails.
@@ -178,10 +178,10 @@ class DirectReplica(WritesAtOnce, TorchReplica):
         Returns:
             What it returned, as a part of what all replicas do.
         """
-        device, batch = self.device, batch_of(args, kwargs)
+        device, batch = self.device, find_batch_rows(args, kwargs)
         if batch is not None and batch.counts is not None:
-            self.step.rows = ranges(batch.counts)[batch.first]
-            self.step.draws, self.step.rehearse = of_layers, rehearse_layer
+            self.step.rows = row_ranges(batch.counts)[batch.first]
+            self.step.draws, self.step.dry_run = of_layers, rehearse_layer
         workers = self._group.workers
         try:
             workers.during_backward.replica = self
@@ -189,19 +189,19 @@ class DirectReplica(WritesAtOnce, TorchReplica):
                 contextlib.nullcontext()
                 if device == "cpu"
                 else torch.cuda.device(device),
-                context.replica_in_charge(self.context),
+                context.replica_scope(self.context),
             ):
-                self._own.put_back()
+                self._own.swap_in()
                 own = select_replica((args, kwargs), 0, 1)
-                args, kwargs = self._group.tensors_of_arrays(own)
+                args, kwargs = self._group.arrays_to_tensors(own)
                 outputs = self._outputs(fn(*args, **kwargs))
             self._own.keep()
             return outputs
         except BaseException as error:
-            self._own.set_aside()
+            self._own.swap_out()
             self._undo()
-            if self.is_half_written:
-                error.add_note(HALF_WRITTEN)
+            if self.is_partly_updated:
+                error.add_note(PARTIAL_UPDATE_NOTE)
             raise
         finally:
             workers.during_backward.replica = None
@@ -212,7 +212,7 @@ class DirectReplica(WritesAtOnce, TorchReplica):
             written = {_memory(tensor) for tensor, _ in self.before.values()}
             output = map_leaves(functools.partial(_apart, written), output)
         return regroup(
-            [output], torch.is_tensor, one_of_many=True, of_variables=self._held
+            [output], torch.is_tensor, always_distributed=True, join_variables=self._held
         )
 
     def _held(self, variables: Any) -> PerReplica:
@@ -241,9 +241,9 @@ def _apart(written: set[int], leaf: Any) -> Any:
 
 
 @of_several
-def direct_replica() -> DirectReplica | None:
+def direct_replica() -> InPlaceReplica | None:
     """The replica that is running and to which reads and writes are to be told."""
     replica = context.distributed_replica()
-    if isinstance(replica, DirectReplica) and replica_here() is replica:
+    if isinstance(replica, InPlaceReplica) and current_thread_replica() is replica:
         return replica
     return None

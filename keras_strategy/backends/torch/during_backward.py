@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from keras_strategy.backends.torch.announcing import Announcements
-from keras_strategy.backends.torch.flat import parted
-from keras_strategy.backends.torch.pieces import Plan, SumInPieces
+from keras_strategy.backends.torch.announcing import CollectiveVerifier
+from keras_strategy.backends.torch.flat import unflatten
+from keras_strategy.backends.torch.pieces import BucketPlan, BucketedAllReduce
 from keras_strategy.hooks.variables import stored
 
 # The most bytes of a piece: of that of the first variables, whose gradients come last
@@ -27,7 +27,7 @@ FIRST_BYTES: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # pyright: ignore
 MOST_BYTES = 25 << 20
 
 
-class DuringBackward:
+class OverlappedAllReduce:
     """The sums of gradients that leave during backward, in one process.
 
     By itself it is done on GPUs and between machines. Where the workers are on the CPUs
@@ -44,7 +44,7 @@ class DuringBackward:
         replica: The replica that is running, or None.
     """
 
-    def __init__(self, announcements: Announcements, most: int, is_local: bool):
+    def __init__(self, announcements: CollectiveVerifier, most: int, is_local: bool):
         self.announcements = announcements
         self._most, self._is_local = most, is_local
         self.replica: Any = None
@@ -62,7 +62,7 @@ class DuringBackward:
             New tensors; None if they are to travel in one piece.
         """
         assert self.announcements.due is not None
-        leaving: Leaving = self.announcements.due.plan.of
+        leaving: GradientBuckets = self.announcements.due.plan.of
         if not leaving.are(gradients, weight):
             return None
         leaving.send_the_rest(gradients, weight)
@@ -70,11 +70,11 @@ class DuringBackward:
         leaving.restart()
         return None if sums is None else leaving.parted(sums, gradients)
 
-    def may_leave(self, gradients: Sequence[torch.Tensor]) -> bool:
+    def can_overlap(self, gradients: Sequence[torch.Tensor]) -> bool:
         """Whether gradients travel during backward, where a step is one of Keras's."""
         return bool(self._most) or not self._is_local or gradients[0].is_cuda
 
-    def plan(self, gradients: Sequence[torch.Tensor], variables: Any) -> Plan | None:
+    def plan(self, gradients: Sequence[torch.Tensor], variables: Any) -> BucketPlan | None:
         """How gradients would travel in pieces, None if they would not.
 
         Args:
@@ -85,7 +85,7 @@ class DuringBackward:
             return None
         most = self._most
         if not most:
-            stay = not self.may_leave(gradients)
+            stay = not self.can_overlap(gradients)
             if stay or not self.replica.step.logs_are_metrics:
                 return None
             most = MOST_BYTES
@@ -101,10 +101,10 @@ class DuringBackward:
         )[0][::-1]
         if len(parts) == 1:
             return None
-        return Leaving(self, parameters, parts).plan
+        return GradientBuckets(self, parameters, parts).plan
 
 
-class Leaving:
+class GradientBuckets:
     """The gradients of some variables, of which each piece leaves when it is there.
 
     Args:
@@ -115,7 +115,7 @@ class Leaving:
 
     def __init__(
         self,
-        owner: DuringBackward,
+        owner: OverlappedAllReduce,
         parameters: Sequence[torch.Tensor],
         parts: Sequence[Sequence[int]],
     ):
@@ -128,9 +128,9 @@ class Leaving:
             for index in indices:
                 self._part_of[index] = part
         self._hooks: list[Any] = []
-        self._pieces: SumInPieces | None = None
+        self._pieces: BucketedAllReduce | None = None
         self._weight: float | None = None
-        self.plan = Plan(
+        self.plan = BucketPlan(
             [sum(parameters[i].numel() for i in indices) for indices in parts],
             f"{[list(indices) for indices in parts]} of {self._kinds}",
             self,
@@ -147,7 +147,7 @@ class Leaving:
         self._left: list[tuple[list[torch.Tensor], list[int]]] = []
         self._is_over = False
 
-    def _listen(self, pieces: SumInPieces) -> None:
+    def _listen(self, pieces: BucketedAllReduce) -> None:
         self._pieces = pieces
         self._owner.replica.joined.forget()  # that of the sum in one piece
         myself = weakref.ref(self)
@@ -191,7 +191,7 @@ class Leaving:
         if self._missing[part] == 0:
             self._send_what_is_there(pieces)
 
-    def _send_what_is_there(self, pieces: SumInPieces) -> None:
+    def _send_what_is_there(self, pieces: BucketedAllReduce) -> None:
         """Sends the next pieces that are there, but for the last one."""
         weight = self._owner.replica.step.row_weight
         while (
@@ -213,7 +213,7 @@ class Leaving:
             self._left.append((gradients, [g._version for g in gradients]))
 
     def _send(
-        self, pieces: SumInPieces, gradients: list[torch.Tensor], weight: float | None
+        self, pieces: BucketedAllReduce, gradients: list[torch.Tensor], weight: float | None
     ) -> None:
         if pieces.sent == 0:
             joined = self._owner.replica.joined
@@ -273,7 +273,7 @@ class Leaving:
         """
         results: list[Any] = [None] * len(gradients)
         for indices, flat in zip(self._parts, sums, strict=True):
-            of_part = parted(flat, [gradients[index] for index in indices])
+            of_part = unflatten(flat, [gradients[index] for index in indices])
             for index, tensor in zip(indices, of_part, strict=True):
                 results[index] = tensor
         return results

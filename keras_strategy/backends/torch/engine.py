@@ -20,15 +20,15 @@ from keras_strategy.backends.torch import (
     workers,
 )
 from keras_strategy.backends.torch.group import TorchGroup
-from keras_strategy.core.context import Trial
+from keras_strategy.core.context import DryRun
 from keras_strategy.hooks.rehearsal import rehearsing, with_rows
 from keras_strategy.values.devices import canonical_device
-from keras_strategy.values.distributed import DistributedValues, is_no_tensor
+from keras_strategy.values.distributed import DistributedValues, raise_not_a_tensor
 from keras_strategy.workers.cluster import Cluster
 
 # Keras asks NumPy to convert what it does not know.
 _protocol: Any = DistributedValues
-_protocol.__array__ = is_no_tensor
+_protocol.__array__ = raise_not_a_tensor
 
 
 class TorchEngine:
@@ -39,7 +39,7 @@ class TorchEngine:
     def list_devices(self, device_type: str | None = None) -> list[str]:
         return devices.list_devices(device_type)
 
-    def refusal_of_shard(self, shard: str) -> str | None:
+    def sharding_unsupported_reason(self, shard: str) -> str | None:
         if shard == "optimizer":
             return None
         return (
@@ -48,13 +48,13 @@ class TorchEngine:
             "too."
         )
 
-    def refusal_of_logical_devices(self) -> str:
+    def logical_devices_unsupported_reason(self) -> str:
         return (
             "torch has no replicas of several devices, and its TPUs are not served. "
             "Use KERAS_BACKEND=jax, or `MirroredStrategy` here."
         )
 
-    def coordinates_of_tpus(self) -> list[tuple[int, int, int, int]]:
+    def tpu_coordinates(self) -> list[tuple[int, int, int, int]]:
         return []  # what refuses `TPUStrategy` asks for none
 
     def set_logical_devices(self, device_type: str, count: int) -> None:
@@ -66,7 +66,7 @@ class TorchEngine:
     def is_tensor(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor)
 
-    def number(self, value: Any) -> int:
+    def static_int(self, value: Any) -> int:
         return int(value)
 
     def memory_order(self, x: torch.Tensor) -> tuple[int, ...]:
@@ -80,14 +80,14 @@ class TorchEngine:
         sizes = [int(shape[axis]) for axis in order]
         return torch.ones(sizes, dtype=like.dtype, device=like.device).permute(back)
 
-    def draw_part(
+    def draw_slice(
         self, name: str, given: dict[str, Any], begin: Any, seed: Callable[[], Any]
     ) -> None:
         return None
 
-    def rehearse(
+    def dry_run(
         self, fn: Callable[..., Any], args: tuple, kwargs: dict, rows: int
-    ) -> Trial:
+    ) -> DryRun:
         def of_rows(x):
             return x[[row % len(x) for row in range(rows)]]
 
@@ -99,7 +99,7 @@ class TorchEngine:
         return trial
 
     @contextlib.contextmanager
-    def copies_to_derive_by(
+    def gradient_variable_copies(
         self, variables: Sequence[Any], layers: Iterable[Any]
     ) -> Iterator[list[tuple[Any, Any]]]:
         held = [
@@ -127,7 +127,7 @@ class TorchEngine:
     def device_of(self, tensor: torch.Tensor) -> str:
         return canonical_device(str(tensor.device))
 
-    def in_trace(self) -> bool:
+    def is_tracing(self) -> bool:
         return False
 
     def value_and_grad(
@@ -135,7 +135,7 @@ class TorchEngine:
     ) -> Callable[..., Any]:
         return gradients.value_and_grad(fn, variables, has_aux)
 
-    def hook_modules(self) -> Sequence[ModuleType]:
+    def patch_modules(self) -> Sequence[ModuleType]:
         modules = [
             thread_hooks,
             hooks,
@@ -170,17 +170,17 @@ class TorchEngine:
     def checkpoints(self, thing: Any, folder: Any, cluster: Any) -> None:
         return None  # it has none of its own
 
-    def count(self, train: Any, steps: int) -> tuple[int, int, int, int]:
+    def count_operations(self, train: Any, steps: int) -> tuple[int, int, int, int]:
         from keras_strategy.backends.torch import counting
 
         return counting.count(train, steps)
 
-    def shares(self, train: Any, steps: int) -> tuple[float, float] | None:
+    def compute_and_comm_fractions(self, train: Any, steps: int) -> tuple[float, float] | None:
         from keras_strategy.backends.torch import counting
 
         return counting.shares(train, steps)
 
-    def require_loop_in_python(self) -> None:
+    def require_eager_loop(self) -> None:
         """Nothing is compiled by its Python source."""
 
     def connect(self, cluster: Cluster) -> None:
@@ -194,7 +194,7 @@ class TorchEngine:
         cluster: Cluster | None,
     ) -> TorchGroup:
         if cross_device_ops is not None:
-            cross_device_ops.say_that_it_has_no_effect("torch")
+            cross_device_ops.log_no_effect("torch")
         devices.use()
         connected = None if cluster is None else workers.connect(cluster)
         return TorchGroup(strategy, names, connected)

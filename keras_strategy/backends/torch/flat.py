@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import torch
 from torch._utils import _unflatten_dense_tensors
 
-from keras_strategy.core.workers import TAIL
+from keras_strategy.core.workers import CHECKSUM_TAIL
 
 _Item = TypeVar("_Item")
 _MOST_KEPT = 4
@@ -14,7 +14,7 @@ _MOST_KEPT = 4
 _users: Callable[[Any], int] = torch._C._storage_Use_Count  # pyright: ignore
 
 
-class Joined:
+class FlatBufferPool:
     """Makes one tensor of several, in memory that is written again and again.
 
     The system hands out new memory page by page, as it is written for the first time.
@@ -32,10 +32,10 @@ class Joined:
             tensors: One or more.
 
         Returns:
-            A tensor of one dimension: their elements, and `TAIL` elements of room.
+            A tensor of one dimension: their elements, and `CHECKSUM_TAIL` elements of room.
         """
         sizes = sum([tensor.numel() for tensor in tensors])
-        joined = self.take(sizes + TAIL, tensors[0])
+        joined = self.take(sizes + CHECKSUM_TAIL, tensors[0])
         torch.cat([tensor.reshape(-1) for tensor in tensors], out=joined[:sizes])
         return joined
 
@@ -63,7 +63,7 @@ class Joined:
         self._kept.clear()
 
 
-def parted(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The parts of what was joined, each with the shape of its tensor.
 
     Args:
@@ -74,7 +74,7 @@ def parted(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Te
     return list(_unflatten_dense_tensors(flat, tensors))
 
 
-def in_groups(
+def split_by_bytes(
     items: Sequence[_Item], tensor_of: Callable[[_Item], torch.Tensor], most: int
 ) -> Iterator[list[_Item]]:
     """What travels together: tensors of one dtype, and no more than need be at once.

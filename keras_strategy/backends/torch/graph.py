@@ -15,16 +15,16 @@ from typing import Any
 import keras
 import torch
 
-from keras_strategy.backends.threads.hooks import keras_scope
-from keras_strategy.core.context import place
-from keras_strategy.core.own_attributes import here
+from keras_strategy.backends.threads.hooks import current_stateless_scope
+from keras_strategy.core.context import thread_state
+from keras_strategy.core.own_attributes import current_turn
 from keras_strategy.hooks.draws import keras_random
 from keras_strategy.hooks.hook import of_several
 from keras_strategy.rules import draws
-from keras_strategy.rules.aggregation import is_on_read
+from keras_strategy.rules.aggregation import is_sync_on_read
 
 
-class NotInGraph(Exception):
+class UnsupportedInGraph(Exception):
     """A graph cannot do this."""
 
 
@@ -52,13 +52,13 @@ class GraphScope(keras.StatelessScope):
     def get_current_value(self, variable: Any) -> torch.Tensor:
         value = self.values.get(id(variable))
         if value is None:
-            raise NotInGraph("it reads a variable that is not the replica's own")
+            raise UnsupportedInGraph("it reads a variable that is not the replica's own")
         return value
 
     def add_update(self, update: tuple[Any, torch.Tensor]) -> None:
         variable, value = update
         if id(variable) not in self.values or variable.aggregation != "none":
-            raise NotInGraph("it assigns a variable that replicas bring together")
+            raise UnsupportedInGraph("it assigns a variable that replicas bring together")
         self.values[id(variable)] = self.written[id(variable)] = value.detach()
 
     def dropped(
@@ -71,7 +71,7 @@ class GraphScope(keras.StatelessScope):
         """What dropout leaves of a tensor; the arguments are those of Keras's."""
         number = -1 if seed is None else self._generators.get(id(seed))
         if number is None:
-            raise NotInGraph("it draws from a seed that is none of its layers'")
+            raise UnsupportedInGraph("it draws from a seed that is none of its layers'")
         shape = None
         if noise_shape is not None:
             shape = [-1 if size is None else size for size in noise_shape]
@@ -85,18 +85,18 @@ class GraphScope(keras.StatelessScope):
         return torch.where(scales != 0, inputs / (1.0 - rate), 0)
 
 
-def may_be_read(variable: Any) -> bool:
+def is_graph_readable(variable: Any) -> bool:
     """Whether a graph may read a variable.
 
     What a step reads of sums is noted, and metrics are told of their rows.
     """
-    return variable.aggregation != "sum" and not is_on_read(variable)
+    return variable.aggregation != "sum" and not is_sync_on_read(variable)
 
 
 @of_several
-def graph_here() -> GraphScope | None:
+def current_graph() -> GraphScope | None:
     """The graph that is made in this thread, or None."""
-    scope = keras_scope()
+    scope = current_stateless_scope()
     return scope if isinstance(scope, GraphScope) else None
 
 
@@ -104,7 +104,7 @@ class _Unknown:
     """A number that is another one for each replica, and in each step."""
 
     def _refuse(self, *_: Any) -> Any:
-        raise NotInGraph("it asks a replica for its part of the rows")
+        raise UnsupportedInGraph("it asks a replica for its part of the rows")
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __add__ = __radd__ = _refuse
@@ -122,7 +122,7 @@ class _Step:
     @property
     def rows(self) -> Any:
         """They tell which of one device's random numbers a replica's are."""
-        raise NotInGraph("it draws one device's random numbers for a replica's rows")
+        raise UnsupportedInGraph("it draws one device's random numbers for a replica's rows")
 
 
 class _Refuses:
@@ -131,7 +131,7 @@ class _Refuses:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # torch asks what kind of object it is
             raise AttributeError(name)
-        raise NotInGraph(f"it asks a replica for `{name}`")
+        raise UnsupportedInGraph(f"it asks a replica for `{name}`")
 
 
 class _AnyReplica(_Refuses):
@@ -154,10 +154,10 @@ class _NobodysOwn(_Refuses):
     """What is set on layers while a graph is made of them: see `OwnAttributes`."""
 
     def set(self, layer: Any, name: str, value: Any) -> None:
-        raise NotInGraph(f"it sets {type(layer).__name__}.{name}")
+        raise UnsupportedInGraph(f"it sets {type(layer).__name__}.{name}")
 
     def change(self, container: Any, values: Any) -> None:
-        raise NotInGraph("it changes a list, dict or set of a layer")
+        raise UnsupportedInGraph("it changes a list, dict or set of a layer")
 
 
 class _AtWork(threading.local):
@@ -176,7 +176,7 @@ _at_work = _AtWork()
 _nobodys_own: Any = _NobodysOwn()
 
 
-class GraphPlace:
+class GraphTracing:
     """Where a thread is that makes or executes a graph.
 
     Args:
@@ -193,9 +193,9 @@ class GraphPlace:
         Args:
             generators: The layers' seed generators.
         """
-        around = place.replica, here.own
+        around = thread_state.replica, current_turn.attributes
         _at_work.around, _at_work.generators = around, generators
-        place.replica, here.own = self._context, _nobodys_own
+        thread_state.replica, current_turn.attributes = self._context, _nobodys_own
         # Keras would wrap each call in what looks for errors to explain.
         filters = keras.config.is_traceback_filtering_enabled()
         keras.config.disable_traceback_filtering()
@@ -204,19 +204,19 @@ class GraphPlace:
         finally:
             if filters:
                 keras.config.enable_traceback_filtering()
-            place.replica, here.own = around
+            thread_state.replica, current_turn.attributes = around
             del _at_work.around, _at_work.generators
 
 
 @contextlib.contextmanager
 def _without_graph() -> Iterator[None]:
     """Puts the thread back to where it was."""
-    in_graph = place.replica, here.own
-    place.replica, here.own = _at_work.around
+    in_graph = thread_state.replica, current_turn.attributes
+    thread_state.replica, current_turn.attributes = _at_work.around
     try:
         yield
     finally:
-        place.replica, here.own = in_graph
+        thread_state.replica, current_turn.attributes = in_graph
 
 
 @torch.library.custom_op("keras_strategy::scales", mutates_args=())

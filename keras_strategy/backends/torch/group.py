@@ -13,45 +13,45 @@ import torch
 from keras_strategy.backends.threads.hooks import (
     ThreadState,
     keep_global_seed_generator,
-    keras_scope,
+    current_stateless_scope,
 )
-from keras_strategy.backends.threads.hooks_divisions import share_adopted
+from keras_strategy.backends.threads.hooks_divisions import shard_adopted_slot
 from keras_strategy.backends.threads.scopes import MergedScope
-from keras_strategy.backends.threads.team import Team
-from keras_strategy.backends.threads.turns import Turns
-from keras_strategy.backends.torch.arrays import tensors_of_arrays_on
-from keras_strategy.backends.torch.batch_logs import watch_readers
+from keras_strategy.backends.threads.team import ReplicaThreads
+from keras_strategy.backends.threads.turns import TurnScheduler
+from keras_strategy.backends.torch.arrays import array_converter
+from keras_strategy.backends.torch.batch_logs import detect_log_readers
 from keras_strategy.backends.torch.components import (
     Layout,
-    add,
-    find,
-    find_or_make,
+    sum_tensors,
+    find_components,
+    get_or_create_components,
     together,
 )
 from keras_strategy.backends.torch.devices import torch_device
-from keras_strategy.backends.torch.direct import DirectReplica
-from keras_strategy.backends.torch.flat import Joined
+from keras_strategy.backends.torch.direct import InPlaceReplica
+from keras_strategy.backends.torch.flat import FlatBufferPool
 from keras_strategy.backends.torch.replica import TorchReplica
-from keras_strategy.backends.torch.run import HALF_WRITTEN, Run
-from keras_strategy.backends.torch.sharing import SharedComponents
+from keras_strategy.backends.torch.run import PARTIAL_UPDATE_NOTE, RunState
+from keras_strategy.backends.torch.sharing import ShardedComponents
 from keras_strategy.backends.torch.workers import TorchWorkers
 from keras_strategy.core import context
 from keras_strategy.core.components import update_components
-from keras_strategy.core.own_attributes import AttributesOfReplicas, OwnAttributes
+from keras_strategy.core.own_attributes import GroupAttributes, ReplicaAttributes
 from keras_strategy.core.registry import get_engine
-from keras_strategy.core.row_range import ranges
+from keras_strategy.core.row_range import row_ranges
 from keras_strategy.hooks.draws_of_layers import of_layers, rehearse_layer
 from keras_strategy.hooks.variables import byte_count, stored
 from keras_strategy.rules import first_values
-from keras_strategy.rules.aggregation import is_on_read
-from keras_strategy.rules.batches import batch_of
+from keras_strategy.rules.aggregation import is_sync_on_read
+from keras_strategy.rules.batches import find_batch_rows
 from keras_strategy.rules.reduction import (
-    addable,
+    cast_for_sum,
     axes_to_reduce,
-    entries,
-    require_one_dtype,
+    num_entries,
+    check_same_dtype,
 )
-from keras_strategy.rules.sharding import Shares
+from keras_strategy.rules.sharding import FlatShards
 from keras_strategy.values.distributed import (
     DistributedValues,
     Mirrored,
@@ -61,7 +61,7 @@ from keras_strategy.values.distributed import (
     regroup,
     select_replica,
 )
-from keras_strategy.values.topology import Topology
+from keras_strategy.values.topology import ReplicaTopology
 
 
 class TorchGroup:
@@ -79,52 +79,52 @@ class TorchGroup:
         self.strategy = strategy
         self.devices = devices
         self.torch_devices = tuple(torch_device(name) for name in devices)
-        self.tensors_of_arrays = tensors_of_arrays_on(self.torch_devices)
+        self.arrays_to_tensors = array_converter(self.torch_devices)
         self.workers = workers
-        self.topology = Topology(devices, workers)
+        self.topology = ReplicaTopology(devices, workers)
         central = strategy.parameter_device
         home = None if central is None else torch_device(central)
         # Where variables are made, and results of all replicas are.
         self._first = home or self.torch_devices[0]
         self.layout = Layout(self.torch_devices, workers, self.topology, home)
-        self._team = Team(devices)
-        self._attributes = AttributesOfReplicas(len(devices), torch.is_tensor)
+        self._team = ReplicaThreads(devices)
+        self._attributes = GroupAttributes(len(devices), torch.is_tensor)
         self._lock = threading.Lock()
-        self.joined = Joined()
+        self.joined = FlatBufferPool()
 
     def scope(self):
         return keras.device(self._first)
 
     def adopt(self, variables: Sequence[Any]) -> None:
-        first_values.take_chiefs(self.strategy, variables)
+        first_values.broadcast_from_chief(self.strategy, variables)
         for variable in variables:
-            if not share_adopted(self.strategy, variable):
-                find_or_make(variable, self.layout)
+            if not shard_adopted_slot(self.strategy, variable):
+                get_or_create_components(variable, self.layout)
 
-    def take_first(self, variables: Sequence[Any]) -> int:
+    def sync_initial_values(self, variables: Sequence[Any]) -> int:
         if self.workers is None or not variables:
             return len(variables)
         values = [stored(variable) for variable in variables]
-        chiefs = self.workers.take_chiefs("the first values of variables", values)
+        chiefs = self.workers.broadcast_if_different("the first values of variables", values)
         with torch.no_grad():
             for value, chief in zip(values, chiefs, strict=False):
                 if chief is not None:
                     value.copy_(chief)
         return len(chiefs)
 
-    def around(
+    def trainer_scope(
         self, model: Any, method: str, arguments: dict[str, Any]
     ) -> AbstractContextManager[Any]:
         if method in ("fit", "evaluate"):
-            watch_readers(self.strategy, method, arguments)
+            detect_log_readers(self.strategy, method, arguments)
         return contextlib.nullcontext()
 
-    def check_apply_outside_of_replicas(self) -> None:
+    def check_cross_replica_apply(self) -> None:
         """It applies what it is given."""
 
     def components(self, variable: Any) -> tuple[torch.Tensor, ...]:
-        scope = keras_scope()
-        components = find_or_make(variable, self.layout)
+        scope = current_stateless_scope()
+        components = get_or_create_components(variable, self.layout)
         if isinstance(scope, MergedScope):
             tensors = scope.components(variable)
         else:
@@ -135,35 +135,35 @@ class TorchGroup:
             return tuple(tensor.detach().to(device) for tensor, device in pairs)
         return tuple(tensor.detach() for tensor in components.together(tensors))
 
-    def bytes_of(self, variable: Any) -> tuple[int, ...]:
+    def local_bytes(self, variable: Any) -> tuple[int, ...]:
         central = self.strategy.parameter_device
-        if central is not None and not is_on_read(variable):
+        if central is not None and not is_sync_on_read(variable):
             return tuple(
                 byte_count(variable) if device == central else 0
                 for device in self.devices
             )
-        shared = find(variable)
+        shared = find_components(variable)
         if shared is None or shared.shares is None:
             return (byte_count(variable),) * len(self.devices)
         return tuple(t.numel() * t.element_size() for t in shared.tensors)
 
-    def share(self, variable: Any, shares: Shares) -> None:
+    def share(self, variable: Any, shares: FlatShards) -> None:
         """Leaves each replica its share of a variable that is initialized."""
-        SharedComponents(variable, self.layout, shares)
+        ShardedComponents(variable, self.layout, shares)
 
-    def parts(self, variable: Any) -> PerReplica:
+    def per_replica_value(self, variable: Any) -> PerReplica:
         return PerReplica(self.components(variable))
 
     def part_of_this_worker(self, variable: Any) -> torch.Tensor:
         """What this worker adds to an on_read variable's value."""
-        return find_or_make(variable, self.layout).part_of_this_worker(variable)
+        return get_or_create_components(variable, self.layout).part_of_this_worker(variable)
 
     def assign_components(self, variable: Any, values: Sequence[torch.Tensor]) -> None:
-        scope = keras_scope()
+        scope = current_stateless_scope()
         if isinstance(scope, MergedScope):
             scope.assign_components(variable, values)
         else:
-            find_or_make(variable, self.layout).assign_each(values)
+            get_or_create_components(variable, self.layout).assign_each(values)
 
     def update(
         self, variable: Any, fn: Callable[..., Any], args: tuple, kwargs: dict
@@ -184,23 +184,23 @@ class TorchGroup:
         # One run at a time: a second one of another Python thread waits.
         with scope(), self._lock:
             if len(self.devices) == 1:
-                return DirectReplica(self).run(fn, args, kwargs)
+                return InPlaceReplica(self).run(fn, args, kwargs)
             return self._run(fn, args, kwargs)
 
     def _run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        run, turns = Run(len(self.devices)), Turns(len(self.devices))
+        run, turns = RunState(len(self.devices)), TurnScheduler(len(self.devices))
         own = self._attributes.begin()
         replicas = [
             TorchReplica(self, index, turns, own[index], run)
             for index in range(len(self.devices))
         ]
-        batch = batch_of(args, kwargs)
+        batch = find_batch_rows(args, kwargs)
         if batch is not None and batch.counts is not None:
-            rows = ranges(batch.counts)
+            rows = row_ranges(batch.counts)
             for replica in replicas:
                 step = replica.step
                 step.rows = rows[batch.first + replica.index]
-                step.draws, step.rehearse = of_layers, rehearse_layer
+                step.draws, step.dry_run = of_layers, rehearse_layer
         calls = [
             functools.partial(
                 self._run_replica,
@@ -218,10 +218,10 @@ class TorchGroup:
             self._mend(error, replicas)
             raise
         self._attributes.commit(own)
-        replicas[0].scope.note_versions()
+        replicas[0].scope.record_versions()
         return outputs[0]
 
-    def _in_turns(self, turns: Turns, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    def _in_turns(self, turns: TurnScheduler, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """Makes one call for each replica, with this thread's settings."""
         state, gradients = ThreadState.capture(), torch.is_grad_enabled()
 
@@ -239,7 +239,7 @@ class TorchGroup:
         self,
         replicas: Sequence[TorchReplica],
         replica: TorchReplica,
-        own: OwnAttributes,
+        own: ReplicaAttributes,
         fn: Callable[..., Any],
         arguments: tuple[tuple, dict],
     ) -> Any:
@@ -247,11 +247,11 @@ class TorchGroup:
         with (
             contextlib.nullcontext() if device == "cpu" else torch.cuda.device(device),
             keras.device(device),
-            context.replica_in_charge(replica.context),
+            context.replica_scope(replica.context),
             replica.scope,
             own.in_turn(),
         ):
-            args, kwargs = self.tensors_of_arrays(arguments)
+            args, kwargs = self.arrays_to_tensors(arguments)
             output = fn(*args, **kwargs)
             # Nothing is written before every replica has come this far.
             outputs = replica.exchange(
@@ -260,8 +260,8 @@ class TorchGroup:
                 lambda outputs: regroup(
                     outputs,
                     torch.is_tensor,
-                    one_of_many=True,
-                    of_variables=functools.partial(_held, replicas),
+                    always_distributed=True,
+                    join_variables=functools.partial(_held, replicas),
                 ),
             )
         replica.scope.commit()
@@ -273,7 +273,7 @@ class TorchGroup:
         for replica in replicas:
             changed.update(replica.scope.changed_in_place)
         for variable in changed.values():
-            components = find_or_make(variable, self.layout)
+            components = get_or_create_components(variable, self.layout)
             if components.shares is not None:
                 continue
             with torch.no_grad():
@@ -281,7 +281,7 @@ class TorchGroup:
                     tensor.copy_(components.first)
             components.version = components.first._version
         if changed:
-            error.add_note(HALF_WRITTEN)
+            error.add_note(PARTIAL_UPDATE_NOTE)
 
     def reduce(
         self, reduce_op: ReduceOp, value: DistributedValues, axis: Any
@@ -292,15 +292,15 @@ class TorchGroup:
                 "Only tensors and numbers can be reduced. Received a PerReplica value "
                 f"of other things: {value!r}"
             )
-        values = [addable(v).to(device) for v in value.values]
-        require_one_dtype(values)
+        values = [cast_for_sum(v).to(device) for v in value.values]
+        check_same_dtype(values)
         axes = axes_to_reduce(axis, [v.shape for v in values])
-        total = self._sum(add([v.sum(dim=axes) if axes else v for v in values]))
+        total = self._sum(sum_tensors([v.sum(dim=axes) if axes else v for v in values]))
         if reduce_op is ReduceOp.SUM:
             return total
         if not axes:
             return total / self.topology.num_replicas
-        count = sum(entries(v.shape, axes) for v in values)
+        count = sum(num_entries(v.shape, axes) for v in values)
         return total / self._sum(torch.tensor(count, device=total.device))
 
     def _sum(self, tensor: torch.Tensor) -> torch.Tensor:

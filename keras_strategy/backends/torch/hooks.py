@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from keras_strategy.backends.threads import hooks as thread_hooks
 from keras_strategy.backends.torch import components, sharing
 from keras_strategy.backends.torch.batch_logs import BatchLogs
-from keras_strategy.backends.torch.direct import DirectReplica, direct_replica
+from keras_strategy.backends.torch.direct import InPlaceReplica, direct_replica
 from keras_strategy.backends.torch.modules import call_module
-from keras_strategy.core.context import distributed_replica, place
+from keras_strategy.core.context import distributed_replica, thread_state
 from keras_strategy.hooks.array_rows import RowsOfArrays
 from keras_strategy.hooks.conditions import (
     in_distributed_scope,
@@ -39,11 +39,11 @@ from keras_strategy.hooks.draws import of_own_rows
 from keras_strategy.hooks.hook import changed, home_of, hook, model_hook, of_several
 from keras_strategy.hooks.metrics import results_of_step
 from keras_strategy.hooks.variables import stored
-from keras_strategy.input.agreement import AgreedBatches
-from keras_strategy.input.loaders import RowsOfLoader
-from keras_strategy.input.own_rows import share_of
+from keras_strategy.input.agreement import SynchronizedBatches
+from keras_strategy.input.loaders import LoaderRowReader
+from keras_strategy.input.own_rows import local_bounds_fn
 from keras_strategy.rules import first_values
-from keras_strategy.rules.held_values import held_value
+from keras_strategy.rules.held_values import overridden_value
 from keras_strategy.rules.ownership import strategy_of_model
 
 keras_random = home_of("dropout", "keras.src.backend.torch.random")
@@ -68,7 +68,7 @@ def _dropout(original, replica, inputs, rate, noise_shape=None, seed=None):
 
     Also for a `SeedGenerator` without one, whose state it leaves as it is.
     """
-    if of_own_rows() is not None or replica.step.drawing:
+    if of_own_rows() is not None or replica.step.is_drawing:
         return original(inputs, rate, noise_shape, seed)
     seeded = seed is not None and getattr(seed, "_initial_seed", seed) is not None
     if (
@@ -112,10 +112,10 @@ def _value(original, self):
     own = self.__dict__.get(components.ATTRIBUTE)
     if own is not None and own.shares is not None:
         device = getattr(global_state.GLOBAL_STATE_TRACKER, "torch_device", None)
-        whole = None if device == "meta" else sharing.whole_of(self, own)
+        whole = None if device == "meta" else sharing.full_value(self, own)
         return original(self) if whole is None else self._maybe_autocast(whole)
-    running = place.replica
-    if running is not None and isinstance(running._replica, DirectReplica):
+    running = thread_state.replica
+    if running is not None and isinstance(running._replica, InPlaceReplica):
         replica, tensor = running._replica, stored(self)
         if (
             own is None
@@ -123,8 +123,8 @@ def _value(original, self):
             or own.first is not tensor
             or own.layout is not replica.layout
             or (
-                replica.step.applying
-                and not replica.is_half_written
+                replica.step.is_applying
+                and not replica.is_partly_updated
                 and id(tensor) not in replica.before
             )
         ):
@@ -142,14 +142,14 @@ def _value(original, self):
         ):
             return tensor  # as Keras does, after ten calls
         return original(self)
-    if first_values.waiting and thread_hooks.keras_scope() is None:
-        first_values.settle()
-    if own is None or not own.on_read or thread_hooks.keras_scope() is not None:
+    if first_values.pending_values and thread_hooks.current_stateless_scope() is None:
+        first_values.broadcast_pending_values()
+    if own is None or not own.on_read or thread_hooks.current_stateless_scope() is not None:
         return original(self)
-    own = components.find(self)
+    own = components.find_components(self)
     if own is None:
         return original(self)
-    known = held_value(self)
+    known = overridden_value(self)
     if known is None:
         known = own.aggregated(self)
     return self._maybe_autocast(known)
@@ -159,14 +159,14 @@ def _value(original, self):
 def _initialize(original, strategy, self, value):
     """The first value is the chief's on every worker."""
     original(self, value)
-    first_values.note(strategy, self)
+    first_values.register_initial_value(strategy, self)
 
 
 @of_several
 def _writer(variable):
     """What writes to a variable: the replica that is running, or its components."""
     replica = distributed_replica()
-    return replica if isinstance(replica, DirectReplica) else components.find(variable)
+    return replica if isinstance(replica, InPlaceReplica) else components.find_components(variable)
 
 
 @hook(keras.Variable, "_direct_assign", "(self, value)", when=_writer)
@@ -191,7 +191,7 @@ def _init(original, replica, self, *args, **kwargs):
 @of_several
 def _while_values_wait(layer):
     """The variables that wait for the chief's values, if there are some."""
-    return first_values.waiting or None
+    return first_values.pending_values or None
 
 
 @hook(keras.Layer, "_track_variables", "(self)", when=_while_values_wait)
@@ -200,7 +200,7 @@ def _track_variables(original, waiting, self):
 
     The chief's values are written into them later.
     """
-    with first_values.unread():
+    with first_values.without_broadcast():
         original(self)
 
 
@@ -210,7 +210,7 @@ def _zero_grad(original, replica, self, set_to_none=True):
 
     torch would clear those of the first replica, from every replica's thread.
     """
-    if isinstance(replica, DirectReplica):
+    if isinstance(replica, InPlaceReplica):
         original(self, set_to_none)
         return
     for variable in self.variables:
@@ -280,13 +280,13 @@ def _get_iterator(original, strategy, self):
         return batches if to_split else batches.as_read()
     batches = None
     if to_split:
-        batches = own_rows(self.data_adapter, share_of(strategy), _OnHost)
-        if batches is not None and not isinstance(batches, RowsOfLoader | RowsOfArrays):
+        batches = own_rows(self.data_adapter, local_bounds_fn(strategy), _OnHost)
+        if batches is not None and not isinstance(batches, LoaderRowReader | RowsOfArrays):
             batches = _as_loader(batches)
     batches = ahead(original(self) if batches is None else batches)
     counts = counts_of_arrays(self.data_adapter)
     pauses = pauses_after(self, batches)
-    return AgreedBatches(batches, cluster, counts, pauses, tells=not builds(self))
+    return SynchronizedBatches(batches, cluster, counts, pauses, tells=not builds(self))
 
 
 class _OnHost:
@@ -354,7 +354,7 @@ def _get_metrics_result(original, strategy, self):
 
 
 def _is_inside():
-    return distributed_replica() is not None or thread_hooks.keras_scope() is not None
+    return distributed_replica() is not None or thread_hooks.current_stateless_scope() is not None
 
 
 # That of all backends, which torch's trainer overrides from 3.16 on.

@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_strategy.backends.torch.graph import graph_here
+from keras_strategy.backends.torch.graph import current_graph
 from keras_strategy.hooks.draws import keras_random
 from keras_strategy.hooks.hook import home_of, hook
 
@@ -13,7 +13,7 @@ keras_nn = home_of(
 )
 
 
-@hook(keras.Layer, "add_loss", "(self, loss)", when=graph_here)
+@hook(keras.Layer, "add_loss", "(self, loss)", when=current_graph)
 def _add_loss(original, graph, self, loss):
     """A loss that comes up in a compiled forward pass is added when it is known."""
     graph.added.append((self, loss))
@@ -23,7 +23,7 @@ def _add_loss(original, graph, self, loss):
     keras_nn,
     "_can_use_flash_attention",
     "(query, key, value, mask=None, is_causal=False, raise_error=False)",
-    when=graph_here,
+    when=current_graph,
 )
 def _can_use_flash_attention(original, graph, *args, raise_error=False, **kwargs):
     """In a compiled forward pass torch chooses how attention is computed.
@@ -37,7 +37,7 @@ def _can_use_flash_attention(original, graph, *args, raise_error=False, **kwargs
     keras_nn,
     "moments",
     "(x, axes, keepdims=False, synchronized=False)",
-    when=graph_here,
+    when=current_graph,
 )
 def _moments(original, graph, x, axes, *args, **kwargs):
     """A compiled forward pass knows lists, and not the lists that a layer keeps."""
@@ -48,7 +48,7 @@ def _moments(original, graph, x, axes, *args, **kwargs):
     keras_random,
     "dropout",
     "(inputs, rate, noise_shape=None, seed=None)",
-    when=graph_here,
+    when=current_graph,
 )
 def _dropout(original, graph, inputs, rate, noise_shape=None, seed=None):
     """What is dropped is drawn when the graph is executed, by the replica that does."""

@@ -68,7 +68,7 @@ def _is_keras_adam() -> bool:
 )
 def _update(original, replica, self, grads, variables, learning_rate):
     """Each replica updates a copy of its own: in one pass, where Keras makes twelve."""
-    if not replica.sees_variables() or not _in_one_pass(
-        self, replica.to_overwrite, grads, variables, learning_rate
+    if not replica.sees_replica_variables() or not _in_one_pass(
+        self, replica.tensors_to_update, grads, variables, learning_rate
     ):
         original(self, grads, variables, learning_rate)

@@ -6,25 +6,25 @@ from typing import Any
 import keras
 import torch
 
-from keras_strategy.backends.threads.hooks import keras_scope, replica_here
+from keras_strategy.backends.threads.hooks import current_stateless_scope, current_thread_replica
 from keras_strategy.backends.threads.hooks_divisions import (
-    applied_outside,
-    division_of,
+    apply_outside_replicas_error,
+    optimizer_sharding_of,
 )
-from keras_strategy.backends.threads.hooks_shares import SharesScope
+from keras_strategy.backends.threads.hooks_shares import ShardedUpdateScope
 from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.backends.torch.sharing import (
     Updated,
-    bring_together,
-    own_part_of,
-    part_of,
+    gather_updated_weights,
+    gradient_shard,
+    local_shard,
 )
 from keras_strategy.hooks.hook import hook
 from keras_strategy.values.distributed import ReduceOp
 
 
-class _Shared(SharesScope):
-    """See `SharesScope`.
+class _Shared(ShardedUpdateScope):
+    """See `ShardedUpdateScope`.
 
     Args:
         replica: The replica.
@@ -62,7 +62,7 @@ class _Shared(SharesScope):
     keras.optimizers.Optimizer,
     "_backend_apply_gradients",
     "(self, grads, trainable_variables)",
-    when=division_of,
+    when=optimizer_sharding_of,
 )
 def _apply_gradients(original, division, self, grads, trainable_variables):
     """Each replica updates its share, by Keras's own code.
@@ -70,26 +70,26 @@ def _apply_gradients(original, division, self, grads, trainable_variables):
     Before it the gradients were summed, and their loss unscaled. After it the weights
     are whole again, so that constraints are of whole weights.
     """
-    replica = replica_here()
-    if replica is None or not replica.sees_variables():
-        scope = keras_scope()
+    replica = current_thread_replica()
+    if replica is None or not replica.sees_replica_variables():
+        scope = current_stateless_scope()
         if scope is None or id(division.slots[0]) not in scope.state_mapping:
-            raise applied_outside(self)
+            raise apply_outside_replicas_error(self)
         return original(self, grads, trainable_variables)
     weights = [v for v in self._trainable_variables if not v.overwrite_with_gradient]
     variables = [*weights, *division.slots]
-    tensors = replica.to_overwrite(variables)
+    tensors = replica.tensors_to_update(variables)
     parts, updated = {}, {}
     for variable, tensor in zip(variables, tensors, strict=True):
         parts[id(variable)] = tensor.detach()
     for weight in weights:
-        tensor, shares = parts[id(weight)], division.shares(weight, weight.shape)
-        parts[id(weight)] = part_of(tensor, shares, replica.id)
+        tensor, shares = parts[id(weight)], division.shards_for(weight, weight.shape)
+        parts[id(weight)] = local_shard(tensor, shares, replica.id)
         updated[id(weight)] = Updated(tensor, parts[id(weight)], shares)
-    numbers = division.given_to(replica.id, trainable_variables)
+    numbers = division.gradient_indices(replica.id, trainable_variables)
     of_own = [trainable_variables[number] for number in numbers]
     own = [
-        own_part_of(grads[number], updated[id(weight)].shares, replica.id)
+        gradient_shard(grads[number], updated[id(weight)].shares, replica.id)
         for number, weight in zip(numbers, of_own, strict=True)
     ]
     scope = _Shared(replica, parts, variables, numbers, len(grads))
@@ -97,4 +97,4 @@ def _apply_gradients(original, division, self, grads, trainable_variables):
         with scope, scope.shapes(), replica.updating(scope):
             original(self, own, of_own)
         changed = weights if self.ema_overwrite_frequency else trainable_variables
-        bring_together(replica, [updated[id(weight)] for weight in changed])
+        gather_updated_weights(replica, [updated[id(weight)] for weight in changed])

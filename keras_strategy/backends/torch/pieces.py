@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from keras_strategy.core.workers import DIGEST_BYTES, TAIL, tail_of
+from keras_strategy.core.workers import CHECKSUM_BYTES, CHECKSUM_TAIL, checksum_tail
 
 
 class Work(Protocol):
@@ -26,7 +26,7 @@ class Work(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class BucketPlan:
     """How a worker would send a sum in pieces.
 
     Attributes:
@@ -41,16 +41,16 @@ class Plan:
     sizes: Sequence[int]
     layout: str
     of: Any
-    taken: Callable[["SumInPieces"], None]
+    taken: Callable[["BucketedAllReduce"], None]
     given_up: Callable[[], None]
 
     def digest(self, part: int | None = None) -> bytes:
         """What tells it, or one of its pieces, from others; never all zeros."""
         text = f"{part}|{list(self.sizes)}|{self.layout}".encode()
-        return hashlib.blake2b(text, digest_size=DIGEST_BYTES - 1).digest() + b"\1"
+        return hashlib.blake2b(text, digest_size=CHECKSUM_BYTES - 1).digest() + b"\1"
 
 
-class SumInPieces:
+class BucketedAllReduce:
     """A sum that all workers have agreed to send in pieces.
 
     Args:
@@ -67,16 +67,16 @@ class SumInPieces:
     def __init__(
         self,
         digest: bytes,
-        plan: Plan,
+        plan: BucketPlan,
         like: torch.Tensor,
         workers: int,
         start: Callable[[torch.Tensor], Work],
     ):
         self.digest, self.plan, self.in_vain = digest, plan, 0
-        self.room = sum(plan.sizes) + TAIL * len(plan.sizes)
+        self.room = sum(plan.sizes) + CHECKSUM_TAIL * len(plan.sizes)
         self._like = like.new_empty(0)
         self._start = start
-        tails = [tail_of(plan.digest(part)) for part in range(len(plan.sizes))]
+        tails = [checksum_tail(plan.digest(part)) for part in range(len(plan.sizes))]
         self._said = [like.new_tensor(tail) for tail in tails]
         self._told = [workers * number for tail in tails for number in tail]
         self._pieces: tuple[torch.Tensor, ...] = ()
@@ -94,16 +94,16 @@ class SumInPieces:
 
     def begin(self, memory: torch.Tensor) -> None:
         """Gives the memory that the pieces travel in, of `room` elements."""
-        self._pieces = memory.split([size + TAIL for size in self.plan.sizes])
+        self._pieces = memory.split([size + CHECKSUM_TAIL for size in self.plan.sizes])
 
     def values(self, part: int) -> torch.Tensor:
         """A piece, without what travels behind it."""
-        return self._pieces[part][:-TAIL]
+        return self._pieces[part][:-CHECKSUM_TAIL]
 
     def send(self) -> None:
         """Sends the next piece, whose values are there."""
         piece = self._pieces[self.sent]
-        piece[-TAIL:].copy_(self._said[self.sent])
+        piece[-CHECKSUM_TAIL:].copy_(self._said[self.sent])
         self._works.append(self._start(piece))
 
     def end(self) -> list[torch.Tensor] | None:
@@ -119,8 +119,8 @@ class SumInPieces:
                 self._works.append(self._start(piece.zero_()))
             for work in self._works:
                 work.wait()
-            told = torch.cat([piece[-TAIL:] for piece in self._pieces]).tolist()
-            sums = [piece[:-TAIL] for piece in self._pieces]
+            told = torch.cat([piece[-CHECKSUM_TAIL:] for piece in self._pieces]).tolist()
+            sums = [piece[:-CHECKSUM_TAIL] for piece in self._pieces]
             return sums if told == self._told else None
         finally:
             self._pieces, self._works = (), []

@@ -7,15 +7,15 @@ from typing import Any
 import keras
 import torch
 
-from keras_strategy.backends.threads.hooks import keras_scope
+from keras_strategy.backends.threads.hooks import current_stateless_scope
 from keras_strategy.backends.threads.replica import ThreadReplica
-from keras_strategy.backends.threads.turns import Turns
-from keras_strategy.backends.torch.components import add
-from keras_strategy.backends.torch.run import Run
-from keras_strategy.backends.torch.staging import TorchScope
-from keras_strategy.backends.torch.workers import in_one_piece
-from keras_strategy.core.own_attributes import OwnAttributes
-from keras_strategy.rules.reduction import addable, require_one_dtype
+from keras_strategy.backends.threads.turns import TurnScheduler
+from keras_strategy.backends.torch.components import sum_tensors
+from keras_strategy.backends.torch.run import RunState
+from keras_strategy.backends.torch.staging import StagedWriteScope
+from keras_strategy.backends.torch.workers import map_flattened
+from keras_strategy.core.own_attributes import ReplicaAttributes
+from keras_strategy.rules.reduction import cast_for_sum, check_same_dtype
 from keras_strategy.values.distributed import ReduceOp
 
 
@@ -31,7 +31,7 @@ class TorchReplica(ThreadReplica):
     """
 
     def __init__(
-        self, group: Any, index: int, turns: Turns, own: OwnAttributes, run: Run
+        self, group: Any, index: int, turns: TurnScheduler, own: ReplicaAttributes, run: RunState
     ):
         super().__init__(group.strategy, index, group.topology, turns, own)
         self._group = group
@@ -41,15 +41,15 @@ class TorchReplica(ThreadReplica):
         self._drawn = 0
         self._updating: Any = None
 
-    def make_scope(self, group: Any, index: int, run: Run) -> Any:
+    def make_scope(self, group: Any, index: int, run: RunState) -> Any:
         """Makes what the replica sees the variables through."""
-        return TorchScope(self, index, group.layout, run)
+        return StagedWriteScope(self, index, group.layout, run)
 
-    def sees_variables(self) -> bool:
+    def sees_replica_variables(self) -> bool:
         """Whether what this thread reads and writes is the replica's own."""
-        return keras_scope() is (self._updating or self.scope)
+        return current_stateless_scope() is (self._updating or self.scope)
 
-    def to_overwrite(self, variables: Sequence[Any]) -> list[torch.Tensor]:
+    def tensors_to_update(self, variables: Sequence[Any]) -> list[torch.Tensor]:
         """The tensors of variables that the optimizer writes to, in place."""
         scope = self._updating or self.scope
         return [scope.get_current_value(variable) for variable in variables]
@@ -63,7 +63,7 @@ class TorchReplica(ThreadReplica):
         finally:
             self._updating = None
 
-    def parts_of_all(
+    def gather_shards(
         self, name: str, part: torch.Tensor, sizes: Sequence[int]
     ) -> torch.Tensor:
         """The replicas' tensors of one dimension, joined in their order.
@@ -84,7 +84,7 @@ class TorchReplica(ThreadReplica):
                 return joined
             local = len(parts)
             each = [sum(sizes[i : i + local]) for i in range(0, len(sizes), local)]
-            return workers.gather_known(name, joined, each)
+            return workers.all_gather_flat(name, joined, each)
 
         return self.here(self.exchange(name, part, combine))
 
@@ -92,9 +92,9 @@ class TorchReplica(ThreadReplica):
         return tensor.to(self.scope.device)
 
     def add(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return add(tensors)
+        return sum_tensors(tensors)
 
-    def of_all_workers(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def sum_over_workers(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         workers = self._group.workers
         return tensor if workers is None else workers.sum(name, tensor)
 
@@ -107,7 +107,7 @@ class TorchReplica(ThreadReplica):
         return total.to(tensor.device, copy=True)
 
     def all_reduce(self, reduce_op: ReduceOp, value: Any) -> torch.Tensor:
-        tensor = addable(value)
+        tensor = cast_for_sum(value)
         total = _AllReduce.apply(tensor, self, self.step.row_weight)
         if reduce_op is ReduceOp.MEAN:
             return total / self._group.topology.num_replicas
@@ -130,7 +130,7 @@ class TorchReplica(ThreadReplica):
             return self.sum("optimizer.apply", flat)
 
         with torch.no_grad():
-            return in_one_piece(
+            return map_flattened(
                 [
                     t if type(t) is torch.Tensor else keras.ops.convert_to_tensor(t)
                     for t in tensors
@@ -209,7 +209,7 @@ class _AllGather(torch.autograd.Function):
         ctx: Any, tensor, replica: TorchReplica, axis: int, weight: float | None
     ):
         def combine(tensors):
-            require_one_dtype(tensors)
+            check_same_dtype(tensors)
             device = tensors[0].device
             try:
                 joined = torch.cat([t.to(device) for t in tensors], dim=axis)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-HALF_WRITTEN = (
+PARTIAL_UPDATE_NOTE = (
     "keras_strategy: the training step had begun to update the variables. They are "
     "the same on all replicas, but may be half-updated: load them again from a "
     "checkpoint before you go on."
@@ -15,7 +15,7 @@ HALF_WRITTEN = (
 _STRIDE = 0x9E3779B1
 
 
-class Run:
+class RunState:
     """One call of `strategy.run`, the same object for all its replicas."""
 
     def __init__(self, replicas: int = 1) -> None:

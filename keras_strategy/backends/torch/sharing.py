@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import keras
 import torch
 
-from keras_strategy.backends.threads.hooks import keras_scope, replica_here
+from keras_strategy.backends.threads.hooks import current_stateless_scope, current_thread_replica
 from keras_strategy.backends.threads.scopes import MergedScope
 from keras_strategy.backends.torch.components import ATTRIBUTE, Components, Layout
 from keras_strategy.backends.torch.during_backward import MOST_BYTES
-from keras_strategy.backends.torch.flat import in_groups
+from keras_strategy.backends.torch.flat import split_by_bytes
 from keras_strategy.hooks.variables import initialize, stored
-from keras_strategy.rules.held_values import held_value
-from keras_strategy.rules.sharding import Shares, note_shares
+from keras_strategy.rules.held_values import overridden_value
+from keras_strategy.rules.sharding import FlatShards, set_flat_shards
 
 if TYPE_CHECKING:
     from keras_strategy.backends.torch.replica import TorchReplica
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _OWN_PART = "_ks_own_part"
 
 
-class SharedComponents(Components):
+class ShardedComponents(Components):
     """What the replicas of this worker keep of a variable, each its share.
 
     Args:
@@ -37,14 +37,14 @@ class SharedComponents(Components):
         shares: Which elements each of them keeps.
     """
 
-    def __init__(self, variable: Any, layout: Layout, shares: Shares):
+    def __init__(self, variable: Any, layout: Layout, shares: FlatShards):
         whole, self.shares, self.layout = stored(variable).detach(), shares, layout
         self.path, self.on_read = variable.path, False
         # Its reads are looked at in any case.
         self.is_noted = True
         self.tensors = [
             torch.nn.Parameter(
-                part_of(whole, shares, replica).to(device, copy=True),
+                local_shard(whole, shares, replica).to(device, copy=True),
                 requires_grad=False,
             )
             for replica, device in zip(
@@ -54,7 +54,7 @@ class SharedComponents(Components):
         self.first = self.tensors[0]
         self.version = self.first._version
         self._run: object = None
-        note_shares(variable, shares)
+        set_flat_shards(variable, shares)
         initialize(variable, self.first)
         vars(variable)[ATTRIBUTE] = self
 
@@ -70,7 +70,7 @@ class SharedComponents(Components):
 
     def own_part(self, value: torch.Tensor, index: int) -> torch.Tensor:
         assert self.shares is not None
-        return part_of(value, self.shares, self.layout.topology.local_replicas[index])
+        return local_shard(value, self.shares, self.layout.topology.local_replicas[index])
 
     def together(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         assert self.shares is not None
@@ -82,13 +82,13 @@ class SharedComponents(Components):
         return [whole.to(device) for device in self.layout.devices]
 
 
-def part_of(whole: torch.Tensor, shares: Shares, replica: int) -> torch.Tensor:
+def local_shard(whole: torch.Tensor, shares: FlatShards, replica: int) -> torch.Tensor:
     """What a replica keeps of a tensor; it shares the tensor's memory if it can."""
     begin, end = shares.bounds[replica]
     return whole.reshape(-1)[begin:end].view(shares.shape_of(replica))
 
 
-def with_own_part(gradient: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+def shard_only_gradient(gradient: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """A gradient's sum of which only this replica's share is known.
 
     Args:
@@ -96,20 +96,20 @@ def with_own_part(gradient: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         part: The share.
 
     Returns:
-        What `own_part_of` takes. For who reads it all the same it is no number.
+        What `gradient_shard` takes. For who reads it all the same it is no number.
     """
     whole = gradient.new_full((), math.nan).expand(gradient.shape)
     setattr(whole, _OWN_PART, part)
     return whole
 
 
-def own_part_of(gradient: torch.Tensor, shares: Shares, replica: int) -> torch.Tensor:
-    """A replica's share of a gradient's sum, see `with_own_part`."""
+def gradient_shard(gradient: torch.Tensor, shares: FlatShards, replica: int) -> torch.Tensor:
+    """A replica's share of a gradient's sum, see `shard_only_gradient`."""
     part = vars(gradient).get(_OWN_PART)
-    return part_of(gradient, shares, replica) if part is None else part
+    return local_shard(gradient, shares, replica) if part is None else part
 
 
-def whole_of(variable: Any, components: Components) -> torch.Tensor | None:
+def full_value(variable: Any, components: Components) -> torch.Tensor | None:
     """The value of a variable that the replicas share, for who reads it.
 
     Outside of replicas and within, all of them read it, and all workers do.
@@ -122,7 +122,7 @@ def whole_of(variable: Any, components: Components) -> torch.Tensor | None:
         None where its scope has a value of its own: while the optimizer updates its
         share, and in a scope that a user has given values.
     """
-    scope, replica = keras_scope(), replica_here()
+    scope, replica = current_stateless_scope(), current_thread_replica()
     if isinstance(scope, MergedScope):
         return components.together(scope.components(variable))[0]
     if replica is not None:
@@ -132,7 +132,7 @@ def whole_of(variable: Any, components: Components) -> torch.Tensor | None:
             return replica.all_gather(part, 0).view(components.shares.shape)
     if scope is not None and scope.get_current_value(variable) is not None:
         return None
-    known = held_value(variable)
+    known = overridden_value(variable)
     if known is not None:
         return keras.ops.convert_to_tensor(known)
     return components.together(components.tensors)[0]
@@ -149,23 +149,23 @@ class Updated(NamedTuple):
 
     tensor: torch.Tensor
     part: torch.Tensor
-    shares: Shares
+    shares: FlatShards
 
 
-def bring_together(replica: "TorchReplica", updated: Sequence[Updated]) -> None:
+def gather_updated_weights(replica: "TorchReplica", updated: Sequence[Updated]) -> None:
     """Writes to each replica's weights what the others have updated.
 
     Args:
         replica: The replica.
         updated: The same weights on every replica, in the same order.
     """
-    for some in in_groups(updated, lambda one: one.tensor, MOST_BYTES):
+    for some in split_by_bytes(updated, lambda one: one.tensor, MOST_BYTES):
         sizes = [
             sum([one.shares.size_of(r) for one in some])
             for r in range(len(some[0].shares.bounds))
         ]
         own = torch.cat([one.part.reshape(-1) for one in some])
-        every = replica.parts_of_all("optimizer.apply", own, sizes).split(sizes)
+        every = replica.gather_shards("optimizer.apply", own, sizes).split(sizes)
         parts = [
             part.split([one.shares.size_of(r) for one in some])
             for r, part in enumerate(every)

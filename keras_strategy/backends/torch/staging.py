@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from keras_strategy.backends.threads.scopes import ReplicaScope, unbuilt
-from keras_strategy.backends.torch.components import Components, Layout, find_or_make
+from keras_strategy.backends.threads.scopes import ReplicaScope, unbuilt_variable_error
+from keras_strategy.backends.torch.components import Components, Layout, get_or_create_components
 from keras_strategy.core.protocol import Replica
 from keras_strategy.hooks.variables import stored
 
 
-class TorchScope(ReplicaScope):
+class StagedWriteScope(ReplicaScope):
     """The variables as one replica sees them.
 
     Args:
@@ -47,16 +47,16 @@ class TorchScope(ReplicaScope):
     def _component(self, variable: Any) -> torch.Tensor:
         components = self._components.get(id(variable))
         if components is None:
-            components = find_or_make(variable, self._layout)
-            components.enter_run(variable, self._run)
+            components = get_or_create_components(variable, self._layout)
+            components.refresh_once(variable, self._run)
             self._components[id(variable)] = components
             self._variables[id(variable)] = variable
             if variable.aggregation == "sum":
-                self.replica.step.read.add(id(variable))
+                self.replica.step.sum_variables_read.add(id(variable))
         if components.is_central:
             own = self._copies.get(id(variable))
             if own is None:
-                own = self._copies[id(variable)] = components.copy_for(self._index)
+                own = self._copies[id(variable)] = components.replica_copy(self._index)
             return own
         first = components.first
         if self._index == 0:
@@ -71,7 +71,7 @@ class TorchScope(ReplicaScope):
         staged = self.state_mapping.get(key)
         if staged is not None:
             return staged
-        if not self.replica.step.applying:
+        if not self.replica.step.is_applying:
             known = self._components.get(key) if self._index == 0 else None
             if known is not None and not known.is_central:
                 return known.first
@@ -88,7 +88,7 @@ class TorchScope(ReplicaScope):
     def add_update(self, update: tuple[Any, torch.Tensor]) -> None:
         variable, value = update
         if stored(variable) is None:
-            raise unbuilt(variable)
+            raise unbuilt_variable_error(variable)
         component = self._component(variable)
         known = self._components[id(variable)]
         if known.shares is not None:
@@ -117,11 +117,11 @@ class TorchScope(ReplicaScope):
                 elif self._index == 0:  # they are the same on all replicas
                     components.first.copy_(staged)
 
-    def note_versions(self) -> None:
+    def record_versions(self) -> None:
         """Remembers that what was written now was written by the replicas."""
         for key in [*self.state_mapping, *self.changed_in_place]:
             components = self._components[key]
             components.version = components.first._version
         for key, components in self._components.items():
             if components.first._version != components.version:
-                components.require_alike(self._variables[key])
+                components.check_mirrored(self._variables[key])

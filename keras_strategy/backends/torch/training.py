@@ -14,10 +14,10 @@ from keras_strategy.backends.torch.batch_logs import BatchLogs
 from keras_strategy.backends.torch.compiled import CompiledModel
 from keras_strategy.core.row_range import RowRange
 from keras_strategy.hooks.layers import all_layers, to_try
-from keras_strategy.input.own_rows import OwnRows, share_of
+from keras_strategy.input.own_rows import LocalRows, local_bounds_fn
 from keras_strategy.rules import step as rules
-from keras_strategy.rules.row_trials import RowTrials
-from keras_strategy.rules.step import rows_of_arrays
+from keras_strategy.rules.row_trials import RowAudit
+from keras_strategy.rules.step import count_array_rows
 from keras_strategy.values.distributed import (
     PerReplica,
     is_numeric_array,
@@ -39,9 +39,9 @@ def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callab
         than one of them with `steps_per_execution`, which Keras has on torch from 3.16
         on.
     """
-    own = rules.returns_metrics(model, kind)
-    trials = RowTrials(model, to_try(model, kind), kind == "train", _warn_unless)
-    weighted = rules.weighted_step(
+    own = rules.returns_only_metrics(model, kind)
+    trials = RowAudit(model, to_try(model, kind), kind == "train", _warn_unless)
+    weighted = rules.make_weighted_step(
         getattr(model, f"{kind}_step"),
         own,
         lambda: all_layers(model),
@@ -53,7 +53,7 @@ def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callab
     compiles = model.jit_compile and not model.run_eagerly
     compiled = CompiledModel(model, strategy) if compiles else contextlib.nullcontext()
 
-    tensors_of = strategy.extended.group.tensors_of_arrays
+    tensors_of = strategy.extended.group.arrays_to_tensors
 
     def step(shard):
         data = tensors_of(shard.data) if shard.has_arrays else shard.data
@@ -77,11 +77,11 @@ def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callab
             return logs_of(outputs, weights)
         with torch.no_grad():
             if kind == "predict":
-                _build(model, batch.batch if isinstance(batch, OwnRows) else batch)
+                _build(model, batch.batch if isinstance(batch, LocalRows) else batch)
             outputs = strategy.run(step, args=(PerReplica(shards),))
             if kind == "test":
                 return logs_of(outputs, weights)
-        of_all = not (isinstance(batch, OwnRows) and batch.counts)
+        of_all = not (isinstance(batch, LocalRows) and batch.worker_rows)
         return _rows_in_order(outputs, strategy, weights, of_all)
 
     def function(batches):
@@ -139,15 +139,15 @@ def _shards(batch: Any, strategy: Any) -> list[_Shard]:
         The rows of this worker's replicas. One without rows gets a stand-in, the first
         row, and the weight 0: some metrics cannot take a batch of 0 rows.
     """
-    own = batch if isinstance(batch, OwnRows) else None
+    own = batch if isinstance(batch, LocalRows) else None
     batch = batch if own is None else own.batch
     arrays: list[Any] = []
     map_leaves(arrays.append, batch)
-    rows = rows_of_arrays(arrays)
+    rows = count_array_rows(arrays)
     if rows == 0:
         raise ValueError("A batch must have 1 row or more. Received a batch of 0 rows.")
-    total = rows if own is None else own.total
-    bounds = share_of(strategy)(total) if own is None else own.bounds
+    total = rows if own is None else own.global_rows
+    bounds = local_bounds_fn(strategy)(total) if own is None else own.bounds
     first = 0 if own is None else bounds[0][0]
 
     def part(array, begin, end):
@@ -187,7 +187,7 @@ def _warn_unless(holds: Callable[[], Any], warn: Callable[[], None]) -> None:
 
 def _means(logs: Any, strategy: Any, weights: list[float]) -> Any:
     """The means of what the replicas returned."""
-    parts = rules.mean_logs(logs, weights)
+    parts = rules.average_logs(logs, weights)
     workers = strategy.extended.group.workers
     if workers is None:
         return parts
@@ -201,7 +201,7 @@ def metrics_of_workers(model: keras.Model, strategy: Any) -> dict[str, Any]:
     group = strategy.extended.group
     sum_all = functools.partial(group.workers.sum_all, "logs")
     with torch.no_grad():
-        return rules.metrics_of_workers(model, group.part_of_this_worker, sum_all)
+        return rules.merge_worker_metrics(model, group.part_of_this_worker, sum_all)
 
 
 def _rows_in_order(

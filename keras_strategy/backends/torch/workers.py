@@ -8,19 +8,19 @@ import torch
 import torch.distributed as dist
 
 from keras_strategy.backends.torch import connection
-from keras_strategy.backends.torch.announcing import Announcements
+from keras_strategy.backends.torch.announcing import CollectiveVerifier
 from keras_strategy.backends.torch.during_backward import (
     FIRST_BYTES,
     MOST_BYTES,
-    DuringBackward,
+    OverlappedAllReduce,
 )
-from keras_strategy.backends.torch.flat import Joined, in_groups, parted
-from keras_strategy.core.workers import TAIL, Workers, digest_of_sum, kind_of
-from keras_strategy.rules.sharding import Shares
+from keras_strategy.backends.torch.flat import FlatBufferPool, split_by_bytes, unflatten
+from keras_strategy.core.workers import CHECKSUM_TAIL, WorkerCollectives, call_checksum, operation_kind
+from keras_strategy.rules.sharding import FlatShards
 from keras_strategy.workers.cluster import Cluster
 
 
-class TorchWorkers(Workers):
+class TorchWorkers(WorkerCollectives):
     """See `core.workers.Workers`.
 
     torch hangs or ends the process where the workers do different things. So what they
@@ -33,13 +33,13 @@ class TorchWorkers(Workers):
     def __init__(self, cluster: Cluster):
         super().__init__(cluster)
         most = cluster.options.bytes_per_pack
-        self._announcements = Announcements(
+        self._announcements = CollectiveVerifier(
             self.size,
             lambda tensor, op: dist.all_reduce(tensor, op=op),
             _start,
             most or FIRST_BYTES,
         )
-        self.during_backward = DuringBackward(
+        self.during_backward = OverlappedAllReduce(
             self._announcements, most, cluster.is_local
         )
 
@@ -50,18 +50,18 @@ class TorchWorkers(Workers):
             self._require_same(name, tensor, shape)
             raise TypeError(f"`{name}` adds numbers. Received a tensor of booleans.")
         digest = _digest(name, tensor, shape)
-        with self.waiting(name):
+        with self.track_operation(name):
             total = self._announcements.sum(digest, tensor.reshape(-1))
         if total is None:
             raise self._difference(name, tensor, shape)
         return total.view(shape)
 
-    def sum_weighted(
+    def all_reduce_weighted(
         self,
         name: str,
         tensors: Sequence[torch.Tensor],
         weight: float | None,
-        joined: Joined,
+        joined: FlatBufferPool,
         variables: Sequence[Any] | None,
     ) -> list[torch.Tensor]:
         """The sums of the workers' weighted tensors.
@@ -73,13 +73,13 @@ class TorchWorkers(Workers):
             joined: Makes one tensor of them.
             variables: What they are gradients of; None where they are none.
         """
-        with self.waiting(name):
+        with self.track_operation(name):
             if self._announcements.due is not None:
                 sums = self.during_backward.sums(tensors, weight)
                 if sums is not None:
                     return sums
             both = joined(tensors)
-            flat = both[:-TAIL]
+            flat = both[:-CHECKSUM_TAIL]
             if weight == 0:
                 flat.zero_()
             elif weight is not None:
@@ -90,14 +90,14 @@ class TorchWorkers(Workers):
             same = self._announcements.sum_in_place(digest, both, plan)
         if not same:
             raise self._difference(name, flat, shape)
-        return parted(flat, tensors)
+        return unflatten(flat, tensors)
 
-    def share_weighted(
+    def reduce_scatter_weighted(
         self,
         name: str,
         tensors: Sequence[torch.Tensor],
         weight: float | None,
-        shares: Sequence[Shares],
+        shares: Sequence[FlatShards],
     ) -> list[torch.Tensor]:
         """This worker's shares of the sums of the workers' weighted tensors.
 
@@ -107,14 +107,14 @@ class TorchWorkers(Workers):
         Args:
             name: What they are for.
             tensors: Tensors of one dtype and on one device.
-            weight: See `sum_weighted`.
+            weight: See `all_reduce_weighted`.
             shares: For each which elements each worker gets, by rank.
         """
         shape = (sum([tensor.numel() for tensor in tensors]),)
         self._require_same(f"{name} (shares)", tensors[0], shape)
         pairs = [(t.reshape(-1), of) for t, of in zip(tensors, shares, strict=True)]
         results: list[torch.Tensor] = []
-        for some in in_groups(pairs, lambda pair: pair[0], MOST_BYTES):
+        for some in split_by_bytes(pairs, lambda pair: pair[0], MOST_BYTES):
             bounds = [[of.bounds[r] for _, of in some] for r in range(self.size)]
             sizes = [[end - begin for begin, end in own] for own in bounds]
             sent = torch.cat(
@@ -130,7 +130,7 @@ class TorchWorkers(Workers):
                 sent.mul_(weight)
             mine = sizes[self.rank]
             every = sent.new_empty(self.size * sum(mine))
-            with self.waiting(name):
+            with self.track_operation(name):
                 dist.all_to_all_single(
                     every, sent, [sum(mine)] * self.size, list(map(sum, sizes))
                 )
@@ -140,7 +140,7 @@ class TorchWorkers(Workers):
         return results
 
     def sum_all(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return in_one_piece(tensors, lambda flat: self.sum(name, flat))
+        return map_flattened(tensors, lambda flat: self.sum(name, flat))
 
     def gather(
         self, name: str, tensor: torch.Tensor, axis: int
@@ -151,7 +151,7 @@ class TorchWorkers(Workers):
         self._require_same(name, tensor, others, f" other than axis {axis}")
         size = torch.tensor([tensor.shape[axis]], device=tensor.device)
         sizes = [torch.empty_like(size) for _ in range(self.size)]
-        with self.waiting(name):
+        with self.track_operation(name):
             dist.all_gather(sizes, size)
         counts = [int(s) for s in sizes]
         # The axis comes first, since what is sent is padded to the longest.
@@ -162,7 +162,7 @@ class TorchWorkers(Workers):
         if boolean:
             padded = padded.to(torch.uint8)
         parts = [torch.empty_like(padded) for _ in range(self.size)]
-        with self.waiting(name):
+        with self.track_operation(name):
             dist.all_gather(parts, padded)
         pieces = zip(parts, counts, strict=True)
         joined = torch.cat([part[:count] for part, count in pieces])
@@ -170,7 +170,7 @@ class TorchWorkers(Workers):
             joined = joined.to(torch.bool)
         return joined.movedim(0, axis), counts
 
-    def gather_known(
+    def all_gather_flat(
         self, name: str, tensor: torch.Tensor, sizes: Sequence[int]
     ) -> torch.Tensor:
         """The workers' tensors of one dimension, whose sizes all of them know.
@@ -188,7 +188,7 @@ class TorchWorkers(Workers):
             sent = tensor.new_zeros(most)
             sent[: len(tensor)] = tensor
         every = sent.new_empty(most * self.size)
-        with self.waiting(name):
+        with self.track_operation(name):
             dist.all_gather_into_tensor(every, sent)
         parts = every.split(most)
         return torch.cat([p[:size] for p, size in zip(parts, sizes, strict=True)])
@@ -202,7 +202,7 @@ class TorchWorkers(Workers):
             sent = tensor.detach().clone(memory_format=torch.contiguous_format)
             if tensor.dtype == torch.bool:
                 sent = sent.to(torch.uint8)
-            with self.waiting(name):
+            with self.track_operation(name):
                 dist.broadcast(sent, src=0)
             results.append(sent.to(tensor.dtype))
         return results
@@ -211,7 +211,7 @@ class TorchWorkers(Workers):
         self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], which: str = ""
     ) -> None:
         digest = _digest(name, tensor, shape)
-        with self.waiting(name):
+        with self.track_operation(name):
             same = self._announcements.compare(digest, tensor.device)
         if not same:
             raise self._difference(name, tensor, shape, which)
@@ -219,7 +219,7 @@ class TorchWorkers(Workers):
     def _difference(
         self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], which: str = ""
     ) -> Exception:
-        return self.difference(name, [list(shape), str(tensor.dtype)], which)
+        return self.mismatch_error(name, [list(shape), str(tensor.dtype)], which)
 
 
 def _start(tensor: torch.Tensor) -> Any:
@@ -227,10 +227,10 @@ def _start(tensor: torch.Tensor) -> Any:
 
 
 def _digest(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> bytes:
-    return digest_of_sum(kind_of(name), shape, tensor.dtype)
+    return call_checksum(operation_kind(name), shape, tensor.dtype)
 
 
-def in_one_piece(
+def map_flattened(
     tensors: Sequence[torch.Tensor], fn: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[torch.Tensor]:
     """Applies an elementwise function to all tensors of a dtype at once.

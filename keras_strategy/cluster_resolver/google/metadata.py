@@ -25,7 +25,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
 
 
-def get(path: str) -> str:
+def get_metadata(path: str) -> str:
     """Return the text at a path below `/computeMetadata/v1/`.
 
     The server is GCE_METADATA_HOST, or else GCE_METADATA_IP, or else
@@ -86,9 +86,9 @@ def _read(response: http.client.HTTPResponse) -> bytes:
     return body
 
 
-def get_or_none(path: str) -> str | None:
+def get_metadata_or_none(path: str) -> str | None:
     """Return the same, or `None` where there is no answer."""
     try:
-        return get(path)
+        return get_metadata(path)
     except MetadataError:
         return None

@@ -16,7 +16,7 @@ from keras_strategy.cluster_resolver.base import (
 from keras_strategy.cluster_resolver.checks import as_int
 from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
 from keras_strategy.cluster_resolver.google import metadata, tpu_locate, tpu_source
-from keras_strategy.values.topology_message import TPUHardwareFeature, hardware_feature
+from keras_strategy.values.topology_message import TPUHardwareFeature, parse_hardware_feature
 
 TPU_WORKER_ID = "TPU_WORKER_ID"
 
@@ -215,7 +215,7 @@ class TPUClusterResolver(ClusterResolver):
         Raises:
             ValueError: If these bytes are not a topology.
         """
-        self._hardware_feature = hardware_feature(serialized_tpu_topology)
+        self._hardware_feature = parse_hardware_feature(serialized_tpu_topology)
 
     @property
     def tpu_hardware_feature(self) -> TPUHardwareFeature | None:
@@ -242,7 +242,7 @@ class TPUClusterResolver(ClusterResolver):
         if value:
             return as_int(value, TPU_WORKER_ID)
         if isinstance(self._source, tpu_source.TPUVM):
-            number = metadata.get("instance/attributes/agent-worker-number")
+            number = metadata.get_metadata("instance/attributes/agent-worker-number")
             return as_int(number, "agent-worker-number of the metadata server")
         addresses = self._source.addresses() if self._source else []
         for index, address in enumerate(addresses):

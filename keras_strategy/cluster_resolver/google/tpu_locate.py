@@ -126,13 +126,13 @@ def _endpoint(text: str, source_name: str) -> str:
 
 def _this_machine(empty: bool) -> TPUSource:
     """Return the TPU that this machine is a host of, or raise an error."""
-    if empty and metadata.get_or_none("project/project-id") is not None:
+    if empty and metadata.get_metadata_or_none("project/project-id") is not None:
         raise RuntimeError(
             "Expected the name of a TPU: on Google Cloud it cannot be empty. "
             "Received: tpu=''. Pass tpu=None for the TPU of this machine"
         )
     endpoints = "instance/attributes/worker-network-endpoints"
-    if not empty and metadata.get_or_none(endpoints) is not None:
+    if not empty and metadata.get_metadata_or_none(endpoints) is not None:
         return TPUVM()
     raise ValueError(
         "Please provide a TPU name to connect to: an argument `tpu`, or one of the "
@@ -144,7 +144,7 @@ def _this_machine(empty: bool) -> TPUSource:
 def _from_metadata(argument: str, path: str, pattern: re.Pattern[str]) -> str:
     try:
         # The zone comes as projects/123/zones/us-central1-b.
-        value = metadata.get(path).split("/")[-1]
+        value = metadata.get_metadata(path).split("/")[-1]
     except metadata.MetadataError as error:
         raise RuntimeError(
             f"Expected `{argument}`, or a metadata server to ask for it. Received: "

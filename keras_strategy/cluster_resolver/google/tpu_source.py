@@ -37,7 +37,7 @@ class TPUVM:
 
     def addresses(self) -> list[str]:
         """Return the hosts of this machine's slice."""
-        text = metadata.get("instance/attributes/worker-network-endpoints")
+        text = metadata.get_metadata("instance/attributes/worker-network-endpoints")
         hosts = []
         for worker in text.split(","):
             # Old servers have name:id:ip, new ones only the host.
