@@ -18,7 +18,7 @@ from benchmarks.comparisons import BACKENDS, COMPARISONS, Comparison
 from benchmarks.measure import row_of
 from benchmarks.report import ratio, table
 from benchmarks.sides import starter_for
-from keras_strategy.launch.pairing import CPU
+from keras_strategy.launch.paired_timing import CPU
 
 # That a row is measured, at most.
 ATTEMPTS = 3

@@ -259,7 +259,9 @@ def _figures(strategy: Any, model: keras.Model, make: Callable) -> InputFigures:
     # Compiles; and on torch, who sums what comes in which order is known after it.
     for _ in range(2):
         train(SHORT)
-    collectives = [get_engine().count_operations(train, steps)[0] for steps in (SHORT, LONG)]
+    collectives = [
+        get_engine().count_operations(train, steps)[0] for steps in (SHORT, LONG)
+    ]
     watched = [_watched(strategy, model, make, steps) for steps in (SHORT, LONG)]
     pairs = [*zip(*watched, strict=True), collectives]
     return InputFigures(*((long - short) / (LONG - SHORT) for short, long in pairs))

@@ -19,7 +19,7 @@ def of_worker(width: int, shard: str | None) -> Found:
         width: Of the layers.
         shard: What is split.
     """
-    import keras_strategy.backends.tensorflow.workers  # noqa: F401 (takes memory, too)
+    import keras_strategy.backends.tensorflow.collectives  # noqa: F401 (takes memory, too)
 
     before = _resident("VmRSS")
     sent = count_what_is_sent()
@@ -39,7 +39,7 @@ def count_what_is_sent(least: int = 1000) -> dict[str, tuple[int, float]]:
     """
     import tensorflow as tf
 
-    from keras_strategy.backends.tensorflow.workers import TensorFlowWorkers
+    from keras_strategy.backends.tensorflow.collectives import TensorFlowWorkers
 
     sent: dict[str, tuple[int, float]] = {}
     traced: list[Any] = [None]

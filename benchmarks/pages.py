@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.comparisons import BACKENDS
 from benchmarks.report import table
-from keras_strategy.launch.pairing import CPU, WALL
+from keras_strategy.launch.paired_timing import CPU, WALL
 
 ROOT = Path(__file__).parents[1]
 HISTORY = ROOT / "benchmarks" / "history"

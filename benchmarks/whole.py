@@ -11,7 +11,7 @@ import math
 import keras
 from keras import applications, layers
 
-from keras_strategy.rules.sharding import ShardSpec
+from keras_strategy.training.sharding import ShardSpec
 
 REPLICAS = 2, 4, 8, 16, 3, 5, 6, 7, 12, 24
 
@@ -47,7 +47,10 @@ def main() -> None:
         size = sum(map(math.prod, shapes))
         shares = []
         for replicas in REPLICAS:
-            kept = [math.prod(s) / ShardSpec.for_shape(s, replicas).num_shards for s in shapes]
+            kept = [
+                math.prod(s) / ShardSpec.for_shape(s, replicas).num_shards
+                for s in shapes
+            ]
             shares.append(f"{sum(kept) / size:.1%}")
         print(f"| {name} | {size:,} | {' | '.join(shares)} |", flush=True)
     ideal = (f"{1 / replicas:.1%}" for replicas in REPLICAS)

@@ -23,31 +23,37 @@ _HOMES = {
         "tpu",
     ),
     "keras_strategy.core.context": (
+        "ReplicaContext",
         "experimental_set_strategy",
         "get_replica_context",
         "get_strategy",
         "has_strategy",
         "in_cross_replica_context",
     ),
-    "keras_strategy.core.native": ("ParameterServerStrategy", "Server"),
-    "keras_strategy.core.replica_context": ("ReplicaContext",),
-    "keras_strategy.input.dataset": ("DistributedDataset", "DistributedIterator"),
-    "keras_strategy.input.files": ("files",),
-    "keras_strategy.input.indexed": ("IndexedDataset",),
-    "keras_strategy.input.predictions": ("predict",),
-    "keras_strategy.options.input": (
+    "keras_strategy.core.unsupported_names": (
+        "ParameterServerStrategy",
+        "Server",
+    ),
+    "keras_strategy.data.distributed_dataset": (
+        "DistributedDataset",
+        "DistributedIterator",
+    ),
+    "keras_strategy.data.sharding_policy": ("files",),
+    "keras_strategy.data.indexed_dataset": ("IndexedDataset",),
+    "keras_strategy.data.splitting": ("predict",),
+    "keras_strategy.options": (
         "InputContext",
         "InputOptions",
         "InputReplicationMode",
+        "RunOptions",
     ),
-    "keras_strategy.options.run": ("RunOptions",),
-    "keras_strategy.rules.cross_device_ops": (
+    "keras_strategy.training.cross_device_ops": (
         "CrossDeviceOps",
         "HierarchicalCopyAllReduce",
         "NcclAllReduce",
         "ReductionToOneDevice",
     ),
-    "keras_strategy.rules.gradients": (
+    "keras_strategy.training.row_weights": (
         "compute_average_loss",
         "scale_regularization_loss",
         "value_and_grad",
@@ -55,13 +61,17 @@ _HOMES = {
     ),
     "keras_strategy.strategies.base": ("Strategy",),
     "keras_strategy.strategies.extended": ("StrategyExtended",),
-    "keras_strategy.strategies.mirrored": ("MirroredStrategy",),
+    "keras_strategy.strategies.mirrored": (
+        "MirroredStrategy",
+        "OneDeviceStrategy",
+    ),
     "keras_strategy.strategies.multi_worker": ("MultiWorkerMirroredStrategy",),
-    "keras_strategy.strategies.one_device": ("OneDeviceStrategy",),
-    "keras_strategy.strategies.placement": ("visualize",),
-    "keras_strategy.strategies.profile": ("profile",),
+    "keras_strategy.strategies.inspect": (
+        "profile",
+        "visualize",
+    ),
     "keras_strategy.strategies.tpu": ("TPUStrategy",),
-    "keras_strategy.values.distributed": (
+    "keras_strategy.values": (
         "DistributedValues",
         "Mirrored",
         "PerReplica",

@@ -10,49 +10,45 @@ from keras_strategy import (
     tpu,
 )
 from keras_strategy.core.context import (
+    ReplicaContext,
     experimental_set_strategy,
     get_replica_context,
     get_strategy,
     has_strategy,
     in_cross_replica_context,
 )
-from keras_strategy.core.replica_context import ReplicaContext
-from keras_strategy.input.dataset import DistributedDataset, DistributedIterator
-from keras_strategy.input.files import files
-from keras_strategy.input.indexed import IndexedDataset
-from keras_strategy.input.predictions import predict
-from keras_strategy.options.input import (
+from keras_strategy.data.distributed_dataset import (
+    DistributedDataset,
+    DistributedIterator,
+)
+from keras_strategy.data.indexed_dataset import IndexedDataset
+from keras_strategy.data.sharding_policy import files
+from keras_strategy.data.splitting import predict
+from keras_strategy.options import (
     InputContext,
     InputOptions,
     InputReplicationMode,
+    RunOptions,
 )
-from keras_strategy.options.run import RunOptions
-from keras_strategy.rules.cross_device_ops import (
+from keras_strategy.strategies.base import Strategy
+from keras_strategy.strategies.extended import StrategyExtended
+from keras_strategy.strategies.inspect import profile, visualize
+from keras_strategy.strategies.mirrored import MirroredStrategy, OneDeviceStrategy
+from keras_strategy.strategies.multi_worker import MultiWorkerMirroredStrategy
+from keras_strategy.strategies.tpu import TPUStrategy
+from keras_strategy.training.cross_device_ops import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
     NcclAllReduce,
     ReductionToOneDevice,
 )
-from keras_strategy.rules.gradients import (
+from keras_strategy.training.row_weights import (
     compute_average_loss,
     scale_regularization_loss,
     value_and_grad,
     weight_by_rows,
 )
-from keras_strategy.strategies.base import Strategy
-from keras_strategy.strategies.extended import StrategyExtended
-from keras_strategy.strategies.mirrored import MirroredStrategy
-from keras_strategy.strategies.multi_worker import MultiWorkerMirroredStrategy
-from keras_strategy.strategies.one_device import OneDeviceStrategy
-from keras_strategy.strategies.placement import visualize
-from keras_strategy.strategies.profile import profile
-from keras_strategy.strategies.tpu import TPUStrategy
-from keras_strategy.values.distributed import (
-    DistributedValues,
-    Mirrored,
-    PerReplica,
-    ReduceOp,
-)
+from keras_strategy.values import DistributedValues, Mirrored, PerReplica, ReduceOp
 
 __version__: str
 ParameterServerStrategy: Any  # tf.distribute's

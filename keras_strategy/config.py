@@ -4,8 +4,8 @@ import os
 from typing import Any
 
 from keras_strategy.core.registry import get_engine
-from keras_strategy.hooks import mirror_check
-from keras_strategy.rules import draws
+from keras_strategy.keras_patches import consistency
+from keras_strategy.training import random
 
 _LOGICAL_CPUS = "KERAS_STRATEGY_LOGICAL_CPUS"
 _divided = {"cpu": 0}
@@ -85,7 +85,7 @@ def check_mirrored(enabled: bool = True) -> None:
     ```
     """
     _require_bool(enabled)
-    mirror_check.enabled = enabled
+    consistency.enabled = enabled
 
 
 def exact_random(enabled: bool = True) -> None:
@@ -118,7 +118,7 @@ def exact_random(enabled: bool = True) -> None:
     ```
     """
     _require_bool(enabled)
-    draws.settings.exact = enabled
+    random.settings.exact = enabled
 
 
 def _require_bool(enabled: Any) -> None:

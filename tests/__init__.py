@@ -2,7 +2,7 @@ import os
 import sys
 
 if "KERAS_STRATEGY_TESTS_WITHOUT" in os.environ:
-    from tests.hooks import dropping
+    from tests.keras_patches import dropping
 
     dropping.drop(os.environ["KERAS_STRATEGY_TESTS_WITHOUT"])
 

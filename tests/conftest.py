@@ -54,14 +54,19 @@ gc.collect()
 gc.freeze()
 gc.set_threshold(50_000, 20, 50)
 
-# What these rooms hold knows no engine, and is tested once.
-ENGINELESS = {"benchmarks", "coordination", "launch", "testing"}
+# The tests in these directories use no backend, so they run once.
+ENGINELESS = {"benchmarks", "cluster", "launch", "testing"}
 
 
-# What starts processes that have an engine: a part without needs no starter of them.
+# Tests that start processes with a backend: the other parts need no warm starter.
 PROCESSES = {
-    *("faults", "ports", "speed", "workers"),
-    *("test_examples.py", "test_imports.py", "test_killed.py", "test_late.py"),
+    *("faults", "ports", "speed", "distributed"),
+    *(
+        "test_examples.py",
+        "test_imports.py",
+        "test_killed_process.py",
+        "test_late_patches.py",
+    ),
     *("test_parameter_servers.py", "test_sides.py", "test_threads.py"),
 }
 TESTS = pathlib.Path(__file__).parent
@@ -69,12 +74,12 @@ TESTS = pathlib.Path(__file__).parent
 
 def part_of(path: pathlib.Path) -> str:
     """The part of the suite that a file belongs to."""
-    room = path.relative_to(TESTS).parts[0]
-    if {room, path.name} & PROCESSES or path.stem.endswith("_workers"):
+    folder = path.relative_to(TESTS).parts[0]
+    if {folder, path.name} & PROCESSES or path.stem.endswith("_workers"):
         return "processes"
-    # The tests of equality would make that part twice as long as the others.
+    # With the tests of equality that part would take twice as long as the others.
     equality = path.name.startswith("test_equality")
-    return "training" if room == "training" and not equality else "single"
+    return "training" if folder == "training" and not equality else "single"
 
 
 def pytest_addoption(parser):
@@ -94,10 +99,10 @@ def pytest_ignore_collect(collection_path, config):
 
 def is_engineless(item):
     """A resolver's test that asks an engine says with a `skipif` which one."""
-    room = item.path.relative_to(TESTS).parts[0]
-    if room == "cluster_resolver":
+    folder = item.path.relative_to(TESTS).parts[0]
+    if folder == "cluster_resolver":
         return not item.get_closest_marker("skipif")
-    return room in ENGINELESS
+    return folder in ENGINELESS
 
 
 def pytest_collection_modifyitems(items):

@@ -8,7 +8,8 @@ import pytest
 from tools import check_docs
 
 pytestmark = pytest.mark.skipif(
-    keras.backend.backend() != "torch", reason="the same on every backend: runs on torch"
+    keras.backend.backend() != "torch",
+    reason="the same on every backend: runs on torch",
 )
 
 

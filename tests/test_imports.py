@@ -53,9 +53,9 @@ def test_keras_is_imported_with_the_first_name_that_needs_it():
     code = """
 import sys
 import keras_strategy as ks
-import keras_strategy.launch.command, keras_strategy.launch.launcher
+import keras_strategy.launch.cli, keras_strategy.launch.launcher
 import keras_strategy.testing, keras_strategy.testing.worker_call
-import keras_strategy.workers.cluster
+import keras_strategy.cluster.membership
 ks.errors.ClusterError, dir(ks), hasattr(ks, "nonsense")
 resolver = ks.cluster_resolver.detect().resolver()
 resolver = ks.cluster_resolver.TFConfigClusterResolver()
@@ -107,7 +107,10 @@ def test_type_checkers_are_told_the_same_names():
     }
     # What only one engine has, is of no type that is known here.
     untyped = {s.target.id for s in statements if isinstance(s, ast.AnnAssign)}
-    homes |= {name: "keras_strategy.core.native" for name in untyped - {"__version__"}}
+    homes |= {
+        name: "keras_strategy.core.unsupported_names"
+        for name in untyped - {"__version__"}
+    }
     assert homes == ks._HOME_OF
     everything: dict = {}
     exec(stub[stub.index("__all__ =") :], everything)

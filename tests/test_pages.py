@@ -14,7 +14,7 @@ import keras
 import pytest
 
 import keras_strategy as ks
-from keras_strategy.launch import command
+from keras_strategy.launch import cli
 from tests.pages import Block, blocks_of
 from tools import pictures, site_pages
 
@@ -110,7 +110,7 @@ def test_a_block_of_shell(block, capsys):
             words.popleft()  # variables
         match words.popleft() if words else None:
             case "keras-strategy":
-                command._parsers()[0].parse_args(list(words))
+                cli._parsers()[0].parse_args(list(words))
             case "make":
                 (target, *_) = [word for word in words if "=" not in word]
                 assert f"\n{target}:" in (ROOT / "Makefile").read_text()

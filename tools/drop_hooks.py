@@ -26,8 +26,8 @@ def drop_each(names: list[str]) -> int:
     import pytest
 
     from keras_strategy.core.registry import get_engine
-    from tests.hooks import dropping
-    from tests.hooks.needed_by import NEEDED_BY, UNSHOWN
+    from tests.keras_patches import dropping
+    from tests.keras_patches.needed_by import NEEDED_BY, UNSHOWN
 
     get_engine()
     unnoticed = 0

@@ -48,7 +48,7 @@ is for, and says which of them do not fail then.
 
 def rows() -> list[dict[str, Any]]:
     """What the hooks of this process's backend say of themselves."""
-    from keras_strategy.hooks.installed import all_hooks
+    from keras_strategy.keras_patches.installation import all_hooks
 
     return [
         {
@@ -155,8 +155,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--rows"]:
-        from keras_strategy.hooks.hook import fitting
-        from keras_strategy.hooks.installed import all_hooks
+        from keras_strategy.keras_patches.installation import all_hooks
+        from keras_strategy.keras_patches.patch import fitting
 
         fitting(all_hooks())
         print(json.dumps(rows()))

@@ -35,7 +35,7 @@ REQUIREMENTS = {
 # What a version of Keras can break: how fit and its like are called, what the hooks
 # replace, and that two replicas still equal one device. A test of each is enough.
 SELECTION = [
-    "tests/hooks/test_hook.py",
+    "tests/keras_patches/test_patch.py",
     *(
         f"tests/core/test_custom_loop.py::{test}"
         for test in (
@@ -85,14 +85,14 @@ SELECTION = [
             "RandomElasticTransform, no seed",
         )
     ),
-    "tests/training/test_own_attributes.py::test_what_a_call_keeps_is_its_own",
+    "tests/training/test_per_replica_attributes.py::test_what_a_call_keeps_is_its_own",
     # Keras's order of the rows: of a training that goes on, and on each of the workers.
-    "tests/training/test_backups.py::test_a_training_goes_on[2-killed1-2-6]",
-    "tests/workers/test_training.py::test_fit_equals_one_device[3x1]",
+    "tests/training/test_resume.py::test_a_training_goes_on[2-killed1-2-6]",
+    "tests/distributed/test_training.py::test_fit_equals_one_device[3x1]",
     # What is kept of an optimizer's variables.
     "tests/training/test_sharding.py::test_files_hold_whole_variables[optimizer]",
     *(
-        f"tests/training/test_replicas_own.py::{test}"
+        f"tests/training/test_per_replica_state.py::{test}"
         for test in (
             "test_random_layers_are_reproducible_and_store_the_seeds_of_one_device",
             "test_replicas_draw_different_numbers[Dropout]",

@@ -1,4 +1,4 @@
-"""Find where Keras's private attributes are reached outside of files of hooks.
+"""Find uses of Keras's private attributes outside of patch modules.
 
     python tools/private_names.py [FILE ...]
 
@@ -19,7 +19,7 @@ PACKAGE = ROOT / "keras_strategy"
 # What other libraries call so too, by the file that reaches it there.
 OF_OTHERS = {
     # The sources of a `tf.data.Dataset`, and where a slice of grain's begins.
-    "input/shards.py": {"_inputs", "_start"},
+    "data/sharding_policy.py": {"_inputs", "_start"},
 }
 _BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "attrgetter", "methodcaller"}
 
@@ -29,11 +29,11 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and len(name) > 1
 
 
-def of_hooks(path: Path) -> bool:
+def is_patch_module(path: Path) -> bool:
     """Return True if a file may use Keras's private names."""
     parts = path.resolve().relative_to(PACKAGE).parts
-    return parts[0] == "hooks" or (
-        parts[0] == "backends" and parts[-1].startswith("hooks")
+    return parts[0] == "keras_patches" or (
+        parts[0] == "backends" and parts[-1].startswith("patches")
     )
 
 
@@ -96,16 +96,18 @@ def main(arguments: list[str]) -> int:
     files = [Path(name) for name in arguments] or sorted(PACKAGE.rglob("*.py"))
     bad = 0
     for path in files:
-        if of_hooks(path):
+        if is_patch_module(path):
             continue
         others = OF_OTHERS.get(path.resolve().relative_to(PACKAGE).as_posix(), set())
         for line, name in found_in(path.read_text(), names - others):
             bad += 1
             print(
-                f"{path}:{line}: `{name}` is private to Keras: reach it in a file of "
-                "hooks, or use what is public"
+                f"{path}:{line}: `{name}` is private to Keras: use it in a patch "
+                "module, or use a public name"
             )
-    print(f"{bad} private attributes of Keras outside of hooks", file=sys.stderr)
+    print(
+        f"{bad} private attributes of Keras outside of patch modules", file=sys.stderr
+    )
     return 1 if bad else 0
 
 

@@ -20,10 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from keras_strategy.core.native import REASONS
-from keras_strategy.core.refused import UnsupportedName
-from keras_strategy.core.replica_context import ReplicaContext
-from keras_strategy.strategies.old_names import OldNames
+from keras_strategy.core.context import ReplicaContext
+from keras_strategy.core.unsupported_names import REASONS, UnsupportedName
+from keras_strategy.strategies.base import OldNames
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "tf_distribute.md"

@@ -3,7 +3,7 @@
 from typing import Any
 
 from benchmarks.report import both, ratio
-from keras_strategy.launch.pairing import CPU, WALL
+from keras_strategy.launch.paired_timing import CPU, WALL
 
 
 def report(run: dict[str, Any]) -> str:

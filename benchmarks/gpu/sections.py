@@ -12,9 +12,9 @@ from benchmarks.comparisons import Comparison
 from benchmarks.gpu import engine
 from benchmarks.gpu.cases import EXACT, HALF, REHEARSAL, TIMED
 from benchmarks.sides import Sided
-from keras_strategy.launch.pairing import WALL, compare, warm
-from keras_strategy.testing.equality.compare import WEIGHTS, largest
+from keras_strategy.launch.paired_timing import WALL, compare, warm
 from keras_strategy.testing.warm_starter import start_cold
+from tests.equality.compare import WEIGHTS, largest
 
 Row = dict[str, Any]
 # A process that has imported an engine may have touched the GPU: it is not forked.
@@ -52,9 +52,9 @@ def logical_speed(_: float) -> Iterator[Row]:
 
 def _equal_rows(devices: list[str], seconds: float) -> Iterator[Row]:
     import keras_strategy as ks
-    from keras_strategy.testing.equality.__main__ import ROWS, run, tolerances
-    from keras_strategy.testing.equality.cases import all_cases
-    from keras_strategy.testing.equality.compare import differences
+    from tests.equality.__main__ import ROWS, run, tolerances
+    from tests.equality.cases import all_cases
+    from tests.equality.compare import differences
 
     until = time.monotonic() + 0.6 * seconds  # some rows take long
     strategy = ks.MirroredStrategy(devices)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.scaling.fitting import fitted_link
 from benchmarks.scaling.published import ANCHORS, ETHERNET_25
-from keras_strategy.launch.step_model import Link, Step
+from keras_strategy.launch.scaling import Link, Step
 
 ROOT = Path(__file__).parents[2]
 WORKERS = (1, 2, 4)

@@ -1,6 +1,6 @@
 """The link that explains what was measured."""
 
-from keras_strategy.launch.step_model import Link
+from keras_strategy.launch.scaling import Link
 
 
 def fitted_link(workers: int, times: dict[int, float]) -> Link:

@@ -8,13 +8,13 @@ import keras
 import numpy as np
 
 from keras_strategy.core import context
-from keras_strategy.core.components import VariableComponent, unwrap_variables
+from keras_strategy.core.context import ReplicaContext
 from keras_strategy.core.registry import get_engine
-from keras_strategy.core.replica_context import ReplicaContext
 from keras_strategy.core.step_state import StepState
-from keras_strategy.hooks.variables import byte_count
-from keras_strategy.rules.reduction import cast_for_sum
-from keras_strategy.values.distributed import (
+from keras_strategy.core.variable_components import VariableComponent, unwrap_variables
+from keras_strategy.keras_patches.variables_optimizers import byte_count
+from keras_strategy.training.reduction import cast_for_sum
+from keras_strategy.values import (
     DistributedValues,
     Mirrored,
     PerReplica,
@@ -25,8 +25,8 @@ from keras_strategy.values.distributed import (
 )
 
 if TYPE_CHECKING:
-    from keras_strategy.core.strategy import Strategy
-    from keras_strategy.options.run import RunOptions
+    from keras_strategy.core.protocols import Strategy
+    from keras_strategy.options import RunOptions
 
 
 def arrays_to_tensors(structure: Any) -> Any:

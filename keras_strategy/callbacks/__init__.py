@@ -1,5 +1,5 @@
 """Callbacks for `fit`, for models of a strategy."""
 
-from keras_strategy.rules.backups import BackupAndRestore
+from keras_strategy.training.callbacks import BackupAndRestore
 
 __all__ = ["BackupAndRestore"]

@@ -7,10 +7,12 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keras_strategy.cluster_resolver.base import ClusterResolver
-from keras_strategy.cluster_resolver.checks import join_host_port, port_number
-from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
-from keras_strategy.cluster_resolver.extras import import_extra
+from keras_strategy.cluster_resolver.base import ClusterResolver, import_extra
+from keras_strategy.cluster_resolver.cluster_spec import (
+    ClusterSpec,
+    join_host_port,
+    port_number,
+)
 
 _WHO = "KubernetesClusterResolver"
 _CONNECT_AND_READ_SECONDS = (3.0, 5.0)

@@ -1,6 +1,11 @@
-"""Resolvers for clusters that the caller describes."""
+"""Resolvers for clusters that the caller describes.
+
+`UnionResolver`: several resolvers as one.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 from keras_strategy.cluster_resolver.base import ClusterResolver, format_master_url
 from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
@@ -89,3 +94,117 @@ class SimpleClusterResolver(ClusterResolver):
     def environment(self) -> str:
         """The `environment` that was passed to the resolver."""
         return self._environment
+
+
+class UnionResolver(ClusterResolver):
+    """Union of the clusters of several resolvers.
+
+    Everything except the cluster (`task_type`, `task_id`, `rpc_layer`,
+    `environment`, `num_accelerators()`) comes from the first resolver, unless a
+    keyword overrides it.
+
+    Args:
+        *args: The `ClusterResolver`s, at least one.
+        **kwargs: Overrides, any of `task_type`, `task_id` and `rpc_layer`.
+
+    Raises:
+        TypeError: If an argument is not a `ClusterResolver`.
+        ValueError: If there is no resolver, or an unknown keyword.
+
+    Example:
+    ```python
+    from keras_strategy.cluster_resolver import (
+        ClusterSpec, SimpleClusterResolver, UnionResolver)
+
+    workers = SimpleClusterResolver(
+        ClusterSpec({"worker": ["10.0.0.1:2222"]}), task_type="worker", task_id=0)
+    servers = SimpleClusterResolver(ClusterSpec({"ps": ["10.0.0.9:2222"]}))
+    union = UnionResolver(workers, servers)
+    assert union.cluster_spec().jobs == ["worker", "ps"]
+    assert union.task_type == "worker"
+    ```
+    """
+
+    def __init__(self, *args: ClusterResolver, **kwargs: Any) -> None:
+        self._rpc_layer = kwargs.pop("rpc_layer", None)
+        self._task_type = kwargs.pop("task_type", None)
+        self._task_id = kwargs.pop("task_id", None)
+        if kwargs:
+            raise ValueError(
+                "Expected no keywords but `task_type`, `task_id` and `rpc_layer`. "
+                f"Received: {sorted(kwargs)}"
+            )
+        if not args:
+            raise ValueError("Expected at least one ClusterResolver. Received: none")
+        for resolver in args:
+            if not isinstance(resolver, ClusterResolver):
+                raise TypeError(
+                    "Expected every argument to be a ClusterResolver. Received: "
+                    f"{resolver!r} (of type {type(resolver).__name__})"
+                )
+        self._resolvers = args
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the union of the resolvers' clusters.
+
+        Where all resolvers give a job as a list, the lists are concatenated in
+        order. Where one gives it as a dict (its indices have gaps), all are merged
+        by index.
+
+        Raises:
+            KeyError: If two resolvers give the same index of a job that is
+                merged by index.
+        """
+        # One call for each resolver: it may query the network.
+        parts: dict[str, list[list[str] | dict[int, str]]] = {}
+        for resolver in self._resolvers:
+            for job_name, tasks in resolver.cluster_spec().as_dict().items():
+                parts.setdefault(job_name, []).append(tasks)
+        return ClusterSpec({name: _merge(name, jobs) for name, jobs in parts.items()})
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Return the address of the named task, or else the first resolver's master."""
+        if task_type is not None and task_id is not None:
+            master = self.cluster_spec().task_address(task_type, task_id)
+            return format_master_url(master, rpc_layer or self._rpc_layer)
+        return self._resolvers[0].master(rpc_layer=rpc_layer)
+
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: Any = None,
+    ) -> dict[str, int]:
+        """Return the number of accelerators from the first resolver."""
+        return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
+
+    @property
+    def environment(self) -> str | None:
+        """The first resolver's environment."""
+        return self._resolvers[0].environment
+
+    def _look_up(self, name: str) -> Any:
+        return getattr(self._resolvers[0], name)
+
+
+def _merge(
+    job_name: str, parts: list[list[str] | dict[int, str]]
+) -> list[str] | dict[int, str]:
+    if all(isinstance(part, list) for part in parts):
+        return [address for part in parts for address in part]  # pyright: ignore
+    merged: dict[int, str] = {}
+    for part in parts:
+        tasks = dict(enumerate(part)) if isinstance(part, list) else part
+        duplicates = sorted(merged.keys() & tasks.keys())
+        if duplicates:
+            raise KeyError(
+                f"Expected every task of job {job_name!r} from only one resolver. "
+                f"Received: indices {duplicates} more than once"
+            )
+        merged.update(tasks)
+    return merged

@@ -1,14 +1,213 @@
-"""`SlurmClusterResolver`: the tasks of a Slurm job step."""
+"""Variables of a Slurm job step, and the lists in them.
+
+GPUs of a Slurm task.
+
+`SlurmClusterResolver`: the tasks of a Slurm job step.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import os
+import re
+import subprocess
 from collections.abc import Mapping
 
-from keras_strategy.cluster_resolver import slurm_environment, slurm_gpus
-from keras_strategy.cluster_resolver.base import ClusterResolver
-from keras_strategy.cluster_resolver.checks import join_host_port, port_number
-from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
+from keras_strategy.cluster_resolver.base import ClusterResolver, import_extra
+from keras_strategy.cluster_resolver.cluster_spec import (
+    ClusterSpec,
+    as_int,
+    join_host_port,
+    port_number,
+)
+
+_REPEATED = re.compile(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,5})\))?", re.ASCII)
+_MAX_NODES = 100_000
+
+
+def step_variable(name: str) -> str:
+    """Return a step_variable of the job step; raise RuntimeError outside of one."""
+    value = os.environ.get(name)
+    if not value:
+        raise RuntimeError(
+            f"{name} not found in environment. Not running inside a Slurm step? "
+            "Start the program with `srun`, also inside `sbatch` and `salloc`. "
+            f"Received: {value!r}"
+        )
+    return value
+
+
+def step_integer(name: str) -> int:
+    """Return a variable of the job step that is an integer."""
+    return as_int(step_variable(name), name)
+
+
+def step_hosts() -> list[str]:
+    """Return the nodes of the step, in the order of the ranks."""
+    return expand_hostlist(step_variable("SLURM_STEP_NODELIST"))
+
+
+def step_tasks_per_node() -> list[int]:
+    """Return the number of tasks on each node of the step."""
+    return expand_tasks_per_node(step_variable("SLURM_STEP_TASKS_PER_NODE"))
+
+
+def expand_hostlist(hostlist: str) -> list[str]:
+    """Return the hosts of an expression such as "n[1-2],m5,o[03-04,6]", in its order.
+
+    Raises:
+        ValueError: If it is not a host list.
+        ImportError: If the extra `slurm` is not installed.
+    """
+    library = import_extra("hostlist", "slurm", "SlurmClusterResolver")
+    try:
+        # Keep duplicates: without one, the following ranks would shift.
+        result = library.expand_hostlist(hostlist, allow_duplicates=True)
+    except (library.BadHostlist, RecursionError, ValueError) as error:
+        raise ValueError(
+            "Expected the environment variable SLURM_STEP_NODELIST to be a host list "
+            f'like "node[1-3,07],login". Received: {hostlist[:200]!r} ({error})'
+        ) from None
+    if len(set(result)) != len(result):
+        raise ValueError(
+            "Expected every node once in SLURM_STEP_NODELIST. Received: "
+            f"{hostlist[:200]!r}"
+        )
+    return result
+
+
+def expand_tasks_per_node(text: str) -> list[int]:
+    """Return the numbers of an expression such as "3(x2),2,1", or raise ValueError."""
+    result: list[int] = []
+    for part in text.split(","):
+        match = _REPEATED.fullmatch(part)
+        if match is None or len(result) > _MAX_NODES:
+            raise ValueError(
+                "Expected the environment variable SLURM_STEP_TASKS_PER_NODE to be "
+                f'like "2(x3),1". Received: {text[:200]!r}'
+            )
+        result.extend([int(match[1])] * int(match[2] or 1))
+    return result
+
+
+_CUDA = "CUDA_VISIBLE_DEVICES"
+_NVIDIA_SMI_SECONDS = 10
+
+# Earlier values of CUDA_VISIBLE_DEVICES, by the values that replaced them: a second
+# resolver in the process must divide the node's GPUs, not those of the first one.
+_previous_devices: dict[str, list[str]] = {}
+
+logger = logging.getLogger("keras_strategy")
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuAssignment:
+    """GPUs of one task.
+
+    Attributes:
+        per_task: The number of GPUs of each task.
+        node: The GPUs that the tasks of this node divide among them.
+        task: This task's GPUs; `None` leaves CUDA_VISIBLE_DEVICES as it is.
+    """
+
+    per_task: int
+    node: list[str] = dataclasses.field(default_factory=list)
+    task: list[str] | None = None
+
+    def apply(self) -> None:
+        """Set CUDA_VISIBLE_DEVICES to the task's GPUs."""
+        if self.task is None:
+            return
+        value = ",".join(self.task)
+        if os.environ.get(_CUDA) != value:
+            _previous_devices[value] = list(self.node)
+            os.environ[_CUDA] = value
+
+
+def assign_gpus(
+    per_node: int | None, per_task: int | None, num_tasks: int, local_rank: int
+) -> GpuAssignment:
+    """Divide a node's GPUs among its tasks.
+
+    Args:
+        per_node: The number of GPUs of the node; `None` to detect it.
+        per_task: The number of GPUs of a task; `None` for an equal part.
+        num_tasks: The number of tasks on the node that has most.
+        local_rank: The number of this task on its node.
+
+    Raises:
+        RuntimeError: If more GPUs are requested than there are.
+    """
+    visible = _visible()
+    if per_node is None and per_task is None and _bound_by_slurm():
+        return GpuAssignment(len(visible or []))
+    if per_node is None:
+        if visible is None:
+            visible = _installed()
+        per_node = len(visible)
+    if per_task is None:
+        per_task = per_node // num_tasks
+        if not per_task:
+            if per_node:
+                logger.warning(
+                    "%d tasks on one node see %d GPU(s), too few to divide; %s is "
+                    "left as it is. Pass gpus_per_task, or start fewer tasks per node.",
+                    num_tasks,
+                    per_node,
+                    _CUDA,
+                )
+            return GpuAssignment(0)
+    if num_tasks * per_task > per_node:
+        raise RuntimeError(
+            f"Requested more GPUs per node than available. Expected at most {per_node} "
+            f"for {num_tasks} tasks of a node. Received: gpus_per_task={per_task}"
+        )
+    if not per_node:
+        return GpuAssignment(0)
+    # Slurm may have granted this job GPUs 2 and 3.
+    if visible is None or len(visible) != per_node:
+        visible = [str(index) for index in range(per_node)]
+    first = local_rank * per_task
+    return GpuAssignment(per_task, visible, visible[first : first + per_task])
+
+
+def _visible() -> list[str] | None:
+    """Return the GPUs in CUDA_VISIBLE_DEVICES, or `None` if it is not set."""
+    value = os.environ.get(_CUDA)
+    if value is None:
+        return None
+    if value in _previous_devices:
+        return list(_previous_devices[value])
+    return [gpu.strip() for gpu in value.split(",") if gpu.strip()]
+
+
+def _installed() -> list[str]:
+    """Return the GPUs that nvidia-smi lists; none if it fails."""
+    try:
+        output = subprocess.run(
+            ["nvidia-smi", "--list-gpus"],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_NVIDIA_SMI_SECONDS,
+            check=True,
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    lines = [line for line in output.splitlines() if line.startswith("GPU ")]
+    return [str(index) for index in range(len(lines))]
+
+
+def _bound_by_slurm() -> bool:
+    """Return True if Slurm itself shows each task only its own GPUs."""
+    bind = os.environ.get("SLURM_GPU_BIND")
+    if bind:
+        return "none" not in bind
+    # --gpus-per-task binds, except with --gpu-bind=none.
+    return bool(os.environ.get("SLURM_GPUS_PER_TASK")) or (
+        "gpu" in os.environ.get("SLURM_TRES_PER_TASK", "")
+    )
 
 
 class SlurmClusterResolver(ClusterResolver):
@@ -72,9 +271,9 @@ class SlurmClusterResolver(ClusterResolver):
         auto_set_gpu: bool = True,
         rpc_layer: str | None = "grpc",
     ) -> None:
-        self._rank = slurm_environment.step_integer("SLURM_PROCID")
+        self._rank = step_integer("SLURM_PROCID")
         if jobs is None:
-            jobs = {"worker": slurm_environment.step_integer("SLURM_STEP_NUM_TASKS")}
+            jobs = {"worker": step_integer("SLURM_STEP_NUM_TASKS")}
         self._port_base = port_number(port_base, "`port_base`")
         self._nodes = _count_tasks(tasks_per_node)
         self._auto_set_gpu = auto_set_gpu
@@ -98,7 +297,7 @@ class SlurmClusterResolver(ClusterResolver):
                 self._task_id = ranks.index(self._rank)
         self._check_distribution()
         _, local_rank = self._placement()[self._rank]
-        self._gpus = slurm_gpus.assign_gpus(
+        self._gpus = assign_gpus(
             gpus_per_node, gpus_per_task, max(self._nodes.values()), local_rank
         )
 
@@ -109,7 +308,7 @@ class SlurmClusterResolver(ClusterResolver):
         """
         if not os.environ.get("SLURM_LOCALID"):
             return
-        found = slurm_environment.step_integer("SLURM_LOCALID")
+        found = step_integer("SLURM_LOCALID")
         _, expected = self._placement()[self._rank]
         if found != expected:
             raise RuntimeError(
@@ -159,9 +358,9 @@ def _count_tasks(tasks_per_node: int | Mapping[str, int] | None) -> dict[str, in
     if isinstance(tasks_per_node, Mapping):
         nodes = dict(tasks_per_node)
     else:
-        hosts = slurm_environment.step_hosts()
+        hosts = step_hosts()
         if tasks_per_node is None:
-            counts = slurm_environment.step_tasks_per_node()
+            counts = step_tasks_per_node()
         else:
             counts = [int(tasks_per_node)] * len(hosts)
         if len(counts) != len(hosts):

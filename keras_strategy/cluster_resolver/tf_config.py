@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec, task_index
-from keras_strategy.cluster_resolver.from_environment import (
+from keras_strategy.cluster_resolver.environment import (
     ClusterDescription,
     EnvironmentClusterResolver,
 )

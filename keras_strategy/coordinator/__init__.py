@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from keras_strategy.coordinator.cluster_coordinator import (
         ClusterCoordinator as ClusterCoordinator,
     )
-    from keras_strategy.coordinator.on_worker import (
+    from keras_strategy.coordinator.values import PerWorkerValue as PerWorkerValue
+    from keras_strategy.coordinator.values import RemoteValue as RemoteValue
+    from keras_strategy.coordinator.worker import (
         experimental_get_current_worker_index as experimental_get_current_worker_index,
     )
-    from keras_strategy.coordinator.per_worker import PerWorkerValue as PerWorkerValue
-    from keras_strategy.coordinator.remote_value import RemoteValue as RemoteValue
 
     PerWorkerValues = PerWorkerValue
 

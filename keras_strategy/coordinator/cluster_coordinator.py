@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import keras
 
-from keras_strategy.coordinator import on_worker
+from keras_strategy.coordinator import worker
 from keras_strategy.coordinator.dask_cluster import LocalWorkers, OtherWorkers
-from keras_strategy.coordinator.per_worker import PerWorkerDataset
-from keras_strategy.coordinator.remote_value import RemoteValue, Scheduled
+from keras_strategy.coordinator.values import PerWorkerDataset, RemoteValue, Scheduled
 from keras_strategy.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -147,7 +146,7 @@ class ClusterCoordinator:
         value = Scheduled(name)
         with self._changed:
             future = self._workers.client.submit(
-                on_worker.call,
+                worker.call,
                 *(name, parcel, keras.backend.backend()),
                 key=f"{name}-{uuid.uuid4().hex}",
                 pure=False,
@@ -261,9 +260,9 @@ class ClusterCoordinator:
 
 def _parcels() -> "ModuleType":
     # Only with the extra there is what it needs.
-    from keras_strategy.coordinator import parcels
+    from keras_strategy.coordinator import serialization
 
-    return parcels
+    return serialization
 
 
 def _check_strategy(strategy: Any) -> None:

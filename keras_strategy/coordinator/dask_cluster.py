@@ -11,8 +11,8 @@ from typing import Any
 
 import keras
 
-from keras_strategy.cluster_resolver.extras import import_extra
-from keras_strategy.coordinator import local_workers, on_worker
+from keras_strategy.cluster_resolver.base import import_extra
+from keras_strategy.coordinator import local_workers, worker
 from keras_strategy.core.registry import get_engine
 
 _SECONDS_TO_END = 5
@@ -69,7 +69,7 @@ class LocalWorkers:
         # An engine that has looked for GPUs and found some must not be forked, nor may
         # a process of macOS that has used its frameworks.
         may_fork = sys.platform == "linux" and not get_engine().list_devices("gpu")
-        of_forks = [on_worker.__name__] if may_fork else []
+        of_forks = [worker.__name__] if may_fork else []
         paths = [path for path in sys.path if path]
         # What a worker leaves open that is ended in the middle of its work.
         warnings = [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"]

@@ -1,11 +1,18 @@
-"""Adapter of the Keras backend in use, imported on first use."""
+"""Adapter of the Keras backend in use, imported on first use.
 
+Random generators of the process.
+"""
+
+import contextlib
 import functools
 import importlib
+import random
+from collections.abc import Iterator
 
 import keras
+import numpy as np
 
-from keras_strategy.core.engine import Engine
+from keras_strategy.core.protocols import Engine
 from keras_strategy.errors import UnsupportedBackendError
 
 SUPPORTED = ("jax", "torch", "tensorflow")
@@ -26,3 +33,22 @@ def get_engine() -> Engine:
             "variable KERAS_BACKEND to one of the three before Keras is imported."
         )
     return importlib.import_module(f"keras_strategy.backends.{name}").engine
+
+
+@contextlib.contextmanager
+def preserve_random_states() -> Iterator[None]:
+    """Restore the Python, NumPy and backend generators on exit.
+
+    An unseeded backend generator stays unseeded: with a seed, TensorFlow would shuffle
+    later epochs alike.
+    """
+    engine = get_engine()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    backend_state = engine.random_state(seeded=False)
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        if backend_state is not None:
+            engine.set_random_state(backend_state)

@@ -3,27 +3,27 @@
 from typing import TYPE_CHECKING, Any
 
 from keras_strategy import coordinator
-from keras_strategy.core.native import native_or_unsupported
-from keras_strategy.experimental import old_names, partitioners, rpc
-from keras_strategy.experimental.central_storage import CentralStorageStrategy
-from keras_strategy.experimental.old_names import (
-    MultiWorkerMirroredStrategy,
-    TPUStrategy,
-)
+from keras_strategy.core.unsupported_names import native_or_unsupported
+from keras_strategy.experimental import partitioners, rpc, strategies
 from keras_strategy.experimental.preemption import (
     PreemptionCheckpointHandler,
     PreemptionWatcher,
 )
-from keras_strategy.options.communication import (
+from keras_strategy.experimental.strategies import (
+    CentralStorageStrategy,
+    MultiWorkerMirroredStrategy,
+    TPUStrategy,
+)
+from keras_strategy.options import (
+    AutoShardPolicy,
     CommunicationImplementation,
     CommunicationOptions,
+    TerminationConfig,
 )
-from keras_strategy.options.input import AutoShardPolicy
-from keras_strategy.options.termination import TerminationConfig
-from keras_strategy.values.distributed import ValueContext
+from keras_strategy.values import ValueContext
 
 if TYPE_CHECKING:
-    from keras_strategy.experimental.old_names import CollectiveHints
+    from keras_strategy.experimental.strategies import CollectiveHints
 
     CollectiveCommunication = CommunicationImplementation
     ParameterServerStrategy: Any
@@ -50,7 +50,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in ("CollectiveCommunication", "CollectiveHints"):
-        return old_names.deprecated(name)
+        return strategies.deprecated(name)
     if name == "ParameterServerStrategy":
         return native_or_unsupported(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,12 +6,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from keras_strategy.cluster.membership import Cluster, current_cluster
+from keras_strategy.cluster.preemption import NextAction, Preemption, TerminationNotice
 from keras_strategy.core.registry import get_engine
-from keras_strategy.hooks.checkpoints import Checkpoint
-from keras_strategy.options.termination import TerminationConfig
-from keras_strategy.workers.cluster import Cluster
-from keras_strategy.workers.joining import current_cluster
-from keras_strategy.workers.preemption import NextAction, TerminationNotice, Preemption
+from keras_strategy.keras_patches.saving import Checkpoint
+from keras_strategy.options import TerminationConfig
 
 
 class _Checkpoints(Protocol):
@@ -94,7 +93,9 @@ class PreemptionCheckpointHandler:
         self._preemption = preemption = Preemption(
             config,
             lambda state: (
-                [state] if cluster is None else cluster.exchange("whether to end", state)
+                [state]
+                if cluster is None
+                else cluster.exchange("whether to end", state)
             ),
         )
         self._run_calls = self._checkpoints.restore() if self._checkpoints else 0

@@ -16,8 +16,7 @@ import numpy as np
 
 import keras_strategy as ks
 from keras_strategy.launch import info
-from keras_strategy.launch.machine import OtherLoad
-from keras_strategy.launch.pairing import WALL, Turn, compare, warm
+from keras_strategy.launch.paired_timing import WALL, OtherLoad, Turn, compare, warm
 
 _INPUTS, _CLASSES = 64, 10
 

@@ -14,7 +14,7 @@ from keras_strategy.cluster_resolver import detect
 # What the trials print in front of their numbers.
 DIFFERENCE = "largest difference:"
 SUM = "sum over the workers:"
-_TRIAL = "keras_strategy.launch.trial"
+_TRIAL = "keras_strategy.launch.doctor_programs"
 _ENGINES = {"jax": "jax", "torch": "torch", "tensorflow": "tensorflow-cpu"}
 _DIFFERENCE_ALLOWED = 1e-5
 _WORKERS = 2

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import keras_strategy
-from keras_strategy.core.native import REASONS
+from keras_strategy.core.unsupported_names import REASONS
 
 _NAME = "ks"
 # Functions of TensorFlow outside of tf.distribute that belong to it.

@@ -1,17 +1,94 @@
-"""`keras-strategy scaling train.py`: how much faster a program is on more workers.
+"""A model of a data-parallel training step.
+
+Every worker computes on its own rows, and then the gradients are summed over all of
+them. How long the first takes depends on the device, the second on the link.
+
+`keras-strategy scaling train.py`: how much faster a program is on more workers.
 
 The time of a step is the one that Keras prints at the end of each epoch of `fit`.
 The program is run as it is, once for each number of workers.
+
+The picture that `keras-strategy scaling --png FILE` draws, with matplotlib.
 """
 
 import dataclasses
+import importlib
+import importlib.util
+import os
 import re
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from keras_strategy.launch.step_model import Link, Step
+
+@dataclass(frozen=True)
+class Link:
+    """What connects the workers.
+
+    Attributes:
+        latency: Seconds that a message takes whatever its size.
+        bandwidth: Bytes per second that a worker sends, and receives, at once.
+    """
+
+    latency: float
+    bandwidth: float
+
+    def all_reduce(self, workers: int, data: float) -> float:
+        """Seconds to sum arrays of all workers by a ring.
+
+        In each of its 2 (N - 1) rounds a worker passes on 1/N of the data. No algorithm
+        sends less: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms
+        for clusters of workstations", J. Parallel Distrib. Comput. 69 (2009).
+
+        Args:
+            workers: Their number N.
+            data: The bytes of one worker's array.
+        """
+        rounds = 2 * (workers - 1)
+        return rounds * (self.latency + data / workers / self.bandwidth)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step of one worker.
+
+    Attributes:
+        compute: Seconds of a step on one worker alone, with that worker's rows.
+        gradients: The bytes of one copy of the gradients.
+        overlap: The share of `compute` during which gradients already travel: 0 if they
+            are summed when all are there, at most 2/3 if each is sent as soon as it is
+            known, since the backward pass does two of the three parts of the
+            arithmetic.
+    """
+
+    compute: float
+    gradients: float
+    overlap: float = 0.0
+
+    def seconds(self, workers: int, link: Link, workers_per_device: float = 1) -> float:
+        """Seconds of a step on so many workers, each with as many rows.
+
+        Args:
+            workers: Their number.
+            link: What connects them.
+            workers_per_device: How many workers share a device, or a core.
+        """
+        share = max(1.0, workers_per_device)
+        compute = self.compute * share
+        # Where they share a core, those that compute keep the others from sending.
+        travel = link.all_reduce(workers, self.gradients) * share
+        return compute + max(0.0, travel - self.overlap * compute)
+
+    def efficiency(
+        self, workers: int, link: Link, workers_per_device: float = 1
+    ) -> float:
+        """The speed of each device as a share of what it has alone (weak scaling)."""
+        share = max(1.0, workers_per_device)
+        return self.compute * share / self.seconds(workers, link, workers_per_device)
+
 
 # "29/29 - 0s - 5ms/step - ...", or "29/29 ━━━ 0s 346us/step - ...".
 _EPOCH = re.compile(r"(\d+)/\1\b.*?\b([\d.]+)(s|ms|us)/(?:step|epoch)")
@@ -189,3 +266,54 @@ def measure(
             line for line in done.stdout.splitlines() if line.startswith("worker 0 ")
         )
         yield Measured(number, *parse_step_time("\n".join(chief)))
+
+
+def png_problem(path: str) -> str:
+    """Why no picture can be written there, and what helps; empty where one can.
+
+    Args:
+        path: The file.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        return (
+            "it is drawn by matplotlib, which is not installed. Install it with "
+            "pip install 'keras-strategy[plot]', or leave --png out"
+        )
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        return f"there is no folder {folder!r} that can be written to"
+    return ""
+
+
+def draw_chart(
+    path: str, title: str, measured: Sequence[Measured], model: Prediction | None
+) -> None:
+    """Draws the efficiency, measured and predicted, over the workers.
+
+    Args:
+        path: The file, which is overwritten.
+        title: What stands above it.
+        measured: What was measured, the fewest workers first.
+        model: What predicts it, if there is one.
+    """
+    # No engine of the house, and not everybody's: nothing but this draws.
+    figure: Any = importlib.import_module("matplotlib.figure").Figure(
+        figsize=(6, 4), layout="constrained"
+    )
+    axes = figure.add_subplot()
+    workers = [m.workers for m in measured]
+    axes.axhline(100, color="0.7", linewidth=1)
+    if model is not None:
+        ends = [[100 * end for end in model.efficiency(m)] for m in measured[1:]]
+        low, high = zip(*ends, strict=True)
+        axes.fill_between(
+            workers[1:], low, high, color="tab:blue", alpha=0.25, label="predicted"
+        )
+    shares = [100 * m.efficiency(measured[0]) for m in measured]
+    axes.plot(workers, shares, "o-", color="tab:blue", label="measured")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(workers, [str(count) for count in workers], minor=False)
+    axes.set_ylim(bottom=0)
+    axes.set(title=title, xlabel="workers", ylabel="efficiency, %")
+    axes.legend(frameon=False)
+    figure.savefig(path, format="png", dpi=150)

@@ -1,10 +1,20 @@
-"""Strategy: what people call.
+"""`strategy.scope()`: what is entered, and left again.
+
+How a strategy distributes data: datasets, and values made for each replica.
+
+The names of tf.distribute's strategies that are older than TensorFlow 2.
+
+Those that are another name of something are kept, with a warning. The others belong to
+sessions and iterators of TensorFlow 1, and say what to use.
+
+Strategy: what people call.
 
 It checks the arguments, then asks the replica group of the adapter in use.
 """
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,25 +23,259 @@ from keras import tree
 
 from keras_strategy.core import context
 from keras_strategy.core.registry import get_engine
-from keras_strategy.hooks import mirror_check
-from keras_strategy.options.run import RunOptions, check_call, check_run_options
-from keras_strategy.rules import first_values, long_waits, ownership
-from keras_strategy.rules.reduction import check_same_dtype
-from keras_strategy.strategies.data import DataMethods
-from keras_strategy.strategies.old_names import OldNames
-from keras_strategy.strategies.reports import Reports
-from keras_strategy.strategies.scope import StrategyScope
-from keras_strategy.values.distributed import (
+from keras_strategy.core.unsupported_names import UnsupportedName
+from keras_strategy.data import splitting
+from keras_strategy.data.distributed_dataset import DistributedDataset
+from keras_strategy.devices import LogicalDevices
+from keras_strategy.keras_patches import consistency
+from keras_strategy.options import (
+    InputContext,
+    InputOptions,
+    RunOptions,
+    check_call,
+    check_run_options,
+)
+from keras_strategy.strategies.inspect import Reports
+from keras_strategy.training import ownership, slow_operations
+from keras_strategy.training.reduction import check_same_dtype
+from keras_strategy.values import (
     DistributedValues,
     PerReplica,
     ReduceOp,
+    ValueContext,
     select_replica,
     sum_of_copies_error,
 )
-from keras_strategy.values.logical_devices import LogicalDevices
 
 if TYPE_CHECKING:
+    from keras_strategy.core.protocols import Strategy
     from keras_strategy.strategies.extended import StrategyExtended
+
+
+class StrategyScope(contextlib.AbstractContextManager):
+    """`strategy.scope()`: may be entered several times, and inside itself."""
+
+    def __init__(self, strategy: "Strategy"):
+        self._strategy = strategy
+        # What the adapter enters, innermost last.
+        self._entered: list[contextlib.AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> "Strategy":
+        context.require_cross_replica(self._strategy, "scope")
+        context.enter_scope(self._strategy)
+        try:
+            engines = self._strategy.extended.group.scope()
+            engines.__enter__()
+        except BaseException:
+            context.leave_scope()
+            raise
+        self._entered.append(engines)
+        return self._strategy
+
+    def __exit__(self, *exception: Any) -> None:
+        if (
+            ownership.pending_values
+            and context.scope_depth() == 1
+            and exception[0] is None
+        ):
+            ownership.broadcast_pending_values()
+        try:
+            self._entered.pop().__exit__(*exception)
+        finally:
+            context.leave_scope()
+
+
+class DataMethods:
+    """The methods that distribute data, for `Strategy` to inherit."""
+
+    def experimental_distribute_values_from_function(
+        self: "Strategy", value_fn: Callable[[ValueContext], Any]
+    ) -> Any:
+        """Makes a distributed value out of one value for each replica.
+
+        Args:
+            value_fn: Called once for each local replica with a `ValueContext`.
+
+        Returns:
+            The structure that `value_fn` returned, with a `PerReplica` value in
+            the place of each leaf. With one replica, what `value_fn` returned.
+
+        Raises:
+            RuntimeError: Inside a function that `run` calls.
+
+        Example:
+
+        ```python
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        ids = strategy.experimental_distribute_values_from_function(
+            lambda context: context.replica_id_in_sync_group
+        )
+        n = strategy.num_replicas_in_sync
+        assert strategy.experimental_local_results(ids) == tuple(range(n))
+        ```
+        """
+        context.require_cross_replica(
+            self, "experimental_distribute_values_from_function"
+        )
+        replicas = self.num_replicas_in_sync
+        local = self.extended.topology.local_replicas
+        values = [value_fn(ValueContext(i, replicas)) for i in local]
+        if replicas == 1:
+            return values[0]
+        return tree.map_structure(lambda *leaves: PerReplica(leaves), *values)
+
+    def experimental_distribute_dataset(
+        self: "Strategy", dataset: Any, options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Distributes a dataset of global batches.
+
+        Every batch is split by rows, in order: with N replicas each gets
+        ceil(rows / N) rows, the last ones fewer or none.
+
+        Args:
+            dataset: A `tf.data.Dataset`, a torch `DataLoader`, a
+                `keras.utils.PyDataset`, a list, or any other iterable or iterator of
+                batches. A batch is an array, or a structure of arrays of the same
+                number of rows.
+            options: An `InputOptions`, or None.
+
+        Returns:
+            A `DistributedDataset`, which gives the structure of the batch with a
+            `PerReplica` in the place of each array; with one replica, a tensor.
+
+        Raises:
+            TypeError: If `dataset` is no dataset, or `options` no options.
+            ValueError: If the dataset was distributed before; and, when it is read, if
+                its elements are not batches.
+            RuntimeError: Inside a function that `run` calls, or inside another
+                strategy's scope.
+
+        Example:
+
+        ```python
+        import numpy as np
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        batches = [(np.ones((4, 3), "float32"), np.ones((4,), "float32"))]
+        for x, y in strategy.experimental_distribute_dataset(batches):
+            total = strategy.reduce("SUM", y, axis=0)
+        assert float(total) == 4.0
+        ```
+        """
+        return splitting.distribute(self, dataset, options)
+
+    def distribute_datasets_from_function(
+        self: "Strategy",
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """Distributes a dataset whose batches are those of one replica each.
+
+        Each worker calls it for a dataset of its own, which its replicas read. They
+        take the batches in turn. Those that find none left at the end
+        get one of 0 rows; where a `tf.data.Dataset` promises batches of one fixed
+        shape, such a last round is dropped, as in tf.distribute.
+
+        Args:
+            dataset_fn: Called with an `InputContext`, returns a dataset of any kind
+                that `experimental_distribute_dataset` takes. With the option
+                `InputReplicationMode.PER_REPLICA` it is called for each replica, as
+                one of several pipelines.
+            options: An `InputOptions`, or None.
+
+        Returns:
+            A `DistributedDataset`.
+
+        Raises:
+            TypeError: If `dataset_fn` is not a function that returns a dataset, or
+                `options` no options.
+            RuntimeError: Inside a function that `run` calls, or inside another
+                strategy's scope.
+
+        Example:
+
+        ```python
+        import numpy as np
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        n = strategy.num_replicas_in_sync
+
+        def dataset_fn(context):
+            rows = context.get_per_replica_batch_size(4 * n)
+            return [np.ones((rows, 3), "float32") for _ in range(2 * n)]
+
+        steps = [x for x in strategy.distribute_datasets_from_function(dataset_fn)]
+        assert len(steps) == 2
+        ```
+        """
+        return splitting.distribute_from_function(self, dataset_fn, options)
+
+    def experimental_distribute_datasets_from_function(
+        self: "Strategy",
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """The old name of `distribute_datasets_from_function`."""
+        return splitting.distribute_from_function(self, dataset_fn, options)
+
+
+_SESSIONS = (
+    "It sets up a session of TensorFlow 1. The Keras backend is set up by itself; "
+    "leave it out."
+)
+
+
+class OldNames:
+    """The old names, for `Strategy` to inherit."""
+
+    extended: "StrategyExtended"
+    run: Callable[..., Any]
+    experimental_local_results: Callable[[Any], Any]
+
+    configure = UnsupportedName(_SESSIONS)
+    update_config_proto = UnsupportedName(_SESSIONS)
+    make_dataset_iterator = UnsupportedName(
+        "It makes an iterator of TensorFlow 1. Use "
+        "`iter(strategy.experimental_distribute_dataset(dataset))`."
+    )
+    make_input_fn_iterator = UnsupportedName(
+        "It makes an iterator of TensorFlow 1. Use "
+        "`iter(strategy.distribute_datasets_from_function(dataset_fn))`."
+    )
+    group = UnsupportedName(
+        "It joins operations of a graph of TensorFlow 1 into one. Operations run in "
+        "the order of the program; return the values that you need."
+    )
+
+    def unwrap(self, value: Any) -> tuple[Any, ...]:
+        """The old name of `experimental_local_results`."""
+        _warn("Strategy.unwrap", "strategy.experimental_local_results")
+        return self.experimental_local_results(value)
+
+    def colocate_vars_with(
+        self, colocate_with_variable: keras.Variable
+    ) -> contextlib.AbstractContextManager[None]:
+        """The old place of `extended.colocate_vars_with`."""
+        _warn("Strategy.colocate_vars_with", "strategy.extended.colocate_vars_with")
+        return self.extended.colocate_vars_with(colocate_with_variable)
+
+    def experimental_run(self, fn: Callable[..., Any], input_iterator: Any = None):
+        """The old form of `run`, which takes the next element of an iterator."""
+        _warn("Strategy.experimental_run", "strategy.run(fn, args=(next(iterator),))")
+        args = () if input_iterator is None else (next(input_iterator),)
+        return self.run(fn, args)
+
+
+def _warn(old: str, new: str) -> None:
+    warnings.warn(
+        f"tf.distribute deprecates `{old}`. Use `{new}`.",
+        DeprecationWarning,
+        stacklevel=3,
+    )
 
 
 class Strategy(DataMethods, Reports, OldNames):
@@ -192,15 +436,15 @@ class Strategy(DataMethods, Reports, OldNames):
         check_call(fn, args)
         options = check_run_options(options)
         context.require_cross_replica(self, "run")
-        if first_values.pending_values:
+        if ownership.pending_values:
             with self.scope():
-                first_values.broadcast_pending_values()
+                ownership.broadcast_pending_values()
         known = id(getattr(fn, "__code__", None)) in self._called
         run = self._extended.group.run if known else self._run_first
         result = run(fn, tuple(args), dict(kwargs or {}), options, self.scope)
-        if mirror_check.enabled:
+        if consistency.enabled:
             with self.scope():
-                mirror_check.check(self, "strategy.run")
+                consistency.check(self, "strategy.run")
         return result
 
     def _run_first(self, fn: Callable[..., Any], *args: Any) -> Any:
@@ -209,7 +453,7 @@ class Strategy(DataMethods, Reports, OldNames):
         self._called[id(fn.__code__)] = fn.__code__
         step = functools.partial(self._extended.group.run, fn)
         what = f"call of `{fn.__name__}` by strategy.run"
-        return long_waits.run_first_step(step, what, self._extended.cluster, *args)
+        return slow_operations.run_first_step(step, what, self._extended.cluster, *args)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
         """Combines the replicas' values into one.

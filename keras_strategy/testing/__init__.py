@@ -11,7 +11,7 @@ from keras_strategy.testing.worker_runner import (
 )
 
 if TYPE_CHECKING:
-    from keras_strategy.testing.tpu import simulated_tpu
+    from keras_strategy.testing.simulated_devices import simulated_tpu
 
 __all__ = [
     "WarmStarter",
@@ -27,6 +27,6 @@ def __getattr__(name: str) -> Any:
     if name != "simulated_tpu":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Lazy: it needs Keras, and the starters of workers do not.
-    from keras_strategy.testing.tpu import simulated_tpu
+    from keras_strategy.testing.simulated_devices import simulated_tpu
 
     return simulated_tpu

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keras_strategy.launch.environment import shared_variables
+from keras_strategy.launch.local_cluster import shared_variables
 from keras_strategy.launch.processes import Process, WorkerProcess, exit_text
 
 _SERVER = str(pathlib.Path(__file__).with_name("warm_server.py"))

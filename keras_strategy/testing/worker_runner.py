@@ -14,10 +14,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from keras_strategy.launch.environment import LocalCluster
-from keras_strategy.launch.ports import reports_port_in_use
-from keras_strategy.launch.processes import Process, exit_text
-from keras_strategy.launch.watch import ProcessWatch
+from keras_strategy.launch.local_cluster import LocalCluster, reports_port_in_use
+from keras_strategy.launch.processes import Process, ProcessWatch, exit_text
 from keras_strategy.testing.warm_starter import (
     WarmStarter,
     base_environment,

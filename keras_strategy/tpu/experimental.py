@@ -1,11 +1,7 @@
 """Supported names of `tf.tpu.experimental`."""
 
-from keras_strategy.strategies.tpu_system import (
-    initialize_tpu_system,
-    shutdown_tpu_system,
-)
-from keras_strategy.values.device_assignment import DeviceAssignment, DeviceOrderMode
-from keras_strategy.values.tpu_topology import Topology
+from keras_strategy.strategies.tpu import initialize_tpu_system, shutdown_tpu_system
+from keras_strategy.topology import DeviceAssignment, DeviceOrderMode, Topology
 
 __all__ = [
     "DeviceAssignment",

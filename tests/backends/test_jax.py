@@ -18,11 +18,11 @@ if keras.backend.backend() != "jax":
 import jax
 
 from benchmarks.memory import collectives
-from keras_strategy.backends.jax import hooks_data
-from keras_strategy.backends.jax import hooks_state as keras_state
-from keras_strategy.backends.jax.splitting import assemble_locally
-from keras_strategy.testing.equality.compare import largest, scope
-from keras_strategy.values.distributed import PerReplica
+from keras_strategy.backends.jax import patches_data
+from keras_strategy.backends.jax import patches_state as keras_state
+from keras_strategy.backends.jax.state import assemble_locally
+from keras_strategy.values import PerReplica
+from tests.equality.compare import largest, scope
 
 X = np.random.default_rng(0).normal(size=(21, 6)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(21, 1)).astype("float32")
@@ -91,10 +91,10 @@ def test_batches_are_moved_one_ahead_to_an_accelerator(two, monkeypatch):
 
 def test_moving_ahead_keeps_the_order_and_waits_for_no_more_than_two():
     read = []
-    ahead = hooks_data._prefetch_one(read.append(i) or i for i in range(3))
+    ahead = patches_data._prefetch_one(read.append(i) or i for i in range(3))
     assert (next(ahead), read) == (0, [0, 1])
     assert (list(ahead), read) == ([1, 2], [0, 1, 2])
-    assert list(hooks_data._prefetch_one(iter(()))) == []
+    assert list(patches_data._prefetch_one(iter(()))) == []
 
 
 def test_the_scope_leaves_no_distribution_behind(two, mirrored):

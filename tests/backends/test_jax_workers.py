@@ -1,17 +1,17 @@
-"""What is particular to several processes on JAX; `tests/workers` has the rest."""
+"""What is particular to several processes on JAX; `tests/distributed` has the rest."""
 
 import keras
 import numpy as np
 import pytest
 
+from keras_strategy.cluster.process_exit import EXIT_OTHER_WORKER_FAILED
 from keras_strategy.testing import WorkerRunner
-from keras_strategy.workers.exit_codes import EXIT_OTHER_WORKER_FAILED
 
 if keras.backend.backend() != "jax":
     pytest.skip("tests of the JAX adapter", allow_module_level=True)
 
 from tests.backends import jax_worker_jobs as jobs
-from tests.workers.jobs import in_turns
+from tests.distributed.jobs import in_turns
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["2x1", "2x2"])
@@ -67,7 +67,7 @@ def test_functions_of_all_replicas(results):
 
 @pytest.mark.parametrize("results", [2], ids=["2x2"], indirect=True)
 def test_what_keras_reads(results):
-    """One device each fits in the tests of `tests/workers`."""
+    """One device each fits in the tests of `tests/distributed`."""
     expected = jobs.keras_models(alone=True)
     for result in results["keras_models"]:
         equal(result, expected)

@@ -14,9 +14,9 @@ if keras.backend.backend() != "tensorflow":
 import tensorflow as tf
 
 import keras_strategy as ks
-from keras_strategy.backends.tensorflow.combine import concat_values
+from keras_strategy.backends.tensorflow.cross_device_ops import concat_values
 from keras_strategy.core.registry import get_engine
-from keras_strategy.hooks.adoption import adopt
+from keras_strategy.keras_patches.variables_optimizers import adopt
 
 
 @pytest.fixture(params=[2, 3], ids="{} replicas".format)

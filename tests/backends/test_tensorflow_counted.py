@@ -8,7 +8,7 @@ if keras.backend.backend() != "tensorflow":
 
 import tensorflow as tf
 
-from keras_strategy.backends.tensorflow.counted import DRAW_FUNCTIONS
+from keras_strategy.backends.tensorflow.random import DRAW_FUNCTIONS
 
 # (rows in all, the first, how many, numbers for each)
 PARTS = [(5, 3, 2, (3,)), (2, 1, 1, (1,)), (21, 11, 10, (5, 13)), (1001, 500, 501, ())]

@@ -10,7 +10,7 @@ if keras.backend.backend() != "tensorflow":
 import tensorflow as tf
 
 import keras_strategy as ks
-from keras_strategy.backends.tensorflow.datasets import split_by_rows
+from keras_strategy.backends.tensorflow.distributed_dataset import split_by_rows
 
 
 @pytest.fixture

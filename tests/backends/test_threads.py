@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from keras_strategy.backends.threads.team import ReplicaThreads
-from keras_strategy.backends.threads.turns import TurnScheduler
+from keras_strategy.backends.threads.pool import ReplicaThreads, TurnScheduler
 
 SLOW_TO_RELEASE = """
 import threading, time
@@ -81,7 +80,9 @@ def ran(*programs):
 
     error = None
     try:
-        ReplicaThreads(["a", "b", "c"]).call(turns, [replica(i) for i in range(len(programs))])
+        ReplicaThreads(["a", "b", "c"]).call(
+            turns, [replica(i) for i in range(len(programs))]
+        )
     except Exception as raised:
         error = raised
     return seen, error

@@ -6,13 +6,13 @@ import pytest
 
 import keras_strategy as ks
 from keras_strategy.errors import KerasVersionError
-from keras_strategy.testing.equality.compare import largest, scope
+from tests.equality.compare import largest, scope
 
 torch = pytest.importorskip("torch")
 if keras.backend.backend() != "torch":
     pytest.skip("for the torch backend", allow_module_level=True)
 
-from keras_strategy.backends.torch.flat import FlatBufferPool, unflatten  # noqa: E402
+from keras_strategy.backends.torch.gradient_buckets import FlatBufferPool, unflatten  # noqa: E402
 
 X = np.random.RandomState(0).randn(10, 3).astype("float32")
 Y = np.random.RandomState(1).randn(10, 1).astype("float32")

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 if keras.backend.backend() != "torch":
     pytest.skip("for the torch backend", allow_module_level=True)
 
-from keras_strategy.backends.torch.announcing import CollectiveVerifier  # noqa: E402
-from keras_strategy.core.workers import CHECKSUM_BYTES  # noqa: E402
+from keras_strategy.backends.torch.collective_check import CollectiveVerifier  # noqa: E402
+from keras_strategy.core.collectives import CHECKSUM_BYTES  # noqa: E402
 
 WORKERS = 3
 

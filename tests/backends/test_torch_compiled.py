@@ -8,14 +8,14 @@ import pytest
 from keras import layers, ops
 
 import keras_strategy as ks
-from keras_strategy.testing.equality.compare import largest, scope
+from tests.equality.compare import largest, scope
 
 if keras.backend.backend() != "torch":
     pytest.skip("for the torch backend", allow_module_level=True)
 
 import torch  # noqa: E402
 
-from keras_strategy.backends.torch import compiled  # noqa: E402
+from keras_strategy.backends.torch import compilation  # noqa: E402
 
 X = np.random.RandomState(0).randn(14, 6).astype("float32")
 TOKENS = np.random.RandomState(0).randint(0, 5, (14, 6)).astype("int32")
@@ -231,7 +231,7 @@ def test_another_backend(backend, two, told, monkeypatch):
 def test_more_shapes_than_graphs(two, told, monkeypatch):
     """Each of the two devices has one: of some rows, and of any number but 1."""
     torch._dynamo.reset()  # it remembers which dimensions changed in other models
-    monkeypatch.setattr(compiled, "_MOST_GRAPHS", 1)
+    monkeypatch.setattr(compilation, "_MOST_GRAPHS", 1)
     with two.scope():
         model = sequential()
         model.compile("sgd", "mse", jit_compile=True)

@@ -4,7 +4,7 @@ import keras
 import pytest
 
 from keras_strategy.testing import WorkerRunner
-from keras_strategy.testing.equality.compare import largest
+from tests.equality.compare import largest
 
 if keras.backend.backend() != "torch":
     pytest.skip("for the torch backend", allow_module_level=True)

@@ -9,7 +9,7 @@ if keras.backend.backend() != "torch":
     pytest.skip("for the torch backend", allow_module_level=True)
 
 import keras_strategy as ks  # noqa: E402
-from keras_strategy.backends.torch import fused, hooks_optimizers  # noqa: E402
+from keras_strategy.backends.torch import patches_optimizers  # noqa: E402
 
 OPTIMIZERS = {
     "adam": lambda: keras.optimizers.Adam(0.1),
@@ -29,13 +29,13 @@ def calls(mirrored, monkeypatch):
     """How often the kernel was called."""
     mirrored(2)  # which installs the hook, and tries the kernel
     seen = []
-    update = fused.fused_adam_step
+    update = patches_optimizers.fused_adam_step
 
     def counted(*args):
         seen.append(args)
         update(*args)
 
-    monkeypatch.setattr(fused, "fused_adam_step", counted)
+    monkeypatch.setattr(patches_optimizers, "fused_adam_step", counted)
     return seen
 
 
@@ -93,19 +93,19 @@ def test_memory_in_another_order_is_left_to_keras(mirrored, calls):
 
 
 def test_a_keras_with_another_formula_keeps_it(monkeypatch):
-    assert hooks_optimizers._is_keras_adam()
-    original = hooks_optimizers.Adam._parallel_update_step
+    assert patches_optimizers._is_keras_adam()
+    original = patches_optimizers.Adam._parallel_update_step
 
     def half(self, grads, variables, learning_rate):
         original(self, grads, variables, learning_rate / 2)
 
-    monkeypatch.setattr(hooks_optimizers.Adam, "_parallel_update_step", half)
-    assert not hooks_optimizers._is_keras_adam()
+    monkeypatch.setattr(patches_optimizers.Adam, "_parallel_update_step", half)
+    assert not patches_optimizers._is_keras_adam()
 
 
 def test_names_are_not_used_up():
     name = keras.optimizers.Adam().name
-    hooks_optimizers._is_keras_adam()
+    patches_optimizers._is_keras_adam()
     number = int(name.rpartition("_")[2]) if "_" in name else 0
     assert keras.optimizers.Adam().name == f"adam_{number + 1}"
 

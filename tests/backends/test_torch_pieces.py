@@ -9,12 +9,16 @@ torch = pytest.importorskip("torch")
 if keras.backend.backend() != "torch":
     pytest.skip("for the torch backend", allow_module_level=True)
 
-from keras_strategy.backends.torch.announcing import CollectiveVerifier  # noqa: E402
-from keras_strategy.backends.torch.during_backward import OverlappedAllReduce  # noqa: E402
-from keras_strategy.backends.torch.flat import FlatBufferPool  # noqa: E402
-from keras_strategy.backends.torch.pieces import BucketPlan  # noqa: E402
+from keras_strategy.backends.torch.collective_check import (
+    BucketPlan,  # noqa: E402
+    CollectiveVerifier,  # noqa: E402
+)
+from keras_strategy.backends.torch.gradient_buckets import (
+    FlatBufferPool,  # noqa: E402
+    OverlappedAllReduce,  # noqa: E402
+)
+from keras_strategy.core.collectives import CHECKSUM_TAIL, call_checksum  # noqa: E402
 from keras_strategy.core.step_state import StepState  # noqa: E402
-from keras_strategy.core.workers import CHECKSUM_TAIL, call_checksum  # noqa: E402
 from tests.backends.test_torch_announcing import WORKERS, of_all  # noqa: E402
 
 SIZE = 5
@@ -214,7 +218,9 @@ MANY, FEW = 600, 100  # 1.4 MB and 40 kB of float32 in a square
     ],
 )
 def test_when_gradients_leave_during_backward(most, is_local, own_step, side, leave):
-    during_backward = OverlappedAllReduce(CollectiveVerifier(2, lambda *_: None), most, is_local)
+    during_backward = OverlappedAllReduce(
+        CollectiveVerifier(2, lambda *_: None), most, is_local
+    )
     step = StepState(logs_are_metrics=not own_step)
     during_backward.replica = SimpleNamespace(step=step, joined=FlatBufferPool())
     variables = [keras.Variable(torch.ones(side, side)) for _ in range(2)]

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from keras_strategy.launch import machine
+from keras_strategy.launch import paired_timing
 
 
 def test_the_share_of_others(tmp_path, monkeypatch):
@@ -18,11 +18,11 @@ def test_the_share_of_others(tmp_path, monkeypatch):
         stat.write_text(f"cpu  {' '.join(str(t * second) for t in ticks)} 0 0\n")
 
     seconds = iter([100.0, 110.0])
-    monkeypatch.setattr(machine, "_STAT", stat)
+    monkeypatch.setattr(paired_timing, "_STAT", stat)
     clock = types.SimpleNamespace(monotonic=lambda: next(seconds))
-    monkeypatch.setattr(machine, "time", clock)
+    monkeypatch.setattr(paired_timing, "time", clock)
     write(user=50, idle=30, iowait=1, steal=2)
-    others = machine.OtherLoad()
+    others = paired_timing.OtherLoad()
     write(user=53, idle=90, iowait=9, steal=3)
     cores = os.cpu_count() or 1
     # 3 s and 1 s, of which 2.5 s were ours.

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from keras_strategy.launch.pairing import SHORT, WALL, compare, warm
+from keras_strategy.launch.paired_timing import SHORT, WALL, compare, warm
 
 
 class Machine:

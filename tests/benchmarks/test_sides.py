@@ -9,7 +9,7 @@ from benchmarks.__main__ import rows_below, wanted
 from benchmarks.comparisons import CNN, COMPARISONS, EMBEDDING, MLP, TRANSFORMER
 from benchmarks.measure import row_of
 from benchmarks.sides import Sided
-from keras_strategy.launch.pairing import CPU, WALL
+from keras_strategy.launch.paired_timing import CPU, WALL
 
 
 @pytest.fixture

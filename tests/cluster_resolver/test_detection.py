@@ -10,8 +10,8 @@ from keras_strategy.cluster_resolver import (
     TorchrunClusterResolver,
     TPUClusterResolver,
     detect,
-    evidence,
 )
+from keras_strategy.cluster_resolver import detection as cluster_resolver_detection
 
 ORDER = ["TF_CONFIG", "torchrun", "MPI", "SageMaker", "Slurm", "TPU", "Kubernetes"]
 TRACES = {
@@ -50,7 +50,7 @@ RESOLVERS = {
 
 @pytest.fixture(autouse=True)
 def a_machine_without_devices(monkeypatch, tmp_path):
-    monkeypatch.setattr(evidence, "_ROOT", tmp_path)
+    monkeypatch.setattr(cluster_resolver_detection, "_ROOT", tmp_path)
     monkeypatch.delenv("HOSTNAME", raising=False)
 
 

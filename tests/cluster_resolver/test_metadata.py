@@ -2,13 +2,13 @@ import importlib.util
 
 import pytest
 
-from keras_strategy.cluster_resolver.google import metadata
+from keras_strategy.cluster_resolver import google_api
 
 ZONE = "/computeMetadata/v1/instance/zone"
 
 
 def test_asks_as_google_wants_to_be_asked(metadata_server):
-    assert metadata.get_metadata("instance/zone") == "projects/1/zones/us-central1-b"
+    assert google_api.get_metadata("instance/zone") == "projects/1/zones/us-central1-b"
     ((path, headers),) = metadata_server.requests
     assert path == ZONE
     assert headers["metadata-flavor"] == "Google"
@@ -17,14 +17,14 @@ def test_asks_as_google_wants_to_be_asked(metadata_server):
 def test_the_older_variable(metadata_server, monkeypatch):
     monkeypatch.delenv("GCE_METADATA_HOST")
     monkeypatch.setenv("GCE_METADATA_IP", metadata_server.host)
-    assert metadata.get_metadata("project/project-id") == "my-project"
+    assert google_api.get_metadata("project/project-id") == "my-project"
 
 
 def test_a_proxy_is_not_asked(metadata_server, make_server, monkeypatch):
     proxy = make_server()
     monkeypatch.setenv("http_proxy", proxy.url)
     # A copy of its own: which proxy to use is settled when a module is loaded.
-    spec = importlib.util.spec_from_file_location("metadata_copy", metadata.__file__)
+    spec = importlib.util.spec_from_file_location("metadata_copy", google_api.__file__)
     copy = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copy)
     assert copy.get("project/project-id") == "my-project"
@@ -40,7 +40,7 @@ WRONG = {
     "garbage": lambda server: server.GARBAGE,
     "hang": lambda server: server.HANG,
     "drip": lambda server: server.DRIP,
-    "too long": lambda server: b"x" * (metadata._MAX_BYTES + 1),
+    "too long": lambda server: b"x" * (google_api._MAX_BYTES + 1),
 }
 WORDS = {
     "missing": "HTTP 404 for instance/zone",
@@ -59,11 +59,11 @@ WORDS = {
 def test_anything_else_is_an_error_in_time(metadata_server, monkeypatch, case):
     # What answers is given time; those two would never be done.
     seconds = 0.2 if case in ("hang", "drip") else 30.0
-    monkeypatch.setattr(metadata, "_METADATA_TIMEOUT_SECONDS", seconds)
+    monkeypatch.setattr(google_api, "_METADATA_TIMEOUT_SECONDS", seconds)
     metadata_server.answers[ZONE] = WRONG[case](metadata_server)
-    with pytest.raises(metadata.MetadataError, match=WORDS[case]):
-        metadata.get_metadata("instance/zone")
-    assert metadata.get_metadata_or_none("instance/zone") is None
+    with pytest.raises(google_api.MetadataError, match=WORDS[case]):
+        google_api.get_metadata("instance/zone")
+    assert google_api.get_metadata_or_none("instance/zone") is None
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,11 @@ def test_anything_else_is_an_error_in_time(metadata_server, monkeypatch, case):
 )
 def test_no_server(monkeypatch, host):
     monkeypatch.setenv("GCE_METADATA_HOST", host)
-    with pytest.raises(metadata.MetadataError, match="No Google Cloud metadata server"):
-        metadata.get_metadata("instance/zone")
+    with pytest.raises(
+        google_api.MetadataError, match="No Google Cloud metadata server"
+    ):
+        google_api.get_metadata("instance/zone")
 
 
 def test_the_time_limit_is_a_few_seconds():
-    assert 0 < metadata._METADATA_TIMEOUT_SECONDS <= 5
+    assert 0 < google_api._METADATA_TIMEOUT_SECONDS <= 5

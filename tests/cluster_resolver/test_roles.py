@@ -1,47 +1,47 @@
 import keras
 import pytest
 
-from keras_strategy.cluster_resolver import ClusterSpec, roles
+from keras_strategy.cluster_resolver import ClusterSpec, cluster_spec
 
 CHIEF = ClusterSpec({"worker": ["b:1", "c:1"], "chief": ["a:1"], "ps": ["d:1"]})
 WORKERS = ClusterSpec({"worker": ["b:1", "c:1"], "evaluator": ["e:1"]})
 
 
 def test_the_chief_comes_first_and_writes():
-    assert roles.training_addresses(CHIEF) == ["a:1", "b:1", "c:1"]
-    assert roles.task_rank(CHIEF, "chief", 0) == 0
-    assert roles.task_rank(CHIEF, "worker", 1) == 2
-    assert roles.is_chief(CHIEF, "chief", 0)
-    assert not roles.is_chief(CHIEF, "worker", 0)
-    assert roles.worker_count(CHIEF, "worker") == 3
+    assert cluster_spec.training_addresses(CHIEF) == ["a:1", "b:1", "c:1"]
+    assert cluster_spec.task_rank(CHIEF, "chief", 0) == 0
+    assert cluster_spec.task_rank(CHIEF, "worker", 1) == 2
+    assert cluster_spec.is_chief(CHIEF, "chief", 0)
+    assert not cluster_spec.is_chief(CHIEF, "worker", 0)
+    assert cluster_spec.worker_count(CHIEF, "worker") == 3
 
 
 def test_without_a_chief_worker_0_writes():
-    assert roles.is_chief(WORKERS, "worker", 0)
-    assert not roles.is_chief(WORKERS, "worker", 1)
-    assert roles.task_rank(WORKERS, "worker", 1) == 1
-    assert roles.worker_count(WORKERS, "worker") == 2
+    assert cluster_spec.is_chief(WORKERS, "worker", 0)
+    assert not cluster_spec.is_chief(WORKERS, "worker", 1)
+    assert cluster_spec.task_rank(WORKERS, "worker", 1) == 1
+    assert cluster_spec.worker_count(WORKERS, "worker") == 2
 
 
 def test_servers_take_no_part():
-    assert not roles.is_chief(CHIEF, "ps", 0)
+    assert not cluster_spec.is_chief(CHIEF, "ps", 0)
     with pytest.raises(ValueError, match="that trains.*'ps'"):
-        roles.task_rank(CHIEF, "ps", 0)
+        cluster_spec.task_rank(CHIEF, "ps", 0)
     with pytest.raises(ValueError, match="'ps'"):
-        roles.worker_count(CHIEF, "ps")
+        cluster_spec.worker_count(CHIEF, "ps")
 
 
 @pytest.mark.parametrize("spec", [CHIEF, WORKERS])
 def test_the_evaluator_stands_alone(spec):
-    assert roles.is_chief(spec, "evaluator", 0)
-    assert roles.worker_count(spec, "evaluator") == 1
-    assert roles.task_rank(spec, "evaluator", 0) == 0
-    assert "e:1" not in roles.training_addresses(spec)
+    assert cluster_spec.is_chief(spec, "evaluator", 0)
+    assert cluster_spec.worker_count(spec, "evaluator") == 1
+    assert cluster_spec.task_rank(spec, "evaluator", 0) == 0
+    assert "e:1" not in cluster_spec.training_addresses(spec)
 
 
 def test_ranks_are_dense_where_indices_have_gaps():
     spec = ClusterSpec({"worker": {1: "b:1", 5: "f:1"}})
-    assert [roles.task_rank(spec, "worker", index) for index in (1, 5)] == [0, 1]
+    assert [cluster_spec.task_rank(spec, "worker", index) for index in (1, 5)] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_ranks_are_dense_where_indices_have_gaps():
 )
 def test_refused(cluster, task, words):
     with pytest.raises(ValueError, match=words):
-        roles.validate_task(ClusterSpec(cluster), *task)
+        cluster_spec.validate_task(ClusterSpec(cluster), *task)
 
 
 @pytest.mark.skipif(
@@ -78,10 +78,10 @@ def test_like_tensorflow(spec, task):
 
     theirs = spec.as_dict()
     expected = answer(native.is_chief, theirs, *task)
-    assert answer(roles.is_chief, spec, *task) == expected
-    assert answer(roles.task_rank, spec, *task) == answer(
+    assert answer(cluster_spec.is_chief, spec, *task) == expected
+    assert answer(cluster_spec.task_rank, spec, *task) == answer(
         native.id_in_cluster, theirs, *task
     )
     if task[0] in spec.jobs:
         expected = answer(native.worker_count, theirs, task[0])
-        assert answer(roles.worker_count, spec, task[0]) == expected
+        assert answer(cluster_spec.worker_count, spec, task[0]) == expected

@@ -7,11 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keras_strategy.cluster_resolver import SlurmClusterResolver, slurm_gpus
-from keras_strategy.cluster_resolver.slurm_environment import (
-    expand_hostlist,
-    expand_tasks_per_node,
-)
+from keras_strategy.cluster_resolver import SlurmClusterResolver, slurm
+from keras_strategy.cluster_resolver.slurm import expand_hostlist, expand_tasks_per_node
 
 on_tensorflow = pytest.mark.skipif(
     keras.backend.backend() != "tensorflow", reason="asks tf.distribute"
@@ -28,7 +25,7 @@ STEP = {
 def env(monkeypatch, tmp_path):
     # No nvidia-smi but the one a test makes.
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(slurm_gpus, "_previous_devices", {})
+    monkeypatch.setattr(slurm, "_previous_devices", {})
 
     def set_to(**changes):
         for name, value in {**STEP, **changes}.items():
@@ -168,7 +165,7 @@ def test_gpus_from_nvidia_smi(env, tmp_path):
 def test_an_nvidia_smi_that_fails_or_hangs(env, tmp_path, monkeypatch):
     nvidia_smi(tmp_path, "echo 'GPU 0: A'; exit 9")
     assert SlurmClusterResolver().num_accelerators() == {"GPU": 0}
-    monkeypatch.setattr(slurm_gpus, "_NVIDIA_SMI_SECONDS", 0.2)
+    monkeypatch.setattr(slurm, "_NVIDIA_SMI_SECONDS", 0.2)
     nvidia_smi(tmp_path, "exec /bin/sleep 20")
     assert SlurmClusterResolver().num_accelerators() == {"GPU": 0}
 

@@ -11,8 +11,7 @@ from google.auth.credentials import AnonymousCredentials
 from google.oauth2.credentials import Credentials
 from googleapiclient import discovery
 
-from keras_strategy.cluster_resolver import TPUClusterResolver
-from keras_strategy.cluster_resolver.google import api
+from keras_strategy.cluster_resolver import TPUClusterResolver, google_api
 
 NODE = "/v1/projects/my-project/locations/us-central1-b/nodes/my-tpu"
 ATTRIBUTES = "/computeMetadata/v1/instance/attributes"
@@ -379,8 +378,8 @@ def test_discovery_does_not_follow_a_redirect(https_api, make_server):
 
 
 def test_an_answer_has_a_time_limit(https_api, monkeypatch):
-    assert 0 < api._API_TIMEOUT_SECONDS <= 5
-    monkeypatch.setattr(api, "_API_TIMEOUT_SECONDS", 1.0)
+    assert 0 < google_api._API_TIMEOUT_SECONDS <= 5
+    monkeypatch.setattr(google_api, "_API_TIMEOUT_SECONDS", 1.0)
     https_api.answers[NODE] = https_api.HANG
     resolver = named(
         https_api,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
-from keras_strategy.rules.row_weights import split_rows
+from keras_strategy.training.row_weights import split_rows
 
 X = np.random.RandomState(0).randn(13, 3).astype("float32")
 Y = np.random.RandomState(1).randn(13, 1).astype("float32")

@@ -10,13 +10,13 @@ import h5py
 import keras
 import numpy as np
 
+from keras_strategy.cluster.process_exit import EXIT_CLUSTER_NOT_FORMED
 from keras_strategy.testing import WarmStarter, WorkerRunner
-from keras_strategy.workers.exit_codes import EXIT_CLUSTER_NOT_FORMED
 from tests.faults import jobs
 from tests.faults.table import (
+    EXIT_OTHER_WORKER_FAILED,
     FAULTS,
     NOTICED_SECONDS,
-    EXIT_OTHER_WORKER_FAILED,
     TIMEOUT_SECONDS,
     TOLD,
     Fault,

@@ -85,7 +85,13 @@ def _raises(name: str, words: str = "") -> Fault:
 
 def _differs(name: str, says: str = DIFFER) -> Fault:
     # Each sees it by itself, or is told by who has seen it first.
-    return Fault(name, ("fit",), says, (1, EXIT_OTHER_WORKER_FAILED), (1, EXIT_OTHER_WORKER_FAILED))
+    return Fault(
+        name,
+        ("fit",),
+        says,
+        (1, EXIT_OTHER_WORKER_FAILED),
+        (1, EXIT_OTHER_WORKER_FAILED),
+    )
 
 
 FAULTS = {

@@ -11,7 +11,7 @@ import pytest
 
 import keras_strategy as ks
 from keras_strategy.core.registry import get_engine
-from keras_strategy.launch.command import main
+from keras_strategy.launch.cli import main
 from tests.launch.scripts import ROOT, finish, start
 
 

@@ -5,12 +5,12 @@ import re
 
 import pytest
 
-from keras_strategy.launch import environment, launcher, ports, processes
+from keras_strategy.launch import launcher, local_cluster, processes
 
 DOCUMENTED = [
-    environment.LocalCluster,
+    local_cluster.LocalCluster,
     launcher.Launcher,
-    ports.free_ports,
+    local_cluster.free_ports,
     processes.WorkerProcess,
 ]
 

@@ -1,7 +1,7 @@
 import io
 import os
 
-from keras_strategy.launch.output import LastLines, PrefixedStream
+from keras_strategy.launch.launcher import LastLines, PrefixedStream
 
 
 def pass_on(*chunks: bytes) -> tuple[bytes, LastLines]:

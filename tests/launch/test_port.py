@@ -3,7 +3,7 @@
 import pytest
 
 from keras_strategy.launch import port
-from keras_strategy.launch.command import main
+from keras_strategy.launch.cli import main
 from tools import tf_distribute_page as table
 
 PROGRAM = '''\

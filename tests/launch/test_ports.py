@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from keras_strategy.launch.ports import free_ports, reports_port_in_use
+from keras_strategy.launch.local_cluster import free_ports, reports_port_in_use
 from tests.launch.scripts import finish, start
 
 
@@ -36,7 +36,7 @@ def test_two_programs_do_not_find_the_same():
     """Though neither has opened them yet."""
     (port,) = free_ports(1)
     code = (
-        "from keras_strategy.launch.ports import free_ports\n"
+        "from keras_strategy.launch.local_cluster import free_ports\n"
         f"free_ports(1, among=range({port}, {port + 1}))"
     )
     other = finish(start(program=["-c", code]))

@@ -412,7 +412,7 @@ def test_the_launcher_does_not_import_keras(tmp_path):
     script = Script(tmp_path, "tell('modules', json.dumps(sorted(sys.modules)))")
     code = (
         "import json, sys\n"
-        "from keras_strategy.launch.command import main\n"
+        "from keras_strategy.launch.cli import main\n"
         "assert main() == 0\n"
         "print(json.dumps(sorted(sys.modules)), file=sys.stderr)"
     )
@@ -421,7 +421,7 @@ def test_the_launcher_does_not_import_keras(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     parent = set(json.loads(done.stderr))
-    assert "keras_strategy.launch.team" in parent
+    assert "keras_strategy.launch.launcher" in parent
     heavy = {"keras", "numpy", "jax", "torch", "tensorflow"}
     assert not heavy & (parent | set(script.told("modules", 1)[0]))
 

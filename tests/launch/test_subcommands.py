@@ -12,9 +12,9 @@ import keras
 import pytest
 
 import keras_strategy as ks
-from keras_strategy.launch import doctor, environment, scaling
-from keras_strategy.launch.command import main
-from keras_strategy.workers import exit_codes
+from keras_strategy.cluster import process_exit
+from keras_strategy.launch import doctor, local_cluster, scaling
+from keras_strategy.launch.cli import main
 
 
 def test_info_for_programs(capsys, monkeypatch):
@@ -163,7 +163,7 @@ def test_scaling_predicts_nothing_of_too_little(counts):
 
 def test_scaling_draws(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(environment, "available_cores", lambda: 4)
+    monkeypatch.setattr(local_cluster, "available_cores", lambda: 4)
     (tmp_path / "train.py").write_text(PRINTS)
     png = tmp_path / "scaling.png"
     assert main(["scaling", "--png", str(png), str(tmp_path / "train.py")]) == 0
@@ -241,5 +241,5 @@ def test_help_lists_the_exit_codes(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     listed = capsys.readouterr().out.split("exit codes:")[1]
-    codes = [v for k, v in vars(exit_codes).items() if k.isupper() and type(v) is int]
+    codes = [v for k, v in vars(process_exit).items() if k.isupper() and type(v) is int]
     assert codes and all(f"\n  {code} " in listed for code in codes)

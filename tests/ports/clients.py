@@ -5,7 +5,7 @@ import numpy as np
 from keras import layers, ops
 
 import keras_strategy as ks
-from keras_strategy.testing.equality.compare import scope
+from tests.equality.compare import scope
 from tests.ports.port import BACKEND, ELSEWHERE, Outcome, fitted, folder, port, vectors
 
 ROWS = 21  # by batches of 8 the last one has 5

@@ -5,7 +5,7 @@ import numpy as np
 from keras import layers, ops
 
 import keras_strategy as ks
-from keras_strategy.testing.equality.compare import scope
+from tests.equality.compare import scope
 from tests.ports.keras_io_supervised import encoder_of
 from tests.ports.port import (
     ELSEWHERE,

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_strategy.testing.equality.compare import scope
+from tests.equality.compare import scope
 from tests.ports.keras_io_generative import (
     EXAMPLES,
     IMAGES,

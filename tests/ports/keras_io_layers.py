@@ -4,7 +4,7 @@ import keras
 import numpy as np
 from keras import layers, ops
 
-from keras_strategy.testing.equality.compare import scope
+from tests.equality.compare import scope
 from tests.ports.keras_io_steps import GUIDES, ROWS, X, Y, mlp
 from tests.ports.port import ELSEWHERE, Outcome, fitted, port, stepped
 

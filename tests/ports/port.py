@@ -18,7 +18,7 @@ import keras
 import numpy as np
 from sklearn.datasets import load_digits
 
-from keras_strategy.testing.equality.compare import LOGS, WEIGHTS, largest, scope, train
+from tests.equality.compare import LOGS, WEIGHTS, largest, scope, train
 
 BACKEND = keras.backend.backend()
 ELSEWHERE = ("torch", "tensorflow")  # where a step is run for each replica's rows

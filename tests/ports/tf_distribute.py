@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import layers
 
 import keras_strategy as ks
-from keras_strategy.testing.equality.compare import scope
+from tests.equality.compare import scope
 from tests.ports.port import BACKEND, Outcome, digits, folder, port
 
 TUTORIALS = "tensorflow/docs: site/en/tutorials/distribute"

@@ -38,5 +38,7 @@ def test_one_collective_for_a_layer_and_pass():
                 keras.tree.map_structure(ops.convert_to_numpy, value)
 
         train(1)
-        short, long = (get_engine().count_operations(train, steps)[0] for steps in (2, 4))
+        short, long = (
+            get_engine().count_operations(train, steps)[0] for steps in (2, 4)
+        )
         assert (long - short) / 2 == passes * NORMALIZATIONS

@@ -4,8 +4,8 @@ import json
 
 import keras_strategy as ks
 from keras_strategy.launch import bench
-from keras_strategy.launch.command import main
-from keras_strategy.rules.ownership import strategy_of_model
+from keras_strategy.launch.cli import main
+from keras_strategy.training.ownership import strategy_of_model
 
 
 def test_bench(capsys, monkeypatch):

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import keras_strategy as ks
 from benchmarks.figures import figures_of
-from keras_strategy.backends.tensorflow import counting, programs
+from keras_strategy.backends.tensorflow import compile_cache, profiling
 
 BATCH = 8
 X = np.random.RandomState(0).rand(64, 5).astype("float32")
@@ -72,8 +72,8 @@ def test_bytes_of_gradients_whose_shape_is_unknown(two):
         model.fit(batch.repeat(), steps_per_epoch=steps, verbose=0)
 
     train(1)
-    _, short, *_ = counting.count(train, 2)
-    _, long, *_ = counting.count(train, 3)
+    _, short, *_ = profiling.count(train, 2)
+    _, long, *_ = profiling.count(train, 3)
     gradients = sum(np.prod(v.shape) for v in model.trainable_variables)
     # The sum and the count of the loss travel, too.
     assert long - short == 4 * (gradients + 2)
@@ -139,7 +139,7 @@ def test_run_asks_no_tf_function_for_a_program_that_it_knows(
 ):
     """But in a TensorFlow that keeps what it asks instead in another place."""
     if elsewhere:
-        monkeypatch.setattr(programs, "make_function_context", None)
+        monkeypatch.setattr(compile_cache, "make_function_context", None)
     asked = []
     kind: Any = type(tf.function(loss))
     call = kind.__call__

@@ -8,7 +8,7 @@ import pytest
 from keras import callbacks
 
 import keras_strategy as ks
-from keras_strategy.testing.equality.compare import scope
+from tests.equality.compare import scope
 
 X, Y = np.ones((12, 3), "float32"), np.ones((12, 1), "float32")
 NAMES = [

@@ -9,14 +9,8 @@ import pytest
 from keras import layers, ops
 
 import keras_strategy as ks
-from keras_strategy.testing.equality import models
-from keras_strategy.testing.equality.compare import (
-    assert_equal,
-    largest,
-    replicas_apart,
-    scope,
-    train,
-)
+from tests.equality import models
+from tests.equality.compare import assert_equal, largest, replicas_apart, scope, train
 from tests.training.shared import alone
 
 RANDOM = np.random.RandomState(0)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
-from keras_strategy.testing.equality.compare import WEIGHTS, assert_equal, train
+from tests.equality.compare import WEIGHTS, assert_equal, train
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(37, 6)).astype("float32")
@@ -179,7 +179,9 @@ def test_its_arguments():
     assert central(["cpu:1"]).parameter_device == "cpu:1"
     back = pickle.loads(pickle.dumps(central(["cpu:1", "cpu:2"], "/cpu:3")))
     assert back.parameter_device == "cpu:3" and back.num_replicas_in_sync == 2
-    with pytest.raises(ValueError, match=r"names devices that are not available: \['gpu:7"):
+    with pytest.raises(
+        ValueError, match=r"names devices that are not available: \['gpu:7"
+    ):
         central(None, "gpu:7")
     with pytest.raises(ValueError, match="parameter_device='cpu:0' with compute_dev"):
         central(["cpu:1"], "cpu:0")

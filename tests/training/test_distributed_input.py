@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
-from keras_strategy.testing.equality.compare import largest, scope
+from tests.equality.compare import largest, scope
 
 RNG = np.random.RandomState(7)
 X = RNG.randn(21, 4).astype("float32")

@@ -7,15 +7,8 @@ import keras
 import numpy as np
 import pytest
 
-from keras_strategy.testing.equality.compare import (
-    LOGS,
-    WEIGHTS,
-    assert_equal,
-    largest,
-    scope,
-    train,
-)
-from keras_strategy.testing.equality.models import regression
+from tests.equality.compare import LOGS, WEIGHTS, assert_equal, largest, scope, train
+from tests.equality.models import regression
 from tests.training.shared import alone
 
 CLASSES = 3

@@ -1,14 +1,14 @@
 """The equality table in its small form: two replicas, and one uneven number of rows.
 
-`python -m keras_strategy.testing.equality` runs it in full.
+`python -m tests.equality` runs it in full.
 """
 
 import keras
 import pytest
 
-from keras_strategy.testing.equality.__main__ import mirrored, run
-from keras_strategy.testing.equality.cases import all_cases, execution, layer, own
-from keras_strategy.testing.equality.compare import assert_equal
+from tests.equality.__main__ import mirrored, run
+from tests.equality.cases import all_cases, execution, layer, own
+from tests.equality.compare import assert_equal
 
 BACKEND = keras.backend.backend()
 CASES = all_cases(briefly=True)

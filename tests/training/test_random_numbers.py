@@ -9,7 +9,7 @@ import pytest
 from keras import layers, ops
 
 import keras_strategy as ks
-from keras_strategy.testing.equality.compare import assert_equal, scope, train
+from tests.equality.compare import assert_equal, scope, train
 
 BACKEND = keras.backend.backend()
 FEATURES = 8

@@ -7,8 +7,8 @@ import pytest
 from keras import ops
 
 import keras_strategy as ks
-from keras_strategy.testing.equality import models
-from keras_strategy.testing.equality.compare import assert_equal, scope, train
+from tests.equality import models
+from tests.equality.compare import assert_equal, scope, train
 from tests.training.shared import alone
 
 BACKEND = keras.backend.backend()

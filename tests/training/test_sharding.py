@@ -12,13 +12,17 @@ from keras import layers
 import keras_strategy as ks
 from keras_strategy.core.registry import get_engine
 from keras_strategy.errors import UnsupportedBackendError
-from keras_strategy.rules.sharding import ShardSpec, dimension_to_shard
-from keras_strategy.testing.equality.__main__ import mirrored, run
-from keras_strategy.testing.equality.cases import Case, optimizer
-from keras_strategy.testing.equality.compare import assert_equal, train
+from keras_strategy.training.sharding import ShardSpec, dimension_to_shard
+from tests.equality.__main__ import mirrored, run
+from tests.equality.cases import Case, optimizer
+from tests.equality.compare import assert_equal, train
 from tests.training.shared import alone
 
-MODES = [s for s in ("optimizer", "parameters") if not get_engine().sharding_unsupported_reason(s)]
+MODES = [
+    s
+    for s in ("optimizer", "parameters")
+    if not get_engine().sharding_unsupported_reason(s)
+]
 REFUSED = [s for s in ("optimizer", "parameters") if s not in MODES]
 # Whether the replicas share elements, not the parts along a dimension.
 ELEMENTS = get_engine().name != "jax"

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import jax
 import jax.extend.backend
 
-from keras_strategy.options.communication import CommunicationImplementation
-from keras_strategy.workers.cluster import Cluster
+from keras_strategy.cluster.membership import Cluster
+from keras_strategy.options import CommunicationImplementation
 
 _PORT = "the port of JAX's coordinator"
 # JAX's timeout ends the process. Our watchdog detects failures sooner and reports the

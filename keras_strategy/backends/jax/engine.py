@@ -1,4 +1,7 @@
-"""The `Engine` of the JAX backend."""
+"""JAX backend: devices, gradients and replica groups.
+
+The `Engine` of the JAX backend.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
@@ -10,18 +13,91 @@ import jax
 import jax.numpy as jnp
 import keras
 from jax.core import Tracer
+from keras import tree
 
-from keras_strategy.backends.jax import connection, devices, gradients
+from keras_strategy.backends.jax import connection, devices
+from keras_strategy.backends.jax import patches_state as keras_state
 from keras_strategy.backends.jax.distribution import in_program
 from keras_strategy.core.context import DryRun
-from keras_strategy.hooks.rehearsal import rehearsing, with_rows
-from keras_strategy.values.distributed import DistributedValues, raise_not_a_tensor
+from keras_strategy.core.variable_components import unwrap_variables
+from keras_strategy.keras_patches.random import rehearsing, with_rows
+from keras_strategy.values import DistributedValues, raise_not_a_tensor
 
 if TYPE_CHECKING:
     from keras_strategy.backends.jax.group import JaxReplicaGroup
-    from keras_strategy.core.strategy import Strategy
-    from keras_strategy.rules.cross_device_ops import CrossDeviceOps
-    from keras_strategy.workers.cluster import Cluster
+    from keras_strategy.cluster.membership import Cluster
+    from keras_strategy.core.protocols import Strategy
+    from keras_strategy.training.cross_device_ops import CrossDeviceOps
+
+
+class ChildScope(keras.StatelessScope):
+    """StatelessScope that falls back to the enclosing scope.
+
+    Keras's scopes do not nest: a variable whose tracer an outer scope holds would be
+    read as a constant.
+    """
+
+    def __init__(self, mapping: Iterable[tuple[Any, Any]], parent: Any):
+        super().__init__(collect_losses=True, initialize_variables=parent is None)
+        self.parent = parent
+        self.written: dict[int, Any] = {}
+        self.state_mapping.update((id(v), value) for v, value in mapping)
+
+    def get_current_value(self, variable: Any) -> Any:
+        value = super().get_current_value(variable)
+        if value is None and self.parent is not None:
+            return self.parent.get_current_value(variable)
+        return value
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        self.written[id(update[0])] = update[0]
+        super().add_update(update)
+
+
+def value_and_grad(
+    fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
+) -> Callable[..., Any]:
+    """Implement `keras_strategy.value_and_grad`."""
+
+    def value_and_gradients(*args: Any, **kwargs: Any) -> Any:
+        aux: Any = None
+        written: list[Any] = []
+
+        def functional(values):
+            nonlocal aux, written
+            # Variables that fn creates are initialized outside of the trace.
+            with ChildScope(zip(variables, values, strict=True), scope) as inner:
+                inner.initialize_variables = False
+                result = fn(*args, **kwargs)
+                value, aux = result if has_aux else (result, None)
+                value = keras.ops.convert_to_tensor(value)
+                aux = unwrap_variables(aux)
+            written = list(inner.written.values())
+            # Tensors must leave the trace as outputs.
+            tensors = [x for x in tree.flatten(aux) if keras.ops.is_tensor(x)]
+            return value, (tensors, [inner.state_mapping[id(v)] for v in written])
+
+        scope = keras_state.stateless_scope()
+        try:
+            (value, (tensors, states)), gradients = jax.value_and_grad(
+                functional, has_aux=True
+            )([v.value for v in variables])
+        finally:
+            if scope is None:
+                keras_state.initialize_pending()
+        # Assignments inside fn have been aggregated already.
+        for variable, state in zip(written, states, strict=True):
+            keras_state.write(variable, state)
+        if not has_aux:
+            return value, gradients
+        leaves = iter(tensors)
+        aux = tree.map_structure(
+            lambda x: next(leaves) if keras.ops.is_tensor(x) else x, aux
+        )
+        return (value, aux), gradients
+
+    return value_and_gradients
+
 
 # Keras converts unknown types with NumPy.
 _protocol: Any = DistributedValues
@@ -111,22 +187,16 @@ class JaxEngine:
     def value_and_grad(
         self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
     ) -> Callable[..., Any]:
-        return gradients.value_and_grad(fn, variables, has_aux)
+        return value_and_grad(fn, variables, has_aux)
 
     def patch_modules(self) -> Sequence[ModuleType]:
         # Imported late, here and below: these modules import this package.
-        from keras_strategy.backends.jax import (
-            hooks,
-            hooks_data,
-            hooks_home,
-            hooks_sharding,
-        )
-        from keras_strategy.backends.threads import hooks as thread_hooks
-        from keras_strategy.backends.threads import hooks_shares
+        from keras_strategy.backends.jax import patches, patches_data
+        from keras_strategy.backends.threads import patches as thread_patches
+        from keras_strategy.backends.threads import patches_sharded_update
 
-        # The thread hooks come last, so that they run before ours.
-        modules = [hooks, hooks_data, hooks_home, hooks_sharding]
-        return [*dict.fromkeys(modules), thread_hooks, hooks_shares]
+        # The patches of threads come last, so that they run before ours.
+        return [patches, patches_data, thread_patches, patches_sharded_update]
 
     def random_state(self, seeded: bool = True) -> None:
         return None
@@ -152,14 +222,16 @@ class JaxEngine:
         return None
 
     def count_operations(self, train: Any, steps: int) -> tuple[int, int, int, int]:
-        from keras_strategy.backends.jax import counting
+        from keras_strategy.backends.jax import profiling
 
-        return counting.count(train, steps)
+        return profiling.count(train, steps)
 
-    def compute_and_comm_fractions(self, train: Any, steps: int) -> tuple[float, float] | None:
-        from keras_strategy.backends.jax import counting
+    def compute_and_comm_fractions(
+        self, train: Any, steps: int
+    ) -> tuple[float, float] | None:
+        from keras_strategy.backends.jax import profiling
 
-        return counting.shares(train, steps)
+        return profiling.shares(train, steps)
 
     def require_eager_loop(self) -> None:
         pass

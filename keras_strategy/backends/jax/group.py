@@ -11,15 +11,14 @@ import keras
 import numpy as np
 from keras import tree
 
-from keras_strategy.backends.jax import hooks_state as keras_state
-from keras_strategy.backends.jax.compiled import Runner
+from keras_strategy.backends.jax import patches_state as keras_state
+from keras_strategy.backends.jax.collectives import JaxWorkers
 from keras_strategy.backends.jax.distribution import (
+    LogicalDistribution,
     ReplicaDistribution,
     in_program,
     put,
 )
-from keras_strategy.backends.jax.logical import LogicalDistribution
-from keras_strategy.backends.jax.on_read import replica_values, set_local_values
 from keras_strategy.backends.jax.replica import (
     TracedMirrored,
     TracedPerReplica,
@@ -27,34 +26,37 @@ from keras_strategy.backends.jax.replica import (
     local_component,
     write_component,
 )
-from keras_strategy.backends.jax.sharded import (
+from keras_strategy.backends.jax.run import Runner
+from keras_strategy.backends.jax.state import (
+    gather_variable,
+    no_value_error,
+    replica_values,
+    set_local_values,
+)
+from keras_strategy.backends.jax.values import (
     ShardedPerReplica,
     gather,
     local_shards,
     place,
     reduce,
 )
-from keras_strategy.backends.jax.splitting import gather_variable
-from keras_strategy.backends.jax.state import no_value_error
-from keras_strategy.backends.jax.workers import JaxWorkers
-from keras_strategy.backends.threads.hooks import current_stateless_scope
+from keras_strategy.backends.threads.patches import current_stateless_scope
 from keras_strategy.backends.threads.scopes import MergedScope
-from keras_strategy.core.components import VariableComponent, unwrap_variables, update_components
-from keras_strategy.core.own_attributes import setattr_hooks
+from keras_strategy.core.per_replica_attributes import setattr_hooks
 from keras_strategy.core.registry import get_engine
-from keras_strategy.rules import first_values
-from keras_strategy.rules.aggregation import is_sync_on_read
-from keras_strategy.values.distributed import (
-    DistributedValues,
-    Mirrored,
-    PerReplica,
-    ReduceOp,
+from keras_strategy.core.variable_components import (
+    VariableComponent,
+    unwrap_variables,
+    update_components,
 )
+from keras_strategy.training import ownership
+from keras_strategy.training.variable_sync import is_sync_on_read
+from keras_strategy.values import DistributedValues, Mirrored, PerReplica, ReduceOp
 
 if TYPE_CHECKING:
-    from keras_strategy.core.strategy import Strategy
-    from keras_strategy.options.run import RunOptions
-    from keras_strategy.workers.cluster import Cluster
+    from keras_strategy.cluster.membership import Cluster
+    from keras_strategy.core.protocols import Strategy
+    from keras_strategy.options import RunOptions
 
 
 class JaxReplicaGroup:
@@ -89,7 +91,7 @@ class JaxReplicaGroup:
         for variable in variables:
             layout = self.distribution.get_variable_layout(variable)
             keras_state.set_layout(variable, layout)
-        first_values.broadcast_from_chief(self._strategy, variables)
+        ownership.broadcast_from_chief(self._strategy, variables)
 
     def sync_initial_values(self, variables: Sequence[Any]) -> int:
         if self.workers is None or not variables:
@@ -99,7 +101,9 @@ class JaxReplicaGroup:
             np.asarray(array) if array.is_fully_replicated else np.zeros(0)
             for array in keras_state.arrays_of(variables)
         ]
-        chiefs = self.workers.broadcast_if_different("the first values of variables", arrays)
+        chiefs = self.workers.broadcast_if_different(
+            "the first values of variables", arrays
+        )
         for variable, value in zip(variables, chiefs, strict=False):
             if value is not None:
                 keras_state.set_array(
@@ -145,7 +149,7 @@ class JaxReplicaGroup:
         scope = current_stateless_scope()
         if isinstance(scope, MergedScope):
             return tuple(scope.components(variable))
-        first_values.broadcast_pending_values()
+        ownership.broadcast_pending_values()
         if is_sync_on_read(variable):
             stacked = replica_values(variable, self.distribution)
             return tuple(x[0] for x in local_shards(stacked, self.distribution))
@@ -182,7 +186,7 @@ class JaxReplicaGroup:
         if isinstance(scope, MergedScope):
             scope.assign_components(variable, values)
             return
-        first_values.broadcast_pending_values()
+        ownership.broadcast_pending_values()
         if is_sync_on_read(variable):
             set_local_values(variable, values, self.distribution)
             return

@@ -11,25 +11,19 @@ import jax.numpy as jnp
 import keras
 from keras import tree
 
-from keras_strategy.backends.jax import hooks_state as keras_state
+from keras_strategy.backends.jax import patches_state as keras_state
 from keras_strategy.backends.jax.distribution import AXIS
-from keras_strategy.backends.jax.on_read import aggregate
-from keras_strategy.backends.jax.splitting import LocalShards
+from keras_strategy.backends.jax.state import LocalShards, aggregate
 from keras_strategy.core import context
-from keras_strategy.core.own_attributes import set_on_all_replicas
+from keras_strategy.core.per_replica_attributes import set_on_all_replicas
 from keras_strategy.core.step_state import StepState
-from keras_strategy.rules.aggregation import is_sync_on_read, split_assigned_value
-from keras_strategy.rules.reduction import cast_for_sum
-from keras_strategy.rules.row_weights import apply_row_weight
-from keras_strategy.values.distributed import (
-    DistributedValues,
-    Mirrored,
-    PerReplica,
-    ReduceOp,
-)
+from keras_strategy.training.reduction import cast_for_sum
+from keras_strategy.training.row_weights import apply_row_weight
+from keras_strategy.training.variable_sync import is_sync_on_read, split_assigned_value
+from keras_strategy.values import DistributedValues, Mirrored, PerReplica, ReduceOp
 
 if TYPE_CHECKING:
-    from keras_strategy.core.strategy import Strategy
+    from keras_strategy.core.protocols import Strategy
 
 
 class JaxReplica:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_strategy.rules.one_writer import raise_if_any_failed
+from keras_strategy.training.saving import raise_if_any_failed
 
 if TYPE_CHECKING:
-    from keras_strategy.workers.cluster import Cluster
+    from keras_strategy.cluster.membership import Cluster
 
 # tf.distribute's name, so that its checkpoints are found.
 _STEPS = "checkpointed_runs"

@@ -2,8 +2,10 @@
 
 Native tf.distribute starts its server with its first multi-worker strategy, together
 with a coordination service. The time limits and the exit barrier of that service would
-compete with those of `keras_strategy.workers`. So the server is started here without
+compete with those of `keras_strategy.cluster`. So the server is started here without
 it, by the functions that the native strategy calls.
+
+Device names: canonical ones (`cpu:0`) and TensorFlow's (`/device:CPU:0`).
 """
 
 import contextlib
@@ -15,7 +17,7 @@ import tensorflow as tf
 from tensorflow.core.protobuf import tensorflow_server_pb2
 from tensorflow.python.eager import context
 
-from keras_strategy.workers.cluster import Cluster
+from keras_strategy.cluster.membership import Cluster
 
 logger = logging.getLogger("keras_strategy")
 
@@ -107,3 +109,36 @@ def _choose_address(cluster: Cluster) -> str:
 
 def _host(address: str) -> str:
     return address.rpartition(":")[0]
+
+
+def list_devices(device_type: str | None = None) -> list[str]:
+    """Return the canonical names of the local devices, and initialize TensorFlow's."""
+    if device_type is None:
+        return list_devices("gpu") or list_devices("cpu")
+    found = tf.config.list_logical_devices(device_type.upper())
+    return [f"{device_type.lower()}:{index}" for index in range(len(found))]
+
+
+def native_name(device: str) -> str:
+    """Return TensorFlow's name of a canonical device name."""
+    kind, index = device.split(":")
+    return f"/device:{kind.upper()}:{index}"
+
+
+def set_logical_devices(device_type: str, count: int) -> None:
+    """Split the first physical device of a type into logical ones."""
+    kind = device_type.upper()
+    physical = tf.config.list_physical_devices(kind)[0]
+    logical = [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
+    try:
+        tf.config.set_logical_device_configuration(physical, logical)
+    except RuntimeError:
+        initialized = len(tf.config.list_logical_devices(kind))
+        if initialized == count:
+            return
+        raise RuntimeError(
+            f"TensorFlow has already initialized {initialized} {device_type} "
+            f"device(s), and cannot change this to {count}. Call "
+            "`set_logical_devices` at the start of the program, before you create a "
+            "tensor, a variable or a strategy. In a notebook, restart the kernel first."
+        ) from None

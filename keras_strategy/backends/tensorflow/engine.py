@@ -1,4 +1,7 @@
-"""TensorFlow backend: native tf.distribute, made exact for Keras."""
+"""Gradients by `tf.GradientTape`, in replica and in cross-replica context.
+
+TensorFlow backend: native tf.distribute, made exact for Keras.
+"""
 
 import contextlib
 import json
@@ -10,21 +13,56 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_strategy.backends.tensorflow import devices
-from keras_strategy.backends.tensorflow.devices import native_name
-from keras_strategy.hooks.rehearsal import rehearsing, with_rows
-from keras_strategy.rules.draws import EndOfDryRun
-from keras_strategy.values.devices import canonical_device
-from keras_strategy.values.distributed import DistributedValues, raise_not_a_tensor
+from keras_strategy.backends.tensorflow import connection
+from keras_strategy.backends.tensorflow.connection import native_name
+from keras_strategy.devices import canonical_device
+from keras_strategy.keras_patches.random import rehearsing, with_rows
+from keras_strategy.keras_patches.variables_optimizers import stored
+from keras_strategy.training.random import EndOfDryRun
+from keras_strategy.values import DistributedValues, raise_not_a_tensor
 
 if TYPE_CHECKING:
     from keras_strategy.backends.tensorflow.group import TensorFlowGroup
+    from keras_strategy.cluster.membership import Cluster
     from keras_strategy.core.context import DryRun
-    from keras_strategy.core.strategy import Strategy
-    from keras_strategy.input.dataset import DistributedDataset
-    from keras_strategy.options.input import InputOptions
-    from keras_strategy.rules.cross_device_ops import CrossDeviceOps
-    from keras_strategy.workers.cluster import Cluster
+    from keras_strategy.core.protocols import Strategy
+    from keras_strategy.data.distributed_dataset import DistributedDataset
+    from keras_strategy.options import InputOptions
+    from keras_strategy.training.cross_device_ops import CrossDeviceOps
+
+
+def value_and_grad(
+    fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
+) -> Callable[..., Any]:
+    """Return a function of the value and the gradients of `fn`."""
+
+    def compute(*args, **kwargs):
+        with tf.GradientTape() as tape:
+            for variable in variables:
+                if not variable.trainable:
+                    tape.watch(stored(variable))
+            result = fn(*args, **kwargs)
+            value, aux = result if has_aux else (result, None)
+            value = tf.convert_to_tensor(value)
+        if value.shape.rank not in (0, None):
+            raise ValueError(
+                "The function passed to `value_and_grad` must return a scalar. "
+                f"Received a tensor of the shape {value.shape}."
+            )
+        sources = [_tape_source(variable) for variable in variables]
+        gradients = tape.gradient(value, sources)
+        return ((value, aux) if has_aux else value), gradients
+
+    return compute
+
+
+def _tape_source(variable: Any) -> Any:
+    """Return the tensor that a tape reads: in cross-replica context the first one."""
+    value = stored(variable)
+    is_mirrored = isinstance(value, tf.distribute.DistributedValues)
+    if is_mirrored and tf.distribute.in_cross_replica_context():
+        return tf.distribute.get_strategy().experimental_local_results(value)[0]
+    return value
 
 
 def _unflatten(cls: Any, metadata: Any, components: Sequence[Any]) -> Any:
@@ -40,12 +78,12 @@ _protocol.__tf_tensor__ = raise_not_a_tensor
 
 
 class TensorFlowEngine:
-    """TensorFlow, see `keras_strategy.core.engine.Engine`."""
+    """TensorFlow, see `keras_strategy.core.protocols.Engine`."""
 
     name = "tensorflow"
 
     def list_devices(self, device_type: str | None = None) -> list[str]:
-        return devices.list_devices(device_type)
+        return connection.list_devices(device_type)
 
     def sharding_unsupported_reason(self, shard: str) -> str | None:
         if shard == "optimizer":
@@ -68,7 +106,7 @@ class TensorFlowEngine:
         return []  # TPUStrategy is refused before it needs them
 
     def set_logical_devices(self, device_type: str, count: int) -> None:
-        devices.set_logical_devices(device_type, count)
+        connection.set_logical_devices(device_type, count)
 
     def device_scope(self, device: str) -> AbstractContextManager[Any]:
         return tf.device(native_name(device))
@@ -91,7 +129,7 @@ class TensorFlowEngine:
     def draw_slice(
         self, name: str, given: dict[str, Any], begin: Any, seed: Callable[[], Any]
     ) -> Any:
-        from keras_strategy.backends.tensorflow.counted import DRAW_FUNCTIONS
+        from keras_strategy.backends.tensorflow.random import DRAW_FUNCTIONS
 
         draw = DRAW_FUNCTIONS.get(name)
         return None if draw is None else draw(begin=begin, seed=seed(), **given)
@@ -139,33 +177,27 @@ class TensorFlowEngine:
     def value_and_grad(
         self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
     ) -> Callable[..., Any]:
-        from keras_strategy.backends.tensorflow.gradients import value_and_grad
-
         return value_and_grad(fn, variables, has_aux)
 
     def patch_modules(self) -> Sequence[ModuleType]:
-        from keras_strategy.backends.tensorflow import (
-            hooks,
-            hooks_optimizers,
-            hooks_sharding,
-        )
-        from keras_strategy.backends.threads import hooks_divisions, hooks_shares
+        from keras_strategy.backends.tensorflow import patches, patches_sharding
+        from keras_strategy.backends.threads import patches_sharded_update
+        from keras_strategy.backends.threads import patches_sharding as slot_patches
 
-        patches = [hooks, hooks_optimizers, hooks_sharding]
-        return list(dict.fromkeys([*patches, hooks_divisions, hooks_shares]))
+        return [patches, patches_sharding, slot_patches, patches_sharded_update]
 
     def random_state(self, seeded: bool = True) -> bytes | None:
-        from keras_strategy.backends.tensorflow import seeds
+        from keras_strategy.backends.tensorflow import random
 
-        if not (seeded or seeds.has_seed()):
+        if not (seeded or random.has_seed()):
             return None
-        return json.dumps(seeds.random_state()).encode()
+        return json.dumps(random.random_state()).encode()
 
     def set_random_state(self, state: bytes) -> None:
-        from keras_strategy.backends.tensorflow import seeds
+        from keras_strategy.backends.tensorflow import random
 
         seed, (version, numbers, gauss) = json.loads(state)
-        seeds.set_random_state(seed, (version, tuple(numbers), gauss))
+        random.set_random_state(seed, (version, tuple(numbers), gauss))
 
     def native_strategy(self, devices: tuple[str, ...]) -> Any:
         names = [native_name(device) for device in devices]
@@ -193,7 +225,7 @@ class TensorFlowEngine:
             return None
         if strategy.extended.cluster is not None and not split:
             return None
-        from keras_strategy.backends.tensorflow.datasets import distribute
+        from keras_strategy.backends.tensorflow.distributed_dataset import distribute
 
         return distribute(strategy, datasets, split, options)
 
@@ -203,9 +235,9 @@ class TensorFlowEngine:
         return checkpoints(thing, folder, cluster)
 
     def count_operations(self, train: Any, steps: int) -> tuple[int, int, int, int]:
-        from keras_strategy.backends.tensorflow import counting
+        from keras_strategy.backends.tensorflow import profiling
 
-        return counting.count(train, steps)
+        return profiling.count(train, steps)
 
     def compute_and_comm_fractions(self, train: Any, steps: int) -> None:
         return None  # TensorFlow's profiler writes for TensorBoard only
@@ -220,9 +252,9 @@ class TensorFlowEngine:
             )
 
     def connect(self, cluster: "Cluster") -> None:
-        from keras_strategy.backends.tensorflow import workers
+        from keras_strategy.backends.tensorflow import collectives
 
-        workers.connect(cluster)
+        collectives.connect(cluster)
 
     def create_group(
         self,
@@ -231,8 +263,8 @@ class TensorFlowEngine:
         cross_device_ops: "CrossDeviceOps | None",
         cluster: "Cluster | None",
     ) -> "TensorFlowGroup":
-        from keras_strategy.backends.tensorflow import workers
+        from keras_strategy.backends.tensorflow import collectives
         from keras_strategy.backends.tensorflow.group import TensorFlowGroup
 
-        connected = None if cluster is None else workers.connect(cluster)
+        connected = None if cluster is None else collectives.connect(cluster)
         return TensorFlowGroup(strategy, devices, cross_device_ops, connected)

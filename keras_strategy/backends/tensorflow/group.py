@@ -17,64 +17,71 @@ import numpy as np
 import tensorflow as tf
 from keras import tree
 
-from keras_strategy.backends.tensorflow.across import (
+from keras_strategy.backends.tensorflow.collectives import (
+    TensorFlowWorkers,
     gather_over_workers,
     sum_over_workers,
 )
-from keras_strategy.backends.tensorflow.combine import (
+from keras_strategy.backends.tensorflow.compile_cache import (
+    CompiledFunctions,
+    reraise_failed_checks,
+)
+from keras_strategy.backends.tensorflow.connection import native_name
+from keras_strategy.backends.tensorflow.cross_device_ops import (
     concat_values,
+    native_cross_device_ops,
     reduce_values,
     sum_values,
 )
-from keras_strategy.backends.tensorflow.compiled import CompiledFunctions
-from keras_strategy.backends.tensorflow.cross_device_ops import native_cross_device_ops
-from keras_strategy.backends.tensorflow.devices import native_name
-from keras_strategy.backends.tensorflow.native import (
+from keras_strategy.backends.tensorflow.native_strategies import (
     NativeMirroredStrategy,
     NativeMultiWorkerStrategy,
 )
-from keras_strategy.backends.tensorflow.refusals import reraise_failed_checks
 from keras_strategy.backends.tensorflow.replica import (
     GroupState,
     RunState,
     TensorFlowReplica,
     regroup_outputs,
 )
-from keras_strategy.backends.tensorflow.rows import step_states
-from keras_strategy.backends.tensorflow.sharing import gather_shards, local_shard
-from keras_strategy.backends.tensorflow.workers import TensorFlowWorkers
-from keras_strategy.backends.threads.hooks_divisions import shard_adopted_slot
-from keras_strategy.backends.threads.interrupt import propagate_interrupts
+from keras_strategy.backends.tensorflow.row_ranges import step_states
+from keras_strategy.backends.tensorflow.sharding import gather_shards, local_shard
+from keras_strategy.backends.threads.patches_sharding import shard_adopted_slot
+from keras_strategy.backends.threads.pool import propagate_interrupts
 from keras_strategy.core import context
-from keras_strategy.core.components import update_components
-from keras_strategy.core.own_attributes import GroupAttributes
+from keras_strategy.core.context import ReplicaContext
+from keras_strategy.core.per_replica_attributes import GroupAttributes
 from keras_strategy.core.registry import get_engine
-from keras_strategy.core.replica_context import ReplicaContext
-from keras_strategy.hooks.random import kept_generator
-from keras_strategy.hooks.variables import byte_count, initialize, stored, stored_dtype
-from keras_strategy.rules.aggregation import (
-    is_sync_on_read,
-    split_for_local_replicas,
-    local_contribution,
+from keras_strategy.core.variable_components import update_components
+from keras_strategy.devices import ReplicaTopology
+from keras_strategy.keras_patches.random import kept_generator
+from keras_strategy.keras_patches.variables_optimizers import (
+    byte_count,
+    initialize,
+    stored,
+    stored_dtype,
 )
-from keras_strategy.rules.sharding import FlatShards, set_flat_shards, flat_shards_of
-from keras_strategy.values.distributed import (
+from keras_strategy.training.sharding import FlatShards, flat_shards_of, set_flat_shards
+from keras_strategy.training.variable_sync import (
+    is_sync_on_read,
+    local_contribution,
+    split_for_local_replicas,
+)
+from keras_strategy.values import (
     DistributedValues,
     Mirrored,
     PerReplica,
     ReduceOp,
     select_replica,
 )
-from keras_strategy.values.topology import ReplicaTopology
 
 if TYPE_CHECKING:
-    from keras_strategy.core.strategy import Strategy
-    from keras_strategy.options.run import RunOptions
-    from keras_strategy.rules.cross_device_ops import CrossDeviceOps
+    from keras_strategy.core.protocols import Strategy
+    from keras_strategy.options import RunOptions
+    from keras_strategy.training.cross_device_ops import CrossDeviceOps
 
 
 class TensorFlowGroup:
-    """The replicas of one strategy, see `keras_strategy.core.protocol.ReplicaGroup`.
+    """The replicas of one strategy, see `keras_strategy.core.protocols.ReplicaGroup`.
 
     Args:
         strategy: The strategy.

@@ -10,33 +10,36 @@ import keras
 import tensorflow as tf
 from keras import tree
 
-from keras_strategy.backends.tensorflow.across import sum_over_workers
-from keras_strategy.backends.tensorflow.combine import (
+from keras_strategy.backends.tensorflow.collectives import (
+    TensorFlowWorkers,
+    Verify,
+    sum_over_workers,
+)
+from keras_strategy.backends.tensorflow.cross_device_ops import (
     check_same_layout,
     concat_values,
     divide,
     sum_values,
 )
-from keras_strategy.backends.tensorflow.seeds import SeedGenerators
-from keras_strategy.backends.tensorflow.sharing import (
+from keras_strategy.backends.tensorflow.random import SeedGenerators
+from keras_strategy.backends.tensorflow.sharding import (
     attach_shard,
     gather_shards,
     local_shard,
     reduce_scatter_shares,
 )
-from keras_strategy.backends.tensorflow.workers import TensorFlowWorkers, Verify
 from keras_strategy.core import context
-from keras_strategy.core.own_attributes import ReplicaAttributes
+from keras_strategy.core.per_replica_attributes import ReplicaAttributes
 from keras_strategy.core.step_state import StepState
-from keras_strategy.hooks.variables import stored
-from keras_strategy.rules import row_weights
-from keras_strategy.rules.reduction import cast_for_sum
-from keras_strategy.rules.sharding import FlatShards, flat_shards_of
-from keras_strategy.values.distributed import ReduceOp, regroup, select_replica
-from keras_strategy.values.topology import ReplicaTopology
+from keras_strategy.devices import ReplicaTopology
+from keras_strategy.keras_patches.variables_optimizers import stored
+from keras_strategy.training import row_weights
+from keras_strategy.training.reduction import cast_for_sum
+from keras_strategy.training.sharding import FlatShards, flat_shards_of
+from keras_strategy.values import ReduceOp, regroup, select_replica
 
 if TYPE_CHECKING:
-    from keras_strategy.core.strategy import Strategy
+    from keras_strategy.core.protocols import Strategy
 
 
 @dataclasses.dataclass
@@ -119,7 +122,7 @@ def _weighted(tensor: Any, weight: Any) -> Any:
 
 
 class TensorFlowReplica:
-    """One replica, see `keras_strategy.core.protocol.Replica`."""
+    """One replica, see `keras_strategy.core.protocols.Replica`."""
 
     def __init__(self, group_state: GroupState, run_state: RunState):
         self.group_state = group_state

@@ -6,18 +6,21 @@ from typing import Any
 import keras
 from keras import tree
 
-from keras_strategy.backends.threads import hooks
+from keras_strategy.backends.threads import patches
+from keras_strategy.backends.threads.pool import TurnScheduler
 from keras_strategy.backends.threads.scopes import MergedScope, ReplicaScope
-from keras_strategy.backends.threads.turns import TurnScheduler
 from keras_strategy.core import context
-from keras_strategy.core.own_attributes import ReplicaAttributes, set_on_all_replicas
-from keras_strategy.core.replica_context import ReplicaContext
+from keras_strategy.core.context import ReplicaContext
+from keras_strategy.core.per_replica_attributes import (
+    ReplicaAttributes,
+    set_on_all_replicas,
+)
 from keras_strategy.core.step_state import StepState
-from keras_strategy.rules import first_values
-from keras_strategy.rules.aggregation import local_contribution
-from keras_strategy.rules.reduction import check_same_dtype
-from keras_strategy.values.distributed import regroup, select_replica
-from keras_strategy.values.topology import ReplicaTopology
+from keras_strategy.devices import ReplicaTopology
+from keras_strategy.training import ownership
+from keras_strategy.training.reduction import check_same_dtype
+from keras_strategy.training.variable_sync import local_contribution
+from keras_strategy.values import regroup, select_replica
 
 
 class ThreadReplica:
@@ -95,7 +98,9 @@ class ThreadReplica:
         def combine(calls):
             scopes = [scope for scope, _ in calls]
             joined = regroup(
-                [call for _, call in calls], keras.ops.is_tensor, always_distributed=True
+                [call for _, call in calls],
+                keras.ops.is_tensor,
+                always_distributed=True,
             )
             with (
                 context.cross_replica_scope(self._strategy),
@@ -120,10 +125,10 @@ class ThreadReplica:
             set_on_all_replicas(),
             context.cross_replica_scope(self._strategy),
             self._strategy.extended.group.scope(),
-            hooks.no_stateless_scope(),
+            patches.no_stateless_scope(),
         ):
             result = fn()
-            first_values.broadcast_pending_values()  # before the replicas go on
+            ownership.broadcast_pending_values()  # before the replicas go on
             return result
 
     def global_seed_generator(self, make: Callable[[], Any]) -> Any:

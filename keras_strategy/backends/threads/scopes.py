@@ -9,9 +9,12 @@ from typing import Any
 
 import keras
 
-from keras_strategy.core.protocol import Replica
-from keras_strategy.rules.aggregation import is_sync_on_read, split_for_local_replicas
-from keras_strategy.values.topology import ReplicaTopology
+from keras_strategy.core.protocols import Replica
+from keras_strategy.devices import ReplicaTopology
+from keras_strategy.training.variable_sync import (
+    is_sync_on_read,
+    split_for_local_replicas,
+)
 
 
 class WritesInPlace:

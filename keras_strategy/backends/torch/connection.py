@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from keras_strategy.options.communication import CommunicationImplementation
-from keras_strategy.workers.cluster import Cluster
+from keras_strategy.cluster.membership import Cluster
+from keras_strategy.options import CommunicationImplementation
 
 _STORE = "address of torch's store"
 

@@ -1,30 +1,80 @@
-"""The torch adapter: the devices of this process in turns."""
+"""Gradients by torch.autograd.
+
+The torch adapter: the devices of this process in turns.
+"""
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 import keras
 import torch
+from keras import tree
 
-from keras_strategy.backends.threads import hooks as thread_hooks
-from keras_strategy.backends.threads import hooks_divisions, hooks_shares
+from keras_strategy.backends.threads import patches as thread_hooks
+from keras_strategy.backends.threads import patches_sharded_update, patches_sharding
 from keras_strategy.backends.torch import (
+    collectives,
     devices,
-    gradients,
-    hooks,
-    hooks_compiled,
-    hooks_optimizers,
-    hooks_sharding,
-    workers,
+    patches,
+    patches_compiled,
+    patches_optimizers,
 )
 from keras_strategy.backends.torch.group import TorchGroup
+from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core.context import DryRun
-from keras_strategy.hooks.rehearsal import rehearsing, with_rows
-from keras_strategy.values.devices import canonical_device
-from keras_strategy.values.distributed import DistributedValues, raise_not_a_tensor
-from keras_strategy.workers.cluster import Cluster
+from keras_strategy.devices import canonical_device
+from keras_strategy.keras_patches.random import rehearsing, with_rows
+from keras_strategy.values import DistributedValues, raise_not_a_tensor
+
+
+class _Here(threading.local):
+    """Whether this thread is in a function that gradients are taken of."""
+
+    inside = False
+
+
+_here = _Here()
+
+
+def value_and_grad(
+    fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
+) -> Callable[..., Any]:
+    """See `keras_strategy.value_and_grad`."""
+
+    def value_and_gradients(*args, **kwargs):
+        # What an inner one returns, as for a penalty, is differentiated once more.
+        inner, _here.inside = _here.inside, True
+        try:
+            with torch.enable_grad():
+                output = fn(*args, **kwargs)
+                value = output[0] if has_aux else output
+                if not isinstance(value, torch.Tensor) or value.numel() != 1:
+                    raise ValueError(
+                        "Argument `fn` must return a scalar tensor to differentiate"
+                        + (", and auxiliary outputs beside it" if has_aux else "")
+                        + f". Received: {value!r}"
+                    )
+                gradients = torch.autograd.grad(
+                    value,
+                    [v.value for v in variables],
+                    create_graph=inner,
+                    allow_unused=True,
+                )
+        finally:
+            _here.inside = inner
+
+        def detach(x):
+            return x.detach() if isinstance(x, torch.Tensor) else x
+
+        if not inner:
+            output = tree.map_structure(detach, output)
+        return output, list(gradients)
+
+    return value_and_gradients
+
 
 # Keras asks NumPy to convert what it does not know.
 _protocol: Any = DistributedValues
@@ -133,19 +183,11 @@ class TorchEngine:
     def value_and_grad(
         self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
     ) -> Callable[..., Any]:
-        return gradients.value_and_grad(fn, variables, has_aux)
+        return value_and_grad(fn, variables, has_aux)
 
     def patch_modules(self) -> Sequence[ModuleType]:
-        modules = [
-            thread_hooks,
-            hooks,
-            hooks_compiled,
-            hooks_optimizers,
-            hooks_sharding,
-            hooks_divisions,
-            hooks_shares,
-        ]
-        return list(dict.fromkeys(modules))
+        own = [patches, patches_compiled, patches_optimizers]
+        return [thread_hooks, *own, patches_sharding, patches_sharded_update]
 
     def random_state(self, seeded: bool = True) -> None:
         return None  # the core asks torch on every backend
@@ -171,20 +213,22 @@ class TorchEngine:
         return None  # it has none of its own
 
     def count_operations(self, train: Any, steps: int) -> tuple[int, int, int, int]:
-        from keras_strategy.backends.torch import counting
+        from keras_strategy.backends.torch import profiling
 
-        return counting.count(train, steps)
+        return profiling.count(train, steps)
 
-    def compute_and_comm_fractions(self, train: Any, steps: int) -> tuple[float, float] | None:
-        from keras_strategy.backends.torch import counting
+    def compute_and_comm_fractions(
+        self, train: Any, steps: int
+    ) -> tuple[float, float] | None:
+        from keras_strategy.backends.torch import profiling
 
-        return counting.shares(train, steps)
+        return profiling.shares(train, steps)
 
     def require_eager_loop(self) -> None:
         """Nothing is compiled by its Python source."""
 
     def connect(self, cluster: Cluster) -> None:
-        workers.connect(cluster)
+        collectives.connect(cluster)
 
     def create_group(
         self,
@@ -196,5 +240,5 @@ class TorchEngine:
         if cross_device_ops is not None:
             cross_device_ops.log_no_effect("torch")
         devices.use()
-        connected = None if cluster is None else workers.connect(cluster)
+        connected = None if cluster is None else collectives.connect(cluster)
         return TorchGroup(strategy, names, connected)

@@ -10,49 +10,54 @@ from typing import Any
 import keras
 import torch
 
-from keras_strategy.backends.threads.hooks import (
+from keras_strategy.backends.threads.patches import (
     ThreadState,
-    keep_global_seed_generator,
     current_stateless_scope,
+    keep_global_seed_generator,
 )
-from keras_strategy.backends.threads.hooks_divisions import shard_adopted_slot
+from keras_strategy.backends.threads.patches_sharding import shard_adopted_slot
+from keras_strategy.backends.threads.pool import ReplicaThreads, TurnScheduler
 from keras_strategy.backends.threads.scopes import MergedScope
-from keras_strategy.backends.threads.team import ReplicaThreads
-from keras_strategy.backends.threads.turns import TurnScheduler
-from keras_strategy.backends.torch.arrays import array_converter
-from keras_strategy.backends.torch.batch_logs import detect_log_readers
-from keras_strategy.backends.torch.components import (
+from keras_strategy.backends.torch.collectives import TorchWorkers
+from keras_strategy.backends.torch.devices import array_converter, torch_device
+from keras_strategy.backends.torch.gradient_buckets import FlatBufferPool
+from keras_strategy.backends.torch.replica import (
+    PARTIAL_UPDATE_NOTE,
+    InPlaceReplica,
+    RunState,
+    TorchReplica,
+)
+from keras_strategy.backends.torch.sharding import ShardedComponents
+from keras_strategy.backends.torch.state import (
     Layout,
-    sum_tensors,
     find_components,
     get_or_create_components,
+    sum_tensors,
     together,
 )
-from keras_strategy.backends.torch.devices import torch_device
-from keras_strategy.backends.torch.direct import InPlaceReplica
-from keras_strategy.backends.torch.flat import FlatBufferPool
-from keras_strategy.backends.torch.replica import TorchReplica
-from keras_strategy.backends.torch.run import PARTIAL_UPDATE_NOTE, RunState
-from keras_strategy.backends.torch.sharing import ShardedComponents
-from keras_strategy.backends.torch.workers import TorchWorkers
+from keras_strategy.backends.torch.training import detect_log_readers
 from keras_strategy.core import context
-from keras_strategy.core.components import update_components
-from keras_strategy.core.own_attributes import GroupAttributes, ReplicaAttributes
-from keras_strategy.core.registry import get_engine
-from keras_strategy.core.row_range import row_ranges
-from keras_strategy.hooks.draws_of_layers import of_layers, rehearse_layer
-from keras_strategy.hooks.variables import byte_count, stored
-from keras_strategy.rules import first_values
-from keras_strategy.rules.aggregation import is_sync_on_read
-from keras_strategy.rules.batches import find_batch_rows
-from keras_strategy.rules.reduction import (
-    cast_for_sum,
-    axes_to_reduce,
-    num_entries,
-    check_same_dtype,
+from keras_strategy.core.per_replica_attributes import (
+    GroupAttributes,
+    ReplicaAttributes,
 )
-from keras_strategy.rules.sharding import FlatShards
-from keras_strategy.values.distributed import (
+from keras_strategy.core.registry import get_engine
+from keras_strategy.core.step_state import row_ranges
+from keras_strategy.core.variable_components import update_components
+from keras_strategy.devices import ReplicaTopology
+from keras_strategy.keras_patches.random import of_layers, rehearse_layer
+from keras_strategy.keras_patches.variables_optimizers import byte_count, stored
+from keras_strategy.training import ownership
+from keras_strategy.training.reduction import (
+    axes_to_reduce,
+    cast_for_sum,
+    check_same_dtype,
+    num_entries,
+)
+from keras_strategy.training.sharding import FlatShards
+from keras_strategy.training.train_step import find_batch_rows
+from keras_strategy.training.variable_sync import is_sync_on_read
+from keras_strategy.values import (
     DistributedValues,
     Mirrored,
     PerReplica,
@@ -61,7 +66,6 @@ from keras_strategy.values.distributed import (
     regroup,
     select_replica,
 )
-from keras_strategy.values.topology import ReplicaTopology
 
 
 class TorchGroup:
@@ -96,7 +100,7 @@ class TorchGroup:
         return keras.device(self._first)
 
     def adopt(self, variables: Sequence[Any]) -> None:
-        first_values.broadcast_from_chief(self.strategy, variables)
+        ownership.broadcast_from_chief(self.strategy, variables)
         for variable in variables:
             if not shard_adopted_slot(self.strategy, variable):
                 get_or_create_components(variable, self.layout)
@@ -105,7 +109,9 @@ class TorchGroup:
         if self.workers is None or not variables:
             return len(variables)
         values = [stored(variable) for variable in variables]
-        chiefs = self.workers.broadcast_if_different("the first values of variables", values)
+        chiefs = self.workers.broadcast_if_different(
+            "the first values of variables", values
+        )
         with torch.no_grad():
             for value, chief in zip(values, chiefs, strict=False):
                 if chief is not None:
@@ -156,7 +162,9 @@ class TorchGroup:
 
     def part_of_this_worker(self, variable: Any) -> torch.Tensor:
         """What this worker adds to an on_read variable's value."""
-        return get_or_create_components(variable, self.layout).part_of_this_worker(variable)
+        return get_or_create_components(variable, self.layout).part_of_this_worker(
+            variable
+        )
 
     def assign_components(self, variable: Any, values: Sequence[torch.Tensor]) -> None:
         scope = current_stateless_scope()
@@ -221,7 +229,9 @@ class TorchGroup:
         replicas[0].scope.record_versions()
         return outputs[0]
 
-    def _in_turns(self, turns: TurnScheduler, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    def _in_turns(
+        self, turns: TurnScheduler, calls: Sequence[Callable[[], Any]]
+    ) -> list[Any]:
         """Makes one call for each replica, with this thread's settings."""
         state, gradients = ThreadState.capture(), torch.is_grad_enabled()
 

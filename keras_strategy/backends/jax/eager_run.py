@@ -1,0 +1,388 @@
+"""Eager `run`: replicas take turns, without compilation.
+
+One program cannot serve replicas whose batches have different shapes, such as a last
+batch that the replicas do not divide. They run operation by operation in threads. This
+is slower, but supports different shapes, Python decisions that depend on the replica or
+a value, and collectives of different numbers of rows.
+
+Runner of the functions of an eager `run`.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+from jax.core import Tracer
+from keras import tree
+
+from keras_strategy.backends.jax import patches_state as keras_state
+from keras_strategy.backends.jax.collectives import JaxWorkers
+from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
+from keras_strategy.backends.jax.state import (
+    forbid_donation,
+    no_value_error,
+    replica_values,
+    set_local_values,
+)
+from keras_strategy.backends.jax.values import local_shards
+from keras_strategy.backends.threads.patches import (
+    ThreadState,
+    keep_global_seed_generator,
+)
+from keras_strategy.backends.threads.pool import ReplicaThreads, TurnScheduler
+from keras_strategy.backends.threads.replica import ThreadReplica
+from keras_strategy.backends.threads.scopes import ReplicaScope
+from keras_strategy.core import context
+from keras_strategy.core.per_replica_attributes import (
+    GroupAttributes,
+    ReplicaAttributes,
+)
+from keras_strategy.core.protocols import Replica
+from keras_strategy.core.step_state import StepState, row_ranges
+from keras_strategy.core.variable_components import unwrap_variables
+from keras_strategy.devices import ReplicaTopology
+from keras_strategy.keras_patches.variables_optimizers import adopt, stored_dtype
+from keras_strategy.training.ownership import check_sync_on_read_owner
+from keras_strategy.training.random import BatchDimCache
+from keras_strategy.training.reduction import cast_for_sum, check_same_dtype
+from keras_strategy.training.row_weights import apply_row_weight
+from keras_strategy.training.train_step import find_batch_rows, traced_run_state
+from keras_strategy.training.variable_sync import is_sync_on_read
+from keras_strategy.values import ReduceOp, is_numeric_array, regroup, select_replica
+
+if TYPE_CHECKING:
+    from keras_strategy.core.protocols import Strategy
+
+
+class InitialValues:
+    """The replicas' values of variables at the start of a run."""
+
+    def __init__(self, strategy: "Strategy", distribution: ReplicaDistribution):
+        self._strategy = strategy
+        self._distribution = distribution
+        self._values: dict[int, tuple[jax.Array, ...]] = {}
+
+    def get(self, variable: Any) -> tuple[jax.Array, ...]:
+        """Return the arrays of a variable, one for each replica."""
+        if id(variable) not in self._values:
+            self._values[id(variable)] = self._read(variable)
+        return self._values[id(variable)]
+
+    def _read(self, variable: Any) -> tuple[jax.Array, ...]:
+        distribution = self._distribution
+        if is_sync_on_read(variable):
+            check_sync_on_read_owner(self._strategy, variable)
+            stacked = replica_values(variable, distribution)
+            return tuple(x[0] for x in local_shards(stacked, distribution))
+        forbid_donation(variable)  # the function may return its shard
+        array = keras_state.array_of(variable)
+        return local_shards(put(array, distribution.everywhere), distribution)
+
+
+class ThreadScope(ReplicaScope):
+    """Scope with one replica's values of variables."""
+
+    def __init__(self, replica: Replica, index: int, initial_values: InitialValues):
+        super().__init__(replica)
+        self._index = index
+        self.written: dict[int, Any] = {}
+        self._initial_values = initial_values
+
+    def get_current_value(self, variable: Any) -> jax.Array:
+        if keras_state.array_of(variable) is None:
+            raise no_value_error(variable)
+        staged = self.state_mapping.get(id(variable))
+        if staged is not None:
+            return staged
+        return self._initial_values.get(variable)[self._index]
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        self.written[id(update[0])] = update[0]
+        super().add_update(update)
+
+
+class EagerReplica(ThreadReplica):
+    """Implementation of `core.protocol.Replica` for a thread."""
+
+    def __init__(
+        self,
+        strategy: "Strategy",
+        index: int,
+        topology: ReplicaTopology,
+        turns: TurnScheduler,
+        attributes: ReplicaAttributes,
+        device: Any,
+        initial_values: InitialValues,
+        workers: JaxWorkers | None,
+    ):
+        super().__init__(strategy, index, topology, turns, attributes)
+        self.device = device
+        self.scope: ThreadScope = ThreadScope(self, index, initial_values)
+        self._workers = workers
+
+    def here(self, tensor: Any) -> jax.Array:
+        return jax.device_put(tensor, self.device)
+
+    def add(self, tensors: Sequence[Any]) -> jax.Array:
+        first, *others = tensors
+        for other in others:
+            first = first + jax.device_put(other, first.sharding)
+        return first
+
+    def sum_over_workers(self, name: str, tensor: Any) -> jax.Array:
+        if self._workers is None:
+            return tensor
+        return self._workers.sum_all(name, [tensor])[0]
+
+    def exchange(
+        self, name: str, value: Any, combine: Callable[[list[Any]], Any]
+    ) -> Any:
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value)):
+            raise TypeError(
+                f"`{name}` was called inside a function that JAX transforms (a jit, "
+                "a scan, a cond, or a gradient of something other than all_reduce and "
+                "all_gather), while the replicas' batches have different shapes. "
+                "Call it outside of that function, or give all replicas batches of "
+                "the same shape."
+            )
+        return super().exchange(name, value, combine)
+
+    def all_reduce(self, reduce_op: ReduceOp, value: Any) -> jax.Array:
+        total = self._sum(cast_for_sum(value))
+        if reduce_op is ReduceOp.MEAN:
+            return total / self.topology.num_replicas
+        return total
+
+    def _sum(self, value: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(value.dtype, jnp.inexact):
+            return self.total("all_reduce", value)
+
+        @jax.custom_vjp
+        def total(x):
+            return self.total("all_reduce", x)
+
+        def forward(x):
+            return self.total("all_reduce", x), None
+
+        def backward(_, gradient):
+            return (self.total("gradient of all_reduce", gradient),)
+
+        total.defvjp(forward, backward)
+        return total(value)
+
+    def all_gather(self, value: Any, axis: int) -> jax.Array:
+        value = keras.ops.convert_to_tensor(value)
+
+        def combine(tensors):
+            result, sizes = _concatenate(tensors, axis)
+            if self._workers is None:
+                return result, sizes
+            result, _ = self._workers.gather("all_gather", result, axis)
+            sizes, _ = self._workers.gather("all_gather", np.array(sizes), 0)
+            return result, np.asarray(sizes)
+
+        def gather(x):
+            result, sizes = self.exchange("all_gather", x, combine)
+            return self.here(result), sizes
+
+        if not jnp.issubdtype(value.dtype, jnp.inexact):
+            return gather(value)[0]
+
+        @jax.custom_vjp
+        def gathered(x):
+            return gather(x)[0]
+
+        def backward(sizes, gradient):
+            total = self.total("gradient of all_gather", gradient)
+            ends = np.cumsum(sizes)[:-1]
+            return (jnp.split(total, ends, axis=axis)[self.id],)
+
+        gathered.defvjp(gather, backward)
+        return gathered(value)
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: tuple, kwargs: dict
+    ) -> Any:
+        # Not differentiable, as in the compiled program.
+        args, kwargs = tree.map_structure(
+            lambda x: jax.lax.stop_gradient(x) if isinstance(x, jax.Array) else x,
+            (args, kwargs),
+        )
+        return super().merge_call(merge_fn, args, kwargs)
+
+    def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
+        tensors = [
+            apply_row_weight(keras.ops.convert_to_tensor(t), weight) for t in tensors
+        ]
+
+        def combine(replicas):
+            shapes = [[tuple(t.shape) for t in replica] for replica in replicas]
+            if any(shape != shapes[0] for shape in shapes):
+                raise ValueError(
+                    "`optimizer.apply` needs gradients of the same shapes on every "
+                    f"replica. Received these shapes, by replica: {shapes}."
+                )
+            totals = [self.add(ts) for ts in zip(*replicas, strict=True)]
+            if self._workers is None:
+                return totals
+            return self._workers.sum_all("optimizer.apply", totals)
+
+        totals = self.exchange("optimizer.apply", tensors, combine)
+        return [self.here(t) for t in totals]
+
+    def draw_once(
+        self, what: Any, draw: Callable[[], Any], skip: Callable[[], Any]
+    ) -> Any:
+        return draw()
+
+    def write(self, variable: Any, value: Any) -> None:
+        keras_state.write(variable, value)
+
+
+def _concatenate(tensors: Sequence[Any], axis: int) -> tuple[jax.Array, list[int]]:
+    check_same_dtype(tensors)
+    device = tensors[0].sharding
+    try:
+        result = jnp.concatenate([jax.device_put(t, device) for t in tensors], axis)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            "`all_gather` needs values of rank 1 or more whose dimensions other than "
+            f"axis={axis} are equal. Received these shapes, by replica: "
+            f"{[tuple(t.shape) for t in tensors]}."
+        ) from error
+    return result, [t.shape[axis] for t in tensors]
+
+
+class EagerRunner:
+    """Runner that calls functions on the replicas of one group in turns."""
+
+    def __init__(
+        self,
+        strategy: "Strategy",
+        devices: tuple[str, ...],
+        distribution: ReplicaDistribution,
+        workers: JaxWorkers | None,
+    ):
+        self._strategy = strategy
+        self._devices = devices
+        self._distribution = distribution
+        self._workers = workers
+        self._team = ReplicaThreads(devices)
+        self._attributes = GroupAttributes(len(devices), keras.ops.is_tensor)
+        self._lock = threading.Lock()
+
+    def run(
+        self, fn: Callable[..., Any], args: tuple, kwargs: dict, draws: BatchDimCache
+    ) -> Any:
+        """Implement `ReplicaGroup.run`; `draws` are the function's random draws."""
+        with self._lock:  # one run at a time
+            initial_values = InitialValues(self._strategy, self._distribution)
+            turns, attributes = (
+                TurnScheduler(len(self._devices)),
+                self._attributes.begin(),
+            )
+            replicas = [
+                EagerReplica(
+                    self._strategy,
+                    index,
+                    self._distribution.topology,
+                    turns,
+                    attributes[index],
+                    device,
+                    initial_values,
+                    self._workers,
+                )
+                for index, device in enumerate(self._distribution.devices)
+            ]
+            batch = find_batch_rows(args, kwargs)
+            if batch is not None and batch.counts is not None:
+                rows = row_ranges(batch.counts)[batch.first :]
+                for replica in replicas:
+                    index = replica.index
+                    replica.step = traced_run_state(
+                        fn, (args, kwargs), rows[index], index, draws
+                    )
+            state = ThreadState.capture()
+            try:
+                outputs = self._team.call(
+                    turns,
+                    [
+                        functools.partial(_run_replica, *pair, state, fn, args, kwargs)
+                        for pair in zip(replicas, attributes, strict=True)
+                    ],
+                )
+            finally:
+                for replica in replicas:  # free the state despite reference cycles
+                    replica.step = StepState()
+            self._commit([replica.scope for replica in replicas])
+            self._attributes.commit(attributes)
+            keep_global_seed_generator(turns.seed_generator)
+        return regroup(
+            outputs, keras.ops.is_tensor, always_distributed=self._workers is not None
+        )
+
+    def _commit(self, scopes: Sequence[ThreadScope]) -> None:
+        """Write the replicas' assignments after all of them have succeeded."""
+        written: dict[int, Any] = {}
+        for scope in scopes:
+            written.update(scope.written)
+        seeds = [v for v in written.values() if keras_state.is_global_seed(v)]
+        others = [v for v in written.values() if not keras_state.is_global_seed(v)]
+        adopt(self._strategy, others)
+        for variable in seeds:
+            value = scopes[0].get_current_value(variable)
+            keras_state.release(variable, value)
+        for variable in others:
+            values = [
+                jax.device_put(
+                    jnp.asarray(
+                        scope.get_current_value(variable), stored_dtype(variable)
+                    ),
+                    device,
+                )
+                for scope, device in zip(
+                    scopes, self._distribution.devices, strict=True
+                )
+            ]
+            if is_sync_on_read(variable):
+                set_local_values(variable, values, self._distribution)
+            else:
+                array = self._distribution.global_array(
+                    values[0].shape, self._distribution.everywhere, values
+                )
+                array = put(array, self._distribution.stored_sharding(variable))
+                keras_state.set_array(variable, array)
+
+
+def _run_replica(
+    replica: EagerReplica,
+    attributes: ReplicaAttributes,
+    state: ThreadState,
+    fn: Callable[..., Any],
+    args: tuple,
+    kwargs: dict,
+) -> Any:
+    def place(leaf):
+        if isinstance(leaf, jax.Array) or is_numeric_array(leaf):
+            return replica.here(jnp.asarray(leaf))
+        return leaf
+
+    with (
+        state.applied(),
+        jax.default_device(replica.device),
+        context.replica_scope(replica.context),
+        replica.scope,
+        attributes.in_turn(),
+    ):
+        replicas = len(replica.topology.devices)
+        selected = select_replica((args, kwargs), replica.index, replicas)
+        args, kwargs = tree.map_structure(place, selected)
+        output = unwrap_variables(fn(*args, **kwargs))
+        # Nothing is written before every replica has succeeded.
+        replica.exchange("the end of the function", None, lambda _: None)
+        return output

@@ -1,0 +1,499 @@
+"""Patches of Keras on JAX: trainer, variables, optimizers and random numbers.
+
+Patches of Keras's trainer, variables and random numbers on JAX.
+
+Patches of Keras for sharded variables on JAX.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+from jax.core import Tracer
+from keras import tree
+
+from keras_strategy.backends.jax import patches_state as keras_state
+from keras_strategy.backends.jax.distribution import (
+    AXIS,
+    LOGICAL_PREFIX,
+    current_distribution,
+    distribution_of_sharding,
+    home_distribution,
+    multi_worker_distribution,
+    put,
+    strategy_distribution,
+)
+from keras_strategy.backends.jax.patches_data import GlobalBatches, local_predictions
+from keras_strategy.backends.jax.patches_state import array_of, stateless_scope, write
+from keras_strategy.backends.jax.replica import JaxReplica, TracedMergedScope
+from keras_strategy.backends.jax.state import (
+    LocalShards,
+    discard_note,
+    forbid_donation,
+    gather_variable,
+)
+from keras_strategy.backends.threads.patches import global_state, keras_seeds
+from keras_strategy.backends.threads.patches_sharded_update import ShardedUpdateScope
+from keras_strategy.core import context
+from keras_strategy.core.context import distributed_replica
+from keras_strategy.keras_patches.patch import (
+    home_of,
+    hook,
+    in_replica,
+    in_scope_of_workers,
+    model_hook,
+    of_several,
+)
+from keras_strategy.training import ownership
+from keras_strategy.training.ownership import strategy_of_variable
+from keras_strategy.training.saving import overridden_value
+from keras_strategy.training.sharding import (
+    creating_slots,
+    dimension_to_shard,
+    is_elementwise,
+    mark_as_slot,
+)
+
+
+def step_from_home(step: Callable, distribution: Any) -> Callable:
+    """Wrap Keras's step function for variables on one home device.
+
+    Keras's program takes variables on all devices, so copy them there and back.
+    """
+
+    def function(state, iterator):
+        outputs, state = step(distribution.from_home(state), iterator)
+        return outputs, distribution.to_home(state)
+
+    return function
+
+
+# The names in different versions of Keras.
+_STATE_SHARDING_METHODS = tuple(
+    name
+    for name in ("_record_training_state_sharding_spec", "_get_state_sharding_spec")
+    if hasattr(keras.Model, name)
+)
+
+
+@model_hook(_STATE_SHARDING_METHODS, "(self)", when=home_distribution)
+def _state_sharding(original, distribution, self):
+    """Report shardings on all devices for variables that one device holds.
+
+    Keras compiles the step for the shardings that it finds before the step.
+    """
+    variables = [*self.variables, *self.metrics_variables]
+    if getattr(self, "optimizer", None) is not None:
+        variables += self.optimizer.variables
+    variables = [v for v in variables if keras_state.array_of(v) is not None]
+    arrays = keras_state.arrays_of(variables)
+    keras_state.set_arrays(variables, distribution.from_home(arrays))
+    try:
+        return original(self)
+    finally:
+        keras_state.set_arrays(variables, arrays)
+
+
+jax_trainer = home_of(
+    "JAXEpochIterator _distribute_data", "keras.src.backend.jax.trainer"
+)
+jax_distribution_lib = home_of(
+    "distribute_tensor", "keras.src.backend.jax.distribution_lib"
+)
+
+
+def _wrapping_distribution(model: Any) -> Any:
+    """Return the distribution of a model's strategy if its steps need a wrapper."""
+    return multi_worker_distribution(model) or home_distribution(model)
+
+
+# --- the trainer
+
+
+@model_hook(
+    "_get_jax_state",
+    "(self, trainable_variables=False, non_trainable_variables=False, "
+    "optimizer_variables=False, metrics_variables=False, "
+    "purge_model_variables=False)",
+    when=current_distribution,
+)
+def _get_jax_state(
+    original, distribution, self, purge_model_variables=False, **included
+):
+    """Copy arrays that two variables share, because a step donates each array.
+
+    After a fit with `use_ema`, weights and their moving averages share arrays. JAX
+    cannot donate an array twice (on several devices it crashes), and a variable outside
+    of the step would be left with a deleted array.
+
+    Also record the state that Keras takes out of the variables: Keras loses it if the
+    first step fails.
+    """
+    if included.get("optimizer_variables"):
+        distribution.on_training()
+    variables = [*self.variables, *self.metrics_variables]
+    if getattr(self, "optimizer", None) is not None:
+        variables += self.optimizer.variables
+    seen: dict[int, Any] = {}
+    for variable in variables:
+        other = seen.setdefault(id(variable._value), variable)
+        if other is not variable and variable._value is not None:
+            variable._value = jax.numpy.copy(variable._value)
+    state = original(self, purge_model_variables=purge_model_variables, **included)
+    if purge_model_variables:
+        names = (name for name, is_included in included.items() if is_included)
+        self._jax_state = dict(zip(names, state, strict=True))
+    return state
+
+
+@model_hook(
+    ("make_train_function", "make_test_function", "make_predict_function"),
+    "(self, force=False)",
+    when=_wrapping_distribution,
+)
+def _make_function(original, distribution, self, force=False):
+    """Wrap the step function for several workers or a home device.
+
+    Workers report where they wait, and the outputs are replicated on all workers, since
+    Keras or a callback reads them. Variables on a home device are copied to all devices
+    and back.
+    """
+    kind = original.__name__.split("_")[1]
+    before = getattr(self, f"{kind}_function")
+    result = original(self, force)
+    function = getattr(self, f"{kind}_function")
+    if function is not before:
+        if distribution.home is None:
+            step = _multi_worker_step(function, kind, distribution)
+        else:
+            step = step_from_home(function, distribution)
+        setattr(self, f"{kind}_function", step)
+    return result
+
+
+def _multi_worker_step(step: Callable, kind: str, distribution: Any) -> Callable:
+    member = distribution.cluster.client
+    previous: list[Any] = []
+
+    def function(state, iterator):
+        with member.track_operation(f"the {kind} step"):
+            # Python prepares one step while the devices run the previous one.
+            jax.block_until_ready(previous)
+            outputs, state = step(state, iterator)
+            rows = isinstance(iterator, GlobalBatches) and iterator.pop_consumed()
+            if rows and kind == "predict":
+                select = functools.partial(local_predictions, distribution, rows)
+                outputs = tree.map_structure(select, outputs)
+            else:
+                outputs = tree.map_structure(replicate, outputs)
+            previous[:] = [outputs]
+            if kind == "predict" or distribution.synchronous:
+                jax.block_until_ready(outputs)
+        return outputs, state
+
+    def replicate(x):
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            return put(x, distribution.everywhere)
+        return x
+
+    return function
+
+
+@model_hook(
+    "_get_metrics_result_or_logs", "(self, logs)", when=multi_worker_distribution
+)
+def _get_metrics_result_or_logs(original, distribution, self, logs):
+    """Wait for the last step's outputs, which `fit` reads here."""
+    with distribution.cluster.client.track_operation("the last step"):
+        jax.block_until_ready(logs)
+    return original(self, logs)
+
+
+@hook(keras.Model, "__call__", "(self, *args, **kwargs)")
+def _call(original, self, *args, **kwargs):
+    """Move inputs that are committed to other devices to the model's devices.
+
+    JAX cannot compute with arrays that are committed to different sets of devices, such
+    as a component of a PerReplica value and a mirrored variable.
+    """
+    distribution = strategy_distribution(vars(self).get("_ks_strategy"))
+    if distribution is not None and distributed_replica() is None:
+        args, kwargs = tree.map_structure(distribution.move_committed, (args, kwargs))
+    return original(self, *args, **kwargs)
+
+
+# --- variables and optimizers
+
+
+@hook(jax_distribution_lib, "distribute_tensor", "(tensor, layout)")
+def _distribute_tensor(original, tensor, layout):
+    """Put a variable's value on the devices of all processes.
+
+    `jax.device_put` first compares the processes' values, by a collective, and rejects
+    values that already are on all their devices. Its result may share memory with the
+    input, which a step that receives either of them would donate.
+    """
+    sharding = getattr(layout, "backend_layout", layout)
+    # Also applies outside of the scope, where a variable may be assigned.
+    is_ours = _is_strategy_sharding(sharding)
+    if is_ours and not sharding.is_fully_addressable:
+        return put(_chief_value(tensor, sharding), sharding)
+    result = original(tensor, layout)
+    if result is tensor or isinstance(tensor, Tracer):
+        return result
+    if isinstance(tensor, jax.Array) and (
+        is_ours or _is_strategy_sharding(tensor.sharding)
+    ):
+        return jax.numpy.copy(result)
+    return result
+
+
+def _chief_value(tensor: Any, sharding: Any) -> Any:
+    """Return the chief's value of a tensor to shard."""
+    if sharding.is_fully_replicated or not getattr(tensor, "is_fully_addressable", 1):
+        return tensor
+    workers = distribution_of_sharding(sharding).workers
+    (value,) = workers.broadcast_if_different(
+        "the value of a sharded variable", [tensor]
+    )
+    return tensor if value is None else value
+
+
+def _is_strategy_sharding(sharding: Any) -> bool:
+    first, *others = getattr(getattr(sharding, "mesh", None), "axis_names", ("",))
+    return first.startswith(AXIS) and all(
+        name.startswith((AXIS, LOGICAL_PREFIX)) for name in others
+    )
+
+
+@hook(keras.Variable, "_initialize", "(self, value)", when=in_scope_of_workers)
+def _initialize(original, strategy, self, value):
+    """Use the chief's initial value on every worker."""
+    original(self, value)
+    if not isinstance(self._value, Tracer):
+        ownership.register_initial_value(strategy, self)
+
+
+@hook(
+    keras.Variable,
+    "_initialize_with_initializer",
+    "(self, initializer)",
+    when=in_scope_of_workers,
+)
+def _initialize_with_initializer(original, strategy, self, initializer):
+    """Use the chief's initial value of a very large variable, too.
+
+    Keras makes each process draw its shards with its own seed. An initializer with an
+    argument `layout` is called as Keras does.
+    """
+    if "layout" in inspect.signature(initializer).parameters:
+        original(self, initializer)
+        return
+    value = initializer(self._shape, dtype=self._dtype)
+    self._initialize(self._convert_to_tensor(value))
+
+
+@hook(keras.Variable, "value", None)
+def _value(original, self):
+    """Do not donate an array after it was read, because the reader may keep it.
+
+    Also broadcast pending initial values before the first read.
+    """
+    if ownership.pending_values and keras_state.stateless_scope() is None:
+        ownership.broadcast_pending_values()
+    forbid_donation(self)
+    return original(self)
+
+
+@hook(keras.Variable, "__reduce_ex__", "(self, protocol, /)")
+def _reduce_ex(original, self, protocol):
+    """Do not donate the array of a copied variable, which may share it."""
+    discard_note(self)
+    return original(self, protocol)
+
+
+@hook(
+    keras.optimizers.LossScaleOptimizer,
+    "_common_apply",
+    "(self, grads, trainable_variables=None)",
+    when=in_replica,
+)
+def _common_apply(original, replica, self, grads, trainable_variables=None):
+    """Call `stateless_apply` in `run`, as Keras's trainer does.
+
+    Keras's code would assign variables inside of a `lax.cond`, which JAX forbids. The
+    gradients are already summed here.
+    """
+    variables = self.variables
+    trainable = list(trainable_variables or self._trainable_variables)
+    values, states = self.stateless_apply(
+        [v.value for v in variables], list(grads), [v.value for v in trainable]
+    )
+    for variable, value in zip(
+        [*trainable, *variables], [*values, *states], strict=True
+    ):
+        keras_state.write(variable, value)
+
+
+# --- random numbers
+
+
+@hook(keras_seeds, "global_seed_generator", "()", when=current_distribution)
+def _global_seed_generator(original, distribution):
+    """Create the global seed generator outside of the strategy.
+
+    In the scope it would be placed on the strategy's devices, where every other model
+    would find it. Keras refuses to use it inside of a trace, where its state would
+    become a constant; `run` passes it to the program like any variable.
+    """
+    if distributed_replica() is not None:
+        generator = global_state.get_global_attribute(keras_state.SEED)
+        if generator is None:
+            with context.cross_replica_scope(None):
+                generator = keras.random.SeedGenerator()
+            global_state.set_global_attribute(keras_state.SEED, generator)
+        return generator
+    keras.distribution.set_distribution(None)
+    try:
+        with context.cross_replica_scope(None):
+            return original()
+    finally:
+        keras.distribution.set_distribution(distribution)
+
+
+@of_several
+def _slot_sharding_distribution() -> Any:
+    """Return the current distribution if it shards optimizer slots."""
+    distribution = keras.distribution.distribution()
+    return None if getattr(distribution, "shard", None) is None else distribution
+
+
+@of_several
+def _variable_sharding_distribution(variable: Any) -> Any:
+    """Return the distribution of a variable that several workers shard."""
+    array = array_of(variable)
+    if not isinstance(array, jax.Array) or isinstance(array, Tracer):
+        return None
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return None
+    return strategy_of_variable(variable).extended.group.distribution
+
+
+@hook(
+    keras.optimizers.Optimizer,
+    "add_variable",
+    ("shape",),
+    when=_slot_sharding_distribution,
+)
+def _add_variable(original, distribution, self, *args, **kwargs):
+    """Shard optimizer slots when they are created.
+
+    No device ever holds a whole slot. Keras would give it the layout of its weight.
+    """
+    with creating_slots(kwargs.pop("layout", None)):
+        variable = original(self, *args, **kwargs)
+    mark_as_slot(variable)
+    return variable
+
+
+@hook(
+    keras.Variable,
+    "__array__",
+    "(self, dtype=None)",
+    when=_variable_sharding_distribution,
+)
+def _array(original, distribution, self, dtype=None, copy=None):
+    """Gather a variable that several workers shard, when it is saved or read.
+
+    A collective, unless each worker holds all shards.
+    """
+    override = overridden_value(self)
+    if override is not None:
+        return np.array(override, dtype)
+    array = gather_variable(self, distribution)
+    first = distribution.devices[0]
+    local = next(s.data for s in array.addressable_shards if s.device == first)
+    return np.array(local, dtype)  # always a copy
+
+
+class _ShardsScope(ShardedUpdateScope):
+    """Scope in which an optimizer updates one replica's shards.
+
+    Args:
+        shards: The local shards of the trace.
+        dims: The sharded dimension of each variable, keyed by `id`.
+        variables: The sharded variables.
+        gradient_dims: The sharded dimension of each gradient; None if not sharded.
+    """
+
+    def __init__(
+        self,
+        shards: LocalShards,
+        dims: dict[int, int],
+        variables: Sequence[Any],
+        gradient_dims: Sequence[int | None],
+    ):
+        parent = stateless_scope()
+        values = {
+            id(v): shards.shard(parent.get_current_value(v), dims[id(v)])
+            for v in variables
+        }
+        super().__init__(parent, values, variables)
+        self.written: dict[int, Any] = {}
+        self._gradient_dims = gradient_dims
+
+    def write(self, variable: Any, value: Any) -> None:
+        self.shares[id(variable)] = value
+        self.written[id(variable)] = variable
+
+    def squared_norms(self, squares: Sequence[Any]) -> tuple[list[Any], Any]:
+        is_first = jax.lax.axis_index(AXIS) == 0
+        pairs = zip(squares, self._gradient_dims, strict=True)
+        # Count gradients that are not sharded once.
+        local = [x if d is not None else jnp.where(is_first, x, 0) for x, d in pairs]
+        totals = jax.lax.psum(jnp.stack(local), AXIS)
+        return list(totals), jnp.sum(totals)
+
+
+@of_several
+def _updated_shards(optimizer: Any) -> LocalShards | None:
+    """Return the local shards if each replica updates its shard of the weights."""
+    replica = distributed_replica()
+    if not isinstance(replica, JaxReplica) or not is_elementwise(optimizer):
+        return None
+    scope = stateless_scope()
+    return None if isinstance(scope, TracedMergedScope) else replica.shards
+
+
+@hook(
+    keras.optimizers.Optimizer,
+    "_backend_apply_gradients",
+    "(self, grads, trainable_variables)",
+    when=_updated_shards,
+)
+def _apply_gradients(original, shards, self, grads, trainable_variables):
+    """Update only this replica's shard of the weights in `run`, with Keras's code.
+
+    This needs only the local shards of the summed gradients and of the optimizer slots.
+    Optimizers that are not elementwise update whole variables.
+    """
+    weights = [v for v in self._trainable_variables if not v.overwrite_with_gradient]
+    dims, variables = {}, []
+    for variable in (*weights, *self.variables):
+        dim = dimension_to_shard(variable.shape, shards.replicas)
+        if dim is not None:
+            dims[id(variable)] = dim
+            variables.append(variable)
+    gradient_dims = [dims.get(id(v)) for v in trainable_variables]
+    grads = list(map(shards.shard, grads, gradient_dims))
+    scope = _ShardsScope(shards, dims, variables, gradient_dims)
+    with scope, scope.shapes():
+        original(self, grads, trainable_variables)
+    for variable in scope.written.values():
+        value = scope.get_current_value(variable)
+        write(variable, shards.gather(value, dims[id(variable)]))

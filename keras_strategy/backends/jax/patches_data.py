@@ -1,0 +1,236 @@
+"""Patches of Keras's data adapters on JAX, and batches of each worker's local rows.
+
+Patches of Keras's batch iterators on JAX.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.sparse import JAXSparse
+from keras import tree
+
+from keras_strategy.backends.jax.collectives import JaxWorkers
+from keras_strategy.backends.jax.distribution import (
+    ReplicaDistribution,
+    current_distribution,
+    put,
+)
+from keras_strategy.backends.jax.values import local_shards
+from keras_strategy.data.local_rows import LocalRows
+from keras_strategy.data.worker_batches import SynchronizedBatches
+from keras_strategy.errors import WorkerInputError
+from keras_strategy.keras_patches.data_adapters import (
+    counts_of_arrays,
+    is_own,
+    joined,
+    own_rows,
+    pauses_after,
+    read_ahead,
+)
+from keras_strategy.keras_patches.patch import home_of, hook
+
+logger = logging.getLogger("keras_strategy")
+
+
+class GlobalBatches:
+    """Iterator of global batches that are made of each worker's local rows.
+
+    If all workers have equally many rows, and their devices divide them, each worker
+    puts its rows on its own devices. Otherwise the rows are gathered, because an XLA
+    program has one shape on all devices.
+    """
+
+    def __init__(self, batches: Iterable[LocalRows], distribution: ReplicaDistribution):
+        self._batches = iter(batches)
+        self._distribution = distribution
+        self._consumed: list[LocalRows] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        rows = next(self._batches)
+        self._consumed.append(rows)
+        if any(isinstance(leaf, JAXSparse) for leaf in tree.flatten(rows.batch)):
+            raise WorkerInputError(
+                "On JAX, each worker's local batches must consist of dense arrays: the "
+                "entries of a sparse array are in no order of rows."
+            )
+        cluster = self._distribution.cluster
+        assert rows.worker_rows is not None and cluster is not None
+        if _is_even(rows, self._distribution):
+            return self._distribution.place_batch(rows)
+        self._distribution.warn_gathered_rows(rows.worker_rows)
+        workers = JaxWorkers(cluster, self._distribution)
+        count = rows.worker_rows[workers.rank]
+
+        def gather(leaf):
+            if leaf is None:
+                return None
+            return np.asarray(workers.gather("rows", leaf[:count], 0)[0])
+
+        return self._distribution.place_batch(tree.map_structure(gather, rows.batch))
+
+    def pop_consumed(self) -> list[LocalRows]:
+        """Return the batches consumed since the last call."""
+        consumed, self._consumed = self._consumed, []
+        return consumed
+
+
+def _is_even(rows: LocalRows, distribution: ReplicaDistribution) -> bool:
+    """Return True if the workers' rows form a global batch without communication."""
+    assert rows.worker_rows is not None
+    return len(set(rows.worker_rows)) == 1 and not rows.worker_rows[0] % len(
+        distribution.devices
+    )
+
+
+def local_predictions(
+    distribution: ReplicaDistribution, batches: Sequence[LocalRows], predictions: Any
+) -> Any:
+    """Return the predictions of this worker's rows.
+
+    Args:
+        distribution: The distribution of all replicas.
+        batches: The predicted batches.
+        predictions: The predictions of all rows, batch after batch.
+    """
+    total = sum(rows.global_rows for rows in batches)
+    if not hasattr(predictions, "shape") or predictions.shape[:1] != (total,):
+        raise ValueError(
+            "If workers read local rows, `predict` returns the predictions of these "
+            "rows to each worker, so each output must have one row for each row of the "
+            "batch. Received an output of shape "
+            f"{getattr(predictions, 'shape', ())} for {total} rows."
+        )
+    if len(batches) == 1 and _is_even(batches[0], distribution):
+        parts = local_shards(put(predictions, distribution.split), distribution)
+        return np.concatenate(list(map(np.asarray, parts)))
+    predictions = np.asarray(put(predictions, distribution.everywhere))
+    parts, offset = [], 0
+    for rows in batches:
+        first, end = rows.bounds[0][0], rows.bounds[-1][1]
+        parts.append(predictions[offset + first : offset + end])
+        offset += rows.global_rows
+    return np.concatenate(parts)
+
+
+jax_trainer = home_of(
+    "JAXEpochIterator _distribute_data", "keras.src.backend.jax.trainer"
+)
+
+if hasattr(jax_trainer.JAXEpochIterator, "_get_distributed_iterator"):
+    # Up to Keras 3.15, where all batches get the layout of the first one.
+    _DATA = "(data, layouts=None)"
+
+    @hook(
+        jax_trainer.JAXEpochIterator,
+        "_get_distributed_iterator",
+        "(self, distribution)",
+        when=current_distribution,
+    )
+    def _get_distributed_iterator(original, ours, self, distribution):
+        """Compute a layout for every batch.
+
+        Keras uses that of the first batch, which a smaller last batch may not fit.
+        """
+        if is_own(self):
+            return _global_batches(self, ours)
+        batches = _local_row_batches(self.data_adapter, ours)
+        batches = batches or self.data_adapter.get_jax_iterator()
+        if ours.cluster is not None:
+            batches = _until_any_ends(read_ahead(self, batches), self, ours)
+        placed = map(ours.place_batch, ours.warn_uneven(batches))
+        prefetched = placed if ours.cluster is not None else read_ahead(self, placed)
+        if prefetched is not placed or jax.default_backend() == "cpu":
+            return prefetched
+        return _prefetch_one(placed)
+
+else:
+    _DATA = "(data, layouts=None, is_super_batch=False)"
+
+    @hook(
+        jax_trainer.JAXEpochIterator,
+        "_get_iterator",
+        "(self)",
+        when=current_distribution,
+    )
+    def _get_iterator(original, ours, self):
+        """Warn about batches that cannot be split evenly.
+
+        These Keras versions compute a layout for every batch. They stack the batches of
+        `steps_per_execution` steps along a new first axis.
+        """
+        if is_own(self):
+            if self.steps_per_execution > 1:
+                raise NotImplementedError(
+                    "With this version of Keras, `steps_per_execution` must be 1 if "
+                    "workers read local rows. Received: "
+                    f"steps_per_execution={self.steps_per_execution}"
+                )
+            return _global_batches(self, ours)
+        batches = _until_any_ends(original(self), self, ours)
+        return ours.warn_uneven(batches, self.steps_per_execution > 1)
+
+
+def _prefetch_one(batches: Iterator[Any]) -> Iterator[Any]:
+    """Start moving a batch to the devices while they compute the previous one.
+
+    Keras's equivalent has different names in different versions.
+    """
+    pending = []
+    for batch in batches:
+        pending.append(batch)
+        if len(pending) > 1:
+            yield pending.pop(0)
+    yield from pending
+
+
+def _local_row_batches(adapter: Any, distribution: Any) -> Any:
+    """Return batches of only this worker's rows, or None.
+
+    Batches that the devices do not divide are read and computed as a whole.
+    """
+    if distribution.cluster is None or distribution.replicas == 1:
+        return None
+    local, replicas = distribution.topology.local_replicas, distribution.replicas
+
+    def local_bounds(rows):
+        size, uneven = divmod(rows, replicas)
+        if uneven:
+            return [(0, rows)]
+        return [(replica * size, (replica + 1) * size) for replica in local]
+
+    return own_rows(adapter, local_bounds, lambda adapter: adapter.get_jax_iterator())
+
+
+def _until_any_ends(batches: Any, iterator: Any, distribution: Any) -> Any:
+    """Yield the batches until one of the workers has no more."""
+    if distribution.cluster is None:
+        return batches
+    counts = counts_of_arrays(iterator.data_adapter)
+    pauses = pauses_after(iterator, batches)
+    return SynchronizedBatches(
+        batches, distribution.cluster, counts, pauses, tells=True
+    )
+
+
+def _global_batches(iterator: Any, distribution: Any) -> GlobalBatches:
+    """Return the global batches of the workers' local rows."""
+    batches = joined(
+        iterator,
+        read_ahead(iterator, iterator.data_adapter.get_jax_iterator()),
+        distribution.cluster,
+        len(distribution.devices),
+        same_shapes=True,
+    )
+    return GlobalBatches(batches, distribution)
+
+
+@hook(jax_trainer, "_distribute_data", _DATA, when=current_distribution)
+def _distribute_data(original, ours, data, layouts=None, **kind):
+    """Place sparse matrices, which Keras cannot, and others in half the time."""
+    return ours.place_batch(data, kind.get("is_super_batch", False))

@@ -1,0 +1,127 @@
+"""Access to private state of Keras on JAX. Nothing is patched here."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import keras
+
+from keras_strategy.backends.threads.patches import global_state, keras_seeds
+from keras_strategy.keras_patches.patch import changed, home_of
+from keras_strategy.keras_patches.variables_optimizers import stored
+
+get_stateless_scope = home_of(
+    "get_stateless_scope", "keras.src.backend.common.stateless_scope"
+).get_stateless_scope
+
+is_symbolic = home_of(
+    "in_symbolic_scope", "keras.src.backend.common.symbolic_scope"
+).in_symbolic_scope
+
+# The key of the global seed generator in Keras's global state.
+SEED = "global_seed_generator"
+
+
+def synchronize_state(model: keras.Model) -> None:
+    """Write the values that Keras's loop holds back to the variables."""
+    # Renamed in Keras 3.16.
+    method = getattr(model, "state_sync", None) or getattr(
+        model, "jax_state_sync", None
+    )
+    if method is None:
+        raise changed("Model.jax_state_sync", "is gone, and so is Model.state_sync")
+    method()
+
+
+def stateless_scope() -> Any:
+    """Return the innermost `keras.StatelessScope` of this thread, or None."""
+    return get_stateless_scope()
+
+
+def initialize_pending() -> None:
+    """Initialize variables that a trace created; call it outside of the trace."""
+    with keras.StatelessScope():
+        pass
+
+
+@contextlib.contextmanager
+def outside_trace() -> Iterator[None]:
+    """Context manager in which traced code creates variables with concrete values."""
+    scope = get_stateless_scope()
+    global_state.set_global_attribute("stateless_scope", None)
+    try:
+        with jax.ensure_compile_time_eval():
+            yield
+    finally:
+        global_state.set_global_attribute("stateless_scope", scope)
+
+
+def write(variable: Any, value: Any) -> None:
+    """Assign a value that is already aggregated over the replicas."""
+    scope = get_stateless_scope()
+    if scope is None:
+        variable._direct_assign(value)
+    else:
+        scope.add_update((variable, value))
+
+
+def traced_value(variable: Any) -> Any:
+    """Return the value of a variable in the current trace."""
+    scope = get_stateless_scope()
+    value = None if scope is None else scope.get_current_value(variable)
+    return variable._value if value is None else value
+
+
+array_of = stored
+
+
+def arrays_of(variables: Iterable[Any]) -> list[Any]:
+    """Return the arrays of variables."""
+    return list(map(array_of, variables))
+
+
+def set_array(variable: Any, array: Any) -> None:
+    """Set the variable's array, which has its sharding already."""
+    variable._value = array
+
+
+def set_arrays(variables: Iterable[Any], arrays: Iterable[Any]) -> None:
+    """Set the arrays of variables."""
+    for variable, array in zip(variables, arrays, strict=True):
+        variable._value = array
+
+
+def set_layout(variable: Any, layout: Any) -> None:
+    """Set a variable's layout and move its value accordingly."""
+    variable._layout = layout
+    variable._direct_assign(variable._value)
+
+
+def sharding_of(variable: Any) -> Any:
+    """Return the JAX sharding of a variable, or None."""
+    layout = variable._layout
+    return getattr(layout, "backend_layout", layout)
+
+
+def global_seed() -> Any:
+    """Return the state variable of Keras's global seed generator, or None."""
+    generator = global_state.get_global_attribute(SEED)
+    return None if generator is None else generator.state
+
+
+def ensure_global_seed() -> Any:
+    """Return the global seed's state variable; create it if necessary."""
+    return keras_seeds.global_seed_generator().state
+
+
+def is_global_seed(variable: Any) -> bool:
+    """Return True if a variable is the global seed generator's state."""
+    return variable is global_seed()
+
+
+def release(variable: Any, array: Any) -> None:
+    """Set a variable's value, detached from all devices of a strategy."""
+    variable._layout = None
+    vars(variable).pop("_ks_strategy", None)
+    variable._value = jax.numpy.asarray(jax.device_get(array))

@@ -1,0 +1,192 @@
+"""Counts of collectives, bytes, compilations and copies, from JAX's profiler.
+
+The profiler records every collective that a device runs, with its program. The HLO text
+of that program contains the number of bytes.
+"""
+
+import collections
+import contextlib
+import gc
+import math
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from keras_strategy.training import profiling
+
+# An asynchronous collective is counted at its start. A collective that XLA did not
+# combine with others keeps JAX's name.
+_COLLECTIVE = re.compile(
+    r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|"
+    r"collective-broadcast|psum|all_gather|reduce_scatter)(-start)?(\.\d+)?"
+)
+_SHAPE = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
+_compilations = 0
+
+
+def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]:
+    """Implement `Engine.count`.
+
+    A copy is counted once for each device that receives a part of an array, and once
+    for each array that the host reads.
+
+    Raises:
+        RuntimeError: If the profiled program cannot be identified.
+    """
+    counts = _count(train, steps)
+    if counts is None:
+        with _without_caches():
+            train(steps)
+            counts = _count(train, steps)
+    if counts is None:
+        raise RuntimeError(
+            "Could not identify the compiled program that the steps ran: none, or "
+            "several, of this process's programs have the operations of the profile. "
+            "Count the steps in a separate process."
+        )
+    return counts
+
+
+@contextlib.contextmanager
+def _without_caches() -> Iterator[None]:
+    """Context manager that clears JAX's compilation caches and disables the disk cache.
+
+    This removes the programs of other models. A program from the disk cache has lost
+    the operation names that the profile uses.
+    """
+    gc.collect()  # objects that hold a program
+    jax.clear_caches()
+    config: Any = jax.config
+    enabled = config.jax_enable_compilation_cache
+    config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # or it ignores the new setting
+    try:
+        yield
+    finally:
+        config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
+
+
+def _count(
+    train: Callable[[int], None], steps: int
+) -> tuple[int, int, int, int] | None:
+    before = _compilations
+    events = [(name, stats) for name, stats, _ in _profile(train, steps)]
+    compilations = _compilations - before
+    # The operations of each program, keyed by the profiler's program id.
+    programs: dict[Any, collections.Counter[str]] = collections.defaultdict(
+        collections.Counter
+    )
+    names: dict[Any, str] = {}
+    devices = {stats["device_ordinal"] for _, stats in events if "hlo_op" in stats}
+    first = min(devices, default=0)  # of this worker's
+    splits = transfers = 0
+    for name, stats in events:
+        if name == "DevicePutWithSharding":
+            splits += 1
+        elif name in ("DevicePut", "np.asarray(jax.Array)"):
+            transfers += 1
+        elif "hlo_op" in stats:
+            if stats["device_ordinal"] != first:
+                continue
+            program = stats["program_id"]
+            names[program] = stats["hlo_module"]
+            programs[program][stats["hlo_op"]] += 1
+    collectives = num_bytes = 0
+    for program, ops in programs.items():
+        counts = {op: n for op, n in ops.items() if _COLLECTIVE.fullmatch(op)}
+        if counts:
+            collectives += sum(counts.values())
+            sizes = _collective_bytes(names[program], set(ops), len(devices))
+            if sizes is None:
+                return None
+            num_bytes += sum(n * sizes[op] for op, n in counts.items())
+    return collectives, num_bytes, compilations, transfers + splits * len(devices)
+
+
+def shares(train: Callable[[int], None], steps: int) -> tuple[float, float] | None:
+    """Implement `Engine.shares` for this process's first device."""
+    events = [
+        (stats["device_ordinal"], stats["hlo_op"], span)
+        for _, stats, span in _profile(train, steps)
+        if "hlo_op" in stats
+    ]
+    first = min((device for device, *_ in events), default=0)
+    return profiling.compute_and_comm_fractions(
+        (*span, bool(_COLLECTIVE.match(name)))
+        for device, name, span in events
+        if device == first
+    )
+
+
+def _profile(
+    train: Callable[[int], None], steps: int
+) -> Iterator[tuple[str, dict[str, Any], tuple[float, float]]]:
+    """Yield the name, statistics and time span of each profiled event."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            train(steps)
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        profile = jax.profiler.ProfileData.from_file(str(file))
+    for plane in profile.planes:
+        for line in plane.lines:
+            for event in line.events:
+                yield event.name, dict(event.stats), (event.start_ns, event.end_ns)
+
+
+def _collective_bytes(
+    module: str, ops: set[str], devices: int
+) -> dict[str, int] | None:
+    """Return the bytes that one replica sends in each collective of a program.
+
+    An executable does not report the profiler's program id, so the program is
+    identified by its name, which others may share, and its operations.
+
+    Returns:
+        None if not exactly one result fits, such as for two models of different sizes.
+    """
+    candidates = []
+    for executable in jax.devices()[0].client.live_executables():
+        text = executable.hlo_modules()[0].to_string()
+        lines = dict(re.findall(r"^\s*(?:ROOT )?%(\S+) = (.*)$", text, re.MULTILINE))
+        if text.startswith(f"HloModule {module},") and ops <= set(lines):
+            names = filter(_COLLECTIVE.fullmatch, ops)
+            sizes = {op: _input_bytes(lines[op], devices) for op in names}
+            candidates += [sizes] if sizes not in candidates else []
+    return candidates[0] if len(candidates) == 1 else None
+
+
+def _input_bytes(operation: str, devices: int) -> int:
+    """Return the bytes of one replica's input of a collective, given its HLO text."""
+    result, name = re.split(r" (?=[a-z-]+\()", operation, maxsplit=1)
+    size = sum(
+        math.prod(map(int, filter(None, dimensions.split(",")))) * _item_size(dtype)
+        for dtype, dimensions in _SHAPE.findall(result)
+    )
+    if name.startswith("all-gather"):
+        return size // devices
+    if name.startswith("reduce-scatter"):
+        return size * devices
+    return size
+
+
+def _item_size(dtype: str) -> int:
+    if dtype == "pred":
+        return 1
+    return int(re.findall(r"\d+", dtype)[0]) // 8
+
+
+def _listen(event: str, duration_secs: float, **kwargs: Any) -> None:
+    global _compilations
+    _compilations += event == "/jax/core/compile/backend_compile_duration"
+
+
+# Registered once per process: JAX has no public way to unregister a listener.
+jax.monitoring.register_event_duration_secs_listener(_listen)

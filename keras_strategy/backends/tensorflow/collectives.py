@@ -1,0 +1,585 @@
+"""Layout rows: what a worker reports of a tensor before it sends the tensor.
+
+A row of integers holds a key of the call, the dtype, the rank and the sizes, and room
+for one scalar. All rows have one length, so workers that bring different tensors still
+meet in the collective that reports the difference.
+
+Verified collectives: a checksum of name, shapes and dtype travels behind the values.
+
+Workers that add up different things learn this without a collective of its own.
+
+Collectives between the workers.
+
+They are TensorFlow's own, in a group with one device of each worker. TensorFlow leaves
+it to the caller to number them, and matches collectives by that number. Here a variable
+counts them, so that the numbers agree on all workers wherever a collective is executed:
+eagerly, in a tf.function that only some workers have to trace, in a loop or a branch.
+
+Collectives of sparse and ragged values.
+"""
+
+import contextlib
+import enum
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_strategy.backends.tensorflow import connection
+from keras_strategy.cluster.membership import Cluster
+from keras_strategy.core.collectives import (
+    CHECKSUM_TAIL,
+    MAX_CHECKSUM_WORKERS,
+    WorkerCollectives,
+    call_checksum,
+    checksum_tail,
+    operation_kind,
+)
+from keras_strategy.options import CommunicationImplementation
+from keras_strategy.training.sharding import FlatShards
+
+MAX_RANK = 12
+FIRST_DIMENSION = 3
+_COMPARED_WIDTH = FIRST_DIMENSION + MAX_RANK
+_SCALAR_WIDTH = 2
+# Dtypes whose sums are exact, for scalars in a row and for checksums behind values.
+EXACT_DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64)
+
+
+def encode_row(key: Any, tensor: Any, dtype: tf.DType, scalar: Any = None) -> Any:
+    """Return the layout row of a tensor of known rank.
+
+    Args:
+        key: The number of the call that sends the tensor.
+        tensor: The tensor.
+        dtype: The dtype to report, which may differ from the one that is sent.
+        scalar: A scalar to send in the row, of which `fits_in_row` is True.
+    """
+    rank = tensor.shape.rank
+    bits: Any = [0] * _SCALAR_WIDTH
+    if scalar is not None:
+        bits = tf.reshape(tf.bitcast(scalar, tf.int32), [-1])
+        bits = tf.pad(bits, [[0, _SCALAR_WIDTH - scalar.dtype.size // 4]])
+    padding = [-1] * (MAX_RANK - rank)
+    return tf.concat(
+        [
+            [key, dtype.as_datatype_enum, rank],
+            tf.shape(tensor, tf.int32),
+            padding,
+            bits,
+        ],
+        0,
+    )
+
+
+def fits_in_row(tensor: Any) -> bool:
+    """Return True if a tensor can be sent within a layout row.
+
+    Depends only on dtype and rank, because a tf.function of one worker may know sizes
+    that another worker's does not.
+    """
+    return tensor.shape.rank == 0 and tensor.dtype in EXACT_DTYPES
+
+
+def sum_row_scalars(rows: Any, dtype: tf.DType) -> Any:
+    """Return the sum of the scalars in all workers' rows."""
+    bits = rows[:, _COMPARED_WIDTH:]
+    if dtype.size == 4:
+        bits = bits[:, 0]
+    return tf.ensure_shape(tf.reduce_sum(tf.bitcast(bits, dtype)), ())
+
+
+def compare_rows(rows: Any, axis: int | None) -> tuple[Any, Any]:
+    """Return the compared columns of all workers' rows, and whether they are equal.
+
+    Sizes along `axis` may differ.
+    """
+    layouts = rows[:, :_COMPARED_WIDTH]
+    column = -1 if axis is None else FIRST_DIMENSION + axis
+    ignored = tf.range(_COMPARED_WIDTH) == column
+    return layouts, tf.reduce_all((layouts == layouts[:1]) | ignored)
+
+
+def decode_rows(text: str, workers: int) -> list[tuple[int, list[Any]]]:
+    """Return each worker's key and layout from an error message with compared rows."""
+    numbers = [int(number) for number in re.findall(r"-?\d+", text)]
+    result: list[tuple[int, list[Any]]] = []
+    for first in range(0, workers * _COMPARED_WIDTH, _COMPARED_WIDTH):
+        key, dtype, rank, *dims = numbers[first : first + _COMPARED_WIDTH]
+        result.append((key, [dims[:rank], tf.as_dtype(dtype).name]))
+    return result
+
+
+_SUMS_DIFFER = "keras_strategy: the workers add up different things:"
+
+
+class VerifiedCollectives:
+    """Sums of tensors of known shapes, verified by a checksum behind the values.
+
+    Args:
+        rank: This worker's rank.
+        size: The number of workers.
+        host: TensorFlow's name of the device that compares the checksums.
+        launch: Launches a collective: `launch(kind, tensor)`.
+    """
+
+    def __init__(
+        self, rank: int, size: int, host: str, launch: Callable[[str, Any], Any]
+    ):
+        self._rank, self._size, self._host, self._launch = rank, size, host, launch
+        self._calls: dict[str, tuple[str, list[Any]]] = {}
+
+    def can_verify(self, tensors: Sequence[Any]) -> bool:
+        """Return True if tensors of one dtype can carry a checksum."""
+        shapes_are_known = all(tensor.shape.is_fully_defined() for tensor in tensors)
+        is_exact = tensors[0].dtype in EXACT_DTYPES
+        return shapes_are_known and is_exact and self._size <= MAX_CHECKSUM_WORKERS
+
+    def all_reduce(self, name: str, tensors: Sequence[Any]) -> list[Any]:
+        """Return the sums over the workers of tensors that `can_verify` accepts."""
+        key, checksum = self._checksum(name, tensors)
+        flat = tf.concat([*(tf.reshape(x, [-1]) for x in tensors), checksum], 0)
+        sizes = [tensor.shape.num_elements() for tensor in tensors]
+        *sums, received = tf.split(
+            self._launch("reduce", flat), [*sizes, CHECKSUM_TAIL]
+        )
+        with tf.control_dependencies(self._verify(key, checksum, received)):
+            return [
+                tf.reshape(total, tensor.shape)
+                for total, tensor in zip(sums, tensors, strict=True)
+            ]
+
+    def reduce_scatter(
+        self, name: str, tensors: Sequence[Any], shares: Sequence[FlatShards]
+    ) -> list[Any]:
+        """Return this worker's flat shards of the sums of the workers' tensors.
+
+        Each worker sends the others their shards and adds up what it receives, which
+        is half of what an all-reduce sends. TensorFlow has no reduce-scatter for CPUs.
+
+        Args:
+            name: The name of the call.
+            tensors: Tensors that `can_verify` accepts.
+            shares: For each tensor, the elements that each worker needs.
+        """
+        key, checksum = self._checksum(name, tensors)
+        flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
+        sizes = [sum(x.size_of(rank) for x in shares) for rank in range(self._size)]
+        chunks = []
+        for rank, size in enumerate(sizes):
+            pairs = zip(flat, shares, strict=True)
+            chunks += [tensor[slice(*one.bounds[rank])] for tensor, one in pairs]
+            # An all-to-all sends chunks of equal size.
+            chunks += [tf.zeros([max(sizes) - size], checksum.dtype), checksum]
+        sent = tf.reshape(
+            tf.concat(chunks, 0), [self._size, max(sizes) + CHECKSUM_TAIL]
+        )
+        total = tf.reduce_sum(self._launch("exchange", sent), 0)
+        local_sizes = [one.size_of(self._rank) for one in shares]
+        padding = max(sizes) - sizes[self._rank]
+        *sums, _, received = tf.split(total, [*local_sizes, padding, CHECKSUM_TAIL])
+        with tf.control_dependencies(self._verify(key, checksum, received)):
+            return [tf.identity(shard) for shard in sums]
+
+    def find_mismatch(self, message: str) -> tuple[str, list[Any]] | None:
+        """Return the name and layout of this worker's call that an error refers to."""
+        found = re.search(rf"{_SUMS_DIFFER} (\w+)", message)
+        return None if found is None else self._calls[found[1]]
+
+    def _checksum(self, name: str, tensors: Sequence[Any]) -> tuple[str, Any]:
+        """Return the key of a call in error messages, and its checksum."""
+        dtype, shapes = tensors[0].dtype, tuple(tuple(x.shape) for x in tensors)
+        digest = call_checksum(operation_kind(name), shapes, dtype.name)
+        key, layout = digest.hex(), [list(shape) for shape in shapes]
+        self._calls[key] = name, [layout if len(layout) > 1 else layout[0], dtype.name]
+        return key, tf.constant(checksum_tail(digest), dtype)
+
+    def _verify(self, key: str, checksum: Any, received: Any) -> list[Any]:
+        with tf.device(self._host):
+            is_same = tf.reduce_all(received == self._size * checksum)
+            check = tf.debugging.Assert(is_same, [f"{_SUMS_DIFFER} {key}"])
+        return [] if check is None else [check]
+
+
+# Group keys; native strategies number theirs from 1, and ours from 100,000.
+_HOST_GROUP, _ACCELERATOR_GROUP = 90_001, 90_002
+_VALUES_DIFFER = "keras_strategy: the workers bring different values"
+# TensorFlow's message when mismatching collectives meet.
+_MISMATCH = r"(Shape mismatch in the c|C)ollective instance .*"
+
+
+class Verify(enum.Enum):
+    """When workers compare the layouts of what they add up.
+
+    Attributes:
+        BEFORE: In a collective of its own before the values are sent. All workers
+            learn what differs, and later collectives work.
+        INLINE: In the collective that adds up, if the shapes are known. For values
+            whose layout follows from variables, which are compared on creation. If
+            the sizes differ, TensorFlow aborts all collectives.
+        NEVER: The workers have already agreed on the layout.
+    """
+
+    BEFORE = enum.auto()
+    INLINE = enum.auto()
+    NEVER = enum.auto()
+
+
+class TensorFlowWorkers(WorkerCollectives):
+    """The workers, connected by TensorFlow's collectives.
+
+    In a tf.function a mismatch is reported when the function is executed. After a
+    collective that failed, TensorFlow refuses all later ones.
+
+    Args:
+        cluster: The workers.
+        addresses: The addresses of TensorFlow's servers, by rank.
+    """
+
+    def __init__(self, cluster: Cluster, addresses: Sequence[str]):
+        super().__init__(cluster)
+        self.addresses = tuple(addresses)
+        worker = connection.worker_device(self.rank)
+        self._host = f"{worker}/device:CPU:0"
+        implementation = cluster.options.implementation
+        assert isinstance(implementation, CommunicationImplementation)
+        gpus = tf.config.list_logical_devices("GPU")
+        if implementation is CommunicationImplementation.NCCL and not gpus:
+            raise ValueError(
+                "CommunicationImplementation.NCCL needs GPUs, and TensorFlow sees "
+                "none. Use AUTO or RING."
+            )
+        self.implementation = implementation
+        ring = implementation is CommunicationImplementation.RING
+        self._accelerator = f"{worker}/device:GPU:0" if gpus and not ring else None
+        self._hint = implementation.value.lower()
+        # Our watchdog reports first, because it knows which worker is missing.
+        self.timeout_seconds = cluster.client.timeout_seconds + 60
+        self._names: dict[int, str] = {}
+        self._scalar_sums: dict[tuple[tf.DType, tf.DType], Callable] = {}
+        self.verified = VerifiedCollectives(
+            self.rank, self.size, self._host, self._launch
+        )
+        with tf.init_scope(), tf.device(self._host):
+            self._count = tf.Variable(tf.constant(0), trainable=False)
+
+    @property
+    def uses_accelerators(self) -> bool:
+        """True if floats are sent between accelerators."""
+        return self._accelerator is not None
+
+    def sum(self, name: str, tensor: Any, verify: Verify = Verify.BEFORE) -> Any:
+        """Return the sum of the workers' tensors.
+
+        Raises:
+            ValueError: If the tensor cannot be summed, or if shapes or dtypes differ.
+                In a tf.function it is an `InvalidArgumentError`, which `calling`
+                converts.
+        """
+        tensor = tf.convert_to_tensor(tensor)
+        if not tensor.dtype.is_numeric:
+            raise ValueError(
+                "Only numbers can be combined over the replicas. Received a tensor of "
+                f"the dtype {tensor.dtype.name} for `{name}`."
+            )
+        return self._sum(name, tensor, verify)
+
+    def sum_all(
+        self, name: str, tensors: Sequence[Any], verify: Verify = Verify.BEFORE
+    ) -> list[Any]:
+        results: list[Any] = list(tensors)
+        for indices in self._packs(tensors):
+            parts = [tensors[index] for index in indices]
+            if verify is Verify.INLINE and self.verified.can_verify(parts):
+                sums = self.verified.all_reduce(name, parts)
+            elif len(parts) == 1:
+                sums = [self.sum(name, parts[0], verify)]
+            else:
+                flat = tf.concat([tf.reshape(part, [-1]) for part in parts], 0)
+                total = self.sum(name, flat, verify)
+                pieces = tf.split(total, [tf.size(part) for part in parts])
+                sums = [
+                    tf.ensure_shape(tf.reshape(piece, tf.shape(part)), part.shape)
+                    for part, piece in zip(parts, pieces, strict=True)
+                ]
+            for index, total in zip(indices, sums, strict=True):
+                results[index] = total
+        return results
+
+    def reduce_scatter(
+        self, name: str, tensors: Sequence[Any], shares: Sequence[FlatShards]
+    ) -> list[Any]:
+        """Return this worker's shards, see `VerifiedCollectives.reduce_scatter`."""
+        results: list[Any] = list(tensors)
+        for indices in self._packs(tensors):
+            pairs = [(tensors[index], shares[index]) for index in indices]
+            sums = self.verified.reduce_scatter(name, *zip(*pairs, strict=True))
+            for index, shard in zip(indices, sums, strict=True):
+                results[index] = shard
+        return results
+
+    def gather(self, name: str, tensor: Any, axis: int) -> tuple[Any, Any]:
+        axis %= tensor.shape.rank
+        key = self._key(name, tensor)
+        rows, checks = self._compare(key, tensor, tensor.dtype, axis)
+        counts = rows[:, FIRST_DIMENSION + axis]
+        with tf.control_dependencies(checks):
+            # Put the axis first, because tensors are padded to the longest.
+            sent, decode = _encode(tensor, for_gather=True)
+            others = [i for i in range(sent.shape.rank) if i != axis]
+            sent = tf.transpose(sent, [axis, *others])
+            longest = tf.maximum(tf.reduce_max(counts), 1)
+            missing = longest - tf.shape(sent)[0]
+            paddings = tf.pad([[0, missing]], [[0, len(others)], [0, 0]])
+            sent = tf.pad(sent, paddings)
+            parts = tf.split(self._launch("gather", sent), self.size)
+        unpadded = [part[: counts[i]] for i, part in enumerate(parts)]
+        order = [*range(1, axis + 1), 0, *range(axis + 1, len(others) + 1)]
+        result = decode(tf.transpose(tf.concat(unpadded, 0), order))
+        dims = tensor.shape.as_list()
+        return tf.ensure_shape(result, [*dims[:axis], None, *dims[axis + 1 :]]), counts
+
+    def broadcast(self, name: str, tensors: Sequence[Any]) -> list[Any]:
+        if self.rank > 0:
+            tensors = [tf.zeros_like(tensor) for tensor in tensors]
+        with self.calling(name):
+            return [self._sum(name, tensor, Verify.BEFORE) for tensor in tensors]
+
+    @contextlib.contextmanager
+    def calling(self, name: str) -> Iterator[None]:
+        """Context manager that runs collectives and explains why they failed.
+
+        Raises:
+            ValueError: If the workers bring values that do not fit together.
+            RuntimeError: If they make different calls.
+        """
+        if tf.inside_function():
+            yield
+            return
+        with self.track_operation(name):
+            try:
+                yield
+            except (tf.errors.InvalidArgumentError, tf.errors.InternalError) as error:
+                explanation = self._explain(str(error))
+                if explanation is None:
+                    raise
+                raise explanation from error
+
+    def _sum(self, name: str, tensor: Any, verify: Verify) -> Any:
+        sent, decode = _encode(tensor)
+        if verify is Verify.BEFORE and fits_in_row(sent):
+            return decode(self._sum_scalar(name, tensor.dtype, sent))
+        checks = []
+        if verify is not Verify.NEVER:
+            key = self._key(name, tensor)
+            _, checks = self._compare(key, tensor, tensor.dtype)
+        if sent.shape.num_elements() == 0:
+            return tensor
+        with tf.control_dependencies(checks):
+            total = decode(self._launch("reduce", tf.identity(sent)))
+        return tf.ensure_shape(total, tensor.shape)
+
+    def _sum_scalar(self, name: str, dtype: tf.DType, scalar: Any) -> Any:
+        """Return the sum of scalars that are sent within the layout rows."""
+
+        def compute(key, scalar):
+            rows, checks = self._compare(key, scalar, dtype, scalar=scalar)
+            with tf.control_dependencies(checks), tf.device(self._host):
+                return sum_row_scalars(rows, scalar.dtype)
+
+        key = self._key(name, scalar)
+        if not tf.executing_eagerly():
+            return compute(key, scalar)
+        # As single operations this would take longer than a small model's step.
+        dtypes = dtype, scalar.dtype
+        if dtypes not in self._scalar_sums:
+            spec = [tf.TensorSpec((), tf.int32), tf.TensorSpec((), scalar.dtype)]
+            self._scalar_sums[dtypes] = tf.function(
+                compute, input_signature=spec, autograph=False
+            )
+        return self._scalar_sums[dtypes](key, scalar)
+
+    def _packs(self, tensors: Sequence[Any]) -> Iterator[list[int]]:
+        """Yield the indices of tensors of one dtype that one collective carries."""
+        limit = self.cluster.options.bytes_per_pack
+        packs: dict[Any, tuple[list[int], int]] = {}
+        for index, tensor in enumerate(tensors):
+            size = (tensor.shape.num_elements() or 0) * tensor.dtype.size
+            indices, pack_size = packs.get(tensor.dtype, ([], 0))
+            if indices and limit and pack_size + size > limit:
+                yield indices
+                indices, pack_size = [], 0
+            packs[tensor.dtype] = ([*indices, index], pack_size + size)
+        for indices, _ in packs.values():
+            yield indices
+
+    def _launch(self, kind: str, tensor: Any) -> Any:
+        # Integers stay on the host: TensorFlow keeps them in its memory on a GPU, too.
+        on_host = self._accelerator is None or not tensor.dtype.is_floating
+        with tf.device(self._host):
+            number = self._count.assign_add(1)
+        launch: Any = tf.raw_ops.CollectiveGatherV2
+        arguments: dict[str, Any] = {}
+        if kind == "reduce":
+            launch = tf.raw_ops.CollectiveReduceV2
+            arguments = {"merge_op": "Add", "final_op": "Id"}
+        elif kind == "exchange":
+            launch = tf.raw_ops.CollectiveAllToAllV2
+        with tf.device(self._host if on_host else self._accelerator):
+            return launch(
+                input=tensor,
+                group_size=self.size,
+                group_key=_HOST_GROUP if on_host else _ACCELERATOR_GROUP,
+                instance_key=number,
+                # Makes a tf.function execute collectives in program order.
+                ordering_token=[self._count.handle],
+                communication_hint="ring" if on_host else self._hint,
+                timeout_seconds=self.timeout_seconds,
+                **arguments,
+            )
+
+    def _key(self, name: str, tensor: Any) -> int:
+        """Check the rank of a tensor, and return a number for the name of a call."""
+        rank = tensor.shape.rank
+        if rank is None or rank > MAX_RANK:
+            raise ValueError(
+                f"`{name}` accepts tensors of known rank, of at most "
+                f"{MAX_RANK} dimensions. Received: {tensor!r}"
+            )
+        key = zlib.crc32(name.encode()) & 0x7FFFFFFF
+        self._names[key] = name
+        return key
+
+    def _compare(
+        self,
+        key: Any,
+        tensor: Any,
+        dtype: tf.DType,
+        axis: int | None = None,
+        scalar: Any = None,
+    ) -> tuple[Any, list[Any]]:
+        """Return all workers' layout rows, and assertions that they are equal.
+
+        Sizes along `axis` may differ; `scalar` is sent within the row.
+        """
+        with tf.device(self._host):
+            row = encode_row(key, tensor, dtype, scalar)
+            rows = self._launch("gather", row[tf.newaxis])
+            compared, is_same = compare_rows(rows, axis)
+            exception = "" if axis is None else f" other than axis {axis}"
+            check = tf.debugging.Assert(
+                is_same, [f"{_VALUES_DIFFER}{exception}:", compared], summarize=10_000
+            )
+        return rows, [] if check is None else [check]
+
+    def _explain(self, message: str) -> Exception | None:
+        """Return the error that explains TensorFlow's; None if it is not ours."""
+        mismatch = self.verified.find_mismatch(message)
+        if mismatch is not None:
+            return self.mismatch_error(*mismatch)
+        found = re.search(_MISMATCH, message)
+        if found is not None:
+            return RuntimeError(
+                "All workers must make the same calls in the same order, with values "
+                "of the same dtypes and sizes. TensorFlow, which refuses all later "
+                f"collectives, reports: {found[0]}"
+            )
+        # TensorFlow formats the rows differently eagerly and in a tf.function.
+        found = re.search(
+            rf"{_VALUES_DIFFER}( other than axis \d+)?:(.*)", message, re.S
+        )
+        if found is None:
+            return None
+        exception, text = found.groups()
+        rows = decode_rows(text, self.size)
+        name = self._names[rows[self.rank][0]]
+        calls = [name]
+        if len({key for key, _ in rows}) > 1:
+            calls = self.cluster.exchange("the comparison of what is sent", name)
+        return self.refusal(
+            name, calls, [layout for _, layout in rows], exception or ""
+        )
+
+
+def _encode(tensor: Any, for_gather: bool = False) -> tuple[Any, Callable[[Any], Any]]:
+    """Return a tensor in a dtype that collectives accept, and the inverse."""
+    dtype = tensor.dtype
+    if dtype == tf.string or dtype == tf.resource or dtype == tf.variant:
+        raise ValueError(
+            "Only numbers and booleans can be sent between workers. Received a tensor "
+            f"of the dtype {dtype.name}."
+        )
+    if dtype.is_complex:
+        parts = tf.stack([tf.math.real(tensor), tf.math.imag(tensor)], -1)
+        return parts, lambda sent: tf.complex(sent[..., 0], sent[..., 1])
+    supported = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+    if dtype in supported or (dtype == tf.bfloat16 and not for_gather):
+        return tensor, lambda sent: sent
+    if dtype == tf.uint64:
+        return tf.bitcast(tensor, tf.int64), lambda sent: tf.bitcast(sent, tf.uint64)
+    wider = tf.int64 if dtype.is_integer else tf.float32
+    wider = tf.int32 if dtype.is_bool else wider
+    return tf.cast(tensor, wider), lambda sent: tf.cast(sent, dtype)
+
+
+_connected: TensorFlowWorkers | None = None
+
+
+def connect(cluster: Cluster) -> TensorFlowWorkers:
+    """Connect this process with the other workers, once per process."""
+    global _connected
+    if _connected is None:
+        _connected = TensorFlowWorkers(cluster, connection.start(cluster))
+    return _connected
+
+
+def sum_over_workers(
+    workers: TensorFlowWorkers,
+    name: str,
+    values: Sequence[Any],
+    verify: Verify = Verify.BEFORE,
+) -> list[Any]:
+    """Return the sums over the workers of tensors and `tf.IndexedSlices`."""
+    results = list(values)
+    dense = [i for i, x in enumerate(values) if not isinstance(x, tf.IndexedSlices)]
+    tensors = [tf.convert_to_tensor(values[i]) for i in dense]
+    sums = workers.sum_all(name, tensors, verify)
+    for index, total in zip(dense, sums, strict=True):
+        results[index] = total
+    for index, value in enumerate(values):
+        if isinstance(value, tf.IndexedSlices):
+            results[index] = tf.IndexedSlices(
+                workers.gather(name, value.values, 0)[0],
+                workers.gather(name, value.indices, 0)[0],
+                value.dense_shape,
+            )
+    return results
+
+
+def gather_over_workers(
+    workers: WorkerCollectives, name: str, value: Any, axis: int = 0
+) -> Any:
+    """Concatenate the workers' values in rank order.
+
+    Along axis 0, the value may also be ragged or sparse.
+    """
+    ragged: Any = tf.RaggedTensor  # TensorFlow's annotations lack its methods
+    if isinstance(value, ragged):
+        return ragged.from_nested_row_lengths(
+            workers.gather(name, value.flat_values, 0)[0],
+            [workers.gather(name, n, 0)[0] for n in value.nested_row_lengths()],
+        )
+    if not isinstance(value, tf.SparseTensor):
+        return workers.gather(name, value, axis)[0]
+    shapes, _ = workers.gather(name, value.dense_shape[tf.newaxis], 0)
+    first_row = tf.reduce_sum(shapes[: workers.rank, 0])
+    rows, columns = value.indices[:, :1], value.indices[:, 1:]
+    indices = tf.concat([rows + first_row, columns], 1)
+    shape = tf.concat([[tf.reduce_sum(shapes[:, 0])], value.dense_shape[1:]], 0)
+    return tf.SparseTensor(
+        workers.gather(name, indices, 0)[0],
+        workers.gather(name, value.values, 0)[0],
+        shape,
+    )

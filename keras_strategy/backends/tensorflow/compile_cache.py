@@ -1,0 +1,381 @@
+"""Cache of compiled programs: a tf.function for each function that replicas run.
+
+Running on several replicas eagerly is 20 to 40 times slower than in a tf.function. But
+in every call a tf.function computes the type of each argument, binds all arguments by
+name and compares them with those of its programs. For a training step of a few
+milliseconds, that takes longer than all other Python code. So a call is looked up here
+by the shapes and dtypes of its tensors, and a program that served such a call before is
+called directly.
+
+Traces that build layers or create variables are discarded.
+
+Replicas are traced one after the other, so only the first finds layers unbuilt, and may
+have taken another branch than the others.
+
+Checks that a program makes when it is executed, because a trace cannot.
+"""
+
+import contextlib
+import itertools
+import numbers
+import operator
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import tree
+from tensorflow.python.eager.lift_to_graph import UnliftableError
+
+from keras_strategy.backends.tensorflow.native_strategies import ObjectTraceType
+from keras_strategy.backends.tensorflow.replica import GroupState
+from keras_strategy.backends.tensorflow.row_ranges import (
+    batch_argument_indices,
+    restore_batch,
+)
+from keras_strategy.training.compile_cache import (
+    MANY_PROGRAMS,
+    MAX_PROGRAMS,
+    CompileCache,
+    warn_many_programs,
+)
+from keras_strategy.training.train_step import LOCAL_BATCH_HINT
+from keras_strategy.values import DistributedValues, Mirrored, PerReplica, value_key
+
+try:
+    # The state besides arguments that makes a tf.function trace again.
+    from tensorflow.python.eager.polymorphic_function.function_context import (
+        make_function_context,
+    )
+except ImportError:  # in another TensorFlow: every call goes to the tf.function
+    make_function_context = None
+
+_EAGER_TENSOR = tf.__internal__.EagerTensor
+_DISTRIBUTED = (PerReplica, Mirrored)
+# Tensors of these dtypes have a type description besides their shape.
+_HANDLE_DTYPES = (tf.resource, tf.variant)
+
+
+class ProgramCache:
+    """A tf.function of nested arguments, with a fast lookup of its programs."""
+
+    def __init__(self, fn: Callable[..., Any]):
+        self._function: Any = tf.function(
+            lambda arguments, _: fn(*arguments), autograph=False, reduce_retracing=True
+        )
+        # TensorFlow counts calls for this warning, of which it sees few here.
+        # `warn_many_programs` warns instead.
+        self._function._omit_frequent_tracing_warning = True
+        self._programs: dict[Any, tuple[Any, Callable]] = {}
+
+    def trace(self, *arguments: Any) -> None:
+        """Trace the function as for a call, without calling it."""
+        self._function.get_concrete_function(arguments, _number_keys(arguments))
+
+    def __call__(self, *arguments: Any) -> Any:
+        key, tensors = _flatten_call(arguments)
+        program = self._programs.get(key)
+        if program is not None:
+            concrete, reorder = program
+            return concrete._call_flat([*reorder(tensors)], concrete.captured_inputs)
+        call = arguments, _number_keys(arguments)
+        outputs = self._function(*call)
+        program = None if key is None else _find_program(self._function, call, tensors)
+        if program is not None:
+            if (
+                len(self._programs) >= 4 * MAX_PROGRAMS
+            ):  # one program serves many shapes
+                self._programs.clear()
+            self._programs[key] = program
+        return outputs
+
+
+def _flatten_call(arguments: Any) -> tuple[Any, list[Any]]:
+    """Return the key that a program depends on, and the tensors.
+
+    The key is None if only the tf.function can find the program. This runs in every
+    step, so it is one loop without function calls.
+    """
+    if make_function_context is None or not tf.executing_eagerly():
+        return None, []
+    tensors, key, pending = [], [make_function_context()], [arguments]
+    while pending:
+        x = pending.pop()
+        kind = type(x)
+        if kind is _EAGER_TENSOR:
+            dtype = x.dtype
+            if dtype in _HANDLE_DTYPES:
+                return None, []
+            tensors.append(x)
+            key += (dtype, x.shape)
+        elif kind in _DISTRIBUTED:
+            values = x.values
+            key += (kind, len(values))
+            pending += values
+        elif kind is tuple or kind is list:
+            key += (kind, len(x))
+            pending += x
+        elif kind is dict:
+            key += (kind, tuple(x))
+            pending += x.values()
+        else:
+            part = None if hasattr(x, "__array__") else value_key(x)
+            if part is None:
+                return None, []
+            key.append(part)
+    return tuple(key), tensors
+
+
+def _find_program(
+    function: Any, call: Any, tensors: Sequence[Any]
+) -> tuple[Any, Callable] | None:
+    """Find the program of a tf.function that served a call.
+
+    Args:
+        function: The tf.function.
+        call: The arguments of the call.
+        tensors: The tensors in them.
+
+    Returns:
+        The program, and a function that reorders tensors as the program expects them.
+        None if they cannot be determined.
+    """
+    places = {id(tensor): place for place, tensor in enumerate(tensors)}
+    if len(places) < len(tensors):  # a tensor occurs twice: the order is ambiguous
+        return None
+    program = function.get_concrete_function(*call)
+    if not hasattr(program, "_call_flat"):
+        return None
+    types = program.function_type
+    order = [places[id(x)] for x in types.unpack_inputs(types.bind(*call))]
+    is_ordered = order == list(range(len(tensors)))
+    return program, list if is_ordered else operator.itemgetter(*order)
+
+
+def _number_keys(arguments: Any) -> tuple[Any, ...]:
+    """Return keys of Python numbers: a tf.function takes 1, True and 1.0 for equal."""
+    keys = []
+    for leaf in tree.flatten(arguments):
+        values = leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
+        for x in values:
+            if isinstance(x, numbers.Number) and not hasattr(x, "__array__"):
+                keys.append(value_key(x) or type(x))
+    return tuple(keys)
+
+
+class CompiledFunctions:
+    """Compiled functions, which are evicted when their owners are garbage-collected.
+
+    Args:
+        call: Runs a function on every replica: `call(fn, args, kwargs)`.
+        group_state: The state that the group's replicas share.
+    """
+
+    def __init__(
+        self, call: Callable[[Callable, tuple, dict], Any], group_state: GroupState
+    ):
+        self._functions = CompileCache(lambda: _CompiledFunction(call, group_state))
+
+    def __call__(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        compiled = self._functions.get(fn)
+        traces = compiled.traces
+        result = compiled(fn, args, kwargs)
+        if compiled.traces > traces:
+            self._functions.refresh(fn)
+        return result
+
+
+class _CompiledFunction:
+    """One function on every replica, as a tf.function.
+
+    A tf.function returns only tensors, so a trace stores the structure of the outputs
+    with all other values as a template, and the tf.function returns its index as a key.
+
+    Attributes:
+        traces: How often the function was traced.
+    """
+
+    def __init__(self, call: Callable, group_state: GroupState):
+        self._call = call
+        self._group_state = group_state
+        self._seeds = group_state.seeds
+        self._draws = False
+        # A cached trace must not keep the function or its owner alive, so each call
+        # brings the function.
+        self._current = threading.local()
+        self.traces = 0
+        self._warned = False
+        self._reset()
+
+    def _reset(self) -> None:
+        templates: list[Any] = []
+
+        def trace(args, kwargs, batch_indices):
+            restore_batch(args, kwargs, batch_indices)
+            return self._trace(templates, args, kwargs)
+
+        self._templates = templates
+        self._programs = ProgramCache(trace)
+
+    def __call__(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        leaves = tree.flatten((args, kwargs))
+        if any(map(isinstance, leaves, itertools.repeat(keras.Variable))):
+            # Pass variables as they are, not their current values.
+            args, kwargs = tree.map_structure(
+                lambda x: _PassThrough(x) if isinstance(x, keras.Variable) else x,
+                (args, kwargs),
+            )
+        batch_indices = batch_argument_indices(leaves)
+        if not self._templates:
+            self._trace_until_built(fn, args, kwargs, batch_indices)
+        programs, templates = self._programs, self._templates
+        if self._draws:
+            self._seeds.refresh()
+        self._current.fn = fn
+        try:
+            ((index, tensors),) = programs(args, kwargs, batch_indices).items()
+        except tf.errors.OpError as error:
+            error.add_note(
+                "TensorFlow writes variables in place: what the replicas assigned "
+                "before this error stays assigned. Load a checkpoint to continue from "
+                "a consistent state."
+            )
+            raise
+        finally:
+            del self._current.fn
+        if len(templates) > MANY_PROGRAMS and not self._warned:
+            self._warned = True
+            warn_many_programs(fn, len(templates))
+        if len(templates) > MAX_PROGRAMS:
+            self._reset()  # a tf.function never evicts a trace
+        template, tensors = templates[int(index)], iter(tensors)
+        if template is _TENSOR:  # the most frequent case
+            return next(tensors)
+        return tree.map_structure(
+            lambda leaf: next(tensors) if leaf is _TENSOR else leaf, template
+        )
+
+    def _trace_until_built(
+        self, fn: Callable[..., Any], args: tuple, kwargs: dict, batch_indices: Any
+    ) -> None:
+        """Trace the function, and discard the trace if something was built in it."""
+        builds = self._group_state.builds
+        self._current.fn = fn
+        try:
+            self._programs.trace(args, kwargs, batch_indices)
+        except Exception as error:
+            if self._group_state.builds == builds:
+                if isinstance(error, UnliftableError):
+                    error.add_note(
+                        "The function creates a `tf.Variable`. Create it in the "
+                        "strategy's scope, before `strategy.run`; or use a "
+                        "`keras.Variable`, which the first call may create."
+                    )
+                raise
+        finally:
+            del self._current.fn
+        if self._group_state.builds != builds:
+            self._reset()
+
+    def _trace(self, templates, args, kwargs):
+        starts = self._seeds.starts
+        args, kwargs = tree.map_structure(
+            lambda x: x.value if isinstance(x, _PassThrough) else x, (args, kwargs)
+        )
+        outputs = self._call(self._current.fn, args, kwargs)
+        self._draws |= self._seeds.starts > starts
+        tensors = [leaf for leaf in tree.flatten(outputs) if _has_tensors(leaf)]
+        self.traces += 1
+        templates.append(
+            tree.map_structure(
+                lambda leaf: _TENSOR if _has_tensors(leaf) else leaf, outputs
+            )
+        )
+        return {str(len(templates) - 1): tensors}
+
+
+class _PassThrough:
+    """An argument that a `tf.function` would convert to a tensor, passed as it is."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __tf_tracing_type__(self, context: Any) -> ObjectTraceType:
+        return ObjectTraceType(self.value, self)
+
+
+# The place of a tensor in a template.
+_TENSOR = object()
+
+
+def _has_tensors(leaf: Any) -> bool:
+    if isinstance(leaf, DistributedValues):
+        return any(tf.is_tensor(value) for value in leaf.values)
+    return tf.is_tensor(leaf)
+
+
+_MARKER = "keras_strategy refuses this, for reason number"
+_messages: list[str] = []
+
+
+def require(condition: Any, message: str) -> None:
+    """Assert a scalar tensor, see `reraise_failed_checks`."""
+    if message not in _messages:
+        _messages.append(message)
+    tf.debugging.Assert(condition, [f"{_MARKER} {_messages.index(message)}."])
+
+
+@contextlib.contextmanager
+def reraise_failed_checks() -> Iterator[None]:
+    """Context manager that raises `ValueError` for a failed `require` in a program."""
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        found = re.search(rf"{_MARKER} (\d+)", str(error))
+        if found is None:
+            error.add_note(LOCAL_BATCH_HINT)
+            raise
+        refusal = ValueError(_messages[int(found[1])])
+        refusal.add_note(
+            "TensorFlow writes variables in place: what the step assigned before this "
+            "error stays assigned."
+        )
+        raise refusal from None
+
+
+class FirstStepCheck:
+    """Checks that a program makes in its first execution only.
+
+    Args:
+        call_outside: See `GroupState.call_outside`.
+    """
+
+    def __init__(self, call_outside: Callable[..., Any]):
+        self._call_outside = call_outside
+        self._is_first: Any = None
+
+    def warn_unless(self, holds: Callable[[], Any], warn: Callable[[], None]) -> None:
+        """Call `warn` unless `holds()`, a boolean or a scalar tensor, is true."""
+
+        def call_warn():
+            tf.py_function(warn, [], [])
+            return True
+
+        def check():
+            return tf.cond(tf.cast(holds(), "bool"), lambda: True, call_warn)
+
+        if tf.executing_eagerly():
+            check()
+            return
+        if self._is_first is None:
+            self._is_first = self._call_outside(
+                lambda: tf.Variable(tf.constant(True), trainable=False), in_scope=False
+            )
+        tf.cond(self._is_first.read_value(), check, lambda: True)
+
+    def end(self) -> None:
+        """End the first step."""
+        if self._is_first is not None:
+            self._is_first.assign(False)

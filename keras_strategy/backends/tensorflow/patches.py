@@ -1,0 +1,481 @@
+"""Patches of Keras for the TensorFlow backend.
+
+Keras has its own code for tf.distribute. Here gradients are reduced before anything
+else, so each replica runs Keras's backend-neutral code on its own components, as a
+single device does.
+
+Optimizers: Keras's TensorFlow optimizer reduces inside its update.
+
+Here gradients are reduced before the update, so each replica uses the backend-neutral
+code.
+"""
+
+import logging
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_strategy.backends.tensorflow.training import (
+    DatasetElements,
+    TrainingStrategy,
+    WorkerBatches,
+    sync_worker_predictions,
+    sync_worker_steps,
+)
+from keras_strategy.core.context import distributed_replica
+from keras_strategy.core.per_replica_attributes import set_on_all_replicas
+from keras_strategy.data.local_rows import local_bounds_fn
+from keras_strategy.data.worker_batches import SynchronizedBatches
+from keras_strategy.keras_patches.data_adapters import (
+    building,
+    counts_of_arrays,
+    is_own,
+    joined,
+    own_rows,
+    pauses_after,
+    read_ahead,
+)
+from keras_strategy.keras_patches.losses_metrics import results_of_step
+from keras_strategy.keras_patches.patch import (
+    home_of,
+    hook,
+    in_distributed_scope,
+    in_replica,
+    in_scope_of_workers,
+    in_step,
+    model_hook,
+    of_distributed_strategy,
+)
+from keras_strategy.training.ownership import (
+    check_sync_on_read_owner,
+    strategy_of_variable,
+)
+from keras_strategy.training.row_weights import (
+    compute_average_loss,
+    scale_regularization_loss,
+)
+from keras_strategy.training.saving import overridden_value
+from keras_strategy.training.sharding import flat_shards_of
+from keras_strategy.training.train_step import count_rows
+from keras_strategy.training.variable_sync import is_sync_on_read, no_value_error
+
+keras_seeds = home_of("global_seed_generator", "keras.src.random.seed_generator")
+keras_losses = home_of("scale_loss_for_distribution", "keras.src.losses.loss")
+in_stateless_scope = home_of(
+    "in_stateless_scope", "keras.src.backend.common.stateless_scope"
+).in_stateless_scope
+TFEpochIterator: Any = home_of(
+    "TFEpochIterator", "keras.src.backend.tensorflow.trainer"
+).TFEpochIterator
+logger = logging.getLogger("keras_strategy")
+
+
+# --- variables
+
+
+@hook(keras.Variable, "_direct_assign", "(self, value)")
+def _direct_assign(original, self, value):
+    """Write the replica's component; split assignments to on_read variables.
+
+    `Variable.assign` has aggregated the replicas' values. Native tf.distribute would
+    aggregate again, which fails inside a tf.cond and drops remainders of integers.
+    """
+    replica = in_replica()
+    if replica is not None:
+        replica.write(self, value)
+        return
+    strategy = strategy_of_variable(self)
+    has_parts = is_sync_on_read(self) or flat_shards_of(self) is not None
+    if not has_parts or strategy is None or strategy.num_replicas_in_sync == 1:
+        original(self, value)
+        return
+    strategy.extended.group.assign(self, value)
+
+
+@hook(keras.Variable, "_initialize", "(self, value)", when=in_distributed_scope)
+def _initialize(original, strategy, self, value):
+    """Create a replica's variable on all devices, and split an on_read value.
+
+    So the first replica of a step can build layers, metrics and optimizers, which are
+    built in their first call.
+    """
+
+    def initialize():
+        original(self, value)
+        if is_sync_on_read(self):
+            strategy.extended.group.split_initial_value(self)
+
+    replica: Any = in_replica()
+    if replica is None:
+        initialize()
+        return
+    if tf.is_tensor(value) and not isinstance(value, tf.Variable):
+        constant = tf.get_static_value(value)
+        if constant is None:
+            raise ValueError(
+                "The initial value of a variable that is created inside "
+                "`strategy.run` must not depend on the replica's data. Create the "
+                f"variable outside, or pass an initializer. Received: {value!r}"
+            )
+        value = constant
+    replica.once(initialize)
+
+
+@hook(
+    keras.Variable,
+    "_map_aggregation",
+    "(self, aggregation)",
+    when=in_distributed_scope,
+)
+def _map_aggregation(original, strategy, self, aggregation):
+    """Disable native aggregation of assignments.
+
+    `Variable.assign` aggregates before the write, including what native variables
+    refuse: the mean of integers.
+    """
+    return original(self, aggregation if is_sync_on_read(self) else "none")
+
+
+@hook(keras.Variable, "value", None)
+def _value(original, self):
+    """Read one aggregated value of an on_read or sharded variable.
+
+    For "only_first_replica", native tf.distribute would read the first replica of each
+    worker.
+    """
+    strategy = strategy_of_variable(self)
+    if strategy is None:
+        return original(self)
+    replica: Any = in_replica()
+    if replica is not None:
+        if self.aggregation == "sum":
+            replica.step.sum_variables_read.add(id(self))
+        shares = flat_shards_of(self)
+        if shares is not None and not in_stateless_scope():
+            check_sync_on_read_owner(replica.group_state.strategy, self)
+            return self._maybe_autocast(replica.full_value(self, shares))
+        running = replica.group_state.strategy
+        if strategy is not running and not in_stateless_scope():
+            if is_sync_on_read(self):
+                check_sync_on_read_owner(running, self)
+            elif replica.index >= len(strategy.extended.worker_devices):
+                # The variable has fewer components, which are all equal.
+                return self._maybe_autocast(strategy.extended.group.components(self)[0])
+        return original(self)
+    if flat_shards_of(self) is not None and not in_stateless_scope():
+        value = overridden_value(self)
+        if value is None:
+            value = strategy.extended.group.full_value(self)
+        return self._maybe_autocast(tf.convert_to_tensor(value))
+    if not is_sync_on_read(self):
+        return original(self)
+    if self.aggregation == "none":
+        value = original(self)
+        if isinstance(value, tf.distribute.DistributedValues):
+            raise no_value_error(self)
+        return value
+    value = overridden_value(self)
+    if value is not None:
+        return self._maybe_autocast(value)
+    if (
+        strategy.extended.cluster is None
+        or self.aggregation != "only_first_replica"
+        or in_stateless_scope()
+    ):
+        return original(self)
+    group = strategy.extended.group
+    name = f"the value of '{self.path}'"
+    with group.calling(name):
+        part = group.part_of_this_worker(self)
+        return self._maybe_autocast(group.workers.sum(name, part))
+
+
+@hook(keras.Variable, "handle", None)
+def _handle(original, self):
+    """Explain why a gradient in cross-replica context fails."""
+    try:
+        return original(self)
+    except ValueError as error:
+        strategy = strategy_of_variable(self)
+        if strategy is None or strategy.num_replicas_in_sync == 1:
+            raise
+        raise RuntimeError(
+            f"TensorFlow uses the variable '{self.path}' of {strategy!r} in the "
+            "strategy's scope, but outside its replicas, where it is not a single "
+            "variable. Put the step into a function that `strategy.run` calls, or use "
+            "`keras_strategy.value_and_grad`."
+        ) from error
+
+
+# --- layers
+
+
+@hook(keras.Layer, "_maybe_build", "(self, call_spec)", when=in_replica)
+def _maybe_build(original, replica, self, call_spec):
+    """Build a layer in the first replica, for all replicas."""
+    with set_on_all_replicas():
+        original(self, call_spec)
+
+
+# --- losses
+
+
+@hook(
+    keras_losses,
+    ("scale_loss_for_distribution", "unscale_loss_for_distribution"),
+    "(value)",
+    when=in_replica,
+)
+def _unscaled(original, replica, value):
+    """Keep the loss: replicas are weighted by their rows, not by 1 / N."""
+    return value
+
+
+@hook(
+    tf.nn,
+    "compute_average_loss",
+    "(per_example_loss, sample_weight=None, global_batch_size=None)",
+    when=in_replica,
+)
+def _compute_average_loss(original, replica, *args, **kwargs):
+    """Return the mean over the rows of all replicas, in `run` and in `fit`.
+
+    TensorFlow's function assumes equal rows on all replicas. In `fit`, where losses
+    are weighted by rows, it would divide by the replicas twice.
+    """
+    return compute_average_loss(*args, **kwargs)
+
+
+@hook(tf.nn, "scale_regularization_loss", "(regularization_loss)", when=in_replica)
+def _scale_regularization_loss(original, replica, regularization_loss):
+    """Avoid a second division by the replicas in `fit`."""
+    return scale_regularization_loss(regularization_loss)
+
+
+# --- the trainer
+
+
+@model_hook("distribute_strategy", None, when=of_distributed_strategy)
+def _distribute_strategy(original, strategy, self):
+    """Give Keras's loop a stand-in for the native strategy."""
+    return TrainingStrategy(strategy, self)
+
+
+@model_hook(
+    ("make_train_function", "make_test_function", "make_predict_function"),
+    "(self, force=False)",
+    when=of_distributed_strategy,
+)
+def _make_function(original, strategy, self, force=False):
+    """Disable XLA, which compiles for one device only, and synchronize workers.
+
+    On several workers, the function takes only batches that all workers have.
+    """
+    kind = original.__name__.split("_")[1]
+    if self.jit_compile:
+        logger.warning(
+            "jit_compile=True is not used for the model '%s': XLA cannot compile a "
+            "step of several devices on TensorFlow. The results are the same.",
+            self.name,
+        )
+        self.jit_compile = False
+    attribute = f"{kind}_function"
+    previous = getattr(self, attribute)
+    original(self, force)
+    function = getattr(self, attribute)
+    extended = strategy.extended
+    if extended.cluster is None or function is previous:
+        return
+    if kind == "predict":
+        function = sync_worker_predictions(function, extended.group)
+    else:
+        function = sync_worker_steps(function, extended.group, self, kind)
+    setattr(self, attribute, function)
+
+
+@model_hook("get_metrics_result", "(self)", when=in_step)
+def _get_metrics_result(original, replica, self):
+    """Leave the logs of Keras's own steps to `TrainingStrategy`, which merges them."""
+    return results_of_step(original, replica, self)
+
+
+@hook(TFEpochIterator, "_get_iterator", "(self)", when=in_scope_of_workers)
+def _get_iterator(original, strategy, self):
+    """Make workers agree on their batches, and read only their rows of them.
+
+    Keras takes batches inside a tf.function, where workers cannot communicate.
+    """
+    cluster = strategy.extended.cluster
+    is_distributed = strategy.num_replicas_in_sync > 1
+    if is_own(self):
+        local = len(strategy.extended.worker_devices)
+        batches = DatasetElements(original(self))
+        batches = joined(self, batches, cluster, local, same_shapes=False)
+        return WorkerBatches(batches if is_distributed else batches.as_read())
+    if not hasattr(self, _LOCAL_ROWS):
+        # Only once, because the shuffling of arrays continues from epoch to epoch.
+        local_rows = is_distributed and own_rows(
+            self.data_adapter, local_bounds_fn(strategy), _tf_dataset
+        )
+        setattr(self, _LOCAL_ROWS, local_rows or None)
+    local_rows = getattr(self, _LOCAL_ROWS)
+    # Other data becomes a tf.data.Dataset, which prefetches by itself.
+    batches = original(self) if local_rows is None else read_ahead(self, local_rows)
+    counts = counts_of_arrays(self.data_adapter)
+    pauses = pauses_after(self, batches)
+    elements = DatasetElements(batches)
+    return WorkerBatches(
+        SynchronizedBatches(elements, cluster, counts, pauses, tells=True)
+    )
+
+
+_LOCAL_ROWS = "_ks_own_rows"
+
+
+def _tf_dataset(adapter: Any) -> Any:
+    return adapter.get_tf_dataset()
+
+
+@model_hook(
+    "_maybe_symbolic_build",
+    "(self, iterator=None, data_batch=None)",
+    when=in_distributed_scope,
+)
+def _maybe_symbolic_build(original, strategy, self, iterator=None, data_batch=None):
+    """Build every model from a global batch.
+
+    Keras builds early only if the model was created in a native scope, and not from
+    batches with absent parts.
+    """
+    if type(self).call is keras.Model.call:
+        return  # `call` raises: the model's steps call its layers
+    if iterator is not None:
+        # Use the batch's spec. Reading a batch would advance the shuffling of the data,
+        # which a single device does not do here.
+        spec = iterator._distributed_dataset.element_spec
+        data_batch = keras.tree.map_structure(_present, spec)
+        if any(leaf.shape.rank is None for leaf in _leaves(data_batch)):
+            with building(iterator):
+                for _, _, batches in iterator:
+                    data_batch = next(batches)
+                    data_batch = getattr(data_batch, "batch", data_batch)
+                    break
+    elif all(
+        leaf is None or hasattr(leaf, "shape")
+        for leaf in keras.tree.flatten(data_batch)
+    ):
+        count_rows(data_batch)  # raises earlier than the tf.function would
+    self._symbolic_build(data_batch=keras.tree.map_structure(_present, data_batch))
+
+
+def _present(leaf: Any) -> Any:
+    if leaf is None or isinstance(leaf, tf.experimental.Optional | tf.NoneTensorSpec):
+        return None
+    if isinstance(leaf, tf.OptionalSpec):
+        return None
+    if isinstance(leaf, tf.distribute.DistributedValues):
+        return leaf.values[0]
+    # Native tf.distribute has no public name for the spec of a distributed value.
+    return getattr(leaf, "_value_specs", (leaf,))[0]
+
+
+def _leaves(structure: Any) -> list[Any]:
+    return [leaf for leaf in keras.tree.flatten(structure) if leaf is not None]
+
+
+# --- random numbers
+
+
+@hook(keras_seeds, "global_seed_generator", "()", when=in_replica)
+def _global_seed_generator(original, replica):
+    """Use one generator for all replicas of a strategy.
+
+    Keras stores it per thread, and the replicas' threads end with each run.
+    """
+    return replica.seed_generator()
+
+
+_Optimizer = keras.optimizers.Optimizer
+# The backend-neutral base class, which TensorFlow's overrides.
+_NeutralOptimizer: Any = [
+    cls for cls in _Optimizer.__mro__ if "_backend_update_step" in vars(cls)
+][-1]
+
+
+def _neutral(original, strategy, self, *args, **kwargs):
+    """Call the backend-neutral method.
+
+    Keras's method for TensorFlow reduces the gradients again, and updates the variables
+    of all replicas from one place.
+    """
+    return getattr(_NeutralOptimizer, original.__name__)(self, *args, **kwargs)
+
+
+_NEUTRAL = {
+    "add_variable_from_reference": (
+        "(self, reference_variable, name=None, initializer='zeros')"
+    ),
+    "_apply_weight_decay": "(self, variables)",
+    "_backend_update_step": "(self, grads, trainable_variables, learning_rate)",
+    "_overwrite_model_variables_with_average_value": "(self, trainable_variables)",
+    "_backend_increment_gradient_accumulators": "(self, grads, acc_grads)",
+}
+if hasattr(_Optimizer, "_backend_maybe_overwrite_model_variables"):
+    # Since Keras 3.16, with a merge_call that fails in replicas.
+    _NEUTRAL["_backend_maybe_overwrite_model_variables"] = "(self, trainable_variables)"
+for _name, _signature in _NEUTRAL.items():
+    hook(_Optimizer, _name, _signature, when=in_distributed_scope)(_neutral)
+
+
+@hook(
+    _Optimizer,
+    ("assign", "assign_add", "assign_sub"),
+    "(self, variable, value)",
+    when=in_distributed_scope,
+)
+def _assign_component(original, strategy, self, variable, value):
+    """Write the replica's component or shard.
+
+    TensorFlow's method writes to the variable's value, which for a sharded variable is
+    a tensor.
+    """
+    replica: Any = distributed_replica()
+    if in_stateless_scope() or _is_sharded(variable) or _writes_conditionally(replica):
+        if isinstance(value, tf.IndexedSlices):
+            value = tf.convert_to_tensor(value)
+        return getattr(_NeutralOptimizer, original.__name__)(self, variable, value)
+    if replica is None:
+        return original(self, variable, value)
+    if isinstance(variable, keras.Variable):
+        variable = variable.value
+    return original(self, replica.component(variable), value)
+
+
+def _is_sharded(variable: Any) -> bool:
+    return isinstance(variable, keras.Variable) and flat_shards_of(variable) is not None
+
+
+def _writes_conditionally(replica: Any) -> bool:
+    return replica is not None and not replica.writes_unconditionally
+
+
+@hook(
+    keras.optimizers.LossScaleOptimizer,
+    "_tf_apply",
+    "(self, grads, trainable_variables=None)",
+    when=in_replica,
+)
+def _tf_apply(original, replica, self, grads, trainable_variables=None):
+    """Skip Keras's merge_call, because the gradients are equal on all replicas.
+
+    With a sharded optimizer, replicas run collectives while they apply gradients,
+    which is impossible inside a tf.cond.
+    """
+    if replica.group_state.strategy.shard is None:
+        return self._common_apply(grads, trainable_variables)
+    finite = self.check_finite(grads)
+    with replica.write_where(finite):
+        self._stateful_handle_finite_grads(grads, trainable_variables)
+    keras.ops.cond(finite, lambda: None, self._stateful_handle_non_finite_grads)
+    return None

@@ -1,0 +1,243 @@
+"""Patches of Keras for sharded optimizers on TensorFlow."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from keras_strategy.backends.tensorflow.replica import TensorFlowReplica
+from keras_strategy.backends.tensorflow.sharding import (
+    gradient_shard,
+    local_shard,
+    replace_shard,
+)
+from keras_strategy.backends.threads.patches_sharded_update import (
+    ShardedUpdateScope,
+    current_update_scope,
+)
+from keras_strategy.backends.threads.patches_sharding import (
+    apply_outside_replicas_error,
+    optimizer_sharding_of,
+)
+from keras_strategy.core.context import distributed_replica
+from keras_strategy.keras_patches.patch import hook, of_several
+from keras_strategy.keras_patches.variables_optimizers import stored
+from keras_strategy.training.sharding import FlatShards, flat_shards_of
+from keras_strategy.values import ReduceOp
+
+# TensorFlow's key of a variable's value in a checkpoint.
+_VALUE = "VARIABLE_VALUE"
+
+
+class _VariableShard:
+    """A replica's shard of a variable.
+
+    Args:
+        replica: The replica.
+        variable: The variable.
+        shares: The elements that each replica updates.
+        is_slot: True if the replica stores only its shard.
+    """
+
+    def __init__(
+        self,
+        replica: TensorFlowReplica,
+        variable: Any,
+        shares: FlatShards,
+        is_slot: bool,
+    ):
+        self.shares, self.shape = shares, shares.shape_of(replica.id)
+        self._replica, self._variable, self._is_slot = replica, variable, is_slot
+
+    def read(self) -> Any:
+        """Return the shard; of a slot the variable, which Keras may read later."""
+        component = self._replica.component(stored(self._variable))
+        if self._is_slot:
+            return component
+        return local_shard(component, self.shares, self._replica.id)
+
+    def write(self, value: Any) -> None:
+        """Write the shard; works inside a tf.cond, too."""
+        if not self._is_slot:
+            component = self._replica.component(stored(self._variable))
+            full = tf.convert_to_tensor(component)
+            value = replace_shard(full, value, self.shares, self._replica.id)
+        self._replica.write_component(self._variable, value)
+
+
+class _ReplicaShardsScope(ShardedUpdateScope):
+    """Scope in which an optimizer updates a replica's shards, see `ShardedUpdateScope`.
+
+    Args:
+        replica: The replica.
+        shares: The shards that the replica updates, by the variables' `id`.
+        variables: The variables.
+        norms: The squared norms of the replica's gradients, and their sum over all
+            gradients; None unless the optimizer clips by norms.
+    """
+
+    def __init__(
+        self,
+        replica: TensorFlowReplica,
+        shares: dict[int, _VariableShard],
+        variables: Sequence[Any],
+        norms: tuple[list[Any], Any] | None,
+    ):
+        super().__init__(None, shares, variables)
+        self._replica, self._norms = replica, norms
+
+    def get_current_value(self, variable: Any) -> Any:
+        share = self.shares.get(id(variable))
+        return None if share is None else share.read()
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        share = self.shares.get(id(variable))
+        if share is None:
+            self._replica.write(variable, value)
+        else:
+            share.write(value)
+
+    def squared_norms(self, squares: Sequence[Any]) -> tuple[list[Any], Any]:
+        assert self._norms is not None
+        return self._norms
+
+
+@hook(
+    keras.optimizers.Optimizer,
+    "_backend_apply_gradients",
+    "(self, grads, trainable_variables)",
+    when=optimizer_sharding_of,
+)
+def _apply_gradients(original, division, self, grads, trainable_variables):
+    """Update each replica's shard by Keras's own code.
+
+    Gradients were summed and unscaled before. Afterwards the weights are gathered, so
+    that constraints apply to full weights.
+    """
+    replica: Any = distributed_replica()
+    if replica is None:
+        raise apply_outside_replicas_error(self)
+    weights = [v for v in self._trainable_variables if not v.overwrite_with_gradient]
+    shards: dict[int, _VariableShard] = {}
+    for variable in weights:
+        shares = division.shards_for(variable, variable.shape)
+        shards[id(variable)] = _VariableShard(replica, variable, shares, False)
+    for variable in division.slots:
+        shares = flat_shards_of(variable)
+        assert shares is not None
+        shards[id(variable)] = _VariableShard(replica, variable, shares, True)
+    indices = division.gradient_indices(replica.id, trainable_variables)
+    local_weights = [trainable_variables[index] for index in indices]
+    gradients = [
+        gradient_shard(grads[index], shards[id(weight)].shares, replica.id)
+        for index, weight in zip(indices, local_weights, strict=True)
+    ]
+    norms = None
+    if self.clipnorm or self.global_clipnorm:
+        clipped = _clipped_gradients(self, gradients, local_weights, shards)
+        norms = _squared_norms(replica, clipped, indices, grads)
+        # Keras takes the norms first, then adds up repeated rows when it clips.
+        gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+    scope = _ReplicaShardsScope(replica, shards, [*weights, *division.slots], norms)
+    with scope, scope.shapes():
+        original(self, gradients, local_weights)
+    changed = weights if self.ema_overwrite_frequency else trainable_variables
+    full_values = replica.gather_shards(
+        [shards[id(weight)].read() for weight in changed],
+        [shards[id(weight)].shares for weight in changed],
+    )
+    for weight, value in zip(changed, full_values, strict=True):
+        replica.write(weight, value)
+
+
+@hook(
+    keras.optimizers.Optimizer,
+    "_var_key",
+    "(self, variable)",
+    when=current_update_scope,
+)
+def _var_key(original, scope, self, variable):
+    """Look up a weight by its stored variable while the scope shows its shard."""
+    return original(self, stored(variable))
+
+
+def _clipped_gradients(
+    optimizer: Any,
+    gradients: list[Any],
+    weights: list[Any],
+    shards: dict[int, _VariableShard],
+) -> list[Any]:
+    """Return what the optimizer clips: gradients, or the mean of accumulated ones.
+
+    The mean is computed in every step, because replicas cannot run collectives inside
+    a tf.cond.
+    """
+    steps = optimizer.gradient_accumulation_steps
+    if not steps:
+        return gradients
+    accumulated = [
+        shards[
+            id(optimizer._accumulated_gradients[optimizer._get_variable_index(weight)])
+        ].read()
+        for weight in weights
+    ]
+    return [(g + acc) / steps for g, acc in zip(gradients, accumulated, strict=True)]
+
+
+def _squared_norms(
+    replica: TensorFlowReplica,
+    gradients: list[Any],
+    indices: list[int],
+    grads: list[Any],
+) -> tuple[list[Any], Any]:
+    """Return the squared norms of this replica's gradients, and the sum over all.
+
+    Args:
+        replica: The replica.
+        gradients: The replica's shards.
+        indices: Their indices in `grads`.
+        grads: All gradients.
+    """
+    dtype = max((gradient.dtype for gradient in grads), key=lambda dtype: dtype.size)
+    squares = [tf.zeros((), dtype)] * len(grads)
+    for index, gradient in zip(indices, gradients, strict=True):
+        # By Keras's functions, for its treatment of repeated rows.
+        squares[index] = ops.cast(ops.sum(ops.square(gradient)), dtype)
+    norms = replica.all_reduce(ReduceOp.SUM, tf.stack(squares))
+    return [norms[index] for index in indices], tf.reduce_sum(norms)
+
+
+# --- native checkpoints
+
+
+@of_several
+def _shares(variable: Any) -> FlatShards | None:
+    """Return the elements of a sharded variable that each replica has, else None."""
+    return flat_shards_of(variable)
+
+
+@hook(keras.Variable, "_shared_name", None, when=_shares)
+def _shared_name(original, shares, self):
+    """Name the stored variable in a checkpoint, because the value is a tensor."""
+    return stored(self)._shared_name
+
+
+@hook(keras.Variable, "_serialize_to_tensors", "(self)", when=_shares)
+def _serialize_to_tensors(original, shares, self):
+    """Save full values in TensorFlow's checkpoints, for any number of replicas."""
+    return {_VALUE: self.value}
+
+
+@hook(
+    keras.Variable,
+    "_restore_from_tensors",
+    "(self, restored_tensors)",
+    when=_shares,
+)
+def _restore_from_tensors(original, shares, self, restored_tensors):
+    """Restore each replica's shard from the full value."""
+    self.assign(restored_tensors[_VALUE])
+    return self.value

@@ -1,0 +1,222 @@
+"""Cluster membership: this process's place among the workers that train together.
+
+Joining the cluster that a cluster resolver describes.
+"""
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keras_strategy.cluster import process_exit
+from keras_strategy.cluster.client import CoordinatorClient
+from keras_strategy.cluster.process_exit import EXIT_CLUSTER_NOT_FORMED
+from keras_strategy.cluster.rendezvous import all_local, rendezvous_address
+from keras_strategy.cluster_resolver import cluster_spec
+from keras_strategy.errors import ClusterError
+from keras_strategy.options import CommunicationOptions
+
+# Number of parts into which a list is divided to find a difference, and number of
+# workers that a message names.
+_PARTS, _MAX_NAMED = 64, 8
+
+
+@dataclass(frozen=True, eq=False)
+class Cluster:
+    """The workers of a cluster, all of which train.
+
+    Attributes:
+        rank: This worker's rank. Worker 0 is the chief.
+        names: The workers' names, by rank: "chief", "worker 0".
+        addresses: "host:port" of each, by rank; empty where it is not known.
+        member: This worker's client of the coordinator.
+        options: The user's communication options.
+    """
+
+    rank: int
+    names: tuple[str, ...]
+    addresses: tuple[str, ...]
+    client: CoordinatorClient
+    options: CommunicationOptions
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return len(self.names)
+
+    @property
+    def is_chief(self) -> bool:
+        """True on the worker that writes files."""
+        return self.rank == 0
+
+    @functools.cached_property
+    def is_local(self) -> bool:
+        """True if all workers are known to be on this machine."""
+        return all_local(self.addresses)
+
+    def exchange(
+        self, operation: str, value: Any, seconds: float | None = None
+    ) -> list[Any]:
+        """Exchange a value with all workers; see `CoordinatorClient.agree`."""
+        return self.client.exchange(operation, value, seconds)
+
+    def start_exchange(self, operation: str, value: Any) -> Callable[[], list[Any]]:
+        """Start an exchange; see `CoordinatorClient.tell`."""
+        return self.client.start_exchange(operation, value)
+
+    def values_if_different(self, operation: str, value: Any) -> list[Any] | None:
+        """Return the workers' values by rank if they differ, else None.
+
+        The value may be long: only its digest is exchanged unless the digests differ.
+        """
+        if len(set(self.exchange(operation, _digest(value)))) == 1:
+            return None
+        return self.exchange(f"{operation}: what differs", value)
+
+    def first_difference(
+        self, operation: str, items: Sequence[Any], extra: Any = None
+    ) -> tuple[list[Any], tuple[int, list[Any]] | None]:
+        """Return the first item of a list that is not the same on all workers.
+
+        However long the list is, the messages are short: a digest of it, and where
+        those differ the digests of its parts, until one item is left.
+
+        Args:
+            operation: The same name on all workers.
+            items: JSON values.
+            extra: A value to exchange with the first digest.
+
+        Returns:
+            The workers' `extra` values by rank; and the index of the item with the
+            workers' items there (None where a list is shorter), or None if all are the
+            same.
+        """
+        replies = self.exchange(operation, [_digest(items), len(items), extra])
+        extras = [value for *_, value in replies]
+        if all(digest == replies[0][0] for digest, *_ in replies):
+            return extras, None
+        low, high = 0, max(count for _, count, _ in replies)
+        while high - low > 1:
+            step = -(-(high - low) // _PARTS)
+            starts = range(low, high, step)
+            digests = [_digest(items[start : start + step]) for start in starts]
+            parts = self.exchange(f"{operation}: what differs", digests)
+            differ = (len(set(part)) > 1 for part in zip(*parts, strict=True))
+            # The whole differs, so at least one part does.
+            low = starts[next(n for n, different in enumerate(differ) if different)]
+            high = min(low + step, high)
+        item = items[low] if low < len(items) else None
+        return extras, (low, self.exchange(f"{operation}: what differs", item))
+
+    def format_by_value(self, values: Iterable[Any]) -> str:
+        """Format the workers' values, with the names of those that have the same."""
+        groups: dict[str, list[str]] = {}
+        for name, value in zip(self.names, values, strict=True):
+            groups.setdefault(str(value), []).append(name)
+        return "; ".join(f"{_join_names(n)}: {value}" for value, n in groups.items())
+
+    def format_by_worker(self, values: Iterable[Any]) -> str:
+        """Format the workers' values, each with the worker's name."""
+        pairs = zip(self.names, values, strict=True)
+        return ", ".join(f"{name}: {value}" for name, value in pairs)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
+
+
+def _join_names(names: Sequence[str]) -> str:
+    omitted = len(names) - _MAX_NAMED
+    shown = names if omitted < 2 else [*names[:_MAX_NAMED], f"{omitted} more"]
+    return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
+
+
+_joined: Cluster | None = None
+
+
+def join_cluster(resolver: Any, options: CommunicationOptions) -> Cluster | None:
+    """Join the cluster, once in a process.
+
+    Returns:
+        The cluster; None where this process trains alone: without a resolver, as the
+        only worker, or as an evaluator.
+
+    Raises:
+        ValueError: If this process is one that does not train.
+        RuntimeError: If it has joined another cluster, or is a notebook.
+    """
+    global _joined
+    if resolver is None:
+        return None
+    # First: some resolvers set their task from the spec.
+    spec = resolver.cluster_spec()
+    task_type, task_id = resolver.task_type, resolver.task_id
+    if not spec.jobs:
+        return None
+    task_type = "worker" if task_type is None else task_type
+    task_id = 0 if task_id is None else task_id
+    cluster_spec.validate_task(spec, task_type, task_id)
+    if task_type == "ps":
+        raise ValueError(
+            "This process is a parameter server (task type 'ps'), which "
+            "MultiWorkerMirroredStrategy does not use. Start the training program only "
+            "in the tasks 'chief' and 'worker'."
+        )
+    if cluster_spec.worker_count(spec, task_type) == 1:
+        return None
+    names = tuple(
+        job if job == "chief" else f"{job} {index}"
+        for job in ("chief", "worker")
+        if job in spec.jobs
+        for index in spec.task_indices(job)
+    )
+    addresses = tuple(cluster_spec.training_addresses(spec))
+    rank = cluster_spec.task_rank(spec, task_type, task_id)
+    if _joined is not None:
+        if (_joined.rank, _joined.addresses) == (rank, addresses):
+            return _joined
+        raise RuntimeError(
+            "This process already belongs to another cluster, as "
+            f"'{_joined.names[_joined.rank]}' of {list(_joined.addresses)}. A process "
+            "is a worker of one cluster: start another one for "
+            f"{list(addresses)}."
+        )
+    if _in_notebook():
+        raise RuntimeError(
+            "A notebook cannot be one of several workers, which run the same program "
+            "at the same time. Write the program to a file and start it with "
+            f"`keras-strategy run --workers {len(names)} train.py`, or use "
+            "MirroredStrategy for the devices of this machine."
+        )
+    try:
+        member = CoordinatorClient.join(
+            rendezvous_address(addresses),
+            rank,
+            names,
+            options.timeout_seconds,
+            exit_process=True,
+            all_local=all_local(addresses),
+        )
+    except ClusterError as error:
+        process_exit.register(
+            process_exit.ExitStatusOnError(error, EXIT_CLUSTER_NOT_FORMED)
+        )
+        raise
+    _joined = Cluster(rank, names, addresses, member, options)
+    return _joined
+
+
+def current_cluster() -> Cluster | None:
+    """Return the cluster of this process; None if it trains alone."""
+    return _joined
+
+
+def _in_notebook() -> bool:
+    try:
+        # IPython adds it to the builtins.
+        shell = get_ipython()  # pyright: ignore
+    except NameError:
+        return False
+    return hasattr(shell, "kernel")

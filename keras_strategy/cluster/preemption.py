@@ -1,0 +1,153 @@
+"""Preemption: a worker's termination notice, and when all workers save and exit."""
+
+import contextlib
+import enum
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from keras_strategy.cluster.process_exit import EXIT_PREEMPTED
+from keras_strategy.options import TerminationConfig
+
+_POLL_SECONDS = 1.0
+# A grace period is used up to this many steps and saves before its end.
+_MARGIN = 3
+
+
+class TerminationNotice:
+    """Termination notice of this worker.
+
+    Args:
+        watch: Polled once a second in a thread. None listens for SIGTERM, in the main
+            thread only, where Python handles signals.
+
+    Attributes:
+        since: When the notice arrived, on the monotonic clock; None until then.
+    """
+
+    def __init__(self, watch: Callable[[], bool] | None = None):
+        self.since: float | None = None
+        self._watch = watch
+        self._stopped = threading.Event()
+        self._previous_handler: Any = None
+
+    def start(self) -> None:
+        """Start to listen."""
+        if self._watch is not None:
+            threading.Thread(target=self._poll, name="preemption", daemon=True).start()
+        elif threading.current_thread() is threading.main_thread():
+            self._previous_handler = signal.signal(signal.SIGTERM, self._record)
+
+    def stop(self) -> None:
+        """Stop listening."""
+        self._stopped.set()
+        if threading.current_thread() is not threading.main_thread():
+            return
+        # Other code may have installed its own handler since.
+        if signal.getsignal(signal.SIGTERM) == self._record:
+            signal.signal(signal.SIGTERM, self._previous_handler or signal.SIG_DFL)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Context manager in which a notice does not end the process at once."""
+        self.start()
+        try:
+            yield
+        finally:
+            self.stop()
+
+    def _record(self, *_: Any) -> None:
+        if self.since is None:
+            self.since = time.monotonic()
+
+    def _poll(self) -> None:
+        assert self._watch is not None
+        while not self._stopped.wait(_POLL_SECONDS):
+            if self._watch():
+                self._record()
+                return
+
+
+class NextAction(enum.Enum):
+    """Action of all workers between two steps."""
+
+    CONTINUE = 0
+    SAVE = 1
+    SAVE_AND_END = 2
+
+
+class Preemption:
+    """Agreement of all workers, after each step, on when they save and exit.
+
+    Args:
+        config: The user's termination config.
+        exchange: Return what all workers pass to it, by rank.
+
+    Attributes:
+        notice: This worker's termination notice.
+    """
+
+    def __init__(
+        self,
+        config: TerminationConfig,
+        exchange: Callable[[list[bool]], list[list[bool]]],
+    ):
+        self.notice = TerminationNotice(config.termination_watcher_fn)
+        self._config, self._exchange = config, exchange
+        self._saved = self._ended = False
+        # Mean duration of a step, and that of the last save.
+        self._step_start: float | None = None
+        self._steps = 0
+        self._step_seconds = self._save_seconds = 0.0
+
+    def after_step(self) -> NextAction:
+        """Return the action of all workers after a step."""
+        if not self._ended:
+            self._measure_step()
+        return self.after_epoch()
+
+    def after_epoch(self) -> NextAction:
+        """Return the action of all workers after an epoch, which is not a step."""
+        if self._ended:
+            return NextAction.CONTINUE
+        states = self._exchange([self.notice.since is not None, self._is_due()])
+        if any(due for _, due in states):
+            self._ended = True
+            return NextAction.SAVE_AND_END
+        if any(noticed for noticed, _ in states) and not self._saved:
+            self._saved = True
+            return NextAction.SAVE
+        return NextAction.CONTINUE
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Context manager that measures a save, and leaves it out of the step time."""
+        begin = time.monotonic()
+        yield
+        self._step_start = time.monotonic()
+        self._save_seconds = self._step_start - begin
+
+    def end(self) -> None:
+        """Exit, or call the user's exit function."""
+        self.notice.stop()
+        if self._config.exit_fn is None:
+            sys.exit(EXIT_PREEMPTED)
+        self._config.exit_fn()
+
+    def _measure_step(self) -> None:
+        now = time.monotonic()
+        if self._step_start is not None:
+            self._steps += 1
+            seconds = now - self._step_start
+            self._step_seconds += (seconds - self._step_seconds) / self._steps
+        self._step_start = now
+
+    def _is_due(self) -> bool:
+        since = self.notice.since
+        if since is None:
+            return False
+        left = since + (self._config.grace_period or 0.0) - time.monotonic()
+        return left <= _MARGIN * (2 * self._step_seconds + self._save_seconds)

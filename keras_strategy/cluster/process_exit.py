@@ -1,0 +1,166 @@
+"""Exit codes of workers, read by the programs that start them.
+
+An exception in the user's program gives Python's 1 and a signal the shell's 128 plus
+its number. The other codes are those of sysexits.h with the nearest meaning.
+
+Process exit handlers: for uncaught exceptions, interpreter exit and forks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from types import CodeType, TracebackType
+from typing import Any, NoReturn, Protocol
+
+EXIT_CLUSTER_NOT_FORMED = 69
+"""The cluster was not formed."""
+
+EXIT_PREEMPTED = 75
+"""The worker was asked to stop and saved its state: start it again."""
+
+EXIT_OTHER_WORKER_FAILED = 76
+"""Another worker failed, or all workers wait for each other."""
+
+EXIT_INTERRUPTED = 130
+"""The worker was interrupted (SIGINT, Ctrl-C), as in a shell."""
+
+
+_FLUSH_SECONDS = 3.0
+
+
+class ExitHandler(Protocol):
+    """Callbacks for the ways in which this process can end."""
+
+    def on_exception(self, error: BaseException, trace: str) -> None:
+        """Handle an uncaught exception, which has been printed."""
+
+    def leave(self) -> None:
+        """Handle the exit of the interpreter."""
+
+    def on_fork(self) -> None:
+        """Detach from the parent's resources in a forked child."""
+
+
+_handlers: list[ExitHandler] = []
+# Outermost code object of the program: the program runs while its frame exists.
+_program: CodeType | None = None
+# The excepthook that ours wraps; None while ours is not installed.
+_wrapped_hook: Callable[..., Any] | None = None
+
+
+def register(handler: ExitHandler) -> None:
+    """Call `handler` from now on when this process ends or forks."""
+    global _wrapped_hook, _program
+    if not _handlers:
+        atexit.register(_at_exit)
+        _program = _outermost_code()
+    if _wrapped_hook is None:
+        _wrapped_hook, sys.excepthook = sys.excepthook, _excepthook
+    _handlers.append(handler)
+
+
+def unregister(handler: ExitHandler) -> None:
+    """Undo `register`."""
+    if handler in _handlers:
+        _handlers.remove(handler)
+        if not _handlers:
+            _restore()
+
+
+def exit_now(text: str, status: int) -> NoReturn:
+    """Print `text` and end this process without the interpreter's own exit.
+
+    The interpreter's exit would run the backend's, whose barriers wait for workers
+    that may no longer exist.
+    """
+    # If nobody reads the pipe any more, writing to it blocks forever.
+    writer = threading.Thread(target=_write, args=(text,), daemon=True)
+    writer.start()
+    writer.join(_FLUSH_SECONDS)
+    os._exit(status)
+
+
+class ExitStatusOnError:
+    """Exit handler that sets the exit status if a certain error ends the process."""
+
+    def __init__(self, error: BaseException, status: int):
+        self._error, self._status = error, status
+
+    def on_exception(self, error: BaseException, trace: str) -> None:
+        """End the process if this is the exception."""
+        if error is self._error:
+            exit_now("", self._status)
+
+    def leave(self) -> None:
+        """Unregister."""
+        unregister(self)
+
+    def on_fork(self) -> None:
+        """Do nothing: a fork does not raise the exception."""
+
+
+def _write(text: str) -> None:
+    if text:
+        print(text, file=sys.stderr)
+    for stream in (sys.stderr, sys.stdout):
+        stream.flush()
+
+
+def _excepthook(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    if _wrapped_hook is not None:
+        _wrapped_hook(kind, error, trace)
+    if not _is_fatal():
+        return
+    text = "".join(traceback.format_exception(kind, error, trace))
+    for handler in list(_handlers):
+        handler.on_exception(error, text)
+
+
+def _is_fatal() -> bool:
+    """Return True if the exception that `sys.excepthook` received ends the process.
+
+    C code also calls the hook, with exceptions that it has handled: PyErr_PrintEx in a
+    callback or a destructor. The program's own frames still exist then; when Python
+    itself calls the hook, they are gone.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    return in_main and _outermost_code() is not _program
+
+
+def _outermost_code() -> CodeType | None:
+    """Return the code of the main thread's outermost frame."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    return None if frame is None else frame.f_code
+
+
+def _at_exit() -> None:
+    for handler in list(_handlers):
+        handler.leave()
+
+
+def _after_fork() -> None:
+    for handler in _handlers:
+        handler.on_fork()
+    if _handlers:
+        _handlers.clear()
+        _restore()
+
+
+def _restore() -> None:
+    global _wrapped_hook
+    atexit.unregister(_at_exit)
+    # If other code has wrapped our hook, ours stays below it.
+    if _wrapped_hook is not None and sys.excepthook is _excepthook:
+        sys.excepthook, _wrapped_hook = _wrapped_hook, None
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,380 @@
+"""Rendezvous settings from the environment and the cluster's addresses.
+
+Rendezvous: the chief listens on a port, and every worker connects to it.
+
+Both ends prove that they know the secret of the run without sending it. Nothing that an
+untrusted client sends is shown to the user.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hashlib
+import ipaddress
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from keras_strategy.cluster.transport import (
+    MAX_LINE,
+    PROTOCOL,
+    ProtocolError,
+    configure_socket,
+    encode,
+    is_proof,
+    make_proof,
+    new_nonce,
+    receive,
+)
+from keras_strategy.errors import ClusterError
+
+PORT_VARIABLE = "KERAS_STRATEGY_PORT"
+TIMEOUT_VARIABLE = "KERAS_STRATEGY_TIMEOUT_SECONDS"
+SAVE_TIMEOUT_VARIABLE = "KERAS_STRATEGY_SAVE_TIMEOUT_SECONDS"
+SECRET_VARIABLE = "KERAS_STRATEGY_SECRET"
+
+
+def rendezvous_address(addresses: Sequence[str]) -> tuple[str, int]:
+    """Return the host and port of the rendezvous: the same on every worker.
+
+    The host is the chief's. The port is KERAS_STRATEGY_PORT, or else the first one
+    after the chief's own that no worker on the chief's host uses.
+
+    Args:
+        addresses: The workers' addresses, `"host:port"`, the chief's first. The others
+            may be empty, where the cluster does not know them.
+
+    Raises:
+        ValueError: If the chief's address has no host, or no port can be found.
+    """
+    if not addresses:
+        raise ValueError("Expected the address of at least one worker. Received: []")
+    host, port = _split(addresses[0])
+    if not host:
+        raise ValueError(
+            "Expected the address of the chief, where the workers connect, to be "
+            f"'host:port'. Received: {addresses[0]!r}"
+        )
+    configured = os.environ.get(PORT_VARIABLE)
+    if configured:
+        name = f"the environment variable {PORT_VARIABLE}"
+        return host, _parse_port(configured, name)
+    if not port:
+        raise ValueError(
+            f"The chief's address {addresses[0]!r} has no port. Set the environment "
+            f"variable {PORT_VARIABLE} to a free port, the same on every worker."
+        )
+    chief = _parse_port(port, f"the port of the chief's address {addresses[0]!r}")
+    # Workers on one host often have consecutive ports.
+    used = {p for other, p in map(_split, addresses) if _is_same_host(other, host)}
+    for candidate in range(chief + 1, 65536):
+        if str(candidate) not in used:
+            return host, candidate
+    raise ValueError(
+        f"There is no port after the chief's ({addresses[0]!r}). Set the environment "
+        f"variable {PORT_VARIABLE} to a free port, the same on every worker."
+    )
+
+
+def default_timeout_seconds() -> float:
+    """Return KERAS_STRATEGY_TIMEOUT_SECONDS, or else 600."""
+    return _seconds_from_environment(TIMEOUT_VARIABLE, 600.0)
+
+
+def save_timeout_seconds(minimum: float) -> float:
+    """Return how long the other workers wait for one that writes files.
+
+    That is KERAS_STRATEGY_SAVE_TIMEOUT_SECONDS, or else 3600 or a greater `minimum`.
+    """
+    return _seconds_from_environment(SAVE_TIMEOUT_VARIABLE, max(3600.0, minimum))
+
+
+def _seconds_from_environment(name: str, default: float) -> float:
+    value = os.environ.get(name)
+    if not value:
+        return default
+    return positive_seconds(value, f"the environment variable {name}")
+
+
+def positive_seconds(value: float | str, name: str) -> float:
+    """Return a positive, finite number of seconds, or raise ValueError."""
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if isinstance(value, bool) or not 0 < seconds < math.inf:
+        raise ValueError(
+            f"Expected {name} to be a positive number of seconds. Received: {value!r}"
+        )
+    return seconds
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if an address reaches only this machine."""
+    if host.lower() in ("localhost", "localhost.localdomain"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def all_local(addresses: Sequence[str]) -> bool:
+    """Return True if the addresses show that all workers are on this machine."""
+    hosts = {_split(address)[0] for address in addresses}
+    if all(map(is_loopback, hosts)):
+        return True
+    # One name of this machine for all. Another machine's may forward its ports.
+    return len(hosts) == 1 and all(hosts) and bool(local_addresses(*hosts))
+
+
+def local_addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
+    """Return those addresses of `host` that are this machine's, with their families."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    addresses = []
+    for family, _, _, _, address in dict.fromkeys(found):
+        with contextlib.suppress(OSError), socket.socket(family) as probe:
+            probe.bind((address[0], 0))
+            addresses.append((family, str(address[0])))
+    return addresses
+
+
+def host_port(host: str, port: int) -> str:
+    """Return `host:port`, with the brackets that an IPv6 address needs."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _split(address: str) -> tuple[str, str]:
+    """Return the host without brackets, and the port as text, which may be empty."""
+    if address.startswith("["):
+        host, _, port = address[1:].partition("]")
+        return host, port.removeprefix(":")
+    if address.count(":") > 1:
+        return address, ""
+    host, _, port = address.partition(":")
+    return host, port
+
+
+def _is_same_host(host: str, other: str) -> bool:
+    return host == other or (is_loopback(host) and is_loopback(other))
+
+
+def _parse_port(text: str, name: str) -> int:
+    if text.isascii() and text.isdecimal() and len(text) < 6 and 0 < int(text) < 65536:
+        return int(text)
+    raise ValueError(
+        f"Expected {name} to be a port from 1 to 65535. Received: {text!r}"
+    )
+
+
+_CONNECT_SECONDS = 5.0
+_HANDSHAKE_SECONDS = 10.0
+_FIRST_PAUSE = 0.05
+_LONGEST_PAUSE = 0.5
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class _RefusedError(Exception):
+    """The chief refuses this worker."""
+
+
+def open_listeners(
+    host: str, port: int, all_local: bool = False
+) -> list[socket.socket]:
+    """Open the rendezvous port on no more addresses than necessary.
+
+    A loopback host means that all workers are on this machine, so no other machine can
+    connect. A name of this machine is opened at the addresses that it resolves to. All
+    addresses are opened only if the name is not this machine's, as behind a router, or
+    resolves to the loopback on this machine alone, as on Debian.
+
+    Args:
+        host: The host, as the other workers know it.
+        port: The port.
+        all_local: Whether all workers are on this machine.
+
+    Raises:
+        OSError: If the port cannot be opened, for instance because it is in use.
+    """
+    try:
+        if is_loopback(host):
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            is_name = host.lower().startswith("localhost")
+            address = "127.0.0.1" if is_name else host
+            return [socket.create_server((address, port), family=family)]
+        local = local_addresses(host)
+        if local and (all_local or not all(is_loopback(name) for _, name in local)):
+            with contextlib.ExitStack() as opened:
+                listeners = [
+                    opened.enter_context(
+                        socket.create_server((address, port), family=family)
+                    )
+                    for family, address in local
+                ]
+                opened.pop_all()
+            return listeners
+        if socket.has_dualstack_ipv6():
+            with contextlib.suppress(OSError):
+                return [
+                    socket.create_server(
+                        ("", port), family=socket.AF_INET6, dualstack_ipv6=True
+                    )
+                ]
+        return [socket.create_server(("", port))]
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise OSError(
+            errno.EADDRINUSE,
+            f"Address already in use: {host_port(host, port)}, where the workers "
+            "connect. End the process that listens there (perhaps one of an earlier "
+            f"run), or set the environment variable {PORT_VARIABLE} to a free port, "
+            "the same on every worker.",
+        ) from None
+
+
+def claim_rank(
+    address: tuple[str, int], claim: dict[str, Any], secret: str
+) -> socket.socket | None:
+    """Ensure that no other process of this machine is the same worker.
+
+    The chief listens only until all workers have arrived, so a later duplicate would
+    wait until its timeout. The claim is a name in the kernel's abstract namespace: it
+    has no file, nobody can connect to it, and the end of the process frees it.
+
+    Args:
+        address: The rendezvous address.
+        claim: This worker's `rank`, and the `names` of all.
+        secret: The secret of the run.
+
+    Returns:
+        A socket that holds the claim until it is closed; None where the system has no
+        abstract namespace.
+
+    Raises:
+        ClusterError: If another process holds the claim.
+    """
+    run = json.dumps([*address, claim, secret], sort_keys=True).encode()
+    name = f"\0keras_strategy {hashlib.blake2b(run, digest_size=16).hexdigest()}"
+    holder = None
+    try:
+        holder = socket.socket(socket.AF_UNIX)
+        holder.bind(name)
+        return holder
+    except (AttributeError, OSError) as error:
+        if holder is not None:
+            holder.close()
+        if getattr(error, "errno", None) != errno.EADDRINUSE:
+            return None
+        worker = claim["names"][claim["rank"]]
+        raise ClusterError(
+            f"{worker} cannot join at {host_port(*address)}: another process of this "
+            f"machine has already joined as {worker}"
+        ) from None
+
+
+async def connect(
+    address: tuple[str, int], claim: dict[str, Any], secret: str, timeout_seconds: float
+) -> Streams:
+    """Connect to the chief, and wait for it if it has not started yet.
+
+    Args:
+        address: The rendezvous address.
+        claim: This worker's `rank`, and the `names` of all.
+        secret: The secret of the run.
+        timeout_seconds: How long to wait.
+
+    Returns:
+        The connection, after the chief's welcome.
+
+    Raises:
+        ClusterError: If the chief does not arrive or refuses this worker.
+    """
+    worker, chief = claim["names"][claim["rank"]], claim["names"][0]
+    where = host_port(*address)
+    deadline = time.monotonic() + timeout_seconds
+    pause = _FIRST_PAUSE
+    while True:
+        left = max(0.1, deadline - time.monotonic())
+        try:
+            return await _open_connection(address, claim, secret, left)
+        except _RefusedError as refusal:
+            raise ClusterError(f"{worker} cannot join at {where}: {refusal}") from None
+        except ProtocolError:
+            raise ClusterError(
+                f"{worker} cannot join at {where}: the server there is not the {chief} "
+                "of this run of keras_strategy"
+            ) from None
+        except OSError as error:
+            if time.monotonic() + pause > deadline:
+                raise ClusterError(
+                    f"{chief} has not arrived within {timeout_seconds:g} s: {worker} "
+                    f"cannot reach it at {where} ({str(error) or 'timed out'})"
+                ) from None
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+async def _open_connection(
+    address: tuple[str, int], claim: dict[str, Any], secret: str, seconds: float
+) -> Streams:
+    # The reply to an exchange has a value of each worker.
+    max_line = MAX_LINE * (len(claim["names"]) + 1)
+    async with asyncio.timeout(min(seconds, _CONNECT_SECONDS)):
+        reader, writer = await asyncio.open_connection(*address, limit=max_line)
+    try:
+        # Without a listener, TCP can connect a port to itself.
+        if writer.get_extra_info("sockname") == writer.get_extra_info("peername"):
+            raise OSError("nothing listens there")
+        configure_socket(writer)
+        try:
+            async with asyncio.timeout(min(seconds, _HANDSHAKE_SECONDS)):
+                await _authenticate(reader, writer, claim, secret)
+        except TimeoutError:
+            raise OSError("the server there does not answer") from None
+        return reader, writer
+    except BaseException:
+        writer.close()
+        raise
+
+
+async def _authenticate(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    claim: dict[str, Any],
+    secret: str,
+) -> None:
+    nonce = new_nonce()
+    writer.write(encode({"type": "hello", "protocol": PROTOCOL, "nonce": nonce}))
+    challenge = await _receive_reply(reader)
+    if challenge["type"] != "challenge":
+        raise ProtocolError("no challenge")
+    about = nonce, challenge.get("nonce"), claim
+    proof = make_proof(secret, "worker", *about)
+    writer.write(encode({"type": "join", "proof": proof, **claim}))
+    answer = await _receive_reply(reader)
+    if answer["type"] == "untrusted":
+        raise _RefusedError("the chief there belongs to another run")
+    if not is_proof(answer.get("proof"), secret, "chief", *about):
+        raise ProtocolError("no proof")
+    if answer["type"] == "refused":
+        raise _RefusedError(answer.get("message"))
+    if answer["type"] != "welcome":
+        raise ProtocolError("no welcome")
+
+
+async def _receive_reply(reader: asyncio.StreamReader) -> dict[str, Any]:
+    reply = await receive(reader)
+    if reply is None:
+        raise OSError("it closed the connection")
+    return reply

@@ -1,0 +1,216 @@
+"""Collectives between the processes of a cluster.
+
+In a compiled program the backend's own collectives connect the processes; these are for
+values that each process holds. Workers first compare what they are about to send, since
+backends hang or abort if it differs. Where a value is summed, a checksum behind it does
+that in the same collective.
+"""
+
+import abc
+import functools
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+
+from keras_strategy.errors import WorkerInputError, WorkersDifferError
+
+if TYPE_CHECKING:
+    from keras_strategy.cluster.client import TrackedOperation
+    from keras_strategy.cluster.membership import Cluster
+
+# A tensor's shape and dtype, in JSON types.
+Layout = list[Any]
+
+CHECKSUM_BYTES = 7
+# Length of the checksum behind summed values, see `checksum_tail`.
+CHECKSUM_TAIL = 2 * CHECKSUM_BYTES
+# Up to this many workers the checksum's sums are exact in float32.
+MAX_CHECKSUM_WORKERS = 256
+
+
+class WorkerCollectives(abc.ABC):
+    """Collectives of a cluster's processes, one call at a time.
+
+    All workers make the same calls in the same order. Messages name calls.
+
+    Args:
+        cluster: The workers.
+
+    Attributes:
+        rank: This worker's index. Worker 0 is the chief.
+        size: The number of workers.
+    """
+
+    def __init__(self, cluster: "Cluster"):
+        self.cluster = cluster
+        self.rank, self.size = cluster.rank, cluster.size
+
+    @abc.abstractmethod
+    def sum_all(self, name: str, tensors: Sequence[Any]) -> list[Any]:
+        """Sum tensors over the workers, in one collective.
+
+        Args:
+            name: What they are for.
+            tensors: Tensors of the same shapes and dtypes on all workers.
+
+        Returns:
+            New tensors.
+
+        Raises:
+            ValueError: If the shapes or dtypes differ.
+            RuntimeError: If the workers make different calls.
+        """
+
+    @abc.abstractmethod
+    def gather(self, name: str, tensor: Any, axis: int) -> tuple[Any, Any]:
+        """Concatenate the workers' tensors in rank order.
+
+        Args:
+            name: What it is for.
+            tensor: A tensor of rank 1 or more; sizes along `axis` may differ.
+            axis: The dimension to join along.
+
+        Returns:
+            The joined tensor, and each worker's size along `axis`.
+
+        Raises:
+            ValueError: If other sizes, or the dtypes, differ.
+            RuntimeError: If the workers make different calls.
+        """
+
+    @abc.abstractmethod
+    def broadcast(self, name: str, tensors: Sequence[Any]) -> list[Any]:
+        """Return the chief's tensors, on every worker.
+
+        Args:
+            name: What they are.
+            tensors: Tensors of the same shapes and dtypes on all workers; `take_chiefs`
+                checks that.
+        """
+
+    def sum(self, name: str, tensor: Any) -> Any:
+        """Sum a tensor over the workers; see `sum_all`."""
+        return self.sum_all(name, [tensor])[0]
+
+    def broadcast_if_different(self, name: str, tensors: Sequence[Any]) -> list[Any]:
+        """Return the chief's tensors where those of the workers differ.
+
+        Args:
+            name: What they are.
+            tensors: This worker's tensors.
+
+        Returns:
+            For each tensor, the chief's, or None if all workers have the same bits. If
+            the numbers of tensors differ, the result is for the smallest of them.
+
+        Raises:
+            ValueError: If the layouts of differing tensors are not the same.
+        """
+        arrays = [keras.ops.convert_to_numpy(tensor) for tensor in tensors]
+        layouts = [[list(array.shape), str(array.dtype)] for array in arrays]
+        local = [array_digest(array)[:24] for array in arrays]
+        digests = self.cluster.exchange(operation_kind(name), local)
+        count = min(map(len, digests))
+        results: list[Any] = [None] * count
+        differing = [i for i in range(count) if any(d[i] != local[i] for d in digests)]
+        if not differing:
+            return results
+        differences = self.cluster.values_if_different(
+            name, [layouts[i] for i in differing]
+        )
+        if differences is not None:
+            raise ValueError(
+                f"All workers must create the same variables. Received, for `{name}`: "
+                f"{self.cluster.format_by_worker(map(describe_layouts, differences))}."
+            )
+        chiefs = self.broadcast(name, [tensors[i] for i in differing])
+        for i, tensor in zip(differing, chiefs, strict=True):
+            results[i] = tensor
+        return results
+
+    def track_operation(self, name: str) -> "TrackedOperation":
+        """Context manager around a wait, see `workers.CoordinatorClient.waiting`."""
+        return self.cluster.client.track_operation(name)
+
+    def mismatch_error(self, name: str, layout: Layout, which: str = "") -> Exception:
+        """Ask all workers what they are about to do, and return the error to raise.
+
+        Args:
+            name: This worker's call.
+            layout: This worker's layout.
+            which: See `refusal`.
+        """
+        operation = "the comparison of what is sent"
+        received = self.cluster.exchange(operation, [operation_kind(name), *layout])
+        return self.refusal(
+            name,
+            [call for call, *_ in received],
+            [layout for _, *layout in received],
+            which,
+        )
+
+    def refusal(
+        self, name: str, calls: Sequence[str], layouts: Sequence[Layout], which: str
+    ) -> Exception:
+        """Return the error for workers that are about to do different things.
+
+        Args:
+            name: This worker's call.
+            calls: Each worker's call.
+            layouts: Each worker's layout.
+            which: Words for the sizes that must be equal.
+        """
+        if len(set(calls)) > 1:
+            return WorkersDifferError(
+                "All workers must make the same calls in the same order. They make "
+                f"different calls ({self.cluster.format_by_worker(f'`{c}`' for c in calls)})."
+            )
+        received = self.cluster.format_by_worker(
+            describe_layouts([layout]) for layout in layouts
+        )
+        return WorkerInputError(
+            f"`{name}` needs values whose dtypes and sizes{which} are the same on "
+            f"every worker. Received: {received}."
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def call_checksum(kind: str, shape: tuple[int, ...], dtype: Any) -> bytes:
+    """Return `CHECKSUM_BYTES` bytes that identify a sum: its kind, shape and dtype."""
+    layout = f"{kind}|{shape}|{dtype}"
+    return hashlib.blake2b(layout.encode(), digest_size=CHECKSUM_BYTES).digest()
+
+
+def checksum_tail(digest: bytes) -> list[int]:
+    """Return the numbers that detect workers summing different things.
+
+    They are the digest's bytes and their squares. If each sum is the number of workers
+    times the local number, the workers' bytes have variance 0, so all are equal.
+    """
+    return [*digest, *(byte * byte for byte in digest)]
+
+
+def array_digest(array: np.ndarray) -> str:
+    """Return a digest of an array's shape, dtype and bytes."""
+    # SHA-256 has hardware support: 0.25 s for 100 million floats.
+    digest = hashlib.sha256(f"{list(array.shape)} {array.dtype}".encode())
+    digest.update(_array_bytes(array).data)
+    return digest.hexdigest()
+
+
+def _array_bytes(array: np.ndarray) -> np.ndarray:
+    """Return an array's bytes; also for dtypes without a buffer protocol."""
+    return np.ascontiguousarray(array).reshape(-1).view("uint8")
+
+
+def operation_kind(name: str) -> str:
+    """Return a call's name without the variable's, which depends on creation order."""
+    return name.partition(" '")[0]
+
+
+def describe_layouts(layouts: Sequence[Layout]) -> str:
+    """Format shapes and dtypes for a message."""
+    return " and ".join(f"{tuple(shape)} {dtype}" for shape, dtype in layouts)

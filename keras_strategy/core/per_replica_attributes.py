@@ -1,0 +1,335 @@
+"""Attributes that replicas set on layers, kept separate until the run ends.
+
+The replicas of a process share one Python model and run in turns. What a replica sets
+on a layer (`self.skip = x`) is swapped out when its turn ends and swapped in when its
+next turn begins. So a step reads what it wrote, and a counter (`self.steps += 1`)
+starts from the same number on every replica.
+"""
+
+import contextlib
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_strategy.values import PerReplica
+
+ABSENT = object()
+# Objects of these types are shared, whichever replica creates them.
+_SHARED = (
+    keras.Variable,
+    keras.Layer,
+    keras.metrics.Metric,
+    keras.losses.Loss,
+    keras.optimizers.Optimizer,
+    keras.random.SeedGenerator,
+)
+
+
+class DifferingAttribute(PerReplica):
+    """Value of an attribute that replicas have set to different values.
+
+    Args:
+        values: The values, in replica order.
+        name: The attribute's name.
+    """
+
+    def __init__(self, values: Sequence[Any], name: str):
+        super().__init__(values)
+        self.name = name
+
+    def __bool__(self) -> bool:
+        raise self._error("a condition")
+
+    def __iter__(self) -> Any:
+        raise self._error("a sequence")
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise self._error("an array")
+
+    def __float__(self) -> float:
+        raise self._error("a number")
+
+    def _error(self, what: str) -> ValueError:
+        return ValueError(
+            f"The replicas have set {self.name} to different values, so it cannot be "
+            f"used as {what} outside of them. Their strategy's "
+            f"`experimental_local_results` returns each value. Received: {self!r}"
+        )
+
+
+class _Notice:
+    """Patches that intercept attribute assignment while replicas take turns.
+
+    They are installed when a turn begins and stay until `end` is called, since the next
+    turn usually begins soon.
+
+    Attributes:
+        lock: Protects the other attributes.
+        turns: Threads in a replica's turn.
+        installed: True while the patches are installed.
+    """
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.turns = 0
+        self.installed = False
+        self._patches: list[tuple[Callable[[], None], Callable[[], None]]] = []
+
+    def add(self, put: Callable[[], None], take: Callable[[], None]) -> None:
+        """Register the functions that install and remove a patch."""
+        with self.lock:
+            self._patches.append((put, take))
+            if self.installed:
+                put()
+
+    def put(self) -> None:
+        """Install all patches; the caller holds the lock."""
+        for put, _ in self._patches:
+            put()
+        self.installed = True
+
+    def end(self) -> None:
+        """Remove all patches, unless a thread is in a replica's turn."""
+        with self.lock:
+            if self.installed and not self.turns:
+                for _, take in self._patches:
+                    take()
+                self.installed = False
+
+
+setattr_hooks = _Notice()
+
+
+class _Here(threading.local):
+    """Attributes of the replica whose turn it is in this thread."""
+
+    attributes: "ReplicaAttributes | None" = None
+
+
+current_turn = _Here()
+
+
+def current_attributes() -> "ReplicaAttributes | None":
+    """Return the attributes of the replica whose turn it is in this thread."""
+    return current_turn.attributes
+
+
+@contextlib.contextmanager
+def set_on_all_replicas() -> Iterator[None]:
+    """Let this thread set attributes for all replicas."""
+    own, current_turn.attributes = current_turn.attributes, None
+    try:
+        yield
+    finally:
+        current_turn.attributes = own
+
+
+class _Attribute:
+    """An attribute of a layer."""
+
+    def __init__(self, owner: Any, name: str):
+        self.owner, self.name = owner, name
+        self.description = f"{type(owner).__name__}.{name}"
+
+    def read(self) -> Any:
+        return vars(self.owner).get(self.name, ABSENT)
+
+    def write(self, value: Any) -> None:
+        # Not `setattr`: Keras and the backend saw the value when it was set.
+        if value is ABSENT:
+            vars(self.owner).pop(self.name, None)
+        else:
+            vars(self.owner)[self.name] = value
+
+
+class _Contents:
+    """Contents of a list, dict or set that Keras made of an attribute's value."""
+
+    name = None
+    description = "the contents of a list, dict or set of a layer or metric"
+
+    def __init__(self, owner: Any):
+        self.owner = owner
+        kinds = (list, set, OrderedDict, dict)
+        self._kind: Any = next(kind for kind in kinds if isinstance(owner, kind))
+
+    def read(self) -> Any:
+        parts = list(self._parts(self.owner))
+        if len(parts) == 1 and isinstance(parts[0], DifferingAttribute):
+            return parts[0]
+        return self._kind(self.owner)
+
+    def write(self, value: Any) -> None:
+        kind = self._kind
+        if isinstance(value, DifferingAttribute):  # stands for all contents
+            value = {"replicas": value} if issubclass(kind, dict) else kind([value])
+        kind.clear(self.owner)
+        if kind is list:
+            list.extend(self.owner, value)
+        elif kind is set:
+            set.update(self.owner, value)
+        else:
+            for key, part in value.items():
+                kind.__setitem__(self.owner, key, part)
+
+    def _parts(self, contents: Any) -> Any:
+        return contents.values() if isinstance(contents, dict) else contents
+
+
+_Place = _Attribute | _Contents
+
+
+class ReplicaAttributes:
+    """Attributes that one replica sets on layers during a run.
+
+    Args:
+        made: Layers that replicas created in this run.
+    """
+
+    def __init__(self, made: dict[int, Any]):
+        self.new_layers = made
+        # Each place, and its value when the turn changes.
+        self.swapped: dict[Hashable, tuple[_Place, Any]] = {}
+        self._in_place = False
+
+    def set(self, layer: Any, name: str, value: Any) -> None:
+        """Record that an attribute is about to change; `value` may be ABSENT."""
+        key = id(layer), name
+        if isinstance(value, _SHARED):
+            self.swapped.pop(key, None)
+        elif key not in self.swapped and id(layer) not in self.new_layers:
+            place = _Attribute(layer, name)
+            self.swapped[key] = place, place.read()
+
+    def change(self, container: Any, values: Sequence[Any]) -> None:
+        """Record that the contents of a list, dict or set are about to change.
+
+        Args:
+            container: The list, dict or set.
+            values: New elements, among others.
+        """
+        shared = any(isinstance(value, _SHARED) for value in values)
+        if not shared and id(container) not in self.swapped:
+            place = _Contents(container)
+            self.swapped[id(container)] = place, place.read()
+
+    @contextlib.contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Context manager around one turn of the replica."""
+        self.swap_in()
+        try:
+            yield
+        finally:
+            self.swap_out()
+
+    def swap_in(self) -> None:
+        """Begin a turn."""
+        with setattr_hooks.lock:  # hot path: avoid calls
+            setattr_hooks.turns += 1
+            if not setattr_hooks.installed:
+                setattr_hooks.put()
+        current_turn.attributes = self
+        self._in_place = True
+        if self.swapped:
+            self._swap()
+
+    def swap_out(self) -> None:
+        """End a turn, unless an error has ended it."""
+        current_turn.attributes = None
+        if self._in_place:
+            self._in_place = False
+            with setattr_hooks.lock:
+                setattr_hooks.turns -= 1
+            if self.swapped:
+                self._swap()
+
+    def keep(self) -> None:
+        """End the only turn of a single replica; its values stay in place."""
+        current_turn.attributes = None
+        self._in_place = False
+        with setattr_hooks.lock:
+            setattr_hooks.turns -= 1
+        self.swapped.clear()
+
+    def _swap(self) -> None:
+        for key, (place, value) in self.swapped.items():
+            self.swapped[key] = place, place.read()
+            place.write(value)
+
+
+@contextlib.contextmanager
+def discard_attribute_changes() -> Iterator[None]:
+    """Discard what this thread sets on layers, for dry runs."""
+    own = current_turn.attributes
+    try:
+        with ReplicaAttributes({}).in_turn():
+            yield
+    finally:
+        current_turn.attributes = own
+
+
+class GroupAttributes:
+    """Attributes that a group's replicas set on layers, from run to run.
+
+    Args:
+        replicas: The number of local replicas.
+        is_tensor: Recognises tensors of the backend in use.
+    """
+
+    def __init__(self, replicas: int, is_tensor: Callable[[Any], bool]):
+        self._replicas = replicas
+        self._is_tensor = is_tensor
+        self._differing: list[tuple[weakref.ref, str | None]] = []
+
+    def begin(self) -> list[ReplicaAttributes]:
+        """Begin a run: each replica gets the values it left."""
+        made: dict[int, Any] = {}
+        replicas = [ReplicaAttributes(made) for _ in range(self._replicas)]
+        for reference, name in self._differing:
+            owner = reference()
+            if owner is None:
+                continue
+            place = _Contents(owner) if name is None else _Attribute(owner, name)
+            found = place.read()
+            if not isinstance(found, DifferingAttribute):  # overwritten since
+                continue
+            key = id(owner) if name is None else (id(owner), name)
+            for replica, value in zip(replicas, found.values, strict=True):
+                replica.swapped[key] = place, value
+        return replicas
+
+    def commit(self, replicas: Sequence[ReplicaAttributes]) -> None:
+        """Write what the replicas have set, once all of them have succeeded."""
+        places = {
+            key: place for own in replicas for key, (place, _) in own.swapped.items()
+        }
+        self._differing = []
+        for key, place in places.items():
+            current = place.read()
+            first, *others = [
+                own.swapped.get(key, (place, current))[1] for own in replicas
+            ]
+            if all(self._same(first, other) for other in others):
+                place.write(first)
+            else:
+                place.write(DifferingAttribute([first, *others], place.description))
+                self._differing.append((weakref.ref(place.owner), place.name))
+
+    def _same(self, a: Any, b: Any) -> bool:
+        if a is b:
+            return True
+        if type(a) is not type(b) or self._is_tensor(a):
+            return False
+        if isinstance(a, dict):
+            return a.keys() == b.keys() and all(self._same(a[k], b[k]) for k in a)
+        if isinstance(a, list | tuple):
+            pairs = zip(a, b, strict=False)
+            return len(a) == len(b) and all(self._same(x, y) for x, y in pairs)
+        if isinstance(a, np.ndarray):
+            return np.array_equal(a, b)
+        return bool(a == b)

@@ -1,0 +1,106 @@
+"""Names of tf.distribute that do not exist here, with the reason.
+
+tf.distribute's server classes: native on TensorFlow, unsupported elsewhere.
+"""
+
+import functools
+from typing import Any, NoReturn
+
+from keras_strategy.core.registry import get_engine
+from keras_strategy.errors import UnsupportedBackendError
+
+
+class UnsupportedName:
+    """Class attribute for a tf.distribute name that does not exist here.
+
+    Reading it raises AttributeError, so `hasattr` is False.
+
+    Args:
+        reason: Why it does not exist, and what to use.
+    """
+
+    def __init__(self, reason: str):
+        self.reason = reason
+        self._name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type) -> NoReturn:
+        raise AttributeError(absent(owner.__name__, self._name, self.reason))
+
+
+def absent(owner: str, name: str, reason: str) -> str:
+    """Return the AttributeError message for a tf.distribute name."""
+    return f"{owner!r} has no attribute {name!r}, which tf.distribute has. {reason}"
+
+
+_ASYNCHRONOUS = (
+    "Workers update parameter servers asynchronously. Only TensorFlow implements that, "
+    "and results differ from one device. Use MirroredStrategy or "
+    "MultiWorkerMirroredStrategy, with `shard` if the model is too large for one "
+    "device; or coordinator.ClusterCoordinator for asynchronous functions."
+)
+_SERVERS = (
+    "JAX and torch have no servers that accept work. Workers find each other when "
+    "MultiWorkerMirroredStrategy is created; `keras-strategy run` starts them. "
+    "coordinator.ClusterCoordinator starts its own workers."
+)
+_CALLS = (
+    "It calls TensorFlow functions, with their types, in another process, which only "
+    "TensorFlow implements. Use coordinator.ClusterCoordinator, which starts its "
+    "workers; or gRPC between your own programs."
+)
+REASONS = {
+    "ParameterServerStrategy": _ASYNCHRONOUS,
+    "Server": _SERVERS,
+    "experimental.rpc.Client": _CALLS,
+    "experimental.rpc.Server": _CALLS,
+}
+
+
+@functools.cache
+def native_or_unsupported(name: str) -> Any:
+    """Return tf.distribute's object of that name, one of `REASONS`.
+
+    On other backends, return a class whose constructor raises the reason.
+    """
+    found = get_engine().native(name)
+    if found is not None:
+        return found
+    return _UnsupportedMeta(
+        name.rpartition(".")[2],
+        (_Unsupported,),
+        {
+            "__doc__": REASONS[name],
+            "__module__": __name__,
+        },
+    )
+
+
+class _UnsupportedMeta(type):
+    """Metaclass: class attributes, including factory functions, do not exist.
+
+    Reading one raises AttributeError, so `hasattr` is False.
+    """
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        raise AttributeError(cls.message())
+
+    def message(cls) -> str:
+        """Return why the class does not exist, and what to use."""
+        return (
+            f"`{cls.__name__}` of tf.distribute is not available with the Keras "
+            f"backend in use, '{get_engine().name}'. {cls.__doc__}"
+        )
+
+
+class _Unsupported(metaclass=_UnsupportedMeta):
+    def __init__(self, *args: Any, **kwargs: Any):
+        raise UnsupportedBackendError(type(self).message())
+
+
+def __getattr__(name: str) -> Any:
+    if name in REASONS:
+        return native_or_unsupported(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,329 @@
+"""Datasets whose elements are split over the replicas, for loops of one's own."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+from keras import tree
+
+from keras_strategy.core import context
+from keras_strategy.core.registry import get_engine
+from keras_strategy.data.dataset_state import SourceStates
+from keras_strategy.data.local_rows import EvenParts, ReplicaParts
+from keras_strategy.data.prefetch import Prefetcher
+from keras_strategy.values import PerReplica
+
+if TYPE_CHECKING:
+    from keras_strategy.core.protocols import Strategy
+
+
+class DistributedDataset:
+    """A dataset whose elements are split over the replicas of a strategy.
+
+    `strategy.experimental_distribute_dataset` and
+    `strategy.distribute_datasets_from_function` make it. Each iteration over it reads
+    the dataset from its beginning.
+
+    Example:
+
+    ```python
+    import keras
+    import numpy as np
+    import keras_strategy as ks
+
+    strategy = ks.MirroredStrategy()
+    batches = [np.ones((4, 3), "float32"), np.ones((2, 3), "float32")]
+    rows = 0
+    for x in strategy.experimental_distribute_dataset(batches):
+        for part in strategy.experimental_local_results(x):
+            rows += part.shape[0]
+    assert rows == 6
+    ```
+    """
+
+    # What `fit` reads in its place: see `input_splitting.for_keras`.
+    _global_batches: Any = None
+    # None where native tf.distribute reads it.
+    _sources: SourceStates | None = None
+
+    def __init__(
+        self,
+        strategy: "Strategy",
+        start: Callable[[], Iterator[ReplicaParts | EvenParts]],
+        depth: int = 0,
+        pauses: Sequence[int] = (),
+        sources: SourceStates | None = None,
+    ):
+        self._strategy = strategy
+        self._start = start
+        self._sources = sources
+        self._ahead = depth, pauses
+        self._opened: DistributedIterator | None = None
+
+    def __iter__(self) -> "DistributedIterator":
+        """Starts reading the dataset.
+
+        Returns:
+            A `DistributedIterator`.
+
+        Raises:
+            RuntimeError: In another strategy's scope, inside a function that `run`
+                calls, or where an iterator that was distributed has ended.
+        """
+        context.require_cross_replica(self._strategy, "DistributedDataset.__iter__")
+        get_engine().require_eager_loop()
+        iterator, self._opened = self._opened, None
+        return iterator or DistributedIterator(
+            self._strategy, self._start(), *self._ahead, self._sources
+        )
+
+    @property
+    def element_spec(self) -> Any:
+        """The shapes and dtypes of an element, with None for the rows.
+
+        The element's structure, with a `PerReplica` of `keras.KerasTensor` in the
+        place of each distributed tensor; of `tf.TensorSpec` for `tf.data` datasets on
+        TensorFlow. It is found out by reading the first element.
+        """
+        if self._opened is None:
+            self._opened = iter(self)
+        return self._opened.element_spec
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """Combines all elements into one value.
+
+        Args:
+            initial_state: What to begin with.
+            reduce_func: Called with the state and an element, returns the new state.
+
+        Returns:
+            The last state.
+
+        Example:
+
+        ```python
+        import numpy as np
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        dataset = strategy.experimental_distribute_dataset([np.ones(4, "float32")] * 3)
+        total = dataset.reduce(
+            0.0, lambda state, x: state + strategy.reduce("SUM", x, axis=0)
+        )
+        assert float(total) == 12.0
+        ```
+        """
+        return functools.reduce(reduce_func, self, initial_state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where loops over the dataset are: before the element that comes next.
+
+        What was read ahead of the loop does not count. With several workers, each has
+        its own.
+
+        Returns:
+            What `load_state_dict` takes, in this process or another: JSON's values, but
+            for what a source itself says of where it is.
+
+        Raises:
+            NotImplementedError: If native tf.distribute reads the dataset.
+
+        Example:
+
+        ```python
+        import numpy as np
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        batches = [np.ones(4, "float32") * i for i in range(3)]
+        dataset = strategy.experimental_distribute_dataset(batches)
+        for x in dataset:
+            break
+        state = dataset.state_dict()
+
+        again = strategy.experimental_distribute_dataset(batches)
+        again.load_state_dict(state)
+        assert len(list(again)) == 2
+        assert len(list(again)) == 3
+        ```
+        """
+        return self._known_sources().state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Has the next loop go on where `state_dict` was called.
+
+        Args:
+            state: What it returned, for a dataset of the same data.
+
+        Raises:
+            NotImplementedError: If native tf.distribute reads the dataset.
+            ValueError: If it is the state of another dataset.
+        """
+        self._known_sources().put(state)
+        self._opened = None
+
+    def _known_sources(self) -> SourceStates:
+        if self._sources is None:
+            raise NotImplementedError(
+                "Native tf.distribute reads a `tf.data.Dataset` on TensorFlow, and "
+                "does not say where it is. Count the steps, and go on with "
+                "`dataset.skip(steps)`, of a dataset that shuffles with "
+                f"`reshuffle_each_iteration=False`. Received: {self!r}"
+            )
+        return self._sources
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(strategy={self._strategy!r})"
+
+
+class DistributedIterator:
+    """Gives the elements of a `DistributedDataset`, one after the other.
+
+    Example:
+
+    ```python
+    import numpy as np
+    import keras_strategy as ks
+
+    strategy = ks.MirroredStrategy()
+    dataset = strategy.experimental_distribute_dataset([np.ones((4, 3), "float32")])
+    iterator = iter(dataset)
+    x = next(iterator)
+    assert not iterator.get_next_as_optional().has_value()
+    ```
+    """
+
+    def __init__(
+        self,
+        strategy: "Strategy",
+        parts: Iterator[ReplicaParts | EvenParts],
+        depth: int = 0,
+        pauses: Sequence[int] = (),
+        sources: SourceStates | None = None,
+    ):
+        self._strategy = strategy
+        self._sources = sources
+        place = functools.partial(_placed, strategy.extended.group)
+        self._elements: Iterator[Any] = map(place, parts)
+        if depth:
+            self._elements = Prefetcher(self._elements, depth, pauses, sources=sources)
+        self._ahead: list[Any] = []  # at most one element
+        self._spec: Any = None
+
+    def __iter__(self) -> "DistributedIterator":
+        """Returns itself."""
+        return self
+
+    def __next__(self) -> Any:
+        """Returns the next element.
+
+        Raises:
+            StopIteration: If there is none.
+        """
+        context.require_cross_replica(self._strategy, "DistributedIterator.__next__")
+        get_engine().require_eager_loop()
+        if self._ahead:
+            if self._sources is not None:
+                self._sources.held = None
+            return self._ahead.pop()
+        return next(self._elements)
+
+    def get_next(self) -> Any:
+        """Returns the next element.
+
+        Returns:
+            The structure of the dataset's element, with a `PerReplica` in the place
+            of each array; with one replica, a tensor.
+
+        Raises:
+            StopIteration: If there is none. Inside a `tf.function`, TensorFlow raises
+                its OutOfRangeError. `get_next_as_optional` raises nothing.
+        """
+        return next(self)
+
+    def get_next_as_optional(self) -> Any:
+        """Returns the next element, or that there is none.
+
+        Returns:
+            An object with `has_value()` and `get_value()`.
+        """
+        try:
+            return OptionalElement([next(self)])
+        except StopIteration:
+            return OptionalElement([])
+
+    @property
+    def element_spec(self) -> Any:
+        """See `DistributedDataset.element_spec`."""
+        if self._spec is None:
+            sources = self._sources
+            place = None if sources is None else sources.state()
+            optional = self.get_next_as_optional()
+            if not optional.has_value():
+                raise ValueError(
+                    "A distributed dataset finds out its `element_spec` by reading "
+                    "the first element, and there is none."
+                )
+            self._ahead.append(optional.get_value())
+            if sources is not None and place is not None:
+                sources.held = place["sources"]
+            self._spec = tree.map_structure(_spec, self._ahead[0])
+        return self._spec
+
+
+class OptionalElement:
+    """An element of a dataset, or none.
+
+    Args:
+        elements: A list of the element, or an empty list.
+    """
+
+    def __init__(self, elements: Sequence[Any]):
+        self._elements = elements
+
+    def has_value(self) -> Any:
+        """Returns whether there is an element."""
+        return bool(self._elements)
+
+    def get_value(self) -> Any:
+        """Returns the element.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        if not self._elements:
+            raise ValueError("The dataset has ended: ask `has_value()` first.")
+        return self._elements[0]
+
+
+def _placed(group: Any, parts: ReplicaParts | EvenParts) -> Any:
+    """An element on the devices of its replicas."""
+
+    def place(leaves):
+        if leaves[0] is None and all(leaf is None for leaf in leaves):
+            return None
+        try:
+            value = group.place(leaves, parts.alike)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"The Keras backend '{keras.backend.backend()}' cannot make "
+                "tensors of what a distributed dataset holds. Received arrays of "
+                f"the dtype {leaves[0].dtype}."
+            ) from error
+        if isinstance(value, PerReplica):
+            value.batch = parts.rows
+        return value
+
+    return parts.placed(place)
+
+
+def _spec(value: Any) -> Any:
+    """What is known of a distributed tensor before it is there."""
+    if value is None:
+        return None
+    if isinstance(value, PerReplica):
+        return PerReplica([_spec(component) for component in value.values])
+    shape = tuple(value.shape)
+    dtype = keras.backend.standardize_dtype(value.dtype)
+    return keras.KerasTensor((None, *shape[1:]) if shape else (), dtype)

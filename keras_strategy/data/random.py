@@ -1,0 +1,85 @@
+"""The process-wide random numbers that all workers shall share.
+
+Keras draws from them to shuffle arrays and to seed layers. Where every worker draws its
+own, the workers would not see the same batches.
+"""
+
+import base64
+import hashlib
+import json
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from keras_strategy.cluster.membership import Cluster
+from keras_strategy.core.registry import get_engine
+
+
+def sync_with_chief(cluster: Cluster, digests: Sequence[str] | None = None) -> None:
+    """Sets Python's, NumPy's and the engine's generators to the chief's state.
+
+    Nothing changes where all workers have called `keras.utils.set_random_seed` with
+    the same seed, as they should.
+
+    Args:
+        cluster: The workers.
+        digests: Each worker's `digest`, if they have told each other.
+    """
+    if digests is None:
+        digests = cluster.exchange(
+            "the comparison of random states", random_state_digest()
+        )
+    if len(set(digests)) == 1:
+        return
+    mine = get_random_state() if cluster.is_chief else None
+    told = cluster.exchange("the chief's random state", mine)
+    if not cluster.is_chief:
+        set_random_state(told[0])
+
+
+def random_state_digest() -> str:
+    """A digest of where the generators of this process are."""
+    text = json.dumps(get_random_state())
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def get_random_state() -> dict[str, Any]:
+    """Where the generators of this process are, of JSON's values."""
+    version, numbers, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    engine = get_engine().random_state()
+    torch = _torch()
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": [
+            name,
+            base64.b64encode(np.asarray(keys).astype("<u4").tobytes()).decode(),
+            position,
+            has_gauss,
+            cached,
+        ],
+        "engine": None if engine is None else base64.b64encode(engine).decode(),
+        "torch": None if torch is None else torch.get_rng_state().tolist(),
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Sets the generators to what `state` gave, in this process or another."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, *rest = state["numpy"]
+    keys = np.frombuffer(base64.b64decode(keys), dtype="<u4").astype(np.uint32)
+    np.random.set_state((name, keys, *rest))
+    if state["engine"] is not None:
+        get_engine().set_random_state(base64.b64decode(state["engine"]))
+    torch = _torch()
+    if torch is not None and state["torch"] is not None:
+        torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+
+
+def _torch() -> Any:
+    """torch, if this process has it: its DataLoader shuffles on every backend."""
+    return sys.modules.get("torch")

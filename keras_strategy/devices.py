@@ -1,0 +1,198 @@
+"""Device names, logical devices and the topology of replicas.
+
+Logical devices: the several devices of one replica.
+
+Topology of the replicas of a strategy.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+# "gpu:0", "GPU:0", "/gpu:0", "/device:GPU:0", "cuda:0" and TensorFlow's full
+# "/job:worker/replica:0/task:0/device:GPU:0" all name the same device.
+_DEVICE_NAME = re.compile(
+    r"^(?:/job:[^/]+/replica:\d+/task:\d+)?/?(?:device:)?(?P<kind>[a-z]+)"
+    r"(?::(?P<index>\d+))?$"
+)
+_KINDS = {"cuda": "gpu", "rocm": "gpu"}
+
+
+def canonical_device(name: str) -> str:
+    """Return the canonical form of a device name, such as `"gpu:0"`.
+
+    Args:
+        name: A device name in any form that Keras or a backend uses. Without an
+            index it means the first device of its kind.
+
+    Raises:
+        ValueError: If `name` is not a device name.
+    """
+    match = _DEVICE_NAME.match(name.strip().lower()) if isinstance(name, str) else None
+    if match is None:
+        raise ValueError(
+            "A device name must be a kind and index, such as 'gpu:0' or "
+            f"'cpu:1'. Received: {name!r}"
+        )
+    kind = match["kind"]
+    return f"{_KINDS.get(kind, kind)}:{int(match['index'] or 0)}"
+
+
+def resolve_devices(
+    devices: Iterable[str] | None, available: Sequence[str]
+) -> tuple[str, ...]:
+    """Return the canonical names of a strategy's devices, in the given order.
+
+    Args:
+        devices: The user's device names; None means every available device.
+        available: The canonical names of the available devices.
+
+    Raises:
+        ValueError: If `devices` is empty, contains an unavailable device or a
+            duplicate, or mixes kinds.
+    """
+    if devices is None:
+        return tuple(available)
+    if isinstance(devices, str):
+        raise ValueError(
+            "Argument `devices` must be a list of device names, such as "
+            f"['{devices}']. Received: devices={devices!r}"
+        )
+    requested = list(devices)
+    received = f"Received: devices={requested!r}. Available devices: {list(available)}"
+    if not requested:
+        raise ValueError(
+            "Argument `devices` must name at least one device, or be None for "
+            f"all local devices. {received}"
+        )
+    names = [canonical_device(name) for name in requested]
+    unknown = [name for name in names if name not in available]
+    if unknown:
+        raise ValueError(
+            f"Argument `devices` names devices that are not available: {unknown}. "
+            f"{received}"
+        )
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise ValueError(
+            f"Argument `devices` names devices more than once: {duplicates}. {received}"
+        )
+    kinds = sorted({name.split(":")[0] for name in names})
+    if len(kinds) > 1:
+        raise ValueError(
+            "Argument `devices` must name devices of one kind, since all "
+            f"replicas run the same program. Found kinds {kinds}. {received}"
+        )
+    return tuple(names)
+
+
+def prime_factors(number: int) -> list[int]:
+    """Return the prime factors of a positive number in ascending order."""
+    factors, factor = [], 2
+    while number > 1:
+        while number % factor == 0:
+            factors.append(factor)
+            number //= factor
+        factor += 1
+    return factors
+
+
+@dataclass(frozen=True)
+class LogicalDevices:
+    """The devices of each replica and the layouts of variables on them.
+
+    Attributes:
+        of_workers: Indexed by worker, replica and logical device: canonical names.
+        rank: The rank of this worker.
+        layouts: The `VariableLayouts` of its variables; None if every logical device holds
+            every variable.
+    """
+
+    by_worker: tuple[tuple[tuple[str, ...], ...], ...]
+    rank: int = 0
+    layouts: Any = None
+
+    @property
+    def devices(self) -> tuple[tuple[str, ...], ...]:
+        """The logical devices of each replica of this worker."""
+        return self.by_worker[self.rank]
+
+    @property
+    def per_replica(self) -> int:
+        """The number of logical devices of each replica."""
+        return len(self.devices[0])
+
+
+def partition_axes(parts: Sequence[int], logical: int) -> list[tuple[int, ...]] | None:
+    """Return the mesh axes that split each dimension of a tensor.
+
+    The mesh of the logical devices has one axis for each prime factor of their
+    number, so every possible number of parts is a product of axis sizes.
+
+    Args:
+        parts: The number of parts of each dimension.
+        logical: The number of logical devices.
+
+    Returns:
+        The indices of the axes of each dimension; None if the logical devices cannot
+        be split like that.
+    """
+    if logical % math.prod(parts):
+        return None
+    unused = list(enumerate(prime_factors(logical)))
+    axes = []
+    for number in parts:
+        dim_axes = []
+        for factor in prime_factors(number):
+            axis = next(axis for axis in unused if axis[1] == factor)
+            unused.remove(axis)
+            dim_axes.append(axis[0])
+        axes.append(tuple(dim_axes))
+    return axes
+
+
+class Members(Protocol):
+    """The rank of this worker and the number of workers."""
+
+    @property
+    def rank(self) -> int:
+        """The index of this worker."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        ...
+
+
+@dataclass(frozen=True)
+class ReplicaTopology:
+    """The replicas of a strategy, numbered worker by worker.
+
+    Attributes:
+        devices: This worker's devices, one replica each. Every worker has as many.
+        cluster: The workers; None for a single process.
+    """
+
+    devices: tuple[str, ...]
+    cluster: Members | None = None
+
+    @functools.cached_property
+    def num_replicas(self) -> int:
+        """The number of replicas over all workers."""
+        return len(self.devices) * (1 if self.cluster is None else self.cluster.size)
+
+    @functools.cached_property
+    def local_replicas(self) -> range:
+        """The replica ids of this worker."""
+        count = len(self.devices)
+        first = 0 if self.cluster is None else self.cluster.rank * count
+        return range(first, first + count)
+
+    @property
+    def first_local_replica(self) -> int:
+        """The replica id of this worker's first replica."""
+        return self.local_replicas.start

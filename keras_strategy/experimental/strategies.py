@@ -1,0 +1,154 @@
+"""Experimental strategies: central storage, and tf.distribute's former names.
+
+Deprecated names of `tf.distribute.experimental`.
+"""
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from keras_strategy.core.registry import get_engine
+from keras_strategy.devices import resolve_devices
+from keras_strategy.options import CommunicationImplementation, CommunicationOptions
+from keras_strategy.strategies import multi_worker, tpu
+from keras_strategy.strategies.base import Strategy
+from keras_strategy.strategies.extended import StrategyExtended
+
+
+class CentralStorageStrategy(Strategy):
+    """Synchronous training on several devices, with variables stored on one device.
+
+    It trains as `MirroredStrategy` does, to the same weights. Between steps, the
+    weights and the optimizer's slots are on the parameter device, by default in host
+    memory. A step copies them to each compute device and copies the results back. So
+    it is slower, and saves device memory between steps only, not within a step.
+
+    Args:
+        compute_devices: A list of device names, one replica each. None for all local
+            accelerators, or for all (logical) CPUs if there are none.
+        parameter_device: The device that stores the variables. None for the CPU, or for
+            the compute device if there is only one.
+
+    Raises:
+        ValueError: If a device does not exist or is named twice; or if
+            `parameter_device` differs from the only compute device.
+        UnsupportedBackendError: If the current Keras backend cannot train.
+
+    Example:
+
+    ```python
+    import keras
+    import numpy as np
+    import keras_strategy as ks
+
+    strategy = ks.experimental.CentralStorageStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+    model.fit(np.ones((10, 3)), np.ones((10, 1)), batch_size=4, verbose=0)
+    assert strategy.extended.parameter_devices == ("cpu:0",)
+    ```
+    """
+
+    def __init__(
+        self,
+        compute_devices: Iterable[str] | None = None,
+        parameter_device: str | None = None,
+    ):
+        engine = get_engine()
+        available = [*engine.list_devices(), *engine.list_devices("cpu")]
+        available = list(dict.fromkeys(available))
+        if compute_devices is None:
+            devices = resolve_devices(None, engine.list_devices())
+        else:
+            if not isinstance(compute_devices, str):
+                compute_devices = list(compute_devices)
+            devices = resolve_devices(compute_devices, available)
+        if parameter_device is None:
+            storage = devices[0] if len(devices) == 1 else "cpu:0"
+        else:
+            (storage,) = resolve_devices([parameter_device], available)
+        if len(devices) == 1 and storage != devices[0]:
+            raise ValueError(
+                "With a single compute device, argument `parameter_device` must be "
+                "that device: Keras then computes where the variables are. Add a "
+                "compute device, or omit `parameter_device`. Received: "
+                f"parameter_device={parameter_device!r} with "
+                f"compute_devices={list(devices)}"
+            )
+        self._parameter_device = storage
+        super().__init__(StrategyExtended(self, devices))
+
+    def __reduce__(self):
+        return type(self), (list(self.extended.worker_devices), self.parameter_device)
+
+
+def deprecated(name: str) -> Any:
+    """Return the class of a deprecated name, and warn."""
+    new = {
+        "CollectiveCommunication": CommunicationImplementation,
+        "CollectiveHints": CommunicationOptions,
+    }[name]
+    _warn(name, f"keras_strategy.experimental.{new.__name__}", stacklevel=4)
+    return CollectiveHints if name == "CollectiveHints" else new
+
+
+class CollectiveHints(CommunicationOptions):
+    """Deprecated name of `CommunicationOptions`.
+
+    Args:
+        bytes_per_pack: See `CommunicationOptions`.
+        timeout_seconds: See `CommunicationOptions`.
+    """
+
+    def __init__(self, bytes_per_pack: int = 0, timeout_seconds: float | None = None):
+        super().__init__(bytes_per_pack, timeout_seconds)
+
+
+class MultiWorkerMirroredStrategy(multi_worker.MultiWorkerMirroredStrategy):
+    """Deprecated form of `keras_strategy.MultiWorkerMirroredStrategy`.
+
+    Args:
+        communication: A `CommunicationImplementation` or its name.
+        cluster_resolver: See `keras_strategy.MultiWorkerMirroredStrategy`.
+    """
+
+    def __init__(
+        self,
+        communication: Any = CommunicationImplementation.AUTO,
+        cluster_resolver: Any = None,
+    ):
+        _warn(
+            "MultiWorkerMirroredStrategy", "keras_strategy.MultiWorkerMirroredStrategy"
+        )
+        self._communication = communication
+        options = CommunicationOptions(implementation=communication)
+        super().__init__(cluster_resolver, options)
+
+    def __reduce__(self):
+        return type(self), (self._communication, self.cluster_resolver)
+
+
+class TPUStrategy(tpu.TPUStrategy):
+    """Deprecated form of `keras_strategy.TPUStrategy`.
+
+    Args:
+        tpu_cluster_resolver: See `keras_strategy.TPUStrategy`.
+        device_assignment: The `experimental_device_assignment` of
+            `keras_strategy.TPUStrategy`.
+    """
+
+    def __init__(self, tpu_cluster_resolver: Any = None, device_assignment: Any = None):
+        _warn("TPUStrategy", "keras_strategy.TPUStrategy")
+        super().__init__(tpu_cluster_resolver, device_assignment)
+
+    def __reduce__(self):
+        return type(self), (self._resolver, self._assignment)
+
+
+def _warn(old: str, new: str, stacklevel: int = 3) -> None:
+    warnings.warn(
+        f"tf.distribute deprecates `experimental.{old}`. Use `{new}`.",
+        DeprecationWarning,
+        stacklevel=stacklevel,
+    )

@@ -1,0 +1,522 @@
+"""Options of strategies, runs, datasets and workers, checked when created.
+
+Options and argument checks of `strategy.run`.
+
+Option `batch_statistics`.
+
+Option `shard`.
+
+Options of the communication between workers.
+
+Options of datasets.
+
+Options for preemption.
+"""
+
+import enum
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from keras_strategy.errors import UnsupportedBackendError
+
+logger = logging.getLogger("keras_strategy")
+
+
+class RunOptions(NamedTuple):
+    """Options of `strategy.run`.
+
+    The three experimental ones are for TPUs under TensorFlow. They are accepted
+    everywhere and have no effect; a value other than the default is logged.
+
+    Attributes:
+        experimental_enable_dynamic_batch_size: Has no effect.
+        experimental_bucketizing_dynamic_shape: Has no effect.
+        experimental_xla_options: Has no effect.
+        compile: False runs the function as Python on every call, which is slow but
+            easy to debug; on JAX each replica then runs by itself, so control flow may
+            depend on its id. None and True compile where the backend does: on
+            TensorFlow, and on JAX with several replicas.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    strategy = ks.OneDeviceStrategy("cpu:0")
+    options = ks.RunOptions(compile=None)
+    assert strategy.run(lambda: 3, options=options) == 3
+    ```
+    """
+
+    experimental_enable_dynamic_batch_size: bool = True
+    experimental_bucketizing_dynamic_shape: bool = False
+    experimental_xla_options: Any = None
+    compile: bool | None = None
+
+
+_DEFAULT = RunOptions()
+
+
+def check_call(fn: Any, args: Any) -> None:
+    """Raise unless `fn` is callable and `args` is a tuple or list.
+
+    Raises:
+        TypeError: If `fn` is not callable.
+        ValueError: If `args` is neither a tuple nor a list.
+    """
+    if not callable(fn):
+        raise TypeError(
+            "Argument `fn` must be a function. "
+            f"Received: fn={fn!r} of type {type(fn).__name__}"
+        )
+    if not isinstance(args, tuple | list):
+        raise ValueError(
+            "Argument `args` must be a tuple or list of positional arguments, "
+            f"such as (x,). Received: args={args!r} of type {type(args).__name__}"
+        )
+
+
+def check_run_options(options: Any) -> RunOptions:
+    """Return the options, or the default ones for None.
+
+    Raises:
+        TypeError: If `options` has another type.
+        ValueError: If an option is invalid.
+    """
+    if options is None:
+        return _DEFAULT
+    if not isinstance(options, RunOptions):
+        raise TypeError(
+            "Argument `options` of `run` must be a `keras_strategy.RunOptions` or "
+            f"None. Received: options={options!r} of type {type(options).__name__}"
+        )
+    if options.compile not in (None, True, False):
+        raise ValueError(
+            "`RunOptions.compile` must be None, True or False. Received: "
+            f"compile={options.compile!r}"
+        )
+    if options[:3] != _DEFAULT[:3]:
+        logger.info("The experimental options of %r have no effect here.", options)
+    return options
+
+
+GLOBAL = "global"
+
+
+def check_batch_statistics(batch_statistics: Any) -> str | None:
+    """Return the argument, or raise ValueError."""
+    if batch_statistics is None or (
+        isinstance(batch_statistics, str) and batch_statistics == GLOBAL
+    ):
+        return batch_statistics
+    raise ValueError(
+        "Argument `batch_statistics` must be 'global', for the statistics of the "
+        "global batch, or None, for those that the backend computes without "
+        "communication. Received: "
+        f"batch_statistics={batch_statistics!r}"
+    )
+
+
+SHARDS = (None, "optimizer", "parameters")
+
+
+def check_shard(shard: Any, engine: Any) -> str | None:
+    """Return the argument if a strategy can use it on this backend.
+
+    Raises:
+        ValueError: If it is invalid.
+        UnsupportedBackendError: If the backend does not support it.
+    """
+    if shard is not None and not (isinstance(shard, str) and shard in SHARDS):
+        raise ValueError(
+            "Argument `shard` must be 'optimizer', to shard the optimizer's slots over "
+            "the replicas, 'parameters', to shard the trainable weights as well, or "
+            f"None, for a copy on each replica. Received: shard={shard!r}"
+        )
+    reason = None if shard is None else engine.sharding_unsupported_reason(shard)
+    if reason is not None:
+        raise UnsupportedBackendError(
+            f"shard={shard!r} is not available with the Keras backend '{engine.name}': "
+            f"{reason}"
+        )
+    return shard
+
+
+class CommunicationImplementation(enum.Enum):
+    """Library that carries values between workers.
+
+    Attributes:
+        AUTO: NCCL between GPUs, otherwise the backend's library for CPUs.
+        RING: The backend's library for CPUs: gloo on torch, rings over gRPC on
+            TensorFlow.
+        NCCL: NVIDIA's NCCL, between GPUs only.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    auto = ks.experimental.CommunicationImplementation.AUTO
+    assert ks.experimental.CommunicationImplementation("AUTO") is auto
+    ```
+    """
+
+    AUTO = "AUTO"
+    RING = "RING"
+    NCCL = "NCCL"
+
+
+@dataclass(frozen=True)
+class CommunicationOptions:
+    """Hints for the communication between workers.
+
+    They change how long training takes, never its result.
+
+    Args:
+        bytes_per_pack: Maximum number of bytes of gradients in one collective; 0 lets
+            the backend decide. Must be equal on all workers. Has an effect on
+            TensorFlow; and on torch, where such packs are then reduced while the
+            backward pass still computes, see [Several workers](several_workers.md).
+            There each gradient is in one pack.
+        timeout_seconds: How long workers wait for one that is alive but silent before
+            all of them end, in seconds. None uses the environment variable
+            KERAS_STRATEGY_TIMEOUT_SECONDS, or else 600.
+        implementation: A `CommunicationImplementation` or its name.
+
+    Raises:
+        ValueError: If a value is invalid.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    options = ks.experimental.CommunicationOptions(timeout_seconds=120)
+    strategy = ks.MultiWorkerMirroredStrategy(communication_options=options)
+    ```
+    """
+
+    bytes_per_pack: int = 0
+    timeout_seconds: float | None = None
+    implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
+
+    def __post_init__(self):
+        if not isinstance(self.bytes_per_pack, int) or self.bytes_per_pack < 0:
+            raise ValueError(
+                "Argument `bytes_per_pack` must be 0 or a positive integer. Received: "
+                f"bytes_per_pack={self.bytes_per_pack!r}"
+            )
+        timeout = self.timeout_seconds
+        if timeout is not None and not (
+            isinstance(timeout, int | float) and 0 < timeout < math.inf
+        ):
+            raise ValueError(
+                "Argument `timeout_seconds` must be a positive number of seconds, or "
+                f"None. Received: timeout_seconds={timeout!r}"
+            )
+        name = self.implementation
+        # `tf.distribute`'s enum has the same names.
+        name = name.name if isinstance(name, enum.Enum) else name
+        members = CommunicationImplementation.__members__
+        if not isinstance(name, str) or name.upper() not in members:
+            raise ValueError(
+                "Argument `implementation` must be a CommunicationImplementation or "
+                f"one of {sorted(members)}. Received: "
+                f"implementation={self.implementation!r}"
+            )
+        object.__setattr__(self, "implementation", members[name.upper()])
+
+
+def check_communication_options(options: Any) -> CommunicationOptions:
+    """Return the options, or the default ones for None.
+
+    Raises:
+        TypeError: If `options` has another type.
+    """
+    if options is None:
+        return CommunicationOptions()
+    if not isinstance(options, CommunicationOptions):
+        raise TypeError(
+            "Communication options must be a `CommunicationOptions` or None. "
+            f"Received: {options!r} of type {type(options).__name__}"
+        )
+    return options
+
+
+class InputContext:
+    """Part of the input that a dataset function creates.
+
+    Args:
+        num_input_pipelines: The number of pipelines on all workers.
+        input_pipeline_id: Index of this pipeline, from 0.
+        num_replicas_in_sync: The number of replicas on all workers.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    context = ks.InputContext(num_replicas_in_sync=4)
+    assert context.get_per_replica_batch_size(32) == 8
+    ```
+    """
+
+    def __init__(
+        self,
+        num_input_pipelines: int = 1,
+        input_pipeline_id: int = 0,
+        num_replicas_in_sync: int = 1,
+    ):
+        self._num_input_pipelines = num_input_pipelines
+        self._input_pipeline_id = input_pipeline_id
+        self._num_replicas_in_sync = num_replicas_in_sync
+
+    @property
+    def num_input_pipelines(self) -> int:
+        """The number of pipelines on all workers."""
+        return self._num_input_pipelines
+
+    @property
+    def input_pipeline_id(self) -> int:
+        """Index of this pipeline, from 0."""
+        return self._input_pipeline_id
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas on all workers."""
+        return self._num_replicas_in_sync
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Return the number of rows of one replica's batch.
+
+        Args:
+            global_batch_size: Rows of the global batch.
+
+        Returns:
+            `global_batch_size` divided by the number of replicas.
+
+        Raises:
+            ValueError: If it is not a multiple of the number of replicas.
+
+        Example:
+
+        ```python
+        import keras_strategy as ks
+
+        assert ks.InputContext(1, 0, 2).get_per_replica_batch_size(64) == 32
+        ```
+        """
+        if global_batch_size % self._num_replicas_in_sync:
+            raise ValueError(
+                "Argument `global_batch_size` must be a multiple of the "
+                f"{self._num_replicas_in_sync} replicas. Received: "
+                f"global_batch_size={global_batch_size}"
+            )
+        return global_batch_size // self._num_replicas_in_sync
+
+    def __repr__(self) -> str:
+        return (
+            f"InputContext(num_input_pipelines={self.num_input_pipelines}, "
+            f"input_pipeline_id={self.input_pipeline_id}, "
+            f"num_replicas_in_sync={self.num_replicas_in_sync})"
+        )
+
+
+class InputReplicationMode(enum.Enum):
+    """Number of calls of a dataset function.
+
+    Attributes:
+        PER_WORKER: Once; the replicas take its elements in turn.
+        PER_REPLICA: Once for each replica, which reads all elements of its dataset.
+    """
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+class AutoShardPolicy(enum.Enum):
+    """Division of a dataset between several workers.
+
+    Attributes:
+        AUTO: The policy in the options of a `tf.data.Dataset`, or the one that the
+            sampler of a torch `DataLoader` implies; otherwise DATA.
+        FILE: Each worker reads its own files of a `tf.data.Dataset`, as tf.distribute
+            shards them. For other datasets, pass each worker its share of
+            `keras_strategy.files` and use OFF.
+        DATA: Every worker has the same global batches and computes on its own rows of
+            them. If the dataset can be indexed, a worker reads only those rows.
+        OFF: Each worker has its own rows. A global batch is the rows of all workers
+            in a step, in rank order. A worker whose data has ended continues without
+            rows.
+        HINT: Global batches of a `tf.data.Dataset` that calls `shard` with
+            `tf.data.experimental.SHARD_HINT`, which is replaced by the worker's shard.
+    """
+
+    AUTO = "AUTO"
+    FILE = "FILE"
+    DATA = "DATA"
+    OFF = "OFF"
+    HINT = "HINT"
+
+
+class _Fields(NamedTuple):
+    experimental_fetch_to_device: bool
+    experimental_replication_mode: InputReplicationMode
+    experimental_place_dataset_on_device: bool
+    experimental_per_replica_buffer_size: int
+    auto_shard_policy: AutoShardPolicy
+    end_with_first_worker: bool
+
+
+class InputOptions(_Fields):
+    """Options for distributing a dataset.
+
+    With options, elements of all kinds of data are prefetched: a thread reads them
+    while the loop computes. Without options, elements are prefetched only where that
+    cannot be observed, see [Distributed input](distributed_input.md).
+
+    Attributes:
+        experimental_fetch_to_device: True to prefetch elements to the replicas'
+            devices rather than to the host. None means True. With several workers
+            they are prefetched to the host.
+        experimental_replication_mode: An `InputReplicationMode`. PER_REPLICA is for
+            `distribute_datasets_from_function`.
+        experimental_place_dataset_on_device: True to run the dataset itself on the
+            replicas' devices; for PER_REPLICA without fetching to the device, with a
+            `tf.data.Dataset` on TensorFlow.
+        experimental_per_replica_buffer_size: Elements to prefetch for each replica; 0
+            for none. An `IndexedDataset` has its own `prefetch`.
+        auto_shard_policy: An `AutoShardPolicy`, for several workers. Not needed if the
+            options of a `tf.data.Dataset` have a policy other than AUTO.
+        end_with_first_worker: True to end an epoch when the first worker has no more
+            rows, where workers read their own rows. False ends it with the last one,
+            and a worker without rows takes part with none.
+
+    Raises:
+        ValueError: If the options do not fit together.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    options = ks.InputOptions(experimental_per_replica_buffer_size=2)
+    assert options.experimental_fetch_to_device
+    ```
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        experimental_fetch_to_device: bool | None = None,
+        experimental_replication_mode: Any = InputReplicationMode.PER_WORKER,
+        experimental_place_dataset_on_device: bool = False,
+        experimental_per_replica_buffer_size: int = 1,
+        auto_shard_policy: Any = AutoShardPolicy.AUTO,
+        end_with_first_worker: bool = False,
+    ):
+        """Check the options."""
+        # `tf.data.experimental.AutoShardPolicy` has these names.
+        policy = str(getattr(auto_shard_policy, "name", auto_shard_policy)).upper()
+        if policy not in AutoShardPolicy.__members__:
+            raise ValueError(
+                "Argument `auto_shard_policy` must be an `AutoShardPolicy`: AUTO, "
+                "FILE, DATA, OFF or HINT. "
+                f"Received: auto_shard_policy={auto_shard_policy!r}"
+            )
+        if experimental_per_replica_buffer_size < 0:
+            raise ValueError(
+                "Argument `experimental_per_replica_buffer_size` must be 0 or more. "
+                "Received: experimental_per_replica_buffer_size="
+                f"{experimental_per_replica_buffer_size}"
+            )
+        if experimental_fetch_to_device is None:
+            experimental_fetch_to_device = True
+        # `tf.distribute.InputReplicationMode` has these names.
+        mode = str(getattr(experimental_replication_mode, "name", None))
+        if mode not in InputReplicationMode.__members__:
+            raise ValueError(
+                "Argument `experimental_replication_mode` must be an "
+                "`InputReplicationMode`. Received: experimental_replication_mode="
+                f"{experimental_replication_mode!r}"
+            )
+        mode = InputReplicationMode[mode]
+        if experimental_place_dataset_on_device and (
+            experimental_fetch_to_device or mode is not InputReplicationMode.PER_REPLICA
+        ):
+            raise ValueError(
+                "`experimental_place_dataset_on_device=True` needs "
+                "`experimental_replication_mode=InputReplicationMode.PER_REPLICA` and "
+                "`experimental_fetch_to_device=False`. Received: "
+                f"experimental_replication_mode={experimental_replication_mode}, "
+                f"experimental_fetch_to_device={experimental_fetch_to_device}"
+            )
+        return super().__new__(
+            cls,
+            experimental_fetch_to_device,
+            mode,
+            experimental_place_dataset_on_device,
+            experimental_per_replica_buffer_size,
+            AutoShardPolicy[policy],
+            end_with_first_worker,
+        )
+
+
+class TerminationConfig:
+    """Detection of preemption, and the reaction to it.
+
+    Args:
+        termination_watcher_fn: Returns True if this worker is to end. Called once a
+            second in a thread; must return at once. None takes SIGTERM as the notice.
+        exit_fn: Ends the process after saving. None exits with code 75, with which
+            `keras-strategy run --max-restarts` restarts it.
+        grace_period: Seconds between the notice and the end. State is saved at once,
+            and again shortly before the end. None, or 0, saves once and ends.
+        save_fn: Saves instead of the default. Called on all workers, with the
+            arguments of `save_checkpoint_if_preempted`.
+
+    Example:
+
+    ```python
+    import pathlib
+
+    import keras_strategy as ks
+
+    notice = pathlib.Path("/run/this-machine-is-about-to-end")
+    config = ks.experimental.TerminationConfig(
+        termination_watcher_fn=notice.exists, grace_period=120
+    )
+    ```
+    """
+
+    def __init__(
+        self,
+        termination_watcher_fn: Callable[[], bool] | None = None,
+        exit_fn: Callable[[], Any] | None = None,
+        grace_period: float | None = None,
+        save_fn: Callable[..., Any] | None = None,
+    ):
+        for name, value in (
+            ("termination_watcher_fn", termination_watcher_fn),
+            ("exit_fn", exit_fn),
+            ("save_fn", save_fn),
+        ):
+            if value is not None and not callable(value):
+                raise ValueError(
+                    f"Argument `{name}` must be a function or None. Received: "
+                    f"{name}={value!r}"
+                )
+        number = isinstance(grace_period, int | float)
+        if grace_period is not None and not (number and grace_period >= 0):
+            raise ValueError(
+                "Argument `grace_period` must be a number of seconds, 0 or more, or "
+                f"None. Received: grace_period={grace_period!r}"
+            )
+        self.termination_watcher_fn = termination_watcher_fn
+        self.exit_fn = exit_fn
+        self.grace_period = grace_period
+        self.save_fn = save_fn

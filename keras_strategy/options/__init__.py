@@ -1,1 +1,0 @@
-"""Options of strategies, runs, datasets and workers, checked when created."""

@@ -1,0 +1,367 @@
+"""Consistency check of the workers before a `fit` or similar call.
+
+A worker with another optimizer or schedule would train to the end, to other weights. So
+before the first step each worker sends a signature of its call. It leaves out what may
+differ between equal programs: counters in names, paths, what the chief broadcasts
+(initial values, seeds, the learning rate), and what cannot be compared (the code of a
+lambda).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_strategy.cluster.membership import Cluster
+from keras_strategy.core.collectives import array_digest
+from keras_strategy.errors import WorkersDifferError
+
+# What differs between workers that do the same: built models and counted objects, and
+# what gives variables their first values, which are the chief's.
+_LEFT_OUT = {
+    *("build_config", "compile_config", "build_input_shape", "shared_object_id"),
+    "seed",
+}
+_FIRST_VALUES = {"learning_rate"}
+# Where a description ends; nobody nests deeper.
+_DEPTH = 40
+_LONGEST = 200
+# What an object in an array is compared by, and not by its class alone.
+_PLAIN = (str, bytes, numbers.Number, type(None))
+# As many bytes of an array's first rows are compared, and of a larger one as many rows
+# from all over it: each of them may be a page to be read from a disk.
+_BYTES = 1 << 20
+_SPREAD = 1024
+_ARGUMENTS = (
+    *("batch_size", "epochs", "initial_epoch", "steps_per_epoch", "steps", "shuffle"),
+    *("class_weight", "validation_split", "validation_steps"),
+    *("validation_batch_size", "validation_freq"),
+)
+_COMPILED = (
+    *("loss", "loss_weights", "metrics", "weighted_metrics", "auto_scale_loss"),
+    *("steps_per_execution", "jit_compile", "run_eagerly"),
+)
+_DATA = ("x", "y", "sample_weight", "validation_data")
+# Settings of Keras that change what is computed; `dtype_policy` is in the layers.
+_OF_KERAS = (
+    *("floatx", "epsilon", "image_data_format", "max_epochs", "max_steps_per_epoch"),
+    "is_flash_attention_enabled",
+)
+
+Item = list[Any]
+
+
+def check_workers_agree(
+    cluster: Cluster, items: list[Item], more: Any, what: str = "fit"
+) -> list[Any]:
+    """Check that all workers have equal signatures, and exchange a value.
+
+    Args:
+        cluster: The workers.
+        items: This worker's signature, from `fit_signature`.
+        more: A JSON value to exchange along.
+        what: The method's name, for messages.
+
+    Returns:
+        Each worker's `more`, by rank.
+
+    Raises:
+        WorkersDifferError: If the signatures differ.
+    """
+    told, difference = cluster.first_difference(f"the start of {what}", items, more)
+    if difference is None:
+        return told
+    _, each = difference
+    fields = {None if item is None else item[0] for item in each}
+    if len(fields) == 1:
+        (field,) = fields
+        values = [item[1] for item in each]
+    else:
+        # One has something more: what stands at the same place is no pair.
+        field = min(filter(None, fields))
+        values = [
+            "nothing there" if item is None else f"{item[0]} = {item[1]}"
+            for item in each
+        ]
+    raise WorkersDifferError(
+        f"All workers must do the same in `{what}`. They differ in {field} "
+        f"({cluster.format_by_value(values)})."
+    )
+
+
+def fit_signature(
+    model: keras.Model,
+    compiled: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    callbacks: list[Any],
+) -> list[Item]:
+    """Return the signature of a `fit`: fields and their values.
+
+    `compiled` has the arguments of `compile`; `callbacks` those that every worker must
+    have.
+    """
+    fields: dict[str, Any] = {
+        "optimizer": describe(getattr(model, "optimizer", None)),
+        **{name: describe(compiled.get(name)) for name in _COMPILED},
+        **_called_with(arguments),
+        "callbacks": [type(callback).__name__ for callback in callbacks],
+        **{f"callback {type(c).__name__}": _settings(c) for c in callbacks},
+        "model": _model(model),
+    }
+    return _items(fields)
+
+
+def call_signature(arguments: Mapping[str, Any]) -> list[Item]:
+    """Return the signature of `evaluate`, `train_on_batch` or the like."""
+    return _items(_called_with(arguments))
+
+
+def _called_with(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    config = keras.config
+    known = [name for name in _OF_KERAS if hasattr(config, name)]
+    return {
+        **{f"keras.config.{name}": describe(getattr(config, name)()) for name in known},
+        **{f"argument {name}": describe(arguments.get(name)) for name in _ARGUMENTS},
+        **{f"argument {name}": _data(arguments.get(name)) for name in _DATA},
+    }
+
+
+def _items(fields: Mapping[str, Any]) -> list[Item]:
+    return [
+        [path, text]
+        for field, value in _without_names(fields).items()
+        for path, text in _leaves(field, value)
+    ]
+
+
+def describe(thing: Any, depth: int = 0) -> Any:
+    """Return a JSON description of an object.
+
+    An object that Keras cannot serialise is described by its name or class.
+    """
+    if thing is None or isinstance(thing, bool | str):
+        return thing
+    if isinstance(thing, numbers.Number | np.generic):
+        return repr(thing.item() if isinstance(thing, np.generic) else thing)
+    if depth > _DEPTH or isinstance(thing, os.PathLike | bytes):
+        return _name(type(thing))
+    if isinstance(thing, np.ndarray):
+        return _array(thing)
+    if isinstance(thing, Mapping):
+        if thing.get("class_name") == "__lambda__":
+            return "a lambda"
+        return {
+            str(key): describe(value, depth + 1)
+            for key, value in thing.items()
+            if key not in _LEFT_OUT and not _is_first_value(key, value)
+        }
+    if isinstance(thing, list | tuple):
+        return [describe(value, depth + 1) for value in thing]
+    if inspect.isroutine(thing) or inspect.isclass(thing):
+        return _name(thing)
+    if isinstance(thing, keras.Variable):
+        return "a variable"
+    get_config = getattr(thing, "get_config", None)
+    config: Any = None
+    if callable(get_config):
+        try:
+            config = get_config()
+        except Exception:
+            config = None
+    if not isinstance(config, Mapping):
+        return _name(type(thing))
+    return {"class": _name(type(thing)), **describe(config, depth + 1)}
+
+
+def _is_first_value(key: Any, value: Any) -> bool:
+    return key in _FIRST_VALUES and isinstance(value, numbers.Number | np.generic)
+
+
+def _model(model: keras.Model) -> Any:
+    whole = describe(model)
+    if isinstance(whole, Mapping):
+        return whole
+    # One of a class of the user's, without a configuration of its own.
+    layers = [describe(layer) for layer in model.layers]
+    return {"class": whole, "layers": layers}
+
+
+def _settings(callback: Any) -> dict[str, Any]:
+    """Return a callback's public attributes of plain values.
+
+    Of other attributes it is unknown whether they are settings.
+    """
+    settings = {}
+    for name, value in sorted(vars(callback).items()):
+        if name.startswith("_") or name in _CALLBACKS_OWN:
+            continue
+        plain = value is None or isinstance(value, bool | numbers.Number | np.generic)
+        if plain or name in _WORDS:
+            settings[name] = describe(value)
+        elif inspect.isroutine(value):
+            settings[name] = _name(value)
+    return settings
+
+
+# Settings that are words; others may be paths, or names that count.
+_WORDS = {"save_freq", "mode"}
+# What a callback finds out, and where it writes.
+_CALLBACKS_OWN = {
+    *("params", "model", "validation_data", "verbose", "best", "best_weights"),
+    *(
+        "best_epoch",
+        "wait",
+        "stopped_epoch",
+        "cooldown_counter",
+        "epochs_since_last_save",
+    ),
+}
+
+
+def _data(data: Any) -> Any:
+    """Return the description of data. Batches from iterators are compared when read."""
+    if isinstance(data, list | tuple):
+        return [_data(part) for part in data]
+    if isinstance(data, Mapping):
+        return {str(key): _data(part) for key, part in data.items()}
+    if data is None:
+        return None
+    return _name(type(data)) if _shape(data) is None else _array(data)
+
+
+def _array(array: Any) -> str:
+    # Nothing of what kind it is: what a worker makes of it is the same.
+    rows = _some_rows(array)
+    dtype = rows[0].dtype if rows else getattr(array, "dtype", None)
+    layout = f"an array {_shape(array)} of {dtype}"
+    return f"{layout}, whose rows are {_digest(rows)}" if rows else layout
+
+
+def rows_fingerprint(array: Any) -> str | None:
+    """Return a digest of an array's rows, or of a sample if it is large.
+
+    None if there are no rows, or none that this worker can read alone.
+    """
+    rows = _some_rows(array)
+    return _digest(rows) if rows else None
+
+
+def _digest(parts: list[np.ndarray]) -> str:
+    return "".join(
+        array_digest(_comparable(rows))[: 12 // len(parts)] for rows in parts
+    )
+
+
+def _comparable(rows: np.ndarray) -> np.ndarray:
+    if not rows.dtype.hasobject:
+        return rows
+    words = [
+        repr(value) if isinstance(value, _PLAIN) else _name(type(value))
+        for value in rows.reshape(-1).tolist()
+    ]
+    return np.frombuffer(repr(words).encode(), "uint8")
+
+
+def _shape(data: Any) -> tuple[int, ...] | None:
+    shape = getattr(data, "shape", None)
+    # Ragged tensors have sizes that are unknown.
+    if not isinstance(shape, Iterable) or None in (sizes := list(shape)):
+        return None
+    return tuple(map(int, sizes))
+
+
+def _some_rows(data: Any) -> list[np.ndarray]:
+    """Return rows as NumPy: all, or the first and a sample of a large array.
+
+    So a large array on a device or a disk stays there.
+    """
+    shape = _shape(data)
+    if not shape:
+        return []
+    row = math.prod(shape[1:]) * getattr(getattr(data, "dtype", None), "itemsize", 8)
+    most = max(1, _BYTES // max(1, row))
+    try:
+        if shape[0] <= most:
+            return [_in_numpy(data)]
+        rows = getattr(data, "iloc", data)
+        apart = -(-shape[0] // min(most, _SPREAD))
+        return [_in_numpy(rows[:most]), _in_numpy(rows[::apart])]
+    except (TypeError, ValueError, AttributeError, IndexError, RuntimeError):
+        return []  # sparse and large, of another engine's device or of other workers
+
+
+def _in_numpy(rows: Any) -> np.ndarray:
+    if hasattr(rows, "toarray"):  # of SciPy, which is sparse
+        rows = rows.toarray()
+    if keras.ops.is_tensor(rows):
+        return keras.ops.convert_to_numpy(rows)
+    return np.asarray(rows)
+
+
+def _without_names(value: Any) -> Any:
+    """Replace names of objects, which count what a process made, in configs."""
+    names: dict[str, str] = {}
+
+    def collect(value: Any, own: bool) -> None:
+        if isinstance(value, Mapping):
+            name = value.get("name")
+            if own and isinstance(name, str):
+                names.setdefault(name, f"#{len(names)}")
+            policy = str(value.get("class_name")).endswith("DTypePolicy")
+            for part in value.values():
+                collect(part, not policy)
+        elif isinstance(value, list):
+            for part in value:
+                collect(part, True)
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, str):
+            return names.get(value, value)
+        if isinstance(value, list):
+            return [replaced(part) for part in value if not _is_added_input(part)]
+        if isinstance(value, Mapping):
+            return {key: replaced(part) for key, part in value.items()}
+        return value
+
+    collect(value, True)
+    return replaced(value)
+
+
+def _is_added_input(layer: Any) -> bool:
+    """Return True for the input layer that `Sequential` adds when it is built."""
+    return (
+        isinstance(layer, Mapping)
+        and layer.get("class_name") == "InputLayer"
+        and "inbound_nodes" not in layer
+    )
+
+
+def _leaves(path: str, value: Any) -> Iterator[Item]:
+    if isinstance(value, Mapping) and value:
+        # Who differs in the class of a thing differs in all that comes after.
+        for key in sorted(value, key=lambda key: (key != "class", key)):
+            yield from _leaves(f"{path}.{key}".replace(".config.", "."), value[key])
+    elif isinstance(value, list) and any(isinstance(v, Mapping | list) for v in value):
+        for index, part in enumerate(value):
+            yield from _leaves(f"{path}[{index}]", part)
+    else:
+        text = value if isinstance(value, str) else repr(value)
+        if len(text) > _LONGEST:
+            digest = array_digest(np.frombuffer(text.encode(), "uint8"))[:12]
+            text = f"{text[:_LONGEST]}... ({digest})"
+        yield [path, text]
+
+
+def _name(thing: Callable | type) -> str:
+    named = getattr(thing, "__qualname__", None)
+    if named is None:
+        thing = type(thing)
+        named = thing.__qualname__
+    return f"{thing.__module__}.{named}"

@@ -1,0 +1,531 @@
+"""Reductions on one device, and the devices of destinations.
+
+How values are combined over the devices: the user's choice, or the user's own way.
+
+What is a choice alone is left to the engine, which has faster ways of its own. What a
+subclass does, the strategy calls, see `rules/own_sums.py`.
+
+Reductions by a user's `CrossDeviceOps`.
+
+They serve gradients, `all_reduce` and `reduce` of the user's code. Internal sums (row
+counts, metric state) stay with the backend: a lossy reduction must not change them.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_strategy.core import context
+from keras_strategy.core.protocols import Replica
+from keras_strategy.core.registry import get_engine
+from keras_strategy.devices import canonical_device
+from keras_strategy.options import CommunicationOptions, check_communication_options
+from keras_strategy.training.reduction import (
+    axes_to_reduce,
+    cast_for_sum,
+    check_same_dtype,
+    num_entries,
+)
+from keras_strategy.training.row_weights import apply_row_weight
+from keras_strategy.values import DistributedValues, Mirrored, PerReplica, ReduceOp
+
+
+def reduce_on_device(
+    reduce_op: ReduceOp,
+    values: Sequence[Any],
+    place: str | None,
+    add: Callable[[list[Any]], Any],
+) -> Any:
+    """Copy tensors to a device (None: the program decides) and sum or average them."""
+    values = [cast_for_sum(value) for value in values]
+    check_same_dtype(values)
+    if place is not None:
+        values = [get_engine().copy_to(value, place) for value in values]
+    total = add(values)
+    return total / len(values) if reduce_op is ReduceOp.MEAN else total
+
+
+def add_tensors(values: list[Any]) -> Any:
+    """Add tensors of one device in order."""
+    return sum(values[1:], values[0])
+
+
+def destination_devices(destinations: Any) -> list[str | None]:
+    """Return the destinations' devices, None where the program decides."""
+    if isinstance(destinations, str):
+        return [canonical_device(destinations)]
+    if isinstance(destinations, keras.Variable):
+        parts = context.get_strategy().experimental_local_results(destinations)
+    elif isinstance(destinations, DistributedValues):
+        parts = destinations.values
+    elif get_engine().is_tensor(destinations):
+        parts = [destinations]
+    else:
+        raise TypeError(
+            "Argument `destinations` must be a variable, a distributed value, a tensor "
+            f"or a device's name. Received: destinations={destinations!r} of type "
+            f"{type(destinations).__name__}"
+        )
+    return [get_engine().device_of(part) for part in parts]
+
+
+logger = logging.getLogger("keras_strategy")
+
+
+class CrossDeviceOps:
+    """How gradients, `all_reduce` and `reduce` add up over the devices of a strategy.
+
+    A subclass that overrides `reduce_implementation`, given to `MirroredStrategy`, is
+    what the strategy adds with: to compress gradients, to log them, to add in another
+    order. It is called in cross-replica context, once for all replicas. On JAX and
+    TensorFlow that is while a step is compiled, so that its Python runs once for each
+    compiled step. The values are on the replicas' devices; `self.broadcast(value,
+    values[0])` brings one to the first.
+
+    Example:
+
+    ```python
+    import keras
+    import keras_strategy as ks
+
+    class HalfPrecision(ks.ReductionToOneDevice):
+        def reduce_implementation(self, reduce_op, per_replica_value, *args):
+            halves = [keras.ops.cast(v, "bfloat16") for v in per_replica_value.values]
+            halves = ks.PerReplica([keras.ops.cast(v, "float32") for v in halves])
+            return super().reduce_implementation(reduce_op, halves, *args)
+
+    value = ks.PerReplica([keras.ops.ones(2), keras.ops.ones(2)])
+    total = HalfPrecision().reduce("sum", value, destinations="cpu:0")
+    assert float(total[0]) == 2.0
+    ```
+    """
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        per_replica_value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Combines the replicas' values, where they are needed.
+
+        Args:
+            reduce_op: A `ReduceOp` or its name.
+            per_replica_value: A `PerReplica` of tensors, or a tensor.
+            destinations: Where the result is needed: a variable, a distributed value,
+                a tensor or a device's name.
+            options: A `CommunicationOptions`, or None.
+
+        Returns:
+            A `Mirrored` value, with a component for each destination; with one
+            destination a tensor.
+
+        Raises:
+            ValueError: If `reduce_op` is not one.
+            TypeError: If `destinations` are none.
+        """
+        operation, options = (
+            ReduceOp.parse(reduce_op),
+            check_communication_options(options),
+        )
+        destination_devices(destinations)
+        value = _per_replica(per_replica_value)
+        return self.reduce_implementation(operation, value, destinations, options)
+
+    def batch_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """Combines several values, as `reduce` does one.
+
+        Args:
+            reduce_op: A `ReduceOp` or its name.
+            value_destination_pairs: Pairs of a value and its destinations.
+            options: A `CommunicationOptions`, or None.
+
+        Returns:
+            A list with what `reduce` returns for each pair.
+
+        Raises:
+            ValueError: If `reduce_op` is not one, or these are not pairs.
+            TypeError: If destinations are none.
+        """
+        operation, options = (
+            ReduceOp.parse(reduce_op),
+            check_communication_options(options),
+        )
+        pairs = list(value_destination_pairs)
+        if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+            raise ValueError(
+                "Argument `value_destination_pairs` must be pairs of a value and its "
+                f"destinations. Received: value_destination_pairs={pairs!r}"
+            )
+        for _, destinations in pairs:
+            destination_devices(destinations)
+        pairs = [(_per_replica(value), where) for value, where in pairs]
+        return list(self.batch_reduce_implementation(operation, pairs, options))
+
+    def broadcast(self, tensor: Any, destinations: Any) -> Any:
+        """Copies a tensor to where it is needed.
+
+        Args:
+            tensor: A tensor.
+            destinations: As for `reduce`.
+
+        Returns:
+            A `Mirrored` value, with a component for each destination; with one
+            destination a tensor.
+
+        Raises:
+            TypeError: If `destinations` are none.
+        """
+        destination_devices(destinations)
+        return self.broadcast_implementation(tensor, destinations)
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: PerReplica,
+        destinations: Any,
+        options: CommunicationOptions,
+    ) -> Any:
+        """What `reduce` does, to be overridden.
+
+        Args:
+            reduce_op: A `ReduceOp`.
+            per_replica_value: A `PerReplica` of tensors.
+            destinations: As for `reduce`.
+            options: A `CommunicationOptions`.
+
+        Returns:
+            A `Mirrored` value or tensor, as `broadcast` makes it.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} must have a `reduce_implementation`."
+        )
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[PerReplica, Any]],
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        """What `batch_reduce` does: `reduce_implementation`, unless overridden.
+
+        Args:
+            reduce_op: A `ReduceOp`.
+            value_destination_pairs: Pairs of a `PerReplica` and its destinations.
+            options: A `CommunicationOptions`.
+
+        Returns:
+            A list with what `reduce` returns for each pair.
+        """
+        return [
+            self.reduce_implementation(reduce_op, value, destinations, options)
+            for value, destinations in value_destination_pairs
+        ]
+
+    def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
+        """What `broadcast` does: plain copies, unless overridden.
+
+        Args:
+            tensor: A tensor.
+            destinations: As for `reduce`.
+
+        Returns:
+            A `Mirrored` value, with a component for each destination; with one
+            destination a tensor.
+        """
+        copy_to = get_engine().copy_to
+        copies = [
+            tensor if place is None else copy_to(tensor, place)
+            for place in destination_devices(destinations)
+        ]
+        return copies[0] if len(copies) == 1 else Mirrored(copies)
+
+    @property
+    def has_custom_reduce(self) -> bool:
+        """Whether the sums of an engine may be others than its own."""
+        return type(self) not in BUILTIN_OPS
+
+    def log_no_effect(self, where: str) -> None:
+        """Logs that somebody else decides.
+
+        Args:
+            where: What decides, such as `"JAX"`.
+        """
+        logger.info(
+            "cross_device_ops=%r has no effect on %s, which decides by itself how "
+            "values are combined.",
+            self,
+            where,
+        )
+
+
+class ReductionToOneDevice(CrossDeviceOps):
+    """Copies the values to one device, adds them there, and copies the sum back.
+
+    Args:
+        reduce_to_device: The device's name; None for the first destination's.
+        accumulation_fn: Adds a list of tensors, as `tf.add_n`; None for a plain sum.
+
+    Raises:
+        ValueError: If `reduce_to_device` is not the name of a device.
+        TypeError: If `accumulation_fn` cannot be called.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    strategy = ks.MirroredStrategy(cross_device_ops=ks.ReductionToOneDevice())
+    ```
+    """
+
+    def __init__(
+        self,
+        reduce_to_device: str | None = None,
+        accumulation_fn: Callable[[Any], Any] | None = None,
+    ):
+        if reduce_to_device is not None:
+            reduce_to_device = canonical_device(reduce_to_device)
+        if accumulation_fn is not None and not callable(accumulation_fn):
+            raise TypeError(
+                "Argument `accumulation_fn` must be a function of a list of tensors, "
+                f"or None. Received: accumulation_fn={accumulation_fn!r}"
+            )
+        self.reduce_to_device = reduce_to_device
+        self.accumulation_fn = accumulation_fn
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: PerReplica,
+        destinations: Any,
+        options: CommunicationOptions,
+    ) -> Any:
+        """See `CrossDeviceOps.reduce_implementation`."""
+        place = self.reduce_to_device or destination_devices(destinations)[0]
+        add = self.accumulation_fn or add_tensors
+        total = reduce_on_device(reduce_op, per_replica_value.values, place, add)
+        return self.broadcast(total, destinations)
+
+    @property
+    def has_custom_reduce(self) -> bool:
+        """See `CrossDeviceOps`."""
+        return self.accumulation_fn is not None or super().has_custom_reduce
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(reduce_to_device={self.reduce_to_device!r})"
+
+
+class _PackedAllReduce(CrossDeviceOps):
+    def __init__(self, num_packs: int = 1):
+        if isinstance(num_packs, bool) or not isinstance(num_packs, int):
+            raise TypeError(
+                "Argument `num_packs` must be a whole number. Received: "
+                f"num_packs={num_packs!r} of type {type(num_packs).__name__}"
+            )
+        if num_packs < 0:
+            raise ValueError(
+                "Argument `num_packs` must be 0 (no packing) or more. Received: "
+                f"num_packs={num_packs}"
+            )
+        self.num_packs = num_packs
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: PerReplica,
+        destinations: Any,
+        options: CommunicationOptions,
+    ) -> Any:
+        """See `CrossDeviceOps.reduce_implementation`; in plain steps."""
+        place = destination_devices(destinations)[0]
+        total = reduce_on_device(
+            reduce_op, per_replica_value.values, place, add_tensors
+        )
+        return self.broadcast(total, destinations)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(num_packs={self.num_packs})"
+
+
+class NcclAllReduce(_PackedAllReduce):
+    """NVIDIA's collectives. It needs GPUs on TensorFlow; JAX and torch decide.
+
+    Args:
+        num_packs: Into how many packs values are put together before they travel; 0
+            for none. It has an effect on TensorFlow.
+
+    Raises:
+        TypeError: If `num_packs` is not a whole number.
+        ValueError: If `num_packs` is negative.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    assert ks.NcclAllReduce(num_packs=2).num_packs == 2
+    ```
+    """
+
+
+class HierarchicalCopyAllReduce(_PackedAllReduce):
+    """Adds within groups of GPUs that are close to each other, then over the groups.
+
+    It was made for machines of eight GPUs of the DGX-1 kind. JAX and torch decide by
+    themselves.
+
+    Args:
+        num_packs: Into how many packs values are put together before they travel; 0
+            for none. It has an effect on TensorFlow.
+
+    Raises:
+        TypeError: If `num_packs` is not a whole number.
+        ValueError: If `num_packs` is negative.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    strategy = ks.MirroredStrategy(cross_device_ops=ks.HierarchicalCopyAllReduce())
+    ```
+    """
+
+
+BUILTIN_OPS = (ReductionToOneDevice, NcclAllReduce, HierarchicalCopyAllReduce)
+
+
+def check_cross_device_ops(cross_device_ops: Any) -> None:
+    """Raises `TypeError` unless it is None, or something to add with."""
+    if cross_device_ops is None:
+        return
+    abstract = CrossDeviceOps.reduce_implementation
+    if (
+        not isinstance(cross_device_ops, CrossDeviceOps)
+        or type(cross_device_ops).reduce_implementation is abstract
+    ):
+        names = ", ".join(kind.__name__ for kind in BUILTIN_OPS)
+        raise TypeError(
+            f"Argument `cross_device_ops` must be None, one of {names} of this "
+            "package, or of a subclass of its `CrossDeviceOps` that has a "
+            f"`reduce_implementation`. Received: cross_device_ops={cross_device_ops!r} "
+            f"of type {type(cross_device_ops).__name__}"
+        )
+    if hasattr(cross_device_ops, "_gather_implementation"):
+        raise TypeError(
+            f"`_gather_implementation` of {type(cross_device_ops).__name__} would not "
+            "be called: the engine gathers, and tf.distribute has no public name for "
+            "another way. Take it out; the parts of `gather` and `all_gather` are "
+            "joined as they are."
+        )
+
+
+def _per_replica(value: Any) -> PerReplica:
+    if isinstance(value, DistributedValues):
+        # What is traced gathers its values each time it is asked for them.
+        return PerReplica(value.values)
+    return PerReplica([keras.ops.convert_to_tensor(value)])
+
+
+class CustomReducer:
+    """Reductions of a strategy by a user's `CrossDeviceOps`."""
+
+    def __init__(self, cross_device_ops: CrossDeviceOps):
+        self._ops = cross_device_ops
+
+    def weighted_sum(
+        self, replica: Replica, tensors: Sequence[Any], weight: Any
+    ) -> list[Any]:
+        """Implement `Replica.weighted_sum`."""
+        tensors = [ops.convert_to_tensor(tensor) for tensor in tensors]
+        return self._sums(
+            replica, [apply_row_weight(tensor, weight) for tensor in tensors]
+        )
+
+    def all_reduce(self, replica: Replica, reduce_op: ReduceOp, value: Any) -> Any:
+        """Implement `Replica.all_reduce`, with the gradient of the backend's sum."""
+        tensor = cast_for_sum(value)
+        if "float" in keras.backend.standardize_dtype(tensor.dtype):
+            total = self._differentiable_sum(replica, tensor)
+        else:
+            (total,) = self._sums(replica, [tensor])
+        if reduce_op is ReduceOp.SUM:
+            return total
+        return total / context.get_strategy().num_replicas_in_sync
+
+    def _differentiable_sum(self, replica: Replica, tensor: Any) -> Any:
+        value = ops.stop_gradient(tensor)
+        (total,) = self._sums(replica, [value])
+        # Zeros, whose sum has the gradient that the engine gives to a sum.
+        zeros = ops.where(ops.isfinite(value), tensor - value, ops.zeros_like(value))
+        return total + replica.all_reduce(ReduceOp.SUM, zeros)
+
+    def _sums(self, replica: Replica, tensors: Sequence[Any]) -> list[Any]:
+        def merge(_, *values):
+            with context.merge_call_scope():
+                return self.combine(ReduceOp.SUM, [(value, value) for value in values])
+
+        if not tensors:
+            return []
+        totals: Any = replica.merge_call(merge, tuple(tensors), {})
+        # Each replica's own, to be written to.
+        return [ops.copy(total) for total in totals]
+
+    def combine(
+        self, reduce_op: ReduceOp, pairs: Sequence[tuple[Any, Any]]
+    ) -> list[Any]:
+        """Call the user's `batch_reduce` and check its results."""
+        results = self._ops.batch_reduce(reduce_op, pairs)
+        name = type(self._ops).__name__
+        if len(results) != len(pairs):
+            raise ValueError(
+                f"`batch_reduce` of {name} must return a value for each of the "
+                f"{len(pairs)} pairs. It returned {len(results)}."
+            )
+        for result, (value, where) in zip(results, pairs, strict=True):
+            _check(name, result, value, where)
+        return results
+
+    def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
+        """Implement `ReplicaGroup.reduce`."""
+        values = [cast_for_sum(component) for component in value.values]
+        check_same_dtype(values)
+        device = context.get_strategy().extended.worker_devices[0]
+        axes = axes_to_reduce(axis, [v.shape for v in values])
+        if not axes:
+            (result,) = self.combine(reduce_op, [(PerReplica(values), device)])
+            return result
+        parts = PerReplica([ops.sum(v, axis=axes) for v in values])
+        (total,) = self.combine(ReduceOp.SUM, [(parts, device)])
+        if reduce_op is ReduceOp.SUM:
+            return total
+        return total / sum(num_entries(ops.shape(v), axes) for v in values)
+
+
+def _check(name: str, result: Any, value: DistributedValues, destinations: Any) -> None:
+    places = 1
+    if isinstance(destinations, DistributedValues):
+        places = len(destinations.values)
+    parts = result.values if isinstance(result, DistributedValues) else (result,)
+    if not all(ops.is_tensor(part) for part in parts):
+        raise TypeError(
+            f"`reduce_implementation` of {name} must return tensors, as "
+            f"`self.broadcast(total, destinations)` makes them. It returned {result!r}."
+        )
+    expected = [tuple(value.values[0].shape)] * places
+    shapes = [tuple(part.shape) for part in parts]
+    if shapes != expected:
+        raise ValueError(
+            f"`reduce_implementation` of {name} must return, as `self.broadcast(total, "
+            f"destinations)` makes them, values of the shapes {expected}, one for each "
+            f"destination. It returned {shapes}."
+        )

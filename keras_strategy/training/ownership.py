@@ -1,0 +1,197 @@
+"""The strategy that a model, a variable or a distributed value belongs to.
+
+What is made in a scope belongs to its strategy. Objects from outside, such as an
+optimizer made before, are adopted when they are used.
+
+The implicit scope of `fit` and similar methods.
+
+A callback may use another model: predict with a teacher, fit a plain model. On one
+device that works, so the scope that `fit` entered implicitly must not prevent it. A
+scope that the user entered is never suspended.
+
+Initial values, until every worker has the chief's.
+
+Workers may draw or compute different initial values. One broadcast covers all variables
+of a scope: at its end, or before the first read or `run`.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_strategy.core import context
+from keras_strategy.devices import ReplicaTopology
+from keras_strategy.training.sharding import is_sharded
+from keras_strategy.training.variable_sync import is_sync_on_read
+from keras_strategy.values import DistributedValues, wrong_strategy_error
+
+
+def strategy_of_variable(variable: Any) -> Any:
+    """Return the strategy whose scope made or adopted a variable, or None."""
+    return vars(variable).get("_ks_strategy")
+
+
+def strategy_of_model(model: keras.Model) -> Any:
+    """Return the strategy that a model trains under, or None.
+
+    A model made outside of a scope, such as a wrapper, follows its variables.
+    """
+    strategy = vars(model).get("_ks_strategy")
+    if strategy is not None:
+        return strategy
+    for variable in model.variables:
+        strategy = strategy_of_variable(variable)
+        if strategy is not None:
+            return strategy
+    return None
+
+
+def set_owner(variable: Any, strategy: Any) -> None:
+    """Register a variable with the strategy whose scope made it."""
+    vars(variable)["_ks_strategy"] = strategy
+    strategy.extended.variables[id(variable)] = variable
+
+
+def check_component_count(
+    topology: ReplicaTopology, method: str, value: DistributedValues
+) -> None:
+    """Raise `ValueError` unless a value has one component per local replica.
+
+    A value does not record its strategy: strategies of as many replicas accept each
+    other's, as in tf.distribute.
+    """
+    replicas = len(topology.local_replicas)
+    if value.count is not None and value.count != replicas:
+        raise wrong_strategy_error(value, method, replicas)
+
+
+def per_replica_values(
+    strategy: Any, method: str, variable: Any
+) -> DistributedValues | None:
+    """Return a variable's value on each replica; None if it has no strategy."""
+    owner = strategy_of_variable(variable)
+    if owner is None:
+        return None
+    parts = owner.extended.group.per_replica_value(variable)
+    if owner is not strategy:
+        check_component_count(strategy.extended.topology, method, parts)
+    return parts
+
+
+def cross_replica_value(strategy: Any, method: str, variable: Any) -> Any:
+    """Return per-replica values of an on-read variable, else a copied tensor."""
+    if is_sync_on_read(variable):
+        owner = strategy_of_variable(variable)
+        if owner is not None and owner.num_replicas_in_sync > 1:
+            return per_replica_values(strategy, method, variable)
+    # Of its own: variables are assigned in place on some backends.
+    return ops.stop_gradient(ops.copy(variable.value))
+
+
+def check_sync_on_read_owner(strategy: Any, variable: Any) -> None:
+    """Raise if a replica reads another strategy's on-read variable."""
+    owner = strategy_of_variable(variable)
+    if owner is None or owner is strategy:
+        return
+    here, there = strategy.extended.topology, owner.extended.topology
+    if (here.devices, here.num_replicas) != (there.devices, there.num_replicas):
+        raise ValueError(
+            f"The variable '{variable.path}' has synchronization='on_read', so that "
+            f"each replica of {owner!r} holds its own value, and it was used by a "
+            f"replica of {strategy!r}. Give `run` the value that `reduce` of its own "
+            "strategy makes of it."
+        )
+
+
+class _Entered(threading.local):
+    """Scopes, with their depths, that `fit` entered implicitly in this thread."""
+
+    def __init__(self):
+        self.scopes: list[tuple[Any, Any, int]] = []
+
+
+_entered = _Entered()
+
+
+@contextlib.contextmanager
+def enter_implicit_scope(strategy: Any) -> Iterator[None]:
+    """Enter the scope of a model's strategy implicitly."""
+    scope = strategy.scope()
+    with scope:
+        _entered.scopes.append((strategy, scope, context.scope_depth()))
+        try:
+            yield
+        finally:
+            _entered.scopes.pop()
+
+
+@contextlib.contextmanager
+def suspend_implicit_scope(strategy: Any) -> Iterator[None]:
+    """Suspend an implicit scope of another strategy, if one is innermost."""
+    if not _entered.scopes:
+        yield
+        return
+    current, scope, depth = _entered.scopes[-1]
+    innermost = depth == context.scope_depth() and context.current_replica() is None
+    if current is strategy or not innermost:
+        yield
+        return
+    _entered.scopes.pop()
+    scope.__exit__(None, None, None)
+    try:
+        # The fit around that one may be of another strategy as well.
+        with suspend_implicit_scope(strategy):
+            yield
+    finally:
+        scope.__enter__()
+        _entered.scopes.append((current, scope, depth))
+
+
+# The variables that wait for the chief's values, with their strategies.
+pending_values: list[tuple[Any, Any]] = []
+
+
+def register_initial_value(strategy: Any, variable: Any) -> None:
+    """Register a variable that got its initial value in a scope of several workers."""
+    pending_values.append((strategy, variable))
+
+
+@contextlib.contextmanager
+def without_broadcast() -> Iterator[None]:
+    """Context manager that suspends the broadcast while tensors are only passed on."""
+    held = pending_values[:]
+    pending_values.clear()
+    try:
+        yield
+    finally:
+        pending_values[:0] = held
+
+
+def broadcast_pending_values() -> None:
+    """Broadcast the chief's values of pending variables; a collective call."""
+    # Keras may initialize a variable again, and the first read must not come back here.
+    made = {id(variable): (strategy, variable) for strategy, variable in pending_values}
+    pending_values.clear()
+    while made:
+        first, _ = next(iter(made.values()))
+        broadcast_from_chief(
+            first, [v for strategy, v in made.values() if strategy is first]
+        )
+        made = {key: pair for key, pair in made.items() if pair[0] is not first}
+
+
+def broadcast_from_chief(strategy: Any, variables: Sequence[Any]) -> None:
+    """Give variables of a strategy the chief's values.
+
+    A worker that reads in the middle of a scope has fewer variables than one at its
+    end. The remaining ones are made and broadcast later.
+    """
+    # What is split was the chief's when each worker took its part.
+    variables = [variable for variable in variables if not is_sharded(variable)]
+    while variables:
+        settled = strategy.extended.group.sync_initial_values(variables)
+        variables = variables[settled:]

@@ -1,0 +1,391 @@
+"""Row weights, which make N replicas train as one device does.
+
+In a training step each replica carries its *weight*: its rows over the rows of the
+global batch. A replica's loss is the mean over its local rows, and the outermost
+`optimizer.apply` sums weight * gradient over the replicas. For a loss that is a mean
+over rows, sum_r (n_r / n) * grad mean_r = grad mean: exactly the gradient of the
+global batch, however unevenly the rows are split. A replica without rows has the
+weight 0, and its results are ignored.
+
+In `strategy.run` there is no weight (None): gradients are summed, as in tf.distribute.
+
+Loss denominators that span all replicas.
+
+Keras divides the sum of a batch's losses by a number that it counts on the batch: its
+rows, the sum of its sample weights, the valid entries of its mask. On a replica it
+would count the local batch only. These functions compute the loss so that its weighted
+sum over the replicas equals one device's loss.
+
+What a neutral training loop needs: gradients, and the losses to take them of.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops, tree
+
+from keras_strategy.core import context
+from keras_strategy.core.protocols import Replica
+from keras_strategy.core.registry import get_engine
+from keras_strategy.values import ReduceOp
+
+
+def split_rows(
+    rows: Any, replicas: int, minimum: Callable[[Any, Any], Any] = min
+) -> list[tuple[Any, Any]]:
+    """Return (begin, end) of each replica's rows of a global batch.
+
+    As in tf.distribute, every replica gets a block of ceil(rows / replicas) rows; the
+    last ones may get fewer, or none. A trace that does not know `rows` passes its own
+    `minimum` of two numbers.
+    """
+    block = -(-rows // replicas)
+    return [
+        (minimum(replica * block, rows), minimum((replica + 1) * block, rows))
+        for replica in range(replicas)
+    ]
+
+
+def where_has_rows(weight: Any, value: Any, otherwise: Any) -> Any:
+    """Return `value` on a replica that has rows, else `otherwise`."""
+    if weight is None:
+        return value
+    if isinstance(weight, float) and weight > 0.0:
+        return value
+    # Also where the weight is known to be 0: a replica without rows must stay part of
+    # what the others differentiate, or it would miss the gradient's collectives.
+    return keras.ops.where(weight > 0, value, otherwise)
+
+
+def apply_row_weight(tensor: Any, weight: Any) -> Any:
+    """Return weight * tensor; exactly zero for weight 0, where `tensor` may be NaN."""
+    if weight is None:
+        return tensor
+    zeros = keras.ops.zeros_like(tensor)
+    if isinstance(weight, float):
+        return tensor * weight if weight > 0.0 else zeros
+    return keras.ops.where(
+        weight > 0, tensor * keras.ops.cast(weight, tensor.dtype), zeros
+    )
+
+
+def weighted_mean(values: Sequence[Any], weights: Sequence[Any]) -> Any:
+    """Return the mean of one value per replica, weighted by rows."""
+    total = None
+    for value, weight in zip(values, weights, strict=True):
+        value = keras.ops.convert_to_tensor(value)
+        if "float" not in keras.backend.standardize_dtype(value.dtype):
+            value = keras.ops.cast(value, "float32")
+        part = apply_row_weight(value, weight)
+        total = part if total is None else total + part
+    return total
+
+
+# Keras's own names: losses whose denominator counts entries.
+MEAN_REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+
+
+def reduce_values(
+    replica: Replica, values: Any, sample_weight: Any, reduction: str | None
+) -> Any:
+    """Reduce one replica's weighted losses, as Keras's `reduce_values` does."""
+    if reduction in (None, "none") or len(values.shape) == 0:
+        return values
+    total, weight = ops.sum(values), replica.step.row_weight
+    if reduction == "sum":
+        if weight is None:
+            return total
+        # The optimizer multiplies by the weight; a sum is not to be weighted.
+        return ops.divide_no_nan(total, ops.cast(weight, total.dtype))
+    if reduction == "mean_with_sample_weight" and sample_weight is not None:
+        denominator = _shared(replica, ops.cast(ops.sum(sample_weight), total.dtype))
+    else:
+        # Entries are counted in proportion to rows, so in a step the local count
+        # is already weight * global count, and no collective is needed.
+        shape = tuple(values.shape)
+        if weight is not None and all(isinstance(size, int) and size for size in shape):
+            return total / math.prod(shape)
+        denominator = _count(values, total.dtype)
+        if weight is None:
+            denominator = _shared(replica, denominator)
+    return ops.divide_no_nan(total, denominator)
+
+
+def mask_weights(replica: Replica, mask: Any, dtype: Any, reduction: str | None) -> Any:
+    """Return the factor of each entry's weight that a mask implies.
+
+    Where Keras weights valid entries by total / valid, both counts span all replicas.
+    """
+    valid = ops.cast(mask, dtype)
+    if reduction not in ("mean", "sum_over_batch_size"):
+        return valid
+    total = _count(mask, dtype)
+    if replica.step.row_weight is None:
+        total = _shared(replica, total)
+    return valid * ops.divide_no_nan(total, _shared(replica, ops.sum(valid)))
+
+
+def gather_global_batch(replica: Replica, structure: Any) -> Any:
+    """Gather the rows of the global batch, differentiably; scalars stay.
+
+    The gradient of what all replicas compute from them, weighted by the optimizer, is
+    that of one device.
+    """
+
+    def gather(x):
+        if x is None:
+            return None
+        x = ops.convert_to_tensor(x)
+        if len(x.shape) == 0:
+            return x
+        # A replica without rows works on a stand-in, which is none of the batch's.
+        count = where_has_rows(replica.step.row_weight, ops.shape(x)[0], 0)
+        return replica.all_gather(x[:count], 0)
+
+    return tree.map_structure(gather, structure)
+
+
+def _count(values: Any, dtype: Any) -> Any:
+    shape = ops.convert_to_tensor(ops.shape(values), dtype="int32")
+    return ops.cast(ops.prod(shape), dtype)
+
+
+def _shared(replica: Replica, denominator: Any) -> Any:
+    """Return the denominator of all replicas, times this replica's weight.
+
+    (local sum) / (weight * global denominator), weighted by the optimizer, is the
+    local summand of the global quotient.
+    """
+    weight = replica.step.row_weight
+    denominator = where_has_rows(weight, denominator, ops.zeros_like(denominator))
+    total = replica.all_reduce(ReduceOp.SUM, denominator)
+    return total if weight is None else total * ops.cast(weight, total.dtype)
+
+
+def value_and_grad(
+    fn: Callable[..., Any],
+    variables: Sequence[keras.Variable],
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """Returns a function that computes `fn` and its gradients.
+
+    It works inside and outside of `strategy.run`. Inside, the gradients are those
+    of this replica's value; `optimizer.apply` sums them over the replicas.
+
+    Args:
+        fn: Returns a scalar, or with `has_aux` a pair of a scalar and a structure.
+        variables: The variables to differentiate by.
+        has_aux: Whether `fn` returns a pair.
+
+    Returns:
+        A function of `fn`'s arguments that returns `(value, gradients)`, or
+        `((value, aux), gradients)`. The gradients are a list in the order of
+        `variables`, each of its variable's shape, or None on torch and TensorFlow
+        where the value does not depend on the variable.
+
+    Example:
+
+    ```python
+    import keras
+    import keras_strategy as ks
+
+    v = keras.Variable(3.0)
+    value, (gradient,) = ks.value_and_grad(lambda x: x * v * v, [v])(2.0)
+    assert float(value) == 18.0 and float(gradient) == 12.0
+    ```
+    """
+    return get_engine().value_and_grad(fn, list(variables), has_aux)
+
+
+def compute_average_loss(
+    per_example_loss: Any,
+    sample_weight: Any = None,
+    global_batch_size: Any = None,
+) -> Any:
+    """Adds a replica's losses and divides by the rows of the global batch.
+
+    Of gradients that are summed over the replicas, as `optimizer.apply` does in
+    `strategy.run`, the result is that of the mean over the global batch. The
+    formula is that of `tf.nn.compute_average_loss`:
+    sum(per_example_loss * sample_weight) / global_batch_size. In a step of `fit`, which
+    weights what replicas compute by their rows, it comes to the same mean.
+
+    Without a size it is what one device computes of the losses of all replicas,
+    however many each of them has: they tell each other how many there are. So it does
+    not matter where the batch came from, nor whether the losses are of all its rows.
+    That is one number more that travels, but for replicas that JAX compiled to one
+    program, which all have as many rows.
+
+    Args:
+        per_example_loss: Losses of this replica's rows, of rank 1 or more.
+        sample_weight: Weights that can be multiplied with the losses, or None.
+        global_batch_size: What to divide by, a number or a whole scalar. By default
+            the rows of `per_example_loss` on all replicas.
+
+    Returns:
+        A scalar.
+
+    Raises:
+        ValueError: If `per_example_loss` is a scalar, or `global_batch_size` is
+            given and is not a scalar.
+
+    Example:
+
+    ```python
+    import numpy as np
+    import keras_strategy as ks
+
+    losses = np.array([1.0, 2.0, 3.0], "float32")
+    assert float(ks.compute_average_loss(losses, global_batch_size=6)) == 1.0
+
+    strategy = ks.MirroredStrategy()
+    batches = [np.float32([1, 2, 3, 4]), np.float32([5])]  # the last one is uneven
+    dataset = strategy.experimental_distribute_dataset(batches)
+    parts = [strategy.run(ks.compute_average_loss, args=(batch,)) for batch in dataset]
+    assert [float(strategy.reduce("SUM", part)) for part in parts] == [2.5, 5.0]
+    ```
+    """
+    losses = ops.convert_to_tensor(per_example_loss)
+    if len(losses.shape) == 0:
+        raise ValueError(
+            "Argument `per_example_loss` must have a dimension for the rows; use a "
+            'loss with reduction="none". Received a scalar.'
+        )
+    if sample_weight is not None:
+        weights = ops.cast(ops.convert_to_tensor(sample_weight), losses.dtype)
+        missing = len(losses.shape) - len(weights.shape)
+        losses = losses * ops.reshape(weights, tuple(weights.shape) + (1,) * missing)
+    replica = context.distributed_replica()
+    weight = None if replica is None else replica.step.row_weight
+    if global_batch_size is None:
+        global_batch_size = ops.shape(losses)[0]
+        if weight is not None:
+            weight = None  # the mean over a replica's rows is what `fit` weights
+        elif replica is not None:
+            global_batch_size = replica.all_reduce(ReduceOp.SUM, global_batch_size)
+    size = ops.convert_to_tensor(global_batch_size)
+    if len(size.shape) != 0:
+        raise ValueError(
+            "Argument `global_batch_size` must be a scalar. Received: "
+            f"global_batch_size={global_batch_size!r}"
+        )
+    size = ops.cast(size, losses.dtype)
+    if weight is not None:
+        size = size * ops.cast(weight, size.dtype)  # as a sum is, in a step of `fit`
+    return ops.divide_no_nan(ops.sum(losses), size)
+
+
+@contextlib.contextmanager
+def weight_by_rows(rows: Any) -> Iterator[None]:
+    """Has `optimizer.apply` weight each replica's gradients by its rows.
+
+    In `strategy.run` it adds them up, which is right for losses that
+    `compute_average_loss` divided. Gradients of a mean over a replica's own rows are
+    those of the mean over all rows if each is multiplied by rows / rows of all
+    replicas, as `fit` does it. A replica of 0 rows counts nothing, whatever its
+    gradients are. The replicas tell each other their rows: one number more travels.
+    Keras's losses need no weights: in `run` they divide by the rows of all replicas.
+
+    Args:
+        rows: How many rows this replica's mean is over, a whole number or scalar, 0 or
+            more.
+
+    Yields:
+        Nothing. Put `optimizer.apply` inside. In a step of `fit`, which weights by
+        itself, and with one replica it changes nothing.
+
+    Raises:
+        ValueError: If `rows` is not a whole number or scalar.
+
+    Example:
+
+    ```python
+    import keras
+    import numpy as np
+    import keras_strategy as ks
+
+    strategy = ks.MirroredStrategy()
+    with strategy.scope():
+        v = keras.Variable(0.0)
+        optimizer = keras.optimizers.SGD(1.0)
+
+    def step(x):
+        mean = lambda: keras.ops.mean(v * x)
+        loss, gradients = ks.value_and_grad(mean, [v])()
+        with ks.weight_by_rows(keras.ops.shape(x)[0]):
+            optimizer.apply(gradients, [v])
+
+    (batch,) = strategy.experimental_distribute_dataset([np.float32([1, 2, 6])])
+    strategy.run(step, args=(batch,))
+    assert float(v) == -3.0  # the mean of the three, on any number of replicas
+    ```
+    """
+    is_number = isinstance(rows, int | np.integer) and not isinstance(rows, bool)
+    if not is_number and not _is_whole_scalar(rows):
+        raise ValueError(
+            "Argument `rows` must be a whole number, such as `keras.ops.shape(x)[0]`. "
+            f"Received: rows={rows!r}"
+        )
+    replica = context.distributed_replica()
+    if replica is None or replica.step.row_weight is not None:
+        yield
+        return
+    count = ops.cast(rows, "float32")
+    total = replica.all_reduce(ReduceOp.SUM, count)
+    replica.step.row_weight = ops.divide_no_nan(count, total)
+    try:
+        yield
+    finally:
+        replica.step.row_weight = None
+
+
+def scale_regularization_loss(regularization_loss: Any) -> Any:
+    """Divides a regularization loss by the number of replicas.
+
+    Every replica computes the whole of it, and the gradients are summed. The
+    formula is that of `tf.nn.scale_regularization_loss`: sum(loss) / replicas. In a
+    step of `fit`, which weights what replicas compute by their rows, it is sum(loss).
+
+    Args:
+        regularization_loss: A tensor, or a list of scalars such as `model.losses`.
+
+    Returns:
+        A scalar.
+
+    Raises:
+        RuntimeError: In cross-replica context, where there is nothing to divide.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    assert float(ks.scale_regularization_loss([1.0, 2.0])) == 3.0
+    ```
+    """
+    if context.in_cross_replica_context():
+        raise RuntimeError(
+            "`scale_regularization_loss` is for code that runs on a replica: call it "
+            "in the function that `strategy.run` calls."
+        )
+    replica = context.distributed_replica()
+    replicas = context.get_strategy().num_replicas_in_sync
+    if replica is not None and replica.step.row_weight is not None:
+        replicas = 1  # `fit` adds up what the replicas' weights, of 1 in all, leave
+    if isinstance(regularization_loss, list | tuple):
+        losses = [ops.sum(ops.convert_to_tensor(loss)) for loss in regularization_loss]
+        total = sum(losses[1:], losses[0]) if losses else ops.zeros(())
+    else:
+        total = ops.sum(ops.convert_to_tensor(regularization_loss))
+    return total / replicas
+
+
+def _is_whole_scalar(value: Any) -> bool:
+    """Whether a value is a tensor of one whole number."""
+    if not ops.is_tensor(value) or len(value.shape) != 0:
+        return False
+    return "int" in keras.backend.standardize_dtype(value.dtype)

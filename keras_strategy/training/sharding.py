@@ -1,0 +1,421 @@
+"""Sharding of variables and optimizer slots.
+
+In one program for all replicas, a variable is split along one dimension into equal
+shards. If the number of replicas divides no dimension, its prime factors may divide
+some, and there are fewer shards. This follows from the shape alone: all workers agree.
+
+Where each replica updates its shard by itself, the shards are ranges of the flattened
+variable.
+
+Dependencies of the updates of Keras's optimizers.
+
+Subclasses of Keras's optimizers are unknown: only exact classes count.
+
+VariableLayouts of weights on a replica's logical devices, from `layout_map`.
+"""
+
+import contextlib
+import difflib
+import functools
+import logging
+import math
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from keras_strategy.devices import partition_axes, prime_factors
+from keras_strategy.training.variable_sync import is_sync_on_read
+
+logger = logging.getLogger("keras_strategy")
+
+_SLOT, _SPLIT, _SHARES = "_ks_slot", "_ks_split", "_ks_shares"
+# Of an optimizer, its `Division`.
+OPTIMIZER_SHARDING = "_ks_division"
+_making = threading.local()
+
+
+def dimension_to_shard(shape: Sequence[int], replicas: int) -> int | None:
+    """Return the first largest dimension that `replicas` divides, or None."""
+    fitting = [i for i, size in enumerate(shape) if size and size % replicas == 0]
+    return max(fitting, key=lambda i: (shape[i], -i), default=None)
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """Division of a variable into shards.
+
+    Attributes:
+        replicas: The number of replicas, over all workers.
+        dimension: The dimension that is split into `replicas` shards, or None.
+        by_factors: Without `dimension`: for each prime factor of `replicas`, the
+            dimension that it divides, or None.
+    """
+
+    replicas: int
+    dimension: int | None
+    by_factors: tuple[int | None, ...] = ()
+
+    @classmethod
+    def for_shape(
+        cls, shape: Sequence[int], replicas: int, logical: Sequence[int] = ()
+    ) -> "ShardSpec":
+        """Return the spec with the most shards.
+
+        `logical` has the parts per dimension into which a replica's logical devices
+        split the variable; the replicas split these parts.
+        """
+        left, found = list(shape), []
+        dimension = dimension_to_shard(shape, replicas)
+        if logical:
+            left = [size // parts for size, parts in zip(shape, logical, strict=True)]
+            if dimension is None or left[dimension] % replicas:
+                dimension = dimension_to_shard(left, replicas)
+        if dimension is not None:
+            return cls(replicas, dimension)
+        for factor in prime_factors(replicas):
+            fitting = dimension_to_shard(left, factor)
+            if fitting is not None:
+                left[fitting] //= factor
+            found.append(fitting)
+        return cls(replicas, None, tuple(found))
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards; 1 if every replica keeps the variable."""
+        if self.dimension is not None:
+            return self.replicas
+        factors = prime_factors(self.replicas)
+        pairs = zip(factors, self.by_factors, strict=True)
+        return math.prod(factor for factor, dimension in pairs if dimension is not None)
+
+
+@contextlib.contextmanager
+def creating_slots(layout: Any = None) -> Iterator[None]:
+    """Context manager in which an optimizer's variables are created.
+
+    `layout` is that of their weight, if it is known.
+    """
+    before = is_creating_slots(), layout_of_weight()
+    _making.slots, _making.layout = True, layout
+    try:
+        yield
+    finally:
+        _making.slots, _making.layout = before
+
+
+def is_creating_slots() -> bool:
+    """Return True while this thread creates variables of an optimizer."""
+    return getattr(_making, "slots", False)
+
+
+def layout_of_weight() -> Any:
+    """Return the layout of the weight whose slots are being created."""
+    return getattr(_making, "layout", None)
+
+
+def mark_as_slot(variable: Any) -> None:
+    """Mark a variable as an optimizer's, for later sharding."""
+    vars(variable)[_SLOT] = True
+
+
+def set_shard_spec(variable: Any, split: ShardSpec | None) -> None:
+    """Attach a variable's spec; None if it is not sharded."""
+    if split is not None and split.dimension is None and split.num_shards == 1:
+        split = None
+    vars(variable)[_SPLIT] = split
+
+
+def shard_spec_of(variable: Any) -> ShardSpec | None:
+    """Return a variable's spec; None if it is not sharded."""
+    return vars(variable).get(_SPLIT)
+
+
+def is_sharded(variable: Any) -> bool:
+    """Return True if each replica keeps only a shard of a variable."""
+    return shard_spec_of(variable) is not None or _SHARES in vars(variable)
+
+
+@dataclass(frozen=True)
+class FlatShards:
+    """Ranges (begin, end) of a flattened variable, one per replica."""
+
+    shape: tuple[int, ...]
+    bounds: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def even(cls, shape: Sequence[int], replicas: int) -> "FlatShards":
+        """Return ranges of equal size, up to rounding."""
+        ends = [math.prod(shape) * r // replicas for r in range(replicas + 1)]
+        return cls(tuple(shape), tuple(zip(ends, ends[1:], strict=False)))
+
+    @classmethod
+    def single_owner(
+        cls, shape: Sequence[int], replicas: int, owner: int
+    ) -> "FlatShards":
+        """Return ranges that give one replica all elements."""
+        size = math.prod(shape)
+        bounds = [(0, 0)] * owner + [(0, size)] + [(size, size)] * replicas
+        return cls(tuple(shape), tuple(bounds[:replicas]))
+
+    def size_of(self, replica: int) -> int:
+        """Return the number of elements of a replica's shard."""
+        begin, end = self.bounds[replica]
+        return end - begin
+
+    def shape_of(self, replica: int) -> tuple[int, ...]:
+        """Return the shape of a replica's shard: the variable's, or flat."""
+        size = self.size_of(replica)
+        return self.shape if size == math.prod(self.shape) else (size,)
+
+
+def set_flat_shards(variable: Any, shares: FlatShards) -> None:
+    """Attach a variable's flat shards."""
+    vars(variable)[_SHARES] = shares
+
+
+def flat_shards_of(variable: Any) -> FlatShards | None:
+    """Return a variable's flat shards; None if it has none."""
+    return vars(variable).get(_SHARES)
+
+
+class OptimizerSharding:
+    """Distribution of an optimizer's state over the replicas.
+
+    Args:
+        replicas: Their number, over all workers.
+        elementwise: True if elements are updated independently. Otherwise one replica
+            updates each weight and keeps all of its state.
+
+    Attributes:
+        slots: The sharded variables.
+    """
+
+    def __init__(self, replicas: int, elementwise: bool):
+        self.elementwise = elementwise
+        self.slots: list[Any] = []
+        self._loads = [0] * replicas
+        self._owners: dict[int, tuple[Any, int]] = {}
+
+    def shards_for(self, weight: Any, shape: Sequence[int]) -> FlatShards:
+        """Return the shards of a weight, or of its state of another shape.
+
+        All workers call this in the same order, and so get equal results.
+        """
+        replicas = len(self._loads)
+        if self.elementwise:
+            return FlatShards.even(shape, replicas)
+        if id(weight) not in self._owners:
+            owner = min(range(replicas), key=self._loads.__getitem__)
+            self._loads[owner] += math.prod(weight.shape)
+            self._owners[id(weight)] = weight, owner
+        return FlatShards.single_owner(shape, replicas, self._owners[id(weight)][1])
+
+    def gradient_indices(self, replica: int, weights: Sequence[Any]) -> list[int]:
+        """Return the indices of the gradients that a replica applies.
+
+        Elementwise rules accept empty shards; so all replicas count the step.
+        """
+        return [
+            number
+            for number, weight in enumerate(weights)
+            if self.elementwise
+            or self.shards_for(weight, weight.shape).size_of(replica)
+        ]
+
+
+def gradient_shards(
+    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any] | None
+) -> list[FlatShards] | None:
+    """Return the flat shards of gradients; None if a replica needs them whole."""
+    if variables is None or len(variables) != len(gradients):
+        return None  # it is no optimizer's sum, or of unknown variables
+    if optimizer.loss_scale_factor is not None:
+        return None
+    division: OptimizerSharding = vars(optimizer)[OPTIMIZER_SHARDING]
+    for gradient, variable in zip(gradients, variables, strict=True):
+        same = tuple(gradient.shape) == tuple(variable.shape)
+        if variable.overwrite_with_gradient or not same:
+            return None
+    return [division.shards_for(variable, variable.shape) for variable in variables]
+
+
+class VariableSharding:
+    """Sharding policy of a strategy."""
+
+    def __init__(self, shard: str | None, replicas: int):
+        self.shard, self.replicas = shard, replicas
+        self._told: set[bool] = set()
+
+    def spec_for(self, variable: Any, logical: Sequence[int] = ()) -> ShardSpec | None:
+        """Return the spec of a variable that is being created, or None."""
+        if self.shard is None or is_sync_on_read(variable):
+            return None
+        slot = is_creating_slots() or _SLOT in vars(variable)
+        if not slot and not (variable.trainable and self.shard == "parameters"):
+            return None
+        shape = tuple(variable.shape)
+        split = ShardSpec.for_shape(shape, self.replicas, logical)
+        whole = split.num_shards == 1
+        if split.dimension is None and shape and whole not in self._told:
+            self._told.add(whole)
+            logger.info(
+                "shard='%s': %d replicas divide no dimension of a variable of the "
+                "shape %s, which %s. `strategy.memory_report(model)` lists all such "
+                "variables.",
+                self.shard,
+                self.replicas,
+                shape,
+                "stays whole on each of them"
+                if whole
+                else f"is split into {split.num_shards} parts",
+            )
+        return split
+
+
+def is_elementwise(optimizer: Any) -> bool:
+    """Return True if an element's update uses that element's state alone."""
+    return type(optimizer) in _classes(
+        "SGD RMSprop Adam AdamW Adadelta Adagrad Adamax Nadam Ftrl Lion "
+        "ScheduleFreeAdamW"
+    )
+
+
+def is_per_weight(optimizer: Any) -> bool:
+    """Return True if a weight's update uses norms or products of it."""
+    return type(optimizer) in _classes("Lamb Muon Adafactor")
+
+
+def is_factored(optimizer: Any) -> bool:
+    """Return True if an optimizer keeps sums of a weight's rows and columns."""
+    return type(optimizer) in _classes("Adafactor")
+
+
+@functools.cache
+def _classes(names: str) -> frozenset[type]:
+    """Return optimizer classes of this backend; some exist in newer Keras only."""
+    classes = [getattr(keras.optimizers, name, None) for name in names.split()]
+    return frozenset(type(cls.__new__(cls)) for cls in classes if cls is not None)
+
+
+class VariableLayouts:
+    """VariableLayouts of a strategy's variables.
+
+    Attributes:
+        given: The strategy's argument: a dict from regular expressions for variable
+            paths to parts per dimension, or a `keras.distribution.LayoutMap`.
+        parts: The number of parts per dimension, for each entry.
+    """
+
+    def __init__(self, layout_map: Any, logical: int):
+        self.layout_map, self.logical = layout_map, logical
+        of_keras = isinstance(layout_map, keras.distribution.LayoutMap)
+        if not of_keras and not isinstance(layout_map, Mapping):
+            raise TypeError(
+                "Argument `layout_map` must be a dict such as {'dense.*kernel': (1, "
+                f"{logical})}}, or a keras.distribution.LayoutMap. Received: "
+                f"layout_map={layout_map!r} of type {type(layout_map).__name__}"
+            )
+        # Keras looks up a path by its own rules.
+        self._keys = layout_map if of_keras else None
+        self.parts = {
+            key: self._checked(key, _sizes(layout_map, key) if of_keras else value)
+            for key, value in dict(layout_map.items()).items()
+        }
+        self._unused = dict.fromkeys(self.parts)
+        self._trained: dict[str, None] = {}  # paths, in order
+
+    def _checked(self, key: Any, parts: Any) -> tuple[int, ...]:
+        received = f"Received: layout_map[{key!r}]={parts!r}"
+        try:
+            re.compile(key)
+        except (TypeError, re.error) as error:
+            raise ValueError(
+                "A key of `layout_map` must be a regular expression, which is looked "
+                f"for in the paths of variables. {received}"
+            ) from error
+        if not isinstance(parts, tuple | list) or not all(
+            isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in parts
+        ):
+            raise ValueError(
+                "A layout says into how many parts each dimension of a variable is "
+                f"split, such as (1, {self.logical}). {received}"
+            )
+        if partition_axes(parts, self.logical) is None:
+            raise ValueError(
+                "The product of a layout's parts must divide the number of logical "
+                f"devices of each replica, which is {self.logical}. {received}"
+            )
+        return tuple(parts)
+
+    def partitions_of(self, variable: Any) -> tuple[int, ...] | None:
+        """Return the number of parts per dimension, or None if not split.
+
+        A non-trainable variable that does not fit is not split. For a trainable one
+        that, and several matching layouts, raise `ValueError`.
+        """
+        keys = self._keys_of(variable.path)
+        for key in keys:
+            self._unused.pop(key, None)
+        if variable.trainable:
+            self._trained[variable.path] = None
+        if not keys:
+            return None
+        parts, shape = self.parts[keys[0]], tuple(variable.shape)
+        fits = len(parts) == len(shape) and not any(
+            size % n for size, n in zip(shape, parts, strict=True)
+        )
+        if fits and len(keys) == 1:
+            return parts
+        if not variable.trainable:
+            return None
+        if len(keys) > 1:
+            raise ValueError(
+                f"The path '{variable.path}' matches several keys of `layout_map`, and "
+                f"may match one: {keys}."
+            )
+        raise ValueError(
+            f"layout_map[{keys[0]!r}]={parts} does not fit the variable "
+            f"'{variable.path}' of the shape {shape}: a layout has one number for each "
+            "dimension, which divides its size."
+        )
+
+    def warn_unused(self) -> None:
+        """Warn once of entries that match nothing, when training begins.
+
+        It is no error: a model that is made later may use them.
+        """
+        for key in self._unused:
+            nearest = difflib.get_close_matches(key, self._trained, 3, 0.0)
+            logger.warning(
+                "layout_map[%r] splits nothing: the expression is found in no path of "
+                "the variables that were made so far. The nearest paths of weights: "
+                "%s. Each logical device has all of what no entry is for.",
+                key,
+                ", ".join(map(repr, nearest)) or "none",
+            )
+        self._unused.clear()
+
+    def _keys_of(self, path: str) -> list[str]:
+        if path in self.parts:
+            return [path]
+        if self._keys is None:
+            return [key for key in self.parts if re.search(key, path)]
+        layout = self._keys[path]  # an error if several match
+        return [key for key in self.parts if layout is self._keys[key]][:1]
+
+
+def _sizes(layout_map: Any, key: str) -> tuple[int, ...]:
+    """Return a Keras layout's number of parts per dimension, by its mesh."""
+    layout = layout_map[key]
+    mesh = layout.device_mesh
+    if mesh is None:
+        raise ValueError(
+            "A keras.distribution.LayoutMap must have a device mesh, whose axes tell "
+            f"how many parts there are. Received none for layout_map[{key!r}]"
+        )
+    sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
+    return tuple(1 if axis is None else int(sizes[axis]) for axis in layout.axes)

@@ -1,0 +1,252 @@
+"""Batch rows of functions that `strategy.run` calls.
+
+A Keras training step as the function that every replica runs.
+
+Keras's loop keeps epochs, callbacks and logs. Its function for a batch becomes
+`strategy.run` of the model's step, followed by a merge of the results.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+from keras import tree
+
+from keras_strategy.core.context import DryRun, distributed_replica
+from keras_strategy.core.registry import get_engine
+from keras_strategy.core.step_state import BatchRows, RowRange, StepState
+from keras_strategy.training.audit import RowAudit, has_no_external_state
+from keras_strategy.training.random import BatchDimCache, settings
+from keras_strategy.training.row_weights import weighted_mean
+from keras_strategy.training.variable_sync import is_sync_on_read, sync_state
+from keras_strategy.values import DistributedValues, PerReplica, select_replica
+
+
+def has_batch_rows(value: Any) -> bool:
+    """Return True for a value from an element of a distributed dataset."""
+    return isinstance(value, PerReplica) and value.batch is not None
+
+
+def find_batch_rows(args: Sequence[Any], kwargs: dict[str, Any]) -> BatchRows | None:
+    """Return the rows of the one distributed dataset element in the arguments.
+
+    None if there is no element, or several (ambiguous for random numbers), or if
+    replicas draw independently. It runs in every `run`, so it flattens only nested
+    arguments.
+    """
+    if not settings.exact:
+        return None
+    found = None
+    for leaf in (*args, *kwargs.values()):
+        if isinstance(leaf, PerReplica):
+            if leaf.batch is None or leaf.batch is found:
+                continue
+            if found is not None:
+                return None
+            found = leaf.batch
+        elif isinstance(leaf, tuple | list | dict):
+            return find_batch_rows(tree.flatten((args, kwargs)), {})
+    return found
+
+
+def traced_step_state(
+    rows: RowRange,
+    draws: BatchDimCache,
+    call: Callable[[Sequence[Any]], Any],
+    leaves: Sequence[Any],
+    places: Sequence[int],
+) -> StepState:
+    """Return the step state of a replica whose function is traced.
+
+    Args:
+        rows: The replica's rows.
+        draws: The batch dimensions of the function's draws.
+        call: Calls the function with replacements of `leaves`.
+        leaves: The leaves of the replica's arguments.
+        places: The indices of leaves with batch rows.
+    """
+
+    def dry_run(few: int) -> DryRun:
+        def with_others(*others):
+            given = list(leaves)
+            for place, other in zip(places, others, strict=True):
+                given[place] = other
+            call(given)
+
+        return get_engine().dry_run(
+            with_others, tuple(leaves[place] for place in places), {}, few
+        )
+
+    return StepState(rows=rows, draws=draws, dry_run=dry_run)
+
+
+def traced_run_state(
+    fn: Callable[..., Any],
+    arguments: Any,
+    rows: RowRange,
+    index: int,
+    draws: BatchDimCache,
+) -> StepState:
+    """Return `traced_step_state` for a function and the arguments of `run`.
+
+    Args:
+        fn: The function.
+        arguments: `(args, kwargs)`, with distributed values.
+        rows: The replica's rows.
+        index: The replica's index on this worker.
+        draws: The batch dimensions of the function's draws.
+    """
+    leaves = tree.flatten(arguments)
+    places = [place for place, leaf in enumerate(leaves) if has_batch_rows(leaf)]
+    own = [
+        leaf.values[index] if isinstance(leaf, DistributedValues) else leaf
+        for leaf in leaves
+    ]
+
+    def call(given):
+        args, kwargs = tree.pack_sequence_as(arguments, given)
+        fn(*args, **kwargs)
+
+    return traced_step_state(rows, draws, call, own, places)
+
+
+LOCAL_BATCH_HINT = (
+    "A replica computes on its part of a batch, which is divided along the first "
+    "dimension of its arrays. If these are not the rows, bring the rows there."
+)
+
+
+def make_weighted_step(
+    step: Callable[[Any], Any],
+    logs_are_metrics: bool,
+    layers: Callable[[], Sequence[Any]],
+    require: Callable[[Any, str], None],
+    trials: RowAudit,
+    rows_to_predict: Callable[[Any], Any] | None = None,
+) -> Callable[[Any, Any, RowRange | None], Any]:
+    """Return a model's step as `fn(data, weight, rows)` for a replica.
+
+    Args:
+        step: `model.train_step`, `test_step` or `predict_step`.
+        logs_are_metrics: See `returns_only_metrics`.
+        layers: Returns the model's layers.
+        require: See `state.settle`.
+        trials: The audit of the first step.
+        rows_to_predict: Returns the number of rows of a tensor, for `predict`.
+    """
+    draws = BatchDimCache()
+
+    def rehearsed(data, few):
+        if not has_no_external_state(layers()):
+            return DryRun(draws=[])
+        return get_engine().dry_run(step, (data,), {}, few)
+
+    def replica_step(data, weight, rows):
+        replica = distributed_replica()
+        assert replica is not None
+        replica.step = StepState(
+            weight,
+            logs_are_metrics=logs_are_metrics,
+            rows=rows,
+            draws=draws,
+            dry_run=lambda few: rehearsed(data, few),
+            warn_unless=trials.warner_for(replica),
+        )
+        try:
+            if replica.step.warn_unless is not None:
+                trials.audit_model(data, layers())
+            outputs = step(data)
+            sync_state(replica, layers, require)
+            if rows_to_predict is not None:
+                _require_rows(outputs, data, rows_to_predict, require)
+            return outputs
+        except Exception as error:
+            shapes = [str(getattr(x, "shape", None)) for x in tree.flatten(data)]
+            error.add_note(
+                f"{LOCAL_BATCH_HINT} Here its arrays had the shapes {shapes}."
+            )
+            raise
+        finally:
+            replica.step = StepState()
+
+    return replica_step
+
+
+def _require_rows(
+    outputs: Any,
+    data: Any,
+    rows: Callable[[Any], Any],
+    require: Callable[[Any, str], None],
+) -> None:
+    """Check that each output of `predict_step` has the local batch's rows."""
+    expected = rows(next(leaf for leaf in tree.flatten(data) if leaf is not None))
+    for path, output in tree.flatten_with_path(outputs):
+        if output is None:
+            continue
+        shape = getattr(output, "shape", ())
+        where = "".join(f"[{key!r}]" for key in path)
+        message = (
+            "`predict` joins what the replicas predict row by row, so each output "
+            "must have one row for each row of the batch. Received the output"
+            f"{where and ' ' + where} of shape {shape} from one replica. Give "
+            "it as many rows, for example with `ops.broadcast_to`, or leave it out of "
+            "the outputs of the model that predicts."
+        )
+        if shape == ():
+            raise ValueError(message)
+        require(rows(output) == expected, message)
+
+
+def returns_only_metrics(model: keras.Model, kind: str) -> bool:
+    """Return True if a step returns exactly `model.get_metrics_result()`."""
+    return kind != "predict" and all(
+        getattr(getattr(model, name), "__func__", None) is getattr(keras.Model, name)
+        for name in (f"{kind}_step", "compute_metrics", "get_metrics_result")
+    )
+
+
+def count_rows(data: Any) -> int:
+    """Return the number of rows of a batch: its arrays' first dimension."""
+    return count_array_rows(tree.flatten(data))
+
+
+def count_array_rows(arrays: Sequence[Any]) -> int:
+    """Return the number of rows of a batch, given its leaves."""
+    shapes = [tuple(leaf.shape) for leaf in arrays if leaf is not None]
+    if not shapes or any(len(shape) == 0 for shape in shapes):
+        raise ValueError(
+            "A batch must be made of arrays whose first dimension is its rows. "
+            f"Received arrays of the shapes {shapes}."
+        )
+    rows = {shape[0] for shape in shapes}
+    if len(rows) > 1:
+        raise ValueError(
+            "The arrays of a batch must have the same number of rows, their first "
+            f"dimension. Received arrays of the shapes {shapes}. If these are single "
+            "rows, make batches of them first, with `dataset.batch(batch_size)` or "
+            "the like."
+        )
+    return rows.pop()
+
+
+def average_logs(logs: Any, weights: Sequence[Any]) -> Any:
+    """Return the mean of the replicas' logs, weighted by rows."""
+    replicas = len(weights)
+    parts = [select_replica(logs, replica, replicas) for replica in range(replicas)]
+    return tree.map_structure(lambda *values: weighted_mean(values, weights), *parts)
+
+
+def merge_worker_metrics(
+    model: keras.Model,
+    part_of_this_worker: Callable[[Any], Any],
+    sum_all: Callable[[list[Any]], Sequence[Any]],
+) -> dict[str, Any]:
+    """Return `get_metrics_result` over all workers, with one reduction."""
+    states = [
+        variable
+        for variable in model.metrics_variables
+        if is_sync_on_read(variable) and variable.aggregation != "none"
+    ]
+    sums = sum_all([part_of_this_worker(variable) for variable in states])
+    with keras.StatelessScope(state_mapping=list(zip(states, sums, strict=True))):
+        return model.get_metrics_result()

@@ -1,0 +1,372 @@
+"""Aggregation and synchronization of `keras.Variable`.
+
+A variable made in a scope is *mirrored*: every replica has a component, and what
+replicas assign is aggregated at once. With `synchronization="on_read"` every replica
+keeps its own value, and a read outside the replicas aggregates.
+
+State that a training step assigned, merged over the replicas.
+
+One device assigns a variable once, from all rows of a batch; replicas assign from
+theirs. The user's aggregation is applied at the assignment. Without one, this module's
+table covers Keras's own variables; all others must be equal on all replicas, or it is
+an error.
+
+Assignments to variables that one device keeps for all replicas.
+
+The replicas' values must become one: by the variable's aggregation, by the table of
+Keras's own state, or else it is an error, as in tf.distribute.
+
+Metric state over all replicas, during a step.
+"""
+
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_strategy.core import context
+from keras_strategy.core.context import get_strategy
+from keras_strategy.core.protocols import Replica
+from keras_strategy.devices import ReplicaTopology
+from keras_strategy.training.reduction import cast_for_sum
+from keras_strategy.training.row_weights import apply_row_weight, where_has_rows
+from keras_strategy.values import ReduceOp
+
+
+def is_sync_on_read(variable: Any) -> bool:
+    """Return True if every replica keeps its own value until a read."""
+    return variable.synchronization == "on_read"
+
+
+def aggregates_assign_add(variable: Any) -> bool:
+    """Return True if `assign_add` aggregates its operand first."""
+    return not is_sync_on_read(variable) and variable.aggregation in ("sum", "mean")
+
+
+def aggregate(
+    replica: Replica, variable: Any, value: Any, aggregation: str | None = None
+) -> Any:
+    """Aggregate what the replicas assign or add to a mirrored variable.
+
+    The result has `value`'s dtype. `aggregation` overrides the variable's.
+    """
+    weight = replica.step.row_weight
+    aggregation = aggregation or variable.aggregation
+    if aggregation == "sum":
+        # In a training step some replicas may have no rows.
+        value = where_has_rows(weight, value, ops.zeros_like(value))
+        total = replica.all_reduce(ReduceOp.SUM, value)
+    elif aggregation == "only_first_replica":
+        total = replica.all_reduce(ReduceOp.SUM, select_first_replica(replica, value))
+    elif weight is None:
+        total = replica.all_reduce(ReduceOp.MEAN, value)
+    else:
+        # There a replica speaks for its rows.
+        floats = value if _is_float(value) else ops.cast(value, "float64")
+        total = replica.weighted_sum([floats], weight)[0]
+    if _is_float(total) and not _is_float(value):
+        total = ops.round(total)
+    return ops.cast(total, value.dtype)
+
+
+def _is_float(value: Any) -> bool:
+    return "float" in keras.backend.standardize_dtype(value.dtype)
+
+
+def select_first_replica(replica: Replica, value: Any) -> Any:
+    """Return the summand whose sum over replicas is the first one's value."""
+    first = ops.equal(replica.id, 0)
+    return ops.where(first, value, ops.zeros_like(value))
+
+
+def aggregate_assignment(replica: Replica, variable: Any, value: Any) -> Any:
+    """Return what a replica that assigns `value` must write.
+
+    Raises:
+        ValueError: If a sum variable was read before in a training step, so that its
+            old value may be counted once per replica.
+    """
+    step = replica.step
+    if is_sync_on_read(variable):
+        step.on_read_writes[id(variable)] = variable
+        step.on_read_merged.pop(id(variable), None)
+        return where_has_rows(step.row_weight, value, variable.value)
+    if variable.aggregation == "none":
+        step.assigned[id(variable)] = variable
+        return value
+    if (
+        variable.aggregation == "sum"
+        and step.row_weight is not None
+        and id(variable) in step.sum_variables_read
+    ):
+        raise ValueError(
+            f"The variable '{variable.path}' has aggregation=\"sum\" and was assigned "
+            "in a training step that had read it: what the replicas assign is added "
+            "up, and what was there already may be counted once for each of them. Add "
+            "this replica's part with `assign_add`, which adds it once."
+        )
+    return aggregate(replica, variable, value)
+
+
+def split_assigned_value(variable: Any, value: Any, replicas: int) -> tuple[Any, Any]:
+    """Return the first replica's and every other replica's part of a value.
+
+    An on-read sum is divided, so that it reads as assigned; the first replica gets the
+    remainder of integers. Other variables are assigned everywhere.
+    """
+    if not is_sync_on_read(variable) or variable.aggregation != "sum":
+        return value, value
+    if "int" not in keras.backend.standardize_dtype(value.dtype):
+        share = value / replicas
+        return share, share
+    share = value // replicas
+    return value - share * (replicas - 1), share
+
+
+def split_for_local_replicas(
+    variable: Any, value: Any, topology: ReplicaTopology
+) -> list[Any]:
+    """Return `split_assigned_value` for each replica of this worker."""
+    first, other = split_assigned_value(variable, value, topology.num_replicas)
+    return [first if replica == 0 else other for replica in topology.local_replicas]
+
+
+def local_contribution(
+    variable: Any,
+    values: Sequence[Any],
+    topology: ReplicaTopology,
+    add: Callable[[Sequence[Any]], Any],
+) -> Any:
+    """Return a worker's summand of an on-read variable's cross-replica value."""
+    if variable.aggregation == "only_first_replica":
+        first = values[0]
+        return first if topology.first_local_replica == 0 else ops.zeros_like(first)
+    total = add(values)
+    if variable.aggregation == "mean":
+        return ops.divide(total, topology.num_replicas)
+    return total
+
+
+def no_value_error(variable: Any) -> ValueError:
+    """Return the error for a cross-replica read that has no aggregation."""
+    return ValueError(
+        f"The variable '{variable.path}' has synchronization='on_read' and "
+        "aggregation='none', so it has no value outside of the replicas, and a metric "
+        'that holds it no result. Make it with aggregation="sum", "mean" or '
+        '"only_first_replica"; or read it in `strategy.run`, or use '
+        "`experimental_local_results`."
+    )
+
+
+class StateRule(enum.Enum):
+    """Merging of a variable that the replicas of a step assigned."""
+
+    MEAN_OF_ROWS = "the mean of the replicas' values, weighted by rows"
+    EQUAL = "the same on all replicas, as it is computed from what is"
+    CHECKED = "the same on all replicas, or an error"
+
+
+@dataclass(frozen=True)
+class KerasState:
+    """Variables without an aggregation that Keras itself assigns in a step."""
+
+    owner: type
+    attributes: tuple[str, ...]
+    rule: StateRule
+
+
+# All that Keras 3.15 assigns while a model trains, but for two kinds that need no line
+# here: what optimizers assign in `apply` is computed from gradients that were summed
+# before, and the variables of metrics are made with an aggregation, a sum, which
+# counts as written. `adapt`, quantization and `load` assign outside of steps. The state
+# of a stateful RNN has a row for each row of a batch, of which a replica has its own.
+KERAS_STATE = (
+    KerasState(
+        keras.layers.BatchNormalization,
+        (
+            "moving_mean",
+            "moving_variance",
+            "renorm_mean",
+            "renorm_stddev",
+            "moving_stddev",
+        ),
+        StateRule.MEAN_OF_ROWS,
+    ),
+    KerasState(
+        keras.layers.SpectralNormalization, ("vector_u", "kernel"), StateRule.EQUAL
+    ),
+    KerasState(keras.random.SeedGenerator, ("state",), StateRule.EQUAL),
+)
+
+_RULE = "_ks_state_rule"
+
+AGGREGATION_HELP = (
+    'aggregation="sum" adds up what the replicas add with `assign_add` (or assign), '
+    'aggregation="mean" takes the mean over all rows, and '
+    'aggregation="only_first_replica" the first replica\'s value'
+)
+
+
+def declare_state_rules(owner: Any) -> None:
+    """Attach the rules of the variables that a Keras object assigns."""
+    for entry in KERAS_STATE:
+        if isinstance(owner, entry.owner):
+            for name in entry.attributes:
+                variable = getattr(owner, name, None)
+                if isinstance(variable, keras.Variable):
+                    vars(variable)[_RULE] = entry.rule
+
+
+def state_rule_of(variable: Any) -> StateRule | None:
+    """Return the rule attached to a variable, or None."""
+    return vars(variable).get(_RULE)
+
+
+def sync_state(
+    replica: Replica,
+    layers: Callable[[], Iterable[Any]],
+    require: Callable[[Any, str], None],
+) -> None:
+    """Merge the state that a step assigned, at its end, in one flat reduction.
+
+    Args:
+        replica: The replica.
+        layers: Returns the model's layers.
+        require: Raises an error with a message unless a condition holds; in a compiled
+            program, when it is executed.
+    """
+    assigned = list(replica.step.assigned.values())
+    if not assigned:
+        return
+    if any(_RULE not in vars(variable) for variable in assigned):
+        for layer in layers():
+            declare_state_rules(layer)
+        for variable in assigned:
+            vars(variable).setdefault(_RULE, StateRule.CHECKED)
+    averaged = [v for v in assigned if vars(v)[_RULE] is StateRule.MEAN_OF_ROWS]
+    checked = [v for v in assigned if vars(v)[_RULE] is StateRule.CHECKED]
+    weight = replica.step.row_weight
+    if checked:
+        values = [cast_for_sum(v.value) for v in checked]
+        parts = [
+            apply_row_weight(ops.convert_to_tensor(v.value), weight) for v in averaged
+        ]
+        parts += [select_first_replica(replica, value) for value in values]
+        sums = replica.weighted_sum(parts, None)
+        for variable, value, first in zip(
+            checked, values, sums[len(averaged) :], strict=True
+        ):
+            # What a replica without rows computed is of rows that stand in.
+            alike = ops.logical_or(_alike(value, first), weight == 0)
+            require(alike, _differ(variable))
+    elif averaged:
+        parts = [ops.convert_to_tensor(v.value) for v in averaged]
+        sums = replica.weighted_sum(parts, weight)
+    else:
+        return
+    for variable, value in zip([*averaged, *checked], sums, strict=True):
+        replica.write(variable, value)
+
+
+def _alike(value: Any, first: Any) -> Any:
+    """Return True if two tensors are equal, up to rounding of floats."""
+    dtype = keras.backend.standardize_dtype(value.dtype)
+    if "float" not in dtype:
+        return ops.all(ops.equal(value, first))
+    value, first = (ops.cast(x, "float64") for x in (value, first))
+    both_nan = ops.logical_and(ops.isnan(value), ops.isnan(first))
+    same = ops.logical_or(ops.equal(value, first), both_nan)
+    difference = ops.where(same, 0.0, ops.abs(value - first))
+    size = ops.where(ops.isfinite(first), ops.abs(first), 0.0)
+    return ops.all(difference <= _ROUNDING.get(dtype, 0.0) * ops.max(size, initial=0))
+
+
+# Relative to the largest entry; some operations' worth, since devices need not round
+# alike.
+_ROUNDING = {"float64": 2**-48, "float32": 2**-19}
+
+
+def _differ(variable: Any) -> str:
+    return (
+        f"The variable '{variable.path}' was assigned in a training step, differs "
+        "between the replicas, and has no aggregation that says what becomes of it. "
+        f"Make it with one: {AGGREGATION_HELP}. Received a variable with "
+        'aggregation="none".'
+    )
+
+
+def in_central_storage_scope() -> bool:
+    """Return True in the scope of a strategy with a parameter device."""
+    strategy = context.current_scope()
+    return strategy is not None and strategy.parameter_device is not None
+
+
+def declare_if_central(owner: Any) -> None:
+    """Declare the state rules of a Keras object's variables if they are central."""
+    if in_central_storage_scope():
+        declare_state_rules(owner)
+
+
+def is_central_without_aggregation(variable: Any) -> bool:
+    """Return True if a central variable has no aggregation."""
+    if is_sync_on_read(variable):
+        return False
+    owner = vars(variable).get("_ks_strategy")
+    return owner is not None and owner.parameter_device is not None
+
+
+def aggregate_central_assignment(replica: Replica, variable: Any, value: Any) -> Any:
+    """Return what all replicas must write to a central variable."""
+    rule = state_rule_of(variable)
+    if rule is StateRule.EQUAL:
+        return value
+    if rule is StateRule.MEAN_OF_ROWS:
+        return aggregate(replica, variable, value, "mean")
+    raise ValueError(
+        f"The variable '{variable.path}' is kept on one device for all replicas, and "
+        "each of them assigns a value of its own. Make it with an aggregation that "
+        f"says what becomes of these: {AGGREGATION_HELP}. Received a variable with "
+        'aggregation="none".'
+    )
+
+
+def merged_values(replica: Replica, variables: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Return pairs of on-read variables and their values over all replicas.
+
+    One reduction covers them and all others that the step has assigned so far, since
+    the results of other metrics are likely to be read next.
+    """
+    step = replica.step
+    asked = {id(v): v for v in variables if is_sync_on_read(v)}
+    if not asked.keys() <= step.on_read_merged.keys():
+        unknown = {
+            key: variable
+            for key, variable in {**step.on_read_writes, **asked}.items()
+            if key not in step.on_read_merged and (key in asked or _has_value(variable))
+        }
+        parts = [_part(replica, variable) for variable in unknown.values()]
+        sums = replica.weighted_sum(parts, None)
+        step.on_read_merged.update(zip(unknown, sums, strict=True))
+        step.on_read_writes.clear()
+    return [
+        (v, ops.cast(step.on_read_merged[key], v.dtype)) for key, v in asked.items()
+    ]
+
+
+def _has_value(variable: Any) -> bool:
+    return variable.aggregation != "none"
+
+
+def _part(replica: Replica, variable: Any) -> Any:
+    """Return a replica's summand of an on-read variable's value."""
+    if not _has_value(variable):
+        raise no_value_error(variable)
+    value = cast_for_sum(variable.value)
+    if variable.aggregation == "only_first_replica":
+        return select_first_replica(replica, value)
+    if variable.aggregation == "mean":
+        return value / get_strategy().num_replicas_in_sync
+    return value

@@ -1,1 +1,0 @@
-"""Distributed values: one component for each replica."""

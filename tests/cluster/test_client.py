@@ -1,0 +1,690 @@
+"""Members that meet, agree and look up; each is a thread of this process."""
+
+import concurrent.futures
+import contextlib
+import ipaddress
+import json
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from keras_strategy.cluster import (
+    CoordinatorClient,
+    coordinator,
+    default_timeout_seconds,
+    rendezvous_address,
+    watchdog,
+)
+from keras_strategy.cluster.client import Connection
+from keras_strategy.cluster.membership import Cluster
+from keras_strategy.cluster.rendezvous import local_addresses, open_listeners
+from keras_strategy.cluster.transport import MAX_LINE, PROTOCOL, encode
+from keras_strategy.errors import ClusterError, WorkerFailedError
+from keras_strategy.options import CommunicationOptions
+from tests.cluster.conftest import SOON, names_of
+
+
+def join(port: int, rank: int, count: int, timeout: float = SOON, **arguments):
+    address = ("127.0.0.1", port)
+    return CoordinatorClient.join(address, rank, names_of(count), timeout, **arguments)
+
+
+def outcome(function, *arguments, **named):
+    """What a function returns, or the exception that it raises."""
+    try:
+        return function(*arguments, **named)
+    except Exception as error:
+        return error
+
+
+def has_ipv6_loopback() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+def listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_agree_gathers_by_rank(together):
+    values = [{"rows": 3, "name": "é\n"}, [1.5, None], "x" * 10_000]
+
+    def work(member, rank):
+        return [member.exchange(f"step {i}", [i, values[rank]]) for i in range(20)]
+
+    expected = [[[i, value] for value in values] for i in range(20)]
+    assert together(3, work) == [expected] * 3
+
+
+def test_what_is_told_ahead(together):
+    """It is answered when it is asked for, in between or not at all."""
+
+    def work(member, rank):
+        first = member.start_exchange("batch", [rank, 0])
+        seen = [member.exchange("step", rank)]
+        member.start_exchange("batch", "nobody asks for the answer")
+        last = member.start_exchange("batch", [rank, 1])
+        return [*seen, member.exchange("step", -rank), last(), first()]
+
+    expected = [[0, 1], [0, -1], [[0, 1], [1, 1]], [[0, 0], [1, 0]]]
+    assert together(2, work) == [expected] * 2
+
+
+def test_who_told_all_may_leave(together):
+    """And who waits for what was not told hears of it."""
+    # A failure is raised by whatever a member does next, so that both must have read
+    # what was told before one of them fails.
+    both_have_read, has_left = threading.Barrier(2), threading.Event()
+
+    def work(member, rank):
+        told = member.start_exchange("batch", rank)
+        if rank == 2:
+            member.leave()
+            has_left.set()
+            return None
+        assert has_left.wait(SOON)
+        seen = told()
+        both_have_read.wait(SOON)
+        with pytest.raises(WorkerFailedError, match="ended while .* was waiting"):
+            member.exchange("batch")
+        return seen
+
+    assert together(3, work)[:2] == [[0, 1, 2]] * 2
+
+
+def test_one_worker_alone(together):
+    def work(member, rank):
+        with member.track_operation("fit step"):
+            return member.exchange("shapes", 1)
+
+    assert together(1, work) == [[1]]
+
+
+def test_different_operations(together):
+    def work(member, rank):
+        return member.exchange("gather" if rank == 1 else "fit step")
+
+    for error in together(2, work):
+        assert isinstance(error, WorkerFailedError)
+        assert "(chief: `fit step`, worker 0: `gather`)" in str(error)
+
+
+def test_the_same_operation_in_another_order(together):
+    """With a timeout that is over before anybody suspects that they never meet."""
+
+    def work(member, rank):
+        if rank == 1:
+            member.track_operation("all_reduce").__enter__()
+            time.sleep(0.1)
+            member.exchange("gather")
+        else:
+            member.exchange("fit step")
+
+    for error in together(2, work, timeout=2.0):
+        assert isinstance(error, WorkerFailedError)
+        assert "chief" in str(error) and "`fit step`" in str(error)
+
+
+@pytest.fixture
+def suspicious(monkeypatch):
+    for module in (coordinator, watchdog):
+        monkeypatch.setattr(module, "DEADLOCK_SECONDS", 0.4)
+
+
+def test_workers_that_wait_for_each_other_for_ever(together, suspicious):
+    def work(member, rank):
+        member.notes["callbacks"] = "Saves" if rank == 0 else ""
+        member.exchange("start")
+        with member.track_operation("a step"):
+            pass
+        if rank == 0:
+            with member.track_operation("a save"):
+                member._connection.failed.wait(SOON)
+        else:
+            member.exchange("the next batch")
+
+    for error in together(3, work, timeout=60):
+        assert isinstance(error, WorkerFailedError)
+        assert (
+            "They are in different operations (chief: `a save`, worker 0: `the next "
+            "batch`, worker 1: `the next batch`). Their callbacks differ (chief: "
+            "Saves; worker 0: none; worker 1: none)."
+        ) in str(error)
+        assert "Main thread of worker 1" in str(error)
+
+
+@pytest.mark.parametrize("rows", [1, 100], ids=["few", "many"])
+def test_a_worker_that_is_behind_is_at_work(together, suspicious, rows):
+    """One compiles a step that the others have done, and asks nobody meanwhile."""
+
+    def work(member, rank):
+        member.exchange("start")
+        for i in range(rows):
+            with member.track_operation(f"step {i} 'dense_{rank}'"):
+                time.sleep(2.5 if rank == 1 and i == rows - 1 else 0)
+        return member.exchange("the next batch", rank)
+
+    assert together(3, work, timeout=60) == [[0, 1, 2]] * 3
+
+
+def test_a_collective_that_does_not_end(together):
+    def work(member, rank):
+        with member.track_operation("all_reduce in step 2"):
+            member._connection.failed.wait(SOON)
+
+    for error in together(2, work, timeout=2.0):
+        assert isinstance(error, WorkerFailedError)
+        assert (
+            "all workers reached `all_reduce in step 2`, and it did not end within 2 s"
+        ) in str(error)
+        assert "Main thread of worker 0" in str(error)
+
+
+def test_two_that_ask_at_once_are_both_answered(together, monkeypatch):
+    """The second one too, when the first has got on meanwhile."""
+    # Nobody asks again by itself.
+    monkeypatch.setattr(watchdog, "DEADLOCK_SECONDS", 600.0)
+
+    def work(member, rank):
+        member.exchange("start")
+        if rank == 2:
+            member._connection.failed.wait(SOON)
+            return member._connection.failure
+        with member.track_operation("step"):
+            ready.wait(SOON)
+            if rank == 0:
+                member._coordinator._thread.run(
+                    ask(member._coordinator, member._trace.operation)
+                )
+            member._connection.failed.wait(SOON)
+
+    async def ask(hub, operation):
+        for rank, count in ((0, operation.count - 1), (1, operation.count)):
+            hub._handle(rank, {"type": "inquire", "count": count, "timeout": 0.0})
+
+    ready = threading.Barrier(2)
+    *waited, blamed = together(3, work, timeout=60)
+    assert "worker 1 did not reach `step` within 0 s" in blamed
+    for error in waited:
+        assert isinstance(error, WorkerFailedError) and str(error).startswith(
+            "worker 1 did not reach `step`"
+        )
+
+
+def test_what_is_long_travels_where_it_differs(together, monkeypatch):
+    """Otherwise a digest does, and once for all who say the same."""
+    replies = []
+    values = Connection._values
+
+    def heard(self, reply):
+        replies.append((len(reply["values"]), len(json.dumps(reply))))
+        return values(self, reply)
+
+    monkeypatch.setattr(Connection, "_values", heard)
+    same = [["weights", "x" * 100] for _ in range(1000)]
+
+    def work(member, rank):
+        cluster = Cluster(rank, names_of(3), (), member, CommunicationOptions())
+        other = [*same[:700], ["weights", rank // 2], *same[701:]]
+        found = [cluster.values_if_different("step", value) for value in (same, other)]
+        _, none = cluster.first_difference("fit", same)
+        _, one = cluster.first_difference("fit", other)
+        return found, none, one
+
+    for found, none, one in together(3, work):
+        assert found[0] is none is None
+        assert [value[700][1] for value in found[1]] == [0, 0, 1]
+        assert one == (700, [["weights", 0], ["weights", 0], ["weights", 1]])
+    whole = [size for _, size in replies if size > 10_000]
+    # What differs came to each of them, of the two that say the same once.
+    assert len(whole) == 3 and max(whole) < 2.5 * len(json.dumps(same))
+    assert {count for count, size in replies if size > 10_000} == {2}
+
+
+def test_a_slow_operation_that_gets_on_is_no_failure(together):
+    def work(member, rank):
+        for step in range(4):
+            with member.track_operation(f"step {step}"):
+                time.sleep(1.0)
+        return member.exchange("end", rank)
+
+    assert together(2, work, timeout=3.0) == [[0, 1]] * 2
+
+
+def test_values_that_cannot_be_sent(together):
+    def work(member, rank):
+        with pytest.raises(TypeError, match="`value` in 'step' to be a value of JSON"):
+            member.exchange("step", object())
+        with pytest.raises(ValueError, match=f"at most {MAX_LINE} bytes"):
+            member.exchange("step", "x" * MAX_LINE)
+        # Neither does harm.
+        return member.exchange("step", rank)
+
+    assert together(2, work) == [[0, 1]] * 2
+
+
+def test_large_values(together):
+    def work(member, rank):
+        return [len(v) for v in member.exchange("step", "x" * (MAX_LINE - 100))]
+
+    assert together(3, work) == [[MAX_LINE - 100] * 3] * 3
+
+
+def test_a_late_worker_is_given_its_time(together):
+    """The time of an operation that all have reached starts with the last one."""
+
+    def work(member, rank):
+        time.sleep(3.5 * rank)
+        with member.track_operation("save"):
+            time.sleep(6.5 - 3.5 * rank)
+        return member.exchange("end", rank)
+
+    assert together(2, work, timeout=5.0) == [[0, 1]] * 2
+
+
+def test_nothing_is_left_after_leave(port):
+    # Strategies of earlier tests have threads until they are collected.
+    before = set(threading.enumerate())
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        members = list(pool.map(lambda rank: join(port, rank, 2), range(2)))
+    for member in members:
+        member.leave()
+        member.leave()
+        with pytest.raises(RuntimeError, match="has left its cluster"):
+            member.exchange("step")
+    assert not listening(port)
+    started = set(threading.enumerate()) - before
+    assert not [t for t in started if "keras_strategy" in t.name]
+    # The next strategy of the same program can use the same port at once.
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        members = list(pool.map(lambda rank: join(port, rank, 2), range(2)))
+        assert list(pool.map(lambda m: m.exchange("x", 1), members)) == [[1, 1]] * 2
+    for member in members:
+        member.leave()
+
+
+def test_agreeing_with_one_that_has_left(together):
+    def work(member, rank):
+        if rank == 1:
+            return member.leave()
+        return member.exchange("fit step")
+
+    chief, _, last = together(3, work)
+    for error in (chief, last):
+        assert isinstance(error, WorkerFailedError)
+        assert "worker 0 ended while" in str(error) and "`fit step`" in str(error)
+
+
+def test_agreeing_with_a_chief_that_has_left(together):
+    def work(member, rank):
+        if rank == 0:
+            return member.leave()
+        return outcome(member.exchange, "fit step"), outcome(
+            member.exchange, "fit step"
+        )
+
+    _, (first, second) = together(2, work)
+    for error in (first, second):
+        assert isinstance(error, WorkerFailedError)
+        assert "chief" in str(error) and "`fit step`" in str(error)
+
+
+def test_who_has_things_to_end_is_not_waited_for(together):
+    """An engine's goodbye may wait for the others, who may wait for this worker."""
+    others_know = threading.Event()
+
+    def work(member, rank):
+        member.exchange("start")
+        if rank == 0:
+            member.on_leave(lambda: others_know.wait(SOON))
+            return member.leave()
+        said = outcome(member.exchange, "fit step")
+        others_know.set()
+        return said
+
+    _, error = together(2, work)
+    assert isinstance(error, WorkerFailedError)
+    assert "chief ended while worker 0 was waiting for it in `fit step`" in str(error)
+
+
+# Who does not come, and who does not belong.
+
+
+def test_a_worker_that_never_arrives(port):
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        errors = list(pool.map(lambda r: outcome(join, port, r, 4, 4.0), (0, 2)))
+    for error in errors:
+        assert isinstance(error, ClusterError)
+        assert "worker 0 and worker 2 have not arrived within 4 s" in str(error)
+    assert not listening(port)
+
+
+def test_a_chief_that_never_arrives(port):
+    with pytest.raises(ClusterError) as caught:
+        join(port, 1, 2, timeout=0.5)
+    assert "chief has not arrived within 0.5 s" in str(caught.value)
+    assert f"127.0.0.1:{port}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rank", "count", "run", "reason"),
+    [
+        (1, 3, "a", "another process has already joined as worker 0"),
+        (1, 2, "a", "it counts 2 workers in the cluster, and the chief counts 3"),
+        (1, 3, "b", "the chief there belongs to another run"),
+    ],
+    ids=["rank", "count", "run"],
+)
+def test_who_does_not_belong_is_refused_alone(port, rank, count, run, reason):
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        joining = [pool.submit(join, port, r, 3, secret="a") for r in (0, 1)]
+        # As from another machine, which calls the chief's by another name.
+        other = ("localhost", port), rank, names_of(count), SOON
+        joining.append(pool.submit(CoordinatorClient.join, *other, secret=run))
+        # Of two that claim the same rank, either may be the first.
+        done, others = concurrent.futures.wait(
+            joining, return_when=concurrent.futures.FIRST_COMPLETED
+        )
+        (refused,) = [future.exception() for future in done]
+        assert isinstance(refused, ClusterError)
+        assert "worker 0 cannot join at " in str(refused)
+        assert reason in str(refused)
+        members = [join(port, 2, 3, secret="a"), *(f.result() for f in others)]
+        agreed = list(pool.map(lambda m: m.exchange("x", m.rank), members))
+        assert agreed == [[0, 1, 2]] * 3
+    for member in sorted(members, key=lambda member: -member.rank):
+        member.leave()
+
+
+def test_who_comes_when_all_are_there_is_refused_at_once(together, port):
+    """The chief does not listen any more."""
+
+    def work(member, rank):
+        member.exchange("all are there")
+        late = outcome(join, port, 1, 2) if rank == 0 else None
+        member.exchange("one was late")
+        return late
+
+    begun = time.monotonic()
+    late, _ = together(2, work)
+    assert time.monotonic() - begun < SOON / 2
+    assert isinstance(late, ClusterError)
+    assert "this machine has already joined as worker 0" in str(late)
+
+
+@pytest.fixture
+def waiting_chief(port):
+    """The chief of two workers, while the other has not arrived."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        chief = pool.submit(join, port, 0, 2, secret="ours")
+        while not listening(port):
+            time.sleep(0.01)
+        yield chief
+        other = join(port, 1, 2, secret="ours")
+        pool.submit(other.exchange, "step", 1)
+        assert chief.result().exchange("step", 0) == [0, 1]
+    other.leave()
+    chief.result().leave()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /passwords HTTP/1.1\r\n\r\n",
+        b"\x80\x04\x95\n",
+        b"x" * (MAX_LINE * 3),
+        b"[" * 100_000 + b"\n",
+        json.dumps({"type": "bye"}).encode() + b"\n",
+        encode({"type": "hello", "protocol": PROTOCOL, "nonce": {}})
+        + b'{"type":"join","rank":[],"names":{},"proof":"\\ud800"}\n',
+        encode({"type": "hello", "protocol": PROTOCOL}) + b'{"type":"join"}\n',
+    ],
+    ids=["http", "binary", "endless", "deep", "no_hello", "garbled", "no_proof"],
+)
+def test_strangers_do_no_harm(waiting_chief, port, sent, capfd):
+    with socket.create_connection(("127.0.0.1", port), timeout=SOON) as stranger:
+        try:
+            stranger.sendall(sent)
+            answered = b""
+            while got := stranger.recv(1000):
+                answered += got
+        except ConnectionError:
+            answered = b""  # Closed before all was sent.
+    told = [json.loads(line)["type"] for line in answered.splitlines()]
+    assert told in ([], ["challenge"], ["challenge", "untrusted"])
+    assert capfd.readouterr() == ("", "")
+
+
+def test_strangers_who_say_nothing(waiting_chief, port):
+    """They do not exhaust the files of the chief's process."""
+    before = len(os.listdir("/proc/self/fd"))
+    with contextlib.ExitStack() as strangers:
+        for _ in range(300):
+            stranger = socket.create_connection(("127.0.0.1", port), timeout=SOON)
+            strangers.enter_context(stranger)
+        until = time.monotonic() + SOON
+        # Both ends are of this process: the chief has let go of most.
+        while len(os.listdir("/proc/self/fd")) - before > 300 + 80:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+
+def test_nobody_can_connect_when_all_have_arrived(together, port):
+    def work(member, rank):
+        member.exchange("start")
+        return listening(port)
+
+    assert together(2, work) == [False, False]
+
+
+def test_the_secret_is_not_said(port):
+    """What travels is of no use to who has heard it."""
+    heard = []
+
+    def pass_on(source, target):
+        while got := source.recv(10_000):
+            heard.append(got)
+            target.sendall(got)
+        target.shutdown(socket.SHUT_WR)
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as relay,
+        concurrent.futures.ThreadPoolExecutor(4) as pool,
+    ):
+        chief = pool.submit(join, port, 0, 2, secret="our secret")
+        while not listening(port):
+            time.sleep(0.01)
+        at = relay.getsockname()[1]
+        worker = pool.submit(join, at, 1, 2, secret="our secret")
+        ends = relay.accept()[0], socket.create_connection(("127.0.0.1", port))
+        with ends[0], ends[1]:
+            passing = [pool.submit(pass_on, *ends), pool.submit(pass_on, *ends[::-1])]
+            worker.result().leave()
+            chief.result().leave()
+            concurrent.futures.wait(passing)
+    assert b"challenge" in b"".join(heard) and b"welcome" in b"".join(heard)
+    assert b"our secret" not in b"".join(heard)
+
+
+@pytest.mark.parametrize(
+    ("sender", "sent"),
+    [
+        ("worker 0", {"type": "failed"}),
+        ("worker 0", {"type": "exchange", "operation": "step"}),
+        ("worker 0", {"type": "nonsense"}),
+        ("chief", {"type": "failed"}),
+        ("chief", {"type": "left", "rank": []}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value["type"],
+)
+def test_a_message_of_a_member_that_is_none(together, sender, sent):
+    def work(member, rank):
+        member.exchange("start")
+        if (sender == "chief") == (rank == 0):
+            writer = member._coordinator._writers[1] if rank == 0 else None
+            writer = writer or member._connection._writer
+            member._connection._thread.call_soon(writer.write, encode(sent))
+        with member.track_operation("step"):
+            member._connection.failed.wait(SOON)
+
+    for error in together(2, work):
+        assert isinstance(error, WorkerFailedError)
+        assert f"{sender} sent a message that cannot be understood (of" in str(error)
+
+
+def test_what_listens_at_the_address_is_not_the_chief():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(100)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        other = threading.Thread(target=answer)
+        other.start()
+        with pytest.raises(ClusterError, match="not the chief of this run"):
+            join(server.getsockname()[1], 1, 2)
+        other.join()
+
+
+def test_what_listens_at_the_address_says_nothing():
+    """Whoever it is: the time for the chief to arrive goes on."""
+    server = socket.create_server(("127.0.0.1", 0))
+    with server, pytest.raises(ClusterError, match="has not arrived within 1 s"):
+        join(server.getsockname()[1], 1, 2, timeout=1.0)
+
+
+def test_a_taken_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(OSError, match="Address already in use") as caught:
+            join(port, 0, 2)
+    assert f"127.0.0.1:{port}" in str(caught.value)
+    assert "KERAS_STRATEGY_PORT" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [("localhost", True), ("127.0.0.2", True), ("::1", True), ("node1", False)],
+)
+def test_where_the_chief_listens(port, host, local):
+    if host == "::1" and not has_ipv6_loopback():
+        pytest.skip("this machine has no IPv6")
+    # Nobody but the chief can find a node of this name.
+    ranks = range(2 if local else 1)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        members = list(
+            pool.map(
+                lambda r: CoordinatorClient.join(
+                    (host, port), r, names_of(len(ranks)), SOON
+                ),
+                ranks,
+            )
+        )
+        assert members[0]._coordinator is not None
+        for at, _ in members[0]._coordinator.addresses:
+            assert ipaddress.ip_address(at).is_loopback == local
+        agreed = list(pool.map(lambda m: m.exchange("step", m.rank), members))
+        assert agreed == [list(ranks)] * len(ranks)
+    for member in members[::-1]:
+        member.leave()
+
+
+def test_a_name_of_this_machine_opens_its_own_addresses(port):
+    """And not all interfaces."""
+    host = socket.gethostname()
+    own = [address for _, address in local_addresses(host)]
+    if not own:
+        pytest.skip("the name of this machine stands for none of its addresses")
+    listeners = open_listeners(host, port, all_local=True)
+    try:
+        assert [each.getsockname()[0] for each in listeners] == own
+        assert not any(ipaddress.ip_address(at).is_unspecified for at in own)
+    finally:
+        for listener in listeners:
+            listener.close()
+
+
+def test_connections_notice_a_machine_that_is_gone(together):
+    """Within 20 s, of which one that has gone silent leaves no trace otherwise."""
+
+    def work(member, rank):
+        writers = [member._connection._writer]
+        writers += member._coordinator._writers.values() if rank == 0 else []
+        for writer in writers:
+            connection = writer.get_extra_info("socket")
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            tcp = ("KEEPIDLE", "KEEPINTVL", "KEEPCNT", "USER_TIMEOUT", "NODELAY")
+            idle, interval, count, unconfirmed, soon = (
+                connection.getsockopt(
+                    socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}")
+                )
+                for name in tcp
+            )
+            assert idle + interval * count <= 20 and unconfirmed <= 20_000 and soon
+        return len(writers)
+
+    assert together(2, work) == [3, 1]
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_that_is_not_there(rank):
+    with pytest.raises(ValueError, match=f"from 0 to 1. Received: {rank}"):
+        join(1, rank, 2)
+
+
+# What the environment and the cluster say.
+
+
+@pytest.mark.parametrize(
+    ("addresses", "expected"),
+    [
+        (["10.0.0.1:2222", "10.0.0.2:2222"], ("10.0.0.1", 2223)),
+        (["localhost:2222", "localhost:2223", "127.0.0.1:2224"], ("localhost", 2225)),
+        (["10.0.0.1:2222", "10.0.0.2:2223"], ("10.0.0.1", 2223)),
+        (["node1:2222", ""], ("node1", 2223)),
+        (["[::1]:2222"], ("::1", 2223)),
+    ],
+)
+def test_coordinator_address(addresses, expected, monkeypatch):
+    monkeypatch.delenv("KERAS_STRATEGY_PORT", raising=False)
+    assert rendezvous_address(addresses) == expected
+    monkeypatch.setenv("KERAS_STRATEGY_PORT", "9999")
+    assert rendezvous_address(addresses) == (expected[0], 9999)
+
+
+def test_addresses_without_a_place_to_meet(monkeypatch):
+    monkeypatch.delenv("KERAS_STRATEGY_PORT", raising=False)
+    with pytest.raises(ValueError, match="'host:port'. Received: ''"):
+        rendezvous_address(["", "10.0.0.2:1"])
+    with pytest.raises(ValueError, match="has no port"):
+        rendezvous_address(["node1"])
+    with pytest.raises(ValueError, match="no port after the chief's"):
+        rendezvous_address(["node1:65535"])
+    monkeypatch.setenv("KERAS_STRATEGY_PORT", "http")
+    with pytest.raises(ValueError, match="KERAS_STRATEGY_PORT.*Received: 'http'"):
+        rendezvous_address(["node1:1"])
+
+
+def test_default_timeout(monkeypatch):
+    monkeypatch.delenv("KERAS_STRATEGY_TIMEOUT_SECONDS", raising=False)
+    assert default_timeout_seconds() == 600
+    monkeypatch.setenv("KERAS_STRATEGY_TIMEOUT_SECONDS", "2.5")
+    assert default_timeout_seconds() == 2.5
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "10 s"])
+def test_a_timeout_that_is_none(monkeypatch, value):
+    monkeypatch.setenv("KERAS_STRATEGY_TIMEOUT_SECONDS", value)
+    with pytest.raises(
+        ValueError, match=f"KERAS_STRATEGY_TIMEOUT_SECONDS.*Received: '{value}'"
+    ):
+        default_timeout_seconds()

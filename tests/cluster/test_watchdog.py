@@ -1,0 +1,168 @@
+"""When a worker gives up: decisions alone, without a process, a socket or a wait."""
+
+import pytest
+
+from keras_strategy.cluster.watchdog import (
+    ANSWER_SECONDS,
+    DEADLOCK_SECONDS,
+    LEFT_SECONDS,
+    RELAY_SECONDS,
+    Fail,
+    Operation,
+    Send,
+    Watchdog,
+)
+
+NAMES = ["chief", "worker 0", "worker 1"]
+TIMEOUT = 10.0
+STEP = Operation(7, "step", 0.0)
+# Asked once in each operation, long before its time is over.
+SUSPECTS = Send({"type": "inquire", "count": STEP.count})
+
+
+@pytest.fixture
+def watchdog() -> Watchdog:
+    """That of worker 0, at the time 0."""
+    return Watchdog(1, NAMES, TIMEOUT, 0.0)
+
+
+def look(watchdog, operation, begin, end):
+    """What it does, and when, as it looks from one time to another."""
+    done = []
+    now = begin
+    while now < end:
+        actions = [a for a in watchdog.check(operation, now) if a != SUSPECTS]
+        done += [(now, action) for action in actions]
+        now += watchdog.interval
+    return done
+
+
+def asks(count: int = STEP.count) -> Send:
+    return Send({"type": "inquire", "count": count, "timeout": TIMEOUT})
+
+
+def test_who_waits_for_nobody_is_left_alone(watchdog):
+    assert look(watchdog, None, 0, 100) == []
+
+
+def test_the_hub_is_asked_once_the_time_is_over(watchdog):
+    assert look(watchdog, STEP, 0, TIMEOUT + 2) == [(TIMEOUT + 1, asks())]
+
+
+def test_the_hub_finds_out_soon_whether_all_wait_for_each_other(watchdog):
+    looked = [now for now in range(10) if watchdog.check(STEP, now) == [SUSPECTS]]
+    assert looked == [DEADLOCK_SECONDS + 1]
+
+
+def test_each_operation_has_its_own_time(watchdog):
+    for count in range(5):
+        begin = 0.9 * TIMEOUT * count
+        step = STEP._replace(since=begin)
+        assert look(watchdog, step, begin, begin + 0.9 * TIMEOUT) == []
+
+
+def test_a_hub_that_answers_is_asked_again(watchdog):
+    """All may be there, and the last one have come just now."""
+    assert look(watchdog, STEP, 0, 12) == [(11.0, asks())]
+    assert watchdog.on_message({"type": "report"}, 11.5) == []
+    again = 12 + ANSWER_SECONDS
+    assert look(watchdog, STEP, 12, again + 1) == [(again, asks())]
+
+
+def test_a_hub_that_does_not_answer_is_to_blame(watchdog):
+    *_, (when, last) = look(watchdog, STEP, 0, 30)
+    assert when == 12 + ANSWER_SECONDS
+    assert last.message.startswith(
+        "chief does not answer, and worker 0 has been in `step` for more than 10 s"
+    )
+
+
+def test_what_was_heard_before_is_no_answer(watchdog):
+    watchdog.on_message({"type": "report"}, 0.5)
+    assert isinstance(look(watchdog, STEP, 1, 30)[-1][1], Fail)
+
+
+@pytest.mark.parametrize("begin", [0.0, 3.0])
+def test_the_others_get_on_for_a_while_without_one_that_left(watchdog, begin):
+    assert look(watchdog, None, 0, 1) == []
+    assert watchdog.on_message({"type": "left", "rank": 2}, 1.0) == []
+    operation = Operation(7, "step", begin)
+    *before, (when, told), (later, failure) = look(watchdog, operation, begin, 20)
+    assert before == []
+    assert when == max(begin, 1.0) + LEFT_SECONDS + 1
+    why = "worker 1 ended while worker 0 was waiting for it in `step`"
+    assert told == Send({"type": "failed", "message": why, "details": ""})
+    # The hub has not told it back.
+    assert later == when + RELAY_SECONDS
+    assert failure == Fail(why)
+
+
+def test_the_time_while_it_was_stopped_does_not_count(watchdog):
+    assert look(watchdog, STEP, 0, 5) == []
+    asleep = 5 + 1000
+    assert look(watchdog, STEP, asleep, asleep + TIMEOUT) == []
+    assert watchdog.waited(STEP, asleep + 3) == 3
+    assert look(watchdog, STEP, asleep + TIMEOUT, asleep + 12) == [
+        (asleep + TIMEOUT + 1, asks())
+    ]
+
+
+def test_a_message_that_wakes_it_does_not_hide_that_it_was_stopped(watchdog):
+    look(watchdog, STEP, 0, 5)
+    watchdog.on_message({"type": "report"}, 1000.0)
+    assert watchdog.waited(STEP, 1000.0) == 0
+    assert look(watchdog, STEP, 1000.5, 1005) == []
+
+
+def test_a_failure_is_final_when_the_hub_tells_it(watchdog):
+    told = watchdog.report_failure("worker 0 raised E", "a trace", 3.0)
+    message = {"type": "failed", "message": "worker 0 raised E", "details": "a trace"}
+    assert told == [Send(message)]
+    assert watchdog.on_message(message, 3.1) == [Fail("worker 0 raised E", "a trace")]
+    assert look(watchdog, STEP, 4, 100) == []
+
+
+def test_another_failure_may_come_first(watchdog):
+    watchdog.report_failure("worker 0 raised E", "", 3.0)
+    other = {"type": "failed", "message": "worker 1 raised E", "details": ""}
+    assert watchdog.on_message(other, 3.1) == [Fail("worker 1 raised E")]
+    assert watchdog.on_message(other, 3.2) == []
+    assert watchdog.on_disconnect("it ended") == []
+
+
+def test_after_a_failure_nothing_is_asked(watchdog):
+    assert watchdog.on_message({"type": "failed", "message": "E", "details": ""}, 1.0)
+    assert look(watchdog, STEP, 1.5, 100) == []
+
+
+def test_the_first_failure_of_its_own_counts(watchdog):
+    watchdog.report_failure("the first", "", 3.0)
+    watchdog.report_failure("the second", "", 4.0)
+    until = 3.0 + RELAY_SECONDS
+    assert look(watchdog, None, 3.5, until + 2)[0][1] == Fail("the first")
+
+
+def test_a_chief_that_is_gone(watchdog):
+    gone = "chief disconnected without notice (its process was killed or crashed)"
+    why = "disconnected without notice (its process was killed or crashed)"
+    assert watchdog.on_disconnect(why) == [Fail(gone)]
+
+
+def test_a_chief_that_is_gone_before_it_told_a_failure(watchdog):
+    watchdog.report_failure("worker 0 raised E", "", 3.0)
+    assert watchdog.on_disconnect("it ended") == [Fail("worker 0 raised E")]
+
+
+def test_a_chief_that_has_left(watchdog):
+    watchdog.on_message({"type": "left", "rank": 0}, 1.0)
+    assert watchdog.on_disconnect("it ended") == []
+    # Nobody is there to tell it.
+    ((when, failure),) = look(watchdog, STEP, 1, 20)
+    assert when == 1 + LEFT_SECONDS + 1
+    assert failure == Fail("chief ended while worker 0 was waiting for it in `step`")
+
+
+def test_who_leaves_waits_for_nobody(watchdog):
+    watchdog.leave()
+    assert look(watchdog, STEP, 0, 100) == []
+    assert watchdog.on_disconnect("it ended") == []

@@ -1,0 +1,31 @@
+"""One worker process of a test: joins, and then does what the test's script says."""
+
+import json
+import sys
+
+from short import wait_for_others
+
+from keras_strategy.cluster import (
+    CoordinatorClient,
+    coordinator,
+    rendezvous_address,
+    watchdog,
+)
+
+# So that tests need not wait for long.
+coordinator.ANSWER_SECONDS = watchdog.ANSWER_SECONDS = 3.0
+watchdog.LEFT_SECONDS = 1.0
+coordinator.DEADLOCK_SECONDS = watchdog.DEADLOCK_SECONDS = 1.0
+
+arguments = json.loads(sys.argv[1])
+rank, names = arguments["rank"], arguments["names"]
+member = CoordinatorClient.join(
+    rendezvous_address(arguments["addresses"]),
+    rank,
+    names,
+    60.0,
+    exit_process=arguments["exit_process"],
+)
+wait_for_others(member, arguments["timeout"])
+print("joined", flush=True)
+exec(compile(arguments["script"], "script.py", "exec"), {"member": member})

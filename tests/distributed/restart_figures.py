@@ -1,0 +1,118 @@
+"""Prints how far trainings that were interrupted end from those that were not.
+
+    python -m tests.distributed.restart_figures
+
+It is the table of docs/restarts.md: the largest difference of a weight or of a slot.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from keras_strategy.testing import WarmStarter, WorkerRunner
+from tests.distributed import backup_jobs
+from tests.equality.compare import largest
+
+BACKENDS = ("jax", "torch", "tensorflow")
+ACROSS = (("jax", "torch"), ("jax", "tensorflow"), ("torch", "jax"))
+# Workers before, and after.
+COUNTS = ((2, 2), (2, 3), (2, 1), (1, 2))
+
+
+Run = Callable[..., list[Any]]
+
+
+@contextlib.contextmanager
+def warm() -> Iterator[Run]:
+    """Runs a function in a number of workers."""
+    with WarmStarter(["keras", "tensorflow"]) as starter:
+
+        def run(count: int, function: Any, *arguments: Any) -> list[Any]:
+            with WorkerRunner(count, timeout_seconds=300, starter=starter) as runner:
+                return runner.run(function, *arguments)
+
+        yield run
+
+
+def interrupt(function: Any, folder: pathlib.Path, run: Run) -> None:
+    """Interrupts one worker and two, and saves what two end with who are not."""
+    for count in (1, 2):
+        run(count, function, str(folder / str(count)), True)
+    whole = run(2, function, str(folder / "whole"))[0]
+    np.savez(folder / "whole.npz", *whole["weights"])
+
+
+def gone_on(function: Any, folder: pathlib.Path, run: Run) -> list[float]:
+    """How far those end who go on there, by `COUNTS`."""
+    with np.load(folder / "whole.npz") as file:
+        whole = [file[f"arr_{i}"] for i in range(len(file.files))]
+    figures = []
+    for before, after in COUNTS:
+        copy = folder / f"{before} to {after}"
+        shutil.copytree(folder / str(before), copy)
+        results = run(after, function, str(copy), False, 99)
+        figures.append(max(float(largest(whole, r["weights"])) for r in results))
+    return figures
+
+
+def of_one_backend(folder: pathlib.Path, backend: str) -> dict[str, list[float]]:
+    """The figures on this backend, and for those who go on on this one."""
+    figures = {}
+    with warm() as run:
+        own = folder / f"{backend} alone"
+        interrupt(backup_jobs.train, own, run)
+        figures[backend] = gone_on(backup_jobs.train, own, run)
+        for before, after in ACROSS:
+            if after == backend:
+                place = folder / f"{before} to {after}"
+                shutil.copytree(folder / before, place)
+                anywhere = backup_jobs.workers_train_anywhere
+                figures[f"{before}, then {after}"] = gone_on(anywhere, place, run)
+    return figures
+
+
+def main() -> None:
+    """Runs all backends one after the other, and prints the table."""
+    figures: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for step in ("interrupt", "measure"):
+            for backend in BACKENDS:
+                if step == "interrupt" and backend not in dict(ACROSS):
+                    continue
+                done = subprocess.run(
+                    [sys.executable, "-m", __spec__.name, step, folder],
+                    env={**os.environ, "KERAS_BACKEND": backend},
+                    capture_output=True,
+                    text=True,
+                )
+                if done.returncode:
+                    sys.exit(done.stdout + done.stderr)
+                if step == "measure":
+                    figures |= json.loads(done.stdout.splitlines()[-1])
+    names = [f"{before} then {after}" for before, after in COUNTS]
+    print("| backend | " + " | ".join(names) + " |")
+    print("| --- |" + " --- |" * len(names))
+    for backend, row in figures.items():
+        print(f"| {backend} | " + " | ".join(f"{value:.0e}" for value in row) + " |")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        main()
+    else:
+        step, place = sys.argv[1], pathlib.Path(sys.argv[2])
+        if step == "interrupt":
+            with warm() as run:
+                own = place / os.environ["KERAS_BACKEND"]
+                interrupt(backup_jobs.workers_train_anywhere, own, run)
+        else:
+            print(json.dumps(of_one_backend(place, os.environ["KERAS_BACKEND"])))

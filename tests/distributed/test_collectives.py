@@ -1,0 +1,46 @@
+"""What replicas on different workers tell each other."""
+
+import ipaddress
+
+import keras
+import numpy as np
+
+from tests.distributed import jobs
+
+
+def test_collectives(workers):
+    results = workers.run(jobs.collectives)
+    n = results[0]["replicas"]
+    ids = np.arange(n, dtype="float32")
+    for result in results:
+        for part in result["local"]["sum"]:
+            assert part == ids.sum()
+        for part in result["local"]["mean"]:
+            assert part == ids.mean()
+        for part in result["local"]["gathered"]:
+            np.testing.assert_array_equal(part, ids)
+        assert result["sum"] == ids.sum()
+        assert result["mean"] == ids.mean()
+        assert result["elementwise"] == [ids.sum()]
+        np.testing.assert_array_equal(result["gathered"], ids)
+        assert result["total"] == (ids + 1).sum()
+        np.testing.assert_array_equal(result["first"], results[0]["first"])
+    told = np.concatenate([result["local"]["id"] for result in results])
+    np.testing.assert_array_equal(told, ids)
+    for result in results:
+        beyond = [
+            address
+            for address in result["listens at"]
+            if not ipaddress.ip_address(address).is_loopback
+        ]
+        # Of TensorFlow's servers docs/threat_model.md says so.
+        assert bool(beyond) == (keras.backend.backend() == "tensorflow"), beyond
+
+
+def test_the_first_replicas_alone_and_different_shapes(in_turns):
+    results, _ = in_turns(
+        first=(jobs.only_the_first_counts, {}), shapes=(jobs.different_shapes, {})
+    )
+    assert results["first"] == [[1.0, 1.0]] * 2
+    for said in results["shapes"]:
+        assert "worker 0: (2,)" in said and "worker 1: (3,)" in said

@@ -1,0 +1,62 @@
+"""Gradients that leave during backward are summed exactly, or made anew."""
+
+import keras
+import pytest
+
+from keras_strategy.testing import WorkerRunner
+
+if keras.backend.backend() != "torch":
+    pytest.skip("for the torch backend", allow_module_level=True)
+
+from tests.distributed import during_backward_jobs as jobs  # noqa: E402
+from tests.distributed.test_training import equal  # noqa: E402
+
+# Whether gradients leave early and count.
+KINDS = {
+    "keras": True,  # with a replica without rows, and a layer that is frozen later
+    "added": True,  # regularisers and `add_loss`, with accumulation
+    "two optimizers": True,
+    "branches": True,
+    "twice": False,  # two backward passes
+    "halved": False,
+    "one halves": False,  # on one worker alone
+    "others": True,  # in every third step
+    "delayed": True,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_one_process_alone_comes_to(kind, two_workers):
+    if kind == "delayed":
+        # One device has no weights of rows that could be those of another step.
+        expected, seen = two_workers.run(jobs.trained, kind, in_pieces=False)[0]
+        assert not any(seen.values())
+    else:
+        expected, _ = jobs.trained(kind, alone=True)
+    for result, seen in two_workers.run(jobs.trained, kind):
+        assert equal(result, expected), seen
+        assert bool(seen["early"] and seen["sums"]) == KINDS[kind], seen
+        assert seen["in vain"]  # as where the logs of an epoch come
+
+
+def test_a_loop_with_steps_that_fail(two_workers):
+    expected, _ = jobs.runs(alone=True)
+    for result, seen in two_workers.run(jobs.runs):
+        assert equal(result, expected), seen
+        assert seen["early"] and seen["in vain"]
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("killed", "worker 1 disconnected without notice"),
+        ("raises", "worker 1 raised ValueError: the disk is full"),
+    ],
+)
+def test_a_worker_that_ends_in_backward_is_named(how, said, starter):
+    # Who does not notice waits for 600 s.
+    with WorkerRunner(2, timeout_seconds=280, starter=starter) as runner:
+        runner.start(jobs.end_in_backward, how)
+        other, _ = runner.wait()
+    assert other.exit_status != 0
+    assert said in other.output

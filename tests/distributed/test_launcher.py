@@ -1,0 +1,70 @@
+"""Programs that run in several workers as users start them."""
+
+import contextlib
+import os
+import pathlib
+import sys
+
+import numpy as np
+
+from keras_strategy.launch import launcher
+from keras_strategy.launch.launcher import Launcher
+from keras_strategy.testing.warm_starter import base_environment
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def warm(starter):
+    """What starts a launcher's workers where Keras and the engine are imported."""
+
+    def start(name, command, environment, stdout, stderr):
+        _, script, *arguments = command
+        ours, theirs = zip(os.pipe(), os.pipe(), strict=True)
+        with contextlib.ExitStack() as ends:
+            files = [ends.enter_context(open(end, "wb")) for end in theirs]
+            process = starter.start(name, script, arguments, environment, *files)
+        # The launcher closes them.
+        process.stdout, process.stderr = (open(end, "rb", 0) for end in ours)  # noqa: SIM115
+        return process
+
+    return start
+
+
+def test_the_example(two_workers):
+    two_workers.start(ROOT / "examples" / "multi_worker.py", "--epochs", 2)
+    chief, other = two_workers.wait()
+    assert chief.exit_status == other.exit_status == 0, chief.output + other.output
+    assert "largest weight difference to one device" in chief.output
+    assert "on 2 replicas" in chief.output
+
+
+def test_a_training_that_is_started_again_ends_where_an_uninterrupted_one_does(
+    two_workers, starter, tmp_path, monkeypatch, capsys
+):
+    """A worker is killed, then one is preempted; the launcher starts all anew."""
+    script = ROOT / "tests" / "workers" / "train_script.py"
+    two_workers.start(script, tmp_path / "whole.npz", tmp_path / "a")
+    for end in two_workers.wait():
+        assert end.exit_status == 0, end.output
+    faults = ("killed", "preempted")
+    backup = tmp_path / "b"
+    arguments = (script, tmp_path / "resumed.npz", backup, *faults)
+    monkeypatch.setattr(launcher, "WorkerProcess", warm(starter))
+    for name, value in base_environment().items():
+        monkeypatch.setenv(name, value)
+    command = (sys.executable, *map(str, arguments))
+    status = Launcher(command, 2, devices_per_worker=1, max_restarts=2).run()
+    said = "".join(capsys.readouterr())
+    assert status == 0, said
+    assert all(pathlib.Path(f"{backup}.{fault}").exists() for fault in faults)
+    for number in (1, 2):
+        assert f"All workers start again in 1 s (restart {number} of 2)." in said
+    assert "was preempted (exit status 75)." in said
+    assert not backup.exists()
+    with (
+        np.load(tmp_path / "whole.npz") as one,
+        np.load(tmp_path / "resumed.npz") as other,
+    ):
+        assert len(one.files) == len(other.files) > 0
+        for name in one.files:
+            np.testing.assert_array_equal(one[name], other[name])

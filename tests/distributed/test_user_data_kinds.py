@@ -1,0 +1,52 @@
+"""What is recognised as a worker's own rows, and what is said of the rest."""
+
+import numpy as np
+import pytest
+
+from tests.distributed import own_kinds_jobs as jobs
+from tests.distributed.test_training import equal
+
+
+@pytest.fixture(scope="module")
+def results(in_turns, tmp_path_factory):
+    """What each of two workers returns."""
+    folder = tmp_path_factory.mktemp("files")
+    jobs.write_files(folder)
+    return in_turns(
+        shared=(jobs.what_others_share, {"folder": str(folder)}),
+        ended=(jobs.until_the_first_ends, {}),
+        said=(jobs.what_is_said, {}),
+    )[0]
+
+
+def test_fit_of_what_others_share(results):
+    expected = jobs.what_others_share(alone=True)
+    for rank, result in enumerate(results["shared"]):
+        for name in jobs.KINDS:
+            assert equal(result[name], expected[name], 2e-5), name
+        np.testing.assert_allclose(result["own"], expected["own"][rank], atol=2e-5)
+        np.testing.assert_allclose(result["all"], expected["all"], atol=2e-5)
+        assert len(result["not twice"]) == jobs.ROWS
+
+
+def test_until_the_first_worker_has_ended(results):
+    expected = jobs.until_the_first_ends(alone=True)
+    for result in results["ended"]:
+        assert equal(result, expected, 2e-5)
+
+
+def test_what_is_said(results):
+    chief, other = results["said"]
+    errors = ("wrong", "part")
+    assert not any(messages for name, messages in other.items() if name not in errors)
+    assert chief["arrays"] == []
+    (same,) = chief["same"]
+    assert "All workers read the same rows; with 2 workers that trains each" in same
+    (stream,) = chief["stream"]
+    assert "reads all rows of this data" in stream and "IndexedDataset" in stream
+    (others,) = chief["other"]
+    assert "a row that all of them have read is another" in others
+    for result in (chief, other):
+        for message in result["part"]:
+            assert "and the same each time" in message
+        assert "must give shard r of 2" in result["wrong"][0]

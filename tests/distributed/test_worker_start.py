@@ -1,0 +1,20 @@
+"""Workers that are forks; test_launched.py has some that import all of it themselves.
+
+That both train to the same weights, to the last bit, is tested there.
+"""
+
+import os
+
+from keras_strategy.testing import WorkerRunner
+from tests.distributed import jobs
+
+
+def test_workers_draw_other_random_numbers_than_those_before(two_workers):
+    first, second = (two_workers.run(jobs.collectives)[0] for _ in range(2))
+    assert (first["first"] != second["first"]).all()
+
+
+def test_who_starts_workers(two_workers):
+    assert os.getpid() not in two_workers.run(os.getppid)
+    with WorkerRunner(1) as runner:
+        assert runner.run(os.getppid) == [os.getpid()]

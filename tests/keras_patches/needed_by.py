@@ -1,0 +1,530 @@
+"""For each hook a test that fails without it, and the backend that it runs on.
+
+`tools/drop_hooks.py` leaves out each in turn. Of a hook that is installed on several
+backends, one shows what it is for. `UNSHOWN` are those whose test was tried and passed
+without the hook: they need a better one.
+"""
+
+_BAD_INPUT = "tests/training/test_bad_input.py"
+_EQUALITY = "tests/training/test_equality.py"
+_RUN = "tests/core/test_run.py"
+_WRITER = "tests/distributed/test_chief_writes.py"
+_SYNCHRONIZED = f"{_EQUALITY}::test_synchronized_batch_normalization"
+_REFUSED = f"{_BAD_INPUT}::test_a_model_made_outside_is_refused_inside"
+_OF_NOBODY = (
+    "tests/core/test_variables.py::test_an_optimizer_of_a_variable_of_nobody_in_run"
+)
+_ADDING = f"{_RUN}::test_adding_to_a_mirrored_variable"
+_JAX = "tests/backends/test_jax.py"
+_TF = "tests/backends/test_tensorflow.py"
+_COMPILED = "tests/backends/test_torch_compiled.py::test_what_is_compiled"
+_JAX_WORKERS = "tests/backends/test_jax_workers.py"
+_TRAINING = "tests/distributed/test_training.py"
+_ROW = "tests/training/test_equality_table.py::test_two_replicas_equal_one_device"
+_OPTIMIZER = f"{_ROW}[clipping, decay, EMA and accumulation at once]"
+_REDUCTION = f"{_ROW}[reduction sum, sample weights]"
+_ENTRY = "tests/training/test_entry_points.py"
+_LOSSES = "tests/training/test_custom_losses.py"
+_DERIVED = "tests/training/test_derived_logs.py"
+_RANDOM = "tests/training/test_per_replica_state.py"
+_NOBODY = (
+    "tests/training/test_batch_callbacks.py::test_nobody_is_told_where_nobody_listens"
+)
+_NUMBERS = "tests/training/test_random_numbers.py"
+_EVERY = "test_every_function"
+_FUNCTIONS = "normal uniform randint gamma beta binomial categorical shuffle"
+_SHARDING = "tests/training/test_sharding.py"
+_OWN = (
+    "tests/training/test_per_replica_attributes.py::test_what_a_call_keeps_is_its_own"
+)
+
+_LONG = "tests/training/test_slow_operations.py::test_a_first_step_that_takes_long"
+
+NEEDED_BY = {
+    "keras_patches.slow_operations Model.make_train_function": (
+        "torch",
+        f"{_LONG}[fit-train]",
+    ),
+    "keras_patches.slow_operations Model.make_test_function": (
+        "torch",
+        f"{_LONG}[evaluate-test]",
+    ),
+    "keras_patches.slow_operations Model.make_predict_function": (
+        "torch",
+        f"{_LONG}[predict-predict]",
+    ),
+    "keras_patches.data_adapters PyDatasetAdapter._get_iterator": (
+        "tensorflow",
+        "tests/data/test_prefetch.py"
+        "::test_a_pass_has_one_order_whenever_its_batches_are_read",
+    ),
+    "keras_patches.trainer Model.compile": (
+        "torch",
+        f"{_ENTRY}::test_compile_and_fit_inside_and_outside_of_the_scope",
+    ),
+    "keras_patches.trainer Model.fit": ("torch", f"{_REFUSED}[fit]"),
+    "keras_patches.trainer Model.evaluate": ("torch", f"{_REFUSED}[evaluate]"),
+    "keras_patches.trainer Model.predict": (
+        "torch",
+        f"{_REFUSED}[predict]",
+    ),
+    "keras_patches.trainer Model.train_on_batch": (
+        "torch",
+        f"{_REFUSED}[train_on_batch]",
+    ),
+    "keras_patches.trainer Model.test_on_batch": (
+        "torch",
+        f"{_REFUSED}[test_on_batch]",
+    ),
+    "keras_patches.trainer Model.predict_on_batch": (
+        "torch",
+        f"{_REFUSED}[predict_on_batch]",
+    ),
+    "keras_patches.trainer Model._symbolic_build": (
+        "tensorflow",
+        f"{_ENTRY}::test_an_optimizer_and_a_metric_made_outside_of_the_scope",
+    ),
+    "keras_patches.trainer CallbackList.on_epoch_begin": ("jax", f"{_NOBODY}[fit]"),
+    "keras_patches.trainer CallbackList.on_test_begin": ("jax", f"{_NOBODY}[evaluate]"),
+    "keras_patches.trainer CallbackList.on_predict_begin": (
+        "jax",
+        f"{_NOBODY}[predict]",
+    ),
+    "keras_patches.saving Model.save": (
+        "torch",
+        f"{_WRITER}::test_the_chief_writes_and_all_go_on",
+    ),
+    "keras_patches.saving Model.save_weights": (
+        "torch",
+        f"{_WRITER}::test_all_hear_that_the_chief_cannot_write",
+    ),
+    "keras_patches.saving Model.export": (
+        "torch",
+        f"{_WRITER}::test_all_hear_that_the_chief_cannot_write",
+    ),
+    "keras_patches.saving keras.src.saving.saving_lib.get_attr_skipset": (
+        "torch",
+        f"{_WRITER}::test_the_chief_writes_and_all_go_on",
+    ),
+    "keras_patches.saving keras.src.saving.saving_lib.get_temp_dir": (
+        "torch",
+        "tests/faults/test_faults.py::test_a_fault_ends_all_workers"
+        "[SIGKILL, in save_own_variables, worker 0 of 2]",
+    ),
+    "keras_patches.resume EpochIterator.__iter__": (
+        "torch",
+        "tests/training/test_resume.py::test_keras_callback_in_a_scope",
+    ),
+    "keras_patches.layers Layer.__new__": (
+        "torch",
+        "tests/training/test_saving.py::"
+        "test_clones_belong_to_the_scope_they_are_made_in",
+    ),
+    "keras_patches.layers BatchNormalization.__init__": ("torch", _SYNCHRONIZED),
+    "keras_patches.layers BatchNormalization._moments": ("torch", _SYNCHRONIZED),
+    "keras_patches.layers RNN.call": (
+        "torch",
+        "tests/core/test_unsupported_programs.py::test_stateful_layers",
+    ),
+    "keras_patches.variables_optimizers Variable.__init__": (
+        "torch",
+        f"{_RUN}::test_variables_of_a_strategy",
+    ),
+    "keras_patches.variables_optimizers Variable.assign": (
+        "torch",
+        f"{_RUN}::test_assigning_a_mirrored_variable",
+    ),
+    "keras_patches.variables_optimizers Variable.assign_add": ("torch", _ADDING),
+    "keras_patches.variables_optimizers Variable.assign_sub": ("torch", _ADDING),
+    "keras_patches.variables_optimizers Optimizer.apply": (
+        "torch",
+        f"{_RUN}::test_a_training_step_of_ones_own",
+    ),
+    "keras_patches.variables_optimizers LossScaleOptimizer.apply": (
+        "jax",
+        f"{_JAX}::test_loss_scaling_in_run",
+    ),
+    "keras_patches.losses_metrics keras.src.trainers.compile_utils.get_loss": (
+        "torch",
+        f"{_LOSSES}::test_a_loss_class_with_a_call_of_its_own",
+    ),
+    "keras_patches.layers Layer.add_loss": (
+        "torch",
+        f"{_LOSSES}::test_what_add_loss_is_taken_for",
+    ),
+    "backends.tensorflow.patches tensorflow._api.v2.nn.compute_average_loss": (
+        "tensorflow",
+        "tests/training/test_losses.py::test_in_a_step_of_fit[8]",
+    ),
+    "backends.tensorflow.patches tensorflow._api.v2.nn.scale_regularization_loss": (
+        "tensorflow",
+        "tests/training/test_losses.py::test_in_a_step_of_fit[8]",
+    ),
+    "keras_patches.losses_metrics Loss.__call__": ("torch", _REDUCTION),
+    "keras_patches.losses_metrics Mean.update_state": (
+        "torch",
+        f"{_RANDOM}::test_a_metric_that_is_a_number",
+    ),
+    "keras_patches.losses_metrics Metric.result": (
+        "torch",
+        f"{_DERIVED}::test_a_step_of_ones_own",
+    ),
+    "keras_patches.losses_metrics Metric.__init__": (
+        "torch",
+        f"{_DERIVED}::test_logs_that_are_computed_of_results",
+    ),
+    "keras_patches.random SeedGenerator.next": (
+        "torch",
+        f"{_RANDOM}::test_replicas_draw_different_numbers",
+    ),
+    "keras_patches.per_replica_attributes Layer.__setattr__": ("torch", _OWN),
+    "keras_patches.per_replica_attributes TrackedList.append": ("torch", _OWN),
+    "keras_patches.per_replica_attributes TrackedDict.update": ("torch", _OWN),
+    "keras_patches.per_replica_attributes TrackedOrderedDict.update": (
+        "torch",
+        _OWN,
+    ),
+    "keras_patches.per_replica_attributes TrackedSet.add": ("torch", _OWN),
+    "backends.threads.patches keras.src.random.seed_generator.global_seed_generator": (
+        "torch",
+        f"{_RANDOM}::test_distributions_are_reproducible",
+    ),
+    "backends.threads.patches Layer._maybe_build": (
+        "torch",
+        "tests/training/test_models.py::test_a_model_that_is_built_by_its_first_use",
+    ),
+    "backends.jax.patches_data JAXEpochIterator._get_distributed_iterator": (
+        "jax",
+        f"{_JAX}::test_batches_that_are_not_divided_are_warned_about",
+    ),
+    "backends.jax.patches_data keras.src.backend.jax.trainer._distribute_data": (
+        "jax",
+        "tests/training/test_input_kinds.py::test_sparse_matrices",
+    ),
+    "backends.jax.patches Model._get_jax_state": (
+        "jax",
+        f"{_JAX}::test_an_average_of_the_weights_shares_no_array_with_them",
+    ),
+    "backends.jax.patches Model._get_state_sharding_spec": (
+        "jax",
+        "tests/training/test_central_storage.py::test_fit_evaluate_predict_and_save",
+    ),
+    "backends.jax.patches Model.make_train_function": (
+        "jax",
+        f"{_JAX_WORKERS}::test_what_keras_reads",
+    ),
+    "backends.jax.patches Model.make_test_function": (
+        "jax",
+        f"{_JAX_WORKERS}::test_what_keras_reads",
+    ),
+    "backends.jax.patches Model.make_predict_function": (
+        "jax",
+        f"{_JAX_WORKERS}::test_what_keras_reads",
+    ),
+    "backends.jax.patches Model._get_metrics_result_or_logs": (
+        "jax",
+        "tests/faults/test_faults.py",
+    ),
+    "backends.jax.patches Model.__call__": (
+        "jax",
+        f"{_JAX}::test_calling_a_model_on_an_array_of_another_device",
+    ),
+    "backends.jax.patches keras.src.backend.jax.distribution_lib.distribute_tensor": (
+        "jax",
+        f"{_JAX_WORKERS}::test_replicas_of_different_shapes[2x1]",
+    ),
+    "backends.jax.patches Variable._initialize": (
+        "jax",
+        f"{_TRAINING}::test_fit_equals_one_device",
+    ),
+    "backends.jax.patches Variable._initialize_with_initializer": (
+        "jax",
+        "tests/distributed/test_sharding.py::test_two_workers_equal_one_device[optimizer]",
+    ),
+    "backends.jax.patches Variable.value": (
+        "jax",
+        f"{_JAX}::test_a_step_computes_in_the_memory_of_the_one_before",
+    ),
+    "backends.jax.patches Variable.__reduce_ex__": (
+        "jax",
+        f"{_JAX}::test_a_variable_that_shares_its_array_keeps_its_value",
+    ),
+    "backends.jax.patches Optimizer.add_variable": (
+        "jax",
+        f"{_SHARDING}::test_bytes_on_each_device[optimizer]",
+    ),
+    "backends.jax.patches Optimizer._backend_apply_gradients": (
+        "jax",
+        f"{_JAX}::test_a_step_with_parts_sends_what_an_all_reduce_does",
+    ),
+    "backends.jax.patches Variable.__array__": (
+        "jax",
+        "tests/distributed/test_sharding.py::test_two_workers_equal_one_device[optimizer]",
+    ),
+    "backends.threads.patches_sharding Optimizer.add_variable_from_reference": (
+        "torch",
+        f"{_SHARDING}::test_bytes_on_each_device[optimizer]",
+    ),
+    "backends.torch.patches_optimizers Optimizer._backend_apply_gradients": (
+        "torch",
+        f"{_SHARDING}::test_clipping_decay_average_and_accumulation[2-optimizer]",
+    ),
+    "backends.threads.patches_sharded_update Optimizer._clip_gradients": (
+        "torch",
+        f"{_SHARDING}::test_clipping_decay_average_and_accumulation[2-optimizer]",
+    ),
+    "backends.threads.patches_sharding Optimizer._apply_weight_decay": (
+        "torch",
+        f"{_SHARDING}::test_rules_that_are_not_elementwise[Lamb]",
+    ),
+    "backends.tensorflow.patches_sharding Optimizer._backend_apply_gradients": (
+        "tensorflow",
+        f"{_SHARDING}::test_clipping_decay_average_and_accumulation[2-optimizer]",
+    ),
+    "backends.tensorflow.patches_sharding Variable._shared_name": (
+        "tensorflow",
+        f"{_TF}::test_a_native_checkpoint_of_what_replicas_share",
+    ),
+    "backends.tensorflow.patches_sharding Variable._serialize_to_tensors": (
+        "tensorflow",
+        f"{_TF}::test_a_native_checkpoint_of_what_replicas_share",
+    ),
+    "backends.tensorflow.patches_sharding Variable._restore_from_tensors": (
+        "tensorflow",
+        f"{_TF}::test_a_native_checkpoint_of_what_replicas_share",
+    ),
+    "backends.tensorflow.patches_sharding Optimizer._var_key": (
+        "tensorflow",
+        f"{_SHARDING}::test_clipping_decay_average_and_accumulation[2-optimizer]",
+    ),
+    "backends.jax.patches LossScaleOptimizer._common_apply": (
+        "jax",
+        f"{_JAX}::test_loss_scaling_in_run",
+    ),
+    "backends.jax.patches keras.src.random.seed_generator.global_seed_generator": (
+        "jax",
+        f"{_JAX}::test_the_global_seed_generator_belongs_to_no_strategy",
+    ),
+    "backends.torch.patches keras.src.backend.torch.random.dropout": (
+        "torch",
+        f"{_RANDOM}::test_distributions_are_reproducible",
+    ),
+    "backends.torch.patches_compiled keras.src.backend.torch.random.dropout": (
+        "torch",
+        f"{_COMPILED}[dropout]",
+    ),
+    "backends.torch.patches_compiled Layer.add_loss": ("torch", f"{_COMPILED}[adds]"),
+    "backends.torch.patches_compiled "
+    "keras.src.backend.torch.nn._can_use_flash_attention": (
+        "torch",
+        f"{_COMPILED}[attention]",
+    ),
+    "backends.torch.patches_compiled keras.src.backend.torch.nn.moments": (
+        "torch",
+        f"{_COMPILED}[norm]",
+    ),
+    "backends.torch.patches Variable.value": (
+        "torch",
+        "tests/core/test_variables.py::test_on_read",
+    ),
+    "backends.torch.patches Variable._initialize": (
+        "torch",
+        f"{_TRAINING}::test_fit_equals_one_device",
+    ),
+    "backends.torch.patches Variable._direct_assign": (
+        "torch",
+        f"{_ENTRY}::test_reading_and_setting_weights",
+    ),
+    "backends.torch.patches Variable.__init__": (
+        "torch",
+        "tests/distributed/test_single_replica_workers.py::test_a_run_that_fails_changes_nothing",
+    ),
+    "backends.torch.patches Layer._track_variables": (
+        "torch",
+        "tests/distributed/test_uneven_rounds.py::"
+        "test_workers_ask_once_for_all_that_a_scope_makes",
+    ),
+    "backends.torch.patches_optimizers Adam._parallel_update_step": (
+        "torch",
+        "tests/backends/test_torch_fused.py::test_as_keras",
+    ),
+    "backends.torch.patches Layer.zero_grad": (
+        "torch",
+        f"{_ROW}[shuffle]",
+    ),
+    "backends.torch.patches TorchModuleWrapper.call": (
+        "torch",
+        "tests/backends/test_torch.py::test_modules_of_torch_train_as_on_one_device",
+    ),
+    "backends.torch.patches Model.make_train_function": (
+        "torch",
+        _REDUCTION,
+    ),
+    "backends.torch.patches Model.make_test_function": (
+        "torch",
+        f"{_ENTRY}::test_evaluate_and_predict",
+    ),
+    "backends.torch.patches Model.make_predict_function": (
+        "torch",
+        f"{_ENTRY}::test_evaluate_and_predict",
+    ),
+    "backends.torch.patches TorchEpochIterator._get_iterator": (
+        "torch",
+        f"{_TRAINING}::test_workers_whose_data_ends_early",
+    ),
+    "backends.torch.patches Model.get_metrics_result": (
+        "torch",
+        "tests/speed/test_torch_figures.py::test_two_processes",
+    ),
+    **{
+        f"keras_patches.random keras.random.{name}": ("torch", f"{_NUMBERS}::{_EVERY}")
+        for name in _FUNCTIONS.split()
+    },
+    "keras_patches.random keras.random.truncated_normal": (
+        "tensorflow",
+        f"{_NUMBERS}::{_EVERY}",
+    ),
+    "keras_patches.random keras.random.dropout": (
+        "torch",
+        f"{_NUMBERS}::test_layers_of_keras",
+    ),
+    **{
+        f"keras_patches.random {name}": (
+            "torch",
+            f"{_ROW}[augmentation across rows, no seed]",
+        )
+        for name in (
+            "MixUp.call",
+            "CutMix.call",
+            "Equalization.transform_images",
+        )
+    },
+    "keras_patches.random AugMix.call": (
+        "torch",
+        f"{_NUMBERS}::test_chains_that_python_chooses",
+    ),
+    "keras_patches.random keras.ops.image.elastic_transform": (
+        "torch",
+        f"{_ROW}[RandomElasticTransform, no seed]",
+    ),
+    "backends.tensorflow.patches Model.get_metrics_result": (
+        "tensorflow",
+        f"{_DERIVED}::test_metrics_that_nobody_looks_at_cost_no_reduction",
+    ),
+    "backends.tensorflow.patches Variable._direct_assign": (
+        "tensorflow",
+        "tests/core/test_sync_on_read.py::test_a_sum_is_dealt_out[plainly-int32-5-2]",
+    ),
+    "backends.tensorflow.patches Variable.handle": (
+        "tensorflow",
+        f"{_TF}::test_a_tape_outside_the_replicas",
+    ),
+    "backends.tensorflow.patches Variable._initialize": (
+        "tensorflow",
+        f"{_TF}::test_run_builds_lazily",
+    ),
+    "backends.tensorflow.patches Variable._map_aggregation": (
+        "tensorflow",
+        f"{_RUN}::test_assigning_a_mirrored_variable[mean-int32-2.0]",
+    ),
+    "backends.tensorflow.patches Variable.value": (
+        "tensorflow",
+        "tests/distributed/test_tensorflow.py::test_variables_and_dtypes",
+    ),
+    "backends.tensorflow.patches Layer._maybe_build": (
+        "tensorflow",
+        f"{_TF}::test_run_builds_lazily",
+    ),
+    "backends.tensorflow.patches Optimizer.add_variable_from_reference": (
+        "tensorflow",
+        f"{_OF_NOBODY}[assign]",
+    ),
+    "backends.tensorflow.patches Optimizer._apply_weight_decay": (
+        "tensorflow",
+        _OPTIMIZER,
+    ),
+    "backends.tensorflow.patches Optimizer._backend_update_step": (
+        "tensorflow",
+        _REDUCTION,
+    ),
+    "backends.tensorflow.patches "
+    "Optimizer._overwrite_model_variables_with_average_value": (
+        "tensorflow",
+        _OPTIMIZER,
+    ),
+    "backends.tensorflow.patches Optimizer._backend_increment_gradient_accumulators": (
+        "tensorflow",
+        _OPTIMIZER,
+    ),
+    "backends.tensorflow.patches Optimizer.assign": (
+        "tensorflow",
+        f"{_OF_NOBODY}[assign]",
+    ),
+    "backends.tensorflow.patches Optimizer.assign_add": (
+        "tensorflow",
+        f"{_OF_NOBODY}[assign_add]",
+    ),
+    "backends.tensorflow.patches Optimizer.assign_sub": (
+        "tensorflow",
+        f"{_OF_NOBODY}[assign_sub]",
+    ),
+    "backends.tensorflow.patches LossScaleOptimizer._tf_apply": (
+        "tensorflow",
+        f"{_ROW}[LossScaleOptimizer over EMA, overwriting every 2 steps]",
+    ),
+    "backends.tensorflow.patches keras.src.losses.loss.scale_loss_for_distribution": (
+        "tensorflow",
+        f"{_ROW}[kernel and bias regularizers]",
+    ),
+    "backends.tensorflow.patches keras.src.losses.loss.unscale_loss_for_distribution": (
+        "tensorflow",
+        _REDUCTION,
+    ),
+    "backends.tensorflow.patches Model.distribute_strategy": (
+        "tensorflow",
+        f"{_ENTRY}::test_evaluate_and_predict",
+    ),
+    "backends.tensorflow.patches Model.make_train_function": (
+        "tensorflow",
+        f"{_TF}::test_jit_compile_warns[fit]",
+    ),
+    "backends.tensorflow.patches Model.make_test_function": (
+        "tensorflow",
+        f"{_TF}::test_jit_compile_warns[evaluate]",
+    ),
+    "backends.tensorflow.patches Model.make_predict_function": (
+        "tensorflow",
+        f"{_TF}::test_jit_compile_warns[predict]",
+    ),
+    "backends.tensorflow.patches TFEpochIterator._get_iterator": (
+        "tensorflow",
+        f"{_TRAINING}::test_workers_whose_data_ends_early",
+    ),
+    "backends.tensorflow.patches Model._maybe_symbolic_build": (
+        "tensorflow",
+        f"{_BAD_INPUT}::test_rows_that_differ",
+    ),
+    "backends.tensorflow.patches keras.src.random.seed_generator.global_seed_generator": (
+        "tensorflow",
+        "tests/training/test_seed_generators.py::test_a_seed_that_is_set_reaches_run[True]",
+    ),
+}
+
+UNSHOWN = {
+    "keras_patches.trainer Model.compile",
+    "keras_patches.layers Layer.__new__",
+    "keras_patches.losses_metrics Mean.update_state",
+    "backends.threads.patches keras.src.random.seed_generator.global_seed_generator",
+    "backends.threads.patches Layer._maybe_build",
+    "backends.torch.patches keras.src.backend.torch.random.dropout",
+    "backends.torch.patches Variable._initialize",
+    "backends.torch.patches Variable._direct_assign",
+    "backends.torch.patches Model.make_train_function",
+    "backends.torch.patches Model.make_test_function",
+    "backends.torch.patches Model.make_predict_function",
+    "backends.torch.patches Model.get_metrics_result",
+    "backends.jax.patches Model.make_test_function",
+    "backends.jax.patches Model._get_metrics_result_or_logs",
+    "backends.jax.patches Variable._initialize",
+    "backends.tensorflow.patches TFEpochIterator._get_iterator",
+}

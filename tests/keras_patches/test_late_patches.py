@@ -1,0 +1,12 @@
+"""Hooks that several replicas need come when others have been at work for long."""
+
+from keras_strategy.testing import WorkerRunner
+from tests.distributed.test_training import equal
+from tests.keras_patches import late_jobs
+
+
+def test_several_replicas_after_one(starter):
+    with WorkerRunner(1, 2, timeout_seconds=300, starter=starter) as runner:
+        ((one, early, late),) = runner.run(late_jobs.one_and_then_two)
+    assert equal(one, late)
+    assert equal(one, early)

@@ -1,0 +1,42 @@
+"""The table of the tests that need each hook names all hooks, and tests that exist.
+
+So does the selection of tests for other versions of Keras.
+"""
+
+import contextlib
+import importlib
+import io
+import pathlib
+
+import keras
+import pytest
+
+from keras_strategy.keras_patches.installation import all_hooks
+from tests.keras_patches.needed_by import NEEDED_BY, UNSHOWN
+
+
+def test_every_hook_has_a_test_that_needs_it():
+    # Other versions of Keras need others, too.
+    if not keras.__version__.startswith("3.15."):
+        pytest.skip("the table is of Keras 3.15")
+    ours = {hook.name for hook in all_hooks() if hook.is_needed()}
+    assert ours <= set(NEEDED_BY)
+    assert set(UNSHOWN) <= set(NEEDED_BY)
+    backend = keras.backend.backend()
+    here = {name for name, (where, _) in NEEDED_BY.items() if where == backend}
+    assert here <= ours, "they are gone, or not needed here"
+
+
+def test_the_tests_are_there(monkeypatch):
+    root = pathlib.Path(__file__).parents[2]
+    backend = keras.backend.backend()
+    names = {name for where, name in NEEDED_BY.values() if where == backend}
+    monkeypatch.syspath_prepend(root / "tools")  # where it finds its neighbour
+    versions = importlib.import_module("keras_versions")
+    names |= {*versions.SELECTION, *versions.OF_BACKEND[backend]}
+    monkeypatch.chdir(root)
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        status = pytest.main(["--collect-only", "-q", *sorted(names)])
+    assert status == 0, printed.getvalue()

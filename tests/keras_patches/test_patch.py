@@ -1,0 +1,216 @@
+"""A Keras that changed is refused, as a whole."""
+
+import re
+import sys
+import types
+
+import keras as installed_keras
+import pytest
+
+from keras_strategy.errors import KerasVersionError
+from keras_strategy.keras_patches.patch import (
+    Hook,
+    home_of,
+    hook,
+    hooks_of,
+    install,
+    install_those_of_several,
+    of_several,
+)
+
+
+def make():
+    class Keras:
+        def known(self, x, y: int = 1):
+            return x + y
+
+        @staticmethod
+        def alone(x):
+            return x
+
+        @property
+        def value(self):
+            return 3
+
+    return Keras
+
+
+def marked(*functions):
+    """The hooks of a module that has these functions."""
+    module = types.ModuleType(__name__)
+    vars(module).update({str(i): f for i, f in enumerate(functions)})
+    return hooks_of(module)
+
+
+def test_a_function_that_is_as_known_is_replaced():
+    keras = make()
+
+    @hook(keras, "known", "(self, x, y=1)")
+    def known(original, self, x, y=1):
+        return original(self, x, y) * 10
+
+    assert keras().known(1) == 2, "nothing is installed before install()"
+    install(marked(known))
+    assert keras().known(1) == 20
+    assert keras.known.__name__ == "known"
+
+
+def test_a_hook_may_rely_on_some_parameters_alone():
+    keras = make()
+
+    @hook(keras, "known", ("y",))
+    def known(original, self, *args):
+        return 7
+
+    install(marked(known))
+    assert keras().known(1) == 7
+
+
+@pytest.mark.parametrize("name", ["value", "known", "alone"])
+def test_a_condition_says_when_and_what_it_found(name):
+    keras = make()
+    found = []
+    signature = {"value": None, "known": "(self, x, y=1)", "alone": "(x)"}[name]
+
+    @hook(keras, name, signature, when=lambda: found[0] if found else None)
+    def replaced(original, found, *args):
+        return (found, original(*args))
+
+    install(marked(replaced))
+
+    def call():
+        return keras().value if name == "value" else getattr(keras(), name)(1)
+
+    assert call() == make_result(name)
+    found.append("a replica")
+    assert call() == ("a replica", make_result(name))
+
+
+def make_result(name):
+    return {"value": 3, "known": 2, "alone": 1}[name]
+
+
+def test_a_condition_may_ask_about_the_object():
+    keras = make()
+    ours = keras()
+
+    @hook(keras, ("known", "value"), ("x",), when=lambda x: x if x is ours else None)
+    def replaced(original, found, self, *args):
+        assert found is self is ours
+        return original.__name__
+
+    known, _ = marked(replaced)
+    install([known])
+    assert (ours.known(1), keras().known(1)) == ("known", 2)
+
+
+def test_what_several_replicas_need_waits_for_them():
+    keras = make()
+
+    @hook(keras, "known", "(self, x, y=1)", when=of_several(lambda: 10))
+    def known(original, ten, self, x, y=1):
+        return ten
+
+    @hook(keras, "value", None, several=True)
+    def value(original, self):
+        return 10
+
+    install(marked(known, value))
+    assert (keras().known(1), keras().value) == (2, 3)
+    install_those_of_several()
+    assert (keras().known(1), keras().value) == (10, 10)
+
+
+def test_a_property_is_replaced_without_a_condition():
+    keras = make()
+
+    @hook(keras, "value", None)
+    def value(original, self):
+        return original(self) + 1
+
+    install(marked(value))
+    assert keras().value == 4
+
+
+def test_hooks_are_found_in_the_order_in_which_they_are_written():
+    keras = make()
+
+    @hook(keras, "value", None)
+    def value(original, self): ...
+
+    @hook(keras, ("known", "alone"), ("x",))
+    def others(original, *args):
+        """Why they are hooked,
+        in two lines.
+
+        And more.
+        """
+
+    found = marked(value, others)
+    assert [h.name for h in found] == [
+        f"{__name__} make.<locals>.Keras.{name}" for name in ("value", "known", "alone")
+    ]
+    assert found[1].why == "Why they are hooked, in two lines."
+
+
+@pytest.mark.parametrize(
+    ("name", "signature", "says"),
+    [
+        ("known", "(self, x)", r"takes \(self, x, y=1\), where \(self, x\) is known"),
+        ("known", ("y", "z"), "no longer takes z"),
+        ("gone", "(self)", "is gone"),
+        ("value", "(self)", "became a property"),
+        ("known", None, "no longer a property"),
+    ],
+)
+def test_a_changed_function_is_refused_and_nothing_is_installed(name, signature, says):
+    keras = make()
+    good = Hook(keras, "known", "(self, x, y=1)", lambda original, self, x: 0)
+    bad = Hook(keras, name, signature, lambda original, *args: 0)
+    with pytest.raises(KerasVersionError, match=says):
+        install([good, bad])
+    assert keras().known(1) == 2
+
+
+def test_a_refusal_says_what_changed_where_and_what_to_do():
+    with pytest.raises(KerasVersionError) as error:
+        Hook(make(), "gone", "(self)", lambda original: 0).check()
+    version = re.escape(installed_keras.__version__)
+    assert re.fullmatch(
+        rf"Keras {version} changed a function .*Keras\.gone` is gone\. "
+        r"Please upgrade keras_strategy, or install a Keras version that it supports\.",
+        str(error.value),
+    )
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """Two homes: `home_before` has f and g, `home_now` has g and h."""
+    for name, has in (("home_before", "fg"), ("home_now", "gh")):
+        module = types.ModuleType(name)
+        vars(module).update(dict.fromkeys(has, name))
+        monkeypatch.setitem(sys.modules, name, module)
+    return "home_before", "home_now"
+
+
+@pytest.mark.parametrize(
+    ("names", "home"),
+    [("f g", "home_before"), ("g", "home_before"), ("g h", "home_now")],
+)
+def test_a_module_is_known_by_what_it_provides(names, home, modules):
+    assert home_of(names, "never.was.there", *modules).__name__ == home
+
+
+def test_a_name_without_a_home_is_refused(modules):
+    homes = r"it is not in home_before or home_now or never\.was"
+    with pytest.raises(KerasVersionError, match=rf"`home_before\.f` is gone: {homes}"):
+        home_of("f h", *modules, "never.was")
+
+
+def test_a_module_that_lacks_an_import_of_its_own_is_no_moved_one(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "home_broken.py").write_text("import not_installed_here")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="not_installed_here"):
+        home_of("f", "home_broken")

@@ -1,0 +1,39 @@
+"""The linter sees where Keras's private attributes are reached."""
+
+import keras
+import pytest
+
+from tools import private_names
+
+if keras.backend.backend() != "torch":
+    pytest.skip("the same on every backend: it runs on torch", allow_module_level=True)
+
+NAMES = {"_value", "_dtype"}
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("variable._value", [(1, "_value")]),
+        ("x = 1\nmodel.layers[0].kernel._dtype", [(2, "_dtype")]),
+        ("getattr(variable, '_value', None)", [(1, "_value")]),
+        ("operator.attrgetter('_value')", [(1, "_value")]),
+        ("variable.value, variable._ours, self._value", []),
+        ("self._value = 1\nother._value", []),
+    ],
+)
+def test_what_it_sees(source, found):
+    assert list(private_names.found_in(source, NAMES)) == found
+
+
+def test_names_are_those_of_keras():
+    names = private_names.names_of_keras()
+    assert {*NAMES, "_initial_epoch", "_convert_to_tensor", "_direct_assign"} <= names
+    assert not {"value", "_ks_strategy", "__init__"} & names
+
+
+def test_files_is_patch_module_may():
+    package = private_names.PACKAGE
+    assert private_names.is_patch_module(package / "keras_patches" / "layers.py")
+    assert private_names.is_patch_module(package / "backends" / "jax" / "patches.py")
+    assert not private_names.is_patch_module(package / "backends" / "jax" / "group.py")

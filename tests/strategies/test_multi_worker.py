@@ -1,0 +1,109 @@
+"""MultiWorkerMirroredStrategy before, and without, other workers.
+
+What several workers do together is in tests/distributed.
+"""
+
+import builtins
+import json
+import types
+
+import keras
+import numpy as np
+import pytest
+
+import keras_strategy as ks
+
+TWO = {"worker": ["127.0.0.1:2222", "127.0.0.1:2223"]}
+
+
+@pytest.fixture
+def tf_config(monkeypatch):
+    """Sets TF_CONFIG."""
+
+    def set_to(cluster, kind, index):
+        task = {"type": kind, "index": index}
+        config = json.dumps({"cluster": cluster, "task": task})
+        monkeypatch.setenv("TF_CONFIG", config)
+
+    return set_to
+
+
+def is_alone(strategy):
+    devices = len(strategy.extended.worker_devices)
+    assert strategy.num_replicas_in_sync == devices
+    assert strategy.extended.cluster is None
+    assert strategy.extended.local_replicas == range(devices)
+    return True
+
+
+def test_without_a_cluster_it_is_mirrored_strategy(monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    strategy = ks.MultiWorkerMirroredStrategy()
+    assert is_alone(strategy)
+    assert strategy.cluster_resolver is None
+    assert strategy.num_replicas_in_sync == 4  # the logical devices of these tests
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(np.ones((5, 2)), np.ones((5, 1)), verbose=0)
+    assert int(model.optimizer.iterations) == 1
+
+
+def test_one_worker_is_alone(tf_config):
+    tf_config({"worker": ["127.0.0.1:2222"]}, "worker", 0)
+    strategy = ks.MultiWorkerMirroredStrategy()
+    assert is_alone(strategy)
+    assert strategy.cluster_resolver.task_type == "worker"
+
+
+def test_an_evaluator_is_alone(tf_config):
+    tf_config(TWO, "evaluator", 0)
+    assert is_alone(ks.MultiWorkerMirroredStrategy())
+
+
+def test_a_parameter_server_takes_no_part(tf_config):
+    tf_config({**TWO, "ps": ["127.0.0.1:2224"]}, "ps", 0)
+    with pytest.raises(ValueError, match="parameter server"):
+        ks.MultiWorkerMirroredStrategy()
+
+
+def test_a_task_that_is_not_there(tf_config):
+    tf_config({"chief": ["127.0.0.1:2222"]}, "worker", 0)
+    with pytest.raises(ValueError, match="worker"):
+        ks.MultiWorkerMirroredStrategy()
+
+
+def test_a_notebook_is_refused(tf_config, monkeypatch):
+    tf_config(TWO, "worker", 0)
+    shell = types.SimpleNamespace(kernel=object())
+    monkeypatch.setattr(builtins, "get_ipython", lambda: shell, raising=False)
+    with pytest.raises(RuntimeError, match="keras-strategy run --workers 2"):
+        ks.MultiWorkerMirroredStrategy()
+
+
+def test_arguments_that_are_refused():
+    with pytest.raises(TypeError, match="`cluster_resolver` must be a ClusterResolver"):
+        ks.MultiWorkerMirroredStrategy({"worker": []})
+    with pytest.raises(TypeError, match="must be a `CommunicationOptions`"):
+        ks.MultiWorkerMirroredStrategy(communication_options="NCCL")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"bytes_per_pack": -1}, "bytes_per_pack=-1"),
+        ({"timeout_seconds": 0}, "timeout_seconds=0"),
+        ({"timeout_seconds": "soon"}, "timeout_seconds='soon'"),
+        ({"implementation": "MPI"}, "implementation='MPI'"),
+    ],
+)
+def test_communication_options_that_are_refused(arguments, named):
+    with pytest.raises(ValueError, match=named):
+        ks.experimental.CommunicationOptions(**arguments)
+
+
+def test_communication_options():
+    options = ks.experimental.CommunicationOptions(implementation="nccl")
+    nccl = ks.experimental.CommunicationImplementation.NCCL
+    assert options.implementation is nccl
+    assert options == ks.experimental.CommunicationOptions(implementation=nccl)

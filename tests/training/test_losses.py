@@ -1,0 +1,152 @@
+"""Losses and their weights in loops of one's own, as tf.nn has them and beyond."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+
+import keras_strategy as ks
+from tests.equality.compare import largest, scope
+
+LOSSES = np.float32([[1.0, 2.0], [3.0, 5.0]])
+WEIGHTS = np.float32([1.0, 0.5])
+
+
+def number(value):
+    return keras.ops.convert_to_numpy(value).tolist()
+
+
+@pytest.mark.parametrize(
+    ("weights", "size", "expected"),
+    [(None, None, 5.5), (None, 4, 2.75), (WEIGHTS, None, 3.5), (WEIGHTS, 7, 1.0)],
+)
+def test_compute_average_loss(weights, size, expected):
+    assert number(ks.compute_average_loss(LOSSES, weights, size)) == expected
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        native = tf.nn.compute_average_loss(LOSSES, weights, size)
+        assert native.numpy() == expected
+
+
+def test_compute_average_loss_on_replicas(two):
+    per_replica = two.run(lambda: ks.compute_average_loss(LOSSES))
+    assert number(two.reduce("SUM", per_replica)) == 5.5
+
+
+def functions():
+    if keras.backend.backend() != "tensorflow":
+        return ks
+    import tensorflow as tf
+
+    return tf.nn
+
+
+def test_replicas_with_different_numbers_of_rows(two):
+    losses = ks.PerReplica([np.float32([1.0, 2.0, 3.0]), np.float32([6.0])])
+    average = functions().compute_average_loss
+    per_replica = two.run(lambda x: average(x), args=(losses,))
+    assert number(two.reduce("SUM", per_replica)) == 3.0
+
+
+class OwnLoss(keras.Model):
+    """A step as tf.distribute's loops have them."""
+
+    def __init__(self, functions, size):
+        super().__init__()
+        self.functions, self.size = functions, size
+        self.dense = keras.layers.Dense(1, kernel_regularizer="l2")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+
+        def loss_of():
+            errors = keras.ops.square(self(x)[:, 0] - y)
+            loss = self.functions.compute_average_loss(
+                errors, global_batch_size=self.size
+            )
+            return loss + self.functions.scale_regularization_loss(self.losses[0])
+
+        loss, gradients = ks.value_and_grad(loss_of, self.trainable_variables)()
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() == "jax",
+    reason="a step of one's own is a pure function there",
+)
+@pytest.mark.parametrize("size", [None, 8])
+def test_in_a_step_of_fit(size, two):
+    x, y = np.random.RandomState(1).rand(2, 17, 1).astype("float32")
+
+    def trained(strategy):
+        keras.utils.set_random_seed(1)
+        with scope(strategy):
+            model = OwnLoss(functions(), size)
+            model.compile("sgd")
+        logs = model.fit(x, y[:, 0], batch_size=8, verbose=0).history
+        return [*model.get_weights(), logs["loss"]]
+
+    assert largest(trained(None), trained(two)) < 1e-5
+
+
+def test_what_compute_average_loss_refuses():
+    with pytest.raises(ValueError, match="per_example_loss"):
+        ks.compute_average_loss(np.float32(3.0))
+    with pytest.raises(ValueError, match="global_batch_size"):
+        ks.compute_average_loss(LOSSES, global_batch_size=np.array([4]))
+
+
+def test_scale_regularization_loss(two):
+    scaled = two.run(lambda: ks.scale_regularization_loss([1.0, 2.0]))
+    assert number(two.reduce("SUM", scaled)) == 3.0
+    assert number(ks.scale_regularization_loss(np.float32([1.0, 4.0]))) == 5.0
+    assert number(ks.scale_regularization_loss([])) == 0.0
+    with two.scope(), pytest.raises(RuntimeError, match="strategy.run"):
+        ks.scale_regularization_loss([1.0])
+
+
+def test_means_over_own_rows_are_weighted(two):
+    """The last batches split unevenly, and leave a replica without rows."""
+    x, y = np.random.RandomState(1).rand(2, 12, 1).astype("float32")
+    batches = [(x[i:j], y[i:j]) for i, j in [(0, 4), (4, 8), (8, 11), (11, 12)]]
+
+    def trained(strategy, loss, weight):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+            optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+            optimizer.build(model.trainable_variables)
+
+        def step(x, y):
+            variables = model.trainable_variables
+            _, gradients = ks.value_and_grad(lambda: loss(y, model(x)), variables)()
+            with weight(keras.ops.shape(x)[0]):
+                optimizer.apply(gradients, variables)
+
+        for batch in strategy.experimental_distribute_dataset(batches):
+            strategy.run(step, args=batch)
+        return model.get_weights()
+
+    def mean(y, outputs):
+        return keras.ops.mean(keras.ops.square(y - outputs))
+
+    def nothing(rows):
+        return contextlib.nullcontext()
+
+    expected = trained(ks.OneDeviceStrategy("cpu:0"), mean, nothing)
+    assert largest(expected, trained(two, mean, ks.weight_by_rows)) < 2e-5
+    assert largest(expected, trained(two, mean, nothing)) > 1e-3
+    keras_mean = keras.losses.MeanSquaredError()  # which counts the rows of all
+    assert largest(expected, trained(two, keras_mean, nothing)) < 2e-5
+
+
+def test_what_weight_by_rows_refuses(two):
+    for rows in (2.0, True, [2], None):
+        with pytest.raises(ValueError, match="rows="), ks.weight_by_rows(rows):
+            pass

@@ -1,0 +1,164 @@
+"""What layers and models keep on themselves during a step belongs to one replica."""
+
+import collections
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import keras_strategy as ks
+from tests.equality.compare import largest, scope
+
+BACKEND = keras.backend.backend()
+RANDOM = np.random.RandomState(3)
+X = RANDOM.randn(21, 4).astype("float32")
+Y = RANDOM.randn(21, 1).astype("float32")
+
+
+class Keeper(keras.Model):
+    """Keeps what it adds back later on itself, as many residual blocks do.
+
+    In every way at once: as an attribute, in a list, a dict and a dict of another kind
+    that are always the same ones, on another layer, and as a loss, which Keras keeps on
+    layers.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.first = keras.layers.Dense(4, activation="tanh")
+        # Keras refuses it off TensorFlow, outside of a scope.
+        synchronized = ks.has_strategy()
+        self.normalize = keras.layers.BatchNormalization(synchronized=synchronized)
+        self.last = keras.layers.Dense(1)
+        self.skip = None
+        self.skips = []
+        self.by_name = {}
+        self.ordered = collections.OrderedDict()
+
+    def keep(self, x):
+        self.skip = x
+        self.skips.clear()
+        self.skips.append(2 * x)
+        self.by_name["x"] = 3 * x
+        self.ordered["x"] = 5 * x
+        self.first.skip = 7 * x
+        self.add_loss(ops.mean(ops.square(x)) * 0.1)
+
+    def kept(self):
+        of_the_layer = self.first.skip
+        del self.first.skip
+        all_of_it = [
+            *(self.skip, self.skips[0], self.by_name["x"], self.ordered["x"]),
+            of_the_layer,
+        ]
+        return sum(all_of_it) / 18
+
+    def call(self, x, training=False):
+        self.keep(x)
+        # The replicas meet here, and another one goes on.
+        y = self.normalize(self.first(x), training=training)
+        return self.last(y + self.kept())
+
+
+def fitted(strategy):
+    keras.utils.set_random_seed(1)
+    with scope(strategy):
+        model = Keeper()
+        model.compile("adam", "mse", metrics=["mae"])
+    history = model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    return [*history.history["loss"], *history.history["mae"], *model.get_weights()]
+
+
+def test_what_a_call_keeps_is_its_own(mirrored):
+    one = fitted(None)
+    two, again, three = (fitted(mirrored(replicas)) for replicas in (2, 2, 3))
+    assert largest(one, two) < 2e-5
+    assert largest(one, three) < 2e-5
+    assert largest(two, again) == 0
+
+
+class Counter(keras.Model):
+    """Counts its steps in Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.steps = 0
+        self.seen = []
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, *args):
+        self.steps += 1
+        self.seen.append(self.steps)
+        return super().train_step(*args)
+
+
+def test_a_counter_counts_batches(mirrored):
+    def counted(strategy):
+        with scope(strategy):
+            model = Counter()
+            # Elsewhere Python runs when a step is compiled, on one device too.
+            model.compile("sgd", "mse", run_eagerly=BACKEND != "torch")
+        model.fit(X, Y, batch_size=8, epochs=2, verbose=0)
+        return model.steps, list(model.seen)
+
+    expected = 6, [1, 2, 3, 4, 5, 6]
+    assert counted(None) == counted(mirrored(2)) == counted(mirrored(3)) == expected
+
+
+def each(strategy, *values):
+    return ks.PerReplica([ops.convert_to_tensor(np.float32(v)) for v in values])
+
+
+EAGER = ks.RunOptions(compile=False)
+
+
+def numbers(strategy, value):
+    return [float(part) for part in strategy.experimental_local_results(value)]
+
+
+def test_what_replicas_leave_behind_is_each_ones_own(two):
+    with two.scope():
+        layer = keras.layers.Identity()
+        layer.total = 0.0
+
+    def add(x):
+        layer.total = layer.total + x
+        layer.calls = getattr(layer, "calls", 0) + 1
+        return ks.get_replica_context().all_reduce("sum", x) * 0 + layer.total
+
+    for expected in ([1.0, 2.0], [2.0, 4.0]):
+        totals = two.run(add, (each(two, 1, 2),), options=EAGER)
+        assert numbers(two, totals) == expected
+        # Outside of the replicas there is no one value of it.
+        assert isinstance(layer.total, ks.PerReplica)
+        assert numbers(two, layer.total) == expected
+        with pytest.raises(ValueError, match=r"set Identity\.total to different"):
+            bool(layer.total)
+        for use in (float, list, np.asarray):
+            with pytest.raises(ValueError, match=r"set Identity\.total to different"):
+                use(layer.total)
+    assert layer.calls == 2
+    layer.total = 5.0  # what is set outside is every replica's
+    totals = two.run(add, (each(two, 1, 2),), options=EAGER)
+    assert numbers(two, totals) == [6.0, 7.0]
+
+
+def test_a_run_that_fails_leaves_attributes_as_they_were(two):
+    with two.scope():
+        layer = keras.layers.Identity()
+        layer.kept, layer.list = 1, [1]
+
+    def fail():
+        layer.kept = 2
+        layer.list.append(2)
+        layer.new = 3
+        ks.get_replica_context().all_reduce("sum", 1.0)
+        raise ArithmeticError("boom")
+
+    with pytest.raises(ArithmeticError, match="boom"):
+        two.run(fail, options=EAGER)
+    assert (layer.kept, layer.list, hasattr(layer, "new")) == (1, [1], False)
