@@ -16,7 +16,7 @@ export BACKENDS
 STAMP := $(VENV)/.installed
 
 .PHONY: help demo test test-full lint ruff format pyright imports private writing docs clean equality \
-    peer ports compat bench gpu hooks names drop-hooks faults pictures gallery wheel
+    peer ports compat bench gpu hooks errors names drop-hooks faults pictures gallery wheel
 
 help:
 	@echo "make demo      train on two devices and on one, on every backend"
@@ -31,6 +31,7 @@ help:
 	@echo "make gpu       all that a machine with GPUs can show; GPU_PYTHON has the engines"
 	@echo "make lint      ruff, pyright, the import rules, and names in the docs"
 	@echo "make hooks     write docs/hooks.md from the code"
+	@echo "make errors    write docs/errors.md, the errors and warnings, from the code"
 	@echo "make names     write docs/tf_distribute.md, the names of tf.distribute"
 	@echo "make drop-hooks  a test must fail without each of the hooks"
 	@echo "make docs      build the documentation into site/"
@@ -105,6 +106,10 @@ writing: $(STAMP)
 # After a hook was added, moved or explained in other words.
 hooks: $(STAMP)
 	@$(VENV)/bin/python tools/hooks_page.py
+
+# After a message was changed.
+errors: $(STAMP)
+	@$(VENV)/bin/python tools/errors_page.py
 
 # After a name of tf.distribute has come; ARGS=--names with another TensorFlow.
 names: $(STAMP)

@@ -1,1 +1,1 @@
-"""How fast keras_strategy is beside its peers: `python -m benchmarks --help`."""
+"""Speed of keras_strategy beside its peers: `python -m benchmarks --help`."""

@@ -63,7 +63,7 @@ def main() -> int:
 def _measured(
     options: argparse.Namespace, until: float
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows, and the names of those that failed.
+    """Return the rows, and the names of those that failed.
 
     Noisy ones are measured again when all are there, while there is time.
     """
@@ -102,7 +102,7 @@ def _measured(
 def wanted(
     backends: Sequence[str], only: str = "", aims: bool = False
 ) -> dict[tuple[Comparison, str], str]:
-    """The rows to measure.
+    """Return the rows to measure.
 
     Args:
         backends: Those of which.
@@ -124,7 +124,7 @@ def wanted(
 
 
 def rows_below(rows: Sequence[dict[str, Any]]) -> set[str]:
-    """The names of rows that use more of the processors than their aims allow."""
+    """Return the names of rows below their aims."""
     return {
         _name(row["backend"], row["case"], row["peer"])
         for row in rows
@@ -147,7 +147,7 @@ def _said(row: dict[str, Any]) -> str:
 
 
 def _about() -> dict[str, Any]:
-    """What a result is of."""
+    """Return the comparison and the backend that a result belongs to."""
     packages = ("keras", "jax", "torch", "tensorflow-cpu", "tensorflow")
     return {
         "version": keras_strategy.__version__,

@@ -37,7 +37,7 @@ class Case:
     def compiled(
         self, steps_per_execution: int = 1, jit_compile: bool | str = "auto"
     ) -> keras.Model:
-        """The model, ready for `fit`."""
+        """Return the model, ready for `fit`."""
         model = self.build()
         model.compile(
             optimizer(),

@@ -1,4 +1,4 @@
-"""What is compared with what: a table, which imports no engine.
+"""Table of comparisons, which imports no backend.
 
 A program is named by its module and function, "ours:mirrored_fit". The two of a
 comparison run in processes of their own (`benchmarks.side`), and modules of peers never
@@ -64,7 +64,7 @@ ONE_DEVICE_SUM = f"{NATIVE}, ReductionToOneDevice"
 def _batch_statistics(
     backend: str, name: str, ours: str, own_rows: str, workers: int = 1
 ) -> Comparison:
-    """What the statistics of the global batch cost."""
+    """Compare steps with and without statistics of the global batch."""
     return Comparison(
         backend,
         f'{name}, batch_statistics="global"',
@@ -103,7 +103,7 @@ def _one_device(backend: str) -> tuple[Comparison, ...]:
 def _dropping(
     backend: str, name: str, peer: str, programs: tuple[str, str], workers: int = 1
 ) -> tuple[Comparison, ...]:
-    """What one device's random numbers cost: the rows with them, and without."""
+    """Compare steps with and without one device's random numbers."""
     ours, theirs = programs
     own = f"{ours}_drawing_own"
     return (

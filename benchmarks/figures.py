@@ -25,7 +25,7 @@ _OURS = str(Path(keras_strategy.__file__).parent)
 
 @dataclass(frozen=True)
 class Figures:
-    """What a training step costs beside its arithmetic.
+    """Costs of a training step beside its arithmetic.
 
     Attributes:
         collectives: Collectives of a step, those of gradients, logs and checks.
@@ -48,7 +48,7 @@ class Figures:
 
 
 def figures_of(train: Callable[[int], None], model: keras.Model) -> Figures:
-    """Counts what a program does in a step of training.
+    """Count the operations of a program in a training step.
 
     Args:
         train: Trains the model for so many steps.
@@ -91,7 +91,7 @@ def _profile(frame: FrameType, event: str, argument: object) -> None:
 
 
 def python_calls(train: Callable[[int], None], steps: int) -> int:
-    """How many Python functions of this package are entered, in all threads."""
+    """Count the calls of this package's Python functions, in all threads."""
     # What others have left is not to be released meanwhile: that calls functions, too.
     collects = gc.isenabled()
     gc.collect()

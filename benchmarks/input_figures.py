@@ -1,4 +1,4 @@
-"""What workers read, ask and send for the rows of a step: counts, and no times.
+"""Reads, exchanges and bytes of workers for the rows of a step: counts, no times.
 
 Each kind of data is trained on by `fit`, in a short and in a long epoch. The difference
 is what a step takes; what an epoch takes once is not in it.
@@ -23,7 +23,7 @@ SHORT, LONG = 4, 8
 
 @dataclasses.dataclass(frozen=True)
 class InputFigures:
-    """What a step of `fit` takes of one worker for its rows.
+    """Counts of one worker for a step of `fit`.
 
     Attributes:
         rows_read: The rows that it reads and decodes, in an epoch after the first.
@@ -87,7 +87,7 @@ class Watch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Surrounds the `fit`."""
+        """Context manager around `fit` that counts."""
         member, workers = self._member, self._workers
         agree, tell, gather = member.exchange, member.start_exchange, workers.gather
 
@@ -167,7 +167,7 @@ class Batches(keras.utils.PyDataset):
 
 
 def arrays(rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs of 6 numbers and their targets."""
+    """Return inputs of 6 numbers and their targets."""
     x = np.random.default_rng(0).normal(size=(rows, 6)).astype("float32")
     return x, x[:, :1]
 
@@ -239,7 +239,7 @@ KINDS: dict[str, Callable[[Any, int, Callable[[int], None]], dict[str, Any]]] = 
 
 
 def figures_of_inputs() -> dict[str, dict[str, float]]:
-    """The figures of each kind of data, in one of several workers."""
+    """Return the figures of each kind of data, in one of several workers."""
     strategy = ks.MultiWorkerMirroredStrategy()
     keras.utils.set_random_seed(0)
     with strategy.scope():
@@ -270,7 +270,7 @@ def _figures(strategy: Any, model: keras.Model, make: Callable) -> InputFigures:
 def _watched(
     strategy: Any, model: keras.Model, make: Callable, steps: int
 ) -> tuple[float, ...]:
-    """The rows, their bytes, and the rounds of an epoch of so many steps."""
+    """Return the rows, the bytes and the exchanges of an epoch."""
     watch = Watch(strategy)
     data = make(strategy, steps * BATCH, watch.read)
     with watch.watching():

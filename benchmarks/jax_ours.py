@@ -12,7 +12,7 @@ from benchmarks.programs import Train
 def run_loop(
     case: Case, reduces: bool = False, batch_statistics: str | None = None
 ) -> Train:
-    """The same loop with `strategy.run`.
+    """Train with the same loop and `strategy.run`.
 
     Args:
         case: What is trained.

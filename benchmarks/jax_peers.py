@@ -26,7 +26,7 @@ def keras_data_parallel(case: Case) -> Train:
 
 
 def data_parallel_of_workers(case: Case) -> Train:
-    """The same in one of several processes, each of which gives its rows to fit."""
+    """Train in one of several processes, each of which passes its rows to `fit`."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     keras.distribution.initialize(address, ranks, rank)
@@ -61,7 +61,7 @@ def batches(case: Case) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def by_hand(case: Case) -> Train:
-    """A jitted step over a mesh; it returns its mean loss, which nobody reads."""
+    """Return a jitted step over a mesh that returns the mean loss."""
     mesh = Mesh(np.array(jax.devices()), ("batch",))
     whole = NamedSharding(mesh, PartitionSpec())
     rows = NamedSharding(mesh, PartitionSpec("batch"))

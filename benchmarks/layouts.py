@@ -32,7 +32,7 @@ def layout_map():
 
 
 def model():
-    """The model, from the same seed."""
+    """Return the model, always from the same seed."""
     keras.utils.set_random_seed(1)
     layers = [keras.Input((WIDTH,))]
     for i in range(2):

@@ -20,7 +20,7 @@ WIDTH = 0.08
 
 @dataclasses.dataclass(frozen=True)
 class _Start:
-    """What was measured between a start of all processes and their end.
+    """Measurements between the start of all processes and their end.
 
     Attributes:
         steps: How many a long turn had.
@@ -89,7 +89,7 @@ def row_of(
 def _start(
     starter: WarmStarter, comparison: Comparison, case: str, rounds: int, seconds: float
 ) -> _Start:
-    """Starts the processes of both sides, times them in turn, and ends them."""
+    """Start the processes of both sides, time them in turn, and end them."""
     with contextlib.ExitStack() as stack:
         sides: list[Sided] = []
         for ours in True, False:
@@ -111,5 +111,5 @@ def _medians(pairs: Iterable[tuple[float, float]]) -> list[float]:
 
 
 def _used(sides: list[Sided]) -> tuple[float, float]:
-    """The seconds of processors that both used, and those out of their turns."""
+    """Return the CPU seconds of both sides, and those outside of their turns."""
     return sum(side.cpu for side in sides), sum(side.idle for side in sides)

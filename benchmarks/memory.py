@@ -1,4 +1,4 @@
-"""What a model of 50 million parameters takes on each device, by what is split.
+"""Memory of a model of 50 million parameters on each device, by sharding.
 
 `KERAS_BACKEND=jax python -m benchmarks.memory`, and with `--call run` for a step that
 `strategy.run` calls instead of one of `fit`. The variables' bytes are those of their
@@ -36,7 +36,7 @@ class Traffic(NamedTuple):
 
 
 def collectives(text: str, devices: int) -> list[Traffic]:
-    """The collectives of a compiled program.
+    """Return the collectives of a compiled program.
 
     Args:
         text: The program, as XLA writes it.
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 class Found(NamedTuple):
-    """What a process found.
+    """Measurements of one process.
 
     Attributes:
         parameters: The bytes of what is trained.
@@ -117,7 +117,7 @@ class Found(NamedTuple):
 
 
 def _of_workers(width: int, backend: str) -> None:
-    """Prints the table where each device has a process."""
+    """Print the table where each device has a process."""
     from keras_strategy.testing import WorkerRunner
 
     of_worker = importlib.import_module(f"benchmarks.memory_{backend}").of_worker
@@ -142,7 +142,7 @@ def _of_workers(width: int, backend: str) -> None:
 
 
 def trained(width: int, shard: str | None, counter: Callable[[], Any]) -> tuple:
-    """Has one of several processes train two steps of one batch.
+    """Train two steps of one batch in one of several processes.
 
     Args:
         width: Of the layers.
@@ -198,7 +198,7 @@ def _measured(width: int, call: str) -> Iterator[tuple]:
 
 
 def _of_run(strategy: Any, model: Any, width: int) -> tuple[str, Any]:
-    """What the compiler says of the program of a step in `strategy.run`."""
+    """Return the compiler's memory analysis of a step in `strategy.run`."""
     import jax
     import keras
     import numpy as np
@@ -231,7 +231,7 @@ def _of_run(strategy: Any, model: Any, width: int) -> tuple[str, Any]:
 
 
 def _program(model: Any, width: int) -> Any:
-    """The step of `fit`, compiled as Keras has it compiled."""
+    """Return the step of `fit`, compiled as Keras compiles it."""
     import jax
     import keras
     import numpy as np

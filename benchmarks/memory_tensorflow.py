@@ -1,4 +1,4 @@
-"""What a model takes on TensorFlow, in each of several processes of one device.
+"""Memory of a model on TensorFlow, in each of several one-device processes.
 
 See `benchmarks.memory`. TensorFlow does not count the memory of CPUs: the most at once
 is what the process had resident above what it had before the strategy was made. What
@@ -29,7 +29,7 @@ def of_worker(width: int, shard: str | None) -> Found:
 
 
 def count_what_is_sent(least: int = 1000) -> dict[str, tuple[int, float]]:
-    """Counts what the graph that is traced last from now on has of collectives.
+    """Count the collectives of the graph that is traced last in the context.
 
     Args:
         least: The bytes of those that count.
@@ -78,7 +78,7 @@ def count_what_is_sent(least: int = 1000) -> dict[str, tuple[int, float]]:
 
 
 def _resident(what: str) -> int:
-    """A number of bytes of this process's, as the kernel counts them."""
+    """Return a memory figure of this process in bytes, from the kernel."""
     with open(f"/proc/{os.getpid()}/status", encoding="utf-8") as file:
         found = re.search(rf"^{what}:\s*(\d+) kB$", file.read(), re.MULTILINE)
     assert found is not None

@@ -1,4 +1,4 @@
-"""What a model takes on torch, in each of several processes of one device.
+"""Memory of a model on torch, in each of several one-device processes.
 
 See `benchmarks.memory`. The most that is alive is what torch's profiler counts of
 tensors, from before the model is made; what is sent is counted at torch.distributed.
@@ -36,7 +36,7 @@ def of_worker(width: int, shard: str | None) -> Found:
 
 
 def count_what_is_sent(least: int = 1000) -> dict[str, tuple[int, float]]:
-    """Counts from now on the collectives by kind, and the bytes that a ring sends.
+    """Count collectives by kind, and the bytes that a ring sends, from now on.
 
     Args:
         least: The bytes of those that count.
@@ -66,7 +66,7 @@ def count_what_is_sent(least: int = 1000) -> dict[str, tuple[int, float]]:
 
 
 def _most_alive(profiled: Any) -> int:
-    """The most bytes of tensors that were alive at a time."""
+    """Return the peak of the bytes of all live tensors."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "trace.json")
         profiled.export_chrome_trace(path)

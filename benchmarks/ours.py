@@ -51,7 +51,7 @@ def workers_fit_of_global_statistics(case: Case) -> Train:
 
 
 def workers_fit_drawing_own(case: Case) -> Train:
-    """See `mirrored_fit_drawing_own`."""
+    """Train as `mirrored_fit_drawing_own` does."""
     ks.config.exact_random(False)
     return workers_fit(case)
 

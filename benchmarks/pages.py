@@ -60,7 +60,7 @@ def with_rows(
 
 
 def with_results(text: str, run: dict[str, Any]) -> str:
-    """A text in which the tables between their marks are those of a run."""
+    """Return a page with the tables between their marks replaced by a run's."""
     tables = {"results": table(run["rows"]), "in short": in_short(run)}
     for mark, content in tables.items():
         place = re.compile(_MARKED.format(mark), re.S)
@@ -71,7 +71,7 @@ def with_results(text: str, run: dict[str, Any]) -> str:
 
 
 def in_short(run: dict[str, Any]) -> str:
-    """The least and the largest ratio of rows that are alike."""
+    """Return the smallest and the largest ratio of comparable rows."""
     lines = [
         f"| ours | on | beside | {WALL} | {CPU} |",
         "| --- | --- | --- | --- | --- |",
@@ -96,7 +96,7 @@ def _range(ratios: list[float]) -> str:
 
 
 def history(kept: list[dict[str, Any]]) -> str:
-    """The page of all runs."""
+    """Return the page of all runs."""
     lines = [HEAD, "## The runs", ""]
     lines += [f"- **{_name(run)}**: {_about(run)}" for run in kept]
     for backend in ("jax", "torch", "tensorflow"):
@@ -134,7 +134,7 @@ def _cell(row: dict[str, Any]) -> str:
 
 
 def keep(file: Path) -> None:
-    """Adds a run to the history, or its rows to those of its day."""
+    """Add a run to the history, or its rows to those of its day."""
     run = json.loads(file.read_text())
     path = HISTORY / f"{run['version']}-{run['date']}.json"
     if path.exists():

@@ -11,7 +11,7 @@ HEAD = (
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A Markdown table: a line for each comparison, with the quartiles of its ratios.
+    """Return a Markdown table with the quartiles of each comparison's ratios.
 
     The last columns have ours / the peer's. A row that stayed noisy has a `~`, and one
     of several starts of its processes their number.

@@ -31,7 +31,7 @@ class Side:
         self._idle_since = time.process_time()
 
     def start(self) -> dict[str, Any]:
-        """Makes the program and trains for one step."""
+        """Create the program and train for one step."""
         began = time.perf_counter()
         if self._peer:
             _divide_cpu(self._job["devices"])
@@ -60,7 +60,7 @@ class Side:
         return taken
 
     def call(self, name: str) -> Any:
-        """What a function says of the program.
+        """Return a function's result for the program.
 
         Args:
             name: Its module and name, such as "gpu.programs:memory".
@@ -68,7 +68,7 @@ class Side:
         return _named(name)(self._program)
 
     def answer(self, request: tuple[str, ...]) -> dict[str, Any]:
-        """Does what is asked for by the name of a method and its arguments."""
+        """Call a method by its name."""
         answer = getattr(self, request[0])(*request[1:])
         if self._peer and "keras_strategy" in sys.modules:
             raise RuntimeError("A peer must run without keras_strategy: it imported it")
@@ -83,7 +83,7 @@ def _named(name: str) -> Callable[[Any], Any]:
 
 
 def _divide_cpu(devices: int) -> None:
-    """Makes as many CPU devices as a strategy has, before the engine uses any."""
+    """Create a strategy's CPU devices, before the backend uses any."""
     backend = os.environ["KERAS_BACKEND"]
     if backend == "jax":
         import jax
@@ -98,7 +98,7 @@ def _divide_cpu(devices: int) -> None:
 
 
 def _peak_megabytes() -> float:
-    """The most memory that was resident; 0 where the system does not tell."""
+    """Return the peak resident memory; 0 if the system does not report it."""
     try:
         with open("/proc/self/status") as file:
             found = re.search(r"VmHWM:\s*(\d+) kB", file.read())

@@ -20,11 +20,11 @@ from keras_strategy.testing.warm_starter import WarmStarter, base_environment
 
 
 class Starter(Protocol):
-    """What starts scripts, warm or cold."""
+    """Protocol of starters of scripts, warm or cold."""
 
     @property
     def start(self) -> Callable[..., Process]:
-        """See `WarmStarter.start`."""
+        """Start a script, as `WarmStarter.start` does."""
         ...
 
 
@@ -99,7 +99,7 @@ class Sided:
         self.close()
 
     def ready(self) -> None:
-        """Waits until the program has been made and has trained for one step."""
+        """Wait until the program exists and has trained for one step."""
         self.first_step = max(answer["seconds"] for answer in self._answers())
 
     def _connected(self, server: socket.socket) -> list[Connection]:
@@ -151,7 +151,7 @@ class Sided:
         return [answer["answer"] for answer in answers]
 
     def _check(self, until: float) -> None:
-        """Raises if a process has ended, or all of them took too long."""
+        """Raise if a process has ended or the time limit has passed."""
         time.sleep(0.1 if until == 0.0 else 0.0)  # its end comes after its last words
         ended = [p.name for p in self._processes if p.poll() is not None]
         if ended or time.monotonic() > until:
@@ -161,7 +161,7 @@ class Sided:
             raise RuntimeError(f"{self._processes[0].name} {how}. Output:\n{said}")
 
     def close(self) -> None:
-        """Ends the processes."""
+        """End the processes."""
         for connection in self._connections:
             try:
                 connection.send(("end",))
@@ -178,7 +178,7 @@ class Sided:
 
 
 def _environments(comparison: Comparison, ours: bool) -> list[Mapping[str, str]]:
-    """What the processes of a side find in their environment, by rank.
+    """Return the environment of a side's processes, by rank.
 
     A peer finds what torchrun, and TensorFlow's own cluster, would tell it.
     """
@@ -205,7 +205,7 @@ def _environments(comparison: Comparison, ours: bool) -> list[Mapping[str, str]]
 
 @contextmanager
 def starter_for(backend: str, workers: int) -> Iterator[WarmStarter]:
-    """What forks processes for comparisons of a backend, with the engine imported.
+    """Return a starter that forks processes which have imported the backend.
 
     Args:
         backend: The Keras backend.

@@ -15,7 +15,7 @@ from benchmarks.programs import Train
 
 
 def native_strategy(one_device: bool = False) -> tf.distribute.MirroredStrategy:
-    """The native strategy of the two devices.
+    """Return the native strategy of the two devices.
 
     Args:
         one_device: Whether to sum on one device, in place of what it chooses itself.
@@ -64,13 +64,13 @@ class _Steps(keras.callbacks.Callback):
 
 
 def steps_of_fit(case: Case, strategy: Any) -> Train:
-    """The steps of one endless `model.fit`, without the time that it takes to start.
+    """Yield the steps of one endless `model.fit`, without its start.
 
     On a native strategy, where it makes three distributed iterators, that is as long as
     60 steps of the smallest of these models.
 
     Args:
-        case: The case.
+        case: The model, its data and its batch size.
         strategy: Ours, or a native one.
     """
     keras.utils.set_random_seed(0)
@@ -89,7 +89,7 @@ Step = Callable[[Any, Any], Any]
 
 
 def step_of_replica(case: Case) -> Step:
-    """A step of a training loop of one's own; made in a scope."""
+    """Return the step of a custom training loop; call it in a scope."""
     model, adam = case.build(), optimizer()
     adam.build(model.trainable_variables)
     accuracy = keras.metrics.SparseCategoricalAccuracy()
@@ -120,10 +120,10 @@ def batches_of(case: Case, strategy: Any) -> Iterator[Any]:
 
 
 def loop(case: Case, strategy: Any, compiled: bool) -> Train:
-    """A loop of one's own.
+    """Train with a custom loop.
 
     Args:
-        case: The case.
+        case: The model, its data and its batch size.
         strategy: Ours, or a native one.
         compiled: Whether a tf.function is around the step of all replicas.
     """

@@ -24,12 +24,12 @@ def workers_compiled_fit(case: Case) -> Train:
 
 
 def workers_run_loop(case: Case) -> Train:
-    """A custom loop: the step is ours to write, the epoch as well."""
+    """Train with a custom loop."""
     return run_loop_of(ks.MultiWorkerMirroredStrategy(), case)[0]
 
 
 def run_loop_of(strategy: ks.Strategy, case: Case) -> tuple[Train, keras.Model]:
-    """A custom loop, and the model that it trains."""
+    """Return a custom loop and the model that it trains."""
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model, adam = case.build(), optimizer()

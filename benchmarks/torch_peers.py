@@ -22,12 +22,12 @@ Step = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 def keras_under_ddp(case: Case) -> Train:
-    """The same Keras model, optimizer and metrics."""
+    """Train the same Keras model, optimizer and metrics."""
     return _keras_under_ddp(case, lambda ddp: ddp)
 
 
 def compiled_keras_under_ddp(case: Case) -> Train:
-    """The same, where torch.compile has made a graph of the forward pass.
+    """Train the same model with a forward pass by torch.compile.
 
     As ours is on a CPU: with torch's own kernels, which is the fastest there.
     """
@@ -65,7 +65,7 @@ def _keras_under_ddp(case: Case, compiled: Callable[[Any], Any]) -> Train:
 
 
 def torch_under_ddp(case: Case) -> Train:
-    """The same layers of torch's own, with its optimizer: what Keras costs is gone."""
+    """Train torch's own layers and optimizer, without the cost of Keras."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     ddp = DistributedDataParallel(_TORCH[case.name](), gradient_as_bucket_view=True)
@@ -92,7 +92,7 @@ def torch_under_ddp(case: Case) -> Train:
 
 
 def _loop(case: Case, step: Step, end: Callable[[], None]) -> Train:
-    """An epoch over this rank's rows of the shuffled global batches."""
+    """Train an epoch over this rank's rows of the shuffled global batches."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
     def train(steps: int) -> None:

@@ -1,4 +1,4 @@
-"""What a device keeps, on JAX, where N does not divide all dimensions of the weights.
+"""Memory of a device on JAX where N does not divide all dimensions of the weights.
 
     KERAS_BACKEND=jax python -m benchmarks.whole
 
@@ -17,7 +17,7 @@ REPLICAS = 2, 4, 8, 16, 3, 5, 6, 7, 12, 24
 
 
 def gpt2() -> keras.Model:
-    """A transformer of the size of the small GPT-2, whose vocabulary is no multiple."""
+    """Return a transformer of the size of GPT-2 small, with an odd vocabulary."""
     width, heads = 768, 12
     words = keras.Input((1024,), dtype="int32")
     x = layers.Embedding(50_257, width)(words)

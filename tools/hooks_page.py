@@ -48,7 +48,7 @@ is for, and says which of them do not fail then.
 
 def rows() -> list[dict[str, Any]]:
     """What the hooks of this process's backend say of themselves."""
-    from keras_strategy.keras_patches.installation import all_hooks
+    from keras_strategy.keras_patches.installation import all_patches
 
     return [
         {
@@ -57,7 +57,7 @@ def rows() -> list[dict[str, Any]]:
             "why": extension.why,
             "when": _condition(extension.when),
         }
-        for extension in all_hooks()
+        for extension in all_patches()
     ]
 
 
@@ -155,10 +155,10 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--rows"]:
-        from keras_strategy.keras_patches.installation import all_hooks
-        from keras_strategy.keras_patches.patch import fitting
+        from keras_strategy.keras_patches.installation import all_patches
+        from keras_strategy.keras_patches.patch import select_and_check
 
-        fitting(all_hooks())
+        select_and_check(all_patches())
         print(json.dumps(rows()))
     else:
         main()

@@ -52,7 +52,7 @@ def pytest_configure(config):
 
 
 def outcomes(backend: str, kind: str, arguments: list[str], folder: Path) -> dict:
-    """Return the outcome of each test: "passed", "skipped", or the first line of its error."""
+    """Return each test's outcome: "passed", "skipped", or its error's first line."""
     report = folder / f"{backend}-{kind}.xml"
     environment = {
         "NPROC": "8",

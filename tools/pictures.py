@@ -146,36 +146,36 @@ def idea() -> str:
     return drawing.text()
 
 
-ROOMS = (
-    ("testing   launch", "for your tests, and the command line"),
+LAYERS = (
+    ("testing   launch", "worker processes for your tests; the command line"),
     ("experimental   tpu", "further names of tf.distribute and of tf.tpu"),
-    ("callbacks   coordinator", "what people use beside strategies"),
-    ("config", "what holds for all strategies of a process"),
-    ("strategies", "each is a topology and a few lines"),
-    ("backends", "JAX, torch, TensorFlow: the same job, the same file name"),
-    ("hooks", "where Keras is extended, each checked against its signature"),
-    ("input", "from your data to each replica's rows"),
-    ("rules", "rows and weights, losses, aggregation: no engine, no hook"),
-    ("core", "the protocol of engine, group, replica, workers; scopes"),
-    ("workers", "processes of one job: joining, agreeing, failing, ending"),
-    ("cluster_resolver", "who am I, who else is there"),
-    ("options   values   errors", "the ground floor"),
+    ("callbacks   coordinator", "callbacks for fit; functions on workers"),
+    ("config", "settings of the process"),
+    ("strategies", "the public strategies: a choice of devices each"),
+    ("backends", "JAX, torch, TensorFlow: one file name per concept"),
+    ("keras_patches", "checked replacements of Keras functions"),
+    ("data", "from your data to each replica's rows"),
+    ("training", "row weights, losses, aggregation: no backend, no patch"),
+    ("core", "protocols of engine, group and replica; scopes"),
+    ("cluster", "processes of one job: rendezvous, failure, exit"),
+    ("cluster_resolver", "which worker this is, and where the others are"),
+    ("options   values   errors", "plain data"),
 )
 
 
-def house() -> str:
+def layers() -> str:
     """Draw the layers of the package: each imports only those below it."""
     drawing = Drawing(
         760,
-        10 + 44 * len(ROOMS),
-        "The rooms of keras_strategy, one above the other: "
-        + ", ".join(name.replace("   ", ", ") for name, _ in ROOMS),
+        10 + 44 * len(LAYERS),
+        "The layers of keras_strategy, from the top: "
+        + ", ".join(name.replace("   ", ", ") for name, _ in LAYERS),
     )
-    for number, (name, what) in enumerate(ROOMS):
+    for number, (name, purpose) in enumerate(LAYERS):
         y = 6 + 44 * number
         colour = (PROGRAM, DEVICE)[number % 2]
         drawing.box(4, y, 230, 38, colour, name, mono=True)
-        drawing.words(248, y + 24, what, anchor="start")
+        drawing.words(248, y + 24, purpose, anchor="start")
     return drawing.text()
 
 
@@ -199,8 +199,8 @@ def calls() -> str:
     drawing = Drawing(
         760,
         348,
-        "model.fit goes by a hook, and strategy.run by the strategy, to the adapter of "
-        "the engine in use",
+        "model.fit reaches the backend's adapter through a patch, strategy.run through "
+        "the strategy",
     )
     drawing.box(60, 8, 280, 38, PROGRAM, "model.fit(x, y)", mono=True)
     drawing.box(420, 8, 280, 38, PROGRAM, "strategy.run(step, args)", mono=True)
@@ -212,8 +212,8 @@ def calls() -> str:
         280,
         56,
         DATA,
-        "the hook finds the model's",
-        "strategy; input splits rows",
+        "the patch finds the model's",
+        "strategy; data is split by rows",
     )
     drawing.box(
         420,
@@ -382,7 +382,7 @@ def scaling() -> str:
     return drawing.text()
 
 
-DRAWINGS = {"idea": idea, "house": house, "calls": calls, "scaling": scaling}
+DRAWINGS = {"idea": idea, "layers": layers, "calls": calls, "scaling": scaling}
 for _path in sorted(IMAGES.glob("gallery/*.json")):
     DRAWINGS[f"gallery/{_path.stem}"] = functools.partial(card, _path)
 

@@ -1,1 +1,1 @@
-"""What a machine with one or more GPUs can show: `python -m benchmarks.gpu`."""
+"""Measurements on a machine with GPUs: `python -m benchmarks.gpu`."""

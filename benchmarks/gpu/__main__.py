@@ -58,7 +58,7 @@ class Run:
                 self.result["engines"][backend] = about
 
     def section(self, section: Section, backend: str) -> None:
-        """Runs a section, or says why not."""
+        """Run a section, or record the reason why not."""
         about = self.result["engines"][backend]
         there = 2 if self.result["rehearsal"] else len(about["gpus"])
         end = {"rows": [], "error": None, "seconds": 0.0}

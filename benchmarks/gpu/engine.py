@@ -1,4 +1,4 @@
-"""What is asked of the engine in use, and set in it: its GPUs, memory, precision."""
+"""GPUs, memory and precision of the backend in use."""
 
 import os
 from typing import Any
@@ -9,7 +9,7 @@ BACKEND = keras.backend.backend()
 
 
 def about() -> dict[str, Any]:
-    """The engine's version, what it was built for, and the GPUs that it sees."""
+    """Return the backend's version, its build and the GPUs that it sees."""
     if BACKEND == "torch":
         import torch
 
@@ -65,7 +65,7 @@ def exact() -> None:
 
 
 def divide(megabytes: int = 8192) -> list[str]:
-    """Makes two logical devices of TensorFlow's first GPU, or CPU.
+    """Split TensorFlow's first GPU, or CPU, into two logical devices.
 
     Returns:
         Their names.
@@ -81,7 +81,7 @@ def divide(megabytes: int = 8192) -> list[str]:
 
 
 def peak_megabytes() -> float | None:
-    """The most memory of the first GPU that was in use; None without a GPU."""
+    """Return the peak memory of the first GPU in bytes; None without a GPU."""
     if BACKEND == "torch":
         import torch
 
@@ -101,7 +101,7 @@ def peak_megabytes() -> float | None:
 
 
 def visible(index: int) -> dict[str, str]:
-    """The environment of a process that is to see one GPU, by its index."""
+    """Return the environment of a process that sees one GPU, by its index."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     if names == "":
         return {}

@@ -55,7 +55,7 @@ def native_logical_fit(case: Case) -> Train:
 
 
 def by_hand(case: Case) -> Train:
-    """The loop that people write over a Keras model, on one device."""
+    """Train a Keras model on one device with a loop by hand."""
     if engine.BACKEND == "jax":
         from benchmarks import jax_peers
 

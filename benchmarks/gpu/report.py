@@ -1,4 +1,4 @@
-"""What a run on GPUs gave, as Markdown."""
+"""Results of a run on GPUs, as Markdown."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from keras_strategy.launch.paired_timing import CPU, WALL
 
 
 def report(run: dict[str, Any]) -> str:
-    """The engines, and a table for each section that gave rows."""
+    """Return the backends, and a table for each section with rows."""
     kind = "A rehearsal on CPU devices" if run["rehearsal"] else "A run on GPUs"
     lines = [f"{kind}, {run['date']}, keras_strategy {run['version']}.", ""]
     lines += [f"- {name}: {_engine(about)}" for name, about in run["engines"].items()]
@@ -40,7 +40,7 @@ _EQUAL = ("equals one device", "largest differences", "tolerances", "")
 
 
 def _cells(row: dict[str, Any]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """The lines of a row, each with the head of the table that it belongs to."""
+    """Yield the lines of a row, each with the head of its table."""
     found = []
     if "tolerance" in row:
         verdict = "equal" if row.get("equal") else row.get("error", "**differs**")

@@ -1,4 +1,4 @@
-"""What the sections do: each yields rows, in a process of its own."""
+"""Sections of the measurement: each yields rows, in its own process."""
 
 import contextlib
 import dataclasses
@@ -26,7 +26,7 @@ SECONDS, ROUNDS = (0.02, 2) if REHEARSAL else (0.3, 7)
 
 
 def equality(seconds: float) -> Iterator[Row]:
-    """The equality table on the devices of the engine, as far as the time goes."""
+    """Yield the equality table on the backend's devices, while time is left."""
     import keras_strategy as ks
 
     engine.exact()
@@ -35,7 +35,7 @@ def equality(seconds: float) -> Iterator[Row]:
 
 
 def logical(seconds: float) -> Iterator[Row]:
-    """The same over two logical GPUs of one."""
+    """Yield the equality table on two logical GPUs of one GPU."""
     engine.exact()
     yield from _equal_rows(engine.divide(), seconds)
 
@@ -133,7 +133,7 @@ def ratios(_: float) -> Iterator[Row]:
 
 
 def overlap(_: float) -> Iterator[Row]:
-    """How much of the sum of gradients is behind the arithmetic of a step.
+    """Yield the share of the all-reduce that overlaps with compute.
 
     A step of two processes takes as long as one of half the batch on one device, and
     what is not hidden of the sum. For our fit, and for DistributedDataParallel.
@@ -204,7 +204,7 @@ def _paired(ours: Sided, peer: Sided, what: str, name: str) -> Row:
 
 
 def _step_seconds(side: Sided) -> float:
-    """The median time of a step of all its processes, by two lengths."""
+    """Return the median time of a step over all processes, from two lengths."""
     few, many = (1, 4) if REHEARSAL else (4, 32)
     for steps in few, many:
         side.train(steps)

@@ -1,1 +1,1 @@
-"""How long a training step takes on more workers: `python -m benchmarks.scaling`."""
+"""Time of a training step on more workers: `python -m benchmarks.scaling`."""

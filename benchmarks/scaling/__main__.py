@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def _measured(backend: str, workers: int) -> dict:
-    """What the chief of so many workers measured."""
+    """Return the chief's measurements with a number of workers."""
     environment = {
         "TF_CPP_MIN_LOG_LEVEL": "3",
         **os.environ,

@@ -4,7 +4,7 @@ from keras_strategy.launch.scaling import Link
 
 
 def fitted_link(workers: int, times: dict[int, float]) -> Link:
-    """The link that explains measured all-reduces best.
+    """Return the link that explains measured all-reduces best.
 
     Least squares of the relative errors, so that small arrays count as large ones do.
 

@@ -123,7 +123,7 @@ def _measured(backend: str, side: str, at_once: int, workers: int) -> float:
 
 
 def _steps(backend: str) -> dict[str, dict[str, float]]:
-    """The figures of one of two workers, by kind of data."""
+    """Return the figures of one of two workers, by kind of data."""
     from benchmarks.input_figures import figures_of_inputs
 
     environment = {"KERAS_BACKEND": backend}
@@ -132,7 +132,7 @@ def _steps(backend: str) -> dict[str, dict[str, float]]:
 
 
 def page(found: dict[str, Any]) -> str:
-    """What the page says of figures, as Markdown."""
+    """Return figures as Markdown."""
     lines = [
         f"Rows per second of all workers, on {found['date']}, {found['machine']}"
         f"{found.get('note', '')}. One reader gives 200 at most. By "

@@ -1,4 +1,4 @@
-"""What others measured, with the constants that the model needs to predict it."""
+"""Published measurements, with the constants that the model needs."""
 
 from dataclasses import dataclass
 
@@ -33,7 +33,7 @@ class Anchor:
     efficiency: float
 
     def step(self, overlap: float) -> Step:
-        """The step of one GPU."""
+        """Return the step of one GPU."""
         return Step(
             compute=self.batch / self.images_per_second,
             gradients=4 * self.parameters,

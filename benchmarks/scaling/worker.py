@@ -1,4 +1,4 @@
-"""What one worker measures for the model of a step, with the others beside it."""
+"""Measurements of one worker for the model of a step."""
 
 import argparse
 import json

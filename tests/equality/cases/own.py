@@ -97,7 +97,7 @@ def labels(rows):
 
 def foreign() -> keras.Model:
     """A module of torch in the middle of a model."""
-    # No import, since this room knows no engine.
+    # Not imported at the top: the table knows no backend.
     linear = pkgutil.resolve_name("torch.nn:Linear")(models.FEATURES, 8)
     inputs = keras.Input((models.FEATURES,))
     hidden = layers.TorchModuleWrapper(linear, output_shape=(None, 8))(inputs)

@@ -1,0 +1,36 @@
+"""docs/errors.md lists the errors and warnings of the code."""
+
+import keras
+import pytest
+
+from tools import errors_page
+
+pytestmark = pytest.mark.skipif(
+    keras.backend.backend() != "torch", reason="the same on every backend: runs on torch"
+)
+
+
+def test_page_is_current():
+    assert errors_page.PAGE.read_text() == errors_page.write_page(), "run `make errors`"
+
+
+def test_read_messages_finds_errors_and_warnings():
+    source = """
+raise ValueError(f"Argument `x` must be 1. Received: x={x}")
+logger.warning("worker %s is slow", name)
+raise error
+"""
+    assert list(errors_page.read_messages(source)) == [
+        ("ValueError", "Argument `x` must be 1. Received: x=…"),
+        ("log", "worker … is slow"),
+    ]
+
+
+def test_message_split_separates_cause_and_fix():
+    text = "It is wrong. Received: …. Use `y`, which is right."
+    message = errors_page.Message("core", "ValueError", text)
+    assert message.split() == (
+        "It is wrong.",
+        "Received: ….",
+        "Use `y`, which is right.",
+    )
