@@ -1,8 +1,7 @@
-"""Distributed training for Keras 3, in the words of tf.distribute, on any backend.
+"""Distributed training for Keras 3, with tf.distribute's API, on any backend.
 
-A name is imported when it is first used, and Keras and its engine with it, so that a
-process that only starts or watches others pays for neither. Type checkers read
-`__init__.pyi`.
+Names are imported on first use, and Keras and its backend with them, so that processes
+that only start or watch others need neither. Type checkers read `__init__.pyi`.
 """
 
 import importlib
@@ -11,7 +10,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# Where each public name is; those of the first entry are modules.
+# Home module of each public name; the first entry lists modules.
 _HOMES = {
     "keras_strategy": (
         "callbacks",
@@ -89,7 +88,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if home == __name__:
         return importlib.import_module(f"{__name__}.{name}")
-    # All of them may ask for the default strategy, which registers itself.
+    # Any public name may need the default strategy, which registers on import.
     importlib.import_module("keras_strategy.strategies")
     value = getattr(importlib.import_module(home), name)
     globals()[name] = value
@@ -100,7 +99,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-# The engines divide the CPU before it is used or not at all, and a program may use it
-# by Keras alone before it asks this package for anything.
+# The CPU must be split before first use, and a program may use it through Keras alone
+# before it uses a name of this package.
 if os.environ.get("KERAS_STRATEGY_LOGICAL_CPUS"):
     importlib.import_module("keras_strategy.config").apply_environment()

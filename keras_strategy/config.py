@@ -8,24 +8,24 @@ from keras_strategy.keras_patches import consistency
 from keras_strategy.training import random
 
 _LOGICAL_CPUS = "KERAS_STRATEGY_LOGICAL_CPUS"
-_divided = {"cpu": 0}
+_logical_devices = {"cpu": 0}
 
 
 def set_logical_devices(device_type: str, count: int) -> None:
-    """Divides the machine's device of a kind into several logical ones.
+    """Split the machine's device of a type into several logical devices.
 
-    It lets a strategy of several replicas run, and be tested, on a machine that
-    has one device. Call it at the start of the program, before a tensor, a
-    variable or a strategy is made. For CPUs the environment variable
-    `KERAS_STRATEGY_LOGICAL_CPUS` does the same when `keras_strategy` is imported,
-    which then imports Keras at once, and not with the first name that is used.
+    A strategy with several replicas can then run, and be tested, on a machine with one
+    device. Call it at the start of the program, before a tensor, a variable or a
+    strategy is created. For CPUs the environment variable `KERAS_STRATEGY_LOGICAL_CPUS`
+    does the same when `keras_strategy` is imported; Keras is then imported at once
+    instead of with the first name that is used.
 
     Args:
-        device_type: `"cpu"`, the kind that every backend can divide.
+        device_type: `"cpu"`, the only type that every backend can split.
         count: The number of logical devices, 1 or more.
 
     Raises:
-        ValueError: If `device_type` or `count` is not one that can be.
+        ValueError: If `device_type` or `count` is invalid.
         RuntimeError: If devices are in use already.
 
     Example:
@@ -39,8 +39,8 @@ def set_logical_devices(device_type: str, count: int) -> None:
     """
     if not isinstance(device_type, str) or device_type.lower() != "cpu":
         raise ValueError(
-            "Argument `device_type` must be 'cpu': accelerators are used as they "
-            f"are. Received: device_type={device_type!r}"
+            "Argument `device_type` must be 'cpu': accelerators cannot be "
+            f"split. Received: device_type={device_type!r}"
         )
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(
@@ -48,27 +48,27 @@ def set_logical_devices(device_type: str, count: int) -> None:
             f"Received: count={count!r}"
         )
     get_engine().set_logical_devices("cpu", count)
-    _divided["cpu"] = count
+    _logical_devices["cpu"] = count
 
 
 def logical_cpus() -> int:
-    """How many devices the CPU was divided into here; 0 if it was not."""
-    return _divided["cpu"]
+    """Return the number of logical devices set here for the CPU; 0 if none."""
+    return _logical_devices["cpu"]
 
 
 def check_mirrored(enabled: bool = True) -> None:
-    """Turns a debug mode on or off, in which lost mirrors are noticed.
+    """Turn a debug mode on or off that compares mirrored variables.
 
-    A mirrored variable has the same value on every replica. Code that assigns it
-    something that depends on the replica breaks that, and training goes on with
-    weights that differ. In this mode the components of all mirrored variables are
-    compared after each `strategy.run` and each batch of `fit`, and an error names the
-    variable and the replica. That copies every variable to the host each time; off,
-    as it is in the beginning, it costs nothing. A `run` inside a function that
-    TensorFlow is tracing is not looked at.
+    A mirrored variable has the same value on every replica. Code that assigns a value
+    that depends on the replica breaks that, and training continues with weights that
+    differ. In this mode the components of all mirrored variables are compared after
+    each `strategy.run` and each batch of `fit`, and an error names the variable and the
+    replica. That copies every variable to the host each time. When off, which is the
+    default, it costs nothing. A `run` inside a function that TensorFlow is tracing is
+    not checked.
 
     Args:
-        enabled: Whether to compare.
+        enabled: True to compare.
 
     Raises:
         TypeError: If `enabled` is neither True nor False.
@@ -85,24 +85,25 @@ def check_mirrored(enabled: bool = True) -> None:
     ```
     """
     _require_bool(enabled)
-    consistency.enabled = enabled
+    consistency.check_each_batch = enabled
 
 
 def exact_random(enabled: bool = True) -> None:
-    """Says whether replicas draw the random numbers of one device.
+    """Choose whether replicas draw the same random numbers as one device.
 
-    In `fit`, `evaluate` and `predict` each replica draws what one device draws for the
-    whole batch, and takes what belongs to its rows: a model with Dropout, noise or
-    augmentation trains as on one device. So it does in `strategy.run` for a batch of a
-    distributed dataset. So every device draws as much as one alone.
-    Turned off, each replica draws for its own rows, from a seed of its own: as good
-    noise, reproducible for the same number of replicas, and not one device's. On JAX
-    `fit` is one program over all devices, and draws one device's numbers anyway.
+    By default, each replica draws for the global batch in `fit`, `evaluate` and
+    `predict`, and takes the slice of its rows: a model with Dropout, noise or
+    augmentation trains as on one device. The same holds in `strategy.run` for a batch
+    of a distributed dataset. The cost is that every device draws as much as a single
+    device would. When turned off, each replica draws only for its own rows, from its
+    own seed: the noise is as good, and reproducible for the same number of replicas,
+    but differs from one device's. On JAX, `fit` is one program over all devices and
+    draws one device's numbers in either case.
 
-    What is compiled already stays what it is: call it before training.
+    Call it before training: compiled programs do not change.
 
     Args:
-        enabled: Whether they are one device's, as they are in the beginning.
+        enabled: True, the default, for the numbers of one device.
 
     Raises:
         TypeError: If `enabled` is neither True nor False.
@@ -129,7 +130,7 @@ def _require_bool(enabled: Any) -> None:
 
 
 def apply_environment() -> None:
-    """Does what the environment asks for; called when the package is imported.
+    """Apply environment variables; called when the package is imported.
 
     Raises:
         ValueError: If KERAS_STRATEGY_LOGICAL_CPUS is not a number of devices.

@@ -1,9 +1,4 @@
-"""Device names, logical devices and the topology of replicas.
-
-Logical devices: the several devices of one replica.
-
-Topology of the replicas of a strategy.
-"""
+"""Device names, logical devices and the topology of replicas."""
 
 import functools
 import math
@@ -105,10 +100,9 @@ class LogicalDevices:
     """The devices of each replica and the layouts of variables on them.
 
     Attributes:
-        of_workers: Indexed by worker, replica and logical device: canonical names.
+        by_worker: Canonical names, indexed by worker, replica and logical device.
         rank: The rank of this worker.
-        layouts: The `VariableLayouts` of its variables; None if every logical device holds
-            every variable.
+        layouts: The `VariableLayouts`; None if every device holds every variable.
     """
 
     by_worker: tuple[tuple[tuple[str, ...], ...], ...]
@@ -154,7 +148,7 @@ def partition_axes(parts: Sequence[int], logical: int) -> list[tuple[int, ...]] 
     return axes
 
 
-class Members(Protocol):
+class RankAndSize(Protocol):
     """The rank of this worker and the number of workers."""
 
     @property
@@ -178,7 +172,7 @@ class ReplicaTopology:
     """
 
     devices: tuple[str, ...]
-    cluster: Members | None = None
+    cluster: RankAndSize | None = None
 
     @functools.cached_property
     def num_replicas(self) -> int:

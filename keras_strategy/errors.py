@@ -1,32 +1,32 @@
-"""The exceptions that only this package raises."""
+"""Exceptions of this package."""
 
 
 class WorkerInputError(ValueError):
-    """Workers that train together were given different data."""
+    """Workers that train together received different data."""
 
 
 class KerasVersionError(RuntimeError):
-    """A function of Keras that this package extends is not the one it knows."""
+    """A Keras function that this package patches has changed."""
 
 
 class MirrorError(RuntimeError):
-    """The components of a mirrored variable differ; see `config.check_mirrored`."""
+    """Components of a mirrored variable differ; see `config.check_mirrored`."""
 
 
 class UnsupportedBackendError(RuntimeError):
-    """The Keras backend in use cannot train on several devices."""
+    """The Keras backend in use does not support the feature."""
 
 
 class ClusterError(RuntimeError):
-    """The workers of a cluster did not come together."""
+    """The workers of a cluster did not find each other."""
 
 
 class WorkersDifferError(RuntimeError):
-    """Workers that train together train something else, or hold other values."""
+    """Workers that train together do different work, or hold different values."""
 
 
 class WorkerFailedError(RuntimeError):
-    """The workers of a cluster cannot go on together, since one of them failed."""
+    """The workers of a cluster cannot continue, since one of them failed."""
 
 
 class WorkerReadError(WorkerInputError, WorkerFailedError):

@@ -1,17 +1,4 @@
-"""Options of strategies, runs, datasets and workers, checked when created.
-
-Options and argument checks of `strategy.run`.
-
-Option `batch_statistics`.
-
-Option `shard`.
-
-Options of the communication between workers.
-
-Options of datasets.
-
-Options for preemption.
-"""
+"""Options of strategies, runs, datasets and workers, checked when created."""
 
 import enum
 import logging

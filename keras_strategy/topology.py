@@ -1,7 +1,4 @@
-"""TPU topology and the assignment of its cores to replicas.
-
-Assignment of TPU cores to the logical devices of replicas.
-"""
+"""TPU topology and the assignment of its cores to replicas."""
 
 import enum
 import math

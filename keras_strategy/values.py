@@ -1,9 +1,4 @@
-"""Distributed values: one component for each replica.
-
-Keys of Python values that a compiled program may treat as constants.
-
-Distributed values and how they are split and joined.
-"""
+"""Distributed values: one component for each replica."""
 
 import enum
 import itertools
@@ -254,7 +249,7 @@ def select_replica(
     """Replace distributed values by the component of one local replica.
 
     Args:
-        structure: The structure.
+        structure: Any structure of arguments.
         replica: The index of the replica on this worker.
         replicas: The number of local replicas.
         method: The method to name in the error.
@@ -290,10 +285,10 @@ def regroup(
     Args:
         outputs: The output of each replica.
         is_tensor: Returns True for tensors of the backend.
-        kind: The type of the distributed values.
-        one_of_many: Distribute the output of a single replica too, because other
-            workers have replicas.
-        of_variables: Converts the replicas' variables, which are mostly the same
+        value_type: The type of the distributed values.
+        always_distributed: Distribute the output of a single replica too, because
+            other workers have replicas.
+        join_variables: Converts the replicas' variables, which are mostly the same
             object; None keeps that object.
 
     Raises:
@@ -316,10 +311,8 @@ def regroup(
         if isinstance(leaves[0], keras.Variable | DistributedValues):
             if join_variables is not None and isinstance(leaves[0], keras.Variable):
                 return join_variables(leaves)
-            # Already distributed.
-            return (
-                leaves[0] if all(x is leaves[0] for x in leaves) else value_type(leaves)
-            )
+            is_same_object = all(x is leaves[0] for x in leaves)
+            return leaves[0] if is_same_object else value_type(leaves)
         if is_tensor(leaves[0]) or hasattr(leaves[0], "__array__"):
             return value_type(leaves)
         first = leaves[0]

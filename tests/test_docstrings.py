@@ -14,7 +14,7 @@ EXAMPLE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
 MODULES = "callbacks", "config", "cluster_resolver", "coordinator", "experimental"
-LAUNCH = "environment", "launcher", "ports", "processes"
+LAUNCH = "launcher", "local_cluster", "processes"
 # They start processes, which are the same on every backend: on torch.
 ONCE = "launch.", "testing.WorkerRunner", "testing.WarmStarter"
 

@@ -5,9 +5,8 @@ import pytest
 
 from tools import errors_page
 
-pytestmark = pytest.mark.skipif(
-    keras.backend.backend() != "torch", reason="the same on every backend: runs on torch"
-)
+if keras.backend.backend() != "torch":
+    pytest.skip("the same on every backend: runs on torch", allow_module_level=True)
 
 
 def test_page_is_current():

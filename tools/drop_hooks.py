@@ -1,10 +1,10 @@
-"""Leave out each hook in turn and run the test that needs it, which must fail.
+"""Leave out each patch in turn and run the test that needs it, which must fail.
 
     python tools/drop_hooks.py [NAME ...]
 
-Minutes: a test runs for each of some eighty hooks, in a process that is forked from one
-which has imported Keras and the engine. A name picks the hooks whose own contains it.
-The exit status is 1 where a test passed without its hook.
+It takes minutes: one test runs for each of some eighty patches, in a process forked
+from one that has imported Keras and the backend. NAME selects the patches whose name
+contains it. The exit status is 1 if a test passed without its patch.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> int:
             },
         )
         unnoticed += done.returncode
-    print(f"{unnoticed} hooks can be left out without a test that fails")
+    print(f"{unnoticed} patches can be left out without a failing test")
     return 1 if unnoticed else 0
 
 

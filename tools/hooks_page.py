@@ -1,12 +1,13 @@
-"""Write docs/hooks.md, which lists all that is extended in Keras.
+"""Write docs/hooks.md, the list of all patches of Keras.
 
     python tools/hooks_page.py
 
-A process has one Keras backend, so there is one process for each. All hooks are tried
-on the other versions of Keras that are supported, too: one that does not fit would make
-that version useless, and the page is not written.
+A process has one Keras backend, so each backend gets its own process. All patches are
+also checked against the other supported versions of Keras: a patch that does not fit
+would make that version unusable, so the page is not written then.
 """
 
+import inspect
 import json
 import os
 import re
@@ -19,113 +20,123 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "hooks.md"
 BACKENDS = {"jax": "JAX", "torch": "torch", "tensorflow": "TensorFlow"}
-SHARES = {
-    "hooks_shares": "Where each replica updates a share of the weights",
-    "hooks_divisions": "On torch and TensorFlow, where an optimizer's state is shared",
+SHARDING = {
+    "patches_sharded_update": "Where each replica updates a shard of the weights",
+    "patches_sharding": "On torch and TensorFlow, where optimizer state is sharded",
 }
 THREADS = "On JAX and torch, where replicas are threads"
 
 HEAD = """\
-# What is extended in Keras
+# Patches of Keras
 
-Keras has no place to plug a strategy in. So functions of Keras are replaced when the
-first strategy is made, never at import: by the *hooks* below, {count} in all. Each of
-them calls the original and nothing else unless it finds what it acts for, most often a
-scope or a replica; a model of no scope is trained as if this package were not there.
-What has something to do with several replicas alone is put in place when the first
-strategy of several is made: on one device a step of training calls none of it.
+Keras has no extension point for a strategy, so keras_strategy replaces functions of
+Keras: {count} in all, when the first strategy is created, never at import. Each *patch*
+calls only the original function unless its condition holds, most often that a scope or
+a replica is active. A model without a scope trains as if this package were not
+imported. Patches that only matter for several replicas are installed with the first
+strategy that has several: on one device a training step calls none of them.
 
-Before any is installed, every function is compared with the one that the hook was
-written for. If this Keras changed one of them, none is installed and a
-`KerasVersionError` names it, see [Versions of Keras](keras_versions.md).
+Before any patch is installed, every function is compared with the signature for which
+its patch was written. If this Keras changed one of them, no patch is installed and a
+`KerasVersionError` names the function, see [Versions of Keras](keras_versions.md).
 
-`make hooks` writes this page from the code, with Keras {version}, after it found that
-all of it fits {others}, too.
-`make drop-hooks` leaves out each hook in turn and runs the test that is to show what it
-is for, and says which of them do not fail then.
+`make hooks` writes this page from the code, with Keras {version}, after it has checked
+that all patches also fit {others}.
+`make drop-hooks` leaves out each patch in turn and runs the test that needs it; it
+reports the tests that pass nevertheless.
 """
 
 
 def rows() -> list[dict[str, Any]]:
-    """What the hooks of this process's backend say of themselves."""
+    """Return the patches of this process's backend."""
     from keras_strategy.keras_patches.installation import all_patches
 
     return [
         {
-            "room": extension.room,
-            "target": extension.target,
-            "why": extension.why,
-            "when": _condition(extension.when),
+            "module": patch.definition.__module__,
+            "target": patch.target,
+            "reason": patch.reason,
+            "condition": describe_condition(patch.condition),
         }
-        for extension in all_patches()
+        for patch in all_patches()
     ]
 
 
-def _condition(when: Any) -> str:
-    if when is None:
-        return "is called"
-    sentence = " ".join(when.__doc__.split("\n\n")[0].split()).rstrip(".")
-    sentence = re.split(r",? (?:or )?None\b", sentence)[0]
-    return "finds " + sentence[0].lower() + sentence[1:]
+def describe_condition(condition: Any) -> str:
+    """Return what a condition looks for, from its docstring.
+
+    Raises:
+        TypeError: If it is not a function of keras_strategy with its own docstring,
+            but for example a method of a dict.
+    """
+    if condition is None:
+        return "always"
+    documentation = condition.__doc__ if inspect.isfunction(condition) else None
+    if not documentation or not condition.__module__.startswith("keras_strategy."):
+        raise TypeError(
+            "The condition of a patch must be a function of keras_strategy that has a "
+            f"docstring. Received: {condition!r}"
+        )
+    sentence = " ".join(documentation.split("\n\n")[0].split()).rstrip(".")
+    sentence = re.sub(r"[,;]? (?:or|else) None\b.*|; None\b.*", "", sentence)
+    sentence = sentence.removeprefix("Return ")
+    return sentence[0].lower() + sentence[1:]
 
 
-def title_of(room: str) -> str:
-    """The section of the page that a module's hooks are in."""
-    folder, module = room.split(".")[-2:]
-    if module in SHARES:
-        return SHARES[module]
-    if folder == "threads":
-        return THREADS
-    return f"On {BACKENDS[folder]}" if folder in BACKENDS else "On every backend"
+def section_title(module: str) -> str:
+    """Return the section of the page for the patches of a module."""
+    package, name = module.split(".")[-2:]
+    if package == "threads":
+        return SHARDING.get(name, THREADS)
+    return f"On {BACKENDS[package]}" if package in BACKENDS else "On every backend"
 
 
 def section(title: str, listed: Sequence[dict[str, Any]]) -> str:
-    """A section of the page."""
+    """Return a section of the page."""
     lines = [
         f"## {title}",
         "",
-        "| Function | Acts where it | Why |",
+        "| Function | Condition | Purpose |",
         "| --- | --- | --- |",
     ]
     for row in listed:
         target = row["target"].removeprefix("keras.src.")
-        lines.append(f"| `{target}` | {row['when']} | {row['why']} |")
+        lines.append(f"| `{target}` | {row['condition']} | {row['reason']} |")
     return "\n".join(lines) + "\n"
 
 
 def sections(listed: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """The sections of some hooks, by their titles."""
-    titles = dict.fromkeys(title_of(row["room"]) for row in listed)
-    return {
-        title: section(title, [row for row in listed if title_of(row["room"]) == title])
-        for title in titles
-    }
+    """Return the sections for some patches, by title."""
+    grouped: dict[str, list[dict[str, Any]]] = {}
+    for row in listed:
+        grouped.setdefault(section_title(row["module"]), []).append(row)
+    return {title: section(title, rows) for title, rows in grouped.items()}
 
 
-def asked(backend: str, *folders: Path) -> list[dict[str, Any]]:
-    """The rows of a process of its own, in which all hooks were found to fit.
+def checked_rows(backend: str, *folders: Path) -> list[dict[str, Any]]:
+    """Return the rows of a backend from another process that checks all patches.
 
     Args:
-        backend: Its Keras backend.
-        *folders: Where it looks for modules first.
+        backend: The Keras backend.
+        *folders: Prepended to the module search path.
 
     Raises:
-        subprocess.CalledProcessError: If one does not fit; the process printed which.
+        subprocess.CalledProcessError: If a patch does not fit; see the output.
     """
     path = os.pathsep.join(map(str, [*folders, ROOT]))
-    told = subprocess.run(
+    process = subprocess.run(
         [sys.executable, __file__, "--rows"],
         env={**os.environ, "KERAS_BACKEND": backend, "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         check=True,
     )
-    return json.loads(told.stdout.splitlines()[-1])
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def main() -> None:
-    """Ask processes of each backend and of each Keras, and write the page."""
+    """Check each version of Keras on each backend, and write the page."""
     import keras
-    import keras_versions  # a neighbour of the script
+    import keras_versions  # in the same folder
 
     others = []
     for name in keras_versions.REQUIREMENTS:
@@ -135,15 +146,15 @@ def main() -> None:
             continue
         print(f"Keras {version}", flush=True)
         for backend in BACKENDS:
-            asked(backend, folder)
+            checked_rows(backend, folder)
         others.append(version)
     found: dict[str, str] = {}
     count = set()
     for backend in BACKENDS:
-        listed = asked(backend)
+        listed = checked_rows(backend)
         found |= sections(listed)
-        count |= {(row["room"], row["target"]) for row in listed}
-    ordered = ["On every backend", *SHARES.values(), THREADS]
+        count |= {(row["module"], row["target"]) for row in listed}
+    ordered = ["On every backend", *SHARDING.values(), THREADS]
     ordered += [f"On {name}" for name in BACKENDS.values()]
     head = HEAD.format(
         count=len(count),

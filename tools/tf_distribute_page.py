@@ -22,7 +22,7 @@ from typing import Any
 
 from keras_strategy.core.context import ReplicaContext
 from keras_strategy.core.unsupported_names import REASONS, UnsupportedName
-from keras_strategy.strategies.base import OldNames
+from keras_strategy.strategies.base import Strategy
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "tf_distribute.md"
@@ -105,14 +105,14 @@ _ENGINE_DECIDES = differs(
 # Who says nothing of a backend leaves it to the next.
 _NOT_ON_JAX = {
     "torch": refused(
-        "torch has no replicas of several devices, and its TPUs are not served. Use "
-        "KERAS_BACKEND=jax, or `MirroredStrategy` here."
+        "torch has no replicas of several devices, and its TPUs are not supported. "
+        "Use KERAS_BACKEND=jax, or `MirroredStrategy` here."
     ),
     "tensorflow": refused(
-        "native TPUStrategy traces a step once for all replicas, and what makes it "
-        "exact here is traced for each replica with its own rows. Use "
-        "KERAS_BACKEND=jax; or `tf.distribute.TPUStrategy` itself, with which Keras "
-        "trains without this package."
+        "native TPUStrategy traces a step once for all replicas, but the exact "
+        "results of this package need a trace for each replica with its rows. Use "
+        "KERAS_BACKEND=jax; or `tf.distribute.TPUStrategy` itself, with which "
+        "Keras trains without this package."
     ),
 }
 
@@ -160,7 +160,7 @@ SAID: dict[str, Status | dict[str, Status]] = {
     "experimental.rpc": dict.fromkeys(
         ("jax", "torch"), differs("What is in it is refused.")
     ),
-    **_refused_of("*Strategy", OldNames),
+    **_refused_of("*Strategy", Strategy),
     "experimental.Collective*": differs("It warns that it is the old name."),
     "experimental.MultiWorkerMirroredStrategy": differs("It warns that it is old."),
     "experimental.MultiWorkerMirroredStrategy.__init__": differs(

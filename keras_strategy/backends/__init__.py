@@ -1,1 +1,1 @@
-"""The adapters, one for each engine."""
+"""Adapters for the backends JAX, torch and TensorFlow."""

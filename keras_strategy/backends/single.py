@@ -1,4 +1,4 @@
-"""One replica: the interface of a group, and nothing added to Keras."""
+"""The single replica of a strategy of one device, without patches of Keras."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 
 def arrays_to_tensors(structure: Any) -> Any:
-    """A structure with tensors in the place of NumPy's arrays of numbers.
+    """Convert the numeric NumPy arrays of a structure to tensors.
 
-    Not every backend computes with NumPy's arrays and its own tensors together.
+    Not every backend can mix NumPy arrays with its tensors.
     """
     return map_leaves(
         lambda leaf: (
@@ -43,7 +43,7 @@ def arrays_to_tensors(structure: Any) -> Any:
 
 
 class SingleReplica:
-    """The only replica: what it computes is what all of them compute."""
+    """The only replica, so that collectives are identities."""
 
     id = 0
 
@@ -93,16 +93,16 @@ class SingleReplicaGroup:
         return get_engine().device_scope(self.devices[0])
 
     def adopt(self, variables: Sequence[Any]) -> None:
-        """Variables stay where they are; Keras moves what it computes with."""
+        """Do nothing: Keras moves the values it computes with."""
 
     def sync_initial_values(self, variables: Sequence[Any]) -> int:
-        return len(variables)  # there is one value
+        return len(variables)  # they cannot differ
 
     def trainer_scope(self, model: Any, method: str, arguments: dict[str, Any]):
         return contextlib.nullcontext()
 
     def check_cross_replica_apply(self) -> None:
-        """There are no gradients to sum."""
+        """Do nothing: there are no gradients to sum."""
 
     def components(self, variable: Any) -> tuple[Any, ...]:
         return (variable.value,)

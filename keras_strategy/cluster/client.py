@@ -1,6 +1,7 @@
-"""Client of the coordinator: a worker's control connection, in a thread of its own.
+"""Client of the coordinator: a worker's control connection, with a watchdog on it.
 
-Client API: exchange values with all workers, and track collective operations.
+`CoordinatorClient` exchanges small values with all workers and tracks the operations in
+which they wait for each other. `Connection` does the rest in a thread of its own.
 """
 
 from __future__ import annotations
@@ -63,11 +64,6 @@ _EXIT_SECONDS = 10.0
 class Connection:
     """A worker's connection to the coordinator, with a watchdog on it.
 
-    Args:
-        rank: This worker's rank.
-        names: The workers' names in messages, by rank.
-        timeout_seconds: How long to wait for the other workers.
-
     Attributes:
         name: This worker's name in messages.
         trace: This worker's operation trace.
@@ -101,12 +97,7 @@ class Connection:
     def join(
         self, address: tuple[str, int], claim: dict[str, Any], secret: str
     ) -> None:
-        """Connect to the coordinator, and wait until all workers have.
-
-        Raises:
-            ClusterError: If the cluster is not formed.
-            WorkerFailedError: If it is, and a worker fails at once.
-        """
+        """Connect to the coordinator, and wait until all workers have."""
         self._rank_claim = claim_rank(address, claim, secret)
         self._thread.run(self._join(address, claim, secret))
 
@@ -407,10 +398,10 @@ class CoordinatorClient:
             on_error.callback(connection.leave)
             connection.join(address, {"rank": rank, "names": names}, secret)
             on_error.pop_all()
-        member = cls(connection, coordinator, rank, timeout_seconds, exit_process)
+        client = cls(connection, coordinator, rank, timeout_seconds, exit_process)
         connection.exits_process = exit_process
-        process_exit.register(member)
-        return member
+        process_exit.register(client)
+        return client
 
     def on_leave(self, callback: Callable[[], None]) -> None:
         """Call `callback` when this worker leaves, while it is still connected.
@@ -431,8 +422,6 @@ class CoordinatorClient:
 
         Raises:
             WorkerFailedError: If a worker fails, or is in another operation.
-            TypeError: If `value` is not a JSON value.
-            ValueError: If it is too large.
         """
         request = self._encode_request(operation, value)
         with self.track_operation(operation, seconds):
@@ -444,7 +433,7 @@ class CoordinatorClient:
     def start_exchange(
         self, operation: str, value: Any = None
     ) -> Callable[[], list[Any]]:
-        """Start an `agree` call and return a function that waits for its result.
+        """Start an exchange and return a function that waits for its result.
 
         The call counts here: all workers make both kinds in the same order. The
         returned function need not be called.
@@ -465,11 +454,7 @@ class CoordinatorClient:
         """Context manager around what waits for all workers by other means.
 
         It sends nothing; the watchdog checks it. All workers enter the same operations
-        in the same order.
-
-        Args:
-            operation: Its name in messages.
-            seconds: Its time limit. Defaults to `timeout_seconds`.
+        in the same order. The time limit `seconds` defaults to `timeout_seconds`.
         """
         return TrackedOperation(self, operation, seconds)
 
@@ -546,13 +531,13 @@ class CoordinatorClient:
 class TrackedOperation:
     """Context manager that records that a worker waits for the others."""
 
-    __slots__ = ("_member", "_operation", "_outer", "_seconds", "_trace")
+    __slots__ = ("_client", "_operation", "_outer", "_seconds", "_trace")
 
     def __init__(
-        self, member: CoordinatorClient, operation: str, seconds: float | None
+        self, client: CoordinatorClient, operation: str, seconds: float | None
     ):
-        self._member, self._operation, self._seconds = member, operation, seconds
-        self._trace = member._trace
+        self._client, self._operation, self._seconds = client, operation, seconds
+        self._trace = client._trace
 
     def __enter__(self) -> None:
         self._outer = self._trace.enter(self._operation, self._seconds)
@@ -564,7 +549,7 @@ class TrackedOperation:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if error is not None or self._member._connection.failure is not None:
-                self._member._raise_failure(error, self._operation)
+            if error is not None or self._client._connection.failure is not None:
+                self._client._raise_failure(error, self._operation)
         finally:
             self._trace.operation = self._outer

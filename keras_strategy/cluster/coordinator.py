@@ -37,8 +37,7 @@ HANDSHAKE_SECONDS = 5.0
 # Clients that may be connected without authentication, in addition to one for each
 # worker. Beyond that the oldest are disconnected; a worker tries again.
 _MAX_UNTRUSTED = 64
-# Delay before the workers that have arrived are told who is missing, since many arrive
-# at once.
+# Delay before the missing workers are reported, since many arrive at once.
 _ARRIVAL_DELAY = 0.2
 _FLUSH_SECONDS = 1.0
 
@@ -48,12 +47,8 @@ Message = dict[str, Any]
 class Coordinator:
     """Server that relays messages between the workers and detects failures.
 
-    All its state belongs to its thread.
-
-    Args:
-        listeners: The open ports; closed when all workers have arrived.
-        names: The workers' names, by rank.
-        secret: The secret of the run.
+    All its state belongs to its thread. It closes the listeners when all workers have
+    arrived.
     """
 
     def __init__(

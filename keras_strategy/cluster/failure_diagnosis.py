@@ -1,7 +1,4 @@
-"""Operation trace: where each worker currently is, and who holds up the others.
-
-Failure diagnosis from the workers' reports: pure functions.
-"""
+"""Operation traces of the workers, and the diagnosis of failures from their reports."""
 
 from __future__ import annotations
 
@@ -162,13 +159,8 @@ def diagnose_timeout(
 ) -> tuple[str, str] | None:
     """Return which workers hold up the others, as an error and their stacks.
 
-    Args:
-        names: The workers' names, by rank.
-        states: The reports of the workers that answered.
-        timeout_seconds: How long at least one worker has been waiting.
-
-    Returns:
-        None if all workers have arrived, the last one too recently to report it.
+    `states` has the workers that answered. Return None if all workers have arrived, the
+    last one less than `timeout_seconds` ago.
     """
     front = max(states.values(), key=lambda state: state.count)
     reached = front.inside or front.last

@@ -1,7 +1,4 @@
-"""Cluster membership: this process's place among the workers that train together.
-
-Joining the cluster that a cluster resolver describes.
-"""
+"""Cluster membership: this process's place among the workers that train together."""
 
 import functools
 import hashlib
@@ -31,7 +28,7 @@ class Cluster:
         rank: This worker's rank. Worker 0 is the chief.
         names: The workers' names, by rank: "chief", "worker 0".
         addresses: "host:port" of each, by rank; empty where it is not known.
-        member: This worker's client of the coordinator.
+        client: This worker's client of the coordinator.
         options: The user's communication options.
     """
 
@@ -59,11 +56,11 @@ class Cluster:
     def exchange(
         self, operation: str, value: Any, seconds: float | None = None
     ) -> list[Any]:
-        """Exchange a value with all workers; see `CoordinatorClient.agree`."""
+        """Exchange a value with all workers; see `CoordinatorClient.exchange`."""
         return self.client.exchange(operation, value, seconds)
 
     def start_exchange(self, operation: str, value: Any) -> Callable[[], list[Any]]:
-        """Start an exchange; see `CoordinatorClient.tell`."""
+        """Start an exchange; see `CoordinatorClient.start_exchange`."""
         return self.client.start_exchange(operation, value)
 
     def values_if_different(self, operation: str, value: Any) -> list[Any] | None:
@@ -81,12 +78,8 @@ class Cluster:
         """Return the first item of a list that is not the same on all workers.
 
         However long the list is, the messages are short: a digest of it, and where
-        those differ the digests of its parts, until one item is left.
-
-        Args:
-            operation: The same name on all workers.
-            items: JSON values.
-            extra: A value to exchange with the first digest.
+        those differ the digests of its parts, until one item is left. `extra` goes with
+        the first digest.
 
         Returns:
             The workers' `extra` values by rank; and the index of the item with the
@@ -104,7 +97,7 @@ class Cluster:
             digests = [_digest(items[start : start + step]) for start in starts]
             parts = self.exchange(f"{operation}: what differs", digests)
             differ = (len(set(part)) > 1 for part in zip(*parts, strict=True))
-            # The whole differs, so at least one part does.
+            # The lists differ, so at least one part does.
             low = starts[next(n for n, different in enumerate(differ) if different)]
             high = min(low + step, high)
         item = items[low] if low < len(items) else None
@@ -139,13 +132,9 @@ _joined: Cluster | None = None
 def join_cluster(resolver: Any, options: CommunicationOptions) -> Cluster | None:
     """Join the cluster, once in a process.
 
-    Returns:
-        The cluster; None where this process trains alone: without a resolver, as the
-        only worker, or as an evaluator.
-
-    Raises:
-        ValueError: If this process is one that does not train.
-        RuntimeError: If it has joined another cluster, or is a notebook.
+    Return None where this process trains alone: without a resolver, as the only worker,
+    or as an evaluator. Raise ValueError if this process is one that does not train, and
+    RuntimeError if it has joined another cluster, or is a notebook.
     """
     global _joined
     if resolver is None:
@@ -164,16 +153,12 @@ def join_cluster(resolver: Any, options: CommunicationOptions) -> Cluster | None
             "MultiWorkerMirroredStrategy does not use. Start the training program only "
             "in the tasks 'chief' and 'worker'."
         )
-    if cluster_spec.worker_count(spec, task_type) == 1:
+    tasks = cluster_spec.training_tasks(spec)
+    if task_type == "evaluator" or len(tasks) == 1:
         return None
-    names = tuple(
-        job if job == "chief" else f"{job} {index}"
-        for job in ("chief", "worker")
-        if job in spec.jobs
-        for index in spec.task_indices(job)
-    )
+    names = tuple(job if job == "chief" else f"{job} {index}" for job, index in tasks)
     addresses = tuple(cluster_spec.training_addresses(spec))
-    rank = cluster_spec.task_rank(spec, task_type, task_id)
+    rank = tasks.index((task_type, task_id))
     if _joined is not None:
         if (_joined.rank, _joined.addresses) == (rank, addresses):
             return _joined
@@ -191,7 +176,7 @@ def join_cluster(resolver: Any, options: CommunicationOptions) -> Cluster | None
             "MirroredStrategy for the devices of this machine."
         )
     try:
-        member = CoordinatorClient.join(
+        client = CoordinatorClient.join(
             rendezvous_address(addresses),
             rank,
             names,
@@ -204,7 +189,7 @@ def join_cluster(resolver: Any, options: CommunicationOptions) -> Cluster | None
             process_exit.ExitStatusOnError(error, EXIT_CLUSTER_NOT_FORMED)
         )
         raise
-    _joined = Cluster(rank, names, addresses, member, options)
+    _joined = Cluster(rank, names, addresses, client, options)
     return _joined
 
 

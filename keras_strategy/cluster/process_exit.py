@@ -1,9 +1,7 @@
-"""Exit codes of workers, read by the programs that start them.
+"""Exit codes of workers, and handlers for the ways in which a process can end.
 
 An exception in the user's program gives Python's 1 and a signal the shell's 128 plus
 its number. The other codes are those of sysexits.h with the nearest meaning.
-
-Process exit handlers: for uncaught exceptions, interpreter exit and forks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Rendezvous settings from the environment and the cluster's addresses.
-
-Rendezvous: the chief listens on a port, and every worker connects to it.
+"""Rendezvous: the chief listens on a port, and every worker connects to it.
 
 Both ends prove that they know the secret of the run without sending it. Nothing that an
 untrusted client sends is shown to the user.
@@ -44,14 +42,8 @@ def rendezvous_address(addresses: Sequence[str]) -> tuple[str, int]:
     """Return the host and port of the rendezvous: the same on every worker.
 
     The host is the chief's. The port is KERAS_STRATEGY_PORT, or else the first one
-    after the chief's own that no worker on the chief's host uses.
-
-    Args:
-        addresses: The workers' addresses, `"host:port"`, the chief's first. The others
-            may be empty, where the cluster does not know them.
-
-    Raises:
-        ValueError: If the chief's address has no host, or no port can be found.
+    after the chief's own that no worker on the chief's host uses. `addresses` has the
+    workers' "host:port", the chief's first; the others may be empty if not known.
     """
     if not addresses:
         raise ValueError("Expected the address of at least one worker. Received: []")
@@ -197,14 +189,6 @@ def open_listeners(
     connect. A name of this machine is opened at the addresses that it resolves to. All
     addresses are opened only if the name is not this machine's, as behind a router, or
     resolves to the loopback on this machine alone, as on Debian.
-
-    Args:
-        host: The host, as the other workers know it.
-        port: The port.
-        all_local: Whether all workers are on this machine.
-
-    Raises:
-        OSError: If the port cannot be opened, for instance because it is in use.
     """
     try:
         if is_loopback(host):
@@ -260,9 +244,6 @@ def claim_rank(
     Returns:
         A socket that holds the claim until it is closed; None where the system has no
         abstract namespace.
-
-    Raises:
-        ClusterError: If another process holds the claim.
     """
     run = json.dumps([*address, claim, secret], sort_keys=True).encode()
     name = f"\0keras_strategy {hashlib.blake2b(run, digest_size=16).hexdigest()}"
@@ -288,17 +269,8 @@ async def connect(
 ) -> Streams:
     """Connect to the chief, and wait for it if it has not started yet.
 
-    Args:
-        address: The rendezvous address.
-        claim: This worker's `rank`, and the `names` of all.
-        secret: The secret of the run.
-        timeout_seconds: How long to wait.
-
-    Returns:
-        The connection, after the chief's welcome.
-
-    Raises:
-        ClusterError: If the chief does not arrive or refuses this worker.
+    The arguments are those of `claim_rank`. Raise ClusterError if the chief does not
+    arrive or refuses this worker.
     """
     worker, chief = claim["names"][claim["rank"]], claim["names"][0]
     where = host_port(*address)

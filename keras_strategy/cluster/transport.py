@@ -1,8 +1,6 @@
 """Control connection: JSON messages, authentication and the event loop thread.
 
 A message is one JSON object on a line of its own. Nothing is unpickled.
-
-Event loop in a thread of its own.
 """
 
 from __future__ import annotations
@@ -36,9 +34,7 @@ def new_nonce() -> str:
 def make_proof(secret: str, *about: Any) -> str:
     """Return the HMAC that proves knowledge of `secret`.
 
-    Args:
-        secret: The secret.
-        about: What is proved: the sender's role, the nonces of both ends, claims.
+    It covers `about`: the sender's role, the nonces of both ends, and claims.
     """
     text = json.dumps(about).encode()
     return hmac.new(secret.encode(), text, "sha256").hexdigest()
@@ -71,9 +67,7 @@ def decode(line: bytes) -> dict[str, Any]:
 async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
     """Return the next message, or None when the other end closes the connection.
 
-    Raises:
-        ProtocolError: If the received bytes are not a message.
-        OSError: If the connection is lost.
+    Raise ProtocolError for anything else, and OSError if the connection is lost.
     """
     try:
         line = await reader.readline()

@@ -1,8 +1,7 @@
 """Watchdog: decides when a worker gives up, without a thread, a socket or a clock.
 
 Its caller passes in events with their time, and carries out the returned actions.
-
-Slow-operation warnings: each names what the worker waits for.
+Slow operations are logged once for each name.
 """
 
 from __future__ import annotations
@@ -20,6 +19,10 @@ DEADLOCK_SECONDS = 5.0
 LEFT_SECONDS = 5.0
 # Time for the coordinator to relay a failure, before the worker ends without it.
 RELAY_SECONDS = 2.0
+# Time after which an operation counts as slow.
+SLOW_OPERATION_SECONDS = 10.0
+
+logger = logging.getLogger("keras_strategy")
 
 
 class Operation(NamedTuple):
@@ -50,11 +53,7 @@ Actions = list[Send | Fail]
 class Watchdog:
     """State machine that turns messages and waiting times into actions.
 
-    Args:
-        rank: This worker's rank.
-        names: The workers' names in messages, by rank.
-        timeout_seconds: Time limit of an operation.
-        now: The time, as in all methods.
+    All methods take the current time as `now`.
     """
 
     def __init__(self, rank: int, names: list[str], timeout_seconds: float, now: float):
@@ -177,19 +176,8 @@ class Watchdog:
         return [failure]
 
 
-logger = logging.getLogger("keras_strategy")
-
-# Time after which an operation counts as slow.
-SLOW_OPERATION_SECONDS = 10.0
-
-
 class SlowOperationWarnings:
-    """Logger of slow operations, once for each name.
-
-    Args:
-        name: The worker's name in messages.
-        timeout_seconds: Time limit of operations without their own.
-    """
+    """Logger of slow operations, once for each name."""
 
     def __init__(self, name: str, timeout_seconds: float):
         self._name, self._timeout = name, timeout_seconds

@@ -1,9 +1,4 @@
-"""Devices of this process, as the active backend lists them.
-
-Base class of all cluster resolvers.
-
-Optional client libraries, imported only where they are needed.
-"""
+"""Base class of all cluster resolvers."""
 
 from __future__ import annotations
 
@@ -15,24 +10,6 @@ from typing import Any
 from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
 
 _DEVICE_NAME = re.compile(r"([a-z]+):\d+")
-
-
-def local_device_kinds() -> list[str]:
-    """Return the kind of each device of this process: "CPU", "GPU" or "TPU".
-
-    The backend is imported only here: a query of the cluster must not start one.
-    """
-    registry = importlib.import_module("keras_strategy.core.registry")
-    kinds = []
-    for name in registry.get_engine().list_devices():
-        match = _DEVICE_NAME.fullmatch(name)
-        if match is None:
-            raise ValueError(
-                'Expected the backend to name its devices like "gpu:0". Received: '
-                f"{name!r}"
-            )
-        kinds.append(match.group(1).upper())
-    return kinds
 
 
 class ClusterResolver(abc.ABC):
@@ -172,22 +149,31 @@ class ClusterResolver(abc.ABC):
         return None
 
 
+def local_device_kinds() -> list[str]:
+    """Return the kind of each device of this process: "CPU", "GPU" or "TPU".
+
+    The backend is imported only here: a query of the cluster must not start one.
+    """
+    registry = importlib.import_module("keras_strategy.core.registry")
+    kinds = []
+    for name in registry.get_engine().list_devices():
+        match = _DEVICE_NAME.fullmatch(name)
+        if match is None:
+            raise ValueError(
+                'Expected the backend to name its devices like "gpu:0". Received: '
+                f"{name!r}"
+            )
+        kinds.append(match.group(1).upper())
+    return kinds
+
+
 def format_master_url(master: str, rpc_layer: str | None = None) -> str:
     """Return an address with the protocol, if any, as prefix."""
     return f"{rpc_layer}://{master}" if rpc_layer else master
 
 
 def import_extra(module: str, extra: str, user: str) -> Any:
-    """Import a module of an optional extra.
-
-    Args:
-        module: The dotted name of the module.
-        extra: The extra of this package that installs it.
-        user: What needs it, for the error.
-
-    Raises:
-        ImportError: If it is not installed; the message names the extra.
-    """
+    """Import a module of an optional extra, which `user` needs."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,11 +1,7 @@
-"""Checks of numbers and addresses that come from outside.
+"""`ClusterSpec`: the tasks of a cluster, their addresses and their roles.
 
-`ClusterSpec`: the tasks of a cluster and their addresses.
-
-Roles of tasks: pure functions of a `ClusterSpec`, a task type and a task id.
-
-The chief writes checkpoints and logs and has rank 0; without one, worker 0 does.
-Parameter servers ("ps") have no rank. The "evaluator" stands alone.
+The chief, or else worker 0, writes checkpoints and logs and has rank 0. Parameter
+servers ("ps") and the "evaluator" have no rank.
 """
 
 from __future__ import annotations
@@ -60,7 +56,7 @@ class ClusterSpec:
         TypeError: If `cluster` is none of these, or a job name or an address
             is not a string.
         ValueError: If a task index is not a non-negative integer, or is given
-            twice.
+            twice. The methods raise it for a job or a task that does not exist.
 
     Example:
     ```python
@@ -107,9 +103,8 @@ class ClusterSpec:
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
         """Return the jobs as a dict that `ClusterSpec` accepts.
 
-        Returns:
-            A dict from job name to a list of addresses, or to a dict from task
-            index to address where the indices have gaps or there are no tasks.
+        Each job is a list of addresses, or a dict from task index to address where the
+        indices have gaps or there are no tasks.
         """
         return {
             name: list(tasks.values())
@@ -124,31 +119,15 @@ class ClusterSpec:
         return list(self._jobs)
 
     def num_tasks(self, job_name: str) -> int:
-        """Return the number of tasks in a job; gaps in the indices do not count.
-
-        Raises:
-            ValueError: If there is no such job.
-        """
+        """Return the number of tasks in a job; gaps in the indices do not count."""
         return len(self._job(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
-        """Return the indices of a job's tasks, in ascending order.
-
-        Raises:
-            ValueError: If there is no such job.
-        """
+        """Return the indices of a job's tasks, in ascending order."""
         return list(self._job(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
-        """Return the address of one task.
-
-        Args:
-            job_name: The name of the job.
-            task_index: The index of the task in the job.
-
-        Raises:
-            ValueError: If there is no such job, or no such task in it.
-        """
+        """Return the address of one task."""
         tasks = self._job(job_name)
         if task_index not in tasks:
             raise ValueError(
@@ -158,14 +137,7 @@ class ClusterSpec:
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """Return the addresses of a job, each at its task's index.
-
-        Returns:
-            A list of addresses, with `None` for each gap in the indices.
-
-        Raises:
-            ValueError: If there is no such job.
-        """
+        """Return the addresses of a job by task index, with `None` for each gap."""
         tasks = self._job(job_name)
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 
@@ -217,19 +189,8 @@ def _text(value: Any, name: str) -> str:
 TASK_TYPES = ("chief", "worker", "evaluator", "ps")
 
 
-def validate_task(
-    spec: ClusterSpec, task_type: str | None, task_id: int | None
-) -> None:
-    """Check that a cluster can be trained on, and that the task is in it.
-
-    Args:
-        spec: The cluster.
-        task_type: The type of the task; `None` checks only the cluster.
-        task_id: The index of the task.
-
-    Raises:
-        ValueError: If a check fails.
-    """
+def validate_task(spec: ClusterSpec, task_type: str, task_id: int) -> None:
+    """Raise ValueError if a cluster cannot be trained on or does not have the task."""
     unknown = [job for job in spec.jobs if job not in TASK_TYPES]
     if unknown:
         raise ValueError(f"Expected jobs among {TASK_TYPES}. Received: {unknown}")
@@ -238,8 +199,6 @@ def validate_task(
             raise ValueError(
                 f"Expected at most one {job!r} task. Received: {spec.num_tasks(job)}"
             )
-    if task_type is None:
-        return
     if task_type not in TASK_TYPES:
         raise ValueError(
             f"Expected `task_type` to be one of {TASK_TYPES}. Received: {task_type!r}"
@@ -258,51 +217,12 @@ def validate_task(
         )
 
 
-def is_chief(spec: ClusterSpec, task_type: str, task_id: int) -> bool:
-    """Return True if a task is the one that writes checkpoints and logs."""
-    validate_task(spec, task_type, task_id)
-    if task_type in ("chief", "evaluator"):
-        return True
-    return "chief" not in spec.jobs and task_type == "worker" and task_id == 0
+def training_tasks(spec: ClusterSpec) -> list[tuple[str, int]]:
+    """Return the type and index of each task that trains, in the order of ranks."""
+    jobs = [job for job in ("chief", "worker") if job in spec.jobs]
+    return [(job, index) for job in jobs for index in spec.task_indices(job)]
 
 
 def training_addresses(spec: ClusterSpec) -> list[str]:
     """Return the addresses of the tasks that train, in the order of their ranks."""
-    return [
-        spec.task_address(job, index)
-        for job in ("chief", "worker")
-        if job in spec.jobs
-        for index in spec.task_indices(job)
-    ]
-
-
-def worker_count(spec: ClusterSpec, task_type: str) -> int:
-    """Return how many tasks train together with one of this type.
-
-    Raises:
-        ValueError: If tasks of this type do not train, or are not in the cluster.
-    """
-    validate_task(spec, None, None)
-    if task_type == "evaluator":
-        return 1
-    if task_type not in ("chief", "worker") or task_type not in spec.jobs:
-        raise ValueError(
-            "Expected `task_type` to be 'chief', 'worker' or 'evaluator', and in the "
-            f"cluster's jobs {spec.jobs}. Received: {task_type!r}"
-        )
-    return len(training_addresses(spec))
-
-
-def task_rank(spec: ClusterSpec, task_type: str, task_id: int) -> int:
-    """Return the rank of a task among those that train: the chief's is 0.
-
-    Raises:
-        ValueError: If tasks of this type do not train, or are not in the cluster.
-    """
-    validate_task(spec, task_type, task_id)
-    if task_type in ("chief", "evaluator"):
-        return 0
-    if task_type == "worker":
-        chiefs = spec.num_tasks("chief") if "chief" in spec.jobs else 0
-        return chiefs + spec.task_indices("worker").index(task_id)
-    raise ValueError(f"Expected a task that trains. Received: {task_type!r}")
+    return [spec.task_address(*task) for task in training_tasks(spec)]

@@ -1,7 +1,4 @@
-"""Evidence that each kind of cluster leaves in a process.
-
-`detect`: choice of the resolver from this process's environment.
-"""
+"""`detect`: choice of the resolver from the evidence in this process's environment."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from keras_strategy.cluster_resolver import tpu
 from keras_strategy.cluster_resolver.base import ClusterResolver
@@ -30,28 +26,29 @@ from keras_strategy.cluster_resolver.tf_config import TF_CONFIG, TFConfigCluster
 from keras_strategy.cluster_resolver.tpu import TPUClusterResolver
 
 _ROOT = Path("/")
+_SLURM_VARIABLES = (
+    *("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    *("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"),
+)
 
 
-class Evidence(NamedTuple):
-    """Result of a check: whether a kind of cluster was found, and why."""
-
-    found: bool
-    reason: str
+# Whether a kind of cluster was found, and why.
+Evidence = tuple[bool, str]
 
 
 def find_tf_config() -> Evidence:
     """Check TF_CONFIG, which may have no cluster."""
     text = os.environ.get(TF_CONFIG)
     if not text:
-        return Evidence(False, f"{TF_CONFIG} is not set")
+        return False, f"{TF_CONFIG} is not set"
     try:
         config = json.loads(text)
     except (ValueError, RecursionError):
         # It is meant for this program: the resolver reports the error in it.
-        return Evidence(True, f"{TF_CONFIG} is set (but is not JSON)")
+        return True, f"{TF_CONFIG} is set (but is not JSON)"
     if isinstance(config, dict) and not config.get("cluster"):
-        return Evidence(False, f'{TF_CONFIG} is set, but has no "cluster"')
-    return Evidence(True, f"{TF_CONFIG} is set")
+        return False, f'{TF_CONFIG} is set, but has no "cluster"'
+    return True, f"{TF_CONFIG} is set"
 
 
 def find_torchrun() -> Evidence:
@@ -70,10 +67,10 @@ def find_mpi() -> Evidence:
             and os.environ[launcher.size] == os.environ.get("SLURM_STEP_NUM_TASKS")
             and launcher.rank == "PMI_RANK"
         ):
-            return Evidence(False, "PMI_RANK and PMI_SIZE are those of Slurm's srun")
-        return Evidence(True, f"{launcher.rank} and {launcher.size} are set")
+            return False, "PMI_RANK and PMI_SIZE are those of Slurm's srun"
+        return True, f"{launcher.rank} and {launcher.size} are set"
     names = " and ".join(launcher.rank for launcher in MPI_LAUNCHERS)
-    return Evidence(False, f"{names} are not set")
+    return False, f"{names} are not set"
 
 
 def find_sagemaker() -> Evidence:
@@ -83,47 +80,33 @@ def find_sagemaker() -> Evidence:
 
 def find_slurm() -> Evidence:
     """Check the variables of a Slurm job step of several tasks."""
-    found = _all_set(
-        (
-            "SLURM_PROCID",
-            "SLURM_STEP_NUM_TASKS",
-            "SLURM_STEP_NODELIST",
-            "SLURM_STEP_TASKS_PER_NODE",
-        )
-    )
-    if not found.found:
-        if os.environ.get("SLURM_JOB_ID"):
-            return Evidence(False, "a Slurm job, but not a step: start with srun")
-        return found
+    found, reason = _all_set(_SLURM_VARIABLES)
+    if not found and os.environ.get("SLURM_JOB_ID"):
+        return False, "a Slurm job, but not a step: start with srun"
     # `srun --pty bash` is a step too, but a shell on one node.
-    if os.environ["SLURM_STEP_NUM_TASKS"] == "1":
-        return Evidence(False, "a Slurm step of one task only")
-    return found
+    if found and os.environ["SLURM_STEP_NUM_TASKS"] == "1":
+        return False, "a Slurm step of one task only"
+    return found, reason
 
 
 def find_tpu() -> Evidence:
     """Check the variables that name a TPU, and the devices of a TPU VM."""
-    for name in (
-        tpu.GKE_ENDPOINTS,
-        tpu.TPU_NAME,
-        tpu.TPU_CONFIG,
-        tpu.TPU_WORKER_HOSTNAMES,
-    ):
+    for name in tpu.TPU_VARIABLES:
         if os.environ.get(name):
-            return Evidence(True, f"{name} is set")
+            return True, f"{name} is set"
     for device in ("dev/accel0", "dev/vfio/0"):
         # Elsewhere /dev/vfio/0 may be a GPU that is passed through.
         if (_ROOT / device).exists() and _on_compute_engine():
-            return Evidence(True, f"/{device} exists on a Google Cloud machine")
-    return Evidence(False, f"{tpu.TPU_NAME} is not set, and this is not a TPU VM")
+            return True, f"/{device} exists on a Google Cloud machine"
+    return False, f"{tpu.TPU_NAME} is not set, and this is not a TPU VM"
 
 
 def find_kubernetes() -> Evidence:
     """Check for a pod of an Indexed Job, the only kind with an index."""
     if not os.environ.get("KUBERNETES_SERVICE_HOST"):
-        return Evidence(False, "KUBERNETES_SERVICE_HOST is not set")
+        return False, "KUBERNETES_SERVICE_HOST is not set"
     if not os.environ.get("JOB_COMPLETION_INDEX"):
-        return Evidence(
+        return (
             False,
             "a pod, but not of an Indexed Job (JOB_COMPLETION_INDEX is not set): make "
             "a KubernetesClusterResolver yourself",
@@ -131,8 +114,8 @@ def find_kubernetes() -> Evidence:
     try:
         job, index = indexed_job()
     except ValueError as error:
-        return Evidence(False, str(error))
-    return Evidence(True, f"this is pod {index} of the Indexed Job {job}")
+        return False, str(error)
+    return True, f"this is pod {index} of the Indexed Job {job}"
 
 
 def indexed_job() -> tuple[str, int]:
@@ -152,9 +135,9 @@ def indexed_job() -> tuple[str, int]:
 def _all_set(names: tuple[str, ...]) -> Evidence:
     missing = [name for name in names if not os.environ.get(name)]
     if not missing:
-        return Evidence(True, f"{', '.join(names)} are set")
+        return True, f"{', '.join(names)} are set"
     verb = "is" if len(missing) == 1 else "are"
-    return Evidence(False, f"{', '.join(missing)} {verb} not set")
+    return False, f"{', '.join(missing)} {verb} not set"
 
 
 def _on_compute_engine() -> bool:
@@ -224,9 +207,8 @@ class Detection:
 # In the order of precedence: TF_CONFIG is written for this program; then come the
 # launchers, then the machine. A launcher often runs inside a Slurm step or a pod, never
 # the other way round.
-_KINDS: tuple[
-    tuple[str, Callable[[], Evidence], Callable[[], ClusterResolver]], ...
-] = (
+_Kind = tuple[str, Callable[[], Evidence], Callable[[], ClusterResolver]]
+_KINDS: tuple[_Kind, ...] = (
     ("TF_CONFIG", find_tf_config, TFConfigClusterResolver),
     ("torchrun", find_torchrun, TorchrunClusterResolver),
     ("MPI", find_mpi, MPIClusterResolver),
@@ -267,11 +249,7 @@ def detect() -> Detection:
         del os.environ[name]
     ```
     """
-    findings = []
-    for name, find, make_resolver in _KINDS:
-        found, reason = find()
-        findings.append(Finding(name, found, reason, make_resolver))
-    return Detection(tuple(findings))
+    return Detection(tuple(Finding(name, *find(), make) for name, find, make in _KINDS))
 
 
 def _indexed_job_resolver() -> KubernetesClusterResolver:

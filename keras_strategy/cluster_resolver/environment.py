@@ -1,4 +1,4 @@
-"""Base class of the resolvers that read environment variables."""
+"""Base class and helpers of the resolvers that read environment variables."""
 
 from __future__ import annotations
 
@@ -28,14 +28,7 @@ class ClusterDescription:
 
 
 class EnvironmentClusterResolver(ClusterResolver):
-    """Resolver that reads the environment again on every call.
-
-    Args:
-        task_type: Overrides the environment's task type.
-        task_id: Overrides the environment's task id.
-        rpc_layer: Overrides the environment's protocol.
-        environment: The value of the property `environment`.
-    """
+    """Resolver that reads the environment on every call; arguments override it."""
 
     # Where the user can set the task, for the error of `master`.
     _task_hint = "the environment"
@@ -109,11 +102,6 @@ def required(name: str, launcher: str) -> str:
     return value
 
 
-def required_int(name: str, launcher: str, minimum: int = 0) -> int:
-    """Return an environment variable that `launcher` always sets to an integer."""
-    return as_int(required(name, launcher), name, minimum)
-
-
 def optional_int(name: str, minimum: int = 0) -> int | None:
     """Return an environment variable as an integer, or None if it is not set."""
     value = os.environ.get(name)
@@ -122,8 +110,8 @@ def optional_int(name: str, minimum: int = 0) -> int | None:
 
 def rank_and_size(rank_name: str, size_name: str, launcher: str) -> tuple[int, int]:
     """Return a rank and the number of ranks, which must be consistent."""
-    size = required_int(size_name, launcher, minimum=1)
-    rank = required_int(rank_name, launcher)
+    size = as_int(required(size_name, launcher), size_name, minimum=1)
+    rank = as_int(required(rank_name, launcher), rank_name)
     if rank >= size:
         raise ValueError(
             f"Expected {rank_name} to be less than {size_name} ({size}). Received: "

@@ -21,7 +21,7 @@ class GCEClusterResolver(ClusterResolver):
     pass a `service`.
 
     Args:
-        project: The project.
+        project: The Google Cloud project of the group.
         zone: The zone of the instance group.
         instance_group: The name of the instance group.
         port: The port that every task listens on.
@@ -62,8 +62,7 @@ class GCEClusterResolver(ClusterResolver):
         credentials: Any = "default",
         service: Any = None,
     ) -> None:
-        self._project = project
-        self._zone = zone
+        self._location = {"project": project, "zone": zone}
         self._instance_group = instance_group
         self._port = port_number(port, "`port`")
         self._task_type = task_type
@@ -85,10 +84,10 @@ class GCEClusterResolver(ClusterResolver):
             addresses = self._addresses()
         except Exception as error:
             raise RuntimeError(
-                "Could not look up the instance group "
-                f"{self._instance_group!r} (project {self._project!r}, zone "
-                f"{self._zone!r}): {summarize(error)}. Please check these arguments "
-                "of GCEClusterResolver and the permission compute.instances.get"
+                f"Could not look up the instance group {self._instance_group!r} "
+                "(project {project!r}, zone {zone!r}): ".format(**self._location)
+                + f"{summarize(error)}. Please check these arguments of "
+                "GCEClusterResolver and the permission compute.instances.get"
             ) from None
         # All machines need the same order.
         return ClusterSpec({str(self.task_type): sorted(addresses)})
@@ -96,8 +95,7 @@ class GCEClusterResolver(ClusterResolver):
     def _addresses(self) -> list[str]:
         groups = self._service.instanceGroups()
         request = groups.listInstances(
-            project=self._project,
-            zone=self._zone,
+            **self._location,
             instanceGroup=self._instance_group,
             body={"instanceState": "RUNNING"},
             orderBy="name",
@@ -106,16 +104,9 @@ class GCEClusterResolver(ClusterResolver):
         while request is not None:
             response = request.execute()
             for item in response.get("items", []):
-                details = (
-                    self._service.instances()
-                    .get(
-                        project=self._project,
-                        zone=self._zone,
-                        instance=item["instance"].split("/")[-1],
-                    )
-                    .execute()
-                )
-                host = details["networkInterfaces"][0]["networkIP"]
+                name = item["instance"].split("/")[-1]
+                get = self._service.instances().get(**self._location, instance=name)
+                host = get.execute()["networkInterfaces"][0]["networkIP"]
                 addresses.append(join_host_port(host, self._port))
             request = groups.listInstances_next(
                 previous_request=request, previous_response=response

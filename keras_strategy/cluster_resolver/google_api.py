@@ -1,9 +1,4 @@
-"""Google Cloud's APIs.
-
-Google Cloud's API client and metadata server, with time limits and without leaks.
-
-Client of the metadata server that every Google Cloud machine has.
-"""
+"""Google Cloud's API client and metadata server, with time limits and without leaks."""
 
 from __future__ import annotations
 
@@ -17,6 +12,8 @@ from typing import Any
 from keras_strategy.cluster_resolver.base import import_extra
 
 _API_TIMEOUT_SECONDS = 5.0
+_METADATA_TIMEOUT_SECONDS = 3.0
+_MAX_BYTES = 1 << 20
 
 
 def build_service(
@@ -27,20 +24,10 @@ def build_service(
     user: str,
     discovery_url: str | None = None,
 ) -> Any:
-    """Make the client of an API.
+    """Make the client of an API, such as "tpu" in version "v1".
 
-    Args:
-        name: The name of the API, such as `"tpu"`.
-        version: Its version, such as `"v1"`.
-        credentials: Credentials, or `"default"` or `None` for the
-            application's default ones.
-        extra: The extra of this package that installs the client library.
-        user: What needs it, for the error.
-        discovery_url: Where the description of the API is, if not in the
-            library.
-
-    Raises:
-        ImportError: If the client library is not installed.
+    `extra` of this package installs the client library, for `user`. Credentials
+    `"default"` or `None` are the application's default ones.
     """
     discovery = import_extra("googleapiclient.discovery", extra, user)
     if credentials is None or credentials == "default":
@@ -80,11 +67,7 @@ def _authorized_http(credentials: Any, extra: str, user: str) -> Any:
 
 
 def summarize(error: BaseException) -> str:
-    """Return the safe part of an error.
-
-    The library's texts contain the URL, with the API key if there is one, and the
-    server's answer.
-    """
+    """Return an error without the library's text, which may contain keys."""
     kind = type(error).__name__
     status = getattr(getattr(error, "resp", None), "status", None)
     if status is not None:
@@ -92,10 +75,6 @@ def summarize(error: BaseException) -> str:
     if isinstance(error, OSError):
         return f"{kind}: {error}"
     return kind
-
-
-_METADATA_TIMEOUT_SECONDS = 3.0
-_MAX_BYTES = 1 << 20
 
 
 class MetadataError(RuntimeError):
@@ -112,13 +91,10 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedire
 
 
 def get_metadata(path: str) -> str:
-    """Return the text at a path below `/computeMetadata/v1/`.
+    """Return the text at a path below `/computeMetadata/v1/`, or raise MetadataError.
 
     The server is GCE_METADATA_HOST, or else GCE_METADATA_IP, or else
     metadata.google.internal, as for Google's own clients.
-
-    Raises:
-        MetadataError: If there is no such server in time, or no such value.
     """
     host = (
         os.environ.get("GCE_METADATA_HOST")
@@ -173,7 +149,7 @@ def _read(response: http.client.HTTPResponse) -> bytes:
 
 
 def get_metadata_or_none(path: str) -> str | None:
-    """Return the same, or `None` where there is no answer."""
+    """Return the text at a path, or None where there is no answer."""
     try:
         return get_metadata(path)
     except MetadataError:

@@ -22,7 +22,7 @@ RBAC_RULE = '{apiGroups: [""], resources: ["pods"], verbs: ["list"]}'
 
 
 class KubernetesExecutableLocation(enum.Enum):
-    """Where this program runs, which determines how it reaches the Kubernetes API.
+    """Place of this program, which determines how it reaches the Kubernetes API.
 
     `WITHIN_CLUSTER` is a pod of the cluster, with its service account;
     `OFF_CLUSTER` is any other machine, with its kubeconfig file.
@@ -91,9 +91,8 @@ class KubernetesClusterResolver(ClusterResolver):
             KubernetesExecutableLocation.WITHIN_CLUSTER
         ),
     ) -> None:
-        self._selectors = dict(
-            job_to_label_mapping or {"worker": ["job-name=tensorflow"]}
-        )
+        mapping = job_to_label_mapping or {"worker": ["job-name=tensorflow"]}
+        self._selectors = dict(mapping)
         for job_name, selectors in self._selectors.items():
             # A string would act as a list of one-letter selectors.
             if isinstance(selectors, str):
@@ -127,12 +126,9 @@ class KubernetesClusterResolver(ClusterResolver):
                 "Expected every pod of the cluster to be running. Received: "
                 + ", ".join(waiting)
             )
-        return ClusterSpec(
-            {
-                job_name: [join_host_port(_address(pod), self._port) for pod in found]
-                for job_name, found in pods.items()
-            }
-        )
+        for job_name, found in pods.items():
+            pods[job_name] = [join_host_port(_address(p), self._port) for p in found]
+        return ClusterSpec(pods)
 
     def _pods(self, selector: str) -> list[Any]:
         try:

@@ -1,9 +1,4 @@
-"""`TorchrunClusterResolver`: the processes that torchrun started.
-
-`MPIClusterResolver`: the processes that mpirun or mpiexec started.
-
-`SageMakerClusterResolver`: the hosts of an Amazon SageMaker training job.
-"""
+"""Resolvers for the variables of torchrun, MPI launchers and SageMaker."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Resolvers for clusters that the caller describes.
-
-`UnionResolver`: several resolvers as one.
-"""
+"""Resolvers without a source of their own: a described cluster, and a union."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Variables of a Slurm job step, and the lists in them.
-
-GPUs of a Slurm task.
-
-`SlurmClusterResolver`: the tasks of a Slurm job step.
-"""
+"""`SlurmClusterResolver`: the tasks of a Slurm job step, and each task's GPUs."""
 
 from __future__ import annotations
 
@@ -24,10 +19,14 @@ from keras_strategy.cluster_resolver.cluster_spec import (
 
 _REPEATED = re.compile(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,5})\))?", re.ASCII)
 _MAX_NODES = 100_000
+_CUDA = "CUDA_VISIBLE_DEVICES"
+_NVIDIA_SMI_SECONDS = 10
+
+logger = logging.getLogger("keras_strategy")
 
 
 def step_variable(name: str) -> str:
-    """Return a step_variable of the job step; raise RuntimeError outside of one."""
+    """Return a variable of the job step; raise RuntimeError outside of one."""
     value = os.environ.get(name)
     if not value:
         raise RuntimeError(
@@ -41,16 +40,6 @@ def step_variable(name: str) -> str:
 def step_integer(name: str) -> int:
     """Return a variable of the job step that is an integer."""
     return as_int(step_variable(name), name)
-
-
-def step_hosts() -> list[str]:
-    """Return the nodes of the step, in the order of the ranks."""
-    return expand_hostlist(step_variable("SLURM_STEP_NODELIST"))
-
-
-def step_tasks_per_node() -> list[int]:
-    """Return the number of tasks on each node of the step."""
-    return expand_tasks_per_node(step_variable("SLURM_STEP_TASKS_PER_NODE"))
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
@@ -91,14 +80,9 @@ def expand_tasks_per_node(text: str) -> list[int]:
     return result
 
 
-_CUDA = "CUDA_VISIBLE_DEVICES"
-_NVIDIA_SMI_SECONDS = 10
-
 # Earlier values of CUDA_VISIBLE_DEVICES, by the values that replaced them: a second
 # resolver in the process must divide the node's GPUs, not those of the first one.
 _previous_devices: dict[str, list[str]] = {}
-
-logger = logging.getLogger("keras_strategy")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,14 +114,8 @@ def assign_gpus(
 ) -> GpuAssignment:
     """Divide a node's GPUs among its tasks.
 
-    Args:
-        per_node: The number of GPUs of the node; `None` to detect it.
-        per_task: The number of GPUs of a task; `None` for an equal part.
-        num_tasks: The number of tasks on the node that has most.
-        local_rank: The number of this task on its node.
-
-    Raises:
-        RuntimeError: If more GPUs are requested than there are.
+    `None` detects `per_node`, and makes `per_task` an equal part. `num_tasks` is the
+    number of tasks on the node that has most.
     """
     visible = _visible()
     if per_node is None and per_task is None and _bound_by_slurm():
@@ -275,11 +253,13 @@ class SlurmClusterResolver(ClusterResolver):
         if jobs is None:
             jobs = {"worker": step_integer("SLURM_STEP_NUM_TASKS")}
         self._port_base = port_number(port_base, "`port_base`")
-        self._nodes = _count_tasks(tasks_per_node)
         self._auto_set_gpu = auto_set_gpu
         self._rpc_layer = rpc_layer
+        nodes = _count_tasks(tasks_per_node)
+        # The host of every rank, and its number on that host.
+        self._placement = [(host, n) for host in nodes for n in range(nodes[host])]
 
-        num_tasks = sum(self._nodes.values())
+        num_tasks = len(self._placement)
         if sum(jobs.values()) != num_tasks:
             raise RuntimeError(
                 f"Expected `jobs` to have the step's {num_tasks} tasks. "
@@ -290,18 +270,21 @@ class SlurmClusterResolver(ClusterResolver):
                 f"Expected SLURM_PROCID to be less than the step's {num_tasks} tasks. "
                 f"Received: {self._rank}"
             )
-        self._jobs = _assign_ranks(jobs)
-        for job_name, ranks in self._jobs.items():
-            if self._rank in ranks:
-                self._task_type = job_name
-                self._task_id = ranks.index(self._rank)
-        self._check_distribution()
-        _, local_rank = self._placement()[self._rank]
+        self._jobs: dict[str, range] = {}
+        first = 0
+        # Sorted by name, as in tf.distribute.
+        for job_name, count in sorted(jobs.items()):
+            self._jobs[job_name] = range(first, first + count)
+            if self._rank in self._jobs[job_name]:
+                self._task_type, self._task_id = job_name, self._rank - first
+            first += count
+        _, local_rank = self._placement[self._rank]
+        self._check_distribution(local_rank)
         self._gpus = assign_gpus(
-            gpus_per_node, gpus_per_task, max(self._nodes.values()), local_rank
+            gpus_per_node, gpus_per_task, max(nodes.values()), local_rank
         )
 
-    def _check_distribution(self) -> None:
+    def _check_distribution(self, local_rank: int) -> None:
         """Check that the ranks follow the node list.
 
         With `srun --distribution=cyclic` every address would be another task's.
@@ -309,41 +292,21 @@ class SlurmClusterResolver(ClusterResolver):
         if not os.environ.get("SLURM_LOCALID"):
             return
         found = step_integer("SLURM_LOCALID")
-        _, expected = self._placement()[self._rank]
-        if found != expected:
+        if found != local_rank:
             raise RuntimeError(
-                f"Expected task {self._rank} to be number {expected} on its node, by "
+                f"Expected task {self._rank} to be number {local_rank} on its node, by "
                 "the numbers of tasks per node. Received: SLURM_LOCALID="
                 f"{found}. Start with `srun --distribution=block`, or correct "
                 "`tasks_per_node`"
             )
 
-    def _placement(self) -> list[tuple[str, int]]:
-        """Return the host of every rank, and its number on that host."""
-        return [
-            (host, local_rank)
-            for host, num_tasks in self._nodes.items()
-            for local_rank in range(num_tasks)
-        ]
-
     def cluster_spec(self) -> ClusterSpec:
-        """Return the cluster, and assign this task its GPUs.
-
-        Sets CUDA_VISIBLE_DEVICES if `auto_set_gpu` is true and there are GPUs to
-        divide.
-        """
-        addresses = [
-            join_host_port(host, self._port_base + local_rank)
-            for host, local_rank in self._placement()
-        ]
+        """Return the cluster; set CUDA_VISIBLE_DEVICES if `auto_set_gpu` is true."""
+        addresses = [join_host_port(h, self._port_base + n) for h, n in self._placement]
         if self._auto_set_gpu:
             self._gpus.apply()
-        return ClusterSpec(
-            {
-                job_name: [addresses[rank] for rank in ranks]
-                for job_name, ranks in self._jobs.items()
-            }
-        )
+        jobs = {job: addresses[r.start : r.stop] for job, r in self._jobs.items()}
+        return ClusterSpec(jobs)
 
     def get_task_info(self) -> tuple[str | None, int | None]:
         """Return the task type and the task id of this process, as `("worker", 1)`."""
@@ -358,9 +321,10 @@ def _count_tasks(tasks_per_node: int | Mapping[str, int] | None) -> dict[str, in
     if isinstance(tasks_per_node, Mapping):
         nodes = dict(tasks_per_node)
     else:
-        hosts = step_hosts()
+        hosts = expand_hostlist(step_variable("SLURM_STEP_NODELIST"))
         if tasks_per_node is None:
-            counts = step_tasks_per_node()
+            text = step_variable("SLURM_STEP_TASKS_PER_NODE")
+            counts = expand_tasks_per_node(text)
         else:
             counts = [int(tasks_per_node)] * len(hosts)
         if len(counts) != len(hosts):
@@ -374,13 +338,3 @@ def _count_tasks(tasks_per_node: int | Mapping[str, int] | None) -> dict[str, in
             f"Expected `tasks_per_node` of at least 1 on every node. Received: {nodes}"
         )
     return nodes
-
-
-def _assign_ranks(jobs: Mapping[str, int]) -> dict[str, range]:
-    """Return the ranks of each job, sorted by name as in tf.distribute."""
-    ranks_of: dict[str, range] = {}
-    first = 0
-    for job_name, num_tasks in sorted(jobs.items()):
-        ranks_of[job_name] = range(first, first + num_tasks)
-        first += num_tasks
-    return ranks_of

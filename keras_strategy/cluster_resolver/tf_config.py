@@ -50,7 +50,7 @@ class TFConfigClusterResolver(EnvironmentClusterResolver):
 
     def _describe(self) -> ClusterDescription:
         config = _object(_load(), "")
-        cluster = _cluster(config.get("cluster", {}))
+        cluster = _cluster(_object(config.get("cluster", {}), "cluster"))
         task = _object(config.get("task", {}), "task")
         task_type = _optional_text(task, "type", "task.type")
         task_id = None
@@ -93,26 +93,16 @@ def _load() -> Any:
         ) from None
 
 
-def _cluster(value: Any) -> ClusterSpec:
-    cluster: dict[str, dict[int, str]] = {}
-    for job_name, tasks in _object(value, "cluster").items():
-        place = f"cluster.{job_name}"
-        if not isinstance(tasks, dict | list):
-            raise _invalid(place, "a list of addresses, or an object", tasks)
-        addresses: dict[int, str] = {}
-        items = tasks.items() if isinstance(tasks, dict) else enumerate(tasks)
-        for key, address in items:
-            try:
-                index = task_index(key, "the index")
-            except ValueError:
-                raise _invalid(place, "indices that are integers >= 0", key) from None
-            if index in addresses:
-                raise _invalid(place, "each index once", tasks)
-            if not isinstance(address, str) or not address:
-                raise _invalid(f"{place}[{index}]", 'an address "host:port"', address)
-            addresses[index] = address
-        cluster[job_name] = addresses
-    return ClusterSpec(cluster)
+def _cluster(jobs: dict[str, Any]) -> ClusterSpec:
+    try:
+        spec = ClusterSpec(jobs)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{TF_CONFIG}: {error}") from None
+    for job in spec.jobs:
+        for index in spec.task_indices(job):
+            if not spec.task_address(job, index):
+                raise _invalid(f"cluster.{job}[{index}]", 'an address "host:port"', "")
+    return spec
 
 
 def _object(value: Any, place: str) -> dict[str, Any]:

@@ -1,20 +1,20 @@
-"""Sources of a TPU's host addresses: the caller, a metadata server, the TPU API.
+"""`TPUClusterResolver`: the hosts of a Cloud TPU.
 
-Choice of the TPU from the arguments, or else from the environment.
-
-`TPUClusterResolver`: the hosts of a Cloud TPU.
+The arguments, or else the environment, choose the source of the addresses: the caller,
+the metadata server of a TPU VM, or the TPU API.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import ipaddress
 import json
 import os
 import re
 import socket
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, Self
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
 from keras_strategy.cluster_resolver import google_api
@@ -29,49 +29,38 @@ from keras_strategy.cluster_resolver.cluster_spec import (
     join_host_port,
     port_number,
 )
-from keras_strategy.cluster_resolver.google_api import build_service, summarize
 from keras_strategy.topology_proto import TPUHardwareFeature, parse_hardware_feature
 
 TPU_PORT = 8470
+GKE_ENDPOINTS = "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS"
+TPU_NAME = "TPU_NAME"
+TPU_CONFIG = "TPU_CONFIG"
+TPU_WORKER_HOSTNAMES = "TPU_WORKER_HOSTNAMES"
+TPU_VARIABLES = GKE_ENDPOINTS, TPU_NAME, TPU_CONFIG, TPU_WORKER_HOSTNAMES
+TPU_WORKER_ID = "TPU_WORKER_ID"
+TPU_DISCOVERY_URL = "TPU_API_DISCOVERY_URL"
+
+_ZONE = re.compile(r"[a-z0-9-]+")
+_PROJECT = re.compile(r"[a-z0-9.:-]+")
+
+# Returns `host:port` of every host of a TPU, in the order of the tasks.
+AddressSource = Callable[[], list[str]]
 
 
-class TPUSource(Protocol):
-    """Source of a TPU's hosts."""
-
-    def addresses(self) -> list[str]:
-        """Return `host:port` of every host, in the order of the tasks."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class TPUAddresses:
-    """TPU whose addresses the caller or the environment lists."""
-
-    endpoints: tuple[str, ...]
-
-    def addresses(self) -> list[str]:
-        """Return the listed addresses."""
-        return list(self.endpoints)
-
-
-@dataclasses.dataclass(frozen=True)
-class TPUVM:
-    """TPU of the TPU VM that this program runs on, from its metadata server."""
-
-    def addresses(self) -> list[str]:
-        """Return the hosts of this machine's slice."""
-        text = google_api.get_metadata("instance/attributes/worker-network-endpoints")
-        hosts = []
-        for worker in text.split(","):
-            # Old servers have name:id:ip, new ones only the host.
-            parts = worker.strip().split(":")
-            if len(parts) not in (1, 3) or not parts[-1]:
-                raise RuntimeError(
-                    "Expected the metadata server's worker-network-endpoints to be "
-                    f"hosts, or name:id:ip. Received: {text[:200]!r}"
-                )
-            hosts.append(join_host_port(parts[-1], TPU_PORT))
-        return hosts
+def tpu_vm_addresses() -> list[str]:
+    """Return the hosts of the slice of this TPU VM, from its metadata server."""
+    text = google_api.get_metadata("instance/attributes/worker-network-endpoints")
+    hosts = []
+    for worker in text.split(","):
+        # Old servers have name:id:ip, new ones only the host.
+        parts = worker.strip().split(":")
+        if len(parts) not in (1, 3) or not parts[-1]:
+            raise RuntimeError(
+                "Expected the metadata server's worker-network-endpoints to be "
+                f"hosts, or name:id:ip. Received: {text[:200]!r}"
+            )
+        hosts.append(join_host_port(parts[-1], TPU_PORT))
+    return hosts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,35 +85,28 @@ class TPUNode:
             )
         endpoints = node.get("networkEndpoints", [node])
         try:
-            addresses = [
-                join_host_port(
-                    _host(end["ipAddress"]), port_number(end["port"], "port")
-                )
-                for end in endpoints
+            pairs = [
+                (e["ipAddress"], port_number(e["port"], "port")) for e in endpoints
             ]
         except (KeyError, TypeError, ValueError):
-            addresses = []
-        if not addresses:
+            pairs = []
+        if not pairs or not all(isinstance(host, str) and host for host, _ in pairs):
             raise self._not_found("the answer has no addresses")
-        return addresses
+        return [join_host_port(*pair) for pair in pairs]
 
     def _fetch(self) -> dict[str, Any]:
         full_name = f"projects/{self.project}/locations/{self.zone}/nodes/{self.name}"
         try:
             # New each time, since an old connection times out.
-            service = self.service or build_service(
-                "tpu",
-                "v1",
-                self.credentials,
-                "tpu",
-                "TPUClusterResolver",
+            service = self.service or google_api.build_service(
+                *("tpu", "v1", self.credentials, "tpu", "TPUClusterResolver"),
                 self.discovery_url,
             )
             node = service.projects().locations().nodes().get(name=full_name).execute()
         except ImportError:
             raise
         except Exception as error:
-            raise self._not_found(summarize(error)) from None
+            raise self._not_found(google_api.summarize(error)) from None
         if not isinstance(node, dict):
             raise self._not_found("the answer is not a node")
         return node
@@ -137,22 +119,6 @@ class TPUNode:
         )
 
 
-def _host(value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError("not a host")
-    return value
-
-
-GKE_ENDPOINTS = "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS"
-TPU_NAME = "TPU_NAME"
-TPU_CONFIG = "TPU_CONFIG"
-TPU_WORKER_HOSTNAMES = "TPU_WORKER_HOSTNAMES"
-TPU_DISCOVERY_URL = "TPU_API_DISCOVERY_URL"
-
-_ZONE = re.compile(r"[a-z0-9-]+")
-_PROJECT = re.compile(r"[a-z0-9.:-]+")
-
-
 def locate_tpu(
     tpu: str | Sequence[str] | None,
     zone: str | None,
@@ -160,11 +126,11 @@ def locate_tpu(
     credentials: Any,
     service: Any,
     discovery_url: str | None,
-) -> TPUSource | None:
+) -> AddressSource | None:
     """Return the source for the arguments of `TPUClusterResolver`; None if local."""
     name = _single_name(tpu)
     if not name and os.environ.get(GKE_ENDPOINTS):
-        return TPUAddresses(_endpoints(os.environ[GKE_ENDPOINTS], GKE_ENDPOINTS))
+        return _listed(os.environ[GKE_ENDPOINTS], GKE_ENDPOINTS)
     name = name or os.environ.get(TPU_NAME)
     if not name:
         config = _tpu_config()
@@ -172,24 +138,17 @@ def locate_tpu(
         project = project or config.get("project")
         zone = zone or config.get("zone")
     if not name and os.environ.get(TPU_WORKER_HOSTNAMES):
-        return TPUAddresses(
-            _endpoints(os.environ[TPU_WORKER_HOSTNAMES], TPU_WORKER_HOSTNAMES)
-        )
+        return _listed(os.environ[TPU_WORKER_HOSTNAMES], TPU_WORKER_HOSTNAMES)
     if not name:
         return _this_machine(empty=tpu is not None)
     if name == "local":
         return None
     if name.startswith("grpc://"):
-        return TPUAddresses(_endpoints(name, "`tpu`"))
+        return _listed(name, "`tpu`")
     url = _checked_discovery_url(discovery_url)
-    return TPUNode(
-        name,
-        project or _from_metadata("project", "project/project-id", _PROJECT),
-        zone or _from_metadata("zone", "instance/zone", _ZONE),
-        credentials,
-        service,
-        url,
-    )
+    project = project or _from_metadata("project", "project/project-id", _PROJECT)
+    zone = zone or _from_metadata("zone", "instance/zone", _ZONE)
+    return TPUNode(name, project, zone, credentials, service, url).addresses
 
 
 def _single_name(tpu: str | Sequence[str] | None) -> str | None:
@@ -231,8 +190,9 @@ def _tpu_config() -> dict[str, str]:
     return config
 
 
-def _endpoints(text: str, source_name: str) -> tuple[str, ...]:
-    return tuple(_endpoint(part.strip(), source_name) for part in text.split(","))
+def _listed(text: str, source_name: str) -> AddressSource:
+    addresses = [_endpoint(part.strip(), source_name) for part in text.split(",")]
+    return functools.partial(list, addresses)
 
 
 def _endpoint(text: str, source_name: str) -> str:
@@ -248,7 +208,7 @@ def _endpoint(text: str, source_name: str) -> str:
     return join_host_port(host, port_number(port, f"the port in {source_name}"))
 
 
-def _this_machine(empty: bool) -> TPUSource:
+def _this_machine(empty: bool) -> AddressSource:
     """Return the TPU that this machine is a host of, or raise an error."""
     if empty and google_api.get_metadata_or_none("project/project-id") is not None:
         raise RuntimeError(
@@ -257,7 +217,7 @@ def _this_machine(empty: bool) -> TPUSource:
         )
     endpoints = "instance/attributes/worker-network-endpoints"
     if not empty and google_api.get_metadata_or_none(endpoints) is not None:
-        return TPUVM()
+        return tpu_vm_addresses
     raise ValueError(
         "Please provide a TPU name to connect to: an argument `tpu`, or one of the "
         f"environment variables {TPU_NAME}, {TPU_CONFIG} and {GKE_ENDPOINTS}. "
@@ -291,9 +251,6 @@ def _checked_discovery_url(argument: str | None) -> str | None:
             f"Expected {source_name} to begin with https://. Received: {url!r}"
         )
     return url or None
-
-
-TPU_WORKER_ID = "TPU_WORKER_ID"
 
 
 class TPUSystemMetadata(NamedTuple):
@@ -426,7 +383,7 @@ class TPUClusterResolver(ClusterResolver):
         """
         if self._source is None:
             return ClusterSpec({})
-        jobs = {str(self.task_type): self._source.addresses()}
+        jobs = {str(self.task_type): self._source()}
         if self._coordinator_name:
             jobs[self._coordinator_name] = [str(self._coordinator_address)]
         return ClusterSpec(jobs)
@@ -460,7 +417,7 @@ class TPUClusterResolver(ClusterResolver):
         return self.task_type
 
     def get_coordination_service_leader(self) -> str:
-        """Return the name of the leading task, which is the first host."""
+        """Return the name of the leading task, on the first host."""
         return f"/job:{self.get_job_name()}/task:0"
 
     def get_tpu_system_metadata(self) -> TPUSystemMetadata:
@@ -516,10 +473,10 @@ class TPUClusterResolver(ClusterResolver):
         value = os.environ.get(TPU_WORKER_ID)
         if value:
             return as_int(value, TPU_WORKER_ID)
-        if isinstance(self._source, TPUVM):
+        if self._source is tpu_vm_addresses:
             number = google_api.get_metadata("instance/attributes/agent-worker-number")
             return as_int(number, "agent-worker-number of the metadata server")
-        addresses = self._source.addresses() if self._source else []
+        addresses = self._source() if self._source else []
         for index, address in enumerate(addresses):
             if _is_local_address(address.rpartition(":")[0].strip("[]")):
                 return index

@@ -1,4 +1,4 @@
-"""One coordinator that gives functions to workers: TensorFlow's own, or on Dask's."""
+"""Coordinator that schedules functions on workers: TensorFlow's own, or Dask's."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
     PerWorkerValues = PerWorkerValue
 
-# Of each name its place in tf.distribute, and the module that has ours.
+# For each name: its name in tf.distribute, and our module.
 _HOMES = {
     "ClusterCoordinator": ("coordinator.ClusterCoordinator", "cluster_coordinator"),
-    "PerWorkerValue": ("coordinator.PerWorkerValue", "per_worker"),
-    "PerWorkerValues": ("experimental.coordinator.PerWorkerValues", "per_worker"),
-    "RemoteValue": ("coordinator.RemoteValue", "remote_value"),
+    "PerWorkerValue": ("coordinator.PerWorkerValue", "values"),
+    "PerWorkerValues": ("experimental.coordinator.PerWorkerValues", "values"),
+    "RemoteValue": ("coordinator.RemoteValue", "values"),
     "experimental_get_current_worker_index": (
         "coordinator.experimental_get_current_worker_index",
-        "on_worker",
+        "worker",
     ),
 }
 

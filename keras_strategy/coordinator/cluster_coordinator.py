@@ -1,4 +1,4 @@
-"""`ClusterCoordinator` on JAX and torch: tf.distribute's, with Dask's workers."""
+"""`ClusterCoordinator` on JAX and torch: tf.distribute's API on Dask workers."""
 
 import threading
 import uuid
@@ -17,33 +17,33 @@ from keras_strategy.strategies.base import Strategy
 if TYPE_CHECKING:
     from types import ModuleType
 
-_WORKERS = 2
+_DEFAULT_WORKERS = 2
 _coordinators: "weakref.WeakKeyDictionary[Strategy, ClusterCoordinator]" = (
     weakref.WeakKeyDictionary()
 )
 
 
 class ClusterCoordinator:
-    """Gives functions to workers, and does not wait for them.
+    """Schedules functions on workers asynchronously.
 
     On JAX and torch the workers are processes of Dask's `distributed`, which the extra
-    `coordinator` installs. A function travels to whichever worker is free, with copies
-    of its arguments, and runs there by itself: variables stay with the coordinator, as
-    does what is done with results. A function whose worker dies is given to another
-    one, so that each runs at least once. On TensorFlow this is tf.distribute's own
-    class, whose workers are its servers.
+    `coordinator` installs. A free worker receives copies of the function and its
+    arguments and runs it alone: variables stay with the coordinator, which also
+    processes the results. If a worker dies, its function runs on another one, so each
+    runs at least once. On TensorFlow this is tf.distribute's class, whose workers are
+    TensorFlow servers.
 
-    A strategy has one coordinator: to make another is to get the same one.
+    A strategy has one coordinator: creating another returns the same one.
 
     Args:
-        strategy: The strategy of the coordinator's own variables, of one process.
-        cluster: How many workers to start on this machine, 2 if it is left out; or the
+        strategy: The strategy of the coordinator's variables, with one process.
+        cluster: The number of workers to start on this machine (default: 2); or the
             address of Dask's scheduler, which must begin with `"tls://"`, or a
             `distributed.Client`.
 
     Raises:
         ImportError: If the extra `coordinator` is not installed.
-        TypeError: If `strategy` is no strategy of this package.
+        TypeError: If `strategy` is not a strategy of this package.
         ValueError: If it has several workers, the cluster is not secured, or the
             strategy has a coordinator with another cluster.
 
@@ -65,40 +65,40 @@ class ClusterCoordinator:
     _cluster: Any
 
     def __new__(cls, strategy: Strategy, cluster: Any = None) -> Self:
-        """The strategy's coordinator, or a new one."""
+        """Return the strategy's coordinator, or create it."""
         _check_strategy(strategy)
-        found = _coordinators.get(strategy)
-        if found is None:
-            cluster = _WORKERS if cluster is None else cluster
+        existing = _coordinators.get(strategy)
+        if existing is None:
+            cluster = _DEFAULT_WORKERS if cluster is None else cluster
             _check_cluster(cluster)
-            made = super().__new__(cls)
-            made._set_up(strategy, cluster)
-            _coordinators[strategy] = made
-            return made
-        if cluster is not None and found._cluster != cluster:
+            created = super().__new__(cls)
+            created._initialize(strategy, cluster)
+            _coordinators[strategy] = created
+            return created
+        if cluster is not None and existing._cluster != cluster:
             raise ValueError(
-                "Argument `cluster` must be that of the coordinator which the strategy "
-                f"has already, {found._cluster!r}, or be left out. Received: "
+                "Argument `cluster` must be omitted or equal that of the strategy's "
+                f"existing coordinator, {existing._cluster!r}. Received: "
                 f"cluster={cluster!r}"
             )
-        return found  # pyright: ignore[reportReturnType]
+        return existing  # pyright: ignore[reportReturnType]
 
     def __init__(self, strategy: Strategy, cluster: Any = None):
-        """See the class. `__new__` has done it, once for a strategy."""
+        """Do nothing: `__new__` initializes the coordinator once per strategy."""
 
-    def _set_up(self, strategy: Strategy, cluster: Any) -> None:
+    def _initialize(self, strategy: Strategy, cluster: Any) -> None:
         local = isinstance(cluster, int)
         self._workers = LocalWorkers(cluster) if local else OtherWorkers(cluster)
         self._strategy = strategy
         self._cluster = cluster
-        self._changed = threading.Condition()
-        self._open: dict[str, tuple[Scheduled, Any]] = {}
+        self._condition = threading.Condition()
+        self._running: dict[str, tuple[Scheduled, Any]] = {}
         self._error: BaseException | None = None
         weakref.finalize(self, self._workers.close)
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy that this coordinator was made for."""
+        """The strategy of this coordinator."""
         return self._strategy
 
     def schedule(
@@ -107,24 +107,23 @@ class ClusterCoordinator:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> RemoteValue:
-        """Gives a function to a worker, and returns at once.
+        """Schedule a function on a worker and return immediately.
 
         Args:
-            fn: A function. It may use what it finds where it was written, but no
-                variables or models: it is given their values as arguments, and what is
-                to be assigned it returns.
-            args: Its positional arguments. Variables are given as their values,
-                tensors as tensors, and each worker gets its own of per-worker values,
-                datasets and iterators.
-            kwargs: Its other arguments.
+            fn: A function. It may use names of its module, but no variables or models:
+                pass their values as arguments and return the values to assign.
+            args: The positional arguments. Variables are passed as their values and
+                tensors as tensors. Each worker gets its own per-worker values, datasets
+                and iterators.
+            kwargs: The keyword arguments.
 
         Returns:
             A `RemoteValue`.
 
         Raises:
-            TypeError: If `fn` is no function, or something cannot travel.
-            ValueError: If an argument is a `RemoteValue` without a value by now.
-            Exception: What an earlier function raised; this one is not scheduled.
+            TypeError: If `fn` is not callable, or an object cannot be pickled.
+            ValueError: If an argument is a `RemoteValue` without a value.
+            Exception: The exception of an earlier function; this one is not scheduled.
         """
         if not callable(fn):
             raise TypeError(
@@ -138,96 +137,98 @@ class ClusterCoordinator:
                 "Argument `args` must be a list or tuple, and `kwargs` a dict. "
                 f"Received: args={args!r}, kwargs={kwargs!r}"
             )
-        self._raise_once()
+        self._raise_first_error()
         name = getattr(fn, "__name__", type(fn).__name__)
-        parcels = _parcels()
-        given = parcels.without_variables((list(args or ()), dict(kwargs or {})))
-        parcel = parcels.packed(name, (fn, *given))
+        serialization = _serialization()
+        arguments = serialization.replace_variables(
+            (list(args or ()), dict(kwargs or {}))
+        )
+        call_data = serialization.serialize(name, (fn, *arguments))
         value = Scheduled(name)
-        with self._changed:
+        with self._condition:
             future = self._workers.client.submit(
                 worker.call,
-                *(name, parcel, keras.backend.backend()),
+                *(name, call_data, keras.backend.backend()),
                 key=f"{name}-{uuid.uuid4().hex}",
                 pure=False,
             )
-            # Dask computes it only while it is kept.
-            self._open[future.key] = value, future
-        future.add_done_callback(self._ended)
+            # Dask computes it only while its future exists.
+            self._running[future.key] = value, future
+        future.add_done_callback(self._on_done)
         return value
 
     def join(self) -> None:
-        """Waits until all functions that were scheduled have ended.
+        """Wait until all scheduled functions have ended.
 
         Raises:
-            Exception: What a function raised, once. Those that had not ended are
-                cancelled then, to be scheduled anew.
+            Exception: The first exception of a function, once. Functions that have not
+                ended are cancelled then and must be scheduled again.
         """
-        with self._changed:
-            while self._open and self._error is None:
-                if not self._changed.wait(1.0):
+        with self._condition:
+            while self._running and self._error is None:
+                if not self._condition.wait(1.0):
                     self._workers.check()
-        self._raise_once()
+        self._raise_first_error()
 
     def done(self) -> bool:
-        """Returns whether all functions that were scheduled have ended.
+        """Return True if all scheduled functions have ended.
 
         Raises:
             Exception: As `join` does.
         """
-        self._raise_once()
-        with self._changed:
-            return not self._open
+        self._raise_first_error()
+        with self._condition:
+            return not self._running
 
     def fetch(self, val: Any) -> Any:
-        """Waits for results.
+        """Wait for results.
 
         Args:
-            val: A structure with `RemoteValue`s in it.
+            val: A structure that contains `RemoteValue`s.
 
         Returns:
-            The structure with their results in their place, arrays for tensors.
+            The structure with results in their place, and arrays for tensors.
 
         Raises:
-            Exception: What one of the functions raised.
+            Exception: The exception of one of the functions.
         """
         return keras.tree.map_structure(
             lambda x: x.fetch() if isinstance(x, RemoteValue) else x, val
         )
 
     def create_per_worker_dataset(self, dataset_fn: Callable[[], Any]) -> Any:
-        """Has each worker make a dataset for itself, when it first needs it.
+        """Create a dataset on each worker, when it first needs it.
 
         Args:
-            dataset_fn: A function without arguments that returns something to iterate
-                over. `experimental_get_current_worker_index` tells it where it is. What
-                comes of it stays in its worker: a model may be there too.
+            dataset_fn: A function without arguments that returns an iterable.
+                `experimental_get_current_worker_index` returns its worker's index. The
+                result stays on its worker, so it may also hold a model.
 
         Returns:
-            What gives an iterator to `iter`, of which each worker has its own.
-            A function gets it, or the dataset, as an argument of `schedule`.
+            An object whose `iter` gives an iterator that is local to each worker. Pass
+            either as an argument of `schedule`.
 
         Raises:
-            TypeError: If `dataset_fn` is no function, or cannot travel.
+            TypeError: If `dataset_fn` is not callable, or cannot be pickled.
         """
         if not callable(dataset_fn):
             raise TypeError(
                 "Argument `dataset_fn` must be a function that returns a dataset, "
-                "since each worker makes its own. Received: "
+                "because each worker creates its own. Received: "
                 f"dataset_fn={dataset_fn!r} of type {type(dataset_fn).__name__}"
             )
         name = getattr(dataset_fn, "__name__", type(dataset_fn).__name__)
-        return PerWorkerDataset(_parcels().packed(name, dataset_fn))
+        return PerWorkerDataset(_serialization().serialize(name, dataset_fn))
 
-    def _ended(self, future: Any) -> None:
-        """What Dask calls when a function has ended."""
+    def _on_done(self, future: Any) -> None:
+        """Record the end of a function; Dask calls this."""
         result, error = None, None
         try:
             result = future.result()
         except BaseException as raised:  # whatever the function did
             error = raised
-        with self._changed:
-            value, _ = self._open.pop(future.key, (None, None))
+        with self._condition:
+            value, _ = self._running.pop(future.key, (None, None))
             if value is None:  # cancelled before
                 return
             if error is None:
@@ -235,31 +236,31 @@ class ClusterCoordinator:
             else:
                 value.set_error(error)
                 self._error = self._error or error
-            self._changed.notify_all()
-        # Dask need not keep it on the worker, to compute it again if that dies.
+            self._condition.notify_all()
+        # Let Dask drop the result, which it would compute again if the worker dies.
         future.release()
 
-    def _raise_once(self) -> None:
-        """Raises the first error of a function, and cancels what is under way."""
-        with self._changed:
+    def _raise_first_error(self) -> None:
+        """Raise the first error of a function, and cancel the others."""
+        with self._condition:
             error, self._error = self._error, None
             if error is None:
                 return
-            left, self._open = self._open, {}
-        if left:
-            self._workers.client.cancel([future for _, future in left.values()])
-        for value, _ in left.values():
+            cancelled, self._running = self._running, {}
+        if cancelled:
+            self._workers.client.cancel([future for _, future in cancelled.values()])
+        for value, _ in cancelled.values():
             value.set_error(
                 CancelledError(
-                    f"{value.name} was cancelled, since another function failed. "
+                    f"{value.name} was cancelled because another function failed. "
                     "Schedule it again."
                 )
             )
         raise error
 
 
-def _parcels() -> "ModuleType":
-    # Only with the extra there is what it needs.
+def _serialization() -> "ModuleType":
+    # Lazily: it needs the optional extra.
     from keras_strategy.coordinator import serialization
 
     return serialization
@@ -274,18 +275,17 @@ def _check_strategy(strategy: Any) -> None:
     cluster = strategy.extended.topology.cluster
     if cluster is not None and cluster.size > 1:
         raise ValueError(
-            "Argument `strategy` must be of one process: a coordinator gives work to "
-            f"workers of its own. Received: strategy={strategy!r} of {cluster.size} "
-            "workers"
+            "Argument `strategy` must have one process: a coordinator has its own "
+            f"workers. Received: strategy={strategy!r} with {cluster.size} workers"
         )
 
 
 def _check_cluster(cluster: Any) -> None:
-    number = isinstance(cluster, int) and not isinstance(cluster, bool)
-    if number and cluster < 1:
+    is_count = isinstance(cluster, int) and not isinstance(cluster, bool)
+    if is_count and cluster < 1:
         raise ValueError(
-            "Argument `cluster` must be 1 worker or more, or Dask's cluster. Received: "
-            f"cluster={cluster!r}"
+            "Argument `cluster` must be at least 1 worker, or a Dask cluster. "
+            f"Received: cluster={cluster!r}"
         )
     if isinstance(cluster, bool):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Dask's workers: those of this machine that are started here, or a cluster's."""
+"""Dask workers: processes that are started on this machine, or an existing cluster."""
 
 import contextlib
 import logging
@@ -15,7 +15,7 @@ from keras_strategy.cluster_resolver.base import import_extra
 from keras_strategy.coordinator import local_workers, worker
 from keras_strategy.core.registry import get_engine
 
-_SECONDS_TO_END = 5
+_SECONDS_TO_STOP = 5
 
 
 def _distributed() -> Any:
@@ -23,13 +23,10 @@ def _distributed() -> Any:
 
 
 class LocalWorkers:
-    """Processes of this machine, which nobody else can reach or give work to.
+    """Worker processes of this machine that no other user can reach.
 
-    They listen on the loopback address alone, and both sides of a connection show a
-    certificate that was made for this cluster. Dask starts one again that has died.
-
-    Args:
-        count: How many.
+    They listen on the loopback address only, and both sides of a connection present a
+    certificate that was created for this cluster. Dask restarts a dead worker.
     """
 
     def __init__(self, count: int):
@@ -44,9 +41,11 @@ class LocalWorkers:
                     protocol="tls://",
                     security=security,
                     dashboard_address=None,
-                    scheduler_kwargs={"dashboard_address": local_workers.PAGES_AT},
-                    # What fails is raised by `join` and `fetch`. Functions that are
-                    # under way when the program ends would be told as errors.
+                    scheduler_kwargs={
+                        "dashboard_address": local_workers.DASHBOARD_ADDRESS
+                    },
+                    # `join` and `fetch` raise errors. Functions that still run when the
+                    # program ends would be logged as errors.
                     silence_logs=logging.CRITICAL,
                 )
             stack.enter_context(cluster)
@@ -54,74 +53,74 @@ class LocalWorkers:
                 tempfile.TemporaryDirectory(prefix="keras_strategy_coordinator_")
             )
             for name in local_workers.CERTIFICATES:
-                # The directory is its owner's alone.
+                # Only the owner can read the directory.
                 Path(self._directory, name).write_text(getattr(security, name))
             self.client = stack.enter_context(
                 distributed.Client(cluster, security=security, set_as_default=False)
             )
-            self._process = self._started(cluster.scheduler_address, count)
-            stack.callback(self._end)
+            self._process = self._start(cluster.scheduler_address, count)
+            stack.callback(self._stop)
             self._stack = stack.pop_all()
 
-    def _started(self, scheduler: str, count: int) -> "subprocess.Popen[bytes]":
-        # As a program: `multiprocessing` would run the user's script again.
+    def _start(self, scheduler: str, count: int) -> "subprocess.Popen[bytes]":
+        # A program, because `multiprocessing` would run the user's script again.
         program = [sys.executable, "-P", local_workers.__file__]
-        # An engine that has looked for GPUs and found some must not be forked, nor may
-        # a process of macOS that has used its frameworks.
+        # A process must not be forked after a backend has initialized GPUs, nor on
+        # macOS after it has used its frameworks.
         may_fork = sys.platform == "linux" and not get_engine().list_devices("gpu")
-        of_forks = [worker.__name__] if may_fork else []
+        preloaded = [worker.__name__] if may_fork else []
         paths = [path for path in sys.path if path]
-        # What a worker leaves open that is ended in the middle of its work.
+        # Resources that a worker leaves open when it is stopped.
         warnings = [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"]
         environment = {
             **os.environ,
             "KERAS_BACKEND": keras.backend.backend(),
             "PYTHONPATH": os.pathsep.join(paths),
             "PYTHONWARNINGS": ",".join(filter(None, warnings)),
-            # What functions raise comes out of `join`, and is not to be told twice.
+            # `join` raises the errors of functions, so do not log them, too.
             "DASK_LOGGING__DISTRIBUTED": "critical",
             "DASK_DISTRIBUTED__WORKER__HTTP__ROUTES": "[]",
         }
         return subprocess.Popen(
-            [*program, scheduler, str(count), self._directory, *of_forks],
+            [*program, scheduler, str(count), self._directory, *preloaded],
             env=environment,
             cwd=os.getcwd(),
         )
 
     def check(self) -> None:
-        """Raises `RuntimeError` if there is no worker left, nor one to be."""
+        """Raise `RuntimeError` if the process that supervises the workers has ended."""
         status = self._process.poll()
         if status is not None:
             raise RuntimeError(
-                "The process that looks after the coordinator's workers has ended, "
-                f"with the exit status {status}. Look above for what it printed, and "
-                "start the program again."
+                "The process that supervises the coordinator's workers has ended "
+                f"with exit status {status}. See its output above, and restart the "
+                "program."
             )
 
     def close(self) -> None:
-        """Ends the workers."""
+        """Stop the workers."""
         with contextlib.suppress(Exception):
             self._stack.close()
 
-    def _end(self) -> None:
+    def _stop(self) -> None:
         self._process.terminate()
         try:
-            self._process.wait(_SECONDS_TO_END)
+            self._process.wait(_SECONDS_TO_STOP)
         except subprocess.TimeoutExpired:
-            # It may wait for a worker that has not begun yet, which ends with it.
+            # It may wait for a worker that has not started yet and ends with it.
             self._process.kill()
             self._process.wait()
 
 
 class OtherWorkers:
-    """The workers of a cluster that others started, and end.
+    """Workers of an existing Dask cluster.
 
     Args:
-        cluster: A `distributed.Client`, or the address of Dask's scheduler, whose
-            certificates are those of Dask's configuration.
+        cluster: A `distributed.Client`, or the address of Dask's scheduler, with the
+            certificates in Dask's configuration.
 
     Raises:
-        ValueError: If its connections are not secured by certificates.
+        ValueError: If the connections are not secured by certificates.
     """
 
     def __init__(self, cluster: Any):
@@ -131,29 +130,30 @@ class OtherWorkers:
             address = cluster.scheduler.address
         if not str(address).startswith("tls://"):
             raise ValueError(
-                "Argument `cluster` must be Dask's at an address that begins with "
-                "'tls://': whoever reaches another one can run programs on it and on "
-                f"this machine. Received: cluster={cluster!r}, at {address!r}. See "
+                "Argument `cluster` must be a Dask cluster at an address that starts "
+                "with 'tls://': anyone who can reach another one can run programs on "
+                f"it and on this machine. Received: cluster={cluster!r}, at "
+                f"{address!r}. See "
                 "https://distributed.dask.org/en/stable/tls.html"
             )
-        self._own = isinstance(cluster, str)
+        self._owns_client = isinstance(cluster, str)
         self.client: Any = cluster
-        if self._own:
-            known = distributed.Security().get_connection_args("client")
-            if not known.get("ssl_context"):
+        if self._owns_client:
+            arguments = distributed.Security().get_connection_args("client")
+            if not arguments.get("ssl_context"):
                 raise ValueError(
-                    "Argument `cluster` is an address, whose certificates are to be "
-                    "in Dask's configuration, and there are none. Give the client, "
+                    "Argument `cluster` is an address, so Dask's configuration must "
+                    "have its certificates, but has none. Or pass the client, "
                     "`distributed.Client(address, security=distributed.Security(...))`."
                     f" Received: cluster={cluster!r}"
                 )
             self.client = distributed.Client(address, set_as_default=False)
 
     def check(self) -> None:
-        """Does nothing: others may start workers again."""
+        """Do nothing: workers may be restarted elsewhere."""
 
     def close(self) -> None:
-        """Leaves the cluster."""
-        if self._own:
+        """Close the client if it was created here."""
+        if self._owns_client:
             with contextlib.suppress(Exception):
                 self.client.close()

@@ -1,9 +1,9 @@
-"""The program that looks after the workers of a coordinator on its machine.
+"""Program that supervises the workers of a coordinator on its machine.
 
     python local_workers.py SCHEDULER COUNT DIRECTORY [MODULE...]
 
-It is run by its path, and imports no engine: one process imports the modules, and all
-workers are forks of it, also those that are started again.
+It is run by its path and imports no backend: one process imports the modules, and all
+workers, also restarted ones, are forks of it.
 """
 
 import asyncio
@@ -16,25 +16,24 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-# What `distributed.Security` calls them, and the names of their files.
+# Attributes of `distributed.Security`, and the names of the certificate files.
 CERTIFICATES = ("tls_ca_file", "tls_worker_cert", "tls_worker_key")
-# Dask serves pages about its work, without certificates. There is no way to have none,
-# but for this address, and no pages.
-PAGES_AT = "127.0.0.1:0"
+# Dask always serves status pages without certificates: empty ones on the loopback.
+DASHBOARD_ADDRESS = "127.0.0.1:0"
 _SECONDS_TO_JOIN = 60
 
 
-async def look_after(scheduler: str, count: int, directory: Path) -> None:
-    """Starts workers, and those that have died again, until it is told to end.
+async def supervise(scheduler: str, count: int, directory: Path) -> None:
+    """Start workers, and restart dead ones, until SIGTERM.
 
     Args:
         scheduler: The address of Dask's scheduler.
-        count: How many workers.
-        directory: Where the certificates are.
+        count: The number of workers.
+        directory: The folder with the certificates.
     """
     distributed: Any = importlib.import_module("distributed")
-    told_to_end = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told_to_end.set)
+    stop_requested = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop_requested.set)
     files = {name: str(directory / name) for name in CERTIFICATES}
     security = distributed.Security(require_encryption=True, **files)
     nannies = [
@@ -49,36 +48,36 @@ async def look_after(scheduler: str, count: int, directory: Path) -> None:
             death_timeout=_SECONDS_TO_JOIN,
             local_directory=str(directory),
             dashboard=False,
-            dashboard_address=PAGES_AT,
+            dashboard_address=DASHBOARD_ADDRESS,
         )
         for index in range(count)
     ]
 
-    async def finished() -> None:
+    async def wait_for_workers() -> None:
         await asyncio.gather(*nannies)
         await asyncio.gather(*(nanny.finished() for nanny in nannies))
 
-    waited = [
-        asyncio.ensure_future(told_to_end.wait()),
-        asyncio.ensure_future(finished()),
+    tasks = [
+        asyncio.ensure_future(stop_requested.wait()),
+        asyncio.ensure_future(wait_for_workers()),
     ]
-    done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     await asyncio.gather(*(nanny.close() for nanny in nannies), return_exceptions=True)
-    for each in done:
-        each.result()
+    for task in done:
+        task.result()
 
 
 def main(scheduler: str, count: str, directory: str, *modules: str) -> None:
-    """Runs the program with the arguments of the command line."""
+    """Run the program with the arguments of the command line."""
     dask: Any = importlib.import_module("dask")
-    importlib.import_module("distributed")  # which has the configuration
-    # Dask sets these for a worker, which is too late for what it finds imported.
+    importlib.import_module("distributed")  # loads the configuration
+    # Dask sets these per worker, too late for modules that are already imported.
     for name, value in dask.config.get("distributed.nanny.pre-spawn-environ").items():
         os.environ.setdefault(name, str(value))
     multiprocessing.set_forkserver_preload(["distributed", *modules])
     forkserver.ensure_running()
     with dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}):
-        asyncio.run(look_after(scheduler, int(count), Path(directory)))
+        asyncio.run(supervise(scheduler, int(count), Path(directory)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How functions and their arguments travel to workers: as copies, without variables."""
+"""Serialization of functions and arguments for workers: copies without variables."""
 
 import io
 from typing import Any
@@ -10,8 +10,8 @@ from keras_strategy.coordinator.values import RemoteValue, Scheduled, as_tensor
 from keras_strategy.core.registry import get_engine
 
 _cloudpickle = import_extra("cloudpickle", "coordinator", "ClusterCoordinator")
-# What has variables in it: a worker's copy would be changed, and nobody would know.
-_WITH_STATE = (
+# Classes with variables: changes to a worker's copy would be lost silently.
+_STATEFUL_TYPES = (
     keras.Variable,
     keras.Layer,
     keras.optimizers.Optimizer,
@@ -20,16 +20,16 @@ _WITH_STATE = (
 )
 
 
-def packed(name: str, content: Any) -> bytes:
-    """A parcel.
+def serialize(name: str, content: Any) -> bytes:
+    """Serialize a function or its arguments.
 
     Args:
-        name: Of the function, for errors.
-        content: What is in it.
+        name: The function's name, for errors.
+        content: The object.
 
     Raises:
-        TypeError: If there are variables in it, or what cannot travel.
-        ValueError: If there is a `RemoteValue` whose function has not ended.
+        TypeError: If it contains variables or cannot be pickled.
+        ValueError: If it contains a `RemoteValue` without a result.
     """
     file = io.BytesIO()
     pickler = _Pickler(name, file)
@@ -39,25 +39,21 @@ def packed(name: str, content: Any) -> bytes:
         if error is pickler.refusal:
             raise
         raise TypeError(
-            f"What {name} needs cannot travel to a worker: "
+            f"The function or arguments of {name} cannot be sent to a worker: "
             f"{type(error).__name__}: {error}"
         ) from error
     return file.getvalue()
 
 
-def without_variables(structure: Any) -> Any:
-    """Arguments, with the values of variables in their place.
-
-    Args:
-        structure: The arguments.
-    """
+def replace_variables(structure: Any) -> Any:
+    """Replace variables in arguments by their values."""
     return keras.tree.map_structure(
         lambda x: x.value if isinstance(x, keras.Variable) else x, structure
     )
 
 
 class _Pickler(_cloudpickle.Pickler):
-    """Arrays for tensors, values for remote values, and no variables."""
+    """Pickler that converts tensors and remote values and refuses variables."""
 
     def __init__(self, name: str, file: io.BytesIO):
         super().__init__(file)
@@ -65,34 +61,33 @@ class _Pickler(_cloudpickle.Pickler):
         self.refusal: Exception | None = None
 
     def reducer_override(self, obj: Any) -> Any:
-        """See `pickle.Pickler`."""
-        if isinstance(obj, _WITH_STATE):
+        if isinstance(obj, _STATEFUL_TYPES):
             what = f"{type(obj).__name__} {getattr(obj, 'name', '')!r}"
             self.refusal = TypeError(
-                f"{self._name} uses {what} of the coordinator, and workers have copies "
-                "that would be changed in vain. Give it the values as arguments (a "
-                "variable, or `model.get_weights()`), let workers make models of their "
-                "own in the function of `create_per_worker_dataset`, and assign here "
-                "what it returns."
+                f"{self._name} uses {what} of the coordinator. Workers get copies, "
+                "whose changes would be lost. Pass the values as arguments (a "
+                "variable, or `model.get_weights()`), create the workers' models in "
+                "the function of `create_per_worker_dataset`, and assign the returned "
+                "values on the coordinator."
             )
             raise self.refusal
         if isinstance(obj, RemoteValue):
             if not isinstance(obj, Scheduled) or not obj.has_result:
                 self.refusal = ValueError(
-                    f"{self._name} was given a `RemoteValue` that has no value yet. "
-                    "Call `join` or its `fetch` before."
+                    f"{self._name} received a `RemoteValue` that has no value yet. "
+                    "Call `join` or its `fetch` first."
                 )
                 raise self.refusal
-            return _tensors, (obj.fetch(),)
+            return _to_tensors, (obj.fetch(),)
         if get_engine().is_tensor(obj):
             array = keras.ops.convert_to_numpy(obj)
-            return _tensor, (array, keras.backend.standardize_dtype(obj.dtype))
+            return _to_tensor, (array, keras.backend.standardize_dtype(obj.dtype))
         return super().reducer_override(obj)
 
 
-def _tensor(array: Any, dtype: str) -> Any:
+def _to_tensor(array: Any, dtype: str) -> Any:
     return keras.ops.convert_to_tensor(array, dtype)
 
 
-def _tensors(structure: Any) -> Any:
+def _to_tensors(structure: Any) -> Any:
     return keras.tree.map_structure(as_tensor, structure)

@@ -1,7 +1,4 @@
-"""`RemoteValue`: what a function will have returned.
-
-What each worker has one of: values, datasets and their iterators.
-"""
+"""Values of a coordinator: remote results, and one value or dataset per worker."""
 
 import dataclasses
 import threading
@@ -13,7 +10,7 @@ import keras
 
 
 class RemoteValue:
-    """What `ClusterCoordinator.schedule` returns: the result of a function, to come.
+    """Future result of a function passed to `ClusterCoordinator.schedule`.
 
     Example:
 
@@ -26,78 +23,74 @@ class RemoteValue:
     """
 
     def fetch(self) -> Any:
-        """Waits for the function, and returns its result with arrays for tensors.
+        """Wait for the function and return its result, with arrays for tensors.
 
         Raises:
-            CancelledError: If the function was cancelled, since another one failed.
-            Exception: What the function raised.
+            CancelledError: If the function was cancelled because another one failed.
+            Exception: The exception that the function raised.
         """
         raise NotImplementedError
 
     def get(self) -> Any:
-        """Waits for the function, and returns its result with tensors for arrays.
+        """Wait for the function and return its result, with tensors for arrays.
 
         Raises:
-            CancelledError: If the function was cancelled, since another one failed.
-            Exception: What the function raised.
+            CancelledError: If the function was cancelled because another one failed.
+            Exception: The exception that the function raised.
         """
         raise NotImplementedError
 
 
 class Scheduled(RemoteValue):
-    """The result of a function that a coordinator has given to its workers.
-
-    Args:
-        name: The function's.
-    """
+    """Result of a function that a coordinator has submitted."""
 
     def __init__(self, name: str):
         self.name = name
-        self._ended = threading.Event()
+        self._done = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
 
     @property
     def has_result(self) -> bool:
-        """Whether the function has ended without an error."""
-        return self._ended.is_set() and self._error is None
+        """True if the function has returned."""
+        return self._done.is_set() and self._error is None
 
     def set_result(self, result: Any) -> None:
-        """Tells what the function returned."""
+        """Set the function's result."""
         self._result = result
-        self._ended.set()
+        self._done.set()
 
     def set_error(self, error: BaseException) -> None:
-        """Tells why there is no result."""
+        """Set the reason why there is no result."""
         self._error = error
-        self._ended.set()
+        self._done.set()
 
     def fetch(self) -> Any:
-        """See `RemoteValue`."""
-        self._ended.wait()
+        """Wait for the result and return it with arrays for tensors."""
+        self._done.wait()
         if self._error is not None:
             raise self._error
         return self._result
 
     def get(self) -> Any:
-        """See `RemoteValue`."""
+        """Wait for the result and return it with tensors for arrays."""
         return keras.tree.map_structure(as_tensor, self.fetch())
 
 
 def as_tensor(value: Any) -> Any:
-    """A tensor for an array, and all else as it is."""
+    """Convert an array to a tensor; return other values unchanged."""
     is_array = hasattr(value, "dtype") and hasattr(value, "shape")
     return keras.ops.convert_to_tensor(value) if is_array else value
 
 
 class PerWorkerValue:
-    """Values of which each worker gets its own where a function is called with this.
+    """One value per worker; a scheduled function receives that of its worker.
 
     Args:
-        values: One for each worker, by its index.
+        values: One value for each worker, by its index.
 
     Raises:
-        TypeError: If the values are not in a list or tuple.
+        TypeError: If `values` is not a list or tuple.
 
     Example:
 
@@ -117,18 +110,15 @@ class PerWorkerValue:
         self._values = tuple(values)
 
     def of_worker(self, index: int) -> Any:
-        """The value of a worker.
-
-        Args:
-            index: Its index.
+        """Return the value of the worker with this index.
 
         Raises:
             ValueError: If it has none.
         """
         if index >= len(self._values):
             raise ValueError(
-                f"There are {len(self._values)} values, and none for worker {index}. "
-                "Give `PerWorkerValue` one for each worker."
+                f"Received {len(self._values)} values, and none for worker {index}. "
+                "Pass one value per worker to `PerWorkerValue`."
             )
         return self._values[index]
 
@@ -138,11 +128,11 @@ PerWorkerValues = PerWorkerValue
 
 @dataclasses.dataclass(frozen=True)
 class PerWorkerDataset:
-    """A dataset that each worker makes for itself, when it first needs it.
+    """A dataset that each worker creates when it first needs it.
 
     Attributes:
-        function: What makes it, as it travels.
-        name: What a worker knows it by.
+        function: The serialized function that creates it.
+        name: The key under which a worker stores it.
     """
 
     function: bytes
@@ -154,11 +144,11 @@ class PerWorkerDataset:
 
 @dataclasses.dataclass(frozen=True)
 class PerWorkerIterator(Iterator[Any]):
-    """An iterator over each worker's own dataset.
+    """An iterator over each worker's dataset.
 
     Attributes:
         dataset: The dataset.
-        name: What a worker knows the iterator by.
+        name: The key under which a worker stores the iterator.
     """
 
     dataset: PerWorkerDataset
@@ -169,6 +159,6 @@ class PerWorkerIterator(Iterator[Any]):
 
     def __next__(self) -> NoReturn:
         raise NotImplementedError(
-            "Each worker has an iterator of its own, and the coordinator none. Call "
-            "`next` in a function that is given the iterator by `schedule`."
+            "Only workers have iterators, not the coordinator. Call `next` in a "
+            "function that receives the iterator through `schedule`."
         )

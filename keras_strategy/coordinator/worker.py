@@ -1,4 +1,4 @@
-"""What a worker of a coordinator does: it calls functions, one after the other."""
+"""Worker side of a coordinator: calls functions one after the other."""
 
 import pickle
 import threading
@@ -15,53 +15,54 @@ from keras_strategy.coordinator.values import (
 )
 from keras_strategy.core.registry import get_engine
 
-# The datasets and iterators of this process, by name. A process that was started again
-# makes them anew.
-_made: dict[str, Any] = {}
-# One function at a time, whatever the number of threads that Dask was told to have.
-_calling = threading.Lock()
-_called = threading.local()
+# Datasets and iterators of this process, by name. A restarted process recreates them.
+_objects: dict[str, Any] = {}
+# One function at a time, also if Dask has several threads.
+_call_lock = threading.Lock()
+_thread_state = threading.local()
 
 
-def call(name: str, parcel: bytes, backend: str) -> Any:
-    """Calls a function.
+def call(name: str, call_data: bytes, backend: str) -> Any:
+    """Call a function.
 
     Args:
-        name: The function's.
-        parcel: The function and its arguments.
+        name: The function's name.
+        call_data: The serialized function and arguments.
         backend: The Keras backend of the coordinator.
 
     Returns:
-        What it returns, with arrays for tensors and variables.
+        Its result, with arrays for tensors and variables.
 
     Raises:
         RuntimeError: If this process has another backend, or an iterator has ended.
-        Exception: What the function raises.
+        Exception: The exception that the function raises.
     """
     if keras.backend.backend() != backend:
         raise RuntimeError(
-            f"The coordinator has the Keras backend {backend!r}, and this worker "
+            f"The coordinator uses the Keras backend {backend!r}, and this worker "
             f"{keras.backend.backend()!r}. Start workers with KERAS_BACKEND={backend}."
         )
-    with _calling:
+    with _call_lock:
         distributed = import_extra("distributed", "coordinator", "ClusterCoordinator")
-        _called.worker = distributed.get_worker().name
+        _thread_state.worker = distributed.get_worker().name
         try:
-            fn, args, kwargs = pickle.loads(parcel)
-            args, kwargs = keras.tree.map_structure(_own, (list(args), kwargs))
+            fn, args, kwargs = pickle.loads(call_data)
+            args, kwargs = keras.tree.map_structure(
+                _resolve_per_worker, (list(args), kwargs)
+            )
             return keras.tree.map_structure(_as_array, fn(*args, **kwargs))
         except StopIteration as error:
-            # Python would take it for the end of an iterator of its own.
+            # Dask's own iteration would end silently.
             raise RuntimeError(
-                f"{name} raised StopIteration: the iterator of this worker has no "
-                "more. Let the dataset repeat, or schedule as often as it has batches."
+                f"{name} raised StopIteration: the iterator of this worker is "
+                "exhausted. Repeat the dataset, or schedule one call per batch."
             ) from error
         finally:
-            del _called.worker
+            del _thread_state.worker
 
 
 def experimental_get_current_worker_index() -> int:
-    """Returns the index of the worker, for use in a function that was scheduled.
+    """Return the index of the worker, in a function that was scheduled.
 
     Raises:
         RuntimeError: If it is called elsewhere, or the worker has no index.
@@ -76,40 +77,42 @@ def experimental_get_current_worker_index() -> int:
         return rows[index::2]
     ```
     """
-    name = getattr(_called, "worker", None)
+    name = getattr(_thread_state, "worker", None)
     if name is None:
         raise RuntimeError(
-            "`experimental_get_current_worker_index` is for functions that `schedule` "
-            "or `create_per_worker_dataset` of a ClusterCoordinator was given. It was "
-            "called outside of them."
+            "Call `experimental_get_current_worker_index` in a function passed to "
+            "`schedule` or `create_per_worker_dataset` of a ClusterCoordinator. It was "
+            "called outside of one."
         )
     if not str(name).isdigit():
         raise RuntimeError(
-            f"The worker {name!r} has no index. Name Dask's workers by numbers from 0, "
-            "as `dask worker --name 0` does."
+            f"The worker {name!r} has no index. Name Dask's workers by number from 0, "
+            "with `dask worker --name 0`."
         )
     return int(name)
 
 
-def _own(value: Any) -> Any:
-    """What this worker has in the place of an argument."""
+def _resolve_per_worker(value: Any) -> Any:
+    """Replace a per-worker argument by this worker's value."""
     if isinstance(value, PerWorkerValue):
         return value.of_worker(experimental_get_current_worker_index())
     if isinstance(value, PerWorkerDataset):
-        return _once(value.name, pickle.loads(value.function))
+        return _get_or_create(value.name, pickle.loads(value.function))
     if isinstance(value, PerWorkerIterator):
-        return _once(value.name, lambda: iter(_own(value.dataset)))
+        return _get_or_create(
+            value.name, lambda: iter(_resolve_per_worker(value.dataset))
+        )
     return value
 
 
-def _once(name: str, make: Callable[[], Any]) -> Any:
-    if name not in _made:
-        _made[name] = make()
-    return _made[name]
+def _get_or_create(name: str, create: Callable[[], Any]) -> Any:
+    if name not in _objects:
+        _objects[name] = create()
+    return _objects[name]
 
 
 def _as_array(value: Any) -> Any:
     if isinstance(value, keras.Variable) or get_engine().is_tensor(value):
-        # A number for what has no dimensions, as NumPy has it.
+        # NumPy scalars for arrays without dimensions.
         return keras.ops.convert_to_numpy(value)[()]
     return value

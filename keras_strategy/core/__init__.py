@@ -1,1 +1,1 @@
-"""What adapters promise, and who is in charge: nothing here knows an engine."""
+"""Protocols of backends and the per-thread context, independent of backends."""

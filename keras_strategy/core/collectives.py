@@ -87,8 +87,8 @@ class WorkerCollectives(abc.ABC):
 
         Args:
             name: What they are.
-            tensors: Tensors of the same shapes and dtypes on all workers; `take_chiefs`
-                checks that.
+            tensors: Tensors of the same shapes and dtypes on all workers; see also
+                `broadcast_if_different`.
         """
 
     def sum(self, name: str, tensor: Any) -> Any:
@@ -132,7 +132,7 @@ class WorkerCollectives(abc.ABC):
         return results
 
     def track_operation(self, name: str) -> "TrackedOperation":
-        """Context manager around a wait, see `workers.CoordinatorClient.waiting`."""
+        """Context manager around a wait, see `CoordinatorClient.track_operation`."""
         return self.cluster.client.track_operation(name)
 
     def mismatch_error(self, name: str, layout: Layout, which: str = "") -> Exception:
@@ -141,18 +141,18 @@ class WorkerCollectives(abc.ABC):
         Args:
             name: This worker's call.
             layout: This worker's layout.
-            which: See `refusal`.
+            which: See `calls_differ_error`.
         """
-        operation = "the comparison of what is sent"
-        received = self.cluster.exchange(operation, [operation_kind(name), *layout])
-        return self.refusal(
+        call = [operation_kind(name), *layout]
+        received = self.cluster.exchange("the comparison of calls", call)
+        return self.calls_differ_error(
             name,
             [call for call, *_ in received],
             [layout for _, *layout in received],
             which,
         )
 
-    def refusal(
+    def calls_differ_error(
         self, name: str, calls: Sequence[str], layouts: Sequence[Layout], which: str
     ) -> Exception:
         """Return the error for workers that are about to do different things.
@@ -164,9 +164,10 @@ class WorkerCollectives(abc.ABC):
             which: Words for the sizes that must be equal.
         """
         if len(set(calls)) > 1:
+            received = self.cluster.format_by_worker(f"`{call}`" for call in calls)
             return WorkersDifferError(
                 "All workers must make the same calls in the same order. They make "
-                f"different calls ({self.cluster.format_by_worker(f'`{c}`' for c in calls)})."
+                f"different calls ({received})."
             )
         received = self.cluster.format_by_worker(
             describe_layouts([layout]) for layout in layouts

@@ -3,8 +3,6 @@
 Outside every scope the default strategy applies. Inside `strategy.scope()` a thread is
 in *cross-replica context* and acts for all replicas at once. Inside a function that
 `strategy.run` calls it is in *replica context* and acts for one replica.
-
-Communication between replicas, from a function that runs on one of them.
 """
 
 import contextlib
@@ -24,20 +22,19 @@ if TYPE_CHECKING:
     from keras_strategy.core.protocols import Replica, Strategy
 
 
-class _Place(threading.local):
-    """Where this thread is."""
+class _ThreadState(threading.local):
+    """Scopes, replica and dry run of this thread."""
 
     def __init__(self):
         self.scopes: list[Strategy | None] = []
         self.replica: ReplicaContext | None = None
-        self.replicas_wait = False
+        self.is_merging = False
         self.dry_run: DryRun | None = None
 
 
-_place = _Place()
-# Public to hot hooks, which read it without a function call.
-thread_state = _place
-_process_wide: list[Any] = []  # at most one (strategy, entered scope)
+# Public: hot patches read it without a function call.
+thread_state = _ThreadState()
+_global_scope: list[Any] = []  # at most one (strategy, entered scope)
 _default: "Strategy | None" = None
 _make_default: "Callable[[], Strategy] | None" = None
 
@@ -59,26 +56,26 @@ def register_default_strategy(make: Callable[[], "Strategy"]) -> None:
 
 def current_scope() -> "Strategy | None":
     """Return the strategy whose scope this thread is in, or None."""
-    if _place.replica is not None:
-        return _place.replica.strategy
-    if _place.scopes:
-        return _place.scopes[-1]
-    return _process_wide[0][0] if _process_wide else None
+    if thread_state.replica is not None:
+        return thread_state.replica.strategy
+    if thread_state.scopes:
+        return thread_state.scopes[-1]
+    return _global_scope[0][0] if _global_scope else None
 
 
 def scope_depth() -> int:
     """Return the number of nested scopes of this thread."""
-    return len(_place.scopes)
+    return len(thread_state.scopes)
 
 
 def current_replica() -> "ReplicaContext | None":
     """Return the replica that this thread runs for `strategy.run`, or None."""
-    return _place.replica
+    return thread_state.replica
 
 
 def distributed_replica() -> "Replica | None":
     """Return the running replica if its strategy has others, or None."""
-    replica = _place.replica
+    replica = thread_state.replica
     # Hot path, hundreds of calls a step: `_replicas` caches the property.
     if replica is None or (replica._replicas or replica.num_replicas_in_sync) == 1:
         return None
@@ -87,9 +84,9 @@ def distributed_replica() -> "Replica | None":
 
 def replica_or_dry_run() -> "Replica | DryRun | None":
     """Return `distributed_replica()`, or the dry run this thread is in."""
-    replica = _place.replica
+    replica = thread_state.replica
     if replica is None:
-        return _place.dry_run
+        return thread_state.dry_run
     # Inlined from `distributed_replica`, for speed.
     if (replica._replicas or replica.num_replicas_in_sync) == 1:
         return None
@@ -99,55 +96,55 @@ def replica_or_dry_run() -> "Replica | DryRun | None":
 @contextlib.contextmanager
 def cross_replica_scope(strategy: "Strategy | None") -> Iterator[None]:
     """Enter the cross-replica context of `strategy`; None is no strategy."""
-    replica, _place.replica = _place.replica, None
+    replica, thread_state.replica = thread_state.replica, None
     enter_scope(strategy)
     try:
         yield
     finally:
         leave_scope()
-        _place.replica = replica
+        thread_state.replica = replica
 
 
 def enter_scope(strategy: "Strategy | None") -> None:
     """Enter a scope until `leave_scope`; for threads that run no replica."""
-    _place.scopes.append(strategy)
+    thread_state.scopes.append(strategy)
 
 
 def leave_scope() -> None:
     """Leave the innermost scope."""
-    _place.scopes.pop()
+    thread_state.scopes.pop()
 
 
 @contextlib.contextmanager
 def dry_run_scope() -> Iterator[DryRun]:
     """Leave all strategies for a dry run, and yield its findings."""
-    trial = DryRun()
+    dry_run = DryRun()
     with cross_replica_scope(None):
-        before, _place.dry_run = _place.dry_run, trial
+        before, thread_state.dry_run = thread_state.dry_run, dry_run
         try:
-            yield trial
+            yield dry_run
         finally:
-            _place.dry_run = before
+            thread_state.dry_run = before
 
 
 @contextlib.contextmanager
 def replica_scope(context: "ReplicaContext") -> Iterator[None]:
     """Enter the replica context `context`."""
-    previous, _place.replica = _place.replica, context
+    previous, thread_state.replica = thread_state.replica, context
     try:
         yield
     finally:
-        _place.replica = previous
+        thread_state.replica = previous
 
 
 @contextlib.contextmanager
 def merge_call_scope() -> Iterator[None]:
     """Mark that this thread acts for all replicas while they wait for it."""
-    before, _place.replicas_wait = _place.replicas_wait, True
+    before, thread_state.is_merging = thread_state.is_merging, True
     try:
         yield
     finally:
-        _place.replicas_wait = before
+        thread_state.is_merging = before
 
 
 def get_strategy() -> "Strategy":
@@ -200,11 +197,11 @@ def get_replica_context() -> "ReplicaContext | None":
         assert ks.get_replica_context() is None
     ```
     """
-    if _place.dry_run is not None:
-        _place.dry_run.depends_on_replicas = True
+    if thread_state.dry_run is not None:
+        thread_state.dry_run.depends_on_replicas = True
     if current_scope() is None:
         return default_strategy().extended.group.context
-    return _place.replica
+    return thread_state.replica
 
 
 def in_cross_replica_context() -> bool:
@@ -222,7 +219,7 @@ def in_cross_replica_context() -> bool:
     assert strategy.run(ks.in_cross_replica_context) is False
     ```
     """
-    return current_scope() is not None and _place.replica is None
+    return current_scope() is not None and thread_state.replica is None
 
 
 def experimental_set_strategy(strategy: "Strategy | None") -> None:
@@ -246,18 +243,21 @@ def experimental_set_strategy(strategy: "Strategy | None") -> None:
     assert not ks.has_strategy()
     ```
     """
-    if len(_place.scopes) > len(_process_wide) or _place.replica is not None:
+    if (
+        len(thread_state.scopes) > len(_global_scope)
+        or thread_state.replica is not None
+    ):
         raise RuntimeError(
             "experimental_set_strategy was called inside a strategy's scope. "
             "Leave the scope first, or use `with strategy.scope():` alone."
         )
-    if _process_wide:
-        _, entered = _process_wide.pop()
+    if _global_scope:
+        _, entered = _global_scope.pop()
         entered.close()
     if strategy is not None:
         entered = contextlib.ExitStack()
         entered.enter_context(strategy.scope())
-        _process_wide.append((strategy, entered))
+        _global_scope.append((strategy, entered))
 
 
 def require_cross_replica(strategy: "Strategy", method: str) -> None:
@@ -275,12 +275,12 @@ def require_cross_replica(strategy: "Strategy", method: str) -> None:
         "reduce": "get_replica_context().all_reduce()",
         "gather": "get_replica_context().all_gather()",
     }.get(method, "get_replica_context().merge_call()")
-    if _place.replica is not None:
+    if thread_state.replica is not None:
         raise RuntimeError(
             f"`{method}` acts for all replicas and was called inside one. "
             f"Use {instead} there, or call `{method}` outside `strategy.run`."
         )
-    if _place.replicas_wait and method == "run":
+    if thread_state.is_merging and method == "run":
         raise RuntimeError(
             "`run` was called inside `merge_call`, while the replicas wait for it to "
             "end. Compute there only what needs no replica, return, and continue in "

@@ -62,7 +62,7 @@ class DifferingAttribute(PerReplica):
         )
 
 
-class _Notice:
+class _SetattrHooks:
     """Patches that intercept attribute assignment while replicas take turns.
 
     They are installed when a turn begins and stay until `end` is called, since the next
@@ -102,16 +102,16 @@ class _Notice:
                 self.installed = False
 
 
-setattr_hooks = _Notice()
+setattr_hooks = _SetattrHooks()
 
 
-class _Here(threading.local):
+class _CurrentTurn(threading.local):
     """Attributes of the replica whose turn it is in this thread."""
 
     attributes: "ReplicaAttributes | None" = None
 
 
-current_turn = _Here()
+current_turn = _CurrentTurn()
 
 
 def current_attributes() -> "ReplicaAttributes | None":
@@ -122,11 +122,11 @@ def current_attributes() -> "ReplicaAttributes | None":
 @contextlib.contextmanager
 def set_on_all_replicas() -> Iterator[None]:
     """Let this thread set attributes for all replicas."""
-    own, current_turn.attributes = current_turn.attributes, None
+    before, current_turn.attributes = current_turn.attributes, None
     try:
         yield
     finally:
-        current_turn.attributes = own
+        current_turn.attributes = before
 
 
 class _Attribute:
@@ -181,20 +181,20 @@ class _Contents:
         return contents.values() if isinstance(contents, dict) else contents
 
 
-_Place = _Attribute | _Contents
+_Location = _Attribute | _Contents
 
 
 class ReplicaAttributes:
     """Attributes that one replica sets on layers during a run.
 
     Args:
-        made: Layers that replicas created in this run.
+        new_layers: Layers that replicas created in this run.
     """
 
-    def __init__(self, made: dict[int, Any]):
-        self.new_layers = made
+    def __init__(self, new_layers: dict[int, Any]):
+        self.new_layers = new_layers
         # Each place, and its value when the turn changes.
-        self.swapped: dict[Hashable, tuple[_Place, Any]] = {}
+        self.swapped: dict[Hashable, tuple[_Location, Any]] = {}
         self._in_place = False
 
     def set(self, layer: Any, name: str, value: Any) -> None:
@@ -265,12 +265,12 @@ class ReplicaAttributes:
 @contextlib.contextmanager
 def discard_attribute_changes() -> Iterator[None]:
     """Discard what this thread sets on layers, for dry runs."""
-    own = current_turn.attributes
+    before = current_turn.attributes
     try:
         with ReplicaAttributes({}).in_turn():
             yield
     finally:
-        current_turn.attributes = own
+        current_turn.attributes = before
 
 
 class GroupAttributes:
@@ -288,31 +288,33 @@ class GroupAttributes:
 
     def begin(self) -> list[ReplicaAttributes]:
         """Begin a run: each replica gets the values it left."""
-        made: dict[int, Any] = {}
-        replicas = [ReplicaAttributes(made) for _ in range(self._replicas)]
+        new_layers: dict[int, Any] = {}
+        replicas = [ReplicaAttributes(new_layers) for _ in range(self._replicas)]
         for reference, name in self._differing:
             owner = reference()
             if owner is None:
                 continue
             place = _Contents(owner) if name is None else _Attribute(owner, name)
-            found = place.read()
-            if not isinstance(found, DifferingAttribute):  # overwritten since
+            value = place.read()
+            if not isinstance(value, DifferingAttribute):  # overwritten since
                 continue
             key = id(owner) if name is None else (id(owner), name)
-            for replica, value in zip(replicas, found.values, strict=True):
-                replica.swapped[key] = place, value
+            for replica, local in zip(replicas, value.values, strict=True):
+                replica.swapped[key] = place, local
         return replicas
 
     def commit(self, replicas: Sequence[ReplicaAttributes]) -> None:
         """Write what the replicas have set, once all of them have succeeded."""
         places = {
-            key: place for own in replicas for key, (place, _) in own.swapped.items()
+            key: place
+            for replica in replicas
+            for key, (place, _) in replica.swapped.items()
         }
         self._differing = []
         for key, place in places.items():
             current = place.read()
             first, *others = [
-                own.swapped.get(key, (place, current))[1] for own in replicas
+                replica.swapped.get(key, (place, current))[1] for replica in replicas
             ]
             if all(self._same(first, other) for other in others):
                 place.write(first)

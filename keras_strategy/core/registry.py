@@ -1,7 +1,4 @@
-"""Adapter of the Keras backend in use, imported on first use.
-
-Random generators of the process.
-"""
+"""Access to the adapter of the Keras backend in use, and the random generators."""
 
 import contextlib
 import functools

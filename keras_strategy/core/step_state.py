@@ -1,7 +1,4 @@
-"""Rows of the global batch that belong to a replica.
-
-State of the training step that a replica is in, and of a dry run.
-"""
+"""Rows and state of the training step that a replica is in, and of a dry run."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -49,35 +46,36 @@ def row_ranges(counts: tuple[int, ...]) -> list[RowRange]:
 
 @dataclass(slots=True)
 class StepState:
-    """State of one replica's step; `rules` and the hooks read and write it.
+    """State of one replica's step, which `training` and the patches read and write.
 
-    In `strategy.run` the row weight is None, and only `applying` is used.
+    In `strategy.run` the row weight is None, and only `is_applying` is used.
 
     Attributes:
         row_weight: Local rows / global rows, a number or a scalar tensor; see
-            `rules.row_weights`.
+            `training/row_weights.py`.
         assigned: Mirrored variables without an aggregation that the step assigned, by
             `id`.
-        read: Mirrored variables of aggregation "sum" that it read, by `id`.
-        parts: Sync-on-read variables assigned since they were last merged, by `id`.
-        merged: Values of sync-on-read variables merged over all replicas, by `id`, if
-            read in the step and unchanged since.
-        applying: True while an optimizer applies reduced gradients, so that all
+        sum_variables_read: Mirrored variables of aggregation "sum" that it read, by
+            `id`.
+        on_read_writes: Sync-on-read variables assigned since the last merge, by `id`.
+        on_read_merged: Values of sync-on-read variables merged over all replicas, by
+            `id`, if read in the step and unchanged since.
+        is_applying: True while an optimizer applies reduced gradients, so that all
             replicas compute on equal inputs.
-        gradients_of: Variables whose gradients are being reduced; None while other
-            values are.
+        reducing_gradients_of: Variables whose gradients are being reduced; None while
+            other values are.
         optimizer: The optimizer that gets these gradients.
         has_all_rows: True while a loss is computed from the rows of all replicas.
         logs_are_metrics: True if the step returns `get_metrics_result()`, which is
             called again when all replicas have finished the step.
         rows: This replica's rows of the global batch; None if unknown.
         draws: Batch dimensions of the step's random draws.
-        drawn: Number of draws so far, by kind.
-        dry_run: Dry-runs the step, see `rules.draws.Rehearse`.
-        drawing: True while a draw is for all rows or for none.
+        draw_counts: Number of draws so far, by kind.
+        dry_run: Dry-runs the step with a number of rows.
+        is_drawing: True while a draw is for all rows or for none.
         warn_unless: Called in the first step of a loop with a function that returns a
             condition, and one that warns if it is false; None if nothing is to be
-            tested, see `rules.row_trials`.
+            tested, see `training/audit.py`.
     """
 
     row_weight: Any = None
@@ -103,16 +101,16 @@ class DryRun:
     """Findings of a dry run of a function, called as on one device.
 
     Attributes:
-        knows: True if the function, or one of our own rules that cannot take part,
-            depends on the other replicas.
-        drew: True if it drew random numbers.
-        share: Fraction of all rows that it is called with.
-        draws: Its draws, in the dry run of a step; see `rules.draws`.
+        depends_on_replicas: True if the function, or a rule of ours that does not take
+            part in the dry run, depends on the other replicas.
+        drew_random: True if it drew random numbers.
+        row_fraction: Fraction of all rows that it is called with.
+        draws: Its draws, in the dry run of a step.
         gradients: Gradients passed to optimizers, which do not apply them; None if
             the dry run ends at the first optimizer.
-        drawing: True while it draws.
-        of_rows: True while checking that outputs are row-independent; Keras's own
-            layers are known to be and are skipped.
+        is_drawing: True while it draws.
+        tests_row_independence: True while checking that outputs are row-independent.
+            Keras's own layers are known to be, and are skipped.
         step: Stands in for the replica's `StepState` where its rows are drawn as on
             one device.
     """
@@ -127,4 +125,5 @@ class DryRun:
     step: Any = None
 
     def draw_once(self, what: Any, draw: Callable[[], Any], skip: Any) -> Any:
+        """Call `draw`, as `Replica.draw_once` does on one replica."""
         return draw()

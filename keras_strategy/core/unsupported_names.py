@@ -1,6 +1,6 @@
-"""Names of tf.distribute that do not exist here, with the reason.
+"""Names of tf.distribute that this package does not implement.
 
-tf.distribute's server classes: native on TensorFlow, unsupported elsewhere.
+Some exist on no backend; the server classes are native on TensorFlow.
 """
 
 import functools
@@ -27,12 +27,10 @@ class UnsupportedName:
         self._name = name
 
     def __get__(self, instance: Any, owner: type) -> NoReturn:
-        raise AttributeError(absent(owner.__name__, self._name, self.reason))
-
-
-def absent(owner: str, name: str, reason: str) -> str:
-    """Return the AttributeError message for a tf.distribute name."""
-    return f"{owner!r} has no attribute {name!r}, which tf.distribute has. {reason}"
+        raise AttributeError(
+            f"{owner.__name__!r} has no attribute {self._name!r}, which tf.distribute "
+            f"has. {self.reason}"
+        )
 
 
 _ASYNCHRONOUS = (
@@ -71,10 +69,7 @@ def native_or_unsupported(name: str) -> Any:
     return _UnsupportedMeta(
         name.rpartition(".")[2],
         (_Unsupported,),
-        {
-            "__doc__": REASONS[name],
-            "__module__": __name__,
-        },
+        {"__doc__": REASONS[name], "__module__": __name__},
     )
 
 

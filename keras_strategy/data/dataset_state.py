@@ -1,11 +1,11 @@
-"""Where the sources of a distributed dataset are, and how they are put there again.
+"""Positions of a distributed dataset's sources: how to save and restore them.
 
-A source that knows where it is says so: by `state_dict` and `load_state_dict`, as those
-of torchdata and Hugging Face, or by `get_state` and `set_state`, as grain's iterators
-do. The batches of a `PyDataset` are known by their numbers. Any other source is read
-forward from its beginning.
+A source that can report its position does so itself: by `state_dict` and
+`load_state_dict` (torchdata, Hugging Face), or by `get_state` and `set_state` (grain's
+iterators). A `PyDataset` is restored by batch index. Any other source is read again
+from its beginning up to its position.
 
-What is read ahead of the loop is no part of the place: see `Prefetcher`.
+Prefetched batches do not count as read: see `Prefetcher`.
 """
 
 import logging
@@ -15,24 +15,24 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from keras_strategy.data.sources import IndexedStart, OneShotStart
+from keras_strategy.data.sources import OneShotReader, PyDatasetReader
 
 logger = logging.getLogger("keras_strategy")
 _PROTOCOLS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
 
 
 class SourceStates:
-    """What a distributed dataset is read from.
+    """Sources of a distributed dataset, with their positions.
 
     Args:
-        datasets: The datasets.
-        starts: What starts to read each of them.
+        datasets: The datasets to read.
+        starts: A function for each of them that starts reading it.
         turns: How many batches of each make up an element.
 
     Attributes:
-        given: Where they were when the last element was read that a loop was given, if
-            they may be further by now.
-        held: Where they are for who asks, if an element was read for another reason.
+        consumed: Positions after the last element that a loop received, where
+            prefetching has read further; else None.
+        before_peek: Positions before an element that was read for its spec only.
     """
 
     def __init__(
@@ -41,143 +41,147 @@ class SourceStates:
         starts: Sequence[Callable[..., Iterator[Any]]],
         turns: int = 1,
     ):
-        self._all = [_Source(*pair) for pair in zip(datasets, starts, strict=True)]
+        self._sources = [_Source(*pair) for pair in zip(datasets, starts, strict=True)]
         self._turns = turns
-        self.given: list[Any] | None = None
-        self.held: list[Any] | None = None
+        self.consumed: list[Any] | None = None
+        self.before_peek: list[Any] | None = None
 
     @property
     def has_pending_restore(self) -> bool:
-        """Whether they have been put somewhere, and are not read from there yet."""
-        return any(source.resume is not None for source in self._all)
+        """True if a state was loaded and no iteration has started from it yet."""
+        return any(source.restore_from is not None for source in self._sources)
 
     @property
-    def begun(self) -> int:
-        """The element with which the reading that began last begins."""
-        return self._all[0].begun // self._turns
+    def first_element(self) -> int:
+        """The index of the first element of the latest iteration."""
+        return self._sources[0].first_batch // self._turns
 
     def start(self) -> list[Iterator[Any]]:
-        """Starts to read them, where they have been put if they were."""
-        self.given = self.held = None
-        return [source.start() for source in self._all]
+        """Start reading all sources, from a restored position if there is one."""
+        self.consumed = self.before_peek = None
+        return [source.start() for source in self._sources]
 
-    def here(self) -> list[Any]:
-        """Where they are, with what was read ahead."""
-        return [source.here() for source in self._all]
+    def current(self) -> list[Any]:
+        """Return the positions, prefetched batches included."""
+        return [source.position() for source in self._sources]
 
     def state(self) -> dict[str, Any]:
-        """See `DistributedDataset.state_dict`."""
-        return {"sources": self.held or self.given or self.here()}
+        """Return the value of `DistributedDataset.state_dict`."""
+        return {"sources": self.before_peek or self.consumed or self.current()}
 
-    def put(self, state: dict[str, Any]) -> None:
-        """See `DistributedDataset.load_state_dict`.
+    def restore(self, state: dict[str, Any]) -> None:
+        """Have the next iteration start from `state`.
 
         Raises:
             ValueError: If it is the state of another dataset.
         """
-        places = state.get("sources") if isinstance(state, dict) else None
-        if not isinstance(places, list) or len(places) != len(self._all):
+        positions = state.get("sources") if isinstance(state, dict) else None
+        if not isinstance(positions, list) or len(positions) != len(self._sources):
             raise ValueError(
-                "Argument `state` must be what `state_dict` gave for the same dataset, "
-                f"which is read from {len(self._all)} sources. Received: {state!r}"
+                "Argument `state` must be what `state_dict` returned for the same "
+                f"dataset, which is read from {len(self._sources)} sources. Received: "
+                f"{state!r}"
             )
-        self.given = self.held = None
-        for source, place in zip(self._all, places, strict=True):
-            source.resume = place
+        self.consumed = self.before_peek = None
+        for source, position in zip(self._sources, positions, strict=True):
+            source.restore_from = position
 
 
 @dataclass
 class _Pass:
-    """How far a source has been read from its beginning."""
+    """Progress of one iteration over a source."""
 
     batches: int
     ended: bool = False
 
 
 class _Source:
-    """One of the sources.
+    """One source and its position.
 
     Attributes:
-        resume: Where the next reading begins, of what `here` gives; None for the
+        restore_from: The position at which the next iteration starts; None for the
             beginning.
-        begun: The batch with which the last one has begun.
+        first_batch: The index of the first batch of the latest iteration.
     """
 
     def __init__(self, dataset: Any, start: Callable[..., Iterator[Any]]):
         self._dataset, self._start = dataset, start
-        self._knows = dataset if _protocol(dataset) else None
+        # The dataset or its iterator, whichever reports its own position.
+        self._stateful = dataset if has_state(dataset) else None
         self._passes: list[_Pass] = []
-        self.resume: dict[str, Any] | None = None
-        self.begun = 0
+        self.restore_from: dict[str, Any] | None = None
+        self.first_batch = 0
 
     def start(self) -> Iterator[Any]:
-        """Starts to read it."""
-        place, self.resume = self.resume, None
-        if place is not None:
-            iterator = self._go_on(place)
+        position, self.restore_from = self.restore_from, None
+        if position is not None:
+            iterator = self._resume(position)
         else:
-            self.begun, iterator = 0, self._start()
-            if isinstance(self._start, OneShotStart) and self._passes:
+            self.first_batch, iterator = 0, self._start()
+            if isinstance(self._start, OneShotReader) and self._passes:
                 return self._counted(iterator, self._passes[-1])
-        if self._knows is not self._dataset:
-            self._knows = iterator if _protocol(iterator) else None
-        self._passes.append(_Pass(self.begun))
+        if self._stateful is not self._dataset:
+            self._stateful = iterator if has_state(iterator) else None
+        self._passes.append(_Pass(self.first_batch))
         return self._counted(iterator, self._passes[-1])
 
-    def here(self) -> dict[str, Any]:
-        """Where it is, of JSON's values but what the source says itself."""
-        if self.resume is not None:
-            return self.resume
+    def position(self) -> dict[str, Any]:
+        """Return JSON values, apart from the source's own state."""
+        if self.restore_from is not None:
+            return self.restore_from
         *before, now = self._passes or [_Pass(0)]
         passes: list[int | None] = []
         state = None
-        if self._knows is None:
-            # How many batches were read of each, and None for all.
-            known = [*before, now] if now.ended else before
-            passes = [None if each.ended else each.batches for each in known]
-        elif self._knows is self._dataset or not now.ended:
-            state = _protocol(self._knows)[0]()
+        if self._stateful is None:
+            # The number of batches read in each pass, None for a complete one.
+            past = [*before, now] if now.ended else before
+            passes = [None if each.ended else each.batches for each in past]
+        elif self._stateful is self._dataset or not now.ended:
+            state = _state_methods(self._stateful)[0]()
         batch = 0 if now.ended else now.batches
         return {"batch": batch, "passes": passes, "state": state}
 
-    def _go_on(self, place: dict[str, Any]) -> Iterator[Any]:
-        start, state = self._start, place["state"]
-        self.begun, passes = place["batch"], place["passes"]
+    def _resume(self, position: dict[str, Any]) -> Iterator[Any]:
+        start, state = self._start, position["state"]
+        self.first_batch, passes = position["batch"], position["passes"]
         self._passes = [_Pass(n or 0, ended=n is None) for n in passes]
-        if isinstance(start, OneShotStart):
-            start.forget()
-        if _protocol(self._dataset) and state is not None:
-            _protocol(self._dataset)[1](state)
-            return start(self.begun) if isinstance(start, IndexedStart) else start()
-        if isinstance(start, IndexedStart):
+        if isinstance(start, OneShotReader):
+            start.reset_prefetch()
+        if has_state(self._dataset) and state is not None:
+            _state_methods(self._dataset)[1](state)
+            if isinstance(start, PyDatasetReader):
+                return start(self.first_batch)
+            return start()
+        if isinstance(start, PyDatasetReader):
             start.skip_epochs(passes)
-            return start(self.begun)
+            return start(self.first_batch)
         if state is None:
-            self._read_forward(passes)
+            self._reread(passes)
         iterator = start()
         if state is None:
-            _leave_out(iterator, self.begun)
-        elif _protocol(iterator):
-            _protocol(iterator)[1](state)
+            _skip(iterator, self.first_batch)
+        elif has_state(iterator):
+            _state_methods(iterator)[1](state)
         else:
             raise ValueError(
-                "The dataset was put where another one was that says itself where it "
-                f"is. Received: a dataset of type {type(self._dataset).__name__}"
+                "The state belongs to a dataset that reports its own position, and "
+                "this one does not. Received: a dataset of type "
+                f"{type(self._dataset).__name__}"
             )
         return iterator
 
-    def _read_forward(self, passes: list[int | None]) -> None:
-        """Reads what was read before the pass that goes on."""
-        if passes or self.begun:
+    def _reread(self, passes: list[int | None]) -> None:
+        """Read again what was read before the pass to resume."""
+        if passes or self.first_batch:
             logger.info(
-                "A dataset of type %s goes on with batch %d of pass %d. It does not "
-                "say where it is (`state_dict`), so it is read again up to there.",
+                "A dataset of type %s resumes at batch %d of pass %d. It does not "
+                "report its position (`state_dict`), so it is read again up to there.",
                 type(self._dataset).__name__,
-                self.begun,
+                self.first_batch,
                 len(passes),
             )
         for count in passes:
-            _leave_out(self._start(), count)
+            _skip(self._start(), count)
 
     @staticmethod
     def _counted(iterator: Iterator[Any], now: _Pass) -> Iterator[Any]:
@@ -187,19 +191,19 @@ class _Source:
         now.ended = True
 
 
-def _leave_out(batches: Iterator[Any], count: int | None) -> None:
+def _skip(batches: Iterator[Any], count: int | None) -> None:
     deque(islice(batches, count), maxlen=0)
 
 
 def has_state(source: Any) -> bool:
-    """Whether a source knows how far it was read."""
-    return _protocol(source) is not None
+    """Return True if a source can report and restore its position."""
+    return _state_methods(source) is not None
 
 
-def _protocol(source: Any) -> Any:
-    """The functions that get and set where a source is, or None."""
+def _state_methods(source: Any) -> Any:
+    """Return the methods that get and set a source's state, or None."""
     for names in _PROTOCOLS:
-        found = [getattr(source, name, None) for name in names]
-        if all(map(callable, found)):
-            return found
+        methods = [getattr(source, name, None) for name in names]
+        if all(map(callable, methods)):
+            return methods
     return None

@@ -1,4 +1,4 @@
-"""Datasets whose elements are split over the replicas, for loops of one's own."""
+"""Distributed datasets and iterators, for custom training loops."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +22,8 @@ class DistributedDataset:
     """A dataset whose elements are split over the replicas of a strategy.
 
     `strategy.experimental_distribute_dataset` and
-    `strategy.distribute_datasets_from_function` make it. Each iteration over it reads
-    the dataset from its beginning.
+    `strategy.distribute_datasets_from_function` create it. Each iteration reads the
+    dataset from its beginning.
 
     Example:
 
@@ -42,9 +42,9 @@ class DistributedDataset:
     ```
     """
 
-    # What `fit` reads in its place: see `input_splitting.for_keras`.
+    # What `fit` reads instead: see `splitting.keras_dataset`.
     _global_batches: Any = None
-    # None where native tf.distribute reads it.
+    # None where native tf.distribute reads the data.
     _sources: SourceStates | None = None
 
     def __init__(
@@ -58,44 +58,45 @@ class DistributedDataset:
         self._strategy = strategy
         self._start = start
         self._sources = sources
-        self._ahead = depth, pauses
-        self._opened: DistributedIterator | None = None
+        self._prefetch = depth, pauses
+        # The iterator that has read the first element for `element_spec`.
+        self._peeked: DistributedIterator | None = None
 
     def __iter__(self) -> "DistributedIterator":
-        """Starts reading the dataset.
+        """Start reading the dataset.
 
         Returns:
             A `DistributedIterator`.
 
         Raises:
             RuntimeError: In another strategy's scope, inside a function that `run`
-                calls, or where an iterator that was distributed has ended.
+                calls, or if the dataset is an exhausted iterator.
         """
         context.require_cross_replica(self._strategy, "DistributedDataset.__iter__")
         get_engine().require_eager_loop()
-        iterator, self._opened = self._opened, None
+        iterator, self._peeked = self._peeked, None
         return iterator or DistributedIterator(
-            self._strategy, self._start(), *self._ahead, self._sources
+            self._strategy, self._start(), *self._prefetch, self._sources
         )
 
     @property
     def element_spec(self) -> Any:
-        """The shapes and dtypes of an element, with None for the rows.
+        """The shapes and dtypes of an element, with None for the batch dimension.
 
-        The element's structure, with a `PerReplica` of `keras.KerasTensor` in the
-        place of each distributed tensor; of `tf.TensorSpec` for `tf.data` datasets on
-        TensorFlow. It is found out by reading the first element.
+        The element's structure, with a `PerReplica` of `keras.KerasTensor` in place of
+        each distributed tensor; of `tf.TensorSpec` for `tf.data` datasets on
+        TensorFlow. Reads the first element to find out.
         """
-        if self._opened is None:
-            self._opened = iter(self)
-        return self._opened.element_spec
+        if self._peeked is None:
+            self._peeked = iter(self)
+        return self._peeked.element_spec
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
-        """Combines all elements into one value.
+        """Combine all elements into one value.
 
         Args:
-            initial_state: What to begin with.
-            reduce_func: Called with the state and an element, returns the new state.
+            initial_state: The state before the first element.
+            reduce_func: Called with the state and an element; returns the new state.
 
         Returns:
             The last state.
@@ -117,14 +118,14 @@ class DistributedDataset:
         return functools.reduce(reduce_func, self, initial_state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where loops over the dataset are: before the element that comes next.
+        """Return the position of the current iteration: before the next element.
 
-        What was read ahead of the loop does not count. With several workers, each has
-        its own.
+        Prefetched elements do not count as read. With several workers, each has its own
+        state.
 
         Returns:
-            What `load_state_dict` takes, in this process or another: JSON's values, but
-            for what a source itself says of where it is.
+            The argument for `load_state_dict`, in this process or another: JSON values,
+            apart from the states that the sources report themselves.
 
         Raises:
             NotImplementedError: If native tf.distribute reads the dataset.
@@ -148,26 +149,26 @@ class DistributedDataset:
         assert len(list(again)) == 3
         ```
         """
-        return self._known_sources().state()
+        return self._require_sources().state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Has the next loop go on where `state_dict` was called.
+        """Have the next iteration continue where `state_dict` was called.
 
         Args:
-            state: What it returned, for a dataset of the same data.
+            state: The return value of `state_dict`, for a dataset of the same data.
 
         Raises:
             NotImplementedError: If native tf.distribute reads the dataset.
             ValueError: If it is the state of another dataset.
         """
-        self._known_sources().put(state)
-        self._opened = None
+        self._require_sources().restore(state)
+        self._peeked = None
 
-    def _known_sources(self) -> SourceStates:
+    def _require_sources(self) -> SourceStates:
         if self._sources is None:
             raise NotImplementedError(
                 "Native tf.distribute reads a `tf.data.Dataset` on TensorFlow, and "
-                "does not say where it is. Count the steps, and go on with "
+                "does not report its position. Count the steps, and continue with "
                 "`dataset.skip(steps)`, of a dataset that shuffles with "
                 f"`reshuffle_each_iteration=False`. Received: {self!r}"
             )
@@ -178,7 +179,7 @@ class DistributedDataset:
 
 
 class DistributedIterator:
-    """Gives the elements of a `DistributedDataset`, one after the other.
+    """Iterator over the elements of a `DistributedDataset`.
 
     Example:
 
@@ -204,37 +205,37 @@ class DistributedIterator:
     ):
         self._strategy = strategy
         self._sources = sources
-        place = functools.partial(_placed, strategy.extended.group)
+        place = functools.partial(_place_element, strategy.extended.group)
         self._elements: Iterator[Any] = map(place, parts)
         if depth:
             self._elements = Prefetcher(self._elements, depth, pauses, sources=sources)
-        self._ahead: list[Any] = []  # at most one element
+        self._peeked: list[Any] = []  # at most one element
         self._spec: Any = None
 
     def __iter__(self) -> "DistributedIterator":
-        """Returns itself."""
+        """Return the iterator itself."""
         return self
 
     def __next__(self) -> Any:
-        """Returns the next element.
+        """Return the next element.
 
         Raises:
             StopIteration: If there is none.
         """
         context.require_cross_replica(self._strategy, "DistributedIterator.__next__")
         get_engine().require_eager_loop()
-        if self._ahead:
+        if self._peeked:
             if self._sources is not None:
-                self._sources.held = None
-            return self._ahead.pop()
+                self._sources.before_peek = None
+            return self._peeked.pop()
         return next(self._elements)
 
     def get_next(self) -> Any:
-        """Returns the next element.
+        """Return the next element.
 
         Returns:
-            The structure of the dataset's element, with a `PerReplica` in the place
-            of each array; with one replica, a tensor.
+            The structure of the dataset's element, with a `PerReplica` in place of each
+            array; with one replica, a tensor.
 
         Raises:
             StopIteration: If there is none. Inside a `tf.function`, TensorFlow raises
@@ -243,7 +244,7 @@ class DistributedIterator:
         return next(self)
 
     def get_next_as_optional(self) -> Any:
-        """Returns the next element, or that there is none.
+        """Return the next element, or an empty optional at the end.
 
         Returns:
             An object with `has_value()` and `get_value()`.
@@ -255,25 +256,25 @@ class DistributedIterator:
 
     @property
     def element_spec(self) -> Any:
-        """See `DistributedDataset.element_spec`."""
+        """The shapes and dtypes, as `DistributedDataset.element_spec` returns them."""
         if self._spec is None:
             sources = self._sources
-            place = None if sources is None else sources.state()
+            state = None if sources is None else sources.state()
             optional = self.get_next_as_optional()
             if not optional.has_value():
                 raise ValueError(
-                    "A distributed dataset finds out its `element_spec` by reading "
-                    "the first element, and there is none."
+                    "A distributed dataset reads its first element to find out its "
+                    "`element_spec`, and it has no element."
                 )
-            self._ahead.append(optional.get_value())
-            if sources is not None and place is not None:
-                sources.held = place["sources"]
-            self._spec = tree.map_structure(_spec, self._ahead[0])
+            self._peeked.append(optional.get_value())
+            if sources is not None and state is not None:
+                sources.before_peek = state["sources"]
+            self._spec = tree.map_structure(_spec_of, self._peeked[0])
         return self._spec
 
 
 class OptionalElement:
-    """An element of a dataset, or none.
+    """Element of a dataset, or none.
 
     Args:
         elements: A list of the element, or an empty list.
@@ -283,11 +284,11 @@ class OptionalElement:
         self._elements = elements
 
     def has_value(self) -> Any:
-        """Returns whether there is an element."""
+        """Return True if there is an element."""
         return bool(self._elements)
 
     def get_value(self) -> Any:
-        """Returns the element.
+        """Return the element.
 
         Raises:
             ValueError: If there is none.
@@ -297,8 +298,8 @@ class OptionalElement:
         return self._elements[0]
 
 
-def _placed(group: Any, parts: ReplicaParts | EvenParts) -> Any:
-    """An element on the devices of its replicas."""
+def _place_element(group: Any, parts: ReplicaParts | EvenParts) -> Any:
+    """Return an element on the devices of its replicas."""
 
     def place(leaves):
         if leaves[0] is None and all(leaf is None for leaf in leaves):
@@ -308,8 +309,8 @@ def _placed(group: Any, parts: ReplicaParts | EvenParts) -> Any:
         except (TypeError, ValueError) as error:
             raise TypeError(
                 f"The Keras backend '{keras.backend.backend()}' cannot make "
-                "tensors of what a distributed dataset holds. Received arrays of "
-                f"the dtype {leaves[0].dtype}."
+                "tensors of the arrays of a distributed dataset. Received arrays of "
+                f"dtype {leaves[0].dtype}."
             ) from error
         if isinstance(value, PerReplica):
             value.batch = parts.rows
@@ -318,12 +319,12 @@ def _placed(group: Any, parts: ReplicaParts | EvenParts) -> Any:
     return parts.placed(place)
 
 
-def _spec(value: Any) -> Any:
-    """What is known of a distributed tensor before it is there."""
+def _spec_of(value: Any) -> Any:
+    """Return the spec of a distributed tensor, with None for the batch dimension."""
     if value is None:
         return None
     if isinstance(value, PerReplica):
-        return PerReplica([_spec(component) for component in value.values])
+        return PerReplica([_spec_of(component) for component in value.values])
     shape = tuple(value.shape)
     dtype = keras.backend.standardize_dtype(value.dtype)
     return keras.KerasTensor((None, *shape[1:]) if shape else (), dtype)

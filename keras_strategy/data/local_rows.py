@@ -1,7 +1,4 @@
-"""A worker's rows of the global batch that a step of `fit` or its like computes.
-
-An element of a distributed dataset: what each replica of this worker gets of it.
-"""
+"""The rows of a global batch that a worker and each of its replicas compute."""
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -13,27 +10,29 @@ from keras import tree
 from keras_strategy.core.step_state import BatchRows
 from keras_strategy.training.row_weights import split_rows
 
+# Begin and end of each local replica's rows in the global batch.
 Bounds = list[tuple[int, int]]
+# Returns the bounds for a global batch of so many rows.
+LocalBoundsFn = Callable[[int], Bounds]
 
 
 @dataclass(frozen=True, eq=False)
 class LocalRows:
-    """A worker's rows of a global batch. To trees it is a leaf.
+    """A worker's rows of a global batch, a leaf for `keras.tree`.
 
     Attributes:
-        batch: The batch with this worker's rows in the place of each array. Where it
-            has no rows, one that stands in for them.
-        bounds: Where the rows of this worker's replicas begin and end in the global
-            batch.
-        total: The rows of the global batch.
-        order: Tells which rows the global batch has, where the workers might not read
-            the same; None where they cannot.
-        counts: The rows of each worker, by rank, where they have read data of their
-            own, which make up the global batch; None where all have the same data.
-        digest: Of rows that all workers have read of the first batch, where they have
-            the same data but might not; else empty.
-        again: Reads those rows once more for their digest; None where that would draw
-            random numbers of the process.
+        batch: The batch with this worker's rows only; one placeholder row where the
+            worker has none.
+        bounds: Begin and end of each local replica's rows in the global batch.
+        global_rows: The number of rows of the global batch.
+        order_checksum: Checksum of the row numbers of the global batch; None where
+            workers cannot differ in them.
+        worker_rows: The number of rows of each worker, by rank, where each reads its
+            own data; None where all workers have the same data.
+        digest: Digest of rows of the first batch that every worker has read, where all
+            should have the same data; else empty.
+        reread_digest: Reads these rows again and returns their digest; None where that
+            would draw from a process-wide random generator.
     """
 
     batch: Any
@@ -45,56 +44,49 @@ class LocalRows:
     reread_digest: Callable[[], str] | None = None
 
 
-# Where the rows of this worker's replicas begin and end, by the rows of a batch.
-LocalBoundsFn = Callable[[int], Bounds]
-
-
 def rows_to_read(bounds: Bounds) -> tuple[int, int]:
-    """Which rows to read; where there are none, one that stands in for them."""
+    """Return begin and end of the rows to read: one placeholder if there are none."""
     first, end = bounds[0][0], bounds[-1][1]
     return (first, end) if end > first else (0, 1)
 
 
 def row_order_checksum(rows: Iterable[int]) -> int:
-    """What tells which rows a batch has: see `LocalRows.order`."""
+    """Return a checksum of row numbers and their order."""
     return zlib.crc32(repr(list(rows)).encode())
 
 
 def local_bounds_fn(strategy: Any) -> LocalBoundsFn:
-    """What a worker's replicas compute of each batch that all workers have."""
+    """Return the function that computes a worker's bounds in a global batch."""
     local = strategy.extended.topology.local_replicas
 
-    def share(rows: int) -> Bounds:
+    def local_bounds(rows: int) -> Bounds:
         bounds = split_rows(rows, strategy.num_replicas_in_sync)
         return bounds[local.start : local.stop]
 
-    return share
+    return local_bounds
 
 
 class ReplicaParts(list[Any]):
-    """The parts of one element: what each local replica gets of it, in their order.
+    """One element of a distributed dataset: a list of each local replica's part.
 
     Attributes:
-        alike: Whether all replicas, those of other workers included, get arrays of the
-            same shapes and dtypes; None if that is not known.
-        rows: The rows of the element; None if its arrays differ in that.
+        alike: True if all replicas of all workers get arrays of the same shapes and
+            dtypes; None if that is not known.
+        rows: The rows of each replica; None if the arrays of a part differ in them.
     """
 
     alike: bool | None = None
     rows: BatchRows | None = None
 
     def placed(self, place: Callable[[Sequence[Any]], Any]) -> Any:
-        """The element, with what `place` makes of the parts of each array."""
+        """Return the element, with each array's parts replaced by `place(parts)`."""
         return tree.map_structure(lambda *leaves: place(leaves), *self)
 
 
 class EvenParts:
-    """A batch of which each replica, all of them here, gets as many rows.
+    """A global batch that all replicas, all of them local, share equally.
 
-    Args:
-        batch: The batch.
-        arrays: What it holds, as arrays or tensors.
-        replicas: The number of replicas.
+    It stands for `ReplicaParts`, without slicing the arrays.
     """
 
     alike = True
@@ -113,7 +105,7 @@ class EvenParts:
         return self._replicas
 
     def placed(self, place: Callable[[Sequence[Any]], Any]) -> Any:
-        """See `Parts.placed`."""
+        """Return the element, with each array replaced by `place(its parts)`."""
         replicas = self._replicas
         leaves = [
             None if array is None else place(EvenRows(array, replicas))
@@ -123,20 +115,12 @@ class EvenParts:
 
 
 class EvenRows(Sequence[Any]):
-    """An array as parts of equal rows, which are cut when somebody looks at them.
-
-    Attributes:
-        whole: The array.
-
-    Args:
-        whole: The array.
-        parts: How many there are.
-    """
+    """An array as a sequence of equal parts, sliced on access."""
 
     __slots__ = ("_parts", "array")
 
-    def __init__(self, whole: Any, parts: int):
-        self.array = whole
+    def __init__(self, array: Any, parts: int):
+        self.array = array
         self._parts = parts
 
     def __len__(self) -> int:

@@ -1,9 +1,9 @@
-"""Batches that are read in a thread, before they are asked for.
+"""Batches that a thread reads before they are requested.
 
-While a step computes, the next batch is read. Nobody sees that but the source, if its
-batches depend on what the training does meanwhile: on random numbers of the process, or
-on what a callback sets. So what is read ahead unasked is what promises not to: see
-`prefetching.prefetch_depth`.
+While a step computes, the next batch is read. Only the source can notice, if its
+batches depend on what training does meanwhile: on process-wide random numbers, or on
+what a callback sets. So without an option, only sources that promise not to are
+prefetched: see `splitting.prefetch_depth`.
 """
 
 import contextlib
@@ -20,38 +20,38 @@ from keras import tree
 
 from keras_strategy.data.local_rows import LocalRows
 
-# Seconds that who ends waits for a batch that is being read.
-_PATIENCE = 3.0
+# Seconds that `Prefetcher.stop` waits for a batch that is being read.
+_STOP_SECONDS = 3.0
 _END = object()
 
 Scope = Callable[[], AbstractContextManager[Any]]
 
 
-class _Here(threading.local):
-    """What this thread reads ahead."""
+class _ThreadState(threading.local):
+    """Prefetching of the current thread."""
 
-    opened: "set[Prefetcher] | None" = None
-    off = False
+    active: "set[Prefetcher] | None" = None
+    disabled = False
 
 
-_here = _Here()
+_thread = _ThreadState()
 
 
 class Prefetcher(Iterator[Any]):
-    """Gives the items of an iterator, of which some more are read meanwhile.
+    """Iterator that reads some items of another iterator ahead, in a thread.
 
-    The first one is read in the thread that asks for it, as what belongs to the
-    beginning of an epoch is: drawing the order of its rows. What reading an item raises
-    is raised where the item is asked for.
+    The first item is read in the requesting thread, and with it what begins an epoch,
+    such as drawing its row order. An error of reading an item is raised where the item
+    is requested.
 
     Args:
-        items: The iterator.
-        depth: How many items are read ahead, 1 or more.
-        pauses: After so many items, or any multiple, the next one is not read before
-            it is asked for: an epoch ends there, or the items do.
-        scope: What the thread reads in.
-        sources: The `positions.Sources` of the items, to be told how far they were
-            read for what was given; None for nothing.
+        items: The iterator to read.
+        depth: How many items to read ahead, 1 or more.
+        pauses: Epoch lengths: after any multiple of one, the next item is read only
+            when it is requested.
+        scope: Context manager that the thread reads in.
+        sources: The `SourceStates` of the items, which learns the position of each
+            item returned.
     """
 
     def __init__(
@@ -66,88 +66,81 @@ class Prefetcher(Iterator[Any]):
         self._depth = depth
         self._pauses = pauses
         self._scope = scope
-        self._ahead: deque[Future] = deque()
+        self._pending: deque[Future] = deque()
         self._sources = sources
-        self._given = 0 if sources is None else sources.begun
-        self._over = False
+        self._num_returned = 0 if sources is None else sources.first_element
+        self._ended = False
         self._pool: ThreadPoolExecutor | None = None
 
     def __next__(self) -> Any:
-        """Returns the next item.
-
-        Raises:
-            StopIteration: If there is none.
-        """
-        if self._ahead:
+        if self._pending:
             try:
-                item, place = self._ahead[0].result()
+                item, state = self._pending[0].result()
             except Exception:
                 self.stop()
-                self._ahead.popleft()
+                self._pending.popleft()
                 raise
-            self._ahead.popleft()  # not where who asked was interrupted
+            # Only now: an interrupted caller finds the item again.
+            self._pending.popleft()
         else:
-            item, place = self._read_here()
-        if self._sources is not None and place is not None:
-            self._sources.given = place
+            item, state = self._read_next()
+        if self._sources is not None and state is not None:
+            self._sources.consumed = state
         if item is _END:
-            self._over = True
+            self._ended = True
             self.stop()
             raise StopIteration
-        self._given += 1
-        self._read_on()
+        self._num_returned += 1
+        self._submit_reads()
         return item
 
     def stop(self) -> None:
-        """Ends the thread. What it has read is given to who goes on."""
+        """Stop the thread; later requests still get what it has read."""
         pool, self._pool = self._pool, None
         if pool is None:
             return
-        if _here.opened is not None:
-            _here.opened.discard(self)
-        self._ahead = deque(future for future in self._ahead if not future.cancel())
-        late = wait(self._ahead, _PATIENCE).not_done
+        if _thread.active is not None:
+            _thread.active.discard(self)
+        self._pending = deque(f for f in self._pending if not f.cancel())
+        late = wait(self._pending, _STOP_SECONDS).not_done
         pool.shutdown(wait=not late)
 
-    def _read_on(self) -> None:
-        while len(self._ahead) < self._depth and not self._over and not _here.off:
-            read = self._given + len(self._ahead)
-            if any(read % pause == 0 for pause in self._pauses):
+    def _submit_reads(self) -> None:
+        while (
+            len(self._pending) < self._depth
+            and not self._ended
+            and not _thread.disabled
+        ):
+            num_read = self._num_returned + len(self._pending)
+            if any(num_read % pause == 0 for pause in self._pauses):
                 break
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(1, "keras_strategy reads ahead")
-                if _here.opened is not None:
-                    _here.opened.add(self)
-            self._ahead.append(self._pool.submit(self._read))
-        if not self._ahead:
+                self._pool = ThreadPoolExecutor(1, "keras_strategy prefetch")
+                if _thread.active is not None:
+                    _thread.active.add(self)
+            self._pending.append(self._pool.submit(self._read_in_thread))
+        if not self._pending:
             self.stop()
 
-    def _read(self) -> tuple[Any, Any]:
+    def _read_in_thread(self) -> tuple[Any, Any]:
         try:
             with self._scope():
-                item, place = self._read_here()
+                item, state = self._read_next()
         except BaseException:
-            self._over = True
+            self._ended = True
             raise
-        self._over = item is _END
-        return item, place
+        self._ended = item is _END
+        return item, state
 
-    def _read_here(self) -> tuple[Any, Any]:
-        if self._over:
+    def _read_next(self) -> tuple[Any, Any]:
+        if self._ended:
             return _END, None
         item = next(self._items, _END)
-        return item, None if self._sources is None else self._sources.here()
+        return item, None if self._sources is None else self._sources.current()
 
 
 class PrefetchedBatches:
-    """What can be read again and again, and is read ahead each time.
-
-    Args:
-        batches: What is read; it begins when `iter` is called, in that thread.
-        depth: See `Prefetcher`, as the others. 0 for nothing.
-        pauses: See `Prefetcher`.
-        scope: See `Prefetcher`.
-    """
+    """Iterable that reads batches with a new `Prefetcher` in each iteration."""
 
     def __init__(
         self,
@@ -160,42 +153,41 @@ class PrefetchedBatches:
         self._arguments = depth, pauses, scope
 
     def __iter__(self) -> Iterator[Any]:
-        """Starts to read."""
         return Prefetcher(iter(self._batches), *self._arguments)
 
 
 @contextlib.contextmanager
 def stop_prefetchers_on_exit() -> Iterator[None]:
-    """No thread that reads ahead for what this surrounds is left when that ends."""
-    opened: set[Prefetcher] = set()
-    before, _here.opened = _here.opened, opened
+    """Context manager that stops all prefetch threads started in it."""
+    active: set[Prefetcher] = set()
+    outer, _thread.active = _thread.active, active
     try:
         yield
     finally:
-        for reading in list(opened):
-            reading.stop()
-        _here.opened = before
+        for prefetcher in list(active):
+            prefetcher.stop()
+        _thread.active = outer
 
 
 @contextlib.contextmanager
 def prefetch_disabled() -> Iterator[None]:
-    """Surrounds what reads a batch, and none after it."""
-    before, _here.off = _here.off, True
+    """Context manager in which reading a batch starts no further reads."""
+    outer, _thread.disabled = _thread.disabled, True
     try:
         yield
     finally:
-        _here.off = before
+        _thread.disabled = outer
 
 
 def copy_batch(batch: Any) -> Any:
-    """A batch that stays what it is when its source fills the same arrays again."""
-    return tree.map_structure(_copied, batch)
+    """Copy a batch whose source may refill the same arrays."""
+    return tree.map_structure(_copy_leaf, batch)
 
 
-def _copied(leaf: Any) -> Any:
+def _copy_leaf(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray):
         return leaf.copy()
-    if hasattr(leaf, "detach") and hasattr(leaf, "clone"):  # a tensor of torch
+    if hasattr(leaf, "detach") and hasattr(leaf, "clone"):  # a torch tensor
         return leaf.detach().clone()
     if isinstance(leaf, LocalRows):
         return replace(leaf, batch=copy_batch(leaf.batch))

@@ -1,7 +1,7 @@
-"""The process-wide random numbers that all workers shall share.
+"""Process-wide random generators that all workers must share.
 
-Keras draws from them to shuffle arrays and to seed layers. Where every worker draws its
-own, the workers would not see the same batches.
+Keras draws from them to shuffle arrays and to seed layers. If each worker drew
+different numbers, the workers would read different batches.
 """
 
 import base64
@@ -19,14 +19,11 @@ from keras_strategy.core.registry import get_engine
 
 
 def sync_with_chief(cluster: Cluster, digests: Sequence[str] | None = None) -> None:
-    """Sets Python's, NumPy's and the engine's generators to the chief's state.
+    """Set Python's, NumPy's and the backend's generators to the chief's state.
 
-    Nothing changes where all workers have called `keras.utils.set_random_seed` with
-    the same seed, as they should.
-
-    Args:
-        cluster: The workers.
-        digests: Each worker's `digest`, if they have told each other.
+    Nothing changes where all workers have called `keras.utils.set_random_seed` with the
+    same seed. `digests` are the workers' `random_state_digest()`, if they have been
+    exchanged already.
     """
     if digests is None:
         digests = cluster.exchange(
@@ -34,24 +31,24 @@ def sync_with_chief(cluster: Cluster, digests: Sequence[str] | None = None) -> N
         )
     if len(set(digests)) == 1:
         return
-    mine = get_random_state() if cluster.is_chief else None
-    told = cluster.exchange("the chief's random state", mine)
+    state = get_random_state() if cluster.is_chief else None
+    states = cluster.exchange("the chief's random state", state)
     if not cluster.is_chief:
-        set_random_state(told[0])
+        set_random_state(states[0])
 
 
 def random_state_digest() -> str:
-    """A digest of where the generators of this process are."""
+    """Return a digest of this process's generator states."""
     text = json.dumps(get_random_state())
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def get_random_state() -> dict[str, Any]:
-    """Where the generators of this process are, of JSON's values."""
+    """Return this process's generator states as JSON values."""
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     engine = get_engine().random_state()
-    torch = _torch()
+    torch = _imported_torch()
     return {
         "python": [version, list(numbers), gauss],
         "numpy": [
@@ -67,7 +64,7 @@ def get_random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Sets the generators to what `state` gave, in this process or another."""
+    """Set the generators to a state that `get_random_state` returned."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, *rest = state["numpy"]
@@ -75,11 +72,11 @@ def set_random_state(state: dict[str, Any]) -> None:
     np.random.set_state((name, keys, *rest))
     if state["engine"] is not None:
         get_engine().set_random_state(base64.b64decode(state["engine"]))
-    torch = _torch()
+    torch = _imported_torch()
     if torch is not None and state["torch"] is not None:
         torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
 
 
-def _torch() -> Any:
-    """torch, if this process has it: its DataLoader shuffles on every backend."""
+def _imported_torch() -> Any:
+    # On every backend: torch's DataLoader shuffles with it.
     return sys.modules.get("torch")

@@ -1,9 +1,4 @@
-"""How many batches are read before they are asked for, and how far they get.
-
-Makes distributed datasets: which replica gets what of the user's data.
-
-The predictions of all workers' rows, where each reads rows of its own.
-"""
+"""Construction of distributed datasets: each replica's part of the user's data."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +29,7 @@ from keras_strategy.data.sharding_policy import (
     shard_for_worker,
 )
 from keras_strategy.data.sources import (
-    OneShotStart,
+    OneShotReader,
     as_array,
     batches_of,
     has_fixed_shapes,
@@ -51,63 +46,40 @@ from keras_strategy.training.train_step import count_array_rows
 if TYPE_CHECKING:
     from keras_strategy.core.protocols import Strategy
 
-
-def prefetch_depth(dataset: Any, options: InputOptions | None) -> int:
-    """How many batches of a dataset are read before they are asked for.
-
-    An `IndexedDataset` says it, whose rows are the same whenever they are read. Of what
-    is read by Python code of which nothing is known, none unless options say so. What
-    is not counted here reads ahead by itself: `tf.data`, and loaders with threads or
-    processes of their own. And arrays need not be read.
-
-    Args:
-        dataset: The dataset.
-        options: What was asked for.
-    """
-    if isinstance(dataset, IndexedDataset):
-        return dataset.prefetch
-    return 0 if options is None else options.experimental_per_replica_buffer_size
-
-
-def hoist_one_shot_prefetch(
-    starts: Sequence[Any], datasets: Sequence[Any], depth: int
-) -> int:
-    """Has what is read once be read ahead for all that read it, and returns 0 then.
-
-    What says where it is is left to itself: iterators that do read ahead themselves.
-    """
-    pairs = zip(starts, datasets, strict=True)
-    once = [(start, data) for start, data in pairs if isinstance(start, OneShotStart)]
-    for start, dataset in once:
-        if depth and not has_state(dataset):
-            start.read_ahead(depth)
-    return 0 if once else depth
-
-
-def prefetches_to_devices(strategy: "Strategy", options: InputOptions | None) -> bool:
-    """Whether what is read ahead is on the devices, too.
-
-    Several workers first agree that all of them have a batch.
-
-    Args:
-        strategy: The strategy.
-        options: What was asked for.
-    """
-    return strategy.extended.cluster is None and (
-        options is None or options.experimental_fetch_to_device
-    )
-
-
 _BATCH_FIRST = (
-    "The elements must be batches; make them of single rows first, with "
+    "The elements must be batches. If they are single rows, batch them first, with "
     "`dataset.batch(global_batch_size)` or the like."
 )
+
+
+@dataclass
+class BatchesForKeras:
+    """Batches of a distributed dataset for Keras's own loop.
+
+    Attributes:
+        start: Starts to read them.
+        number: The number of batches, None if it is unknown.
+        once: True if they can be read only once.
+        per_worker: True if each worker has its own batches, which concatenate to the
+            global batches; else all workers have the global batches.
+        dataset: The user's dataset, if it gives exactly these batches.
+        depth: The number of batches to prefetch.
+        shortest: True if they end with the first worker that has no more.
+    """
+
+    start: Callable[[], Iterator[Any]]
+    number: int | None
+    once: bool
+    per_worker: bool
+    dataset: Any
+    depth: int
+    shortest: bool = False
 
 
 def distribute(
     strategy: "Strategy", dataset: Any, options: InputOptions | None
 ) -> DistributedDataset:
-    """See `Strategy.experimental_distribute_dataset`."""
+    """Implement `Strategy.experimental_distribute_dataset`."""
     argument = "Argument `dataset`"
     _check(strategy, "experimental_distribute_dataset", options, dataset, argument)
     if options and (
@@ -119,66 +91,63 @@ def distribute(
             f"once for all replicas. Received: options={options!r}"
         )
     cluster = strategy.extended.cluster
-    own_rows = False
+    per_worker = False
     if cluster is not None:
         policy = resolve_policy(dataset, options, cluster)
-        own_rows = is_per_worker_policy(policy)
-        if own_rows:
+        per_worker = is_per_worker_policy(policy)
+        if per_worker:
             dataset = shard_for_worker(dataset, policy, cluster)
     start = batches_of(dataset, argument)
     indexed = None
-    if cluster is not None and not own_rows:
+    if cluster is not None and not per_worker:
         indexed = local_rows_start(dataset, local_bounds_fn(strategy))
         if indexed is None:
             worker_batches.warn_full_reads(cluster)
     start = indexed or start
 
-    replicas = strategy.num_replicas_in_sync
-    local = strategy.extended.topology.local_replicas
     number = number_of_batches(dataset)
     if indexed is None or isinstance(dataset, IndexedDataset):
         depth = prefetch_depth(dataset, options)
     else:
-        depth = 0  # a loader has `num_workers`, and tells whether its rows draw numbers
-    once = isinstance(start, OneShotStart)
-    depth = hoist_one_shot_prefetch([start], [dataset], depth)
-    sources = SourceStates([dataset], [start])
-    on_devices = depth if prefetches_to_devices(strategy, options) else 0
+        depth = 0  # a DataLoader has `num_workers`, and observes random draws
+    depth = _hoist_one_shot_prefetch([start], [dataset], depth)
+    device_depth = depth if _prefetches_to_devices(strategy, options) else 0
     pauses = (number,) if number else ()
+    shortest = options is not None and options.end_with_first_worker
+    sources = SourceStates([dataset], [start])
+    replicas = strategy.num_replicas_in_sync
+    local = strategy.extended.topology.local_replicas
 
     def read() -> Iterator[Any]:
         (batches,) = sources.start()
-        if depth == on_devices:
+        if depth == device_depth:
             return batches
         return Prefetcher(map(copy_batch, batches), depth, pauses, sources=sources)
 
-    shortest = options is not None and options.end_with_first_worker
-
     def parts() -> Iterator[ReplicaParts | EvenParts]:
-        batches = read()
-        return (_split(batch, replicas, local, argument) for batch in batches)
+        return (_split(batch, replicas, local, argument) for batch in read())
 
-    def own_parts() -> Iterator[ReplicaParts]:
-        batches = read()
-        own = range(len(local))
-        rounds = (_split(batch, len(own), own, argument) for batch in batches)
+    def per_worker_parts() -> Iterator[ReplicaParts]:
+        count = len(local)
+        rounds = (_split(batch, count, range(count), argument) for batch in read())
         assert cluster is not None
-        return synchronize_rounds(map(_listed, rounds), cluster, not shortest)
+        return synchronize_rounds(map(_sliced, rounds), cluster, not shortest)
 
-    if own_rows:
-        result = DistributedDataset(strategy, own_parts, sources=sources)
+    if per_worker:
+        result = DistributedDataset(strategy, per_worker_parts, sources=sources)
     elif indexed is not None:
         result = DistributedDataset(strategy, parts, sources=sources)
     else:
         native = get_engine().distribute_natively(strategy, [dataset], True, options)
         result = native or DistributedDataset(
-            strategy, parts, on_devices, pauses, sources
+            strategy, parts, device_depth, pauses, sources
         )
-    if indexed is not None or (is_tf_dataset(dataset) and not own_rows):
+    if indexed is not None or (is_tf_dataset(dataset) and not per_worker):
         result._global_batches = dataset
     else:
+        once = isinstance(start, OneShotReader)
         result._global_batches = BatchesForKeras(
-            start, number, once, own_rows, dataset, depth, shortest
+            start, number, once, per_worker, dataset, depth, shortest
         )
     return result
 
@@ -188,7 +157,7 @@ def distribute_from_function(
     dataset_fn: Callable[[InputContext], Any],
     options: InputOptions | None,
 ) -> DistributedDataset:
-    """See `Strategy.distribute_datasets_from_function`."""
+    """Implement `Strategy.distribute_datasets_from_function`."""
     if not callable(dataset_fn):
         raise TypeError(
             "Argument `dataset_fn` must be a function of an InputContext that returns "
@@ -203,96 +172,73 @@ def distribute_from_function(
         options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
     )
     if per_replica:
-        pipelines, own = replicas, list(local)
+        pipelines, local_pipelines = replicas, list(local)
     elif cluster is None:
-        pipelines, own = 1, [0]
+        pipelines, local_pipelines = 1, [0]
     else:
-        pipelines, own = cluster.size, [cluster.rank]
-    datasets = [dataset_fn(InputContext(pipelines, i, replicas)) for i in own]
-    argument = "What `dataset_fn` returned"
+        pipelines, local_pipelines = cluster.size, [cluster.rank]
+    datasets = [
+        dataset_fn(InputContext(pipelines, i, replicas)) for i in local_pipelines
+    ]
+    argument = "The return value of `dataset_fn`"
     for dataset in datasets:
         _check(strategy, "distribute_datasets_from_function", None, dataset, argument)
     starts = [batches_of(dataset, argument) for dataset in datasets]
     native = get_engine().distribute_natively(strategy, datasets, False, options)
     partial = not all(map(has_fixed_shapes, datasets))
     depth = min(prefetch_depth(dataset, options) for dataset in datasets)
-    depth = hoist_one_shot_prefetch(starts, datasets, depth)
-    once = any(isinstance(start, OneShotStart) for start in starts)
-    sources = SourceStates(datasets, starts, 1 if per_replica else len(local))
-    on_devices = depth if prefetches_to_devices(strategy, options) else 0
+    depth = _hoist_one_shot_prefetch(starts, datasets, depth)
+    device_depth = depth if _prefetches_to_devices(strategy, options) else 0
     shortest = options is not None and options.end_with_first_worker
+    sources = SourceStates(datasets, starts, 1 if per_replica else len(local))
 
-    def own_rounds(iterators: list[Iterator[Any]]) -> Iterator[ReplicaParts]:
+    def local_rounds(iterators: list[Iterator[Any]]) -> Iterator[ReplicaParts]:
         turns = iterators if per_replica else iterators * len(local)
         return assemble_rounds(turns, partial, argument)
 
     def parts() -> Iterator[ReplicaParts]:
-        started = sources.start()
-        if depth == on_devices:
-            read = own_rounds(started)
+        iterators = sources.start()
+        if depth == device_depth:
+            rounds = local_rounds(iterators)
         else:
-            rounds_kept = own_rounds([map(copy_batch, batches) for batches in started])
-            read = Prefetcher(rounds_kept, depth, pauses, sources=sources)
+            copies = local_rounds([map(copy_batch, batches) for batches in iterators])
+            rounds = Prefetcher(copies, depth, pauses, sources=sources)
         if cluster is None:
-            return read
-        return synchronize_rounds(read, cluster, partial and not shortest)
+            return rounds
+        return synchronize_rounds(rounds, cluster, partial and not shortest)
 
     counts = [number_of_batches(dataset) for dataset in datasets]
     known = [count for count in counts if count is not None]
-    rounds = None
+    number = None
     if len(known) == len(counts) and per_replica:
-        rounds = max(known) if partial else min(known)
+        number = max(known) if partial else min(known)
     elif len(known) == len(counts):
-        each = len(local)
-        rounds = (known[0] + (each - 1 if partial else 0)) // each
-    pauses = (rounds,) if rounds else ()
-    result = native or DistributedDataset(strategy, parts, on_devices, pauses, sources)
-    alone = datasets[0] if len(local) == 1 else None
+        number = (known[0] + (len(local) - 1 if partial else 0)) // len(local)
+    pauses = (number,) if number else ()
+    result = native or DistributedDataset(
+        strategy, parts, device_depth, pauses, sources
+    )
     result._global_batches = BatchesForKeras(
-        lambda: map(_joined, own_rounds([start() for start in starts])),
-        rounds,
-        once,
+        lambda: map(_concatenate, local_rounds([start() for start in starts])),
+        number,
+        any(isinstance(start, OneShotReader) for start in starts),
         cluster is not None,
-        alone,
+        datasets[0] if len(local) == 1 else None,
         depth,
         shortest,
     )
     return result
 
 
-@dataclass
-class BatchesForKeras:
-    """Batches for Keras's own loop.
-
-    Attributes:
-        start: Starts to read them.
-        number: How many there are, None if that is not known.
-        once: Whether they can be read once only.
-        own: Whether they are this worker's own, and the global batches those of all
-            workers together; else all workers have the global batches.
-        dataset: What the user gave, if it is these batches that it gives.
-        depth: How many are to be read before they are asked for.
-        shortest: Whether they end when the first worker has no more of its own.
-    """
-
-    start: Callable[[], Iterator[Any]]
-    number: int | None
-    once: bool
-    own: bool
-    dataset: Any
-    depth: int
-    shortest: bool = False
-
-
 def keras_dataset(dataset: Any, strategy: "Strategy | None", method: str) -> Any:
-    """What Keras's `fit` and its like read in the place of a distributed dataset.
+    """Return what `fit` and the like read instead of a distributed dataset.
 
-    They split global batches themselves. Of batches that each worker has of its own,
-    the workers tell each other how many there are.
+    They split global batches themselves. Where each worker has its own batches, the
+    workers exchange how many.
 
     Args:
-        dataset: Any argument of `fit`, which is returned if it is not distributed.
-        strategy: The strategy of the model, None for none.
+        dataset: Any argument of `fit`, returned as it is if it is not distributed.
+        strategy: The strategy of the model, or None.
         method: "fit" or the like.
 
     Returns:
@@ -302,24 +248,27 @@ def keras_dataset(dataset: Any, strategy: "Strategy | None", method: str) -> Any
         ValueError: If another strategy distributed the dataset.
     """
     cluster = None if strategy is None else strategy.extended.cluster
-    if strategy is not None and _gives_own_rows(dataset, cluster):
+    if strategy is not None and _has_per_worker_policy(dataset, cluster):
         dataset = distribute(strategy, dataset, None)
     if not isinstance(dataset, DistributedDataset):
         return dataset
     if dataset._strategy is not (strategy or context.default_strategy()):
         raise ValueError(
-            f"`{method}` was given a dataset that {dataset._strategy!r} distributed, "
-            f"and the model belongs to {strategy or 'no strategy'!r}. Give `{method}` "
-            "the dataset as it was before, or make the model in the scope of that "
-            "strategy."
+            f"`{method}` received a dataset that {dataset._strategy!r} distributed, "
+            f"and the model belongs to {strategy or 'no strategy'!r}. Pass `{method}` "
+            "the original dataset, or create the model in the scope of that strategy."
         )
     if dataset._sources is not None and dataset._sources.has_pending_restore:
         raise ValueError(
-            "A dataset goes on where `load_state_dict` put it in a loop of your own. "
-            f"`{method}` goes on with `keras_strategy.callbacks.BackupAndRestore`."
+            "`load_state_dict` has set the position of a dataset for a custom loop. "
+            f"Resume `{method}` with `keras_strategy.callbacks.BackupAndRestore`."
         )
     batches = dataset._global_batches
-    if cluster is None or not isinstance(batches, BatchesForKeras) or not batches.own:
+    if (
+        cluster is None
+        or not isinstance(batches, BatchesForKeras)
+        or not batches.per_worker
+    ):
         return batches
     numbers = cluster.exchange("the number of batches of its own", batches.number)
     if 0 in numbers:
@@ -333,21 +282,98 @@ def keras_dataset(dataset: Any, strategy: "Strategy | None", method: str) -> Any
 
 
 def reads_per_worker_rows(dataset: Any, strategy: "Strategy") -> bool:
-    """Whether each worker's `fit` and its like read rows of its own from a dataset.
-
-    Args:
-        dataset: Any argument of `fit`.
-        strategy: The strategy of the model.
-    """
+    """Return True if in `fit` and the like each worker reads its own batches."""
     if isinstance(dataset, DistributedDataset):
         batches = dataset._global_batches
-        return isinstance(batches, BatchesForKeras) and batches.own
-    return _gives_own_rows(dataset, strategy.extended.cluster)
+        return isinstance(batches, BatchesForKeras) and batches.per_worker
+    return _has_per_worker_policy(dataset, strategy.extended.cluster)
 
 
-def _gives_own_rows(dataset: Any, cluster: Cluster | None) -> bool:
+def _has_per_worker_policy(dataset: Any, cluster: Cluster | None) -> bool:
     return cluster is not None and is_per_worker_policy(
         resolve_policy(dataset, None, cluster)
+    )
+
+
+def predict(model: keras.Model, x: Any, gather: bool = False, **kwargs: Any) -> Any:
+    """Call `model.predict` and, on request, gather the predictions of all workers.
+
+    Where all workers have the same data, `model.predict` returns the predictions of all
+    rows. Where each worker reads its own data, it returns those of this worker's rows;
+    `gather=True` returns those of all workers.
+
+    Args:
+        model: A model, created in a strategy's scope or not.
+        x: See `keras.Model.predict`.
+        gather: If True, concatenate the workers' predictions. All workers must call
+            this, and each gets all of them: first those of worker 0, in the order in
+            which it has read the rows, then those of worker 1.
+        **kwargs: Other arguments of `keras.Model.predict`.
+
+    Returns:
+        The predictions, as NumPy arrays in the structure of the model's outputs.
+
+    Example:
+
+    ```python
+    import keras
+    import numpy as np
+    import keras_strategy as ks
+
+    with ks.MirroredStrategy().scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    x = np.ones((4, 3), "float32")
+    assert ks.predict(model, x, gather=True, verbose=0).shape == (4, 1)
+    ```
+    """
+    predictions = model.predict(x, **kwargs)
+    strategy = strategy_of_model(model)
+    if not gather or strategy is None or not reads_per_worker_rows(x, strategy):
+        return predictions
+    workers = strategy.extended.group.workers
+
+    def gather_rows(array):
+        rows, _ = workers.gather("predict", keras.ops.convert_to_tensor(array), 0)
+        return keras.ops.convert_to_numpy(rows)
+
+    with strategy.scope():
+        return tree.map_structure(gather_rows, predictions)
+
+
+def prefetch_depth(dataset: Any, options: InputOptions | None) -> int:
+    """Return how many batches of a dataset to prefetch.
+
+    An `IndexedDataset` sets it, since its rows are the same whenever they are read. Any
+    other Python code is prefetched only if options request it. `tf.data`, and loaders
+    with their own threads or processes, prefetch by themselves; arrays need none.
+    """
+    if isinstance(dataset, IndexedDataset):
+        return dataset.prefetch
+    return 0 if options is None else options.experimental_per_replica_buffer_size
+
+
+def _hoist_one_shot_prefetch(
+    readers: Sequence[Any], datasets: Sequence[Any], depth: int
+) -> int:
+    """Have one-shot readers prefetch for all their iterations, and return 0 then.
+
+    Stateful iterators are not prefetched: they do that themselves.
+    """
+    once = [
+        (reader, dataset)
+        for reader, dataset in zip(readers, datasets, strict=True)
+        if isinstance(reader, OneShotReader)
+    ]
+    for reader, dataset in once:
+        if depth and not has_state(dataset):
+            reader.prefetch(depth)
+    return 0 if once else depth
+
+
+def _prefetches_to_devices(strategy: "Strategy", options: InputOptions | None) -> bool:
+    # Several workers first have to agree that each of them has a batch.
+    return strategy.extended.cluster is None and (
+        options is None or options.experimental_fetch_to_device
     )
 
 
@@ -374,15 +400,16 @@ def _check(
 def _split(
     batch: Any, replicas: int, local: range, argument: str
 ) -> ReplicaParts | EvenParts:
-    """The rows of a global batch that each replica of this worker gets."""
-    own = batch if isinstance(batch, LocalRows) else None
-    batch = batch if own is None else own.batch
+    """Split a global batch, or this worker's rows of it, over the local replicas."""
+    local_rows = batch if isinstance(batch, LocalRows) else None
+    batch = batch if local_rows is None else local_rows.batch
     arrays = [as_array(leaf, argument) for leaf in tree.flatten(batch)]
     try:
-        rows = count_array_rows(arrays)
+        rows, first = count_array_rows(arrays), 0
     except ValueError as error:
         raise ValueError(f"{argument}: {error} {_BATCH_FIRST}") from None
-    rows, first = (rows, 0) if own is None else (own.global_rows, own.bounds[0][0])
+    if local_rows is not None:
+        rows, first = local_rows.global_rows, local_rows.bounds[0][0]
     if rows % replicas == 0 and len(local) == replicas:
         return EvenParts(batch, arrays, replicas)
     batch = tree.pack_sequence_as(batch, arrays)
@@ -396,16 +423,15 @@ def _split(
         )
         for begin, end in bounds[local.start : local.stop]
     )
-    # All workers split the same batches.
     counts = [end - begin for begin, end in bounds]
+    # Known without an exchange: all workers split the same batches.
     parts.alike = len(set(counts)) == 1
     parts.rows = BatchRows()
     parts.rows.counts, parts.rows.first = tuple(counts), local.start
     return parts
 
 
-def _listed(parts: ReplicaParts | EvenParts) -> ReplicaParts:
-    """The parts, also where they are cut when somebody looks at them."""
+def _sliced(parts: ReplicaParts | EvenParts) -> ReplicaParts:
     if isinstance(parts, ReplicaParts):
         return parts
     return ReplicaParts(
@@ -413,59 +439,14 @@ def _listed(parts: ReplicaParts | EvenParts) -> ReplicaParts:
     )
 
 
-def _joined(parts: ReplicaParts) -> Any:
-    """The global batch of all replicas' parts."""
+def _concatenate(parts: ReplicaParts) -> Any:
+    """Return the global batch of all replicas' parts."""
 
-    def join(*leaves):
+    def concatenate(*leaves):
         if leaves[0] is None:
             return None
         if isinstance(leaves[0], np.ndarray):
             return np.concatenate(leaves)
         return keras.ops.concatenate(leaves)
 
-    return tree.map_structure(join, *parts)
-
-
-def predict(model: keras.Model, x: Any, gather: bool = False, **kwargs: Any) -> Any:
-    """`model.predict`, and the predictions of other workers' rows if they are wanted.
-
-    Where all workers have the same data, `model.predict` gives the predictions of all
-    rows. Where each reads rows of its own it gives those of this worker's; all of them
-    travel only with `gather=True`.
-
-    Args:
-        model: The model.
-        x: See `keras.Model.predict`.
-        gather: Whether to join the workers' own predictions. All workers must call
-            this, and each gets all of them: first those of worker 0, in the order in
-            which it has read the rows, then those of worker 1.
-        **kwargs: Other arguments of `keras.Model.predict`.
-
-    Returns:
-        The predictions, as NumPy arrays in the structure of the model's outputs.
-
-    Example:
-
-    ```python
-    import keras
-    import numpy as np
-    import keras_strategy as ks
-
-    with ks.MirroredStrategy().scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    x = np.ones((4, 3), "float32")
-    assert ks.predict(model, x, gather=True, verbose=0).shape == (4, 1)
-    ```
-    """
-    predictions = model.predict(x, **kwargs)
-    strategy = strategy_of_model(model)
-    if not gather or strategy is None or not reads_per_worker_rows(x, strategy):
-        return predictions
-    workers = strategy.extended.group.workers
-    with strategy.scope():
-
-        def of_all(part):
-            rows, _ = workers.gather("predict", keras.ops.convert_to_tensor(part), 0)
-            return keras.ops.convert_to_numpy(rows)
-
-        return tree.map_structure(of_all, predictions)
+    return tree.map_structure(concatenate, *parts)

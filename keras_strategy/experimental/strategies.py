@@ -1,7 +1,4 @@
-"""Experimental strategies: central storage, and tf.distribute's former names.
-
-Deprecated names of `tf.distribute.experimental`.
-"""
+"""Central storage, and deprecated names of `tf.distribute.experimental`."""
 
 import warnings
 from collections.abc import Iterable

@@ -1,1 +1,1 @@
-"""Where Keras is extended, on every backend."""
+"""Patches of Keras that every backend needs."""

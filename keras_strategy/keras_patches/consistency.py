@@ -1,13 +1,8 @@
-"""Do the components of mirrored variables agree?
+"""Checks that replicas and workers hold equal values of mirrored variables.
 
-It is looked at after each epoch, and in a debug mode after each batch: see
-`config.check_mirrored`.
-
-Whether all workers still hold the same values.
-
-They compute the same, so they do, unless somebody changes a variable on one worker
-alone, or a device computes wrongly. It is looked at once in an epoch, and before they
-are saved.
+All replicas and workers compute the same values, unless code changes a variable on one
+of them or a device computes wrongly. `fit` compares them after each epoch and before
+saving; `config.check_mirrored` compares after each batch.
 """
 
 from collections.abc import Iterable
@@ -19,7 +14,7 @@ import numpy as np
 from keras_strategy.core.collectives import array_digest
 from keras_strategy.core.registry import get_engine
 from keras_strategy.errors import MirrorError, WorkersDifferError
-from keras_strategy.keras_patches.variables_optimizers import stored
+from keras_strategy.keras_patches.variables_optimizers import stored_value
 from keras_strategy.training.callbacks import LogFreeCallback
 from keras_strategy.training.sharding import is_sharded
 from keras_strategy.training.variable_sync import is_sync_on_read
@@ -29,18 +24,15 @@ if TYPE_CHECKING:
 
 
 # Set by `config.check_mirrored`.
-enabled = False
+check_each_batch = False
 
 
-def check(
+def check_mirrored_variables(
     strategy: "Strategy", after: str, variables: Iterable[Any] | None = None
 ) -> None:
-    """Compares the components of mirrored variables.
+    """Compare the components of mirrored variables, by default of all in the strategy.
 
-    Args:
-        strategy: The strategy.
-        after: What was called before.
-        variables: The variables. Defaults to all of the strategy.
+    `after` names the call that precedes the check, for the message.
 
     Raises:
         MirrorError: If the components of a variable differ.
@@ -67,11 +59,11 @@ def check(
     more = f" (and of {len(drifted) - 1} more variables)" if len(drifted) > 1 else ""
     raise MirrorError(
         f"After `{after}` the components of the variable '{variable.path}'{more} "
-        f"differ: replica {replica} holds another value than replica 0; they differ by "
-        f"up to {distance:g}. What is assigned to a variable with aggregation='none' "
-        "must not depend on the replica: give the variable an aggregation, 'sum', "
-        "'mean' or 'only_first_replica', or synchronization='on_read' if each replica "
-        "shall keep its own value."
+        f"differ: replica {replica} differs from replica 0 by up to {distance:g}. "
+        "The value assigned to a variable with aggregation='none' must not depend on "
+        "the replica: give the variable an aggregation, 'sum', 'mean' or "
+        "'only_first_replica', or synchronization='on_read' to keep one value per "
+        "replica."
     )
 
 
@@ -84,10 +76,10 @@ def _distance(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.nanmax(np.abs(a.astype("float64") - b.astype("float64"))))
 
 
-def mirrored_of(model: keras.Model) -> list[Any]:
-    """The variables of a model of which all replicas hold the same values."""
+def mirrored_variables(model: keras.Model) -> list[Any]:
+    """Return the variables of a model that all replicas hold equally."""
     optimizer = getattr(model, "optimizer", None)
-    # The optimizer's first: who has another learning rate has other weights, too.
+    # The optimizer first: a different learning rate also causes different weights.
     variables = [*getattr(optimizer, "variables", ()), *model.variables]
     metrics = {id(variable) for variable in model.metrics_variables}
     return [
@@ -98,77 +90,72 @@ def mirrored_of(model: keras.Model) -> list[Any]:
 
 
 def _is_mirrored(variable: Any) -> bool:
-    if stored(variable) is None:
+    if stored_value(variable) is None:
         return False
     return not (is_sync_on_read(variable) or is_sharded(variable))
 
 
 class EpochCheck(keras.callbacks.Callback):
-    """Compares after each epoch of `fit` what the model holds.
-
-    Args:
-        strategy: The strategy of the model.
-    """
+    """Callback that compares the model's variables after each epoch of `fit`."""
 
     def __init__(self, strategy: "Strategy"):
         super().__init__()
         self._strategy = strategy
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Raises `MirrorError` if the epoch made components differ."""
-        check(self._strategy, f"fit, epoch {epoch}", mirrored_of(self.model))
+        """Compare the model's variables."""
+        check_mirrored_variables(
+            self._strategy, f"fit, epoch {epoch}", mirrored_variables(self.model)
+        )
 
 
 class BatchCheck(EpochCheck, LogFreeCallback):
-    """Compares after each batch of `fit` as well, and all that the strategy has."""
+    """Callback that also compares all variables of the strategy after each batch."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Raises `MirrorError` if a step made components differ."""
-        # On JAX, Keras keeps the variables' values to itself while it trains. The
-        # method lost its prefix in Keras 3.16.
+        """Compare all variables of the strategy."""
+        # On JAX, Keras updates the variables only when this is called. The method lost
+        # its prefix in Keras 3.16.
         for name in ("state_sync", "jax_state_sync"):
             if hasattr(self.model, name):
                 getattr(self.model, name)()
                 break
-        check(self._strategy, f"fit, batch {batch}")
+        check_mirrored_variables(self._strategy, f"fit, batch {batch}")
 
 
-def require_same_values(
+def check_same_values(
     strategy: Any,
     model: keras.Model,
     more: Any = None,
     operation: str = "the end of an epoch",
 ) -> list[Any]:
-    """Compares the variables of a model and its optimizer between the workers.
+    """Compare the variables of a model and its optimizer between workers.
 
-    Args:
-        strategy: The strategy, of several workers.
-        model: The model.
-        more: A value to tell all workers.
-        operation: When this is, for messages.
+    `operation` says when this happens, for the message. Every worker sends `more`.
 
     Returns:
-        What each worker tells, by rank.
+        The `more` of each worker, by rank.
 
     Raises:
-        WorkersDifferError: If they hold other values.
+        WorkersDifferError: If workers hold different values.
         MirrorError: If the replicas of this worker do.
     """
     cluster = strategy.extended.cluster
-    variables = mirrored_of(model)
+    variables = mirrored_variables(model)
     digests = [_digest(strategy, variable) for variable in variables]
-    told, difference = cluster.first_difference(operation, digests, more)
+    values, difference = cluster.first_difference(operation, digests, more)
     if difference is None:
-        check(strategy, operation, variables)
-        return told
+        check_mirrored_variables(strategy, operation, variables)
+        return values
     number, each = difference
-    path = variables[number].path if number < len(variables) else "which others have"
+    exists = number < len(variables)
+    path = variables[number].path if exists else "which only others have"
     groups = cluster.format_by_value(each)
     raise WorkersDifferError(
-        f"At {operation} the workers do not hold the same values any more. The first "
+        f"At {operation} the workers no longer hold the same values. The first "
         f"variable that differs is '{path}' (digests by worker: {groups}). "
-        "Somebody has changed it on some workers alone, such as a callback that not "
-        "all of them have."
+        "Some code changed it only on some workers, such as a callback that not "
+        "all workers have."
     )
 
 

@@ -1,6 +1,7 @@
-"""This worker's rows of the arrays that a `fit` is given.
+"""Patches and adapters for the data that Keras's `fit`, `evaluate` and `predict` read.
 
-The batches of `fit` and its like, as Keras's loops read them.
+For arrays, Keras and the backend determine the order with one device's random numbers:
+they slice row indices, from which each worker reads only its local rows.
 """
 
 import contextlib
@@ -24,51 +25,65 @@ from keras_strategy.data.prefetch import PrefetchedBatches, Scope, copy_batch
 from keras_strategy.data.sources import as_array, is_tf_dataset
 from keras_strategy.data.splitting import prefetch_depth
 from keras_strategy.data.worker_batches import PerWorkerBatches
-from keras_strategy.keras_patches.patch import home_of, hook
+from keras_strategy.keras_patches.patch import find_module, hook
 from keras_strategy.values import map_leaves
 
-ArrayDataAdapter: Any = home_of(
+ArrayDataAdapter: Any = find_module(
     "ArrayDataAdapter", "keras.src.trainers.data_adapters.array_data_adapter"
 ).ArrayDataAdapter
-array_slicing: Any = home_of(
+array_slicing: Any = find_module(
     "convert_to_sliceable", "keras.src.trainers.data_adapters.array_slicing"
 )
-# What these hold is in no order of rows, or in rows of any length.
+PyDatasetAdapter: Any = find_module(
+    "PyDatasetAdapter", "keras.src.trainers.data_adapters.py_dataset_adapter"
+).PyDatasetAdapter
+GeneratorDataAdapter: Any = find_module(
+    "GeneratorDataAdapter",
+    "keras.src.trainers.data_adapters.generator_data_adapter",
+).GeneratorDataAdapter
+TorchDataLoaderAdapter: Any = find_module(
+    "TorchDataLoaderAdapter",
+    "keras.src.trainers.data_adapters.torch_data_loader_adapter",
+).TorchDataLoaderAdapter
+TFDatasetAdapter: Any = find_module(
+    "TFDatasetAdapter", "keras.src.trainers.data_adapters.tf_dataset_adapter"
+).TFDatasetAdapter
+class_weight_to_sample_weights: Any = find_module(
+    "class_weight_to_sample_weights",
+    "keras.src.trainers.data_adapters.data_adapter_utils",
+).class_weight_to_sample_weights
+# Not sliceable by rows: sparse or ragged.
 _NOT_DENSE = (
     array_slicing.JaxSparseSliceable,
     array_slicing.ScipySparseSliceable,
     array_slicing.TensorflowRaggedSliceable,
     array_slicing.TensorflowSparseSliceable,
 )
-# How many numbers are asked for at once: an engine takes as long for a few as for many.
-_AT_ONCE = 4096
+# Row indices per request: a backend is as fast for many as for a few.
+_INDICES_PER_REQUEST = 4096
 
 
 class RowsOfArrays:
-    """The batches of arrays, of which this worker's rows are sliced alone.
-
-    Keras and the engine give the order, and draw for it what they draw on one device:
-    what they slice are the numbers of the rows.
+    """Batches of arrays of which this worker slices only its local rows.
 
     Args:
-        arrays: A structure of what Keras slices.
-        numbers: The rows' numbers, in arrays of a whole number of batches each.
-        batch_size: How many rows a batch has.
-        shuffled: Whether the numbers of a batch are others than those between the
-            first and the last one.
-        share: Which rows are this worker's.
-        begin: Called when the first batch of an epoch is asked for: the order is then
-            that of as many epochs as Keras has ended by then.
+        arrays: A structure of Keras's sliceable arrays.
+        indices: The row indices, in arrays that hold whole batches.
+        batch_size: The number of rows per batch.
+        shuffled: True if the indices of a batch are not consecutive.
+        local_bounds: Selects this worker's rows of a batch.
+        start_epoch: Called when the first batch of an epoch is requested: the order
+            then depends on the number of epochs that Keras has ended.
     """
 
     def __init__(
         self,
         arrays: Any,
-        numbers: Iterable[Any],
+        indices: Iterable[Any],
         batch_size: int,
         shuffled: bool,
-        share: LocalBoundsFn,
-        begin: Callable[[], None],
+        local_bounds: LocalBoundsFn,
+        start_epoch: Callable[[], None],
     ):
         self._arrays = arrays
         self._tensors = {
@@ -76,114 +91,94 @@ class RowsOfArrays:
             for array in tree.flatten(arrays)
             if array is not None and get_engine().is_tensor(array.array)
         }
-        self._numbers = numbers
+        self._indices = indices
         self._batch_size = batch_size
         self._shuffled = shuffled
-        self._share = share
-        self._begin = begin
+        self._local_bounds = local_bounds
+        self._start_epoch = start_epoch
 
     def __iter__(self) -> Iterator[LocalRows]:
-        """Starts to read."""
-        # Now: to start may draw random numbers.
-        return map(self._read, self._of_batches(iter(self._numbers)))
+        # Not lazily: starting may draw random numbers.
+        return map(self._read, self._index_batches(iter(self._indices)))
 
-    def _of_batches(self, several: Iterator[Any]) -> Iterator[np.ndarray]:
-        self._begin()
-        for numbers in map(np.asarray, several):
-            for first in range(0, len(numbers), self._batch_size):
-                yield numbers[first : first + self._batch_size]
+    def _index_batches(self, index_arrays: Iterator[Any]) -> Iterator[np.ndarray]:
+        self._start_epoch()
+        for indices in map(np.asarray, index_arrays):
+            for first in range(0, len(indices), self._batch_size):
+                yield indices[first : first + self._batch_size]
 
-    def _read(self, numbers: np.ndarray) -> LocalRows:
-        bounds = self._share(len(numbers))
+    def _read(self, indices: np.ndarray) -> LocalRows:
+        bounds = self._local_bounds(len(indices))
         first, end = rows_to_read(bounds)
-        rows: Any = numbers[first:end]
+        rows: Any = indices[first:end]
         if not self._shuffled:
-            rows = slice(int(rows[0]), int(rows[-1]) + 1)  # which copies nothing
+            rows = slice(int(rows[0]), int(rows[-1]) + 1)  # a view
 
-        def rows_of(array):
+        def slice_rows(array):
             if array is None:
                 return None
             found = array[rows]
             is_tensor = id(array) in self._tensors
             return found if is_tensor else array.convert_to_numpy(found)
 
-        return LocalRows(map_leaves(rows_of, self._arrays), bounds, len(numbers))
+        return LocalRows(map_leaves(slice_rows, self._arrays), bounds, len(indices))
 
 
 def rows_of_arrays(
-    adapter: Any, share: LocalBoundsFn, batches_of: Callable[[Any], Iterable[Any]]
+    adapter: Any,
+    local_bounds: LocalBoundsFn,
+    batches_of: Callable[[Any], Iterable[Any]],
 ) -> RowsOfArrays | None:
-    """This worker's rows of arrays, None where one cannot be sliced by rows alone.
+    """Return this worker's rows of arrays; None if one cannot be sliced by rows.
 
     Args:
         adapter: Keras's adapter of the arrays.
-        share: Which rows are this worker's.
-        batches_of: Gives the batches of an adapter as the engine reads them.
+        local_bounds: Selects this worker's rows of a batch.
+        batches_of: Returns the batches of an adapter as the backend reads them.
     """
     arrays = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="numpy")
     if any(isinstance(leaf, _NOT_DENSE) for leaf in tree.flatten(arrays)):
         return None
     shuffle, batch_size = adapter._shuffle, adapter.batch_size
-    # Keras shuffles all rows before it makes batches, or else the rows of each batch.
-    batches = 1 if shuffle == "batch" else max(1, _AT_ONCE // batch_size)
-    numbers = ArrayDataAdapter(
+    # Keras shuffles either all rows before batching, or the rows of each batch.
+    batches = 1 if shuffle == "batch" else max(1, _INDICES_PER_REQUEST // batch_size)
+    indices = ArrayDataAdapter(
         np.arange(adapter._num_samples),
         batch_size=batches * batch_size,
         shuffle=shuffle,
     )
 
-    def begin():
-        set_epoch(numbers, epoch_of(adapter))
+    def start_epoch():
+        set_epoch(indices, epoch_of(adapter))
 
-    given, shuffled = batches_of(numbers), bool(shuffle)
-    return RowsOfArrays(arrays, given, batch_size, shuffled, share, begin)
+    order = batches_of(indices)
+    return RowsOfArrays(
+        arrays, order, batch_size, bool(shuffle), local_bounds, start_epoch
+    )
 
 
 def epoch_of(adapter: Any) -> int | None:
-    """How many epochs an adapter of Keras's has given, if its order follows from that.
+    """Return the number of epochs a Keras adapter has ended, if that sets the order.
 
-    That is so since Keras 3.16; with older ones the order is drawn, and this is None.
-
-    Args:
-        adapter: The adapter, of any data.
+    That is so since Keras 3.16. Older versions draw the order; this returns None.
     """
     return getattr(adapter, "_epoch", None)
 
 
 def set_epoch(adapter: Any, epoch: int | None) -> None:
-    """Has an adapter go on in the order of an epoch, where `epoch_of` is not None."""
+    """Continue in the order of an epoch, where `epoch_of` is not None."""
     if epoch_of(adapter) is not None and epoch is not None:
         adapter._epoch = epoch
 
 
-PyDatasetAdapter: Any = home_of(
-    "PyDatasetAdapter", "keras.src.trainers.data_adapters.py_dataset_adapter"
-).PyDatasetAdapter
-GeneratorDataAdapter: Any = home_of(
-    "GeneratorDataAdapter",
-    "keras.src.trainers.data_adapters.generator_data_adapter",
-).GeneratorDataAdapter
-TorchDataLoaderAdapter: Any = home_of(
-    "TorchDataLoaderAdapter",
-    "keras.src.trainers.data_adapters.torch_data_loader_adapter",
-).TorchDataLoaderAdapter
-TFDatasetAdapter: Any = home_of(
-    "TFDatasetAdapter", "keras.src.trainers.data_adapters.tf_dataset_adapter"
-).TFDatasetAdapter
-class_weight_to_sample_weights: Any = home_of(
-    "class_weight_to_sample_weights",
-    "keras.src.trainers.data_adapters.data_adapter_utils",
-).class_weight_to_sample_weights
-
-
 @hook(PyDatasetAdapter, "_get_iterator", "(self)")
 def _get_iterator(original, self):
-    """A pass over an `IndexedDataset` has one order, whoever reads ahead.
+    """Keep one order for a pass over an `IndexedDataset`, also when reading ahead.
 
-    Keras tells a dataset that an epoch ends while TensorFlow may read on in a thread.
+    Keras ends the epoch of a dataset while TensorFlow may still read in a thread.
     """
     dataset = self.py_dataset
-    if isinstance(dataset, _LeftOut):
+    if isinstance(dataset, _SkippingDataset):
         dataset = dataset.dataset
     if not isinstance(dataset, IndexedDataset):
         return original(self)
@@ -191,77 +186,69 @@ def _get_iterator(original, self):
 
 
 def for_keras(argument: Any, strategy: Any, method: str) -> Any:
-    """An argument of `fit` or its like, as something that Keras can read.
-
-    Args:
-        argument: The argument.
-        strategy: The strategy of the model, or None.
-        method: The method's name.
-    """
+    """Convert an argument of `fit` or a similar method to data that Keras can read."""
     data = splitting.keras_dataset(argument, strategy, method)
     if isinstance(data, splitting.BatchesForKeras):
         return _Batches(data)
     return data
 
 
-def counts_of_arrays(adapter: Any) -> list[Any] | None:
-    """What is known of a `fit`'s batches before it reads them, if they are arrays.
+def array_batch_counts(adapter: Any) -> list[Any] | None:
+    """Return the numbers of batches, rows per batch and rows of a partial last batch.
 
-    Args:
-        adapter: Keras's adapter of the data.
-
-    Returns:
-        How many batches there are, their rows, and those of a last partial one.
+    None if the data is not arrays.
     """
     if not isinstance(adapter, ArrayDataAdapter):
         return None
     return [adapter.num_batches, adapter.batch_size, adapter.partial_batch_size]
 
 
-def own_rows(
-    adapter: Any, share: LocalBoundsFn, batches_of: Callable[[Any], Iterable[Any]]
+def read_local_rows(
+    adapter: Any,
+    local_bounds: LocalBoundsFn,
+    batches_of: Callable[[Any], Iterable[Any]],
 ) -> Iterable[LocalRows] | None:
-    """This worker's rows of what a `fit` reads, without reading those of the others.
+    """Return this worker's rows of the data of a `fit`, without reading other rows.
 
     Args:
         adapter: Keras's adapter of the data.
-        share: Which rows are this worker's.
-        batches_of: Gives the batches of an adapter as the engine reads them.
+        local_bounds: Selects this worker's rows of a batch.
+        batches_of: Returns the batches of an adapter as the backend reads them.
 
     Returns:
-        None where nobody can tell one row from the others before they are read.
+        None if single rows cannot be selected before they are read.
     """
     if isinstance(adapter, ArrayDataAdapter):
-        return rows_of_arrays(adapter, share, batches_of)
+        return rows_of_arrays(adapter, local_bounds, batches_of)
     if isinstance(adapter, TorchDataLoaderAdapter):
-        loader = adapter.get_torch_dataloader()  # the user's, on every backend
+        loader = adapter.get_torch_dataloader()  # the user's loader on every backend
         if indexed_dataset.is_indexed(loader):
-            return indexed_dataset.loader_row_reader(loader, share)
+            return indexed_dataset.loader_row_reader(loader, local_bounds)
     dataset = getattr(adapter, "py_dataset", None)
     if isinstance(dataset, IndexedDataset):
         shuffle = functools.partial(_shuffle, adapter) if adapter.shuffle else None
-        return _WithWeights(adapter, IndexedRowReader(dataset, share, shuffle))
+        return _WeightedRows(adapter, IndexedRowReader(dataset, local_bounds, shuffle))
     return None
 
 
-def _shuffle(adapter: Any, numbers: list[int]) -> None:
-    """As Keras shuffles a PyDataset's batches, by epochs since 3.16."""
+def _shuffle(adapter: Any, indices: list[int]) -> None:
+    """Shuffle as Keras does a PyDataset's batches: by epoch since 3.16."""
     epoch = epoch_of(adapter)
-    (random if epoch is None else random.Random(epoch)).shuffle(numbers)
+    (random if epoch is None else random.Random(epoch)).shuffle(indices)
 
 
 def read_ahead(
     iterator: Any, batches: Iterable[Any], scope: Scope = contextlib.nullcontext
 ) -> Iterable[Any]:
-    """What a loop of Keras's reads, some of it before it is asked for.
+    """Return what a Keras loop reads, prefetched where this has no visible effect.
 
     Args:
         iterator: Keras's iterator.
-        batches: The batches, or what is made of each.
-        scope: What they are read in.
+        batches: The batches, or values computed from each.
+        scope: The context in which they are read.
 
     Returns:
-        `batches` themselves where that could be seen: see `prefetching.prefetch_depth`.
+        `batches` unchanged if prefetching is disabled, see `prefetch_depth`.
     """
     adapter = iterator.data_adapter
     dataset = getattr(adapter, "py_dataset", None)
@@ -272,72 +259,60 @@ def read_ahead(
         depth = prefetch_depth(dataset, None)
     if depth == 0:
         return batches
-    numbers = iterator.steps_per_epoch, adapter.num_batches
+    indices = iterator.steps_per_epoch, adapter.num_batches
     return PrefetchedBatches(
-        batches, depth, [number for number in numbers if number], scope
+        batches, depth, [number for number in indices if number], scope
     )
 
 
-def engine_orders(adapter: Any) -> bool:
-    """Whether the engine shuffles the rows, so that another one has another order.
-
-    Args:
-        adapter: Keras's adapter of the data.
-    """
+def backend_shuffles(adapter: Any) -> bool:
+    """Return True if the backend shuffles the rows, so that the order depends on it."""
     return isinstance(adapter, ArrayDataAdapter) and bool(adapter._shuffle)
 
 
-def is_own(iterator: Any) -> bool:
-    """Whether what a loop of Keras's reads are batches of this worker's own."""
+def has_local_batches(iterator: Any) -> bool:
+    """Return True if a Keras loop reads local batches of this worker."""
     adapter = iterator.data_adapter
-    return isinstance(adapter, _Batches) and adapter.data.own
+    return isinstance(adapter, _Batches) and adapter.data.per_worker
 
 
-def joined(
+def join_batches(
     iterator: Any, batches: Any, cluster: Any, local: int, same_shapes: bool
 ) -> PerWorkerBatches:
-    """The batches that those of all workers make together, where `is_own`.
-
-    Args:
-        iterator: Keras's iterator.
-        batches: What it gives on this worker.
-        cluster: See `PerWorkerBatches`.
-        local: See `PerWorkerBatches`.
-        same_shapes: See `PerWorkerBatches`.
-    """
+    """Combine the local batches of all workers; see `PerWorkerBatches`."""
     pause, shortest = steps_of_epoch(iterator), iterator.data_adapter.data.shortest
     return PerWorkerBatches(batches, cluster, local, pause, same_shapes, shortest)
 
 
 def steps_of_epoch(iterator: Any) -> int | None:
-    """After how many batches no other is read ahead, None if at the data's end alone.
+    """Return after how many batches prefetching pauses; None for the end of the data.
 
     Args:
-        iterator: Keras's iterator: after those of an epoch, or the one that builds.
+        iterator: Keras's iterator of an epoch, or the one that builds the model.
     """
-    if builds(iterator):
+    if is_building(iterator):
         return 1
     return iterator.steps_per_epoch or iterator.data_adapter.num_batches
 
 
-def pauses_after(iterator: Any, batches: Any) -> Callable[[int], bool]:
-    """Whether after so many batches no other is read before it is asked for.
+def prefetch_pauses(iterator: Any, batches: Any) -> Callable[[int], bool]:
+    """Return a function that is True for batch counts after which prefetching pauses.
 
-    That could be seen by Python code that reads, of which nothing is known.
+    The user's Python code could see that more is read.
 
     Args:
         iterator: Keras's iterator.
-        batches: What workers read who agree on each.
+        batches: The batches that workers read and agree on.
     """
     steps = steps_of_epoch(iterator)
     ahead = isinstance(batches, PrefetchedBatches)
     ahead = ahead or isinstance(iterator.data_adapter, TFDatasetAdapter)
 
-    def pauses(taken: int) -> bool:
-        if steps and taken % steps == 0:
+    def pauses(num_read: int) -> bool:
+        if steps and num_read % steps == 0:
             return True
         if isinstance(batches, indexed_dataset.LoaderRowReader):
-            return batches.indices.whole  # its rows draw numbers
+            return batches.indices.reads_all  # reading draws random numbers
         return not ahead
 
     return pauses
@@ -348,8 +323,8 @@ _BUILDS = "_ks_builds"
 
 @contextlib.contextmanager
 def building(iterator: Any) -> Iterator[None]:
-    """Surrounds what builds a model with the first batch of Keras's iterator."""
-    if iterator is None or builds(iterator):
+    """Context manager in which the first batch of Keras's iterator builds a model."""
+    if iterator is None or is_building(iterator):
         yield
         return
     setattr(iterator, _BUILDS, True)
@@ -359,66 +334,54 @@ def building(iterator: Any) -> Iterator[None]:
         delattr(iterator, _BUILDS)
 
 
-def builds(iterator: Any) -> bool:
-    """Whether Keras's iterator gives a batch to build a model with."""
+def is_building(iterator: Any) -> bool:
+    """Return True if Keras's iterator reads a batch to build a model."""
     return hasattr(iterator, _BUILDS)
 
 
 def take_class_weight(fit: Any, model: Any, args: list, kwargs: dict) -> None:
-    """Has distributed data bring the sample weights that `class_weight` makes.
-
-    Keras hands out data of a kind that it does not know as it is.
-
-    Args:
-        fit: `Model.fit`.
-        model: The model.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments; changed in place.
+    """Apply `class_weight` to distributed data, which Keras passes through unchanged.
 
     Raises:
-        ValueError: If `y` or `sample_weight` is given beside distributed data.
+        ValueError: If `y` or `sample_weight` is given with distributed data.
     """
     try:
-        given = inspect.signature(fit).bind(model, *args, **kwargs).arguments
+        arguments = inspect.signature(fit).bind(model, *args, **kwargs).arguments
     except TypeError:
-        return  # Keras says what is wrong
-    x = given.get("x")
+        return  # Keras reports the error
+    x = arguments.get("x")
     if not isinstance(x, _Batches):
         return
     for name in ("y", "sample_weight"):
-        if given.get(name) is not None:
+        if arguments.get(name) is not None:
             raise ValueError(
-                f"Argument `{name}` cannot be given beside a distributed dataset, "
-                f"whose batches hold it. Received: {name} of type "
-                f"{type(given[name]).__name__}"
+                f"Argument `{name}` must be None for a distributed dataset, whose "
+                f"batches contain it. Received: {name} of type "
+                f"{type(arguments[name]).__name__}"
             )
-    x.class_weight = given.get("class_weight")
+    x.class_weight = arguments.get("class_weight")
 
 
 @contextlib.contextmanager
-def leaving_out(adapter: Any, count: int) -> Iterator[None]:
-    """Surrounds what reads batches that nobody needs: a PyDataset makes one of them.
+def skip_batches(adapter: Any, count: int) -> Iterator[None]:
+    """Context manager that skips `count` batches: a PyDataset creates only one of them.
 
-    Its batches are known by their numbers, in the order that Keras shuffles them in.
-    What threads of Keras's read ahead of it is not.
-
-    Args:
-        adapter: Keras's adapter of the data.
-        count: How many batches are read.
+    Its batches have indices, in the order in which Keras shuffles them. Batches that
+    Keras's threads prefetch are not skipped.
     """
     if not isinstance(adapter, PyDatasetAdapter) or adapter.enqueuer is not None:
         yield
         return
     dataset = adapter.py_dataset
-    adapter.py_dataset = _LeftOut(dataset, count)
+    adapter.py_dataset = _SkippingDataset(dataset, count)
     try:
         yield
     finally:
         adapter.py_dataset = dataset
 
 
-class _LeftOut:
-    """A PyDataset that gives the first batch it makes in the place of some."""
+class _SkippingDataset:
+    """A PyDataset that returns the same batch for each of the first `count` indices."""
 
     def __init__(self, dataset: Any, count: int):
         self.dataset, self._count = dataset, count
@@ -436,8 +399,8 @@ class _LeftOut:
         return self._batch
 
 
-class _WithWeights:
-    """Own rows, with the sample weights that Keras makes of `class_weight`."""
+class _WeightedRows:
+    """Local rows with the sample weights that Keras computes from `class_weight`."""
 
     def __init__(self, adapter: Any, rows: Iterable[LocalRows]):
         self._adapter = adapter
@@ -446,18 +409,15 @@ class _WithWeights:
     def __iter__(self) -> Iterator[LocalRows]:
         return map(self._weighted, iter(self._rows))
 
-    def _weighted(self, own: LocalRows) -> LocalRows:
-        return replace(own, batch=self._adapter._standardize_batch(own.batch))
+    def _weighted(self, rows: LocalRows) -> LocalRows:
+        return replace(rows, batch=self._adapter._standardize_batch(rows.batch))
 
 
 class _Batches(GeneratorDataAdapter):
-    """Lets Keras's loop read the batches of a distributed dataset.
-
-    Args:
-        data: The batches; every epoch starts to read them anew.
+    """Adapter that lets Keras's loop read the batches of a distributed dataset.
 
     Attributes:
-        data: The batches.
+        data: The batches; every epoch reads them from the start.
         class_weight: See `Model.fit`.
     """
 
@@ -467,18 +427,19 @@ class _Batches(GeneratorDataAdapter):
         self._output_signature = None
         self._start, self._first = self._read, None
         self._opened: Any = None
-        if data.own and not data.once:
-            return  # the workers tell each other when they read; nothing is read twice
+        if data.per_worker and not data.once:
+            return  # workers agree as they read; nothing is read twice
         batches = self._read()
         self._first = first = list(itertools.islice(batches, 2))
         if not first:
-            raise ValueError("A distributed dataset for `fit` must have a batch.")
+            raise ValueError(
+                "A distributed dataset for `fit` must have at least one batch."
+            )
         if data.once:
-            # A loop begins to read when it builds the model, and then anew.
+            # A loop reads once to build the model, then from the start.
             self._start = lambda: itertools.chain(first, batches)
 
     def generator(self):
-        """Starts to read."""
         opened, self._opened = self._opened, None
         return map(self._weighted, opened or self._start())
 
@@ -488,7 +449,7 @@ class _Batches(GeneratorDataAdapter):
 
     @property
     def _first_batches(self):
-        """Of what TensorFlow learns what a batch is made of."""
+        """The batches from which TensorFlow derives a signature."""
         if self._first is None:
             batches = self._read()
             self._first = list(itertools.islice(batches, 2))
@@ -496,7 +457,7 @@ class _Batches(GeneratorDataAdapter):
         return list(map(self._weighted, self._first))
 
     def get_tf_dataset(self):
-        if self.data.own and is_tf_dataset(self.data.dataset):
+        if self.data.per_worker and is_tf_dataset(self.data.dataset):
             adapter = TFDatasetAdapter(self.data.dataset, self.class_weight)
             return adapter.get_tf_dataset()
         return super().get_tf_dataset()
@@ -514,7 +475,7 @@ class _Batches(GeneratorDataAdapter):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         if sample_weight is not None or y is None or tree.is_nested(y):
             raise ValueError(
-                "`class_weight` is for batches of inputs and one array of targets, "
-                f"without sample weights. Received a batch of {len(batch)} parts."
+                "`class_weight` requires batches of inputs and one array of targets, "
+                f"without sample weights. Received: a batch of {len(batch)} elements."
             )
         return x, y, class_weight_to_sample_weights(y, self.class_weight)

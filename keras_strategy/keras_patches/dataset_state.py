@@ -1,17 +1,13 @@
-"""A `tf.data.Dataset` that is asked where it is.
+"""Dataset state: where the user's data is, recorded while Keras's loop reads it.
 
-tf.data can save an iterator. That is asked for when one has just been made, when it
-holds no rows yet: what it shuffles by has been drawn then, and it is read up to where
-the training goes on. What later ones draw follows from it, too, if what shuffles has
-the same seeds.
+Two protocols are supported: data with `state_dict()` and `load_state_dict(state)`, such
+as torchdata's StatefulDataLoader, and data whose iterator has `get_state()` and
+`set_state(state)`, such as grain's datasets. Keras and the backends may read ahead, so
+the state is recorded after each batch and kept until the step count is known.
 
-Data that can say where it is, asked while Keras's loop reads it.
-
-There are two kinds. What is read, such as torchdata's StatefulDataLoader, has
-`state_dict()` and `load_state_dict(state)`; or what its `iter` gives, as with grain's
-datasets, has `get_state()` and `set_state(state)`. Keras and the engines may read
-ahead: so the state is asked for after each batch that is read, and kept until it is
-known with how many batches the training was.
+A `tf.data.Dataset` has only a checkpointable iterator. It is saved when it is new and
+holds no rows: its shuffle seeds are drawn by then, and resuming reads up to the saved
+batch. Later passes follow from it if the shuffle has the same seeds.
 """
 
 import collections
@@ -30,139 +26,131 @@ from keras_strategy.data.sources import is_tf_dataset
 from keras_strategy.training.resume import decode, encode
 
 _logger = logging.getLogger("keras_strategy")
-_LATER = (
-    "Give `shuffle` a `seed`, or call `keras.utils.set_random_seed` before the dataset "
-    "is made."
+_SEED_HELP = (
+    "Pass a `seed` to `shuffle`, or call `keras.utils.set_random_seed` before you "
+    "create the dataset."
 )
-_NOT_ASKED = (
-    "This tf.data.Dataset cannot say where it is, or be told: it calls Python, or is "
-    "divided or changed before it is read. It is read again up to where the training "
-    "goes on, which is exact if it gives the same batches whenever it is read."
+_NO_STATE = (
+    "This tf.data.Dataset has no state that can be saved and restored: it calls "
+    "Python, or is split or transformed before it is read. It is read again up to the "
+    "batch where training resumes, which is exact if each pass gives the same batches."
 )
 State = dict[str, Any]
-_numbers = itertools.count()
+_folder_ids = itertools.count()
 
 
 class TfDataState:
-    """Where the `tf.data.Dataset` of one `fit` is; see `data_states.DataState`.
-
-    Args:
-        data: What the user gave.
-    """
+    """State of the `tf.data.Dataset` of one `fit`; same methods as `DataState`."""
 
     def __init__(self, data: Any):
-        self._data, self._kind = data, type(data)
-        # Of the iterator that the loop reads, and of one that it reads next.
-        self._read: State | None = None
-        self._spare: State | None = None
-        # What is read next, made before it is asked for.
-        self._ready: tuple[Any, State] | None = None
-        self._next: State | None = None
-        # What tells whether the first iterator of two processes is the same.
-        self._first = ""
+        self._data, self._cls = data, type(data)
+        # Of the iterator that the loop reads, and of the next one.
+        self._current: State | None = None
+        self._following: State | None = None
+        # The next iterator, if it was created early.
+        self._created: tuple[Any, State] | None = None
+        self._pending: State | None = None
+        # Fingerprint of the first iterator, compared between processes.
+        self._fingerprint = ""
 
-    def begins(self, stays: bool) -> None:
-        """The loop begins to read; `stays` with what it has been reading."""
-        self._require_told()
-        self._read, self._spare = self._spare if stays else None, None
+    def start_pass(self, continues: bool) -> None:
+        """Record that the loop starts to read; `continues` if it continues a pass."""
+        self._warn_if_unused()
+        self._current, self._following = self._following if continues else None, None
 
-    def at(self, read: int, stays: bool) -> list[Any] | None:
-        """See `DataState.at`."""
-        self._require_told()
-        state = self._read if read else self._spare if stays else None
+    def state_at(self, read: int, continues: bool) -> list[Any] | None:
+        """Return the state from which the pass can be read again."""
+        self._warn_if_unused()
+        state = self._current if read else self._following if continues else None
         if state is None and not read:
-            if self._ready is None:
-                made = self._made()
-                if made is None:
+            if self._created is None:
+                self._created = self._create_iterator()
+                if self._created is None:
                     return None
-                self._ready = made
-            state = self._ready[1]
-        return None if state is None else [0, {"first": self._first, "begin": state}]
+            state = self._created[1]
+        if state is None:
+            return None
+        return [0, {"first": self._fingerprint, "begin": state}]
 
-    def go_on(self, told: list[Any] | None) -> int:
-        """See `DataState.go_on`."""
-        if told is None:
-            _logger.warning(_NOT_ASKED)
+    def restore(self, saved: list[Any] | None) -> int:
+        """Restore the state of a pass, whose batches must all be read again."""
+        if saved is None:
+            _logger.warning(_NO_STATE)
             return 0
-        state = told[1]
-        self._next, first = state["begin"], state["first"]
-        if not self._first:
-            self._ready = self._made()
-        if self._first != first:
+        state = saved[1]
+        self._pending, first = state["begin"], state["first"]
+        if not self._fingerprint:
+            self._created = self._create_iterator()
+        if self._fingerprint != first:
             _logger.warning(
-                "The tf.data.Dataset does not shuffle by the seeds that it had before "
-                "the training was interrupted. The rest of the epoch is what it would "
-                "have been, and each that follows is in another order. %s",
-                _LATER,
+                "The tf.data.Dataset shuffles with other seeds than before training "
+                "was interrupted. The rest of the epoch is as without the "
+                "interruption, but later epochs are in another order. %s",
+                _SEED_HELP,
             )
-        self._ready = None
+        self._created = None
         return 0
 
-    def read_otherwise(self) -> None:
-        """What goes on reads in another way than what was interrupted did."""
+    def warn_other_reads(self) -> None:
+        """Warn that resuming reads the data in a different way than before."""
         _logger.warning(
-            "Another backend, or one process in the place of several workers, may "
-            "begin to read a tf.data.Dataset more or less often. The rest of the epoch "
-            "is what it would have been; those that follow may be in another order, if "
-            "it shuffles anew in each."
+            "Another backend, or one process instead of several workers, may start to "
+            "read a tf.data.Dataset more or less often. The rest of the epoch is as "
+            "without the interruption; later epochs may be in another order if the "
+            "dataset reshuffles in each."
         )
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Surrounds what reads the data."""
-        members = {"__iter__": lambda data: self._iterate()}
-        watched = type(
-            self._kind.__name__,
-            (self._kind,),
-            {"__module__": self._kind.__module__, **members},
+    def recording(self) -> Iterator[None]:
+        """Context manager in which reading the data records its state."""
+        self._data.__class__ = _derived(
+            self._cls, {"__iter__": lambda data: self._iterate()}
         )
-        self._data.__class__ = watched
         try:
             yield
-            self._require_told()
+            self._warn_if_unused()
         finally:
-            self._data.__class__ = self._kind
+            self._data.__class__ = self._cls
 
-    def _require_told(self) -> None:
-        """What is read is what goes on, and nothing that was made of it."""
-        if self._next is not None:
-            self._next = None
-            _logger.warning(_NOT_ASKED)
+    def _warn_if_unused(self) -> None:
+        """Warn if the state was not restored because other data is read."""
+        if self._pending is not None:
+            self._pending = None
+            _logger.warning(_NO_STATE)
 
     def _iterate(self) -> Any:
-        made, self._ready = self._ready or self._made(), None
-        if made is None:
-            return self._kind.__iter__(self._data)
-        iterator, state = made
-        then, self._next = self._next, None
-        if then is not None:
-            _restore(iterator, then)
-            state = then
-        if self._read is None:
-            self._read = state
+        created, self._created = self._created or self._create_iterator(), None
+        if created is None:
+            return self._cls.__iter__(self._data)
+        iterator, state = created
+        if self._pending is not None:
+            state, self._pending = self._pending, None
+            _restore_iterator(iterator, state)
+        if self._current is None:
+            self._current = state
         else:
-            self._spare = state
+            self._following = state
         return iterator
 
-    def _made(self) -> tuple[Any, State] | None:
-        """An iterator, and its state; None if it has none."""
-        iterator = self._kind.__iter__(self._data)
-        state = _state(iterator)
+    def _create_iterator(self) -> tuple[Any, State] | None:
+        """Return a new iterator and its state; None if it has no state."""
+        iterator = self._cls.__iter__(self._data)
+        state = _iterator_state(iterator)
         if state is None:
             return None
-        if not self._first:
-            told = repr(sorted(state.items())).encode()
-            self._first = hashlib.blake2b(told, digest_size=16).hexdigest()
+        if not self._fingerprint:
+            content = repr(sorted(state.items())).encode()
+            self._fingerprint = hashlib.blake2b(content, digest_size=16).hexdigest()
         return iterator, state
 
 
-def _state(iterator: Any) -> State | None:
-    """The files that tf.data saves it in, of JSON's values."""
-    with _memory() as (tf, folder):
+def _iterator_state(iterator: Any) -> State | None:
+    """Return the files in which tf.data saves an iterator, encoded for JSON."""
+    with _in_memory_folder() as (tf, folder):
         try:
             tf.train.Checkpoint(iterator=iterator).write(f"{folder}/state")
         except tf.errors.OpError:
-            return None  # Python, or something else with a state that is not its own
+            return None  # Python code, or another op with external state
         contents = {}
         for name in sorted(tf.io.gfile.listdir(folder)):
             with tf.io.gfile.GFile(f"{folder}/{name}", "rb") as file:
@@ -170,8 +158,8 @@ def _state(iterator: Any) -> State | None:
         return contents
 
 
-def _restore(iterator: Any, state: State) -> None:
-    with _memory() as (tf, folder):
+def _restore_iterator(iterator: Any, state: State) -> None:
+    with _in_memory_folder() as (tf, folder):
         for name, content in state.items():
             with tf.io.gfile.GFile(f"{folder}/{name}", "wb") as file:
                 file.write(decode(content))
@@ -179,10 +167,10 @@ def _restore(iterator: Any, state: State) -> None:
 
 
 @contextlib.contextmanager
-def _memory() -> Iterator[tuple[Any, str]]:
-    """TensorFlow, and a folder in its memory: who is killed leaves nothing."""
+def _in_memory_folder() -> Iterator[tuple[Any, str]]:
+    """Yield TensorFlow and an in-memory folder, so a killed process leaves nothing."""
     tf = sys.modules["tensorflow"]
-    folder = f"ram://keras_strategy/{next(_numbers)}"
+    folder = f"ram://keras_strategy/{next(_folder_ids)}"
     tf.io.gfile.makedirs(folder)
     try:
         yield tf, folder
@@ -190,116 +178,114 @@ def _memory() -> Iterator[tuple[Any, str]]:
         tf.io.gfile.rmtree(folder)
 
 
-# Nobody reads further ahead than this.
-_AHEAD = 256
+# Upper bound on batches that are read ahead.
+_MAX_PREFETCHED = 256
 
 
 class DataState:
-    """Where the data of one `fit` is.
+    """State of the data of one `fit`.
 
     Args:
-        data: What the user gave.
-        each_batch: Whether it may be asked for the middle of an epoch.
+        data: The user's data.
+        each_batch: True to record the state within an epoch.
     """
 
     def __init__(self, data: Any, each_batch: bool):
         self._data = data
         self._each_batch = each_batch
-        self._whole = has_state(data)
-        self._by_number = isinstance(data, keras.utils.PyDataset)
-        self._begin: Any = None
+        self._has_state_dict = has_state_dict(data)
+        self._is_indexed = isinstance(data, keras.utils.PyDataset)
+        self._start_state: Any = None
         self._states: collections.deque[tuple[int, Any]] = collections.deque(
-            maxlen=_AHEAD
+            maxlen=_MAX_PREFETCHED
         )
-        self._next: tuple[int, Any] | None = None
+        self._pending: tuple[int, Any] | None = None
 
-    def begins(self, stays: bool) -> None:
-        """The loop begins to read; `stays` with what it has been reading."""
-        if self._whole:
-            self._begin = encode(self._data.state_dict())
+    def start_pass(self, continues: bool) -> None:
+        """Record that the loop starts to read; `continues` if it continues a pass."""
+        if self._has_state_dict:
+            self._start_state = encode(self._data.state_dict())
 
-    def at(self, read: int, stays: bool) -> list[Any] | None:
-        """Where the data is, of JSON's values.
+    def state_at(self, read: int, continues: bool) -> list[Any] | None:
+        """Return the state after `read` batches, encoded for JSON.
 
         Args:
-            read: How many batches the loop has read since it began.
-            stays: Whether it goes on with what it has been reading.
+            read: The number of batches read since the loop started.
+            continues: True if the loop continues a pass.
 
         Returns:
-            How many batches were read, and the state then; None where it cannot say.
+            The number of batches and the state; None if there is no state.
         """
-        if self._by_number or (self._whole and not read):
-            return [0, self._begin if read else encode(self._data.state_dict())]
+        if self._is_indexed or (self._has_state_dict and not read):
+            return [0, self._start_state if read else encode(self._data.state_dict())]
         for number, state in self._states:
             if read and number == read:
                 return [number, state]
         return None
 
-    def go_on(self, told: list[Any] | None) -> int:
-        """Has the data that is read next go on from what `at` gave.
+    def restore(self, saved: list[Any] | None) -> int:
+        """Restore a state that `state_at` returned, for the data that is read next.
 
         Returns:
-            How many batches need not be read again.
+            The number of batches that need not be read again.
         """
-        if told is None:
+        if saved is None:
             return 0
-        number, state = told
-        if self._by_number or not number:
+        number, state = saved
+        if self._is_indexed or not number:
             self._data.load_state_dict(decode(state))
-            self._begin = state
+            self._start_state = state
         else:
-            self._next = number, state
+            self._pending = number, state
         return number
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Surrounds what reads the data."""
-        if self._by_number:
+    def recording(self) -> Iterator[None]:
+        """Context manager in which reading the data records its state."""
+        if self._is_indexed:
             yield
             return
-        before = type(self._data)
-        watched = _derived(
-            before, {"__iter__": lambda data: self._iterate(data, before)}
-        )
-        object.__setattr__(self._data, "__class__", watched)
+        cls = type(self._data)
+        recording = _derived(cls, {"__iter__": lambda data: self._iterate(data, cls)})
+        object.__setattr__(self._data, "__class__", recording)
         try:
             yield
         finally:
-            object.__setattr__(self._data, "__class__", before)
+            object.__setattr__(self._data, "__class__", cls)
 
-    def _iterate(self, data: Any, kind: Any) -> Any:
+    def _iterate(self, data: Any, cls: Any) -> Any:
         self._states.clear()
-        then, self._next = self._next, None
-        number, state = then or (0, None)
-        if then is not None and self._whole:
+        pending, self._pending = self._pending, None
+        number, state = pending or (0, None)
+        if pending is not None and self._has_state_dict:
             data.load_state_dict(decode(state))
-        iterator = kind.__iter__(data)
-        if not self._whole:
+        iterator = cls.__iter__(data)
+        if not self._has_state_dict:
             if not _has(iterator, "get_state", "set_state"):
                 return iterator
-            if then is not None:
+            if pending is not None:
                 iterator.set_state(decode(state))
         if not self._each_batch:
             return iterator
-        of_iterator = type(iterator)
+        iterator_class = type(iterator)
 
         def read(iterator):
             nonlocal number
-            batch = of_iterator.__next__(iterator)
+            batch = iterator_class.__next__(iterator)
             number += 1
-            told = data.state_dict() if self._whole else iterator.get_state()
-            self._states.append((number, encode(told)))
+            state = data.state_dict() if self._has_state_dict else iterator.get_state()
+            self._states.append((number, encode(state)))
             return batch
 
-        if self._whole:
+        if self._has_state_dict:
             return _Iteration(iterator, read)
-        # Other iterators are made of it, which ask for more than the next batch.
-        iterator.__class__ = _derived(of_iterator, {"__next__": read})
+        # Grain wraps the iterator and uses more than `__next__`.
+        iterator.__class__ = _derived(iterator_class, {"__next__": read})
         return iterator
 
 
 class _Iteration:
-    """An iterator that is read in another way."""
+    """An iterator with another `__next__`."""
 
     def __init__(self, iterator: Any, read: Any):
         self._iterator, self._read = iterator, read
@@ -314,46 +300,46 @@ class _Iteration:
         return getattr(self._iterator, name)
 
 
-def state_of(data: Any, each_batch: bool) -> DataState | TfDataState | None:
-    """Where the data of a `fit` is; None for data that cannot say it.
+def dataset_state_of(data: Any, each_batch: bool) -> DataState | TfDataState | None:
+    """Return the state of the data of a `fit`; None for data without state.
 
     Args:
         data: The argument `x` of `fit`.
-        each_batch: Whether it may be asked for the middle of an epoch.
+        each_batch: True to record the state within an epoch.
     """
     if is_tf_dataset(data):
         return TfDataState(data)
     grain = sys.modules.get("grain")
     kinds = () if grain is None else (grain.IterDataset, grain.DataLoader)
-    if isinstance(data, kinds) or has_state(data):
+    if isinstance(data, kinds) or has_state_dict(data):
         return DataState(data, each_batch)
     return None
 
 
-def told_by_this_worker(told: list[Any], cluster: Cluster | None) -> Any:
-    """What this worker has said of its data in a backup.
+def state_of_this_worker(states: list[Any], cluster: Cluster | None) -> Any:
+    """Return this worker's dataset state from a backup.
 
     Args:
-        told: What each of the workers has that made it.
-        cluster: The workers that go on, or None.
+        states: The state of each worker that wrote the backup.
+        cluster: The workers that resume, or None.
 
     Raises:
-        ValueError: If they said different things, and were not as many.
+        ValueError: If the states differ and the number of workers has changed.
     """
-    if all(one == told[0] for one in told):
-        return told[0]
+    if all(state == states[0] for state in states):
+        return states[0]
     workers = 1 if cluster is None else cluster.size
-    if len(told) != workers:
+    if len(states) != workers:
         raise ValueError(
-            "Every worker's own data was somewhere else, so that the training goes on "
-            "with as many workers as it was interrupted with. Received: "
-            f"{workers} workers, where the backup was made with {len(told)}."
+            "Each worker's dataset had a different state, so the training must resume "
+            "with the same number of workers. Received: "
+            f"{workers} workers, but the backup was written by {len(states)}."
         )
-    return told[0 if cluster is None else cluster.rank]
+    return states[0 if cluster is None else cluster.rank]
 
 
-def has_state(thing: Any) -> bool:
-    """Whether something has `state_dict()` and `load_state_dict(state)`."""
+def has_state_dict(thing: Any) -> bool:
+    """Return True for objects with `state_dict()` and `load_state_dict(state)`."""
     return _has(thing, "state_dict", "load_state_dict")
 
 
@@ -361,5 +347,5 @@ def _has(thing: Any, *names: str) -> bool:
     return all(callable(getattr(thing, name, None)) for name in names)
 
 
-def _derived(kind: type, members: dict[str, Any]) -> type:
-    return type(kind.__name__, (kind,), {"__module__": kind.__module__, **members})
+def _derived(cls: type, members: dict[str, Any]) -> type:
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__, **members})

@@ -1,4 +1,4 @@
-"""All hooks, which are installed when the first strategies are made."""
+"""Installation of all patches when the first strategies are created."""
 
 import functools
 import threading
@@ -17,46 +17,32 @@ from keras_strategy.keras_patches import (
     variables_optimizers,
 )
 from keras_strategy.keras_patches.patch import (
-    Extension,
-    hooks_of,
+    Patch,
     install,
-    install_those_of_several,
+    install_multi_replica_patches,
+    patches_in,
 )
 
 
-def all_hooks() -> list[Extension]:
-    """Those of all backends and those of the backend in use, in their order."""
-    areas = (
-        trainer,
-        trainer,
-        saving,
-        layers,
-        variables_optimizers,
-        variables_optimizers,
-        losses_metrics,
-        losses_metrics,
-    )
-    areas += (data_adapters, resume, random, random, random, per_replica_attributes)
-    areas += (*get_engine().patch_modules(), slow_operations)
-    return hooks_of(*dict.fromkeys(areas))  # a module may be listed twice
+def all_patches() -> list[Patch]:
+    """Return the patches of this process: the common ones, then the backend's."""
+    modules = (trainer, saving, layers, variables_optimizers, losses_metrics)
+    modules += (data_adapters, resume, random, per_replica_attributes)
+    return patches_in(*modules, *get_engine().patch_modules(), slow_operations)
 
 
-# Several threads may make strategies at the same time.
+# Several threads may create strategies at the same time.
 _installing = threading.RLock()
 
 
 def install_for(replicas: int) -> None:
-    """Installs what a strategy needs, or nothing where one of all does not fit.
-
-    Args:
-        replicas: How many it has.
-    """
+    """Install the patches that a strategy needs; none of them if one does not fit."""
     with _installing:
         _install_once()
         if replicas > 1:
-            install_those_of_several()
+            install_multi_replica_patches()
 
 
 @functools.cache
 def _install_once() -> None:
-    install(all_hooks())
+    install(all_patches())

@@ -1,7 +1,4 @@
-"""Where Keras's losses are extended on every backend.
-
-Where Keras's metrics are extended on every backend.
-"""
+"""Patches of Keras losses and metrics on every backend."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -12,25 +9,31 @@ from keras import ops, tree
 
 from keras_strategy.core.context import DryRun, distributed_replica, thread_state
 from keras_strategy.keras_patches.patch import (
-    Extension,
-    changed,
-    home_of,
+    Patch,
+    find_module,
     hook,
     in_distributed_scope,
     in_replica_or_dry_run,
     in_step,
-    of_several,
+    keras_changed_error,
+    multi_replica_only,
 )
 from keras_strategy.training import audit, row_weights
 from keras_strategy.training.audit import is_keras
 from keras_strategy.training.audit_checks import DiscardUpdates, has_rows
 from keras_strategy.training.variable_sync import merged_values
 
-keras_losses = home_of("apply_mask reduce_weighted_values", "keras.src.losses.loss")
-keras_masking = home_of(
+keras_losses = find_module("apply_mask reduce_weighted_values", "keras.src.losses.loss")
+keras_masking = find_module(
     "get_keras_mask set_keras_mask", "keras.src.backend.common.masking"
 )
-keras_compiled = home_of("get_loss", "keras.src.trainers.compile_utils")
+keras_compiled = find_module(
+    "get_loss CompileMetrics MetricsList", "keras.src.trainers.compile_utils"
+)
+keras_scopes = find_module(
+    "get_stateless_scope", "keras.src.backend.common.stateless_scope"
+)
+_METRIC_CONTAINERS = (keras_compiled.CompileMetrics, keras_compiled.MetricsList)
 
 
 @hook(
@@ -40,54 +43,56 @@ keras_compiled = home_of("get_loss", "keras.src.trainers.compile_utils")
     when=in_replica_or_dry_run,
 )
 def _call(original, replica, self, y_true, y_pred, sample_weight=None):
-    """A replica's loss has the denominator of all rows.
+    """Divide a replica's loss by the denominator of the global batch.
 
-    A loss that gives one number is computed on all rows: what it does with them is not
-    known. Dice divides sums over all of them, and of the replicas' numbers no mean
-    would be what one device computes. So is Circle, the one loss of Keras's that
-    compares rows and gives a number for each.
+    A loss that returns a scalar is computed on the gathered global batch, because its
+    reduction is unknown: Dice divides sums over all rows, so no mean of local values
+    equals one device's. The same holds for Circle, the only Keras loss that compares
+    rows and returns a value per row.
     """
     if isinstance(replica, DryRun):
-        return _tried(replica, original, self, y_true, y_pred, sample_weight)
+        return _dry_run_loss(replica, original, self, y_true, y_pred, sample_weight)
     step = replica.step
     if step.has_all_rows:
         return original(self, y_true, y_pred, sample_weight)
     if step.row_weight is not None and _is_circle(self):
-        return _on_all_rows(replica, original, self, y_true, y_pred, sample_weight)
+        return _call_on_global_batch(
+            replica, original, self, y_true, y_pred, sample_weight
+        )
     mask = keras_masking.get_keras_mask(y_pred)
-    # As Keras does it, up to where it reduces what the loss gave for each entry.
+    # Keras's own code up to the reduction of the loss values.
     with keras.name_scope(self.name):
         true, pred = tree.map_structure(
             lambda x: ops.convert_to_tensor(x, dtype=self.dtype), (y_true, y_pred)
         )
         values = self.call(true, pred)
         if len(ops.shape(values)) > 0 or step.row_weight is None:
-            if step.warn_unless is not None and _is_own(self):
+            if step.warn_unless is not None and _is_user_defined(self):
                 audit.audit_loss(step.warn_unless, self, true, pred)
-            given = [mask, keras_masking.get_keras_mask(values)]
-            return _reduced(self, replica, values, sample_weight, given)
-    return _on_all_rows(replica, original, self, y_true, y_pred, sample_weight)
+            masks = [mask, keras_masking.get_keras_mask(values)]
+            return _reduce_loss(self, replica, values, sample_weight, masks)
+    return _call_on_global_batch(replica, original, self, y_true, y_pred, sample_weight)
 
 
-def _tried(trial, original, loss, y_true, y_pred, sample_weight):
-    """The loss of some rows, as a replica would compute it."""
-    given = tree.map_structure(ops.convert_to_tensor, (y_true, y_pred))
-    if _is_circle(loss) or len(ops.shape(loss.call(*given))) == 0:
-        trial.depends_on_replicas = True  # it is computed of all rows
+def _dry_run_loss(dry_run, original, loss, y_true, y_pred, sample_weight):
+    """Return the loss of some rows, as a replica would compute it."""
+    inputs = tree.map_structure(ops.convert_to_tensor, (y_true, y_pred))
+    if _is_circle(loss) or len(ops.shape(loss.call(*inputs))) == 0:
+        dry_run.depends_on_replicas = True  # computed on the global batch
     masked = keras_masking.get_keras_mask(y_pred) is not None
     weighted = sample_weight is not None and loss.reduction == "mean_with_sample_weight"
     if weighted or (masked and loss.reduction != "sum"):
-        trial.depends_on_replicas = True  # it is divided by what all rows come to
+        dry_run.depends_on_replicas = True  # divided by the global denominator
     value = original(loss, y_true, y_pred, sample_weight)
-    return value / trial.row_fraction if loss.reduction == "sum" else value
+    return value / dry_run.row_fraction if loss.reduction == "sum" else value
 
 
 def _is_circle(loss: keras.losses.Loss) -> bool:
     return vars(loss).get("fn") is keras.losses.circle
 
 
-def _is_own(loss: keras.losses.Loss) -> bool:
-    """Whether a user wrote what gives a loss's numbers."""
+def _is_user_defined(loss: keras.losses.Loss) -> bool:
+    """Return True if the user wrote the function that computes the loss values."""
     function = vars(loss).get("fn", type(loss))
     return not (audit.is_keras(function) and audit.is_keras(type(loss)))
 
@@ -99,32 +104,34 @@ def _is_own(loss: keras.losses.Loss) -> bool:
     when=in_distributed_scope,
 )
 def _get_loss(original, strategy, identifier, y_true, y_pred):
-    """A loss with a `__call__` of its own is computed on all rows, in a step.
+    """Compute losses that override `__call__` on the global batch in a step.
 
-    How it brings its rows together is not known.
+    Their reduction is unknown.
     """
     loss = original(identifier, y_true, y_pred)
     if loss is None or type(loss).__call__ is keras.losses.Loss.__call__:
         return loss
-    return _OnAllRows(loss)
+    return _GlobalBatchLoss(loss)
 
 
-class _OnAllRows:
-    """A compiled loss that is called with the rows of all replicas."""
+class _GlobalBatchLoss:
+    """A compiled loss that is called with the global batch."""
 
     def __init__(self, loss: keras.losses.Loss):
         self.loss = loss
         self.name = loss.name
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        replica, given = in_step(), (y_true, y_pred, sample_weight)
+        replica, inputs = in_step(), (y_true, y_pred, sample_weight)
         if replica is None or replica.step.has_all_rows:
-            return self.loss(*given)
-        return _on_all_rows(replica, type(self.loss).__call__, self.loss, *given)
+            return self.loss(*inputs)
+        return _call_on_global_batch(
+            replica, type(self.loss).__call__, self.loss, *inputs
+        )
 
 
-def _on_all_rows(replica, call, loss, y_true, y_pred, sample_weight):
-    """What a loss's `__call__` makes of the rows of all replicas."""
+def _call_on_global_batch(replica, call, loss, y_true, y_pred, sample_weight):
+    """Call a loss's `__call__` on the gathered global batch."""
     mask = keras_masking.get_keras_mask(y_pred)
     y_true, y_pred, sample_weight, mask = row_weights.gather_global_batch(
         replica, (y_true, y_pred, sample_weight, mask)
@@ -138,8 +145,8 @@ def _on_all_rows(replica, call, loss, y_true, y_pred, sample_weight):
         replica.step.has_all_rows = False
 
 
-def _reduced(loss, replica, values, sample_weight, masks):
-    """Keras's `reduce_weighted_values`, for one replica of many."""
+def _reduce_loss(loss, replica, values, sample_weight, masks):
+    """Reduce as Keras's `reduce_weighted_values`, for one replica of several."""
     values = ops.convert_to_tensor(values, dtype=loss.dtype)
     present = [mask for mask in masks if mask is not None]
     if sample_weight is not None:
@@ -148,10 +155,10 @@ def _reduced(loss, replica, values, sample_weight, masks):
         mask = present[0] if len(present) == 1 else present[0] & present[1]
         mask = row_weights.mask_weights(replica, mask, values.dtype, loss.reduction)
         if sample_weight is not None:
-            # Keras multiplies it in place, and torch counts that against the whole
-            # batch, of which the replicas hold slices.
+            # Keras multiplies in place, which torch counts as a modification of the
+            # global batch, because replicas hold slices of it.
             sample_weight = sample_weight * 1
-        # "sum": the mask's entries are taken as they are.
+        # "sum" uses the mask values unchanged.
         sample_weight = keras_losses.apply_mask(
             sample_weight, mask, dtype=values.dtype, reduction="sum"
         )
@@ -161,23 +168,13 @@ def _reduced(loss, replica, values, sample_weight, masks):
     return row_weights.reduce_values(replica, values, sample_weight, loss.reduction)
 
 
-stateless_scopes = home_of(
-    "get_stateless_scope",
-    "keras.src.backend.common.stateless_scope",
-)
-
-compiling = home_of("CompileMetrics MetricsList", "keras.src.trainers.compile_utils")
-# What a model has its metrics in.
-_JOIN = (compiling.CompileMetrics, compiling.MetricsList)
-
-
-@of_several
-def _in_step_or_trial_of_it() -> Any:
-    """The replica that is running, in a step; or the trial of one."""
-    trial = thread_state.dry_run
-    if trial is not None:
-        return None if trial.gradients is None else trial
-    replica = distributed_replica()  # as `in_step`, without a call more
+@multi_replica_only
+def _in_step_or_dry_run() -> Any:
+    """Return the running replica in a step, or the dry run of a step, or None."""
+    dry_run = thread_state.dry_run
+    if dry_run is not None:
+        return None if dry_run.gradients is None else dry_run
+    replica = distributed_replica()  # `in_step` inlined
     return None if replica is None or replica.step.row_weight is None else replica
 
 
@@ -185,53 +182,44 @@ def _in_step_or_trial_of_it() -> Any:
     keras.metrics.Mean,
     "update_state",
     "(self, values, sample_weight=None)",
-    when=_in_step_or_trial_of_it,
+    when=_in_step_or_dry_run,
 )
 def _update_state(original, replica, self, values, sample_weight=None):
-    """A scalar stands for this replica's rows.
+    """Count a scalar for the rows of this replica.
 
-    Keras counts a scalar once for each batch, and the batch is all replicas'.
+    Keras counts a scalar once per batch, but a batch spans all replicas.
     """
     if (
         sample_weight is None
         and not isinstance(values, keras.KerasTensor)
         and len(getattr(values, "shape", ())) == 0  # a Python number has none
     ):
-        tried = isinstance(replica, DryRun)
-        sample_weight = replica.row_fraction if tried else replica.step.row_weight
+        is_dry_run = isinstance(replica, DryRun)
+        sample_weight = replica.row_fraction if is_dry_run else replica.step.row_weight
     return original(self, values, sample_weight)
 
 
-# --- methods that each class has of its own
+class _Results(Patch):
+    """Compute a metric's result in a step from the rows of all replicas.
 
-
-class _Results(Extension):
-    """In a step, a metric's result is that of the rows of all replicas.
-
-    What a step returns is then one device's, under any key and in any formula. Each
-    class of metrics has a `result` of its own, a user's classes too. And it is tried
-    whether the updates of a user's metric add up over the replicas, see
-    `rules.row_trials`.
+    The step then returns one device's values, under any key and in any formula. Each
+    metric class, including the user's, has its own `result`. The patch also checks that
+    the updates of the user's metrics add up over replicas, see `training.audit`.
     """
 
-    @property
-    def of_several(self) -> bool:
-        """The results of steps alone are changed."""
-        return True
+    multi_replica_only = True
 
     @property
     def target(self) -> str:
-        """The method, which each class has of its own."""
         return "Metric.result"
 
     def check(self) -> None:
-        """Raises `KerasVersionError` unless every metric has one."""
         for name in ("result", "update_state"):
             if name not in vars(keras.metrics.Metric):
-                raise changed(f"Metric.{name}", "is gone")
+                raise keras_changed_error(f"Metric.{name}", "is gone")
 
     def install(self) -> None:
-        """Replaces those of all classes that there are."""
+        """Patch all existing metric classes."""
         classes = [keras.metrics.Metric]
         while classes:
             cls = classes.pop()
@@ -246,10 +234,10 @@ _results = _Results()
     keras.metrics.Metric,
     "__init__",
     "(self, dtype=None, name=None)",
-    several=True,
+    multi_replica_only=True,
 )
 def _init(original, self, *args, **kwargs):
-    """Classes of metrics that were made later have results of their own, too."""
+    """Patch metric classes that were defined after installation."""
     for cls in type(self).__mro__:
         if issubclass(cls, keras.metrics.Metric):
             replace_methods(cls)
@@ -257,15 +245,15 @@ def _init(original, self, *args, **kwargs):
 
 
 def replace_methods(cls: type) -> None:
-    """Replaces `result`, and `update_state` if it may call a user's code."""
-    keras_own = is_keras(cls) or issubclass(cls, _JOIN)
-    around = {"result": _result_of_all_rows}
-    if cls is keras.metrics.MeanMetricWrapper or not keras_own:
-        around["update_state"] = _update_that_is_tried
-    for name, make in around.items():
+    """Patch `result`, and `update_state` if it may call the user's code."""
+    is_keras_class = is_keras(cls) or issubclass(cls, _METRIC_CONTAINERS)
+    wrappers = {"result": _result_of_all_rows}
+    if cls is keras.metrics.MeanMetricWrapper or not is_keras_class:
+        wrappers["update_state"] = _audited_update
+    for name, wrap in wrappers.items():
         original = vars(cls).get(name)
         if callable(original) and not hasattr(original, "_ks_original"):
-            replacement: Any = functools.wraps(original)(make(original))
+            replacement: Any = functools.wraps(original)(wrap(original))
             replacement._ks_original = original
             setattr(cls, name, replacement)
 
@@ -281,36 +269,32 @@ def _result_of_all_rows(original: Callable) -> Any:
     return result
 
 
-def _update_that_is_tried(original: Callable) -> Any:
+def _audited_update(original: Callable) -> Any:
     def update_state(self, *args, **kwargs):
-        at = _in_step_or_trial_of_it()
-        if isinstance(at, DryRun):
-            if _given_rows(args, kwargs):
-                with DiscardUpdates():  # it is tried by itself
+        replica = _in_step_or_dry_run()
+        if isinstance(replica, DryRun):
+            if _has_row_inputs(args, kwargs):
+                with DiscardUpdates():  # checked separately
                     return original(self, *args, **kwargs)
-        elif at is not None and at.step.warn_unless is not None:
+        elif replica is not None and replica.step.warn_unless is not None:
             wraps = type(self) is keras.metrics.MeanMetricWrapper
             if not is_keras(self._fn if wraps else type(self)):
-                audit.audit_metric(at.step.warn_unless, self, args, kwargs)
+                audit.audit_metric(replica.step.warn_unless, self, args, kwargs)
         return original(self, *args, **kwargs)
 
     return update_state
 
 
-def _given_rows(args: tuple, kwargs: dict) -> bool:
+def _has_row_inputs(args: tuple, kwargs: dict) -> bool:
     return any(map(has_rows, tree.flatten((args, kwargs))))
 
 
 class _AllReplicas(keras.StatelessScope):
-    """What some variables hold over all replicas; the others are as around it.
-
-    Args:
-        values: Pairs of a variable and its value.
-    """
+    """Scope in which some variables have their value over all replicas."""
 
     def __init__(self, values: Iterable[tuple[Any, Any]]):
         super().__init__(initialize_variables=False)
-        self.parent = stateless_scopes.get_stateless_scope()
+        self.parent = keras_scopes.get_stateless_scope()
         self.state_mapping.update((id(v), value) for v, value in values)
 
     def get_current_value(self, variable: Any) -> Any:
@@ -320,15 +304,9 @@ class _AllReplicas(keras.StatelessScope):
         return value
 
 
-def results_of_step(get_metrics_result: Callable, replica: Any, model: Any) -> Any:
-    """What `get_metrics_result` gives in a step.
+def step_metrics_result(get_metrics_result: Callable, replica: Any, model: Any) -> Any:
+    """Return `get_metrics_result()` in a step; nothing if the step returns only that.
 
-    Nothing, where it is all that the step returns: it is asked for again outside of the
-    replicas, if somebody reads it.
-
-    Args:
-        get_metrics_result: Keras's method.
-        replica: The replica, in a step.
-        model: The model.
+    In that case it is computed outside of the replicas when it is read.
     """
     return {} if replica.step.logs_are_metrics else get_metrics_result(model)

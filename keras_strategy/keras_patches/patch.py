@@ -1,16 +1,11 @@
-"""Extending a function of Keras only where it is the function we know.
+"""Checked patches of Keras functions, and the conditions under which they act.
 
-Every hook names the Keras function it replaces and the signature that this
-function had when the hook was written. All of them are checked before the first
-is installed: a Keras that changed is refused as a whole rather than trained with
-half of the hooks.
+A patch names the Keras function it replaces and the signature that this function had
+when the patch was written. All patches are checked before the first is installed: a
+Keras that changed is refused as a whole, rather than trained with half of the patches.
 
-Keras moves its modules between versions, too. Where that happened, a hook names the
-function and all its known homes, and takes the one that this Keras has.
-
-When a hook has something to do; each is asked at every call of a hooked function.
-
-They return what they look for, which the hook then works with, or None.
+Keras also moves modules between versions. `find_module` takes the names that are needed
+and all modules that ever had them, and returns the one that this Keras has.
 """
 
 import functools
@@ -28,77 +23,83 @@ from keras_strategy.errors import KerasVersionError
 from keras_strategy.training.ownership import strategy_of_model
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_ATTRIBUTE = "_ks_hooks"
-_OF_SEVERAL = "_ks_of_several"
+_PATCHES = "_ks_patches"
+_MULTI_REPLICA_ONLY = "_ks_multi_replica_only"
 
 
-def of_several(condition: _Function) -> _Function:
-    """Marks a condition that is not met as long as each strategy has one replica."""
-    vars(condition)[_OF_SEVERAL] = True
+def multi_replica_only(condition: _Function) -> _Function:
+    """Mark a condition that never holds while each strategy has one replica."""
+    vars(condition)[_MULTI_REPLICA_ONLY] = True
     return condition
 
 
-class Extension:
-    """One place of Keras that is extended."""
+class Patch:
+    """One patched place of Keras.
+
+    Attributes:
+        condition: The function that decides if the patch acts; None if it always does.
+        multi_replica_only: True if the patch does nothing while each strategy has one
+            replica, even if its condition is not marked with `multi_replica_only`.
+    """
+
+    condition: Callable[..., Any] | None = None
+    multi_replica_only: bool = False
 
     @property
     def target(self) -> str:
-        """The place, as Keras calls it."""
+        """The patched function, as Keras names it."""
         raise NotImplementedError
 
     @property
-    def room(self) -> str:
-        """The module that extends it."""
-        return type(self).__module__
+    def definition(self) -> Any:
+        """The class or function that defines the patch."""
+        return type(self)
 
     @property
-    def why(self) -> str:
-        """Why, in a sentence or two."""
-        return _first_paragraph(type(self))
+    def reason(self) -> str:
+        """The first paragraph of the definition's docstring."""
+        documentation = inspect.cleandoc(self.definition.__doc__ or "")
+        return " ".join(documentation.split("\n\n")[0].split())
 
     @property
-    def when(self) -> Callable[..., Any] | None:
-        """What must be there for it to act; None if it always does."""
-        return None
-
-    @property
-    def of_several(self) -> bool:
-        """Whether it has nothing to do as long as each strategy has one replica."""
-        return hasattr(self.when, _OF_SEVERAL)
+    def waits_for_replicas(self) -> bool:
+        """True if the patch does nothing while each strategy has one replica."""
+        return self.multi_replica_only or hasattr(self.condition, _MULTI_REPLICA_ONLY)
 
     @property
     def name(self) -> str:
-        """What distinguishes it from all others."""
-        return f"{self.room.removeprefix('keras_strategy.')} {self.target}"
+        """A unique name."""
+        module = self.definition.__module__.removeprefix("keras_strategy.")
+        return f"{module} {self.target}"
 
     def is_needed(self) -> bool:
-        """Whether this Keras needs it."""
+        """Return True if this version of Keras needs the patch."""
         return True
 
     def check(self) -> None:
-        """Raises `KerasVersionError` unless the place is as it was."""
+        """Raise `KerasVersionError` unless the patched place is unchanged."""
         raise NotImplementedError
 
     def install(self) -> None:
-        """Extends it."""
+        """Install the patch."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Hook(Extension):
-    """One function of Keras and what takes its place.
+class FunctionPatch(Patch):
+    """Patch of one Keras function.
 
     Attributes:
         owner: The class or module that has the function.
         attribute: The function's name in `owner`.
-        signature: What the hook relies on. A string: all parameters, as
-            `inspect.signature` writes them. A tuple: the names of some parameters,
-            for a hook that passes the others through. None: it is a property.
-        function: What is called in its place, see `hook`.
+        signature: The signature that the patch relies on. A string: all parameters, as
+            `inspect.signature` writes them. A tuple: the names of some parameters, for
+            a patch that passes the others through. None: the attribute is a property.
+        function: The replacement, see `hook`.
         condition: The `when` of `hook`.
-        owner_name: What Keras's users call the owner, if it has another name itself.
+        owner_name: The public name of the owner, if its own name is another one.
         needed: See `hook`.
-        several: See `hook`.
+        multi_replica_only: See `hook`.
     """
 
     owner: Any
@@ -108,50 +109,35 @@ class Hook(Extension):
     condition: Callable[..., Any] | None = None
     owner_name: str | None = None
     needed: Callable[[], bool] | None = None
-    several: bool = False
-
-    def is_needed(self) -> bool:
-        """Whether this Keras needs it."""
-        return self.needed is None or self.needed()
+    multi_replica_only: bool = False
 
     @property
     def target(self) -> str:
-        """The function's name with its owner's."""
+        """The names of the owner and the function."""
         owner = self.owner_name or getattr(self.owner, "__qualname__", None)
         return f"{owner or self.owner.__name__}.{self.attribute}"
 
     @property
-    def room(self) -> str:
-        """The module of the hook's function."""
-        return self.function.__module__
+    def definition(self) -> Any:
+        """The replacement."""
+        return self.function
 
-    @property
-    def why(self) -> str:
-        """What the hook's function says of itself."""
-        return _first_paragraph(self.function)
-
-    @property
-    def when(self) -> Callable[..., Any] | None:
-        """The condition."""
-        return self.condition
-
-    @property
-    def of_several(self) -> bool:
-        """Whether it has nothing to do as long as each strategy has one replica."""
-        return self.several or super().of_several
+    def is_needed(self) -> bool:
+        """Return True if this version of Keras needs the patch."""
+        return self.needed is None or self.needed()
 
     def check(self) -> None:
-        """Raises `KerasVersionError` unless the function is as it was."""
+        """Raise `KerasVersionError` unless the function has the known signature."""
         original = inspect.getattr_static(self.owner, self.attribute, None)
         if original is None:
-            raise changed(self.target, "is gone")
+            raise keras_changed_error(self.target, "is gone")
         if isinstance(original, property):
             if self.signature is not None:
-                raise changed(self.target, "became a property")
+                raise keras_changed_error(self.target, "became a property")
             return
         if self.signature is None:
-            raise changed(self.target, "is no longer a property")
-        # Annotations come and go between Keras versions and change nothing.
+            raise keras_changed_error(self.target, "is no longer a property")
+        # Annotations differ between Keras versions without effect.
         parameters = [
             parameter.replace(annotation=inspect.Parameter.empty)
             for parameter in inspect.signature(
@@ -162,16 +148,18 @@ class Hook(Extension):
             names = {parameter.name for parameter in parameters}
             missing = [name for name in self.signature if name not in names]
             if missing:
-                raise changed(self.target, f"no longer takes {', '.join(missing)}")
+                raise keras_changed_error(
+                    self.target, f"no longer takes {', '.join(missing)}"
+                )
             return
         found = str(inspect.Signature(parameters))
         if found != self.signature:
-            raise changed(
-                self.target, f"takes {found}, where {self.signature} is known"
+            raise keras_changed_error(
+                self.target, f"takes {found} instead of {self.signature}"
             )
 
     def install(self) -> None:
-        """Puts the hook's function in the function's place."""
+        """Replace the function."""
         original = inspect.getattr_static(self.owner, self.attribute)
         replacement: Any
         if isinstance(original, property):
@@ -186,18 +174,17 @@ class Hook(Extension):
             function = getattr(original, "__func__", original)
             replacement = self._around(function, _bound)
             functools.update_wrapper(replacement, function)
-            # Keras derives configurations from constructors with `getfullargspec`,
-            # which does not look behind a wrapper.
+            # Keras reads constructors with `getfullargspec`, which ignores wrappers.
             replacement.__signature__ = inspect.signature(function)
             if isinstance(original, staticmethod):
                 replacement = staticmethod(replacement)
         setattr(self.owner, self.attribute, replacement)
 
     def _around(self, original: Callable, always: Callable) -> Callable:
-        """What asks the condition, at each call.
+        """Return a wrapper that checks the condition at each call.
 
-        Some functions of Keras are called hundreds of times in a step: a call that is
-        none of the hook's business costs this one and the condition's.
+        Keras calls some functions hundreds of times per step, so a call to which the
+        patch does not apply costs only the wrapper and the condition.
         """
         function, when = self.function, self.condition
         if when is None:
@@ -222,7 +209,7 @@ class Hook(Extension):
 
 
 def _bound(function: Callable, original: Callable) -> Callable:
-    """As `functools.partial`, which a class would not give its instances to."""
+    """Bind `original` as `functools.partial` does, but return a function (a method)."""
 
     def replacement(*args, **kwargs):
         return function(original, *args, **kwargs)
@@ -236,28 +223,27 @@ def hook(
     signature: str | tuple[str, ...] | None,
     when: Callable[..., Any] | None = None,
     needed: Callable[[], bool] | None = None,
-    several: bool = False,
+    multi_replica_only: bool = False,
     owner_name: str | None = None,
 ) -> Callable[[_Function], _Function]:
-    """Marks a function that is to be called in the place of one of Keras's.
+    """Mark a function as the replacement of a Keras function.
 
-    It is called with the original function, then with what `when` found if there is
-    a condition, then with the arguments of the call. Nothing is installed by this:
-    `hooks_of` finds the marks of a module, and `install` installs them.
+    It is called with the original function, then with the result of `when` if there is
+    a condition, then with the arguments of the call. The decorator installs nothing:
+    `patches_in` collects the marks of a module, and `install` installs them.
 
     Args:
         owner: The class or module that has the function.
-        attribute: The function's name in `owner`; several names if they share a
-            signature and a hook, which can tell them apart by `original.__name__`.
-        signature: See `Hook`.
-        when: The condition, asked at each call: a function of nothing, or of the
-            call's first argument. Where it returns None the original is called, and
-            nothing else.
-        needed: Asked once, before hooks are installed: whether this Keras, on this
-            backend, needs the hook; None if every one does.
-        several: Whether it has nothing to do as long as each strategy has one replica,
-            where no condition says so that was marked with `of_several`.
-        owner_name: See `Hook`.
+        attribute: The function's name in `owner`; or several names that share a
+            signature and a replacement, which reads `original.__name__`.
+        signature: See `FunctionPatch`.
+        when: The condition, evaluated at each call: a function without parameters, or
+            of the call's first argument. If it returns None, only the original runs.
+        needed: Evaluated once, before installation: returns True if this Keras needs
+            the patch on this backend. Without it, every Keras does.
+        multi_replica_only: True if the patch does nothing while each strategy has one
+            replica, even if `when` is not marked with `multi_replica_only`.
+        owner_name: See `FunctionPatch`.
 
     Example:
 
@@ -272,7 +258,8 @@ def hook(
     def mark(function: _Function) -> _Function:
         for name in attributes:
             place = (owner, name, signature, function, when)
-            _mark(function, Hook(*place, owner_name, needed, several))
+            patch = FunctionPatch(*place, owner_name, needed, multi_replica_only)
+            _mark(function, patch)
         return function
 
     return mark
@@ -283,16 +270,11 @@ def model_hook(
     signature: str | tuple[str, ...] | None,
     when: Callable[..., Any] | None = None,
 ) -> Callable[[_Function], _Function]:
-    """A hook on methods of models, in the class that defines them.
+    """Mark the replacement of model methods, in the class that defines them.
 
-    That is the trainer of the backend for most: a layer may inherit from one without
-    being a model. And where Keras compares a method with its base's to see whether a
-    user overrode it, a hook must sit where the method is defined.
-
-    Args:
-        attribute: See `hook`, as the others.
-        signature: What the hook relies on.
-        when: The condition.
+    For most methods that is the backend's trainer, which a layer may inherit without
+    being a model. Keras compares a method with its base class's to detect user
+    overrides, so the patch must sit where the method is defined.
     """
     attributes = (attribute,) if isinstance(attribute, str) else attribute
 
@@ -300,47 +282,35 @@ def model_hook(
         for name in attributes:
             mro = keras.Model.__mro__
             owner = next((c for c in mro if name in vars(c)), keras.Model)
-            _mark(function, Hook(owner, name, signature, function, when, "Model"))
+            _mark(
+                function, FunctionPatch(owner, name, signature, function, when, "Model")
+            )
         return function
 
     return mark
 
 
-def _mark(function: Any, mark: Hook) -> None:
-    vars(function).setdefault(_ATTRIBUTE, []).append(mark)
+def _mark(function: Any, patch: FunctionPatch) -> None:
+    vars(function).setdefault(_PATCHES, []).append(patch)
 
 
-def _first_paragraph(documented: Any) -> str:
-    paragraph = inspect.cleandoc(documented.__doc__ or "").split("\n\n")[0]
-    return " ".join(paragraph.split())
-
-
-def changed(target: str, what: str) -> KerasVersionError:
-    """The error that refuses this Keras.
-
-    Args:
-        target: The function or class of Keras.
-        what: What became of it.
-    """
+def keras_changed_error(target: str, what: str) -> KerasVersionError:
+    """Return the error that refuses this version of Keras."""
     return KerasVersionError(
-        f"Keras {keras.__version__} changed a function that keras_strategy extends: "
+        f"Keras {keras.__version__} changed a function that keras_strategy patches: "
         f"`{target}` {what}. Please upgrade keras_strategy, or install a Keras version "
         "that it supports."
     )
 
 
-def home_of(names: str, *modules: str) -> Any:
-    """The first of some modules that has all of some names.
+def find_module(names: str, *modules: str) -> Any:
+    """Return the first module that has all of the (space-separated) names.
 
-    A module that moved is known by what it provides: a version number says nothing
-    about a development version, nor about a fork.
-
-    Args:
-        names: What is looked for, separated by spaces.
-        *modules: The full names of the modules that had it in some version.
+    Modules that moved are recognized by what they provide: version numbers say nothing
+    about development versions and forks.
 
     Raises:
-        KerasVersionError: If this Keras has it in none of them.
+        KerasVersionError: If no module has all names.
     """
     wanted = names.split()
     missing = wanted
@@ -348,111 +318,108 @@ def home_of(names: str, *modules: str) -> Any:
         try:
             found = importlib.import_module(module)
         except ModuleNotFoundError as error:
-            # A module that is there and lacks an import of its own is another matter.
+            # An existing module that fails to import something else is an error.
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):
                 raise
             continue
         missing = [name for name in wanted if not hasattr(found, name)]
         if not missing:
             return found
-    raise changed(
+    raise keras_changed_error(
         f"{modules[0]}.{missing[0]}", f"is gone: it is not in {' or '.join(modules)}"
     )
 
 
-def hooks_of(*modules: ModuleType) -> list[Extension]:
-    """All that some modules extend, in the order in which it is written there."""
-    found: list[Extension] = []
+def patches_in(*modules: ModuleType) -> list[Patch]:
+    """Return the patches that modules define, in the order of their definition."""
+    found: list[Patch] = []
     for module in modules:
         for value in vars(module).values():
-            if isinstance(value, Extension):
+            if isinstance(value, Patch):
                 found.append(value)
             elif inspect.isfunction(value) and value.__module__ == module.__name__:
-                found += getattr(value, _ATTRIBUTE, ())
+                found += getattr(value, _PATCHES, ())
     return found
 
 
-def fitting(extensions: Iterable[Extension]) -> list[Extension]:
-    """Those that this Keras needs; `KerasVersionError` where one does not fit."""
-    needed = [one for one in extensions if one.is_needed()]
-    for one in needed:
-        one.check()
+def select_and_check(patches: Iterable[Patch]) -> list[Patch]:
+    """Return the patches that this Keras needs, after checking each of them."""
+    needed = [patch for patch in patches if patch.is_needed()]
+    for patch in needed:
+        patch.check()
     return needed
 
 
-def install(extensions: Iterable[Extension]) -> None:
-    """Installs all that this Keras needs, or nothing where something does not fit.
+def install(patches: Iterable[Patch]) -> None:
+    """Install the patches that this Keras needs, or none if one of them does not fit.
 
-    What has nothing to do with one replica waits for `install_those_of_several`, and
-    costs nothing until then.
+    Patches for several replicas wait for `install_multi_replica_patches`, and cost
+    nothing until then.
     """
-    for extension in fitting(extensions):
-        if extension.of_several:
-            _waiting.append(extension)
+    for patch in select_and_check(patches):
+        if patch.waits_for_replicas:
+            _waiting.append(patch)
         else:
-            extension.install()
+            patch.install()
 
 
-_waiting: list[Extension] = []
+_waiting: list[Patch] = []
 
 
-def install_those_of_several() -> None:
-    """Installs what was found to fit, and waits for a strategy of several replicas."""
+def install_multi_replica_patches() -> None:
+    """Install the checked patches that wait for a strategy with several replicas."""
     while _waiting:
         _waiting.pop(0).install()
 
 
-# Not wrapped: some hooks ask hundreds of times in a step.
-in_replica = of_several(context.distributed_replica)
-in_replica_or_dry_run = of_several(context.replica_or_dry_run)
+# Not wrapped: some patches call these hundreds of times per step.
+in_replica = multi_replica_only(context.distributed_replica)
+in_replica_or_dry_run = multi_replica_only(context.replica_or_dry_run)
 in_scope = context.current_scope
-of_strategy = strategy_of_model
+model_strategy = strategy_of_model
 
 
-@of_several
+@multi_replica_only
 def before_apply() -> Any:
-    """The replica that is running, but inside `optimizer.apply`.
-
-    There all replicas compute on equal inputs.
-    """
+    """Return the running replica outside of `optimizer.apply`, or None."""
     replica = context.distributed_replica()
     return None if replica is None or replica.step.is_applying else replica
 
 
-@of_several
+@multi_replica_only
 def in_step() -> Any:
-    """The replica that is running, in a training step, where it speaks for its rows."""
+    """Return the running replica in a training step, or None."""
     replica = context.distributed_replica()
     return None if replica is None or replica.step.row_weight is None else replica
 
 
-@of_several
+@multi_replica_only
 def in_distributed_scope() -> Any:
-    """The strategy whose scope this thread is in, if it has several replicas."""
+    """Return the strategy of the current scope if it has several replicas, or None."""
     strategy = context.current_scope()
     if strategy is None or strategy.num_replicas_in_sync == 1:
         return None
     return strategy
 
 
-@of_several
+@multi_replica_only
 def in_scope_of_workers() -> Any:
-    """The strategy whose scope this thread is in, if it is of several workers."""
+    """Return the strategy of the current scope if it has several workers, or None."""
     strategy = context.current_scope()
     return None if strategy is None or strategy.extended.cluster is None else strategy
 
 
-@of_several
-def of_distributed_strategy(model: Any) -> Any:
-    """The strategy that a model trains under, if it has several replicas."""
+@multi_replica_only
+def model_on_replicas(model: Any) -> Any:
+    """Return the model's strategy if it has several replicas, or None."""
     strategy = strategy_of_model(model)
     if strategy is None or strategy.num_replicas_in_sync == 1:
         return None
     return strategy
 
 
-@of_several
-def of_workers(model: Any) -> Any:
-    """The strategy that a model trains under, if it is of several workers."""
+@multi_replica_only
+def model_on_workers(model: Any) -> Any:
+    """Return the model's strategy if it has several workers, or None."""
     strategy = strategy_of_model(model)
     return None if strategy is None or strategy.extended.cluster is None else strategy

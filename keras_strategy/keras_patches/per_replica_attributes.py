@@ -1,4 +1,4 @@
-"""Where Keras notices what is set on a layer."""
+"""Patches that record attributes which a replica sets on Keras layers."""
 
 import functools
 import inspect
@@ -14,47 +14,41 @@ from keras_strategy.core.per_replica_attributes import (
     current_turn,
     setattr_hooks,
 )
-from keras_strategy.keras_patches.patch import Extension, changed, home_of
+from keras_strategy.keras_patches.patch import Patch, find_module, keras_changed_error
 
-_tracking = home_of("TrackedList TrackedDict TrackedSet", "keras.src.utils.tracking")
+_tracking = find_module(
+    "TrackedList TrackedDict TrackedSet", "keras.src.utils.tracking"
+)
 
 
 @dataclass(frozen=True)
-class _Noted(Extension):
-    """What a replica sets on a layer is its own until the run ends.
+class _Noted(Patch):
+    """Keep what a replica sets on a layer separate per replica until the run ends.
 
-    No hooks of single functions: they are called very often, and outside of a replica
-    each costs one look at where this thread is. They are put in place when a replica
-    takes its turn.
+    These functions are called very often, so they are replaced only while replicas take
+    turns, and the replacement costs one thread-local lookup outside of a replica.
 
     Attributes:
         owner: The class.
-        methods: What changes an object of it, and what makes that which is called in
-            the place of each.
+        methods: For each mutating method, a function that wraps the original.
     """
 
     owner: Any
     methods: dict[str, Callable[[Callable], Callable]]
+    condition: Callable[..., Any] | None = current_attributes
 
     @property
     def target(self) -> str:
-        """The class."""
         return f"{self.owner.__name__}.{next(iter(self.methods))}"
 
-    @property
-    def when(self) -> Callable[..., Any]:
-        """The condition."""
-        return current_attributes
-
     def check(self) -> None:
-        """Raises `KerasVersionError` unless the class has all of them."""
         for name in self.methods:
             if not hasattr(self.owner, name):
-                raise changed(f"{self.owner.__name__}.{name}", "is gone")
+                raise keras_changed_error(f"{self.owner.__name__}.{name}", "is gone")
 
     def install(self) -> None:
-        """Has them noted as soon as there is a replica that takes turns."""
-        # On JAX there need be none, and Keras sets attributes in each step of fit.
+        """Register the replacement for the time in which replicas take turns."""
+        # JAX may have no such turns, and Keras sets attributes in each step of fit.
         before: dict[str, tuple[Any, Any]] = {}
 
         def put():
@@ -67,7 +61,7 @@ class _Noted(Extension):
         def take():
             for name, (original, replacement) in before.items():
                 if vars(self.owner)[name] is not replacement:
-                    continue  # somebody else has put something around it
+                    continue  # patched again by other code
                 if original is ABSENT:
                     delattr(self.owner, name)
                 else:
@@ -79,7 +73,7 @@ class _Noted(Extension):
 def _setting(original: Callable) -> Callable:
     def replacement(self, name, value):
         own = current_turn.attributes
-        # Keras sets some to what they are, in every call of a layer.
+        # Keras sets some to the same value in every call of a layer.
         if own is not None and vars(self).get(name, ABSENT) is not value:
             own.set(self, name, value)
         return original(self, name, value)
@@ -100,7 +94,7 @@ def _deleting(original: Callable) -> Callable:
 def _changing(original: Callable) -> Callable:
     def replacement(self, *args, **kwargs):
         own = current_turn.attributes
-        # Keras clears empty lists all the time.
+        # Keras often clears empty lists.
         if own is not None and (self or args):
             own.change(self, args)
         return original(self, *args, **kwargs)
@@ -121,7 +115,7 @@ _list = _container(
     " __setitem__ __delitem__ __iadd__",
 )
 _dict = _container(_tracking.TrackedDict, _DICT)
-# Keras 3.13 and older make a TrackedDict of an ordered dictionary, too.
+# Absent in Keras 3.13 and older, which use TrackedDict.
 if hasattr(_tracking, "TrackedOrderedDict"):
     _ordered_dict = _container(_tracking.TrackedOrderedDict, _DICT)
 _set = _container(

@@ -1,8 +1,7 @@
-"""What callbacks have counted: it goes on where a training was interrupted.
+"""Backup and resume of `fit`, also within an epoch, with the counters of callbacks.
 
-The loop of `fit` over the batches of an epoch, which begins with any of them.
-
-What a backup of `fit` holds, and how `fit` is brought to where it was.
+`back_up_fit` finds BackupAndRestore among the callbacks. `EpochReader` tracks what
+Keras's epoch iterator reads, so that a resumed `fit` continues with the next batch.
 """
 
 import contextlib
@@ -19,30 +18,29 @@ from keras_strategy.core.registry import get_engine
 from keras_strategy.data import random
 from keras_strategy.keras_patches import consistency
 from keras_strategy.keras_patches.data_adapters import (
-    counts_of_arrays,
-    engine_orders,
+    array_batch_counts,
+    backend_shuffles,
     epoch_of,
-    leaving_out,
     set_epoch,
+    skip_batches,
 )
 from keras_strategy.keras_patches.dataset_state import (
     DataState,
     TfDataState,
-    has_state,
-    state_of,
-    told_by_this_worker,
+    dataset_state_of,
+    has_state_dict,
+    state_of_this_worker,
 )
-from keras_strategy.keras_patches.patch import home_of, hook
-from keras_strategy.keras_patches.saving import SavedVariables, read_by_chief
+from keras_strategy.keras_patches.patch import find_module, hook
+from keras_strategy.keras_patches.saving import SavedVariables, read_on_chief
 from keras_strategy.keras_patches.variables_optimizers import variables_of
 from keras_strategy.training import ownership
 from keras_strategy.training.callbacks import BackupAndRestore
 from keras_strategy.training.resume import BackupContents, BackupFolder, decode, encode
 from keras_strategy.training.saving import run_on_chief
 
-# What Keras's own callbacks count with. The last two of `ModelCheckpoint` have no
-# public name.
-_KEPT: dict[type, tuple[str, ...]] = {
+# The counters of Keras's callbacks. The last two of `ModelCheckpoint` are private.
+_COUNTERS: dict[type, tuple[str, ...]] = {
     keras.callbacks.EarlyStopping: ("best", "best_epoch", "stopped_epoch", "wait"),
     keras.callbacks.ReduceLROnPlateau: ("best", "cooldown_counter", "wait"),
     keras.callbacks.ModelCheckpoint: (
@@ -50,75 +48,69 @@ _KEPT: dict[type, tuple[str, ...]] = {
         *("_batches_seen_since_last_saving", "_last_batch_seen"),
     ),
 }
-_WEIGHTS = "best_weights"
+_BEST_WEIGHTS = "best_weights"
 
 
 class CallbackStates:
-    """The callbacks of one `fit` that count.
+    """State of the callbacks of one `fit` that count.
 
-    They are `EarlyStopping`, `ReduceLROnPlateau` and `ModelCheckpoint`, and what has
+    These are `EarlyStopping`, `ReduceLROnPlateau`, `ModelCheckpoint`, and those with
     `state_dict()` and `load_state_dict(state)`.
-
-    Args:
-        callbacks: All callbacks of the user's.
     """
 
     def __init__(self, callbacks: Sequence[Any]):
-        self._callbacks = [c for c in callbacks if _attributes(c) is not None]
+        self._callbacks = [c for c in callbacks if _counter_names(c) is not None]
 
     def read(self) -> tuple[list[Any], dict[str, np.ndarray]]:
-        """What a file holds of them: of JSON's values, and arrays by their names."""
-        told, arrays = [], {}
+        """Return the states as JSON values, and arrays by name."""
+        states, arrays = [], {}
         for number, callback in enumerate(self._callbacks):
-            names = _attributes(callback)
+            names = _counter_names(callback)
             if names:
                 state = {n: getattr(callback, n) for n in names if hasattr(callback, n)}
             else:
                 state = callback.state_dict()
-            weights = (names and getattr(callback, _WEIGHTS, None)) or []
-            kinds = [[list(w.shape), str(w.dtype)] for w in map(np.asarray, weights)]
-            told.append([type(callback).__name__, encode(state), kinds])
-            for at, value in enumerate(weights):
-                arrays[f"callbacks/{number}/{at}"] = np.asarray(value)
-        return told, arrays
+            weights = (names and getattr(callback, _BEST_WEIGHTS, None)) or []
+            specs = [[list(w.shape), str(w.dtype)] for w in map(np.asarray, weights)]
+            states.append([type(callback).__name__, encode(state), specs])
+            for index, value in enumerate(weights):
+                arrays[f"callbacks/{number}/{index}"] = np.asarray(value)
+        return states, arrays
 
-    def set(self, told: list[Any], arrays: dict[str, np.ndarray], workers: Any) -> None:
-        """Has them go on with what `read` gave; all workers call it.
-
-        Args:
-            told: Of JSON's values.
-            arrays: The arrays, on the chief.
-            workers: What brings tensors from the chief; None for one process.
+    def set(
+        self, states: list[Any], arrays: dict[str, np.ndarray], workers: Any
+    ) -> None:
+        """Restore what `read` returned; all workers call it.
 
         Raises:
-            ValueError: If these are other callbacks.
+            ValueError: If the callbacks differ.
         """
         names = [type(callback).__name__ for callback in self._callbacks]
-        before = [name for name, *_ in told]
+        before = [name for name, *_ in states]
         if names != before:
             raise ValueError(
-                "A training goes on with the callbacks that it was interrupted with, "
+                "The training must resume with the callbacks of the interrupted run, "
                 f"in the same order: {', '.join(before) or 'none'}. Received: "
                 f"{', '.join(names) or 'none'}."
             )
-        for number, (callback, one) in enumerate(
-            zip(self._callbacks, told, strict=True)
+        for number, (callback, saved_state) in enumerate(
+            zip(self._callbacks, states, strict=True)
         ):
-            _, state, kinds = one
-            if not _attributes(callback):
+            _, state, specs = saved_state
+            if not _counter_names(callback):
                 callback.load_state_dict(decode(state))
                 continue
             for name, value in decode(state).items():
                 setattr(callback, name, value)
-            if kinds:
+            if specs:
                 weights = [
-                    arrays.get(f"callbacks/{number}/{at}", np.zeros(shape, dtype))
-                    for at, (shape, dtype) in enumerate(kinds)
+                    arrays.get(f"callbacks/{number}/{index}", np.zeros(shape, dtype))
+                    for index, (shape, dtype) in enumerate(specs)
                 ]
-                setattr(callback, _WEIGHTS, _of_chief(weights, workers))
+                setattr(callback, _BEST_WEIGHTS, _broadcast_weights(weights, workers))
 
 
-def _of_chief(weights: list[np.ndarray], workers: Any) -> list[np.ndarray]:
+def _broadcast_weights(weights: list[np.ndarray], workers: Any) -> list[np.ndarray]:
     if workers is None:
         return weights
     tensors = [ops.convert_to_tensor(value) for value in weights]
@@ -126,59 +118,59 @@ def _of_chief(weights: list[np.ndarray], workers: Any) -> list[np.ndarray]:
     return [np.array(ops.convert_to_numpy(tensor)) for tensor in tensors]
 
 
-def _attributes(callback: Any) -> tuple[str, ...] | None:
-    """What a callback counts with; nothing where it says that itself."""
-    if has_state(callback):
+def _counter_names(callback: Any) -> tuple[str, ...] | None:
+    """Return the attributes a callback counts with; none if it is stateful itself."""
+    if has_state_dict(callback):
         return ()
-    for kind, names in _KEPT.items():
+    for kind, names in _COUNTERS.items():
         if isinstance(callback, kind):
             return names
     return None
 
 
-EpochIterator: Any = home_of(
+EpochIterator: Any = find_module(
     "EpochIterator", "keras.src.trainers.epoch_iterator"
 ).EpochIterator
 
 
-class _Place(threading.local):
-    """Who reads the next batches in this thread."""
+class _ThreadState(threading.local):
+    """The reader of the next batches in this thread."""
 
-    expected: "Reading | None" = None
-
-
-_place = _Place()
+    expected: "EpochReader | None" = None
 
 
-def _expected() -> "Reading | None":
-    """The `fit` that is about to read an epoch's batches, if it is backed up."""
-    return _place.expected
+_thread_state = _ThreadState()
 
 
-@hook(EpochIterator, "__iter__", "(self)", when=_expected)
-def _iter(original, reading, self):
-    """An epoch that was interrupted goes on with the batch that came next."""
-    _place.expected = None
-    reading.begin(self, original)
+def _expected_reader() -> "EpochReader | None":
+    """Return the backed-up `fit` that is about to read an epoch's batches, or None."""
+    return _thread_state.expected
+
+
+@hook(EpochIterator, "__iter__", "(self)", when=_expected_reader)
+def _iter(original, reader, self):
+    """Continue an interrupted epoch with its next batch."""
+    _thread_state.expected = None
+    reader.start_epoch(self, original)
     return self
 
 
-def forget() -> None:
-    """Nobody is about to read an epoch's batches in this thread."""
-    _place.expected = None
+def forget_reader() -> None:
+    """Reset the expected `fit` of this thread."""
+    _thread_state.expected = None
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where in its data a training is, of JSON's values.
+    """Position of a training in its data, as JSON values.
 
     Attributes:
         batch: The batch of the epoch.
-        read: How many batches were read since the data was begun to be read.
-        before: The random state before that.
-        begun: Whether it was begun to be read, and that was before `before`.
+        read: The number of batches read since the pass over the data started.
+        before: The random state at that start.
+        begun: True if the pass started before `before`.
         now: The random state.
-        orders: `epoch_of` the data's adapter before that and now.
+        orders: `epoch_of` the data's adapter at that start and now.
     """
 
     batch: int
@@ -189,16 +181,23 @@ class Position:
     orders: Sequence[int | None] = (None, None)
 
 
-class Reading:
-    """What one `fit` reads of its data.
+def _continues_pass(iterator: Any) -> bool:
+    """Return True if the next epoch continues the pass of the last one."""
+    return (
+        iterator.steps_per_epoch is not None and iterator._current_iterator is not None
+    )
+
+
+class EpochReader:
+    """Tracks what one `fit` reads of its data.
 
     Args:
-        random_state: Gives the state of all random generators.
-        set_random_state: Sets it.
-        data: Where its data is, if that can say it.
+        random_state: Returns the state of all random generators.
+        set_random_state: Restores it.
+        data: The state of its data, if any.
 
     Attributes:
-        iterator: Keras's iterator, once the loop has begun to read.
+        iterator: Keras's iterator, once the loop reads.
     """
 
     def __init__(
@@ -215,67 +214,58 @@ class Reading:
         self._begun = False
         self._resumed: Position | None = None
         self._restore: Callable[[Any], None] | None = None
-        self._data, self._told = data, None
+        self._data, self._saved_state = data, None
 
     def expect(self) -> None:
-        """The loop of this `fit` is the next that begins to read in this thread."""
-        _place.expected = self
+        """Expect this `fit` to be the next that reads in this thread."""
+        _thread_state.expected = self
 
     def resume(
-        self, position: Position, restore: Callable[[Any], None], told: Any
+        self, position: Position, restore: Callable[[Any], None], dataset_state: Any
     ) -> None:
-        """Has the next epoch go on.
+        """Make the next epoch continue at a position.
 
-        Args:
-            position: Where.
-            restore: Called with Keras's iterator before its first batch is read.
-            told: What the data has said of itself there; None if it has not.
+        `restore` is called with Keras's iterator before its first batch is read.
         """
-        self._resumed, self._restore, self._told = position, restore, told
+        self._resumed, self._restore = position, restore
+        self._saved_state = dataset_state
 
     def position(self, batch: int) -> Position:
-        """Where it is, before a batch of the epoch."""
+        """Return the position before a batch of the epoch."""
         iterator = self.iterator
-        stays = (
-            iterator.steps_per_epoch is not None
-            and iterator._current_iterator is not None
-        )
-        read = iterator._steps_seen if batch or stays else 0
-        begun = self._begun if read else stays
+        continues = _continues_pass(iterator)
+        read = iterator._steps_seen if batch or continues else 0
+        begun = self._begun if read else continues
         orders = self._order, epoch_of(iterator.data_adapter)
         return Position(batch, read, self._before, begun, self._random_state(), orders)
 
-    def told(self, position: Position) -> Any:
-        """What the data says of itself, of JSON's values; None if it does not."""
+    def dataset_state(self, position: Position) -> Any:
+        """Return the dataset state at a position, or None."""
         if self._data is None:
             return None
-        return self._data.at(position.read, position.begun)
+        return self._data.state_at(position.read, position.begun)
 
-    def begin(self, iterator: Any, original: Callable[[Any], Any]) -> None:
-        """Begins to read an epoch.
+    def start_epoch(self, iterator: Any, original: Callable[[Any], Any]) -> None:
+        """Start an epoch.
 
         Args:
-            iterator: Keras's iterator, which goes on with what it has been reading if
-                the steps of an epoch are given.
-            original: Its method that begins.
+            iterator: Keras's iterator; continues a pass if `steps_per_epoch` is set.
+            original: Its method that starts a pass.
         """
         self.iterator = iterator
         position, self._resumed = self._resumed, None
         if position is not None:
-            self._go_on(iterator, original, position)
+            self._continue_epoch(iterator, original, position)
             return
-        stays = (
-            iterator.steps_per_epoch is not None
-            and iterator._current_iterator is not None
-        )
-        if not (stays and iterator._steps_seen):
-            self._before, self._begun = self._random_state(), stays
+        continues = _continues_pass(iterator)
+        if not (continues and iterator._steps_seen):
+            self._before, self._begun = self._random_state(), continues
             self._order = epoch_of(iterator.data_adapter)
             if self._data is not None:
-                self._data.begins(stays)
+                self._data.start_pass(continues)
         original(iterator)
 
-    def _go_on(
+    def _continue_epoch(
         self, iterator: Any, original: Callable[[Any], Any], position: Position
     ) -> None:
         assert self._restore is not None
@@ -283,16 +273,16 @@ class Reading:
         steps, rest = divmod(position.batch, iterator.steps_per_execution)
         if rest:
             raise ValueError(
-                f"The backup was made after {position.batch} batches of an epoch. That "
-                "is no multiple of `steps_per_execution`. Received: "
+                f"The backup was written after {position.batch} batches of an epoch, "
+                "which must be a multiple of `steps_per_execution`. Received: "
                 f"steps_per_execution={iterator.steps_per_execution}"
             )
         self._before, self._begun = position.before, position.begun
         (self._order, order), adapter = position.orders, iterator.data_adapter
         set_epoch(adapter, self._order if position.read else order)
-        again = position.read
+        to_read = position.read
         if self._data is not None:
-            again -= self._data.go_on(self._told)
+            to_read -= self._data.restore(self._saved_state)
         if position.read:
             self._set_random_state(position.before)
         if iterator.steps_per_epoch is not None and (position.begun or position.read):
@@ -300,23 +290,23 @@ class Reading:
             if position.begun and position.read:
                 self._set_random_state(position.before)
         original(iterator)
-        with leaving_out(adapter, again):
-            self._read_on(iterator, steps, again)
+        with skip_batches(adapter, to_read):
+            self._read_up_to(iterator, steps, to_read)
         iterator._steps_seen = position.read
         set_epoch(adapter, order)
         self._set_random_state(position.now)
 
-    def _read_on(self, iterator: Any, steps: int, count: int) -> None:
-        """Reads up to where the epoch goes on."""
+    def _read_up_to(self, iterator: Any, steps: int, count: int) -> None:
+        """Read up to the batch where the epoch continues."""
         batches = iterator._current_iterator
         for _ in range(steps):
             *_, batches = next(iterator._epoch_iterator)
         for number in range(count):
             if next(batches, None) is None:
                 raise ValueError(
-                    f"The backup was made after {count} batches of the data, which has "
-                    f"{number}. A training goes on with the data that it was "
-                    "interrupted with."
+                    f"The backup was written after {count} batches of the data, which "
+                    f"now has {number}. The training must resume with the data of the "
+                    "interrupted run."
                 )
 
 
@@ -324,79 +314,76 @@ _KERAS = keras.callbacks.BackupAndRestore
 
 
 @contextlib.contextmanager
-def backed_up(
+def back_up_fit(
     strategy: Any, model: keras.Model, arguments: dict[str, Any]
 ) -> Iterator[None]:
-    """Surrounds a `fit`, and goes on from its backup if there is one.
+    """Context manager for a `fit` with backups that resumes from one if it exists.
 
-    Args:
-        strategy: The strategy of the model.
-        model: The model.
-        arguments: The arguments of `fit` by name; changed in place.
+    It changes `arguments`, the arguments of `fit` by name, in place.
     """
-    callbacks = arguments.get("callbacks")
-    given = callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else None
-    listed = list(keras.tree.flatten(given.callbacks if given else callbacks or []))
+    callbacks: Any = arguments.get("callbacks")
+    callback_list: Any = None
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callback_list, callbacks = callbacks, callbacks.callbacks
+    callbacks = list(keras.tree.flatten(callbacks or []))
     if strategy.num_replicas_in_sync > 1:
-        listed = [_in_place_of(c) if type(c) is _KERAS else c for c in listed]
-    others = [type(c).__name__ for c in listed if isinstance(c, _KERAS)]
+        callbacks = [
+            _replace_callback(c) if type(c) is _KERAS else c for c in callbacks
+        ]
+    others = [type(c).__name__ for c in callbacks if isinstance(c, _KERAS)]
     if others and strategy.extended.cluster is not None:
         raise ValueError(
-            "Of several workers the chief alone writes backups, for which callbacks of "
-            "one's own derive from `keras_strategy.callbacks.BackupAndRestore`. "
+            "With several workers only the chief writes backups, so your callbacks "
+            "must derive from `keras_strategy.callbacks.BackupAndRestore`. "
             f"Received: {', '.join(others)}, which derives from Keras's."
         )
-    found = [c for c in listed if isinstance(c, BackupAndRestore)]
+    found = [c for c in callbacks if isinstance(c, BackupAndRestore)]
     if not found:
         yield
         return
     if len(found) > 1:
         raise ValueError(
-            f"`fit` takes one BackupAndRestore. Received: {len(found)} of them."
+            f"`fit` accepts one BackupAndRestore. Received: {len(found)} of them."
         )
     (backup,) = found
-    # After an epoch nobody asks where in it the data is.
+    # Backups at the end of an epoch need no state within it.
     each_batch = backup.save_freq != "epoch" or bool(backup.save_before_preemption)
-    data = state_of(arguments.get("x"), each_batch)
+    data = dataset_state_of(arguments.get("x"), each_batch)
     folder = BackupFolder(backup.backup_dir)
-    states = CallbackStates(listed)
-    training = _Training(strategy, model, folder, data, states)
+    states = CallbackStates(callbacks)
+    training = _Fit(strategy, model, folder, data, states)
     saver = backup.saver(training)
-    listed.append(saver)
-    if given is None:
-        arguments["callbacks"] = listed
+    callbacks.append(saver)
+    if callback_list is None:
+        arguments["callbacks"] = callbacks
     else:
-        given.callbacks = listed
-        given.set_model(model)
+        callback_list.callbacks = callbacks
+        callback_list.set_model(model)
     backup.attach(training)
     listening = getattr(saver, "listening", contextlib.nullcontext)
     try:
-        with listening(), contextlib.nullcontext() if data is None else data.watched():
+        with (
+            listening(),
+            contextlib.nullcontext() if data is None else data.recording(),
+        ):
             yield
     finally:
         backup.attach(None)
-        forget()
-        model._initial_epoch = None  # or the next `fit` would begin there
+        forget_reader()
+        model._initial_epoch = None  # or the next `fit` would start there
 
 
-def _in_place_of(callback: Any) -> BackupAndRestore:
+def _replace_callback(callback: Any) -> BackupAndRestore:
     return BackupAndRestore(
         callback.backup_dir, callback.save_freq, callback.delete_checkpoint
     )
 
 
-class _Training:
-    """A `fit` that is backed up; see `rules.backups.Training`.
+class _Fit:
+    """A `fit` with backups; see `training.callbacks.ResumableFit`.
 
-    Made before `fit` begins, since what the engine shuffles arrays with is settled when
-    they become a dataset.
-
-    Args:
-        strategy: The strategy of the model.
-        model: The model.
-        folder: Where the backups are.
-        data: Where its data is, if that can say it.
-        callbacks: The user's that count.
+    It is created before `fit` starts, because the backend's shuffle seed is fixed when
+    arrays become a dataset.
     """
 
     def __init__(
@@ -410,9 +397,11 @@ class _Training:
         self._strategy, self._model, self._folder = strategy, model, folder
         self._callbacks = callbacks
         self._cluster, self._data = strategy.extended.cluster, data
-        self._reading = Reading(random.get_random_state, random.set_random_state, data)
+        self._reader = EpochReader(
+            random.get_random_state, random.set_random_state, data
+        )
         self._variables = SavedVariables(strategy)
-        self._found = read_by_chief(self._cluster, folder)
+        self._found = read_on_chief(self._cluster, folder)
         self._resumed: BackupContents | None = None
         self.batch = 0
         if self._found is not None:
@@ -422,7 +411,7 @@ class _Training:
         self._begin = random.get_random_state()
 
     def restore(self) -> None:
-        """Has the training go on where the backup was made, if there is one."""
+        """Make `fit` continue where the backup was written, if there is one."""
         found, self._found = self._found, None
         if found is None:
             return
@@ -433,40 +422,40 @@ class _Training:
         self._variables.assign(found, variables_of(self._model, False), _is_metrics)
         random.set_random_state(position.now)
 
-        def again(iterator):
+        def check_and_assign(iterator):
             adapter, before = iterator.data_adapter, found.facts["engine"]
-            counts = counts_of_arrays(adapter)
+            counts = array_batch_counts(adapter)
             others = before != get_engine().name
             others |= (position.orders[1] is None) != (epoch_of(adapter) is None)
-            if position.read and others and engine_orders(adapter):
+            if position.read and others and backend_shuffles(adapter):
                 raise ValueError(
-                    f"{found.file} was made in the middle of an epoch of shuffled "
-                    f"rows, whose order {before} has drawn. Go on with that backend "
-                    "and version of Keras, or shuffle a PyDataset, whose order is the "
-                    "same on every backend."
+                    f"{found.file} was written within an epoch of shuffled rows, whose "
+                    f"order {before} has drawn. Resume with that backend and version "
+                    "of Keras, or shuffle a PyDataset, whose order is the same on "
+                    "every backend."
                 )
             if position.read and counts != found.facts["counts"]:
                 raise ValueError(
-                    "A training goes on in the middle of an epoch with the data that "
-                    "it was interrupted with. Received batches, rows of a batch and of "
-                    f"the last: {counts}, where {found.file} was made with "
+                    "The training must resume within an epoch with the data of the "
+                    "interrupted run. Received: batches, rows per batch and rows of "
+                    f"the last batch: {counts}, but {found.file} was written with "
                     f"{found.facts['counts']}."
                 )
             if position.batch:
-                # What callbacks do at the beginning of an epoch has been done.
+                # Callbacks have already handled the start of the epoch.
                 self._build(iterator)
                 self._variables.assign(found, variables_of(self._model))
 
-        told = told_by_this_worker(found.facts["data"], self._cluster)
+        state = state_of_this_worker(found.facts["data"], self._cluster)
         alone = len(found.facts["data"]) == 1, self._cluster is None
         other = found.facts["engine"] != get_engine().name or len(set(alone)) > 1
-        if other and told is not None and isinstance(self._data, TfDataState):
-            self._data.read_otherwise()
-        self._reading.resume(position, again, told)
+        if other and state is not None and isinstance(self._data, TfDataState):
+            self._data.warn_other_reads()
+        self._reader.resume(position, check_and_assign, state)
         self._resumed = found
 
     def begin(self) -> None:
-        """Has callbacks, which have begun anew, go on counting."""
+        """Restore the counters of callbacks, which have been reset."""
         found, self._resumed = self._resumed, None
         if found is not None:
             workers = self._strategy.extended.group.workers
@@ -476,9 +465,9 @@ class _Training:
         model = self._model
         if not model.built:
             raise ValueError(
-                f"The model '{model.name}' goes on from a backup, for which its "
-                "variables must be there before `fit`. Call it on a batch, or make it "
-                "with the shape of its inputs."
+                f"The model '{model.name}' resumes from a backup, so its variables "
+                "must exist before `fit`. Call it on a batch, or create it with the "
+                "shape of its inputs."
             )
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
@@ -489,44 +478,44 @@ class _Training:
             iterator.reset()
 
     def expect(self) -> None:
-        """Is told that the loop reads its batches next."""
+        """Expect the loop to read its batches next."""
         self.batch = 0
-        self._reading.expect()
+        self._reader.expect()
 
     def save(self, epoch: int, batch: int) -> None:
-        """Makes a backup."""
+        """Write a backup."""
         if self._cluster is not None:
-            consistency.require_same_values(
+            consistency.check_same_values(
                 self._strategy, self._model, operation="the backup"
             )
-        position = self._reading.position(batch)
-        iterator = self._reading.iterator
-        told = [self._reading.told(position)]
+        position = self._reader.position(batch)
+        iterator = self._reader.iterator
+        states = [self._reader.dataset_state(position)]
         if self._cluster is not None and self._data is not None:
-            told = self._cluster.exchange("where the data is", told[0])
+            states = self._cluster.exchange("the dataset state", states[0])
         variables = variables_of(self._model, metrics=batch > 0)
         facts, arrays = self._variables.read(variables, self._folder.spill)
-        counted, held = self._callbacks.read()
-        arrays |= held
+        counters, best_weights = self._callbacks.read()
+        arrays |= best_weights
         facts |= {
-            "callbacks": counted,
+            "callbacks": counters,
             "epoch": epoch,
             "engine": get_engine().name,
             "position": asdict(position),
-            "data": told,
+            "data": states,
             "begin": self._begin,
-            "counts": counts_of_arrays(iterator.data_adapter),
+            "counts": array_batch_counts(iterator.data_adapter),
         }
         run_on_chief(
             self._cluster, "the backup", lambda: self._folder.write(facts, arrays)
         )
 
     def clear(self) -> None:
-        """Removes the backups."""
+        """Remove the backups."""
         run_on_chief(self._cluster, "the removal of the backups", self._folder.clear)
 
     def agree(self, says: list[bool]) -> list[list[bool]]:
-        """What each worker says of what this one says; all of them ask."""
+        """Return what each worker passes; all of them call it."""
         cluster = self._cluster
         return [says] if cluster is None else cluster.exchange("whether to end", says)
 

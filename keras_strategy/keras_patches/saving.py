@@ -1,9 +1,4 @@
-"""Where Keras saves: the chief alone writes for all workers.
-
-The values of variables in a backup, and how they come back on other replicas.
-
-Checkpoints of a program's own loop: its models, optimizers, metrics and counters.
-"""
+"""Saving by the chief, and backups that restore on any number of replicas."""
 
 import os
 import pathlib
@@ -17,9 +12,12 @@ from keras import ops
 
 from keras_strategy.data import random
 from keras_strategy.keras_patches import consistency
-from keras_strategy.keras_patches.dataset_state import has_state, told_by_this_worker
-from keras_strategy.keras_patches.patch import home_of, hook, of_workers
-from keras_strategy.keras_patches.random import kept_generator, keras_seeds
+from keras_strategy.keras_patches.dataset_state import (
+    has_state_dict,
+    state_of_this_worker,
+)
+from keras_strategy.keras_patches.patch import find_module, hook, model_on_workers
+from keras_strategy.keras_patches.random import global_generator, keras_seeds
 from keras_strategy.keras_patches.variables_optimizers import variables_of
 from keras_strategy.training import ownership
 from keras_strategy.training.ownership import strategy_of_variable
@@ -39,27 +37,36 @@ from keras_strategy.training.saving import (
 from keras_strategy.training.sharding import is_sharded
 from keras_strategy.training.variable_sync import is_sync_on_read
 
-saving_lib = home_of("get_temp_dir get_attr_skipset", "keras.src.saving.saving_lib")
-# What Keras leaves out where it saves objects of a kind.
-_left_out: dict[str, set[str]] = {}
+saving_lib = find_module("get_temp_dir get_attr_skipset", "keras.src.saving.saving_lib")
+_skipped_attributes: dict[str, set[str]] = {}
 
 
-@hook(keras.Model, ("save", "save_weights", "export"), ("filepath",), when=of_workers)
+def _known_skipset(obj_type: str) -> set[str] | None:
+    """Return the attributes that Keras does not save, if computed before, or None."""
+    return _skipped_attributes.get(obj_type)
+
+
+@hook(
+    keras.Model,
+    ("save", "save_weights", "export"),
+    ("filepath",),
+    when=model_on_workers,
+)
 def _save(original, strategy, self, filepath, *args, **kwargs):
-    """The chief writes for all workers; what only all can read, they read before."""
-    if "Optimizer" not in _left_out:
-        _left_out["Optimizer"] = saving_lib.get_attr_skipset("Optimizer")
-    ownership.broadcast_pending_values()  # which the chief could not do alone
+    """Let the chief write for all workers, after all have read sharded variables."""
+    if "Optimizer" not in _skipped_attributes:
+        _skipped_attributes["Optimizer"] = saving_lib.get_attr_skipset("Optimizer")
+    ownership.broadcast_pending_values()  # needs all workers
     path = os.fspath(filepath)
     operation = f"`{original.__name__}` to {os.path.basename(path)}"
-    consistency.require_same_values(strategy, self, operation=operation)
+    consistency.check_same_values(strategy, self, operation=operation)
     cluster = strategy.extended.cluster
-    with _aside(path) if cluster.is_chief else ArraySpill(None) as aside:
-        known = _read_by_all(self, aside, cluster.is_chief)
+    with _spill_beside(path) if cluster.is_chief else ArraySpill(None) as spill:
+        values = _read_on_all_workers(self, spill, cluster.is_chief)
 
         def write() -> Any:
-            aside.check()
-            with atomic_write_path(path) as temporary, variable_value_overrides(known):
+            spill.check()
+            with atomic_write_path(path) as temporary, variable_value_overrides(values):
                 return original(self, temporary, *args, **kwargs)
 
         return run_on_chief(cluster, operation, write)
@@ -67,75 +74,71 @@ def _save(original, strategy, self, filepath, *args, **kwargs):
 
 @hook(saving_lib, "get_temp_dir", "()", when=temporary_folder)
 def _get_temp_dir(original, folder):
-    """What a chief leaves that is killed lies where the next that saves removes it."""
+    """Write temporary files next to the target, so the next save removes leftovers."""
     return tempfile.mkdtemp(dir=folder)
 
 
-@hook(saving_lib, "get_attr_skipset", "(obj_type)", when=_left_out.get)
-def _get_attr_skipset(original, found, obj_type):
-    """Keras makes an optimizer to find it, whose variables are all workers' to make."""
-    return found
+@hook(saving_lib, "get_attr_skipset", "(obj_type)", when=_known_skipset)
+def _get_attr_skipset(original, skipset, obj_type):
+    """Avoid creating an optimizer on the chief alone: that needs all workers."""
+    return skipset
 
 
-def _aside(path: str) -> ArraySpill:
-    """Where the chief keeps what it has read, until it writes."""
+def _spill_beside(path: str) -> ArraySpill:
+    """Return where the chief keeps values until it writes them."""
     if "://" in path:
         path = os.path.join(tempfile.gettempdir(), f"keras_strategy-{os.getpid()}")
     return ArraySpill.next_to(pathlib.Path(path))
 
 
-def _read_by_all(
-    model: keras.Model, aside: ArraySpill, is_chief: bool
+def _read_on_all_workers(
+    model: keras.Model, spill: ArraySpill, is_chief: bool
 ) -> list[tuple[Any, Any]]:
-    """The variables of which each replica has its part, and their values.
+    """Return the values of variables that differ between replicas.
 
-    What is split is too large to be kept by workers that do not write it, and all of
-    it for the memory of the one that does.
+    Only the chief keeps sharded variables, and spills them to disk: together they may
+    exceed its memory.
     """
-    known = []
+    values = []
     for variable in variables_of(model).values():
         if is_sharded(variable):
             value = keras.ops.convert_to_numpy(variable)
             if is_chief:
-                known.append((variable, aside.add(value)))
+                values.append((variable, spill.add(value)))
         elif is_sync_on_read(variable) and variable.aggregation != "none":
             value = keras.ops.convert_to_numpy(variable)
-            known.append((variable, keras.ops.convert_to_tensor(value)))
-    return known
+            values.append((variable, keras.ops.convert_to_tensor(value)))
+    return values
 
 
-_PARTS = "/replicas"
-Keep = Callable[[np.ndarray], np.ndarray]
+_PER_REPLICA = "/replicas"
+Spill = Callable[[np.ndarray], np.ndarray]
 
 
 class SavedVariables:
-    """Reads and sets the variables of a strategy by names, alike on all workers.
-
-    Args:
-        strategy: The strategy.
-    """
+    """Reads and sets a strategy's variables by names equal on all workers."""
 
     def __init__(self, strategy: Any):
         self._strategy = strategy
         self._cluster = strategy.extended.cluster
 
     def read(
-        self, variables: Mapping[str, Any], keep: Keep
+        self, variables: Mapping[str, Any], spill: Spill
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """What a file holds of variables; all workers call it.
+        """Return what a file stores of variables; all workers call it.
 
         Args:
-            variables: The variables by names that all backends have.
-            keep: Has those that the replicas share wait until they are written.
+            variables: The variables, by names that all backends have.
+            spill: Stores sharded values until they are written.
 
         Returns:
-            What is no array, of JSON's values, and on the chief the arrays.
+            JSON values, and on the chief the arrays.
         """
-        ownership.broadcast_pending_values()  # which the chief could not do alone
+        ownership.broadcast_pending_values()  # needs all workers
         arrays: dict[str, np.ndarray] = {}
         for key, variable in variables.items():
-            arrays |= self._arrays(key, variable, keep)
-        generator = kept_generator()
+            arrays |= self._arrays(key, variable, spill)
+        generator = global_generator()
         facts = {
             "seed": None if generator is None else generator.state.numpy().tolist(),
             "variables": {key: v.path for key, v in variables.items()},
@@ -143,29 +146,26 @@ class SavedVariables:
         }
         return facts, arrays
 
-    def _arrays(self, key: str, variable: Any, keep: Keep) -> dict[str, np.ndarray]:
-        """What a variable is, and what each replica holds of it where they differ.
-
-        Workers that do not write read what only all of them can.
-        """
+    def _arrays(self, key: str, variable: Any, spill: Spill) -> dict[str, np.ndarray]:
+        """Return a variable's value, and each replica's value where they differ."""
         arrays = {}
         if is_sync_on_read(variable):
             extended = self._strategy.extended
-            parts = np.stack([*map(_numpy, extended.group.components(variable))])
+            values = np.stack([*map(_numpy, extended.group.components(variable))])
             workers = extended.group.workers
             if workers is not None:
-                own = ops.convert_to_tensor(parts)
-                parts, _ = workers.gather("a backup's metrics", own, 0)
-            arrays[key + _PARTS] = _numpy(parts)
+                local_values = ops.convert_to_tensor(values)
+                values, _ = workers.gather("a backup's metrics", local_values, 0)
+            arrays[key + _PER_REPLICA] = _numpy(values)
             if variable.aggregation != "none":
                 arrays[key] = _numpy(variable.value)
         else:
-            writes = self._cluster is None or self._cluster.is_chief
+            is_writer = self._cluster is None or self._cluster.is_chief
             if is_sharded(variable):
-                whole = variable.numpy()  # of which each worker has a part
-                if writes:
-                    arrays[key] = keep(whole)
-            elif writes:
+                value = variable.numpy()  # gathers the shards of all workers
+                if is_writer:
+                    arrays[key] = spill(value)
+            elif is_writer:
                 arrays[key] = _numpy(variable)
         return arrays
 
@@ -173,45 +173,45 @@ class SavedVariables:
         self,
         found: BackupContents,
         variables: Mapping[str, Any],
-        left_out: Callable[[str], bool] = lambda name: False,
+        is_optional: Callable[[str], bool] = lambda name: False,
     ) -> None:
-        """Gives variables the values that the chief has read; all workers call it.
+        """Assign the values that the chief has read; all workers call it.
 
         Args:
-            found: What the chief has read; its facts, on the other workers.
-            variables: The variables by their names.
-            left_out: Which of the names in the file need not be among them.
+            found: What the chief has read; only its facts, on other workers.
+            variables: The variables by name.
+            is_optional: Selects names in the file that `variables` may lack.
         """
-        _compare(found, variables, left_out)
+        _compare(found, variables, is_optional)
         replicas = self._strategy.num_replicas_in_sync
         local = self._strategy.extended.local_replicas
         shapes, wanted = found.facts["shapes"], {}
         for key, variable in variables.items():
-            (before, *_) = shapes.get(key + _PARTS, (0,))
-            each = before == replicas > 1
-            if not each and key not in shapes:
+            (before, *_) = shapes.get(key + _PER_REPLICA, (0,))
+            is_per_replica = before == replicas > 1
+            if not is_per_replica and key not in shapes:
                 raise ValueError(
-                    f"Every replica holds its own '{variable.path}', so that the "
-                    "training goes on with as many replicas as it was interrupted "
-                    f"with. Received: {replicas} replicas, where {found.file} was made "
+                    f"Each replica has its own value of '{variable.path}', so the "
+                    "training must resume with the same number of replicas. "
+                    f"Received: {replicas} replicas, but {found.file} was written "
                     f"with {before}."
                 )
-            wanted[key + _PARTS if each else key] = variable
-        tensors = self._of_chief(found, wanted)
+            wanted[key + _PER_REPLICA if is_per_replica else key] = variable
+        tensors = self._broadcast(found, wanted)
         for (key, variable), tensor in zip(wanted.items(), tensors, strict=True):
-            if key.endswith(_PARTS):
-                each = [tensor[replica] for replica in local]
-                self._strategy.extended.group.assign_components(variable, each)
+            if key.endswith(_PER_REPLICA):
+                values = [tensor[replica] for replica in local]
+                self._strategy.extended.group.assign_components(variable, values)
             else:
                 variable.assign(tensor)
         seed = found.facts["seed"]
         if seed is not None:
-            with ownership.suspend_implicit_scope(None):  # it is the process's
-                generator = kept_generator() or keras_seeds.global_seed_generator()
+            with ownership.suspend_implicit_scope(None):  # the process's generator
+                generator = global_generator() or keras_seeds.global_seed_generator()
             generator.state.assign(np.array(seed, generator.state.dtype))
 
-    def _of_chief(self, found: BackupContents, wanted: dict[str, Any]) -> list[Any]:
-        """The arrays of the file as tensors, on all workers."""
+    def _broadcast(self, found: BackupContents, wanted: dict[str, Any]) -> list[Any]:
+        """Return the arrays of the file as tensors, on all workers."""
         shapes, tensors = found.facts["shapes"], []
         for key, variable in wanted.items():
             array = found.arrays.get(key)
@@ -223,41 +223,41 @@ class SavedVariables:
 
 
 def _compare(
-    found: BackupContents, variables: Mapping[str, Any], left_out: Callable[[str], bool]
+    found: BackupContents,
+    variables: Mapping[str, Any],
+    is_optional: Callable[[str], bool],
 ) -> None:
-    held, shapes = found.facts["variables"], found.facts["shapes"]
-    missing = [v.path for key, v in variables.items() if key not in held]
-    more = [
-        path for key, path in held.items() if key not in variables and not left_out(key)
+    """Raise unless a file and a model have the same variables."""
+    saved, shapes = found.facts["variables"], found.facts["shapes"]
+    missing = [v.path for key, v in variables.items() if key not in saved]
+    unexpected = [
+        path
+        for key, path in saved.items()
+        if key not in variables and not is_optional(key)
     ]
-    if missing or more:
+    if missing or unexpected:
         raise ValueError(
-            f"{found.file} was made of another model or optimizer. Variables that "
-            f"it lacks: {missing}. Variables that only it has: {more}."
+            f"{found.file} was written by another model or optimizer. Missing "
+            f"variables: {missing}. Unexpected variables: {unexpected}."
         )
     for key, variable in variables.items():
         if key in shapes and tuple(shapes[key]) != tuple(variable.shape):
             raise ValueError(
-                f"{found.file} was made of another model or optimizer: it holds "
-                f"{tuple(shapes[key])} for the variable '{variable.path}' of the "
+                f"{found.file} was written by another model or optimizer: it has the "
+                f"shape {tuple(shapes[key])} for the variable '{variable.path}' of "
                 f"shape {tuple(variable.shape)}."
             )
 
 
-def read_by_chief(cluster: Any, folder: BackupFolder) -> BackupContents | None:
-    """What the chief finds in a folder; what is no array, on the other workers.
-
-    Args:
-        cluster: The workers, or None.
-        folder: The folder.
-    """
-    found = run_on_chief(cluster, "what it goes on from", folder.read)
+def read_on_chief(cluster: Any, folder: BackupFolder) -> BackupContents | None:
+    """Read a backup on the chief; other workers get only its facts."""
+    found = run_on_chief(cluster, "reading the backup", folder.read)
     if cluster is None:
         return found
-    told = None if found is None else [found.facts, os.fspath(found.file)]
-    told = cluster.exchange("where the training goes on", told)[0]
-    if found is None and told is not None:
-        return BackupContents(told[0], {}, pathlib.Path(told[1]))
+    facts = None if found is None else [found.facts, os.fspath(found.file)]
+    facts = cluster.exchange("the backup to resume from", facts)[0]
+    if found is None and facts is not None:
+        return BackupContents(facts[0], {}, pathlib.Path(facts[1]))
     return found
 
 
@@ -266,34 +266,32 @@ def _numpy(tensor: Any) -> np.ndarray:
 
 
 class Checkpoint:
-    """Saves and restores what a program trains, to the last bit.
-
-    The states of the generators of random numbers are saved with it.
+    """Checkpoint of a custom training loop, including its random states.
 
     Args:
-        things: A model; or by names of the user's what has `variables` (models, layers,
+        things: A model; or by name: objects with `variables` (models, layers,
             optimizers, metrics), variables, and data with `state_dict()` and
             `load_state_dict(state)`.
         path: The folder.
 
     Raises:
-        ValueError: If there is something else among them, or nothing of a strategy.
+        ValueError: If `things` has another kind of object, or nothing of a strategy.
     """
 
     def __init__(self, things: Any, path: str | os.PathLike):
         things = things if isinstance(things, Mapping) else {"": things}
-        held = (keras.Variable, keras.Model)
+        types = (keras.Variable, keras.Model)
         self._data = {
             name: thing
             for name, thing in things.items()
-            if not isinstance(thing, held) and has_state(thing)
+            if not isinstance(thing, types) and has_state_dict(thing)
         }
         self._things = {n: things[n] for n in things if n not in self._data}
         for name, thing in self._things.items():
-            if not hasattr(thing, "variables") and not isinstance(thing, held):
+            if not hasattr(thing, "variables") and not isinstance(thing, types):
                 raise ValueError(
-                    "A checkpoint is of models, layers, optimizers, metrics, variables "
-                    "and data with `state_dict()`. Received: "
+                    "A checkpoint accepts models, layers, optimizers, metrics, "
+                    "variables and data with `state_dict()`. Received: "
                     f"{name!r} of type {type(thing).__name__}"
                 )
         strategies = map(strategy_of_variable, self._variables().values())
@@ -301,42 +299,40 @@ class Checkpoint:
         if strategy is None:
             found = [name or type(t).__name__ for name, t in self._things.items()]
             raise ValueError(
-                "A checkpoint is of what was made in the scope of a strategy, and has "
-                f"variables by now. Received: {', '.join(found)}"
+                "A checkpoint requires objects that were created in the scope of a "
+                f"strategy and have variables. Received: {', '.join(found)}"
             )
         self._saved = SavedVariables(strategy)
         self._cluster = strategy.extended.cluster
         self._folder = BackupFolder(path)
 
     def restore(self) -> int:
-        """Takes the values that were saved last, if there are any.
-
-        Returns:
-            How many steps had been run then.
-        """
-        found = read_by_chief(self._cluster, self._folder)
+        """Assign the values of the last save, if any, and return its step count."""
+        found = read_on_chief(self._cluster, self._folder)
         if found is None:
             return 0
         self._saved.assign(found, self._variables())
-        told = told_by_this_worker(found.facts["data"], self._cluster)
+        state = state_of_this_worker(found.facts["data"], self._cluster)
         for name, data in self._data.items():
-            data.load_state_dict(decode(told[name]))
+            data.load_state_dict(decode(state[name]))
         random.set_random_state(found.facts["random"])
         return found.facts["steps"]
 
     def save(self, steps: int) -> None:
-        """Saves; all workers call it, and the chief writes."""
+        """Save; all workers call it, and the chief writes."""
         facts, arrays = self._saved.read(self._variables(), self._folder.spill)
-        told = [{name: encode(data.state_dict()) for name, data in self._data.items()}]
+        states = [
+            {name: encode(data.state_dict()) for name, data in self._data.items()}
+        ]
         if self._data and self._cluster is not None:
-            told = self._cluster.exchange("where the data is", told[0])
-        facts |= {"steps": steps, "random": random.get_random_state(), "data": told}
+            states = self._cluster.exchange("the dataset state", states[0])
+        facts |= {"steps": steps, "random": random.get_random_state(), "data": states}
         run_on_chief(
             self._cluster, "a checkpoint", lambda: self._folder.write(facts, arrays)
         )
 
     def _variables(self) -> dict[str, Any]:
-        """What is saved now, by names that all backends have."""
+        """Return the current variables, by names that all backends have."""
         named: dict[str, Any] = {}
         for name, thing in self._things.items():
             if isinstance(thing, keras.Variable):
@@ -346,6 +342,6 @@ class Checkpoint:
             else:
                 own = {str(number): v for number, v in enumerate(thing.variables)}
             named |= {f"{name}/{key}".strip("/"): v for key, v in own.items()}
-        # Of one that is part of several things, such as a model's optimizer, the first.
+        # A variable of several objects, such as a model's optimizer, is saved once.
         once = {id(variable): key for key, variable in reversed(named.items())}
         return {key: named[key] for key in reversed(once.values())}

@@ -1,21 +1,21 @@
-"""The first step of `fit` and its like, which may compile for long.
+"""Slow-operation warning for the first step of a Keras loop, which may compile.
 
-Hooks of adapters make steps of their own of Keras's, so this one comes after them all.
+Backends patch the same functions, so this patch is installed after all others.
 """
 
 import functools
 
-from keras_strategy.keras_patches.patch import model_hook, of_distributed_strategy
+from keras_strategy.keras_patches.patch import model_hook, model_on_replicas
 from keras_strategy.training import slow_operations
 
 
 @model_hook(
     ("make_train_function", "make_test_function", "make_predict_function"),
     "(self, force=False)",
-    when=of_distributed_strategy,
+    when=model_on_replicas,
 )
 def _make_function(original, strategy, self, force=False):
-    """A first step that takes long says what it does. The others are as they were."""
+    """Warn about a slow first step, for example during compilation."""
     kind = original.__name__.split("_")[1]
     name = f"{kind}_function"
     before = getattr(self, name)

@@ -1,7 +1,4 @@
-"""Where Keras's callbacks are extended on every backend: who is told of batches.
-
-Where Keras's trainer is extended on every backend: `fit` and its like.
-"""
+"""Patches of `fit`, `evaluate`, `predict` and the calls of callbacks for each batch."""
 
 import contextlib
 import functools
@@ -22,27 +19,34 @@ from keras_strategy.keras_patches.data_adapters import (
     take_class_weight,
 )
 from keras_strategy.keras_patches.patch import hook, in_scope, model_hook
-from keras_strategy.keras_patches.resume import backed_up
-from keras_strategy.keras_patches.variables_optimizers import adopt_variables, stored
-from keras_strategy.training import callbacks as training_callbacks
+from keras_strategy.keras_patches.resume import back_up_fit
+from keras_strategy.keras_patches.variables_optimizers import (
+    adopt_variables,
+    stored_value,
+)
 from keras_strategy.training import consistency, ownership
-from keras_strategy.training.callbacks import LogFreeCallback
+from keras_strategy.training.callbacks import (
+    LogFreeCallback,
+    SyncTrainingState,
+    SyncTrainingStatePerBatch,
+    prepare_fit_arguments,
+)
 from keras_strategy.training.ownership import strategy_of_model
 
-_SAVING = (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)
-# A method of Keras's own that does nothing with a batch and its logs.
-_NOBODY = keras.callbacks.Callback().on_batch_end
+_SAVING_CALLBACKS = (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)
+# A Keras method that ignores a batch and its logs.
+_NO_OP = keras.callbacks.Callback().on_batch_end
 
 
 @hook(keras.callbacks.CallbackList, "on_epoch_begin", "(self, epoch, logs=None)")
 def _on_epoch_begin(original, self, epoch, logs=None):
-    """Nothing is made of a batch's logs where no callback takes them.
+    """Skip the logs of a batch if no callback reads them.
 
-    Keras hands the logs of every batch to a thread that reads them, or waits for them
-    itself, before it asks the callbacks, most of which want the epochs alone.
+    Keras passes the logs of every batch to a thread that reads them, or waits for them,
+    before it calls the callbacks, most of which only handle epochs.
     """
     original(self, epoch, logs)
-    _tell_whoever_listens(self, "train")
+    _select_batch_callbacks(self, "train")
 
 
 @hook(
@@ -51,64 +55,55 @@ def _on_epoch_begin(original, self, epoch, logs=None):
     "(self, logs=None)",
 )
 def _on_begin(original, self, logs=None):
-    """Nothing is made of a batch's logs where no callback takes them.
-
-    See `_on_epoch_begin`.
-    """
+    """Skip the logs of a batch if no callback reads them, see `_on_epoch_begin`."""
     original(self, logs)
-    _tell_whoever_listens(self, original.__name__.split("_")[1])
+    _select_batch_callbacks(self, original.__name__.split("_")[1])
 
 
-def _tell_whoever_listens(callbacks: keras.callbacks.CallbackList, kind: str) -> None:
-    """Takes the calls for each batch out of a list, or puts them back.
-
-    Args:
-        callbacks: The list.
-        kind: "train", "test" or "predict".
-    """
-    own = type(callbacks) is not keras.callbacks.CallbackList
+def _select_batch_callbacks(callbacks: keras.callbacks.CallbackList, kind: str) -> None:
+    """Remove or restore a list's batch calls of "train", "test" or "predict"."""
+    is_subclass = type(callbacks) is not keras.callbacks.CallbackList
     for time in ("begin", "end"):
         name = f"on_{kind}_batch_{time}"
         vars(callbacks).pop(name, None)
-        if own or context.current_scope() is None:
+        if is_subclass or context.current_scope() is None:
             continue
-        told = [c for c in callbacks.callbacks if listens(c, kind, time)]
-        if all(isinstance(callback, LogFreeCallback) for callback in told):
-            vars(callbacks)[name] = _told_without_logs(told, name) if told else _NOBODY
+        listeners = [c for c in callbacks.callbacks if listens(c, kind, time)]
+        if all(isinstance(callback, LogFreeCallback) for callback in listeners):
+            vars(callbacks)[name] = (
+                _call_without_logs(listeners, name) if listeners else _NO_OP
+            )
 
 
-def _told_without_logs(told: list[LogFreeCallback], name: str) -> Callable:
-    methods = [getattr(callback, name) for callback in told]
+def _call_without_logs(listeners: list[LogFreeCallback], name: str) -> Callable:
+    methods = [getattr(callback, name) for callback in listeners]
 
-    def tell(batch: int, logs: Any = None) -> None:
+    def call_all(batch: int, logs: Any = None) -> None:
         for method in methods:
             method(batch)
 
-    return tell
+    return call_all
 
 
 def listens(callback: keras.callbacks.Callback, kind: str, time: str = "end") -> bool:
-    """Whether a callback may do something with a batch.
+    """Return True if a callback may handle a batch.
 
-    Args:
-        callback: The callback.
-        kind: "train", "test" or "predict".
-        time: "begin" or "end" of the batch.
+    `kind` is "train", "test" or "predict", `time` the "begin" or "end" of the batch.
     """
-    idle: list[type] = [keras.callbacks.Callback]
+    base_classes: list[type] = [keras.callbacks.Callback]
     names = [f"on_{kind}_batch_{time}"]
     if kind == "train":
         names.append(f"on_batch_{time}")
-        if isinstance(callback, _SAVING) and callback.save_freq == "epoch":
-            idle += _SAVING
+        if isinstance(callback, _SAVING_CALLBACKS) and callback.save_freq == "epoch":
+            base_classes += _SAVING_CALLBACKS
             names.append("_should_save_on_batch")
-    return not all(_is_one_of(callback, name, idle) for name in names)
+    return not all(_inherits_method(callback, name, base_classes) for name in names)
 
 
-def _is_one_of(callback: Any, name: str, owners: list[type]) -> bool:
-    """Whether a callback's method is that of one of some classes."""
+def _inherits_method(callback: Any, name: str, owners: list[type]) -> bool:
+    """Return True if a callback inherits a method from one of some classes."""
     function = getattr(getattr(callback, name, None), "__func__", None)
-    return function in [vars(owner).get(name, _NOBODY) for owner in owners]
+    return function in [vars(owner).get(name, _NO_OP) for owner in owners]
 
 
 _LOOPS = ("fit", "evaluate", "predict")
@@ -117,23 +112,25 @@ _ON_BATCH = ("train_on_batch", "test_on_batch", "predict_on_batch")
 
 @model_hook(("compile", *_LOOPS, *_ON_BATCH), ())
 def _entry_point(original, self, *args, **kwargs):
-    """It works in the scope of the model's strategy."""
+    """Run the method in the scope of the model's strategy, on distributed data."""
     name = original.__name__
     strategy = strategy_of_model(self)
     args = [for_keras(x, strategy, name) for x in args]
     kwargs = {k: for_keras(x, strategy, name) for k, x in kwargs.items()}
     if name == "fit":
         take_class_weight(original, self, args, kwargs)
-    ended = stop_prefetchers_on_exit() if name in _LOOPS else contextlib.nullcontext()
-    with ended, ownership.suspend_implicit_scope(strategy):
+    prefetch_scope = (
+        stop_prefetchers_on_exit() if name in _LOOPS else contextlib.nullcontext()
+    )
+    with prefetch_scope, ownership.suspend_implicit_scope(strategy):
         if strategy is None:
             _require_no_scope(self, name)
             return original(self, *args, **kwargs)
         context.require_cross_replica(strategy, name)
         with ownership.enter_implicit_scope(strategy):
-            if name != "compile":  # which may be a part of a user's own
+            if name != "compile":  # which the user's `compile` may call
                 adopt_variables(strategy, self)
-            return _of_strategy(strategy, original, self, args, kwargs)
+            return _call_with_strategy(strategy, original, self, args, kwargs)
 
 
 def _require_no_scope(model: keras.Model, name: str) -> None:
@@ -141,62 +138,62 @@ def _require_no_scope(model: keras.Model, name: str) -> None:
     if current is not None:
         raise ValueError(
             f"`{name}` was called in the scope of {current!r} on the model "
-            f"'{model.name}', which was made outside of it. Make the model inside "
+            f"'{model.name}', which was created outside of it. Create the model in "
             f"`with strategy.scope():`, or call `{name}` outside the scope to "
             "work on one device."
         )
 
 
-def _of_strategy(
+def _call_with_strategy(
     strategy: Any, original: Callable, model: keras.Model, args: Any, kwargs: Any
 ) -> Any:
-    """Keras's method, with the arguments that the replicas and workers need."""
+    """Call Keras's method with the arguments that replicas and workers need."""
     cluster = strategy.extended.cluster
     name = original.__name__
-    alone = cluster is None and strategy.num_replicas_in_sync == 1
-    if alone and name in _LOOPS:
-        setattr_hooks.end()  # there are no turns here
-    if alone and name != "fit":
+    is_single = cluster is None and strategy.num_replicas_in_sync == 1
+    if is_single and name in _LOOPS:
+        setattr_hooks.end()  # replicas do not take turns here
+    if is_single and name != "fit":
         return original(model, *args, **kwargs)
     try:
         call = _signature(original).bind(model, *args, **kwargs)
     except TypeError:
-        return original(model, *args, **kwargs)  # which says what is wrong
+        return original(model, *args, **kwargs)  # which reports the error
     if name == "fit":
-        with backed_up(strategy, model, call.arguments):
-            return _of_replicas(strategy, alone, original, model, call)
-    return _of_replicas(strategy, alone, original, model, call)
+        with back_up_fit(strategy, model, call.arguments):
+            return _call_with_replicas(strategy, is_single, original, model, call)
+    return _call_with_replicas(strategy, is_single, original, model, call)
 
 
-def _of_replicas(
-    strategy: Any, alone: bool, original: Callable, model: keras.Model, call: Any
+def _call_with_replicas(
+    strategy: Any, is_single: bool, original: Callable, model: keras.Model, call: Any
 ) -> Any:
-    if alone:
+    if is_single:
         return original(*call.args, **call.kwargs)
     cluster, name = strategy.extended.cluster, original.__name__
     if cluster is not None and name != "compile":
         ownership.broadcast_pending_values()
-        if name == "fit":  # which says what it does when its callbacks are known
+        if name == "fit":  # compared when its callbacks are known
             random.sync_with_chief(cluster)
-        else:  # one round for both: some are called for each batch
-            said = consistency.call_signature(call.arguments)
-            told = consistency.check_workers_agree(
-                cluster, said, random.random_state_digest(), name
+        else:  # one exchange for both: called for each batch
+            signature = consistency.call_signature(call.arguments)
+            digests = consistency.check_workers_agree(
+                cluster, signature, random.random_state_digest(), name
             )
-            random.sync_with_chief(cluster, told)
+            random.sync_with_chief(cluster, digests)
         if name in _LOOPS:
-            lead = functools.partial(_chiefs_lead, strategy, model, call.arguments)
-            training_callbacks.prepare_fit_arguments(
-                name, call.arguments, cluster, lead
+            create_sync = functools.partial(
+                _create_training_sync, strategy, model, call.arguments
             )
-    if name == "fit" and mirror_consistency.enabled:
+            prepare_fit_arguments(name, call.arguments, cluster, create_sync)
+    if name == "fit" and mirror_consistency.check_each_batch:
         add_callback(call.arguments, mirror_consistency.BatchCheck(strategy))
     elif name == "fit" and cluster is None:
         add_callback(call.arguments, mirror_consistency.EpochCheck(strategy))
     with strategy.extended.group.trainer_scope(model, name, call.arguments):
         result = original(*call.args, **call.kwargs)
-    if mirror_consistency.enabled:
-        mirror_consistency.check(strategy, name)
+    if mirror_consistency.check_each_batch:
+        mirror_consistency.check_mirrored_variables(strategy, name)
     return result
 
 
@@ -204,14 +201,10 @@ _signature = functools.cache(inspect.signature)
 
 
 def add_callback(arguments: dict[str, Any], callback: keras.callbacks.Callback) -> bool:
-    """Adds a callback to the arguments of `fit` or its like.
-
-    Args:
-        arguments: The arguments by name; changed in place.
-        callback: The callback, to be called last.
+    """Append a callback to the arguments of `fit`, `evaluate` or `predict`.
 
     Returns:
-        Whether it was added: what the user put into a `CallbackList` is the user's.
+        False if the user passed a `CallbackList`, which is not changed.
     """
     callbacks = arguments.get("callbacks")
     if isinstance(callbacks, keras.callbacks.CallbackList):
@@ -220,50 +213,48 @@ def add_callback(arguments: dict[str, Any], callback: keras.callbacks.Callback) 
     return True
 
 
-def _chiefs_lead(
+def _create_training_sync(
     strategy: Any,
     model: keras.Model,
     arguments: dict[str, Any],
     in_step: list[Any],
-    own_minds: bool,
-) -> training_callbacks.SyncTrainingState:
+    acts_alone: bool,
+) -> SyncTrainingState:
     cluster = strategy.extended.cluster
-    items = consistency.fit_signature(model, compiled_with(model), arguments, in_step)
+    signature = consistency.fit_signature(
+        model, compile_arguments(model), arguments, in_step
+    )
 
-    def give_variables(model):
+    def sync_variables(model):
         variables = [*model.variables, *model.optimizer.variables]
         ownership.broadcast_from_chief(
             strategy,
-            [variable for variable in variables if stored(variable) is not None],
+            [variable for variable in variables if stored_value(variable) is not None],
         )
 
     def set_epoch(model, epoch):
         model._initial_epoch = epoch
 
-    in_batches = any(consistency.check_workers_agree(cluster, items, own_minds))
-    kind = (
-        training_callbacks.SyncTrainingStatePerBatch
-        if in_batches
-        else training_callbacks.SyncTrainingState
-    )
-    return kind(
+    in_batches = any(consistency.check_workers_agree(cluster, signature, acts_alone))
+    sync_class = SyncTrainingStatePerBatch if in_batches else SyncTrainingState
+    return sync_class(
         cluster,
-        give_variables,
+        sync_variables,
         lambda model: model._initial_epoch,
         set_epoch,
-        functools.partial(mirror_consistency.require_same_values, strategy),
+        functools.partial(mirror_consistency.check_same_values, strategy),
     )
 
 
-def compiled_with(model: keras.Model) -> dict[str, Any]:
-    """The arguments of a model's `compile`; none where its class has one of its own."""
-    compiled = getattr(model, "_compile_config", None)
-    return {} if compiled is None else compiled.config
+def compile_arguments(model: keras.Model) -> dict[str, Any]:
+    """Return the arguments of `compile`; none if the model overrides it."""
+    config = getattr(model, "_compile_config", None)
+    return {} if config is None else config.config
 
 
 @model_hook("_symbolic_build", "(self, iterator=None, data_batch=None)", when=in_scope)
 def _symbolic_build(original, strategy, self, iterator=None, data_batch=None):
-    """What fit builds may hold metrics from outside. One batch is read for it."""
+    """Adopt metrics from outside the scope when `fit` builds the model."""
     with prefetch_disabled(), building(iterator):
         result = original(self, iterator, data_batch)
     adopt_variables(strategy, self)

@@ -1,6 +1,6 @@
-"""What `keras-strategy bench` measures: a strategy beside Keras alone, in one process.
+"""Measurement of `keras-strategy bench`: a strategy against Keras alone.
 
-Both train the same model on the same rows by `fit`, in turn.
+Both train the same model on the same rows with `fit`, in turn, in one process.
 """
 
 import argparse
@@ -22,34 +22,29 @@ _INPUTS, _CLASSES = 64, 10
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Measures, and tells what it was of.
-
-    Args:
-        options: Those of the command line.
-    """
+    """Measure by the command line's options; return the result and its conditions."""
     devices = None
     if options.devices is not None:
         ks.config.set_logical_devices("cpu", options.devices)
         devices = [f"cpu:{index}" for index in range(options.devices)]
     strategy = ks.MirroredStrategy(devices)
-    names = strategy.extended.worker_devices
-    rows = _Rows(options.batch_size)
+    data = _Data(options.batch_size)
     with strategy.scope():
         ours = _model(options.units)
-    # Where there are GPUs, Keras alone would else train on one.
+    # Where there are GPUs, Keras alone would otherwise train on one.
     on_cpu = devices is not None
-    with _on(on_cpu):
+    with _device_scope(on_cpu):
         alone = _model(options.units)
-    sides = _turn(ours, rows, False), _turn(alone, rows, on_cpu)
-    steps = warm(*sides, options.seconds)
-    others, used = OtherLoad(), time.process_time()
-    speed = compare(*sides, steps, options.rounds).speeds[WALL]
-    share = others.share(time.process_time() - used)
-    about = info.data()
+    turns = _turn(ours, data, False), _turn(alone, data, on_cpu)
+    steps = warm(*turns, options.seconds)
+    load, begin = OtherLoad(), time.process_time()
+    speed = compare(*turns, steps, options.rounds).speeds[WALL]
+    other_load = load.share(time.process_time() - begin)
+    versions = info.data()
     return {
-        **{name: about[name] for name in ("keras_strategy", "keras", "backend")},
+        **{name: versions[name] for name in ("keras_strategy", "keras", "backend")},
         "machine": f"{os.cpu_count()} cores, {platform.platform()}",
-        "devices": list(names),
+        "devices": list(strategy.extended.worker_devices),
         "model": f"{_INPUTS} - {options.units} - {options.units} - {_CLASSES}",
         "weights": ours.count_params(),
         "batch_size": options.batch_size,
@@ -59,12 +54,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "with_strategy": speed.ours,
         "ratio": speed.ratio,
         "quartiles": list(speed.spread),
-        "others": share,
+        "others": other_load,
     }
 
 
-class _Rows:
-    """Numbers that look like data; as many batches as are asked for."""
+class _Data:
+    """Random inputs and classes, grown to the number of batches requested."""
 
     def __init__(self, batch_size: int):
         random = np.random.default_rng(0)
@@ -72,11 +67,11 @@ class _Rows:
         self._x = random.normal(size=(batch_size, _INPUTS)).astype("float32")
         self._y = random.integers(0, _CLASSES, batch_size).astype("int32")
 
-    def of(self, steps: int) -> tuple[np.ndarray, np.ndarray]:
-        if len(self._y) < steps * self._batch_size:
-            index = np.arange(steps * self._batch_size) % len(self._y)
-            self._x, self._y = self._x[index], self._y[index]
+    def batches(self, steps: int) -> tuple[np.ndarray, np.ndarray]:
         count = steps * self._batch_size
+        if len(self._y) < count:
+            index = np.arange(count) % len(self._y)
+            self._x, self._y = self._x[index], self._y[index]
         return self._x[:count], self._y[:count]
 
 
@@ -89,15 +84,15 @@ def _model(units: int) -> keras.Model:
     return model
 
 
-def _on(cpu: bool) -> AbstractContextManager[Any]:
-    return keras.device("cpu") if cpu else contextlib.nullcontext()
+def _device_scope(on_cpu: bool) -> AbstractContextManager[Any]:
+    return keras.device("cpu") if on_cpu else contextlib.nullcontext()
 
 
-def _turn(model: keras.Model, rows: _Rows, on_cpu: bool) -> Turn:
+def _turn(model: keras.Model, data: _Data, on_cpu: bool) -> Turn:
     def train(steps: int) -> dict[str, float]:
-        x, y = rows.of(steps)
+        x, y = data.batches(steps)
         begin = time.perf_counter()
-        with _on(on_cpu):
+        with _device_scope(on_cpu):
             model.fit(x, y, batch_size=len(y) // steps, verbose=0)
         return {WALL: time.perf_counter() - begin}
 

@@ -1,10 +1,7 @@
-"""Numbers of the command line, and what is said of those that are none.
+"""Command line `keras-strategy`: its parsers, and the subcommand `run`.
 
-`keras-strategy completion bash`: what a shell completes.
-
-The words of the command line beside those of `run`.
-
-The command line, `keras-strategy`: `run` here, the others in `subcommands`.
+The other subcommands are in `commands`, which is imported only for them: `run` must not
+wait for Keras.
 """
 
 import argparse
@@ -12,126 +9,45 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-
-def count(text: str) -> int:
-    """A whole number, 1 or more."""
-    return _whole_number(text, 1)
-
-
-def count_or_zero(text: str) -> int:
-    """A whole number, 0 or more."""
-    return _whole_number(text, 0)
-
-
-def several(text: str) -> int:
-    """A whole number, 2 or more."""
-    return _whole_number(text, 2)
-
-
-def _whole_number(text: str, minimum: int) -> int:
-    if not text.isdecimal() or int(text) < minimum:
-        raise argparse.ArgumentTypeError(
-            f"Expected a whole number, {minimum} or more. Received: {text!r}"
-        )
-    return int(text)
-
-
-def seconds(text: str) -> float:
-    """A number of seconds, 0 or more."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(
-            f"Expected a number of seconds, 0 or more. Received: {text!r}"
-        )
-    return number
-
-
-def counts(text: str) -> tuple[int, ...]:
-    """Whole numbers, in their order, each once."""
-    found = text.split(",")
-    if not all(count.isdecimal() and int(count) > 0 for count in found):
-        raise argparse.ArgumentTypeError(
-            f"Expected whole numbers with commas between them, such as 1,2,4. "
-            f"Received: {text!r}"
-        )
-    return tuple(sorted({int(count) for count in found}))
-
-
-SHELLS = ("bash", "zsh")
-
-_BASH = """\
-_keras_strategy() {{
-    local word=${{COMP_WORDS[COMP_CWORD]}} words
-    case ${{COMP_WORDS[1]}} in
-{cases}
-        *) words="{commands}" ;;
-    esac
-    [ "$COMP_CWORD" -eq 1 ] && words="{commands}"
-    COMPREPLY=($(compgen -W "$words" -- "$word") $(compgen -f -- "$word"))
-}}
-complete -o filenames -F _keras_strategy keras-strategy
-"""
-
-
-def script(shell: str, commands: dict[str, argparse.ArgumentParser]) -> str:
-    """A script that the shell reads at its start.
-
-    Args:
-        shell: One of `SHELLS`.
-        commands: The parser of each subcommand.
-    """
-    cases = "\n".join(
-        f'        {name}) words="{" ".join(_words(parser))}" ;;'
-        for name, parser in commands.items()
-    )
-    text = _BASH.format(cases=cases, commands=" ".join(commands))
-    if shell == "zsh":
-        return f"autoload -U +X bashcompinit && bashcompinit\n{text}"
-    return text
-
-
-def _words(parser: argparse.ArgumentParser) -> list[str]:
-    """The options of a command, and what its arguments may be."""
-    words: list[str] = []
-    for action in parser._actions:
-        words += action.option_strings or map(str, action.choices or ())
-    return words
-
-
-EXIT_CODES = """\
+_EXIT_CODES = """\
 exit codes:
-  0    all went well
-  1    something is not well, or the program raised
-  2    the command line was not understood
-  69   the workers did not come together
-  75   a worker was told to end, and saved what it had done
+  0    success
+  1    a check failed, or the program raised
+  2    the command line is invalid
+  69   the workers did not find each other
+  75   a worker was asked to end, and saved its progress
   76   another worker failed
-  130  it was interrupted (Ctrl-C)
+  130  interrupted (Ctrl-C)
   128+ and the number of another signal that ended it"""
 
-_INFO = """\
+_RUN = """\
+Starts a Python program in several workers on this machine. Each worker finds the
+cluster in TF_CONFIG. When one fails, the others are ended."""
+_RUN_EXAMPLES = """\
+examples:
+  keras-strategy run --workers 2 train.py --epochs 5
+  keras-strategy run --workers 4 --max-restarts 3 -m my_package.train"""
+_INFO_EXAMPLES = """\
 examples:
   keras-strategy info
   KERAS_BACKEND=jax keras-strategy info --json"""
 _DOCTOR = """\
-Trains a step on two replicas, has two processes add up, and says in words what is
-wrong and what helps."""
+Trains a step on two replicas, runs a collective in two processes, and reports what is
+wrong and how to fix it."""
 _DOCTOR_EXAMPLES = """\
 examples:
   keras-strategy doctor
   KERAS_BACKEND=torch keras-strategy doctor --timeout-seconds 300
 
 exit codes:
-  0    all is well
-  1    something is not"""
+  0    all checks passed
+  1    a check failed"""
 _SCALING = """\
 Runs a program with 1, 2 and 4 workers, and compares the times of a step that Keras
 prints. The program must train two epochs or more with MultiWorkerMirroredStrategy.
-Beside the efficiency of more workers stands what a model makes of those of 1 and 2."""
+For more workers it also shows the efficiency that a model predicts from 1 and 2."""
 _SCALING_EXAMPLES = """\
 examples:
   keras-strategy scaling examples/multi_worker.py
@@ -146,12 +62,12 @@ examples:
   keras-strategy bench --units 4096 --batch-size 8192
 
 exit codes:
-  0    it was measured
-  1    it could not be
-  2    the command line was not understood"""
+  0    success
+  1    it could not be measured
+  2    the command line is invalid"""
 _PORT = """\
 Prints which names of a program change from tf.distribute to this package, as a diff,
-and on the standard error what must be done by hand. The file stays as it is."""
+and on the standard error what to change by hand. It does not change the file."""
 _PORT_EXAMPLES = """\
 examples:
   keras-strategy port train.py
@@ -162,113 +78,24 @@ examples:
   source <(keras-strategy completion zsh)"""
 
 
-def add_to(commands) -> None:
-    """Adds the subcommands to a parser.
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line.
 
     Args:
-        commands: What `add_subparsers` gave.
-    """
-
-    def add(name: str, short: str, description: str, epilog: str):
-        return commands.add_parser(
-            name,
-            help=short,
-            description=description,
-            epilog=epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-
-    shows = "versions, devices and the cluster that was found"
-    info = add("info", f"show {shows}", f"Shows {shows}.", _INFO)
-    info.add_argument("--json", action="store_true", help="for programs")
-    look = add("doctor", "try whether training works here", _DOCTOR, _DOCTOR_EXAMPLES)
-    look.add_argument(
-        "--timeout-seconds",
-        type=seconds,
-        default=180.0,
-        metavar="S",
-        help="how long a trial may take (default: 180)",
-    )
-    scale = add(
-        "scaling", "time a program on more workers", _SCALING, _SCALING_EXAMPLES
-    )
-    scale.add_argument(
-        "--workers",
-        type=counts,
-        default=(1, 2, 4),
-        metavar="N,N",
-        help="the numbers of workers (default: 1,2,4)",
-    )
-    scale.add_argument(
-        "--devices-per-worker", type=count, metavar="M", help="as for run"
-    )
-    scale.add_argument(
-        "--png",
-        metavar="FILE",
-        help="draw it, too; needs the extra keras-strategy[plot]",
-    )
-    scale.add_argument("program", help="the Python script to run")
-    scale.add_argument(
-        "arguments", nargs=argparse.REMAINDER, help="the arguments of the program"
-    )
-    bench = add("bench", "time a strategy beside Keras alone", _BENCH, _BENCH_EXAMPLES)
-    for name, kind, default, metavar, about in (
-        ("devices", count, None, "N", "that many logical CPU devices"),
-        ("units", count, 256, "U", "width of the model's two hidden layers"),
-        ("batch-size", count, 1024, "R", "rows of the global batch"),
-        ("rounds", several, 9, "K", "how often each is timed"),
-        ("seconds", seconds, 0.25, "S", "about how long each time"),
-    ):
-        otherwise = "all devices of one kind" if default is None else default
-        bench.add_argument(
-            f"--{name}",
-            type=kind,
-            default=default,
-            metavar=metavar,
-            help=f"{about} (default: {otherwise})",
-        )
-    bench.add_argument("--json", action="store_true", help="for programs")
-    moves = add(
-        "port", "print what tf.distribute's names become", _PORT, _PORT_EXAMPLES
-    )
-    moves.add_argument("file", help="a Python program that uses tf.distribute")
-    completes = "what a shell completes"
-    complete = add(
-        "completion", f"print {completes}", f"Prints {completes}.", _COMPLETION_EXAMPLES
-    )
-    complete.add_argument("shell", choices=SHELLS)
-    complete.set_defaults(commands=commands.choices)
-
-
-_RUN = """\
-Starts a Python program in several workers on this machine. Each worker finds the
-cluster in TF_CONFIG. When one fails, the others are ended."""
-_EXAMPLES = """\
-examples:
-  keras-strategy run --workers 2 train.py --epochs 5
-  keras-strategy run --workers 4 --max-restarts 3 -m my_package.train"""
-
-
-def main(given: Sequence[str] | None = None) -> int:
-    """Does what the command line says.
-
-    Args:
-        given: The arguments after the program's name; None takes this process's.
+        args: The arguments after the program's name; None uses this process's.
 
     Returns:
         The exit status.
     """
-    parser, run = _parsers()
-    options = parser.parse_args(given)
-    # What a subcommand needs is imported when it is asked for: `run` must not wait
-    # for Keras.
+    parser, run_parser = _parsers()
+    options = parser.parse_args(args)
     if options.subcommand != "run":
-        from keras_strategy.launch.commands import DOES
+        from keras_strategy.launch.commands import COMMANDS
 
-        return DOES[options.subcommand](options)
+        return COMMANDS[options.subcommand](options)
 
     if not options.module and not os.path.exists(options.program):
-        run.error(
+        run_parser.error(
             f"argument program: there is no file {options.program!r}. Give the path of "
             "a Python script, or -m and the name of a module"
         )
@@ -285,17 +112,19 @@ def main(given: Sequence[str] | None = None) -> int:
             options.grace_seconds,
         ).run()
     except BrokenPipeError:
-        # Nobody reads any more. Python would complain again when it flushes at exit.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
+        # Nobody reads the output any more. Python would complain again when it
+        # flushes at exit.
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """Return the parser of the command line, and that of `run`."""
     parser = argparse.ArgumentParser(
         prog="keras-strategy",
         description="Distributed training for Keras 3.",
-        epilog=EXIT_CODES,
+        epilog=_EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(
@@ -303,38 +132,48 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         required=True,
         metavar="{run,info,doctor,scaling,bench,port,completion}",
     )
-    run = commands.add_parser(
+
+    def add(name: str, summary: str, description: str, epilog: str, **settings: Any):
+        return commands.add_parser(
+            name,
+            help=summary,
+            description=description,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            **settings,
+        )
+
+    run = add(
         "run",
-        help="start a program in several local workers",
-        description=_RUN,
-        epilog=f"{_EXAMPLES}\n\n{EXIT_CODES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "start a program in several local workers",
+        _RUN,
+        f"{_RUN_EXAMPLES}\n\n{_EXIT_CODES}",
         allow_abbrev=False,
     )
     run.add_argument(
         "--workers",
-        type=count,
+        type=_positive_int,
         required=True,
         metavar="N",
-        help="how many workers to start",
+        help="number of workers to start",
     )
     run.add_argument(
         "--devices-per-worker",
-        type=count,
+        type=_positive_int,
         metavar="M",
         help="logical CPU devices of each worker (default: the backend's own)",
     )
     run.add_argument(
         "--max-restarts",
-        type=count_or_zero,
+        type=_non_negative_int,
         default=0,
         metavar="R",
-        help="how often all workers are started again when one failed or was preempted "
+        help="how often to restart all workers when one failed or was preempted "
         "(default: 0)",
     )
     run.add_argument(
         "--grace-seconds",
-        type=seconds,
+        type=_seconds,
         default=30.0,
         metavar="S",
         help="time to end after SIGTERM, before SIGKILL (default: 30)",
@@ -349,8 +188,114 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     run.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="the arguments of the program"
     )
-    add_to(commands)
+
+    shows = "versions, devices and the detected cluster"
+    info = add("info", f"show {shows}", f"Shows {shows}.", _INFO_EXAMPLES)
+    info.add_argument("--json", action="store_true", help="print JSON")
+
+    doctor = add("doctor", "check that training works here", _DOCTOR, _DOCTOR_EXAMPLES)
+    doctor.add_argument(
+        "--timeout-seconds",
+        type=_seconds,
+        default=180.0,
+        metavar="S",
+        help="time limit of each check (default: 180)",
+    )
+
+    scaling = add(
+        "scaling", "time a program on more workers", _SCALING, _SCALING_EXAMPLES
+    )
+    scaling.add_argument(
+        "--workers",
+        type=_positive_ints,
+        default=(1, 2, 4),
+        metavar="N,N",
+        help="the numbers of workers (default: 1,2,4)",
+    )
+    scaling.add_argument(
+        "--devices-per-worker", type=_positive_int, metavar="M", help="as for run"
+    )
+    scaling.add_argument(
+        "--png",
+        metavar="FILE",
+        help="also draw a chart; needs the extra keras-strategy[plot]",
+    )
+    scaling.add_argument("program", help="the Python script to run")
+    scaling.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="the arguments of the program"
+    )
+
+    bench = add("bench", "time a strategy against Keras alone", _BENCH, _BENCH_EXAMPLES)
+    for name, kind, default, metavar, description in (
+        ("devices", _positive_int, None, "N", "number of logical CPU devices"),
+        ("units", _positive_int, 256, "U", "width of the model's two hidden layers"),
+        ("batch-size", _positive_int, 1024, "R", "rows of the global batch"),
+        ("rounds", _int_above_one, 9, "K", "how often each is timed"),
+        ("seconds", _seconds, 0.25, "S", "approximate time of each"),
+    ):
+        shown = "all devices of one kind" if default is None else default
+        bench.add_argument(
+            f"--{name}",
+            type=kind,
+            default=default,
+            metavar=metavar,
+            help=f"{description} (default: {shown})",
+        )
+    bench.add_argument("--json", action="store_true", help="print JSON")
+
+    port = add("port", "print what tf.distribute's names become", _PORT, _PORT_EXAMPLES)
+    port.add_argument("file", help="a Python program that uses tf.distribute")
+
+    prints = "a script for shell completion"
+    completion = add(
+        "completion", f"print {prints}", f"Prints {prints}.", _COMPLETION_EXAMPLES
+    )
+    completion.add_argument("shell", choices=("bash", "zsh"))
+    completion.set_defaults(commands=commands.choices)
     return parser, run
+
+
+def _positive_int(text: str) -> int:
+    return _int_from(text, 1)
+
+
+def _non_negative_int(text: str) -> int:
+    return _int_from(text, 0)
+
+
+def _int_above_one(text: str) -> int:
+    return _int_from(text, 2)
+
+
+def _int_from(text: str, minimum: int) -> int:
+    if not text.isdecimal() or int(text) < minimum:
+        raise argparse.ArgumentTypeError(
+            f"Expected a whole number, {minimum} or more. Received: {text!r}"
+        )
+    return int(text)
+
+
+def _positive_ints(text: str) -> tuple[int, ...]:
+    """Parse comma-separated numbers; return them sorted, each once."""
+    numbers = text.split(",")
+    if not all(number.isdecimal() and int(number) > 0 for number in numbers):
+        raise argparse.ArgumentTypeError(
+            "Expected whole numbers with commas between them, such as 1,2,4. "
+            f"Received: {text!r}"
+        )
+    return tuple(sorted({int(number) for number in numbers}))
+
+
+def _seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(
+            f"Expected a number of seconds, 0 or more. Received: {text!r}"
+        )
+    return number
 
 
 if __name__ == "__main__":

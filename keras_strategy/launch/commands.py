@@ -1,4 +1,4 @@
-"""What the command line shows beside `run`: each subcommand, with its options."""
+"""Output of each subcommand other than `run`."""
 
 import argparse
 import json
@@ -8,13 +8,27 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from keras_strategy.launch import cli, doctor, local_cluster, scaling
+from keras_strategy.launch import doctor, local_cluster, scaling
+
+# Other processes' share of the machine from which a measured ratio is unreliable.
+_MAX_OTHER_LOAD = 0.05
+
+_COMPLETION = """\
+_keras_strategy() {{
+    local word=${{COMP_WORDS[COMP_CWORD]}} words
+    case ${{COMP_WORDS[1]}} in
+{cases}
+        *) words="{commands}" ;;
+    esac
+    [ "$COMP_CWORD" -eq 1 ] && words="{commands}"
+    COMPREPLY=($(compgen -W "$words" -- "$word") $(compgen -f -- "$word"))
+}}
+complete -o filenames -F _keras_strategy keras-strategy
+"""
 
 
-def do_info(options: argparse.Namespace) -> int:
-    """Shows versions, devices and the cluster."""
-    # Keras is imported when it is asked for.
-    from keras_strategy.launch import info
+def _info(options: argparse.Namespace) -> int:
+    from keras_strategy.launch import info  # it imports Keras
 
     if options.json:
         print(json.dumps(info.data(), indent=2))
@@ -27,22 +41,20 @@ def do_info(options: argparse.Namespace) -> int:
     return 0
 
 
-def do_doctor(options: argparse.Namespace) -> int:
-    """Shows what is well and what is wrong, as it is found."""
+def _doctor(options: argparse.Namespace) -> int:
     console = Console(soft_wrap=True)
+    status = 0
+    for finding in doctor.findings(options.timeout_seconds):
+        mark = "[green]well [/]" if finding.ok else "[red]wrong[/]"
+        detail = f"[bold]{finding.check}[/]: {escape(finding.detail)}"
+        console.print(f"{mark} {detail}", highlight=False)
+        if not finding.ok:
+            console.print(f"      {escape(finding.advice)}", highlight=False)
+            status = 1
+    return status
 
-    def show(finding: doctor.Finding) -> None:
-        mark = "[green]well [/]" if finding.well else "[red]wrong[/]"
-        seen = f"[bold]{finding.what}[/]: {escape(finding.seen)}"
-        console.print(f"{mark} {seen}", highlight=False)
-        if not finding.well:
-            console.print(f"      {escape(finding.do)}", highlight=False)
 
-    return doctor.run(options.timeout_seconds, show)
-
-
-def do_scaling(options: argparse.Namespace) -> int:
-    """Shows the time of a step with each number of workers, beside a prediction."""
+def _scaling(options: argparse.Namespace) -> int:
     if options.png is not None and (problem := scaling.png_problem(options.png)):
         print(f"keras-strategy scaling: argument --png: {problem}", file=sys.stderr)
         return 2
@@ -61,17 +73,17 @@ def do_scaling(options: argparse.Namespace) -> int:
         *("workers", "ms per step", "steps per second", "efficiency", "predicted"),
         title=escape(title),
     )
-    for place, row in enumerate(measured):
+    for index, row in enumerate(measured):
         table.add_row(
             str(row.workers),
             f"{1000 * row.step_seconds:.2f}",
             f"{1 / row.step_seconds:.1f}",
             f"{row.efficiency(measured[0]):.0%}",
-            "" if model is None or place < 2 else _range(*model.efficiency(row)),
+            "" if model is None or index < 2 else _range(*model.efficiency(row)),
         )
     Console().print(table)
-    said = Console(soft_wrap=True)
-    said.print(str(model or scaling.NOTHING_TO_PREDICT), highlight=False, markup=False)
+    text = str(model or scaling.NOTHING_TO_PREDICT)
+    Console(soft_wrap=True).print(text, highlight=False, markup=False)
     if options.png is not None:
         try:
             scaling.draw_chart(options.png, title, measured, model)
@@ -82,56 +94,51 @@ def do_scaling(options: argparse.Namespace) -> int:
 
 
 def _range(low: float, high: float) -> str:
-    words = f"{low:.0%}", f"{high:.0%}"
-    return words[0] if words[0] == words[1] else " to ".join(words)
+    ends = f"{low:.0%}", f"{high:.0%}"
+    return ends[0] if ends[0] == ends[1] else " to ".join(ends)
 
 
-# The share of the machine that others may take for a ratio to mean something.
-_MUCH = 0.05
-
-
-def do_bench(options: argparse.Namespace) -> int:
-    """Shows a strategy's speed beside that of Keras alone."""
-    from keras_strategy.launch import bench
+def _bench(options: argparse.Namespace) -> int:
+    from keras_strategy.launch import bench  # it imports Keras
 
     try:
-        told = bench.measure(options)
-    except (RuntimeError, ValueError) as error:  # no such devices, or no such engine
+        result = bench.measure(options)
+    except (RuntimeError, ValueError) as error:  # no such devices, or no such backend
         print(f"keras-strategy bench: {error}", file=sys.stderr)
         return 1
     if options.json:
-        print(json.dumps(told, indent=2))
+        print(json.dumps(result, indent=2))
         return 0
-    quartiles = "{:.2f} to {:.2f}".format(*told["quartiles"])
-    devices = ", ".join(told["devices"])
-    again = "" if told["others"] < _MUCH else ": measure again when they do not"
+    quartiles = "{:.2f} to {:.2f}".format(*result["quartiles"])
+    devices = ", ".join(result["devices"])
+    is_quiet = result["others"] < _MAX_OTHER_LOAD
+    advice = "" if is_quiet else ": measure again on an idle machine"
     for line in (
-        f"Keras {told['keras']} on {told['backend']}; {told['machine']}",
-        f"A model of {told['weights']:,} weights ({told['model']}), Adam, "
-        f"{told['batch_size']} rows a step; {told['rounds']} rounds of {told['steps']} "
-        "steps, in turn",
+        f"Keras {result['keras']} on {result['backend']}; {result['machine']}",
+        f"A model of {result['weights']:,} weights ({result['model']}), Adam, "
+        f"{result['batch_size']} rows a step; {result['rounds']} rounds of "
+        f"{result['steps']} steps, in turn",
         "",
-        f"  Keras alone       {told['keras_alone']:10.1f} steps per second",
-        f"  MirroredStrategy  {told['with_strategy']:10.1f} on {devices}",
-        f"  ratio             {told['ratio']:10.2f} (quartiles {quartiles})",
+        f"  Keras alone       {result['keras_alone']:10.1f} steps per second",
+        f"  MirroredStrategy  {result['with_strategy']:10.1f} on {devices}",
+        f"  ratio             {result['ratio']:10.2f} (quartiles {quartiles})",
         "",
-        f"Other processes took {told['others']:.0%} of the machine meanwhile{again}.",
+        f"Other processes took {result['others']:.0%} of the machine{advice}.",
     ):
         print(line)
     return 0
 
 
-def do_port(options: argparse.Namespace) -> int:
-    """Prints what becomes of a program."""
-    from keras_strategy.launch import port
+def _port(options: argparse.Namespace) -> int:
+    from keras_strategy.launch import port  # it imports Keras
 
     try:
         with open(options.file, encoding="utf-8", newline="") as file:
             source = file.read()
         ported = port.port(source)
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
-        told = f"{options.file!r} cannot be read as a Python program: {error}"
-        print(told, file=sys.stderr)
+        message = f"{options.file!r} cannot be read as a Python program: {error}"
+        print(message, file=sys.stderr)
         return 1
     print(port.diff(source, ported, options.file), end="")
     if ported.text == source:
@@ -141,17 +148,30 @@ def do_port(options: argparse.Namespace) -> int:
     return 0
 
 
-def do_completion(options: argparse.Namespace) -> int:
-    """Prints a script for a shell."""
-    print(cli.script(options.shell, options.commands), end="")
+def _completion(options: argparse.Namespace) -> int:
+    cases = "\n".join(
+        f'        {name}) words="{" ".join(_words(parser))}" ;;'
+        for name, parser in options.commands.items()
+    )
+    if options.shell == "zsh":
+        print("autoload -U +X bashcompinit && bashcompinit")
+    print(_COMPLETION.format(cases=cases, commands=" ".join(options.commands)), end="")
     return 0
 
 
-DOES = {
-    "info": do_info,
-    "doctor": do_doctor,
-    "scaling": do_scaling,
-    "bench": do_bench,
-    "port": do_port,
-    "completion": do_completion,
+def _words(parser: argparse.ArgumentParser) -> list[str]:
+    """Return a command's options and the choices of its arguments."""
+    words: list[str] = []
+    for action in parser._actions:
+        words += action.option_strings or map(str, action.choices or ())
+    return words
+
+
+COMMANDS = {
+    "info": _info,
+    "doctor": _doctor,
+    "scaling": _scaling,
+    "bench": _bench,
+    "port": _port,
+    "completion": _completion,
 }

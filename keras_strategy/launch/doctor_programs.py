@@ -1,8 +1,8 @@
-"""What `keras-strategy doctor` runs in processes of their own: a step, a collective.
+"""Programs that `keras-strategy doctor` runs in their own processes.
 
-`python -m keras_strategy.launch.doctor_programs replicas` trains two replicas and one device, and
-prints the largest difference of their weights. `... workers`, in processes that
-`keras-strategy run` starts, adds a number up over all of them.
+`python -m keras_strategy.launch.doctor_programs replicas` trains on two replicas and on
+one device, and prints the largest difference of the weights. `... workers` sums a
+number over the processes that `keras-strategy run` starts.
 """
 
 import sys
@@ -15,7 +15,7 @@ from keras_strategy.launch.doctor import DIFFERENCE, SUM
 
 
 def replicas() -> None:
-    """Trains one batch that two replicas do not divide, on both and on one."""
+    """Train an uneven batch on two replicas and on one device."""
     ks.config.set_logical_devices("cpu", 2)
     rows = np.random.default_rng(0).normal(size=(5, 4)).astype("float32")
     weights = []
@@ -24,8 +24,8 @@ def replicas() -> None:
         ks.OneDeviceStrategy("cpu:0"),
     ):
         # Not `keras.utils.set_random_seed`, which takes seconds to import TensorFlow.
-        start = keras.initializers.GlorotUniform(seed=1)
-        dense = keras.layers.Dense(2, kernel_initializer=start)
+        kernel = keras.initializers.GlorotUniform(seed=1)
+        dense = keras.layers.Dense(2, kernel_initializer=kernel)
         with strategy.scope():
             model = keras.Sequential([keras.Input((4,)), dense])
             model.compile("sgd", "mse")
@@ -35,7 +35,7 @@ def replicas() -> None:
 
 
 def workers() -> None:
-    """Adds 1 up over all replicas of all workers."""
+    """Sum 1 over all replicas of all workers."""
     strategy = ks.MultiWorkerMirroredStrategy()
     ones = strategy.run(lambda: keras.ops.ones(()))
     print(SUM, float(strategy.reduce("sum", ones)))

@@ -1,9 +1,9 @@
-"""Ends the workers' groups when their launcher is gone: `guard.py`.
+"""Program that kills the workers' process groups when their launcher is gone.
 
-Workers die with the launcher, the processes that they have started do not. It is run
-by its path, as a process that no signal to the launcher's group reaches, and reads from
-its stdin which groups there are: `+ID` and `-ID`, a line each. At the end of that, the
-launcher is gone or done, and what is left is killed.
+Workers die with the launcher, but not the processes that they have started. The guard
+is run by its path, in its own session, so that no signal to the launcher's group
+reaches it. It reads the groups from its stdin, a line `+ID` or `-ID` each. When stdin
+ends, the launcher is gone or done, and the guard kills the remaining groups.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import sys
 
 
 def main() -> None:
-    """Reads until the launcher has ended."""
+    """Follow the launcher's groups until it has ended, then kill the rest."""
     groups: set[int] = set()
     for line in sys.stdin:
         change = groups.add if line[0] == "+" else groups.discard

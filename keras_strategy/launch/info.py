@@ -1,4 +1,4 @@
-"""What `keras-strategy info` shows."""
+"""Versions, devices and cluster that `keras-strategy info` shows."""
 
 import platform
 import sys
@@ -11,13 +11,16 @@ from keras_strategy.cluster_resolver import detect
 from keras_strategy.core.registry import get_engine
 from keras_strategy.errors import UnsupportedBackendError
 
+# Rows that `data` has in another form.
+_TEXT_ONLY = {"devices", "cluster", "MirroredStrategy"}
+
 
 def data() -> dict[str, Any]:
-    """All of it, for programs."""
+    """Return everything as JSON values."""
     detection = detect()
     return {
-        **{name: value for name, value in rows() if name not in _IN_WORDS},
-        "devices": _taken(),
+        **{name: value for name, value in rows() if name not in _TEXT_ONLY},
+        "devices": _default_devices(),
         "cluster": {
             "found": detection.chosen and detection.chosen.name,
             "says": _cluster(),
@@ -27,14 +30,14 @@ def data() -> dict[str, Any]:
 
 
 def rows() -> list[tuple[str, str]]:
-    """Versions, devices and the cluster that this process's environment tells of."""
-    backend, replicas = keras.backend.backend(), len(_taken())
-    engine = getattr(sys.modules.get(backend), "__version__", "unknown")
+    """Return the versions, devices and cluster of this process."""
+    backend, replicas = keras.backend.backend(), len(_default_devices())
+    version = getattr(sys.modules.get(backend), "__version__", "unknown")
     return [
         ("keras_strategy", keras_strategy.__version__),
         ("python", platform.python_version()),
         ("keras", keras.__version__),
-        ("backend", f"{backend} {engine}"),
+        ("backend", f"{backend} {version}"),
         ("devices", _devices()),
         (
             "MirroredStrategy",
@@ -45,16 +48,12 @@ def rows() -> list[tuple[str, str]]:
 
 
 def detection_report() -> str:
-    """Each kind of cluster, and why it is this process's or not."""
+    """Return each kind of cluster, and why this process belongs to it or not."""
     return str(detect())
 
 
-# What `data` has in another form.
-_IN_WORDS = {"devices", "cluster", "MirroredStrategy"}
-
-
-def _taken() -> list[str]:
-    """The devices that strategies take which are told of none."""
+def _default_devices() -> list[str]:
+    """Return the devices that a strategy uses by default."""
     try:
         return list(get_engine().list_devices())
     except UnsupportedBackendError:

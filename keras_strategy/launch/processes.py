@@ -1,9 +1,4 @@
-"""Signals that the launcher passes on instead of dying of them.
-
-One worker process: its start, its signals, its end.
-
-Watching the processes of a cluster until all have ended.
-"""
+"""Worker processes: starting, signalling and watching them."""
 
 import abc
 import contextlib
@@ -19,44 +14,16 @@ from typing import Any
 
 from keras_strategy.cluster.process_exit import EXIT_OTHER_WORKER_FAILED, EXIT_PREEMPTED
 
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class ReceivedSignals:
-    """Remembers the signals that arrive while it is in charge.
-
-    It is a context manager, to be used in the main thread. A SIGHUP that is ignored
-    (by nohup) stays ignored.
-    """
-
-    def __init__(self) -> None:
-        self.all: list[int] = []
-        self._before: dict[int, object] = {}
-
-    def __enter__(self) -> "ReceivedSignals":
-        for number in _FORWARDED:
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue
-            self._before[number] = signal.signal(number, self._remember)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # pyright: ignore
-
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.all.append(number)
-
-
+_FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GUARD = str(pathlib.Path(__file__).with_name("guard.py"))
 _STARTER = str(pathlib.Path(__file__).with_name("starter.py"))
 
 
 class Process(abc.ABC):
-    """A process in a group of its own, however it was started.
+    """Process in its own group, however it was started.
 
     Args:
-        name: What messages call it, such as `"worker 1"`.
+        name: Its name in messages, such as `"worker 1"`.
     """
 
     def __init__(self, name: str) -> None:
@@ -72,16 +39,16 @@ class Process(abc.ABC):
 
     @abc.abstractmethod
     def _ended(self) -> int | None:
-        """The exit status once the process has ended and its group was killed."""
+        """Return the exit status once the process has ended and its group is killed."""
 
     @abc.abstractmethod
     def _signal_group(self, number: int) -> None:
-        """Sends a signal to the group of a process whose end was not noticed."""
+        """Send a signal to the group of a process that was not seen to end."""
 
     def poll(self) -> int | None:
-        """The exit status, or minus the signal; None while the process runs.
+        """Return the exit status, or minus the signal; None while the process runs.
 
-        Whatever a process that ended has left in its group is killed.
+        Processes that it has left in its group are killed.
         """
         if self._status is None:
             self._status = self._ended()
@@ -90,32 +57,32 @@ class Process(abc.ABC):
         return self._status
 
     def wait(self) -> int:
-        """Waits for the end without a time limit and returns the exit status."""
+        """Wait for the end without a time limit and return the exit status."""
         while (status := self.poll()) is None:
             time.sleep(0.01)
         return status
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the process and its children, if it still runs."""
+        """Send a signal to the process and its children, if it still runs."""
         if self.poll() is None:
             self._signal_group(number)
 
     def kill(self) -> int:
-        """Kills the process and its children and returns the exit status."""
+        """Kill the process and its children and return the exit status."""
         self.signal(signal.SIGKILL)
         return self.wait()
 
 
 class WorkerProcess(Process):
-    """A program of its own, which dies with the process that started it.
+    """Process that runs a command and dies with the process that started it.
 
-    On Linux the kernel kills the process when the *thread* that started it ends: start
-    workers from a thread that outlives them, such as the main one.
+    On Linux the kernel kills it when the *thread* that started it ends: start workers
+    from a thread that outlives them, such as the main one.
 
     Args:
-        name: What messages call it, such as `"worker 1"`.
+        name: Its name in messages, such as `"worker 1"`.
         command: The program and its arguments.
-        environment: All of its environment.
+        environment: Its complete environment.
         stdin: As of `subprocess.Popen`.
         stdout: As of `subprocess.Popen`.
         stderr: As of `subprocess.Popen`.
@@ -176,8 +143,8 @@ class WorkerProcess(Process):
     def _has_ended(self) -> bool:
         if not hasattr(os, "waitid"):
             return self._popen.poll() is not None
-        # The process stays a zombie, so that its id, which is the group's as well,
-        # cannot have become somebody else's when the group is killed.
+        # The process stays a zombie, so its id, which is the group's as well, cannot
+        # have been reused when the group is killed.
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self.pid, options) is not None
 
@@ -187,7 +154,7 @@ class WorkerProcess(Process):
 
 
 class Guard:
-    """Kills the groups of processes when this process is killed; see `guard`."""
+    """Process that kills process groups when this process is killed: see `guard`."""
 
     def __init__(self) -> None:
         self._popen = subprocess.Popen(
@@ -200,53 +167,38 @@ class Guard:
         )
 
     def add(self, group: int) -> None:
-        """Has it kill a group."""
-        self._say(f"+{group}")
+        """Have the guard kill a group."""
+        self._send(f"+{group}")
 
     def remove(self, group: int) -> None:
-        """Has it leave a group alone, whose number may become another's."""
-        self._say(f"-{group}")
+        """Have the guard spare a group, whose id may be reused."""
+        self._send(f"-{group}")
 
     def close(self) -> None:
-        """Ends it, and what is left of the groups."""
+        """End the guard and the remaining groups."""
         assert self._popen.stdin is not None
         with contextlib.suppress(OSError):
             self._popen.stdin.close()
         self._popen.wait()
 
-    def _say(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         assert self._popen.stdin is not None
-        # Somebody may have killed it.
+        # The guard itself may have been killed.
         with contextlib.suppress(OSError):
             self._popen.stdin.write(line + "\n")
             self._popen.stdin.flush()
 
 
-def exit_text(status: int | None) -> str:
-    """Says in words how a process ended, such as `"was killed by SIGKILL"`."""
-    if status is None:
-        return "still runs"
-    if status == EXIT_PREEMPTED:
-        return f"was preempted (exit status {status})"
-    if status >= 0:
-        return f"ended with exit status {status}"
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:
-        name = f"signal {-status}"
-    return f"was killed by {name}"
-
-
 class ProcessWatch:
-    """Notices how processes end, and ends those that take too long to.
+    """Watch over processes, which kills those that take too long to end.
 
     Attributes:
-        running: The ranks of the processes whose end was not noticed yet.
-        failed: The rank of the one that failed first, if one did; of those that ended
-            because another failed, only if no other did.
+        running: The ranks of the processes that were not seen to end yet.
+        failed: The rank of the process that failed first; one that ended because
+            another failed counts only if no other did.
 
     Args:
-        processes: By rank.
+        processes: The processes by rank.
     """
 
     def __init__(self, processes: Sequence[Process]) -> None:
@@ -259,12 +211,12 @@ class ProcessWatch:
     def until_all_ended(
         self, meanwhile: Callable[[], None], on_failure: Callable[[int], None]
     ) -> None:
-        """Returns when all processes have ended.
+        """Return when all processes have ended.
 
         Args:
-            meanwhile: Is called again and again while some run, and takes its time.
-            on_failure: Is called with the status of the first that failed, and
-                again where that one ended because of another that ends later.
+            meanwhile: Called repeatedly while some run; it should sleep or wait.
+            on_failure: Called with the status of the first failure, and again if that
+                one was caused by another process, which ended later.
         """
         self.running = set(range(len(self._processes)))
         while self.running:
@@ -282,13 +234,57 @@ class ProcessWatch:
                     self._processes[rank].kill()
 
     def _is_cause(self, status: int) -> bool:
-        """Whether it ended by itself, where the first that failed did not."""
+        """Return True if a process failed by itself, and the first failure did not."""
         assert self.failed is not None
         first = self._processes[self.failed].poll()
-        own = status not in (EXIT_OTHER_WORKER_FAILED, -signal.SIGTERM, -signal.SIGKILL)
-        return first == EXIT_OTHER_WORKER_FAILED and (own or not self._ending)
+        is_own = status not in (
+            EXIT_OTHER_WORKER_FAILED,
+            -signal.SIGTERM,
+            -signal.SIGKILL,
+        )
+        return first == EXIT_OTHER_WORKER_FAILED and (is_own or not self._ending)
 
     def let_end(self, grace_seconds: float) -> None:
-        """Gives the processes this time to end, from the first call on."""
+        """Give the processes this time to end, counted from the first call."""
         self._ending = True
         self._kill_at = min(self._kill_at, time.monotonic() + grace_seconds)
+
+
+class ReceivedSignals:
+    """Context manager that records signals instead of dying of them.
+
+    For the main thread. A SIGHUP that is ignored (by nohup) stays ignored.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[int] = []
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> "ReceivedSignals":
+        for number in _FORWARDED_SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
+            self._previous[number] = signal.signal(number, self._record)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # pyright: ignore
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        self.all.append(number)
+
+
+def exit_text(status: int | None) -> str:
+    """Describe how a process ended, such as `"was killed by SIGKILL"`."""
+    if status is None:
+        return "still runs"
+    if status == EXIT_PREEMPTED:
+        return f"was preempted (exit status {status})"
+    if status >= 0:
+        return f"ended with exit status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return f"was killed by {name}"

@@ -1,14 +1,10 @@
-"""A model of a data-parallel training step.
+"""Speedup of a program on more workers: measured, and predicted by a model.
 
-Every worker computes on its own rows, and then the gradients are summed over all of
-them. How long the first takes depends on the device, the second on the link.
-
-`keras-strategy scaling train.py`: how much faster a program is on more workers.
-
+`keras-strategy scaling` runs the program unchanged, once for each number of workers.
 The time of a step is the one that Keras prints at the end of each epoch of `fit`.
-The program is run as it is, once for each number of workers.
 
-The picture that `keras-strategy scaling --png FILE` draws, with matplotlib.
+The model: each worker computes its own rows, then a ring all-reduces the gradients. The
+first takes as long as the device needs, the second as long as the link needs.
 """
 
 import dataclasses
@@ -20,24 +16,32 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+# "29/29 - 0s - 5ms/step - ...", or "29/29 ━━━ 0s 346us/step - ...".
+_EPOCH = re.compile(r"(\d+)/\1\b.*?\b([\d.]+)(s|ms|us)/(?:step|epoch)")
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
-@dataclass(frozen=True)
+NOTHING_TO_PREDICT = (
+    "No prediction: it needs the times of 1 worker and of the next number, and "
+    "predicts those that follow, as in --workers 1,2,4."
+)
+
+
+@dataclasses.dataclass(frozen=True)
 class Link:
-    """What connects the workers.
+    """Connection between workers.
 
     Attributes:
-        latency: Seconds that a message takes whatever its size.
-        bandwidth: Bytes per second that a worker sends, and receives, at once.
+        latency: Seconds of a message of any size.
+        bandwidth: Bytes per second that a worker sends, and receives at the same time.
     """
 
     latency: float
     bandwidth: float
 
     def all_reduce(self, workers: int, data: float) -> float:
-        """Seconds to sum arrays of all workers by a ring.
+        """Return the seconds of a ring all-reduce.
 
         In each of its 2 (N - 1) rounds a worker passes on 1/N of the data. No algorithm
         sends less: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms
@@ -51,17 +55,16 @@ class Link:
         return rounds * (self.latency + data / workers / self.bandwidth)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Step:
-    """A training step of one worker.
+    """Data-parallel training step.
 
     Attributes:
         compute: Seconds of a step on one worker alone, with that worker's rows.
         gradients: The bytes of one copy of the gradients.
-        overlap: The share of `compute` during which gradients already travel: 0 if they
-            are summed when all are there, at most 2/3 if each is sent as soon as it is
-            known, since the backward pass does two of the three parts of the
-            arithmetic.
+        overlap: The share of `compute` that overlaps with the all-reduce: 0 if that
+            starts when all gradients are there; at most 2/3 if each gradient is sent at
+            once, since the backward pass does two thirds of the arithmetic.
     """
 
     compute: float
@@ -69,45 +72,35 @@ class Step:
     overlap: float = 0.0
 
     def seconds(self, workers: int, link: Link, workers_per_device: float = 1) -> float:
-        """Seconds of a step on so many workers, each with as many rows.
+        """Return the seconds of a step, with the same rows for each worker.
 
         Args:
             workers: Their number.
-            link: What connects them.
+            link: The connection between them.
             workers_per_device: How many workers share a device, or a core.
         """
         share = max(1.0, workers_per_device)
         compute = self.compute * share
-        # Where they share a core, those that compute keep the others from sending.
-        travel = link.all_reduce(workers, self.gradients) * share
-        return compute + max(0.0, travel - self.overlap * compute)
+        # On a shared core, workers that compute keep the others from sending.
+        comm = link.all_reduce(workers, self.gradients) * share
+        return compute + max(0.0, comm - self.overlap * compute)
 
     def efficiency(
         self, workers: int, link: Link, workers_per_device: float = 1
     ) -> float:
-        """The speed of each device as a share of what it has alone (weak scaling)."""
+        """Return the speed of each device relative to one alone (weak scaling)."""
         share = max(1.0, workers_per_device)
         return self.compute * share / self.seconds(workers, link, workers_per_device)
 
 
-# "29/29 - 0s - 5ms/step - ...", or "29/29 ━━━ 0s 346us/step - ...".
-_EPOCH = re.compile(r"(\d+)/\1\b.*?\b([\d.]+)(s|ms|us)/(?:step|epoch)")
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
-
-NOTHING_TO_PREDICT = (
-    "No prediction: it is made of the times of 1 worker and of the next number, for "
-    "those that follow, as in --workers 1,2,4."
-)
-
-
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What a number of workers gave.
+    """Measurement with a number of workers.
 
-    Args:
-        workers: How many there were.
-        step_seconds: The median of a step over the epochs but the first.
-        steps: Those of an epoch.
+    Attributes:
+        workers: The number of workers.
+        step_seconds: The median time of a step over all epochs but the first.
+        steps: The steps of an epoch.
     """
 
     workers: int
@@ -120,23 +113,22 @@ class Measured:
         return self.steps * self.step_seconds
 
     def efficiency(self, one: "Measured") -> float:
-        """Its rows per second, beside those of the fewest workers, for each worker."""
-        faster = one.epoch_seconds / self.epoch_seconds
-        return faster * one.workers / self.workers
+        """Return the rows per second and worker, relative to the fewest workers."""
+        speedup = one.epoch_seconds / self.epoch_seconds
+        return speedup * one.workers / self.workers
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """The model of `step_model`, of what one worker and a few took.
+    """Model of a step, from measurements of one and of few workers.
 
-    What these few took beyond the time of their rows is what the gradients travel. How
-    much of it are a ring's rounds, and how much its bytes, two measurements do not say:
-    so each is taken for all of it.
+    The time of the few beyond that of their rows is communication. Two measurements do
+    not tell latency from bandwidth, so it is taken as all of one and all of the other.
 
-    Args:
-        alone: What one worker gave.
-        few: What the next number of workers gave.
-        cores: How many workers compute at once; more of them take turns.
+    Attributes:
+        alone: The measurement of one worker.
+        few: The measurement of the next number of workers.
+        cores: How many workers compute in parallel; more take turns.
     """
 
     alone: Measured
@@ -145,25 +137,24 @@ class Prediction:
 
     @property
     def comm_seconds(self) -> float:
-        """What a step of the few took beyond the time of its rows."""
+        """The time of a step of the few beyond that of its rows."""
         share = max(1.0, self.few.workers / self.cores)
         return max(0.0, self.few.step_seconds / share - self._compute(self.few))
 
     def efficiency(self, measured: Measured) -> tuple[float, float]:
-        """The lowest and the highest that the model gives.
+        """Return the lowest and the highest efficiency that the model predicts.
 
-        Args:
-            measured: Of so many workers, and of so many steps in an epoch.
+        Only the numbers of workers and steps of `measured` count.
         """
-        # A byte of gradients, of which the bandwidth makes what was measured.
+        # One byte of gradients: the bandwidth makes it take the measured time.
         step = Step(self._compute(measured), gradients=1.0)
-        several, rounds = self.few.workers, 2 * (self.few.workers - 1)
+        few, rounds = self.few.workers, 2 * (self.few.workers - 1)
         ends = []
-        for rounds_alone in True, False:
-            if rounds_alone or not self.comm_seconds:
+        for latency_only in True, False:
+            if latency_only or not self.comm_seconds:
                 link = Link(self.comm_seconds / rounds, float("inf"))
             else:
-                link = Link(0.0, rounds / several / self.comm_seconds)
+                link = Link(0.0, rounds / few / self.comm_seconds)
             seconds = step.seconds(
                 measured.workers, link, measured.workers / self.cores
             )
@@ -172,30 +163,30 @@ class Prediction:
         return ends[0], ends[1]
 
     def _compute(self, measured: Measured) -> float:
-        """How long one worker alone would take over a worker's rows of a step."""
+        """Return the time that one worker alone needs for a worker's rows of a step."""
         rows = self.alone.steps / measured.steps / measured.workers
         return rows * self.alone.step_seconds
 
     def __str__(self) -> str:
         return (
             "Predicted: a worker's rows take as long as with 1 worker, and a ring of N "
-            "passes gradients on in 2 (N - 1) rounds. What "
-            f"{self.few.workers} workers took beyond their rows, "
+            "passes gradients on in 2 (N - 1) rounds. The time of "
+            f"{self.few.workers} workers beyond that of their rows, "
             f"{1000 * self.comm_seconds:.2f} ms a step, is all latency at the lower "
             "end, and all bytes at the upper.\n"
             "Assumed: each worker has a core or a GPU as fast as the one had alone, "
             f"and more than {self.cores}, the cores here, take turns; nothing "
             "overlaps; an epoch has the same rows on any number of workers. The page "
-            '"How far it scales" has the formula and where it is from.'
+            '"How far it scales" has the formula and its source.'
         )
 
 
 def prediction(measured: Sequence[Measured], cores: int) -> Prediction | None:
-    """The model, where there is something left for it to predict.
+    """Return the model of measurements in order of workers, None if there are too few.
 
     Args:
-        measured: What was measured, the fewest workers first.
-        cores: How many workers compute at once.
+        measured: The measurements.
+        cores: How many workers compute in parallel.
     """
     if len(measured) < 3 or measured[0].workers != 1:
         return None
@@ -203,22 +194,17 @@ def prediction(measured: Sequence[Measured], cores: int) -> Prediction | None:
 
 
 class NoEpochsError(RuntimeError):
-    """A program printed nothing that a step's time can be read of, or failed."""
+    """A program failed, or its output does not contain the time of a step."""
 
 
 def parse_step_time(output: str) -> tuple[float, int]:
-    """The median of a step over the epochs of the first `fit`, but for its first one.
+    """Return the median seconds of a step in the first `fit`, and an epoch's steps.
 
-    The first epoch compiles, and another `fit` may be of something else.
-
-    Args:
-        output: What a program wrote.
-
-    Returns:
-        Its seconds, and the steps of an epoch.
+    The first epoch does not count since it compiles, and another `fit` may do something
+    else.
 
     Raises:
-        NoEpochsError: If it wrote of fewer than two epochs.
+        NoEpochsError: If the output has fewer than two epochs.
     """
     _, _, fits = output.partition("Epoch 1/")
     fit, _, _ = fits.partition("Epoch 1/")
@@ -235,15 +221,16 @@ def parse_step_time(output: str) -> tuple[float, int]:
 def measure(
     command: Sequence[str], workers: Sequence[int], devices_per_worker: int | None
 ) -> Iterator[Measured]:
-    """Runs a program with each number of workers.
+    """Run a program with each number of workers.
 
     Args:
         command: The program and its arguments, as for `keras-strategy run`.
         workers: The numbers of workers.
-        devices_per_worker: The logical CPU devices of each; None leaves them alone.
+        devices_per_worker: The logical CPU devices of each; None keeps the backend's
+            own.
 
     Raises:
-        NoEpochsError: If a run fails, or does not say how long a step takes.
+        NoEpochsError: If a run fails, or does not print the time of a step.
     """
     devices = []
     if devices_per_worker is not None:
@@ -269,14 +256,10 @@ def measure(
 
 
 def png_problem(path: str) -> str:
-    """Why no picture can be written there, and what helps; empty where one can.
-
-    Args:
-        path: The file.
-    """
+    """Return why no chart can be written to a file and how to fix it, "" if it can."""
     if importlib.util.find_spec("matplotlib") is None:
         return (
-            "it is drawn by matplotlib, which is not installed. Install it with "
+            "it needs matplotlib, which is not installed. Install it with "
             "pip install 'keras-strategy[plot]', or leave --png out"
         )
     folder = os.path.dirname(path) or "."
@@ -288,15 +271,8 @@ def png_problem(path: str) -> str:
 def draw_chart(
     path: str, title: str, measured: Sequence[Measured], model: Prediction | None
 ) -> None:
-    """Draws the efficiency, measured and predicted, over the workers.
-
-    Args:
-        path: The file, which is overwritten.
-        title: What stands above it.
-        measured: What was measured, the fewest workers first.
-        model: What predicts it, if there is one.
-    """
-    # No engine of the house, and not everybody's: nothing but this draws.
+    """Draw the efficiency over the number of workers into a PNG file."""
+    # matplotlib is optional, so import it lazily.
     figure: Any = importlib.import_module("matplotlib.figure").Figure(
         figsize=(6, 4), layout="constrained"
     )
@@ -309,8 +285,8 @@ def draw_chart(
         axes.fill_between(
             workers[1:], low, high, color="tab:blue", alpha=0.25, label="predicted"
         )
-    shares = [100 * m.efficiency(measured[0]) for m in measured]
-    axes.plot(workers, shares, "o-", color="tab:blue", label="measured")
+    efficiencies = [100 * m.efficiency(measured[0]) for m in measured]
+    axes.plot(workers, efficiencies, "o-", color="tab:blue", label="measured")
     axes.set_xscale("log", base=2)
     axes.set_xticks(workers, [str(count) for count in workers], minor=False)
     axes.set_ylim(bottom=0)

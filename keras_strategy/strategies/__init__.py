@@ -1,3 +1,3 @@
-"""The strategies: each is a choice of devices and a few lines."""
+"""Strategies: each is a choice of devices."""
 
-import keras_strategy.strategies.mirrored  # noqa: F401 (it is in charge from now on)
+import keras_strategy.strategies.mirrored  # noqa: F401 (registers the default strategy)

@@ -1,15 +1,6 @@
-"""`strategy.scope()`: what is entered, and left again.
+"""Strategy: the interface for users.
 
-How a strategy distributes data: datasets, and values made for each replica.
-
-The names of tf.distribute's strategies that are older than TensorFlow 2.
-
-Those that are another name of something are kept, with a warning. The others belong to
-sessions and iterators of TensorFlow 1, and say what to use.
-
-Strategy: what people call.
-
-It checks the arguments, then asks the replica group of the adapter in use.
+It checks arguments and delegates to the replica group of the backend in use.
 """
 
 import contextlib
@@ -48,28 +39,27 @@ from keras_strategy.values import (
 )
 
 if TYPE_CHECKING:
-    from keras_strategy.core.protocols import Strategy
     from keras_strategy.strategies.extended import StrategyExtended
 
 
 class StrategyScope(contextlib.AbstractContextManager):
-    """`strategy.scope()`: may be entered several times, and inside itself."""
+    """`strategy.scope()`: may be entered several times, also inside itself."""
 
     def __init__(self, strategy: "Strategy"):
         self._strategy = strategy
-        # What the adapter enters, innermost last.
-        self._entered: list[contextlib.AbstractContextManager[Any]] = []
+        # Scopes of the backend, innermost last.
+        self._backend_scopes: list[contextlib.AbstractContextManager[Any]] = []
 
     def __enter__(self) -> "Strategy":
         context.require_cross_replica(self._strategy, "scope")
         context.enter_scope(self._strategy)
         try:
-            engines = self._strategy.extended.group.scope()
-            engines.__enter__()
+            backend_scope = self._strategy.extended.group.scope()
+            backend_scope.__enter__()
         except BaseException:
             context.leave_scope()
             raise
-        self._entered.append(engines)
+        self._backend_scopes.append(backend_scope)
         return self._strategy
 
     def __exit__(self, *exception: Any) -> None:
@@ -80,194 +70,15 @@ class StrategyScope(contextlib.AbstractContextManager):
         ):
             ownership.broadcast_pending_values()
         try:
-            self._entered.pop().__exit__(*exception)
+            self._backend_scopes.pop().__exit__(*exception)
         finally:
             context.leave_scope()
 
 
-class DataMethods:
-    """The methods that distribute data, for `Strategy` to inherit."""
-
-    def experimental_distribute_values_from_function(
-        self: "Strategy", value_fn: Callable[[ValueContext], Any]
-    ) -> Any:
-        """Makes a distributed value out of one value for each replica.
-
-        Args:
-            value_fn: Called once for each local replica with a `ValueContext`.
-
-        Returns:
-            The structure that `value_fn` returned, with a `PerReplica` value in
-            the place of each leaf. With one replica, what `value_fn` returned.
-
-        Raises:
-            RuntimeError: Inside a function that `run` calls.
-
-        Example:
-
-        ```python
-        import keras_strategy as ks
-
-        strategy = ks.MirroredStrategy()
-        ids = strategy.experimental_distribute_values_from_function(
-            lambda context: context.replica_id_in_sync_group
-        )
-        n = strategy.num_replicas_in_sync
-        assert strategy.experimental_local_results(ids) == tuple(range(n))
-        ```
-        """
-        context.require_cross_replica(
-            self, "experimental_distribute_values_from_function"
-        )
-        replicas = self.num_replicas_in_sync
-        local = self.extended.topology.local_replicas
-        values = [value_fn(ValueContext(i, replicas)) for i in local]
-        if replicas == 1:
-            return values[0]
-        return tree.map_structure(lambda *leaves: PerReplica(leaves), *values)
-
-    def experimental_distribute_dataset(
-        self: "Strategy", dataset: Any, options: InputOptions | None = None
-    ) -> DistributedDataset:
-        """Distributes a dataset of global batches.
-
-        Every batch is split by rows, in order: with N replicas each gets
-        ceil(rows / N) rows, the last ones fewer or none.
-
-        Args:
-            dataset: A `tf.data.Dataset`, a torch `DataLoader`, a
-                `keras.utils.PyDataset`, a list, or any other iterable or iterator of
-                batches. A batch is an array, or a structure of arrays of the same
-                number of rows.
-            options: An `InputOptions`, or None.
-
-        Returns:
-            A `DistributedDataset`, which gives the structure of the batch with a
-            `PerReplica` in the place of each array; with one replica, a tensor.
-
-        Raises:
-            TypeError: If `dataset` is no dataset, or `options` no options.
-            ValueError: If the dataset was distributed before; and, when it is read, if
-                its elements are not batches.
-            RuntimeError: Inside a function that `run` calls, or inside another
-                strategy's scope.
-
-        Example:
-
-        ```python
-        import numpy as np
-        import keras_strategy as ks
-
-        strategy = ks.MirroredStrategy()
-        batches = [(np.ones((4, 3), "float32"), np.ones((4,), "float32"))]
-        for x, y in strategy.experimental_distribute_dataset(batches):
-            total = strategy.reduce("SUM", y, axis=0)
-        assert float(total) == 4.0
-        ```
-        """
-        return splitting.distribute(self, dataset, options)
-
-    def distribute_datasets_from_function(
-        self: "Strategy",
-        dataset_fn: Callable[[InputContext], Any],
-        options: InputOptions | None = None,
-    ) -> DistributedDataset:
-        """Distributes a dataset whose batches are those of one replica each.
-
-        Each worker calls it for a dataset of its own, which its replicas read. They
-        take the batches in turn. Those that find none left at the end
-        get one of 0 rows; where a `tf.data.Dataset` promises batches of one fixed
-        shape, such a last round is dropped, as in tf.distribute.
-
-        Args:
-            dataset_fn: Called with an `InputContext`, returns a dataset of any kind
-                that `experimental_distribute_dataset` takes. With the option
-                `InputReplicationMode.PER_REPLICA` it is called for each replica, as
-                one of several pipelines.
-            options: An `InputOptions`, or None.
-
-        Returns:
-            A `DistributedDataset`.
-
-        Raises:
-            TypeError: If `dataset_fn` is not a function that returns a dataset, or
-                `options` no options.
-            RuntimeError: Inside a function that `run` calls, or inside another
-                strategy's scope.
-
-        Example:
-
-        ```python
-        import numpy as np
-        import keras_strategy as ks
-
-        strategy = ks.MirroredStrategy()
-        n = strategy.num_replicas_in_sync
-
-        def dataset_fn(context):
-            rows = context.get_per_replica_batch_size(4 * n)
-            return [np.ones((rows, 3), "float32") for _ in range(2 * n)]
-
-        steps = [x for x in strategy.distribute_datasets_from_function(dataset_fn)]
-        assert len(steps) == 2
-        ```
-        """
-        return splitting.distribute_from_function(self, dataset_fn, options)
-
-    def experimental_distribute_datasets_from_function(
-        self: "Strategy",
-        dataset_fn: Callable[[InputContext], Any],
-        options: InputOptions | None = None,
-    ) -> DistributedDataset:
-        """The old name of `distribute_datasets_from_function`."""
-        return splitting.distribute_from_function(self, dataset_fn, options)
-
-
 _SESSIONS = (
-    "It sets up a session of TensorFlow 1. The Keras backend is set up by itself; "
-    "leave it out."
+    "It configures a session of TensorFlow 1. The Keras backend needs no "
+    "configuration; remove the call."
 )
-
-
-class OldNames:
-    """The old names, for `Strategy` to inherit."""
-
-    extended: "StrategyExtended"
-    run: Callable[..., Any]
-    experimental_local_results: Callable[[Any], Any]
-
-    configure = UnsupportedName(_SESSIONS)
-    update_config_proto = UnsupportedName(_SESSIONS)
-    make_dataset_iterator = UnsupportedName(
-        "It makes an iterator of TensorFlow 1. Use "
-        "`iter(strategy.experimental_distribute_dataset(dataset))`."
-    )
-    make_input_fn_iterator = UnsupportedName(
-        "It makes an iterator of TensorFlow 1. Use "
-        "`iter(strategy.distribute_datasets_from_function(dataset_fn))`."
-    )
-    group = UnsupportedName(
-        "It joins operations of a graph of TensorFlow 1 into one. Operations run in "
-        "the order of the program; return the values that you need."
-    )
-
-    def unwrap(self, value: Any) -> tuple[Any, ...]:
-        """The old name of `experimental_local_results`."""
-        _warn("Strategy.unwrap", "strategy.experimental_local_results")
-        return self.experimental_local_results(value)
-
-    def colocate_vars_with(
-        self, colocate_with_variable: keras.Variable
-    ) -> contextlib.AbstractContextManager[None]:
-        """The old place of `extended.colocate_vars_with`."""
-        _warn("Strategy.colocate_vars_with", "strategy.extended.colocate_vars_with")
-        return self.extended.colocate_vars_with(colocate_with_variable)
-
-    def experimental_run(self, fn: Callable[..., Any], input_iterator: Any = None):
-        """The old form of `run`, which takes the next element of an iterator."""
-        _warn("Strategy.experimental_run", "strategy.run(fn, args=(next(iterator),))")
-        args = () if input_iterator is None else (next(input_iterator),)
-        return self.run(fn, args)
 
 
 def _warn(old: str, new: str) -> None:
@@ -278,12 +89,12 @@ def _warn(old: str, new: str) -> None:
     )
 
 
-class Strategy(DataMethods, Reports, OldNames):
+class Strategy(Reports):
     """A way to run one computation on several devices at once.
 
-    Make one of its subclasses, such as `MirroredStrategy`. What is created in
-    its `scope()` is distributed: variables have a component on each device, and
-    a model that was made there trains on all of them.
+    Create one of its subclasses, such as `MirroredStrategy`. Objects created in its
+    `scope()` are distributed: variables have a component on each device, and a model
+    that was created there trains on all of them.
 
     Args:
         extended: A `StrategyExtended`, which holds the replicas.
@@ -310,60 +121,60 @@ class Strategy(DataMethods, Reports, OldNames):
 
     def __init__(self, extended: "StrategyExtended"):
         self._extended = extended
-        # The code of functions that have been run; what has none is not looked at.
-        self._called: dict[int, Any] = {id(None): None}
+        # Code of functions that have run; other callables are not tracked.
+        self._seen_code: dict[int, Any] = {id(None): None}
 
     @property
     def extended(self) -> "StrategyExtended":
-        """The part of the interface that library authors need."""
+        """The part of the interface for library authors."""
         return self._extended
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of replicas whose gradients are summed, over all workers."""
+        """The number of replicas whose gradients are summed, on all workers."""
         return self._extended.num_replicas
 
     @property
     def batch_statistics(self) -> str | None:
         """`"global"` if `BatchNormalization` uses the statistics of the global batch.
 
-        None if it uses what the backend computes without communication: a replica's
-        rows, or in `fit` on JAX the global batch.
+        None if it uses those that the backend computes without communication: of the
+        local batch, or in `fit` on JAX of the global batch.
         """
         return self._batch_statistics
 
     @property
     def shard(self) -> str | None:
-        """What is split over the replicas: `"optimizer"`, `"parameters"` or None."""
+        """The `shard` option: `"optimizer"`, `"parameters"` or None."""
         return self._shard
 
     @property
     def logical_devices(self) -> LogicalDevices | None:
-        """The devices of each replica of a `TPUStrategy`; None for other ones."""
+        """The devices of each replica of a `TPUStrategy`; otherwise None."""
         return self._logical
 
     @property
     def parameter_device(self) -> str | None:
-        """The device that keeps all variables; None where each replica's does."""
+        """The device of all variables; None if each replica has components."""
         return self._parameter_device
 
     @property
     def cluster_resolver(self) -> Any:
-        """What knows the cluster's other workers; None for one worker.
+        """The resolver of the cluster's workers; None for one worker.
 
         Subclasses may override it.
         """
         return None
 
     def scope(self) -> contextlib.AbstractContextManager["Strategy"]:
-        """Returns a context manager that puts this strategy in charge.
+        """Return a context manager that makes this the current strategy.
 
-        Inside it variables are mirrored and `keras_strategy.get_strategy()` is
-        this strategy. `fit`, `evaluate` and `predict` of a model that was made
+        Inside it variables are mirrored and `keras_strategy.get_strategy()` returns
+        this strategy. `fit`, `evaluate` and `predict` of a model that was created
         inside enter the scope by themselves.
 
         Returns:
-            A context manager that gives the strategy and may be entered again.
+            A context manager that returns the strategy and may be entered again.
 
         Raises:
             RuntimeError: On entering, inside another strategy's scope or inside
@@ -388,31 +199,30 @@ class Strategy(DataMethods, Reports, OldNames):
         kwargs: Any = None,
         options: RunOptions | None = None,
     ) -> Any:
-        """Calls `fn` once on every replica, each with its part of the arguments.
+        """Call `fn` once on every replica, each with its component of the arguments.
 
-        What the replicas assign to variables is written when all of them have
-        succeeded: an exception in one comes out of `run` as itself, and the
-        variables are as they were.
+        Assignments to variables are committed when all replicas have succeeded. An
+        exception in one propagates unchanged, and the variables keep their old values.
 
         Args:
-            fn: The function. `keras_strategy.get_replica_context()` tells it
-                which replica it runs on.
+            fn: The function. Inside it, `keras_strategy.get_replica_context()`
+                identifies the replica.
             args: A tuple or list of positional arguments. `PerReplica` values
-                in it give every replica its own component, everything else goes
-                to every replica as it is. A variable stays a variable, which reads
-                as the replica's component.
+                in it give every replica its own component; everything else goes to
+                every replica unchanged. A variable stays a variable, which reads as the
+                replica's component.
             kwargs: A dict of keyword arguments, or None; likewise.
             options: `RunOptions`, or None for the default ones.
 
         Returns:
-            The structure that `fn` returned, with a `PerReplica` value in the
-            place of each tensor; Python constants and None stay what they are.
-            With one replica, what `fn` returned.
+            The structure that `fn` returned, with a `PerReplica` value in place of each
+            tensor; Python constants and None are unchanged. With one replica, the
+            output of `fn`.
 
         Raises:
-            ValueError: If `args` is neither a tuple nor a list, or holds a value of
-                another strategy, with another number of components.
-            TypeError: If `fn` cannot be called, or `options` are none.
+            ValueError: If `args` is neither a tuple nor a list, or contains a value of
+                a strategy with another number of replicas.
+            TypeError: If `fn` is not callable, or `options` has another type.
             MirrorError: In the mode of `config.check_mirrored`, if the components of
                 a mirrored variable differ afterwards.
             RuntimeError: Inside a function that `run` calls, inside `merge_call`, or
@@ -439,42 +249,42 @@ class Strategy(DataMethods, Reports, OldNames):
         if ownership.pending_values:
             with self.scope():
                 ownership.broadcast_pending_values()
-        known = id(getattr(fn, "__code__", None)) in self._called
-        run = self._extended.group.run if known else self._run_first
+        seen = id(getattr(fn, "__code__", None)) in self._seen_code
+        run = self._extended.group.run if seen else self._run_first
         result = run(fn, tuple(args), dict(kwargs or {}), options, self.scope)
-        if consistency.enabled:
+        if consistency.check_each_batch:
             with self.scope():
-                consistency.check(self, "strategy.run")
+                consistency.check_mirrored_variables(self, "strategy.run")
         return result
 
     def _run_first(self, fn: Callable[..., Any], *args: Any) -> Any:
-        if len(self._called) > 256:  # functions that are made anew each time
-            self._called = {id(None): None}
-        self._called[id(fn.__code__)] = fn.__code__
+        if len(self._seen_code) > 256:  # functions created on each call
+            self._seen_code = {id(None): None}
+        self._seen_code[id(fn.__code__)] = fn.__code__
         step = functools.partial(self._extended.group.run, fn)
         what = f"call of `{fn.__name__}` by strategy.run"
         return slow_operations.run_first_step(step, what, self._extended.cluster, *args)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
-        """Combines the replicas' values into one.
+        """Combine the replicas' values into one.
 
         Args:
             reduce_op: A `ReduceOp` or its name in any case.
             value: A structure of `PerReplica` values, as `run` returns them, and of
-                variables: one with `synchronization="on_read"` is what each replica
-                holds, any other the same for all of them.
+                variables: one with `synchronization="on_read"` has a value on each
+                    replica,
+                any other the same value on all of them.
             axis: None to combine the replicas' tensors elementwise; an int or a
-                tuple of ints to combine these dimensions as well. The mean over
-                `axis=0` of 4 rows on one replica and 2 on the other divides by
-                6.
+                tuple of ints to also combine these dimensions. The mean over `axis=0`
+                of 4 rows on one replica and 2 on the other divides by 6.
 
         Returns:
-            The structure, with one tensor in the place of each value.
+            The structure, with one tensor in place of each value.
 
         Raises:
-            ValueError: If `reduce_op` is not one, if a value is the same for all
-                replicas and was asked for its SUM over them, or if it is of another
-                strategy, with another number of components.
+            ValueError: If `reduce_op` is invalid, if SUM is requested for a value that
+                is equal on all replicas, or if a value belongs to a strategy with
+                another number of replicas.
             RuntimeError: Inside a function that `run` calls.
 
         Example:
@@ -492,7 +302,7 @@ class Strategy(DataMethods, Reports, OldNames):
         op = ReduceOp.parse(reduce_op)
         context.require_cross_replica(self, "reduce")
         with self.scope():
-            if isinstance(value, DistributedValues):  # mostly: no structure of them
+            if isinstance(value, DistributedValues):  # fast path
                 return self._reduce_one(op, value, axis)
             return tree.map_structure(lambda x: self._reduce_one(op, x, axis), value)
 
@@ -505,29 +315,28 @@ class Strategy(DataMethods, Reports, OldNames):
             return reducing.reduce(op, value, axis)
         if axis is not None and op is ReduceOp.MEAN:
             return keras.ops.mean(value, axis=axis)
-        if axis is not None:  # every replica has it
+        if axis is not None:  # equal on every replica
             return keras.ops.sum(value, axis=axis) * self.num_replicas_in_sync
         if op is ReduceOp.MEAN or self.num_replicas_in_sync == 1:
             return value
         raise sum_of_copies_error(value)
 
     def gather(self, value: Any, axis: int) -> Any:
-        """Concatenates the replicas' values.
+        """Concatenate the replicas' values.
 
         Args:
             value: A structure of `PerReplica` values, as `run` returns them, and of
-                variables, of rank 1 or more. Sizes along `axis` may differ, the others
-                must agree.
-            axis: The dimension along which the values are joined, in the order of
-                the replicas.
+                variables, of rank 1 or more. Sizes along `axis` may differ; all other
+                sizes must be equal.
+            axis: The dimension along which the values are joined, in replica order.
 
         Returns:
-            The structure, with one tensor in the place of each distributed value.
-            A value that is not distributed stays what it is.
+            The structure, with one tensor in place of each distributed value. A value
+            that is not distributed is returned unchanged.
 
         Raises:
-            ValueError: If the values cannot be joined along `axis`, or are of another
-                strategy, with another number of components.
+            ValueError: If the values cannot be joined along `axis`, or belong to a
+                strategy with another number of replicas.
             RuntimeError: Inside a function that `run` calls.
 
         Example:
@@ -557,18 +366,18 @@ class Strategy(DataMethods, Reports, OldNames):
             return tree.map_structure(gather_one, value)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Returns the components of a value that are on this worker.
+        """Return the components of a value that are on this worker.
 
         Args:
             value: A structure of distributed values and variables.
 
         Returns:
             A tuple with one element for each local replica. For a value that is
-            not distributed, a tuple of that value alone.
+            not distributed, a tuple of only that value.
 
         Raises:
-            ValueError: If a value is of another strategy, with another number of
-                components.
+            ValueError: If a value belongs to a strategy with another number of
+                replicas.
 
         Example:
 
@@ -606,20 +415,182 @@ class Strategy(DataMethods, Reports, OldNames):
             for replica in range(replicas)
         )
 
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Any]
+    ) -> Any:
+        """Create a distributed value from one value for each replica.
+
+        Args:
+            value_fn: Called once for each local replica with a `ValueContext`.
+
+        Returns:
+            The structure that `value_fn` returned, with a `PerReplica` value in place
+            of each leaf. With one replica, the output of `value_fn`.
+
+        Raises:
+            RuntimeError: Inside a function that `run` calls.
+
+        Example:
+
+        ```python
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        ids = strategy.experimental_distribute_values_from_function(
+            lambda context: context.replica_id_in_sync_group
+        )
+        n = strategy.num_replicas_in_sync
+        assert strategy.experimental_local_results(ids) == tuple(range(n))
+        ```
+        """
+        context.require_cross_replica(
+            self, "experimental_distribute_values_from_function"
+        )
+        replicas = self.num_replicas_in_sync
+        local = self.extended.topology.local_replicas
+        values = [value_fn(ValueContext(i, replicas)) for i in local]
+        if replicas == 1:
+            return values[0]
+        return tree.map_structure(lambda *leaves: PerReplica(leaves), *values)
+
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Distribute a dataset of global batches.
+
+        Every batch is split by rows, in order: with N replicas each gets
+        ceil(rows / N) rows, the last ones fewer or none.
+
+        Args:
+            dataset: A `tf.data.Dataset`, a torch `DataLoader`, a
+                `keras.utils.PyDataset`, a list, or any other iterable or iterator of
+                batches. A batch is an array, or a structure of arrays with the same
+                number of rows.
+            options: An `InputOptions`, or None.
+
+        Returns:
+            A `DistributedDataset` of structures like the batch, with a `PerReplica` in
+            place of each array; with one replica, a tensor.
+
+        Raises:
+            TypeError: If `dataset` is not a dataset, or `options` has another type.
+            ValueError: If the dataset is distributed already; and on reading, if its
+                elements are not batches.
+            RuntimeError: Inside a function that `run` calls, or inside another
+                strategy's scope.
+
+        Example:
+
+        ```python
+        import numpy as np
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        batches = [(np.ones((4, 3), "float32"), np.ones((4,), "float32"))]
+        for x, y in strategy.experimental_distribute_dataset(batches):
+            total = strategy.reduce("SUM", y, axis=0)
+        assert float(total) == 4.0
+        ```
+        """
+        return splitting.distribute(self, dataset, options)
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """Distribute a dataset of local batches, each for one replica.
+
+        Each worker calls `dataset_fn` for its own dataset, which its replicas read.
+        They take the batches in turn. At the end, replicas without a batch get one of 0
+        rows; where a `tf.data.Dataset` has batches of one fixed shape, the incomplete
+        last round is dropped instead, as in tf.distribute.
+
+        Args:
+            dataset_fn: Called with an `InputContext`, returns a dataset of any type
+                that `experimental_distribute_dataset` accepts. With the option
+                `InputReplicationMode.PER_REPLICA` it is called for each replica, as
+                one of several pipelines.
+            options: An `InputOptions`, or None.
+
+        Returns:
+            A `DistributedDataset`.
+
+        Raises:
+            TypeError: If `dataset_fn` is not a function that returns a dataset, or
+                `options` has another type.
+            RuntimeError: Inside a function that `run` calls, or inside another
+                strategy's scope.
+
+        Example:
+
+        ```python
+        import numpy as np
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        n = strategy.num_replicas_in_sync
+
+        def dataset_fn(context):
+            rows = context.get_per_replica_batch_size(4 * n)
+            return [np.ones((rows, 3), "float32") for _ in range(2 * n)]
+
+        steps = [x for x in strategy.distribute_datasets_from_function(dataset_fn)]
+        assert len(steps) == 2
+        ```
+        """
+        return splitting.distribute_from_function(self, dataset_fn, options)
+
+    # Names that tf.distribute deprecates. Aliases work with a warning; those of
+    # TensorFlow 1's sessions and iterators say what to use.
+    experimental_distribute_datasets_from_function = distribute_datasets_from_function
+    configure = UnsupportedName(_SESSIONS)
+    update_config_proto = UnsupportedName(_SESSIONS)
+    make_dataset_iterator = UnsupportedName(
+        "It creates an iterator of TensorFlow 1. Use "
+        "`iter(strategy.experimental_distribute_dataset(dataset))`."
+    )
+    make_input_fn_iterator = UnsupportedName(
+        "It creates an iterator of TensorFlow 1. Use "
+        "`iter(strategy.distribute_datasets_from_function(dataset_fn))`."
+    )
+    group = UnsupportedName(
+        "It joins operations of a TensorFlow 1 graph. Operations run in program "
+        "order; return the values that you need."
+    )
+
+    def unwrap(self, value: Any) -> tuple[Any, ...]:
+        """Return `experimental_local_results(value)`; the old name."""
+        _warn("Strategy.unwrap", "strategy.experimental_local_results")
+        return self.experimental_local_results(value)
+
+    def colocate_vars_with(
+        self, colocate_with_variable: keras.Variable
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return `extended.colocate_vars_with(...)`; the old name."""
+        _warn("Strategy.colocate_vars_with", "strategy.extended.colocate_vars_with")
+        return self.extended.colocate_vars_with(colocate_with_variable)
+
+    def experimental_run(self, fn: Callable[..., Any], input_iterator: Any = None):
+        """Call `run` with the next element of an iterator; the old name."""
+        _warn("Strategy.experimental_run", "strategy.run(fn, args=(next(iterator),))")
+        args = () if input_iterator is None else (next(input_iterator),)
+        return self.run(fn, args)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}(devices={list(self._extended.worker_devices)})"
 
     def __deepcopy__(self, memo: dict) -> "Strategy":
-        # A strategy stands for devices, of which a copy would be the same ones.
+        # A copy would use the same devices.
         return self
 
 
 def _check_gatherable(value: DistributedValues, axis: int) -> None:
-    """Raises ValueError unless the components can be joined along `axis`."""
+    """Raise ValueError unless the components can be joined along `axis`."""
     others = [type(x).__name__ for x in value.values if not hasattr(x, "shape")]
     if others:
         raise ValueError(
-            f"`gather` joins tensors and arrays. Received: values of the types {others}"
+            f"`gather` joins tensors and arrays. Received: values of types {others}"
         )
     shapes = [tuple(keras.ops.shape(component)) for component in value.values]
     ranks = {len(shape) for shape in shapes}
@@ -630,7 +601,7 @@ def _check_gatherable(value: DistributedValues, axis: int) -> None:
             check_same_dtype(value.values)
             return
     raise ValueError(
-        "`gather` joins values of rank 1 or more whose dimensions other than `axis` "
-        f"agree. Received: axis={axis!r}, and values of the shapes {shapes} in the "
-        "order of the replicas."
+        "`gather` joins values of rank 1 or more with equal dimensions other than "
+        f"`axis`. Received: axis={axis!r}, and values of shapes {shapes} in replica "
+        "order."
     )

@@ -1,7 +1,4 @@
-"""How a strategy combines the replicas' values where they are needed.
-
-StrategyExtended: the part of a strategy that library authors need.
-"""
+"""StrategyExtended: the part of a strategy's interface for library authors."""
 
 import contextlib
 import logging
@@ -37,15 +34,119 @@ if TYPE_CHECKING:
     from keras_strategy.training.cross_device_ops import CrossDeviceOps
 
 
-class ReductionMethods:
-    """`reduce_to` and `batch_reduce_to`, for `StrategyExtended` to inherit."""
+logger = logging.getLogger("keras_strategy")
 
-    _strategy: "Strategy"
-    group: ReplicaGroup
-    topology: ReplicaTopology
-    custom_reducer: CustomReducer | None
-    worker_devices: tuple[str, ...]
-    variable_created_in_scope: Callable[[keras.Variable], bool]
+
+class StrategyExtended:
+    """The part of a strategy's interface for library authors.
+
+    Get it as `strategy.extended`.
+
+    Args:
+        container_strategy: The strategy that this belongs to.
+        devices: Canonical names of the local devices, one replica each.
+        cross_device_ops: How values are combined, or None.
+        cluster: The workers that train together, each with the same number of
+            devices; None for a single process.
+    """
+
+    def __init__(
+        self,
+        container_strategy: "Strategy",
+        devices: Iterable[str],
+        cross_device_ops: "CrossDeviceOps | None" = None,
+        cluster: "Cluster | None" = None,
+    ):
+        self._strategy = container_strategy
+        self._devices = tuple(devices)
+        self.cluster = cluster
+        self.topology = ReplicaTopology(self._devices, cluster)
+        logical = container_strategy.logical_devices
+        is_single = self.num_replicas == 1 and logical is None
+        installation.install_for(1 if is_single else max(2, self.num_replicas))
+        # By id, since variables have no `==`.
+        self.variables: weakref.WeakValueDictionary[int, keras.Variable] = (
+            weakref.WeakValueDictionary()
+        )
+        self._containers = ComponentOwners()
+        self.custom_reducer: CustomReducer | None = None
+        if is_single:
+            self.group: ReplicaGroup = SingleReplicaGroup(
+                container_strategy, self._devices
+            )
+            if cross_device_ops is not None:
+                cross_device_ops.log_no_effect("one device")
+        else:
+            if cross_device_ops is not None and cross_device_ops.has_custom_reduce:
+                self.custom_reducer = CustomReducer(cross_device_ops)
+                cross_device_ops = None
+            self.group = get_engine().create_group(
+                container_strategy, self._devices, cross_device_ops, cluster
+            )
+        if cluster is None or cluster.is_chief:
+            logger.info(
+                "%s: %d replica(s), on %s%s with the Keras backend '%s'",
+                type(container_strategy).__name__,
+                self.num_replicas,
+                ", ".join(self._devices),
+                "" if cluster is None else f" of each of {cluster.size} workers",
+                keras.backend.backend(),
+            )
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas on all workers."""
+        return self.topology.num_replicas
+
+    @property
+    def local_replicas(self) -> range:
+        """Indices of this worker's replicas among all replicas."""
+        return self.topology.local_replicas
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The devices of this worker's replicas, such as `"gpu:0"`."""
+        return self._devices
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The devices of the variables' components."""
+        central = self._strategy.parameter_device
+        return self._devices if central is None else (central,)
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """Always False: batches may have different shapes.
+
+        A backend that compiles for shapes compiles once for each.
+        """
+        return False
+
+    def variable_created_in_scope(self, v: keras.Variable) -> bool:
+        """Return True if a variable belongs to this strategy.
+
+        Args:
+            v: A variable.
+
+        Raises:
+            TypeError: If `v` is not a `keras.Variable`.
+
+        Example:
+
+        ```python
+        import keras
+        import keras_strategy as ks
+
+        strategy = ks.MirroredStrategy()
+        outside = keras.Variable(1.0)
+        with strategy.scope():
+            inside = keras.Variable(1.0)
+        assert strategy.extended.variable_created_in_scope(inside)
+        assert not strategy.extended.variable_created_in_scope(outside)
+        ```
+        """
+        check_variable("v", v)
+        return ownership.strategy_of_variable(v) is self._strategy
 
     def reduce_to(
         self,
@@ -54,12 +155,12 @@ class ReductionMethods:
         destinations: Any,
         options: Any = None,
     ) -> Any:
-        """Combines the replicas' values elementwise, where they are needed.
+        """Combine the replicas' values elementwise, on given devices.
 
         Args:
             reduce_op: A `ReduceOp` or its name in any case.
             value: A `PerReplica` value, or a variable with `synchronization="on_read"`.
-                With `"mean"`, or with one replica, also one that is the same for all
+                With `"mean"`, or with one replica, also a value that is equal on all
                 replicas.
             destinations: A variable or a distributed value, whose devices get the
                 result, or a device's name.
@@ -70,10 +171,10 @@ class ReductionMethods:
             `destinations` is on one device.
 
         Raises:
-            ValueError: If `reduce_op` is not one, the value cannot be reduced or is of
-                another strategy, with another number of components, or there is no such
-                device.
-            TypeError: If `destinations` is none of these.
+            ValueError: If `reduce_op` is invalid, the value cannot be reduced or
+                belongs to a strategy with another number of replicas, or the device
+                does not exist.
+            TypeError: If `destinations` has another type.
             RuntimeError: Inside a function that `run` calls.
 
         Example:
@@ -94,15 +195,15 @@ class ReductionMethods:
         op = ReduceOp.parse(reduce_op)
         check_communication_options(options)
         context.require_cross_replica(self._strategy, "reduce_to")
-        place = self._destination(destinations)
+        place = self._destination_fn(destinations)
         with self._strategy.scope():
             if isinstance(value, keras.Variable):
                 value = ownership.cross_replica_value(
                     self._strategy, "reduce_to", value
                 )
-            for given in (value, destinations):
-                if isinstance(given, DistributedValues):
-                    ownership.check_component_count(self.topology, "reduce_to", given)
+            for item in (value, destinations):
+                if isinstance(item, DistributedValues):
+                    ownership.check_component_count(self.topology, "reduce_to", item)
             if isinstance(value, DistributedValues) and not isinstance(value, Mirrored):
                 value = (self.custom_reducer or self.group).reduce(op, value, None)
             elif op is ReduceOp.SUM and self._strategy.num_replicas_in_sync > 1:
@@ -117,7 +218,7 @@ class ReductionMethods:
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: Any = None,
     ) -> list[Any]:
-        """Combines several values, as `reduce_to` does one.
+        """Combine several values, each as `reduce_to` does.
 
         Args:
             reduce_op: A `ReduceOp` or its name in any case.
@@ -157,148 +258,27 @@ class ReductionMethods:
             for value, destinations in pairs
         ]
 
-    def _destination(self, destinations: Any) -> Callable[[Any], Any]:
-        """What brings a combined value to `destinations`."""
+    def _destination_fn(self, destinations: Any) -> Callable[[Any], Any]:
+        """Return the function that copies a reduced value to `destinations`."""
         if isinstance(destinations, str):
-            there_is = [
-                *get_engine().list_devices(),
-                *get_engine().list_devices("cpu"),
-            ]
-            there_is = list(dict.fromkeys([*self.worker_devices, *there_is]))
-            (device,) = resolve_devices([destinations], there_is)
+            backend = get_engine()
+            devices = [*backend.list_devices(), *backend.list_devices("cpu")]
+            devices = list(dict.fromkeys([*self.worker_devices, *devices]))
+            (device,) = resolve_devices([destinations], devices)
             return lambda value: get_engine().copy_to(value, device)
-        distributed = isinstance(destinations, DistributedValues) or (
-            isinstance(destinations, keras.Variable)
-            and self.variable_created_in_scope(destinations)
+        is_variable = isinstance(destinations, keras.Variable)
+        is_distributed = isinstance(destinations, DistributedValues) or (
+            is_variable and self.variable_created_in_scope(destinations)
         )
-        if distributed and self._strategy.num_replicas_in_sync > 1:
+        if is_distributed and self._strategy.num_replicas_in_sync > 1:
             return self.group.mirror
-        if (
-            distributed
-            or isinstance(destinations, keras.Variable)
-            or get_engine().is_tensor(destinations)
-        ):
+        if is_distributed or is_variable or get_engine().is_tensor(destinations):
             return keras.ops.convert_to_tensor
         raise TypeError(
             "Argument `destinations` must be a variable, a distributed value, a tensor "
             f"or a device's name. Received: destinations={destinations!r} of type "
             f"{type(destinations).__name__}"
         )
-
-
-logger = logging.getLogger("keras_strategy")
-
-
-class StrategyExtended(ReductionMethods):
-    """The part of a strategy that library authors need.
-
-    Get it as `strategy.extended`.
-
-    Args:
-        container_strategy: The strategy that this belongs to.
-        devices: Canonical names of the local devices, one replica each.
-        cross_device_ops: How values are to be combined, or None.
-        cluster: The workers that train together, each with as many devices; None
-            for this process alone.
-    """
-
-    def __init__(
-        self,
-        container_strategy: "Strategy",
-        devices: Iterable[str],
-        cross_device_ops: "CrossDeviceOps | None" = None,
-        cluster: "Cluster | None" = None,
-    ):
-        self._strategy = container_strategy
-        self._devices = tuple(devices)
-        self.cluster = cluster
-        self.topology = ReplicaTopology(self._devices, cluster)
-        logical = container_strategy.logical_devices
-        alone = self.num_replicas == 1 and logical is None
-        installation.install_for(1 if alone else max(2, self.num_replicas))
-        # By id: variables are compared elementwise.
-        self.variables: weakref.WeakValueDictionary[int, keras.Variable] = (
-            weakref.WeakValueDictionary()
-        )
-        self._containers = ComponentOwners()
-        self.custom_reducer: CustomReducer | None = None
-        if alone:
-            self.group: ReplicaGroup = SingleReplicaGroup(
-                container_strategy, self._devices
-            )
-            if cross_device_ops is not None:
-                cross_device_ops.log_no_effect("one device")
-        else:
-            if cross_device_ops is not None and cross_device_ops.has_custom_reduce:
-                self.custom_reducer = CustomReducer(cross_device_ops)
-                cross_device_ops = None
-            self.group = get_engine().create_group(
-                container_strategy, self._devices, cross_device_ops, cluster
-            )
-        if cluster is None or cluster.is_chief:
-            logger.info(
-                "%s: %d replica(s), on %s%s with the Keras backend '%s'",
-                type(container_strategy).__name__,
-                self.num_replicas,
-                ", ".join(self._devices),
-                "" if cluster is None else f" of each of {cluster.size} workers",
-                keras.backend.backend(),
-            )
-
-    @property
-    def num_replicas(self) -> int:
-        """The number of replicas, over all workers."""
-        return self.topology.num_replicas
-
-    @property
-    def local_replicas(self) -> range:
-        """The numbers, among all replicas, of those of this worker."""
-        return self.topology.local_replicas
-
-    @property
-    def worker_devices(self) -> tuple[str, ...]:
-        """The devices of this worker's replicas, such as `"gpu:0"`."""
-        return self._devices
-
-    @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        """The devices on which the variables' components are."""
-        central = self._strategy.parameter_device
-        return self._devices if central is None else (central,)
-
-    @property
-    def experimental_require_static_shapes(self) -> bool:
-        """Whether every batch must have the same shape.
-
-        False: where an engine compiles for shapes, it compiles once for each.
-        """
-        return False
-
-    def variable_created_in_scope(self, v: keras.Variable) -> bool:
-        """Returns whether a variable belongs to this strategy.
-
-        Args:
-            v: A variable.
-
-        Raises:
-            TypeError: If `v` is not a `keras.Variable`.
-
-        Example:
-
-        ```python
-        import keras
-        import keras_strategy as ks
-
-        strategy = ks.MirroredStrategy()
-        outside = keras.Variable(1.0)
-        with strategy.scope():
-            inside = keras.Variable(1.0)
-        assert strategy.extended.variable_created_in_scope(inside)
-        assert not strategy.extended.variable_created_in_scope(outside)
-        ```
-        """
-        check_variable("v", v)
-        return ownership.strategy_of_variable(v) is self._strategy
 
     def update(
         self,
@@ -308,36 +288,36 @@ class StrategyExtended(ReductionMethods):
         kwargs: Any = None,
         group: bool = True,
     ) -> Any:
-        """Changes a variable outside of the replicas, one component at a time.
+        """Change a variable outside the replicas, one component at a time.
 
         Call it in cross-replica context, such as in the function that `merge_call`
-        calls. What `fn` assigns is written when it has succeeded for all components.
+        calls. Assigned values are written when `fn` has succeeded for all components.
 
         Args:
-            var: A variable that was made in the scope.
+            var: A variable that was created in the scope.
             fn: Called as `fn(component, *args, **kwargs)` for the component on each
                 device. The component has `value`, `assign`, `assign_add`,
                 `assign_sub`, `shape`, `dtype`, `name`, `path` and `device`. Inside
                 `merge_call` on JAX it is called once, for the program of all
                 replicas.
-            args: Positional arguments. Each component gets its part of a `Mirrored`
-                value, and the component on its device of a variable; everything else
-                goes to all of them. What may differ, which is `PerReplica` values and
-                variables with `synchronization="on_read"`, is for such variables
-                alone.
+            args: Positional arguments. Each component gets its component of a
+                `Mirrored` value and of a variable; all components get everything else.
+                Values that may differ between replicas (`PerReplica` values and
+                variables with `synchronization="on_read"`) are only allowed if `var` is
+                such a variable.
             kwargs: A dict of keyword arguments, or None; likewise.
-            group: Whether to join what `fn` returned.
+            group: True to join the outputs of `fn`.
 
         Returns:
             With `group=True` the structure that `fn` returned, with a `Mirrored`
-            value in the place of each tensor, or with one replica as it is. With
-            `group=False` a tuple of what it returned for each local replica.
+            value in place of each tensor, or with one replica unchanged. With
+            `group=False` a tuple with the output for each local replica.
 
         Raises:
-            TypeError: If `var` is not a variable, or `fn` cannot be called.
-            ValueError: If `var` was made outside the scope, an argument would make the
-                components of a mirrored variable differ, or is of another strategy,
-                with another number of components.
+            TypeError: If `var` is not a variable, or `fn` is not callable.
+            ValueError: If `var` was created outside the scope, or an argument would
+                make the components of a mirrored variable differ or belongs to a
+                strategy with another number of replicas.
             RuntimeError: Inside another strategy's scope.
 
         Example:
@@ -359,10 +339,10 @@ class StrategyExtended(ReductionMethods):
             var
         ):
             raise ValueError(
-                "Argument `var` of `update` must be a variable that was made in the "
-                f"scope of {self._strategy!r}: one that was made outside the scope "
-                "has no components. Make it inside `with strategy.scope():`, or use "
-                f"its `assign`. Received: var={var.path!r}"
+                "Argument `var` of `update` must be a variable that was created in the "
+                f"scope of {self._strategy!r}: one created outside the scope has no "
+                "components. Create it inside `with strategy.scope():`, or use its "
+                f"`assign`. Received: var={var.path!r}"
             )
         args, kwargs = tuple(args), dict(kwargs or {})
         replica = context.current_replica()
@@ -376,8 +356,8 @@ class StrategyExtended(ReductionMethods):
             )
         context.require_cross_replica(self._strategy, "update")
         with self._strategy.scope():
-            own_args, own_kwargs = self._arguments_of_update(var, args, kwargs)
-            result = self.group.update(var, fn, own_args, own_kwargs)
+            fn_args, fn_kwargs = self._update_arguments(var, args, kwargs)
+            result = self.group.update(var, fn, fn_args, fn_kwargs)
             if group:
                 return result
             replicas = len(self.worker_devices)
@@ -386,24 +366,23 @@ class StrategyExtended(ReductionMethods):
                 for replica in range(replicas)
             )
 
-    def _arguments_of_update(
-        self, var: keras.Variable, args: tuple, kwargs: dict
-    ) -> Any:
-        """The arguments, with variables of this strategy alone."""
+    def _update_arguments(self, var: keras.Variable, args: tuple, kwargs: dict) -> Any:
+        """Return the arguments with values in place of other strategies' variables."""
 
         def argument(leaf):
-            own = isinstance(leaf, keras.Variable) and (
+            is_variable = isinstance(leaf, keras.Variable)
+            is_local = is_variable and (
                 ownership.strategy_of_variable(leaf) is self._strategy
             )
             value = leaf
             if isinstance(leaf, VariableComponent):
                 value = leaf.value
-            elif isinstance(leaf, keras.Variable) and not own:
+            elif is_variable and not is_local:
                 value = ownership.cross_replica_value(self._strategy, "update", leaf)
-            differs = isinstance(value, DistributedValues) and (
-                not isinstance(value, Mirrored)
+            may_differ = (is_local and is_sync_on_read(leaf)) or (
+                isinstance(value, DistributedValues) and not isinstance(value, Mirrored)
             )
-            if (differs or own and is_sync_on_read(leaf)) and not is_sync_on_read(var):
+            if may_differ and not is_sync_on_read(var):
                 raise _would_differ(var, leaf)
             if isinstance(value, DistributedValues):
                 ownership.check_component_count(self.topology, "update", value)
@@ -415,20 +394,20 @@ class StrategyExtended(ReductionMethods):
     def colocate_vars_with(
         self, colocate_with_variable: keras.Variable
     ) -> Iterator[None]:
-        """Puts new variables on the devices of another one.
+        """Place new variables on the devices of another one.
 
-        All variables of a strategy are on the same devices, so there is nothing to
-        do but to check the variable.
+        All variables of a strategy are on the same devices, so this only checks the
+        variable.
 
         Args:
-            colocate_with_variable: A variable that was made in the scope.
+            colocate_with_variable: A variable that was created in the scope.
 
         Returns:
             A context manager.
 
         Raises:
             TypeError: If it is not a variable.
-            ValueError: If it was made outside the scope.
+            ValueError: If it was created outside the scope.
             RuntimeError: Outside the scope.
 
         Example:
@@ -446,28 +425,28 @@ class StrategyExtended(ReductionMethods):
         """
         if context.get_strategy() is not self._strategy:
             raise RuntimeError(
-                "`colocate_vars_with` is for variables that are made inside `with "
-                f"strategy.scope():`. The strategy in charge is "
+                "`colocate_vars_with` is for variables that are created inside `with "
+                f"strategy.scope():`. The current strategy is "
                 f"{context.get_strategy()!r}, not {self._strategy!r}."
             )
         if not self.variable_created_in_scope(colocate_with_variable):
             raise ValueError(
-                "Argument `colocate_with_variable` must be a variable that was made "
-                f"in the scope of {self._strategy!r}. Received: "
+                "Argument `colocate_with_variable` must be a variable that was "
+                f"created in the scope of {self._strategy!r}. Received: "
                 f"colocate_with_variable={colocate_with_variable.path!r}"
             )
         yield
 
     def value_container(self, value: Any) -> Any:
-        """Returns the variable that a component belongs to.
+        """Return the variable that a component belongs to.
 
         Args:
-            value: What `experimental_local_results(variable)` gave, or what the
-                function given to `update` gets.
+            value: A component from `experimental_local_results(variable)`, or one that
+                `update` passes to its function.
 
         Returns:
-            The variable. A value that is no component, or whose variable is gone,
-            comes back as it is.
+            The variable. A value that is not a component, or whose variable no longer
+            exists, is returned unchanged.
 
         Example:
 
@@ -487,16 +466,12 @@ class StrategyExtended(ReductionMethods):
         return self._containers.get(value, value)
 
     def local_components(self, variable: keras.Variable) -> tuple[Any, ...]:
-        """What each local replica holds of a variable.
+        """Return a variable's component on each local replica.
 
-        Args:
-            variable: The variable.
-
-        Returns:
-            One tensor for each local replica; of a variable of no strategy its value.
+        A variable without a strategy has one component, its value.
 
         Raises:
-            ValueError: If it is of another strategy, with another number of replicas.
+            ValueError: If it belongs to a strategy with another number of replicas.
         """
         parts = ownership.per_replica_values(
             self._strategy, "experimental_local_results", variable
@@ -507,7 +482,7 @@ class StrategyExtended(ReductionMethods):
 
 
 def check_variable(argument: str, value: Any) -> None:
-    """Raises `TypeError` unless an argument is a `keras.Variable`."""
+    """Raise `TypeError` unless an argument is a `keras.Variable`."""
     if not isinstance(value, keras.Variable):
         raise TypeError(
             f"Argument `{argument}` must be a `keras.Variable`. "
@@ -517,8 +492,8 @@ def check_variable(argument: str, value: Any) -> None:
 
 def _would_differ(var: keras.Variable, value: Any) -> ValueError:
     return ValueError(
-        f"`update` of the mirrored variable '{var.path}' takes values that are the "
-        "same for all replicas; one that may differ would make its components differ. "
-        "Combine it first: strategy.extended.reduce_to('sum', value, "
-        f"destinations=var). Received: {value!r}"
+        f"`update` of the mirrored variable '{var.path}' needs values that are equal "
+        "on all replicas; one that may differ would make its components differ. Reduce "
+        "it first: strategy.extended.reduce_to('sum', value, destinations=var). "
+        f"Received: {value!r}"
     )

@@ -1,11 +1,4 @@
-"""What a model's variables take on each device.
-
-Which device holds what: for people who look, in a terminal or a notebook.
-
-Where the time of a step goes, and what travels: why it is not N times faster.
-
-What a strategy tells of itself: where its replicas are, and what a model takes.
-"""
+"""Reports: device placement, memory use, and the profile of a training step."""
 
 import math
 import time
@@ -24,7 +17,6 @@ from keras_strategy.core import context
 from keras_strategy.core.registry import get_engine
 from keras_strategy.keras_patches.variables_optimizers import byte_count, variables_of
 from keras_strategy.training import ownership
-from keras_strategy.training.ownership import strategy_of_model
 from keras_strategy.training.sharding import is_sharded, shard_spec_of
 from keras_strategy.values import DistributedValues
 
@@ -37,16 +29,16 @@ class MemoryReport:
     """Bytes of a model's variables on the devices of this worker.
 
     Attributes:
-        devices: The devices' names, for all that follows.
-        parameters: The weights that are trained.
+        devices: The devices' names, in the order of all other fields.
+        parameters: The trainable weights.
         others: The model's other variables, such as moving statistics and seeds.
-        slots: What its optimizers keep.
-        shard: What the strategy splits.
-        whole: Paths of the variables that are to be split and stay whole, since the
-            number of replicas has no factor that divides one of their dimensions.
-            Scalars are not listed.
-        partly: Paths of those that are split into fewer parts than there are replicas,
-            with the number of parts.
+        slots: The optimizers' variables.
+        shard: The strategy's `shard` option.
+        whole: Paths of the variables that should be sharded but cannot, since no
+            factor of the number of replicas divides one of their dimensions. Scalars
+            are not listed.
+        partly: Paths of those with fewer shards than replicas, with the number of
+            shards.
     """
 
     devices: tuple[str, ...]
@@ -73,17 +65,17 @@ class MemoryReport:
         if self.whole:
             lines.append(f"Whole on every device: {', '.join(self.whole)}")
         if self.partly:
-            some = (f"{path} ({parts})" for path, parts in self.partly.items())
-            lines.append(f"In fewer parts than devices: {', '.join(some)}")
+            partly = (f"{path} ({shards})" for path, shards in self.partly.items())
+            lines.append(f"In fewer parts than devices: {', '.join(partly)}")
         return "\n".join(lines)
 
 
-def report(strategy: "Strategy", model: keras.Model) -> MemoryReport:
-    """See `Strategy.memory_report`."""
-    owner = strategy_of_model(model)
+def _memory_report(strategy: "Strategy", model: keras.Model) -> MemoryReport:
+    """Implement `Strategy.memory_report`."""
+    owner = ownership.strategy_of_model(model)
     if owner is not strategy:
         raise ValueError(
-            "`memory_report` tells of a model that was made in the strategy's scope. "
+            "`memory_report` needs a model that was created in the strategy's scope. "
             f"Received: the model '{model.name}' of {owner!r}"
         )
     extended = strategy.extended
@@ -94,44 +86,43 @@ def report(strategy: "Strategy", model: keras.Model) -> MemoryReport:
         kinds["parameters" if id(variable) in trained else kind].append(variable)
 
     def on_each_device(variables: Iterable[Any]) -> tuple[int, ...]:
-        held = [extended.group.local_bytes(variable) for variable in variables]
-        nothing = (0,) * len(extended.worker_devices)
-        return tuple(map(sum, zip(nothing, *held, strict=True)))
+        sizes = [extended.group.local_bytes(variable) for variable in variables]
+        no_bytes = (0,) * len(extended.worker_devices)
+        return tuple(map(sum, zip(no_bytes, *sizes, strict=True)))
 
-    split = {"optimizer": ("slots",), "parameters": ("slots", "parameters")}
-    alone = strategy.num_replicas_in_sync == 1  # with nobody to share with
-    to_split = () if alone else split.get(strategy.shard or "", ())
-    shared = [variable for kind in to_split for variable in kinds[kind]]
-    splits = {variable.path: shard_spec_of(variable) for variable in shared}
+    sharded_kinds = {"optimizer": ("slots",), "parameters": ("slots", "parameters")}
+    single = strategy.num_replicas_in_sync == 1
+    to_shard = () if single else sharded_kinds.get(strategy.shard or "", ())
+    shardable = [variable for kind in to_shard for variable in kinds[kind]]
+    specs = {variable.path: shard_spec_of(variable) for variable in shardable}
     return MemoryReport(
         extended.worker_devices,
         **{kind: on_each_device(variables) for kind, variables in kinds.items()},
         shard=strategy.shard,
         whole=tuple(
             variable.path
-            for variable in shared
+            for variable in shardable
             if len(variable.shape) and not is_sharded(variable)
         ),
         partly={
-            path: split.num_shards
-            for path, split in splits.items()
-            if split is not None and split.num_shards < split.replicas
+            path: spec.num_shards
+            for path, spec in specs.items()
+            if spec is not None and spec.num_shards < spec.replicas
         },
     )
 
 
-_THIS_PROCESS = "this process"
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What each replica of this worker holds; what `visualize` returns.
+    """Values of each replica of this worker, as returned by `visualize`.
 
-    It shows itself as a table: printed, by `rich`, and in a notebook.
+    It displays as a table when printed, by `rich`, and in a notebook.
 
     Args:
-        title: What was looked at.
+        title: The table's title.
         columns: The names of the columns.
         rows: One for each replica of this worker, with a text for each column.
     """
@@ -146,7 +137,7 @@ class Placement:
             table.add_column(escape(column), overflow="fold")
         for row in self.rows:
             table.add_row(*map(escape, row))
-        # A table's own title is no wider than the table.
+        # A title in the table would wrap at the table's width.
         return Group(escape(self.title), table)
 
     def __repr__(self) -> str:
@@ -168,10 +159,10 @@ class Placement:
 
 
 def visualize(value: Any) -> Placement:
-    """Shows which device holds what of a value, a variable, a model or a strategy.
+    """Show which device holds which part of a value, variable, model or strategy.
 
     Args:
-        value: What `strategy.run` returned or a distributed dataset gave, or any
+        value: The output of `strategy.run`, an element of a distributed dataset, or any
             structure of such values; a variable; a model; or a strategy.
 
     Returns:
@@ -189,29 +180,29 @@ def visualize(value: Any) -> Placement:
     print(ks.visualize(model))  # each device holds 4 floats, 16 B
     ```
     """
-    if hasattr(value, "experimental_local_results"):
-        return _of_strategy(value)
+    if isinstance(value, Reports):
+        return _placement_of_strategy(value)
     if isinstance(value, keras.Model):
-        return _of_model(value)
+        return _placement_of_model(value)
     if isinstance(value, keras.Variable):
         strategy = ownership.strategy_of_variable(value)
         components = _components(strategy, value)
         title = f"variable {value.path!r}, aggregation {value.aggregation!r}"
-        return _of_components(title, strategy, components)
-    return _of_value(value)
+        return _placement_of_components(title, strategy, components)
+    return _placement_of_value(value)
 
 
-def _of_strategy(strategy: Any) -> Placement:
+def _placement_of_strategy(strategy: Any) -> Placement:
     replicas = strategy.num_replicas_in_sync
     title = (
         f"{type(strategy).__name__} on {keras.backend.backend()}: {replicas} "
         f"{'replica' if replicas == 1 else 'replicas'} in all"
     )
-    rows = tuple((str(number), device) for number, device in _replicas(strategy))
+    rows = tuple((str(replica), device) for replica, device in _replicas(strategy))
     return Placement(title, ("replica", "device"), rows)
 
 
-def _of_model(model: keras.Model) -> Placement:
+def _placement_of_model(model: keras.Model) -> Placement:
     strategy = ownership.strategy_of_model(model)
     optimizer = getattr(model, "optimizer", None)
     groups = {
@@ -219,30 +210,30 @@ def _of_model(model: keras.Model) -> Placement:
         "not trainable": model.non_trainable_variables,
         "optimizer": optimizer.variables if optimizer is not None else [],
     }
-    held = {
+    components = {
         name: [_components(strategy, variable) for variable in variables]
         for name, variables in groups.items()
     }
     central = getattr(strategy, "parameter_device", None)
     if central is not None:
         title = f"model {model.name!r} of {type(strategy).__name__}, kept on one device"
-        kept = [sum(_bytes(v.value) for v in group) for group in groups.values()]
-        sizes = [_in_units(size) for size in (*kept, sum(kept))]
+        sizes = [sum(_bytes(v.value) for v in group) for group in groups.values()]
+        sizes = [_in_units(size) for size in (*sizes, sum(sizes))]
         return Placement(title, ("device", *groups, "all"), ((central, *sizes),))
     rows = []
-    for place, (number, device) in enumerate(_replicas(strategy)):
-        of_group = [
-            sum(_bytes(components[place]) for components in variables)
-            for variables in held.values()
+    for i, (replica, device) in enumerate(_replicas(strategy)):
+        sizes = [
+            sum(_bytes(by_replica[i]) for by_replica in variables)
+            for variables in components.values()
         ]
-        sizes = (_in_units(size) for size in (*of_group, sum(of_group)))
-        rows.append((str(number), device, *sizes))
-    whose = type(strategy).__name__ if strategy is not None else "no strategy"
+        sizes = [_in_units(size) for size in (*sizes, sum(sizes))]
+        rows.append((str(replica), device, *sizes))
+    owner = type(strategy).__name__ if strategy is not None else "no strategy"
     columns = ("replica", "device", *groups, "all")
-    return Placement(f"model {model.name!r} of {whose}", columns, tuple(rows))
+    return Placement(f"model {model.name!r} of {owner}", columns, tuple(rows))
 
 
-def _of_value(value: Any) -> Placement:
+def _placement_of_value(value: Any) -> Placement:
     leaves = tree.flatten(value)
     counts = {
         len(leaf.values) for leaf in leaves if isinstance(leaf, DistributedValues)
@@ -253,30 +244,30 @@ def _of_value(value: Any) -> Placement:
             f"of components: {sorted(counts)}"
         )
     count = counts.pop() if counts else 1
-    # A value does not say whose it is: the strategy in charge is asked for its devices.
+    # A value does not record its strategy: assume the current one.
     strategy = context.get_strategy() if context.has_strategy() else None
     if strategy is not None and len(strategy.extended.topology.devices) != count:
         strategy = None
     if len(leaves) == 1:
         (leaf,) = leaves
         parts = leaf.values if isinstance(leaf, DistributedValues) else [leaf]
-        return _of_components(type(leaf).__name__, strategy, parts)
+        return _placement_of_components(type(leaf).__name__, strategy, parts)
     rows = []
-    for place, (number, device) in enumerate(_replicas(strategy, count)):
+    for i, (replica, device) in enumerate(_replicas(strategy, count)):
         parts = [
-            leaf.values[place] if isinstance(leaf, DistributedValues) else leaf
+            leaf.values[i] if isinstance(leaf, DistributedValues) else leaf
             for leaf in leaves
         ]
         size = _in_units(sum(map(_bytes, parts)))
-        rows.append((str(number), device, str(len(parts)), size))
+        rows.append((str(replica), device, str(len(parts)), size))
     columns = ("replica", "device", "values", "bytes")
     return Placement(f"{len(leaves)} values", columns, tuple(rows))
 
 
-def _of_components(title: str, strategy: Any, components: Any) -> Placement:
+def _placement_of_components(title: str, strategy: Any, components: Any) -> Placement:
     rows = [
-        (str(number), device, _shape(part), _dtype(part), _in_units(_bytes(part)))
-        for (number, device), part in zip(
+        (str(replica), device, _shape(part), _dtype(part), _in_units(_bytes(part)))
+        for (replica, device), part in zip(
             _replicas(strategy, len(components)), components, strict=True
         )
     ]
@@ -285,11 +276,11 @@ def _of_components(title: str, strategy: Any, components: Any) -> Placement:
 
 
 def _components(strategy: Any, variable: keras.Variable) -> tuple[Any, ...]:
-    """What each replica holds of a variable, by whoever made it."""
-    own = ownership.strategy_of_variable(variable)
-    if own is not None:
-        return own.experimental_local_results(variable)
-    # Made outside of every scope: one value, which all replicas of a strategy read.
+    """Return a variable's component for each local replica, whoever created it."""
+    owner = ownership.strategy_of_variable(variable)
+    if owner is not None:
+        return owner.experimental_local_results(variable)
+    # Created outside every scope: one value, which all replicas of a strategy read.
     copies = (
         len(strategy.extended.topology.local_replicas) if strategy is not None else 1
     )
@@ -297,9 +288,9 @@ def _components(strategy: Any, variable: keras.Variable) -> tuple[Any, ...]:
 
 
 def _replicas(strategy: Any, count: int = 1) -> Iterator[tuple[int, str]]:
-    """The number and the device of each replica of this worker."""
+    """Return the index and the device of each local replica."""
     if strategy is None:
-        devices = (_THIS_PROCESS,) if count == 1 else ("not known",) * count
+        devices = ("this process",) if count == 1 else ("unknown",) * count
         return enumerate(devices)
     extended = strategy.extended
     return zip(extended.topology.local_replicas, extended.topology.devices, strict=True)
@@ -335,30 +326,29 @@ def _html(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-# Steps of the shorter of two calls, of which the difference is taken: what a call costs
-# once is not in a step.
+# Steps of the shorter of two calls. Their difference excludes the fixed cost of a call.
 _SHORT = 3
 
 
 @dataclass(frozen=True)
 class StepProfile:
-    """What a step of training does; what `profile` returns. Printed, it is a table.
+    """Profile of a training step, as returned by `profile`. Prints as a table.
 
     Attributes:
-        title: What was looked at.
-        seconds: How long a step took, without a profiler.
-        calling_thread: The share of that in which the calling thread was at work: with
-            Python, and with what the engine computes in it.
-        collectives: Collectives of a step.
-        bytes: What one replica gives to them in a step.
-        gradient_bytes: The bytes of one copy of the model's gradients; None for a
+        title: What was profiled.
+        seconds: Time of a step, measured without a profiler.
+        calling_thread: Fraction of it in which the calling thread was busy, with
+            Python or with the backend's computation in this thread.
+        collectives: Collectives in a step.
+        bytes: Bytes that one replica contributes to them in a step.
+        gradient_bytes: Bytes of one copy of the model's gradients; None for a
             function.
-        compilations: Programs that a step compiled again; 0 is what it should be.
+        compilations: Programs that a step compiled again; should be 0.
         copies: Copies between host and devices, and between devices, in a step.
-        computing: The share of the time in which a device computed. None where the
-            engine has no profiler that says it.
-        collecting: The share in which it was in collectives and did not compute, with
-            waiting for the other replicas. None in the same case.
+        computing: Fraction of the time in which a device computed. None if the
+            backend has no profiler that reports it.
+        collecting: Fraction in which it was in collectives without computing,
+            including the wait for other replicas. None in the same case.
     """
 
     title: str
@@ -377,19 +367,19 @@ class StepProfile:
         if self.gradient_bytes is not None:
             sent += f" (its gradients are {self.gradient_bytes:,})"
         rows = [
-            ("a step", f"{1000 * self.seconds:.2f} ms"),
+            ("step time", f"{1000 * self.seconds:.2f} ms"),
             ("calling thread", f"{_percent(self.calling_thread)} at work"),
             ("collectives", sent),
             ("compiled again", f"{self.compilations:g} programs"),
             ("copies", f"{self.copies:g}"),
         ]
         if self.computing is None or self.collecting is None:
-            rows.append(("shares", "this engine's profiler does not say them"))
+            rows.append(("shares", "not reported by this backend's profiler"))
         else:
             neither = max(0.0, 1 - self.computing - self.collecting)
             rows += [
                 ("computing", f"{_percent(self.computing)} of the time"),
-                ("in collectives", f"{_percent(self.collecting)}, with waiting"),
+                ("in collectives", f"{_percent(self.collecting)}, including waits"),
                 ("neither", f"{_percent(neither)}: Python, input, other threads"),
             ]
         return "\n".join([self.title, *(f"  {name:16}{what}" for name, what in rows)])
@@ -406,25 +396,25 @@ def profile(
     batch_size: int = 32,
     steps: int = 20,
 ) -> StepProfile:
-    """Counts and times what a step of training does.
+    """Count and time what a training step does.
 
-    It trains: of a model it calls `fit` on rows of `x` and `y`, a function it calls as
-    it is, 40 times and more. Several workers call it together. Counts are what the
-    engine was told to do, times those of this worker's first device.
+    This trains: it calls `fit` of a model on rows of `x` and `y`, or the function, 40
+    times and more. Several workers must call it together. Counts are what the backend
+    was asked to do; times are those of this worker's first device.
 
     Args:
         model_or_fn: A compiled model, or a function without arguments that does one
             step, such as `lambda: strategy.run(step, args=batch)`.
-        x: Arrays of the model's inputs; for a model alone.
-        y: Arrays of its targets; for a model alone.
-        batch_size: Rows of a global batch; for a model alone.
-        steps: How many steps are looked at.
+        x: Arrays of the model's inputs; only for a model.
+        y: Arrays of its targets; only for a model.
+        batch_size: Rows of a global batch; only for a model.
+        steps: The number of steps to profile.
 
     Returns:
         A `StepProfile`, which prints as a table.
 
     Raises:
-        TypeError: If data comes with a function, or a model without.
+        TypeError: If data is passed with a function, or a model without data.
         ValueError: If a number is not positive.
 
     Example:
@@ -467,7 +457,7 @@ def profile(
         replicas = strategy.num_replicas_in_sync
         title += f" on {replicas} {'replica' if replicas == 1 else 'replicas'}"
 
-    train(_SHORT)  # it builds, and compiles
+    train(_SHORT)  # builds and compiles
     train(_SHORT + steps)
     begin, at_work = time.perf_counter(), time.thread_time()
     train(steps)
@@ -499,8 +489,8 @@ def _fit(model: Any, x: Any, y: Any, batch_size: int) -> Callable[[int], None]:
             array = np.asarray(array)
             return array[np.arange(steps * batch_size) % len(array)]
 
-        some = tree.map_structure(rows, (x, y) if y is not None else (x,))
-        model.fit(*some, batch_size=batch_size, verbose=0)
+        arrays = tree.map_structure(rows, (x, y) if y is not None else (x,))
+        model.fit(*arrays, batch_size=batch_size, verbose=0)
 
     return train
 
@@ -510,7 +500,7 @@ def _calls(fn: Callable[[], Any]) -> Callable[[int], None]:
         result = None
         for _ in range(steps):
             result = fn()
-        # It is not done before somebody has read it.
+        # Reading the result waits for the computation.
         for leaf in tree.flatten(result):
             parts = leaf.values if isinstance(leaf, DistributedValues) else [leaf]
             for part in parts:
@@ -521,10 +511,10 @@ def _calls(fn: Callable[[], Any]) -> Callable[[int], None]:
 
 
 class Reports:
-    """The methods that report, for `Strategy` to inherit."""
+    """Methods of `Strategy` that report on it."""
 
     def summary(self: "Strategy") -> None:
-        """Prints the replicas of this worker, and their devices.
+        """Print the replicas of this worker and their devices.
 
         Example:
 
@@ -537,17 +527,17 @@ class Reports:
         print(visualize(self))
 
     def memory_report(self: "Strategy", model: keras.Model) -> MemoryReport:
-        """Tells what a model's variables take on each device of this worker.
+        """Return the bytes of a model's variables on each device of this worker.
 
         Args:
-            model: A model that was made in the scope. What its optimizer keeps counts
-                when it has been made, which `fit` or `optimizer.build` does.
+            model: A model that was created in the scope. Its optimizer's slots count
+                once they exist, after `fit` or `optimizer.build`.
 
         Returns:
-            The bytes, to be printed or read.
+            A `MemoryReport`, which prints as a table.
 
         Raises:
-            ValueError: If the model is not this strategy's.
+            ValueError: If the model belongs to another strategy.
 
         Example:
 
@@ -564,4 +554,4 @@ class Reports:
         assert report.parameters[0] == 16
         ```
         """
-        return report(self, model)
+        return _memory_report(self, model)

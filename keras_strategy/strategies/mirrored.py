@@ -1,9 +1,4 @@
-"""The strategy that is in charge outside every scope.
-
-One device, with the interface of many.
-
-Several devices of one machine, a replica on each.
-"""
+"""Strategies for the devices of one process, and the default strategy."""
 
 import contextlib
 import functools
@@ -27,7 +22,7 @@ from keras_strategy.training.ownership import strategy_of_variable
 
 
 class DefaultStrategy(Strategy):
-    """What is in charge outside every scope: one replica, where Keras puts it."""
+    """The strategy outside every scope: one replica, where Keras places it."""
 
     def __init__(self):
         super().__init__(DefaultExtended(self))
@@ -37,38 +32,38 @@ class DefaultStrategy(Strategy):
 
 
 class DefaultExtended(StrategyExtended):
-    """Installs no hooks and asks for no device, so that a process may just look."""
+    """Extended part without patches or devices, so that looking costs nothing."""
 
     def __init__(self, container_strategy: Strategy):
         self._strategy = container_strategy
         self.cluster = None
         self.custom_reducer = None
-        self._devices = ("",)  # which one is asked for when somebody wants to know
+        self._devices = ("",)  # resolved by `worker_devices` on demand
         self.topology = ReplicaTopology(self._devices)
         self._containers = ComponentOwners()
         self.group = DefaultGroup(container_strategy, ())
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """The device that the backend takes by itself."""
+        """The backend's default device."""
         return (get_engine().list_devices()[0],)
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """The same."""
+        """The backend's default device."""
         return self.worker_devices
 
     def variable_created_in_scope(self, v: keras.Variable) -> bool:
-        """Whether a variable was made outside of every scope."""
+        """Return True if a variable was created outside every scope."""
         check_variable("v", v)
         return strategy_of_variable(v) is None
 
 
 class DefaultGroup(SingleReplicaGroup):
-    """Leaves the choice of the device to Keras."""
+    """Replica group that leaves the device to Keras."""
 
     def scope(self):
-        """Changes nothing."""
+        """Return a context manager that does nothing."""
         return contextlib.nullcontext()
 
 
@@ -76,16 +71,16 @@ context.register_default_strategy(DefaultStrategy)
 
 
 class OneDeviceStrategy(Strategy):
-    """Puts variables and computation on one device, and changes nothing else.
+    """Strategy that places variables and computation on one device.
 
-    It is what a program that is written for strategies runs on while it is
-    developed. `run` returns what the function returned.
+    Use it to develop a program for strategies. `run` returns what the function
+    returned.
 
     Args:
         device: A device's name, such as `"cpu:0"` or `"/gpu:1"`.
 
     Raises:
-        ValueError: If there is no such device.
+        ValueError: If the device does not exist.
 
     Example:
 
@@ -109,34 +104,33 @@ class OneDeviceStrategy(Strategy):
 class MirroredStrategy(Strategy):
     """Synchronous training on several devices of one machine.
 
-    Every device holds a copy of the variables and computes on its rows of each
-    batch; the gradients are summed before the optimizer changes the copies, all
-    in the same way. A batch is the global batch, whatever the number of devices.
+    Every device has a copy of the variables and computes on its rows of each batch. The
+    gradients are summed before the optimizer changes all copies in the same way. A
+    batch is the global batch, whatever the number of devices.
 
     Args:
         devices: A list of device names, such as `["gpu:0", "gpu:1"]`; None for
-            all local accelerators, or all (logical) CPUs where there is none.
-        cross_device_ops: How gradients, `all_reduce` and `reduce` add up: None for
-            the engine's way, one of tf.distribute's, such as
-            `ReductionToOneDevice()`, which are TensorFlow's to follow, or a
-            `CrossDeviceOps` of your own, which is called on every backend.
-        batch_statistics: `"global"` has every `keras.layers.BatchNormalization` of
+            all local accelerators, or all (logical) CPUs if there are none.
+        cross_device_ops: How gradients, `all_reduce` and `reduce` are combined: None
+            for the backend's way; one of tf.distribute's, such as
+            `ReductionToOneDevice()`, which only TensorFlow follows; or your own
+            `CrossDeviceOps`, which is called on every backend.
+        batch_statistics: `"global"` makes every `keras.layers.BatchNormalization` of
             models in this scope train with the statistics of the global batch, as on
-            one device, for one collective of each layer in each pass. None leaves
-            them to the backend: each replica's rows on torch and TensorFlow, the
-            global batch in `fit` on JAX.
-        shard: What is split over the devices, for models that fill a device's memory:
-            `"optimizer"` for what the optimizer keeps of each weight, `"parameters"`
-            for the trained weights as well. None has a copy of everything on each
-            device. The weights that training ends with are the same.
+            one device, at the cost of one collective per layer and pass. None leaves
+            them to the backend: the local batch on torch and TensorFlow, the global
+            batch in `fit` on JAX.
+        shard: What is sharded over the devices, for models that fill a device's
+            memory: `"optimizer"` for the optimizer's slots, `"parameters"` for the
+            trainable weights as well. None keeps a copy of everything on each device.
+            The trained weights are the same.
 
     Raises:
-        TypeError: If `cross_device_ops` is no `CrossDeviceOps` of this package.
-        ValueError: If `devices` is empty, or holds a device that is not there,
-            one twice, or several kinds; or if `batch_statistics` or `shard` is none
-            of those.
-        UnsupportedBackendError: If the Keras backend in use cannot train, or cannot
-            split that.
+        TypeError: If `cross_device_ops` is not a `CrossDeviceOps` of this package.
+        ValueError: If `devices` is empty, contains a device that does not exist, one
+            twice, or several types; or if `batch_statistics` or `shard` is invalid.
+        UnsupportedBackendError: If the Keras backend in use cannot train, or does not
+            support the value of `shard`.
 
     Example:
 
@@ -167,7 +161,7 @@ class MirroredStrategy(Strategy):
         self._shard = check_shard(shard, get_engine())
         available = get_engine().list_devices()
         if devices is not None and not isinstance(devices, str):
-            # Beside accelerators, the CPUs may be asked for by name.
+            # CPUs can be named even if there are accelerators.
             devices = list(devices)
             available = [*available, *get_engine().list_devices("cpu")]
             available = list(dict.fromkeys(available))

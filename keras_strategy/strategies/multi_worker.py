@@ -1,7 +1,4 @@
-"""How the workers of a strategy meet, and what must be the same on all of them.
-
-The devices of several processes, which may be on several machines.
-"""
+"""Strategy for the devices of several processes, on one or more machines."""
 
 import functools
 import sys
@@ -25,15 +22,7 @@ from keras_strategy.strategies.extended import StrategyExtended
 
 
 def connect_workers(resolver: Any, options: CommunicationOptions) -> Cluster | None:
-    """Meets the other workers, and has the engines find each other; once.
-
-    Args:
-        resolver: See `join`.
-        options: See `join`.
-
-    Returns:
-        The workers; None where this process trains alone.
-    """
+    """Connect to the other workers; return None if this process is alone."""
     workers = join_cluster(resolver, options)
     if workers is not None:
         get_engine().connect(workers)
@@ -46,36 +35,36 @@ def check_workers_agree(
     devices: Sequence[str],
     chosen: dict[str, Any] | None = None,
 ) -> None:
-    """Makes sure that the workers have what must be the same, and takes the seeds.
+    """Check that the workers agree on settings, and take the chief's seeds.
 
     Args:
-        strategy: The strategy, which knows its arguments by now.
-        workers: The workers.
+        strategy: The strategy, with its arguments set.
+        workers: The cluster to compare with.
         devices: This worker's devices.
-        chosen: What else was chosen, of JSON's values, by what messages call it.
+        chosen: Further settings in JSON types, by their name in messages.
 
     Raises:
-        RuntimeError: If something is not the same on all workers.
+        RuntimeError: If a setting differs.
     """
-    own = {
+    settings = {
         "Keras backend": keras.backend.backend(),
         "Keras version": keras.__version__,
         f"{keras.backend.backend()} version": _version(keras.backend.backend()),
         "keras_strategy version": _version("keras_strategy"),
         "number of local devices": len(devices),
-        "kind of device": devices[0].split(":")[0],
+        "device type": devices[0].split(":")[0],
         "`batch_statistics`": strategy.batch_statistics,
         "`shard`": strategy.shard,
         **(chosen or {}),
         "`bytes_per_pack`": workers.options.bytes_per_pack,
     }
-    all_of_them = workers.exchange(f"{type(strategy).__name__}()", own)
-    for what, value in own.items():
-        told = [other.get(what) for other in all_of_them]
-        if any(other != value for other in told):
+    received = workers.exchange(f"{type(strategy).__name__}()", settings)
+    for what, value in settings.items():
+        values = [other.get(what) for other in received]
+        if any(other != value for other in values):
             raise RuntimeError(
                 f"All workers must have the same {what}. Received: "
-                f"{workers.format_by_worker(told)}."
+                f"{workers.format_by_worker(values)}."
             )
     random.sync_with_chief(workers)
 
@@ -87,30 +76,31 @@ def _version(package: str) -> str:
 class MultiWorkerMirroredStrategy(Strategy):
     """Synchronous training of several processes, each with its own devices.
 
-    All workers run the same program. Every device of every worker holds a copy of the
+    All workers run the same program. Every device of every worker has a copy of the
     variables and computes on its rows of each batch, as with `MirroredStrategy`; the
-    initial values are the chief's. A batch is the global batch: every worker gives
+    initial values are the chief's. A batch is the global batch: every worker passes
     the same one to `fit`, and computes on its own rows of it.
 
-    Make it before any other use of devices. A worker that fails ends all others with
+    Create it before any other use of devices. A worker that fails ends all others with
     a message that names it, see `CommunicationOptions`.
 
     Args:
-        cluster_resolver: A `ClusterResolver` that tells who the workers are. None
-            takes what the environment tells (TF_CONFIG, torchrun, MPI, Slurm and so
-            on); without any there is one worker, and this is `MirroredStrategy`.
+        cluster_resolver: A `ClusterResolver` for the workers' addresses. None uses the
+            environment (TF_CONFIG, torchrun, MPI, Slurm and so on); without any, there
+            is one worker, and this equals `MirroredStrategy`.
         communication_options: A `CommunicationOptions`, or None.
         batch_statistics: See `MirroredStrategy`. The same on all workers.
-        shard: See `MirroredStrategy`. The same on all workers, whose devices share
-            what is split.
+        shard: See `MirroredStrategy`. The same on all workers; shards are distributed
+            over all devices of all workers.
 
     Raises:
-        TypeError: If an argument is of another type.
-        ValueError: If the cluster cannot be trained on, or this process is none of
-            its workers; or if `batch_statistics` or `shard` is none of those.
-        UnsupportedBackendError: If the Keras backend in use cannot split that.
-        RuntimeError: In a notebook, where there are several workers; or if the
-            workers differ in what must be the same.
+        TypeError: If an argument has another type.
+        ValueError: If the cluster cannot train, or does not contain this process; or
+            if `batch_statistics` or `shard` is invalid.
+        UnsupportedBackendError: If the Keras backend in use does not support the value
+            of `shard`.
+        RuntimeError: In a notebook, with several workers; or if settings that must be
+            equal differ between workers.
 
     Example:
 
@@ -152,13 +142,13 @@ class MultiWorkerMirroredStrategy(Strategy):
         workers = connect_workers(cluster_resolver, options)
         devices = tuple(backend.list_devices())
         if workers is not None:
-            devices = _own_devices(devices, workers)
+            devices = _local_devices(devices, workers)
             check_workers_agree(self, workers, devices)
         super().__init__(StrategyExtended(self, devices, cluster=workers))
 
     @property
     def cluster_resolver(self) -> Any:
-        """What told who the workers are, or None."""
+        """The resolver of the workers, or None."""
         return self._cluster_resolver
 
     def __reduce__(self):
@@ -168,10 +158,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         return make, (self._cluster_resolver,)
 
 
-def _own_devices(devices: tuple[str, ...], workers: Cluster) -> tuple[str, ...]:
-    """The devices of this worker, where workers share a machine's GPUs.
+def _local_devices(devices: tuple[str, ...], workers: Cluster) -> tuple[str, ...]:
+    """Return this worker's share of a machine's GPUs.
 
-    torch shows all of them to every process, and one each is what launchers intend.
+    torch shows every process all GPUs; launchers intend one for each process.
     """
     host = workers.addresses[workers.rank].rpartition(":")[0]
     neighbours = [

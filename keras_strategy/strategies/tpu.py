@@ -1,7 +1,4 @@
-"""The TPU that a resolver names: its topology, and its hosts' devices.
-
-The cores of a TPU, of which several may be the logical devices of one replica.
-"""
+"""Strategy for the cores of a TPU, several of which may form one replica."""
 
 import functools
 import logging
@@ -33,12 +30,11 @@ from keras_strategy.training.sharding import VariableLayouts
 
 @dataclass(frozen=True)
 class TPUSystem:
-    """A TPU, of which each host has as many cores.
+    """A TPU whose hosts all have the same number of cores.
 
     Attributes:
-        topology: Where its cores are; its tasks are the hosts.
-        device_names: The canonical names that each host has for its cores, in the
-            order of the topology.
+        topology: Coordinates of its cores; its tasks are the hosts.
+        device_names: Canonical names of each host's cores, in topology order.
     """
 
     topology: Topology
@@ -50,34 +46,35 @@ class TPUSystem:
         return self.topology.num_tasks
 
     def device_at(self, coordinates: Sequence[int]) -> tuple[int, str]:
-        """The host of the core at coordinates, and its name there."""
+        """Return the host of the core at `coordinates`, and its name there."""
         ordinal = self.topology.tpu_device_ordinal_at_coordinates(coordinates)
         if ordinal < 0:
             raise ValueError(
-                f"The TPU has no core at {[int(x) for x in coordinates]}, where an "
-                "assignment has one."
+                f"The TPU has no core at {[int(x) for x in coordinates]}, which an "
+                "assignment uses."
             )
         host = self.topology.task_ordinal_at_coordinates(coordinates)
         return int(host), self.device_names[ordinal]
 
 
 def find_tpu_system(resolver: Any) -> tuple[TPUSystem, Cluster | None]:
-    """The TPU of a resolver, or this machine's, and its hosts if it has several.
+    """Return a resolver's TPU, or this machine's, and its hosts if there are several.
 
-    These must all ask for it: they meet, and tell each other where their cores are.
+    All hosts must call it: they connect, and exchange the coordinates of their cores.
 
     Args:
-        resolver: A resolver that brings its own `tpu_system`, as a simulated TPU does;
-            or one of a TPU; or None.
+        resolver: A resolver with a `tpu_system`, as of a simulated TPU; or one for a
+            TPU; or None.
 
     Raises:
-        TypeError: If it is no resolver.
-        ValueError: If there is no TPU here, or its hosts have other numbers of cores.
+        TypeError: If it is not a resolver.
+        ValueError: If there is no TPU here, or its hosts have different numbers of
+            cores.
     """
     if resolver is not None and not hasattr(resolver, "cluster_spec"):
         raise TypeError(
-            "A TPU is found by a `keras_strategy.cluster_resolver.TPUClusterResolver`, "
-            "by what `keras_strategy.testing.simulated_tpu` returns, or by None. "
+            "A TPU needs a `keras_strategy.cluster_resolver.TPUClusterResolver`, the "
+            "result of `keras_strategy.testing.simulated_tpu`, or None. "
             f"Received: {resolver!r} of type {type(resolver).__name__}"
         )
     workers = None
@@ -91,14 +88,14 @@ def find_tpu_system(resolver: Any) -> tuple[TPUSystem, Cluster | None]:
     if not all(of_hosts):
         raise ValueError(
             "There is no TPU on this machine, for the Keras backend "
-            f"'{get_engine().name}'. Run this on a TPU VM, or pass what "
-            "`keras_strategy.testing.simulated_tpu((2, 2, 1, 2))` returns. Received: "
+            f"'{get_engine().name}'. Run this on a TPU VM, or pass "
+            "`keras_strategy.testing.simulated_tpu((2, 2, 1, 2))`. Received: "
             f"{resolver!r}"
         )
     numbers = list(map(len, of_hosts))
     if len(set(numbers)) > 1:
         raise ValueError(
-            "All hosts of a TPU must have as many cores. Received: "
+            "All hosts of a TPU must have the same number of cores. Received: "
             f"{workers.format_by_worker(numbers) if workers else numbers}."
         )
     coordinates = np.array(of_hosts, np.int32)
@@ -110,7 +107,7 @@ def find_tpu_system(resolver: Any) -> tuple[TPUSystem, Cluster | None]:
 
 
 def host_count(resolver: Any) -> int:
-    """The number of hosts that a resolver names."""
+    """Return the number of hosts that a resolver names."""
     spec = resolver.cluster_spec()
     if not spec:
         return 1
@@ -119,20 +116,20 @@ def host_count(resolver: Any) -> int:
 
 
 def initialize_tpu_system(cluster_resolver: Any = None) -> Topology:
-    """Returns the topology of a TPU.
+    """Return the topology of a TPU.
 
-    The engine makes the TPU ready when it is first used; there is nothing to be done.
-    The hosts of a TPU that has several must all call it: they meet.
+    The backend initializes the TPU on first use; this only reads its topology. All
+    hosts of a TPU must call it, since they connect.
 
     Args:
-        cluster_resolver: A `cluster_resolver.TPUClusterResolver`, or what
-            `testing.simulated_tpu` returned; None is this machine's TPU.
+        cluster_resolver: A `cluster_resolver.TPUClusterResolver`, or the result of
+            `testing.simulated_tpu`; None for this machine's TPU.
 
     Returns:
         A `Topology`.
 
     Raises:
-        TypeError: If it is no resolver.
+        TypeError: If it is not a resolver.
         ValueError: If there is no TPU.
 
     Example:
@@ -150,15 +147,15 @@ def initialize_tpu_system(cluster_resolver: Any = None) -> Topology:
 
 
 def shutdown_tpu_system(cluster_resolver: Any = None) -> None:
-    """Looks for the TPU, as `initialize_tpu_system` does, and leaves it as it is.
+    """Check that the TPU exists, and leave it unchanged.
 
-    An engine gives its TPU back when the process ends.
+    A backend releases its TPU when the process ends.
 
     Args:
         cluster_resolver: See `initialize_tpu_system`.
 
     Raises:
-        TypeError: If it is no resolver.
+        TypeError: If it is not a resolver.
         ValueError: If there is no TPU.
     """
     find_tpu_system(cluster_resolver)
@@ -172,40 +169,40 @@ class TPUStrategy(Strategy):
 
     A replica has one core, or several: its logical devices. They share the weights that
     `layout_map` splits and the tensors that `experimental_split_to_logical_devices`
-    splits, and with them the computation; training ends with the weights of one device.
+    splits, and the computation with them. Trained weights are those of one device.
 
-    A TPU of several hosts is trained on by a process on each, which all run the same
-    program, as with `MultiWorkerMirroredStrategy`: make the strategy before any other
-    use of devices. A replica's cores are those of one host.
+    A TPU with several hosts needs a process on each, which all run the same program, as
+    with `MultiWorkerMirroredStrategy`: create the strategy before any other use of
+    devices. A replica's cores belong to one host.
 
-    A TPU can be simulated, see `keras_strategy.testing.simulated_tpu`.
+    To simulate a TPU, see `keras_strategy.testing.simulated_tpu`.
 
     Args:
-        tpu_cluster_resolver: A `cluster_resolver.TPUClusterResolver`, or what
-            `testing.simulated_tpu` returned; None is this machine's TPU.
-        experimental_device_assignment: A `tpu.experimental.DeviceAssignment`, which
-            says what cores each replica has.
-        experimental_spmd_xla_partitioning: Whether tensors can only be split, and not
-            assigned to one logical device, see `experimental_assign_to_logical_device`.
+        tpu_cluster_resolver: A `cluster_resolver.TPUClusterResolver`, or the result of
+            `testing.simulated_tpu`; None for this machine's TPU.
+        experimental_device_assignment: A `tpu.experimental.DeviceAssignment` of the
+            cores of each replica.
+        experimental_spmd_xla_partitioning: True to only allow splitting tensors, not
+            assigning them to one logical device, see
+            `experimental_assign_to_logical_device`.
         devices_per_replica: The number of logical devices of each replica, instead of
-            an assignment: each gets as many cores that are next to each other. None
-            is 1.
+            an assignment: each replica gets that many neighbouring cores. None is 1.
         layout_map: How weights are split over the logical devices of a replica: a dict
-            of regular expressions, of which at most one is to be found in a variable's
-            path, and into how many parts each of its dimensions is split, such as
+            from regular expressions, of which at most one may match a variable's path,
+            to the number of parts of each dimension, such as
             `{"dense.*kernel": (1, 2)}`; or a `keras.distribution.LayoutMap`, of which
-            the sizes of the axes count. None has all weights on each logical device.
+            the axis sizes count. None keeps all weights on each logical device.
         batch_statistics: See `MirroredStrategy`.
-        shard: What is split over the replicas, see `MirroredStrategy`: of what
-            `layout_map` splits over logical devices, each replica keeps parts of the
-            parts.
+        shard: What is sharded over the replicas, see `MirroredStrategy`. Of a weight
+            that `layout_map` splits over logical devices, each replica has shards of
+            the parts.
 
     Raises:
         UnsupportedBackendError: If the Keras backend is not JAX.
-        TypeError: If an argument is of another type.
-        ValueError: If there is no TPU, or the replicas do not fit on it, or a layout
-            does not fit the replicas, or `shard` is none of those.
-        RuntimeError: If the hosts differ in what must be the same.
+        TypeError: If an argument has another type.
+        ValueError: If there is no TPU, the replicas do not fit on it, a layout does not
+            fit the replicas, or `shard` is invalid.
+        RuntimeError: If settings that must be equal differ between hosts.
 
     Example:
 
@@ -241,31 +238,29 @@ class TPUStrategy(Strategy):
         batch_statistics: str | None = None,
         shard: str | None = None,
     ):
-        refusal = get_engine().logical_devices_unsupported_reason()
-        if refusal is not None:
+        reason = get_engine().logical_devices_unsupported_reason()
+        if reason is not None:
             raise UnsupportedBackendError(
-                "`TPUStrategy` is not there with the Keras backend "
-                f"'{get_engine().name}': {refusal}"
+                "`TPUStrategy` is not available with the Keras backend "
+                f"'{get_engine().name}': {reason}"
             )
         self._batch_statistics = check_batch_statistics(batch_statistics)
         self._shard = check_shard(shard, get_engine())
         self._resolver = tpu_cluster_resolver
         self._assignment = experimental_device_assignment
         self._spmd = bool(experimental_spmd_xla_partitioning)
-        self._told_of_assigning = False
+        self._logged_assignment = False
         system, workers = find_tpu_system(tpu_cluster_resolver)
         devices = _devices(system, experimental_device_assignment, devices_per_replica)
         count = len(devices[0][0])
         layouts = None if layout_map is None else VariableLayouts(layout_map, count)
         rank = 0 if workers is None else workers.rank
         self._logical = LogicalDevices(devices, rank, layouts)
-        first = tuple(own[0] for own in self._logical.devices)
+        first = tuple(replica[0] for replica in self._logical.devices)
         if workers is not None:
             parts = None if layouts is None else layouts.parts
             chosen = {
-                "devices of replicas": [
-                    [list(own) for own in host] for host in devices
-                ],
+                "devices of replicas": [list(map(list, host)) for host in devices],
                 "`layout_map`": parts and {key: list(parts[key]) for key in parts},
             }
             check_workers_agree(self, workers, first, chosen)
@@ -273,22 +268,22 @@ class TPUStrategy(Strategy):
 
     @property
     def cluster_resolver(self) -> Any:
-        """The resolver that was given, or None."""
+        """The resolver of the TPU, or None."""
         return self._resolver
 
     def experimental_split_to_logical_devices(
         self, tensor: Any, partition_dimensions: Sequence[int]
     ) -> Any:
-        """Splits a tensor of a replica over its logical devices.
+        """Split a replica's tensor over its logical devices.
 
-        What is computed with it is split likewise, as far as XLA sees. No value
+        XLA splits the computation that uses it accordingly, as far as it can. No value
         changes. Call it in a layer's `call`, or in a function that `run` calls; a
-        tensor outside of a compiled program stays where it is.
+        tensor outside a compiled program stays where it is.
 
         Args:
-            tensor: A tensor. In `fit` its first dimension is that of the rows.
-            partition_dimensions: Into how many parts each dimension is split. Their
-                product is the number of logical devices.
+            tensor: A tensor. In `fit` its first dimension is the batch dimension.
+            partition_dimensions: The number of parts of each dimension. Their product
+                is the number of logical devices.
 
         Returns:
             The tensor.
@@ -337,13 +332,12 @@ class TPUStrategy(Strategy):
         return self._group.shard_tensor(tensor, parts)
 
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
-        """Has all of a tensor of a replica on each of its logical devices.
+        """Replicate a replica's tensor on each of its logical devices.
 
-        The opposite of `experimental_split_to_logical_devices`, to be called in the
-        same places.
+        The opposite of `experimental_split_to_logical_devices`, for the same places.
 
         Args:
-            tensor: A tensor. In `fit` its first dimension is that of the rows.
+            tensor: A tensor. In `fit` its first dimension is the batch dimension.
 
         Returns:
             The tensor.
@@ -357,20 +351,20 @@ class TPUStrategy(Strategy):
     def experimental_assign_to_logical_device(
         self, tensor: Any, logical_device_id: int
     ) -> Any:
-        """Checks a number of a logical device, and returns the tensor.
+        """Check the index of a logical device, and return the tensor.
 
         XLA decides where an operation is computed: on JAX none can be pinned to one
-        logical device. No value depends on it. A line in the log says so once.
+        logical device. No value depends on it. The log notes it once.
 
         Args:
-            tensor: A tensor.
-            logical_device_id: The number of a logical device of the replica.
+            tensor: Any tensor of the replica.
+            logical_device_id: Index of a logical device of the replica.
 
         Returns:
             The tensor.
 
         Raises:
-            ValueError: If there is no such logical device; or always with
+            ValueError: If the logical device does not exist; or always with
                 `experimental_spmd_xla_partitioning=True`.
         """
         if self._spmd:
@@ -387,8 +381,8 @@ class TPUStrategy(Strategy):
                 f"{logical_device_id} but there are only total of {count} logical "
                 "devices in replica."
             )
-        if not self._told_of_assigning:
-            self._told_of_assigning = True
+        if not self._logged_assignment:
+            self._logged_assignment = True
             logger.info(
                 "experimental_assign_to_logical_device has no effect on JAX, where XLA "
                 "decides which logical device computes what; the result is the same."
@@ -406,7 +400,7 @@ class TPUStrategy(Strategy):
 
     def __repr__(self) -> str:
         assert self._logical is not None
-        devices = [list(own) for own in self._logical.devices]
+        devices = list(map(list, self._logical.devices))
         return f"{type(self).__name__}(devices={devices})"
 
     def __reduce__(self):
@@ -426,8 +420,8 @@ class TPUStrategy(Strategy):
 def _shape(tensor: Any, method: str) -> tuple[int, ...]:
     if isinstance(tensor, keras.KerasTensor):
         raise ValueError(
-            f"`{method}` was given the symbolic tensor of a functional model, in which "
-            "it would be lost. Call it in the `call` of a layer, such as a "
+            f"`{method}` received a symbolic tensor of a functional model, where it "
+            "has no effect. Call it in the `call` of a layer, such as a "
             "`keras.layers.Lambda`."
         )
     return tuple(keras.ops.shape(tensor))
@@ -438,9 +432,9 @@ Devices = tuple[tuple[tuple[str, ...], ...], ...]
 
 
 def _devices(system: TPUSystem, assignment: Any, per_replica: Any) -> Devices:
-    """The names of the devices of each replica."""
+    """Return the names of each replica's devices."""
     if assignment is not None:
-        return _assigned(system, assignment, per_replica)
+        return _assigned_devices(system, assignment, per_replica)
     count = 1 if per_replica is None else per_replica
     names = system.device_names
     if (
@@ -450,7 +444,7 @@ def _devices(system: TPUSystem, assignment: Any, per_replica: Any) -> Devices:
         or len(names) % count
     ):
         raise ValueError(
-            "Argument `devices_per_replica` must be a whole number that divides the "
+            "Argument `devices_per_replica` must be an integer that divides the "
             f"number of {'each host' if system.hosts > 1 else 'the TPU'}'s cores, "
             f"which is {len(names)}. Received: devices_per_replica={per_replica!r}"
         )
@@ -458,7 +452,7 @@ def _devices(system: TPUSystem, assignment: Any, per_replica: Any) -> Devices:
     return (replicas,) * system.hosts
 
 
-def _assigned(system: TPUSystem, assignment: Any, per_replica: Any) -> Devices:
+def _assigned_devices(system: TPUSystem, assignment: Any, per_replica: Any) -> Devices:
     if not isinstance(assignment, DeviceAssignment):
         raise TypeError(
             "Argument `experimental_device_assignment` must be a "
@@ -467,32 +461,31 @@ def _assigned(system: TPUSystem, assignment: Any, per_replica: Any) -> Devices:
         )
     if per_replica is not None:
         raise ValueError(
-            "`experimental_device_assignment` says how many logical devices a replica "
-            "has, and so may `devices_per_replica`: give one of them. Received: "
+            "Both `experimental_device_assignment` and `devices_per_replica` set the "
+            "number of logical devices of a replica: pass one of them. Received: "
             f"devices_per_replica={per_replica!r}"
         )
-    given = assignment.topology.serialized()
-    if given != system.topology.serialized():
+    if assignment.topology.serialized() != system.topology.serialized():
         raise ValueError(
             "Argument `experimental_device_assignment` must be of the topology of this "
             "TPU, as `initialize_tpu_system(tpu_cluster_resolver)` returns it. "
-            f"Received one of the mesh {assignment.topology.mesh_shape}, and this "
-            f"TPU's is {system.topology.mesh_shape}."
+            f"Received one for a mesh {assignment.topology.mesh_shape}; this TPU's is "
+            f"{system.topology.mesh_shape}."
         )
     cores = assignment.core_assignment
     if not cores.size or len(set(map(tuple, cores.reshape(-1, 4)))) < cores.size // 4:
         raise ValueError(
-            "Argument `experimental_device_assignment` must give each replica cores of "
-            f"its own. Received: core_assignment={cores.tolist()}"
+            "Argument `experimental_device_assignment` must give each replica its own "
+            f"cores. Received: core_assignment={cores.tolist()}"
         )
-    places = [[system.device_at(coordinates) for coordinates in own] for own in cores]
-    hosts = [sorted({host for host, _ in own}) for own in places]
+    places = [list(map(system.device_at, replica)) for replica in cores]
+    hosts = [sorted({host for host, _ in replica}) for replica in places]
     each, rest = divmod(len(places), system.hosts)
     if rest or hosts != [[replica // each] for replica in range(len(places))]:
         raise ValueError(
-            "Argument `experimental_device_assignment` must give each replica the "
-            "cores of one host, each host as many replicas, and the first ones to the "
-            f"first host. Received, by replica, the hosts {hosts}."
+            "Argument `experimental_device_assignment` must give each replica "
+            "cores of one host and each host the same number of replicas, in host "
+            f"order. Received, by replica, the hosts {hosts}."
         )
-    names = [tuple(name for _, name in own) for own in places]
+    names = [tuple(name for _, name in replica) for replica in places]
     return tuple(tuple(names[i : i + each]) for i in range(0, len(names), each))

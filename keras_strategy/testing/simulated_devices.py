@@ -86,8 +86,8 @@ def simulated_tpu(mesh_shape: Sequence[int], hosts: Any = None) -> SimulatedTPU:
         isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in shape
     ):
         raise ValueError(
-            "Argument `mesh_shape` must be four whole numbers of cores, 1 or more, "
-            f"such as (2, 2, 1, 2). Received: mesh_shape={mesh_shape!r}"
+            "Argument `mesh_shape` must be four positive numbers of cores, such as "
+            f"(2, 2, 1, 2). Received: mesh_shape={mesh_shape!r}"
         )
     if hosts is not None and not hasattr(hosts, "cluster_spec"):
         raise TypeError(

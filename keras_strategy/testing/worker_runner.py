@@ -32,7 +32,7 @@ _PORT_ATTEMPTS = 4
 
 @dataclasses.dataclass(frozen=True)
 class WorkerEnd:
-    """How a worker ended.
+    """End of a worker.
 
     Attributes:
         name: Its task, such as `"worker 1"`.
@@ -130,7 +130,7 @@ class WorkerRunner:
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(
-                    f"Argument `{name}` must be a whole number, 1 or more. "
+                    f"Argument `{name}` must be a positive integer. "
                     f"Received: {name}={value!r}"
                 )
         if not timeout_seconds > 0:

@@ -1,11 +1,10 @@
-"""Whether what a user wrote treats the rows of a batch as replicas need it.
+"""Audit of user code: is it row-independent, or a mean over rows?
 
-A replica computes on its rows of a batch; what the replicas computed is joined row by
-row, added up, or averaged. Whether that comes to what one device computes of the whole
-batch cannot be read off a function. So it is tried: in the first step of a loop, what
-is not Keras's own is called on the first replica's rows and on the two halves of them,
-as on one device. Where the halves come to something else, a warning names the function
-and says what to do. How a function is tried stands in `rules.trials`.
+A replica computes on its local batch; the replicas' results are concatenated, summed,
+or averaged. Whether that equals one device's result cannot be read off a function. So
+it is measured: in the first step of a loop, user code is run on the first replica's
+rows and on their two halves, as on one device. If the results differ, a warning names
+the function and the fix. `audit_checks` runs the code without keeping its effects.
 """
 
 import functools
@@ -23,9 +22,9 @@ from keras_strategy.training.audit_checks import (
     GATHER,
     DiscardUpdates,
     all_true,
+    call_without_effects,
     check_rows,
     check_rows_if_possible,
-    forgetting,
     has_rows,
     is_close,
     is_new,
@@ -37,71 +36,71 @@ from keras_strategy.training.variable_sync import is_sync_on_read, split_assigne
 
 logger = logging.getLogger("keras_strategy")
 
-# Relative to the largest entry, where rows are added up in another order.
+# Tolerances relative to the largest entry: for rows summed in another order, and for a
+# row computed repeat, beside other rows of equal number.
 _ROUNDING = 1e-3
-# Where a row is computed twice, beside others, and as many of them.
 _SAME = 1e-6
 
 WarnUnless = Callable[[Callable[[], Any], Callable[[], None]], None]
 
-# What is said of a user's, which is named in the braces.
-_SAID = {
+_WARNINGS = {
     "call": (
-        "What {} gives for a row depends on the other rows of the batch. Several "
-        "replicas compute it of their own rows each, which makes other numbers than "
-        f"one device's. To compare all rows, gather them: {GATHER}."
+        "The result of {} for a row depends on the other rows of the batch. Each "
+        "replica computes it from its local rows, so it differs from one device's. To "
+        f"compare all rows, gather them: {GATHER}."
     ),
     "compute_loss": (
-        "What {} gives is no mean over the rows of a batch: of two halves the mean is "
-        "another than of the whole. Several replicas compute it of their own rows "
-        "each, and the mean of that is not one device's loss. Divide a sum by the "
-        f"rows, `ops.shape(x)[0]`; to compare all rows, gather them: {GATHER}."
+        "The result of {} is not a mean over the rows of a batch: the mean of two "
+        "halves differs from that of the batch. Each replica computes it from its "
+        "local rows, and the mean differs from one device's loss. Divide a sum by the "
+        "number of rows, `ops.shape(x)[0]`. To compare all rows, gather them: "
+        f"{GATHER}."
     ),
     "compute_metrics": (
-        "A number that {} returns beside the results of metrics is no mean over the "
-        "rows of a batch. What is logged of several replicas is the mean of theirs, "
-        "which is not one device's. Log it with a metric, or gather the rows: "
+        "A number that {} returns besides the results of metrics is not a mean over "
+        "the rows of a batch. The log is the mean of the replicas' numbers, which "
+        "differs from one device's. Log it with a metric, or gather the rows: "
         f"{GATHER}."
     ),
     "predict_step": (
-        "What {} gives for a row depends on the other rows of the batch. Several "
-        "replicas compute it of their own rows each, which makes other predictions "
-        f"than one device's. Compare the rows of all replicas, {GATHER}, or what "
-        "`predict` returned."
+        "The result of {} for a row depends on the other rows of the batch. Each "
+        "replica computes it from its local rows, so predictions differ from one "
+        f"device's. Compare the rows of all replicas ({GATHER}), or the results of "
+        "`predict`."
     ),
     "test_step": (
-        "A number that {} returns beside the results of metrics, or gives to a metric, "
-        "is no mean over the rows of a batch. Several replicas compute it of their own "
-        "rows each, and the mean of that is not one device's. Give metrics a number "
+        "A number that {} returns besides the results of metrics, or passes to a "
+        "metric, is not a mean over the rows of a batch. Each replica computes it from "
+        "its local rows, and the mean differs from one device's. Pass metrics a number "
         f"for each row, or gather the rows: {GATHER}."
     ),
     "train_step": (
-        "What {} applies as gradients, assigns to weights, returns beside the results "
-        "of metrics, or gives to a metric, is no mean over the rows of a batch. "
-        "Several replicas compute it of their own rows each, and the mean of that is "
-        "not one device's. Divide a sum by the rows, `ops.shape(x)[0]`; have the "
-        "optimizer clip (`global_clipnorm`); give metrics a number for each row; to "
+        "What {} applies as gradients, assigns to weights, returns besides the results "
+        "of metrics, or passes to a metric, is not a mean over the rows of a batch. "
+        "Each replica computes it from its local rows, and the mean differs from one "
+        "device's. Divide a sum by the number of rows, `ops.shape(x)[0]`. Clip with "
+        "the optimizer (`global_clipnorm`). Pass metrics a number for each row. To "
         f"compare all rows, gather them: {GATHER}."
     ),
 }
 
-_of_keras = {
+_keras_parts = {
     id(part)
     for public in (*vars(keras.losses).values(), *vars(keras.metrics).values())
-    # With what Keras's classes inherit from.
+    # With base classes.
     for part in (public.__mro__[:-1] if isinstance(public, type) else (public,))
 }
 
 
 def is_keras(loss_or_metric: Any) -> bool:
-    """Whether a class or function is one of Keras's losses or metrics."""
-    return id(loss_or_metric) in _of_keras
+    """Return True for one of Keras's losses or metrics."""
+    return id(loss_or_metric) in _keras_parts
 
 
 def has_no_external_state(layers: Iterable[Any]) -> bool:
-    """Whether a call of these layers as on one device leaves nothing behind.
+    """Return True if a dry run of these layers leaves nothing behind.
 
-    What modules of torch's keep, a trial could not put back.
+    The state of torch modules cannot be restored.
     """
     wrapper = keras.layers.TorchModuleWrapper
     return not any(isinstance(layer, wrapper) for layer in layers)
@@ -109,38 +108,33 @@ def has_no_external_state(layers: Iterable[Any]) -> bool:
 
 @dataclass
 class RowAudit:
-    """What a loop over batches tries in its first step.
+    """Checks of user code in the first step of a loop.
 
     Attributes:
         model: The model.
-        own: What of the model is a user's, as warnings call it; see `to_try`.
-        training: Whether the loop trains.
+        user_code: The user's methods by kind, as named in warnings.
+        training: True if the loop trains.
         warn_unless: See `StepState.warn_unless`.
-        active: Whether the first step is still to come.
+        active: True until the first step has run.
     """
 
     model: Any
-    own: Mapping[str, str]
+    user_code: Mapping[str, str]
     training: bool
     warn_unless: WarnUnless
     active: bool = True
 
     def warner_for(self, replica: Any) -> WarnUnless | None:
-        """What the step of a replica warns with, if it is to try something."""
+        """Return the warning function of a replica's step, if it is audited."""
         return self.warn_unless if self.active and replica.index == 0 else None
 
     def audit_model(self, data: Any, layers: Sequence[Any]) -> None:
-        """Tries what of the model is a user's.
-
-        Args:
-            data: The replica's rows of a batch.
-            layers: The model's layers; a trial builds none of them.
-        """
-        if not self.own or not all(layer.built for layer in layers):
+        """Check the user's methods of the model, once all layers are built."""
+        if not self.user_code or not all(layer.built for layer in layers):
             return
         model = self.model
         checks: dict[str, Callable[[], Any]] = {
-            "call": lambda: _keeps_rows_apart(model, data, self.training),
+            "call": lambda: _is_row_independent(model, data, self.training),
             "compute_loss": lambda: _loss_is_a_mean(model, data),
             "compute_metrics": lambda: check_rows(_means_of_logs, data, model),
             "predict_step": lambda: check_rows(_same_predictions, data, model),
@@ -152,34 +146,27 @@ class RowAudit:
             },
         }
         for what, check in checks.items():
-            # In training a `call` may compute something else.
-            twice = what == "call" and self.training
-            once = "call in training" if twice else what
-            if what in self.own and is_new(model, once):
-                said = _SAID[what].format(self.own[what])
-                self.warn_unless(check, warn_once(model, said))
+            # `call` may compute something else in training.
+            is_training_call = what == "call" and self.training
+            name = "call in training" if is_training_call else what
+            if what in self.user_code and is_new(model, name):
+                message = _WARNINGS[what].format(self.user_code[what])
+                self.warn_unless(check, warn_once(model, message))
 
 
 def audit_loss(warn_unless: WarnUnless, loss: Any, y_true: Any, y_pred: Any) -> None:
-    """Tries a loss that gives a number for each row.
-
-    Args:
-        warn_unless: See `StepState.warn_unless`.
-        loss: The loss, none of Keras's.
-        y_true: The targets of the replica's rows.
-        y_pred: What the model made of the rows.
-    """
+    """Check a user's loss that returns a number for each row."""
     if not is_new(loss, "call"):
         return
 
-    def same(trial: DryRun, *parts):
-        return _same_rows(trial, lambda rows: loss.call(*rows), *parts)
+    def same(dry_run: DryRun, *parts):
+        return _same_rows(dry_run, lambda rows: loss.call(*rows), *parts)
 
     message = (
-        f"What the loss '{loss.name}' gives for a row depends on the other rows of the "
-        "batch. Several replicas compute it of their own rows each, which makes "
-        "another loss than one device's. Give one number for the batch, such as the "
-        "mean: a loss that gives one number is computed of all rows."
+        f"The result of the loss '{loss.name}' for a row depends on the other rows of "
+        "the batch. Each replica computes it from its local rows, so it differs from "
+        "one device's. Return one number for the batch, such as the mean: a loss that "
+        "returns one number is computed from all rows."
     )
     warn_unless(
         lambda: check_rows(same, (y_true, y_pred)),
@@ -190,31 +177,24 @@ def audit_loss(warn_unless: WarnUnless, loss: Any, y_true: Any, y_pred: Any) -> 
 def audit_metric(
     warn_unless: WarnUnless, metric: Any, args: tuple, kwargs: dict
 ) -> None:
-    """Tries a metric whose variables are added up over the replicas.
-
-    Args:
-        warn_unless: See `StepState.warn_unless`.
-        metric: The metric.
-        args: What its `update_state` is called with.
-        kwargs: Likewise.
-    """
+    """Check a user's metric whose variables are summed over the replicas."""
     variables = metric.variables
     if not variables and is_new(metric, "no variables"):
         logger.warning(
-            "The metric '%s' has no variables. What it keeps in Python is brought up "
-            "to date by each replica with its own rows, one after the other, and by a "
-            "replica that has none with a row that stands in: that is not what one "
-            "device keeps. Keep it in variables, made with `add_variable`.",
+            "The metric '%s' has no variables. Each replica updates its Python state "
+            "with its local rows, one after the other, and a replica without rows with "
+            "a placeholder row, so it differs from one device's. Keep state in "
+            "variables, which you create with `add_variable`.",
             metric.name,
         )
     if not variables or not all(
         is_sync_on_read(v) and v.aggregation == "sum" for v in variables
     ):
-        return  # what was written counts
+        return  # the user's choice
     if not is_new(metric, "update_state"):
         return
 
-    def adds_up(trial: DryRun, *rows):
+    def adds_up(dry_run: DryRun, *rows):
         # On one device, and on two replicas.
         twin = object.__new__(type(metric))
         vars(twin).update(vars(metric))
@@ -231,19 +211,19 @@ def audit_metric(
         joined = [ops.add(*halves) for halves in zip(*two, strict=True)]
         results = []
         for state in (one, joined):
-            held = list(zip(variables, state, strict=True))
-            with keras.StatelessScope(state_mapping=held):
+            values = list(zip(variables, state, strict=True))
+            with keras.StatelessScope(state_mapping=values):
                 results.append([value_of(x) for x in tree.flatten(twin.result())])
         pairs = zip(results[0], results[1], strict=True)
         return all_true([is_close(a, b, _ROUNDING) for a, b in pairs])
 
     message = (
-        f"The metric '{metric.name}' has another result for the rows of a batch than "
-        "for two halves of them whose variables are added up. The variables of several "
-        "replicas are added up, so the result is another than one device's. Let the "
-        "variables hold sums over rows. For state that is no sum, make them with "
-        'aggregation="only_first_replica" and have all replicas hold the same: '
-        f"{GATHER} brings all rows."
+        f"The metric '{metric.name}' has different results for the rows of a batch and "
+        "for two halves of them whose variables are summed. The variables of several "
+        "replicas are summed, so the result differs from one device's. Use variables "
+        "for sums over rows. For other state, create them with "
+        'aggregation="only_first_replica" and assign equal values on all replicas: '
+        f"{GATHER} gathers all rows."
     )
     warn_unless(
         lambda: check_rows(adds_up, (args, kwargs)),
@@ -251,44 +231,41 @@ def audit_metric(
     )
 
 
-def _keeps_rows_apart(model: Any, data: Any, training: bool) -> Any:
-    """Whether what a model gives for a row does not depend on other rows.
-
-    Where that cannot be told of its training, it is told of what it does else.
-    """
+def _is_row_independent(model: Any, data: Any, training: bool) -> Any:
+    """Return True if a model is row-independent, in training if possible."""
     found = (
         check_rows_if_possible(_same_outputs, data, model, True) if training else None
     )
     return check_rows(_same_outputs, data, model, False) if found is None else found
 
 
-def _same_outputs(trial: DryRun, *parts: Any) -> Any:
-    """Whether a model gives for some rows what it gives for them among others."""
+def _same_outputs(dry_run: DryRun, *parts: Any) -> Any:
+    """Return True if a model is row-independent."""
     *rows, model, training = parts
     same = _same_rows(
-        trial,
+        dry_run,
         functools.partial(model, training=training),
         *(keras.utils.unpack_x_y_sample_weight(part)[0] for part in rows),
     )
-    trial.drew_random = False  # as many numbers each time, from the same seeds
+    dry_run.drew_random = False  # as many numbers each time, from the same seeds
     return same
 
 
 def _same_rows(
-    trial: DryRun, fn: Callable[[Any], Any], whole: Any, first: Any, second: Any
+    dry_run: DryRun, fn: Callable[[Any], Any], batch: Any, first: Any, second: Any
 ) -> Any:
-    """Whether a function gives for rows the same where all others are other ones.
+    """Return True if a function is row-independent.
 
-    And where they stand elsewhere in the batch, unless it draws: the numbers of a row
-    are other ones there. If it does not for the very same rows either, it draws from an
-    engine's generator.
+    The results of rows beside other rows must be equal, also at other positions unless
+    the function draws random numbers. A function that differs for equal rows draws
+    without Keras, and passes.
     """
-    rows = next(x for x in tree.flatten(whole) if has_rows(x)).shape[0]
+    rows = next(x for x in tree.flatten(batch) if has_rows(x)).shape[0]
 
-    def made(given):
+    def row_outputs(arguments):
         return [
             x
-            for x in tree.flatten(forgetting(fn, given))
+            for x in tree.flatten(call_without_effects(fn, arguments))
             if has_rows(x) and x.shape[0] == rows
         ]
 
@@ -298,33 +275,40 @@ def _same_rows(
     def after(x):
         return x[ops.shape(x)[0] // 2 :]
 
-    def twice(part):
+    def repeat(part):
         return tree.map_structure(
             lambda x: ops.concatenate([x, x]) if has_rows(x) else x, part
         )
 
-    outputs, again = made(whole), made(whole)
+    outputs, repeated = row_outputs(batch), row_outputs(batch)
     if not outputs:
         return True
-    pairs = list(zip(outputs, made(twice(first)), made(twice(second)), strict=True))
+    pairs = list(
+        zip(
+            outputs,
+            row_outputs(repeat(first)),
+            row_outputs(repeat(second)),
+            strict=True,
+        )
+    )
     same = [is_close(before(a), before(b), _SAME) for a, b, _ in pairs]
     same += [is_close(after(a), after(b), _SAME) for a, _, b in pairs]
-    if not trial.drew_random:
+    if not dry_run.drew_random:
         same += [is_close(after(a), before(b), _ROUNDING) for a, _, b in pairs]
-    repeats = [is_close(a, b, _SAME) for a, b in zip(outputs, again, strict=True)]
+    repeats = [is_close(a, b, _SAME) for a, b in zip(outputs, repeated, strict=True)]
     return ops.logical_or(all_true(same), ops.logical_not(all_true(repeats)))
 
 
-def _same_predictions(trial: DryRun, *parts: Any) -> Any:
-    """Whether `predict_step` gives for some rows the same among others."""
+def _same_predictions(dry_run: DryRun, *parts: Any) -> Any:
+    """Return True if `predict_step` is row-independent."""
     *rows, model = parts
-    same = _same_rows(trial, model.predict_step, *rows)
-    trial.drew_random = False  # as many numbers each time, from the same seeds
+    same = _same_rows(dry_run, model.predict_step, *rows)
+    dry_run.drew_random = False  # as many numbers each time, from the same seeds
     return same
 
 
-def _means_of_logs(trial: DryRun, *parts: Any) -> Any:
-    """Whether what a model logs beside metrics is the mean of two halves'."""
+def _means_of_logs(dry_run: DryRun, *parts: Any) -> Any:
+    """Return True if the logs besides metrics are means over rows."""
     *rows, model = parts
     logs = []
     for x, y, y_pred, weight in _with_outputs(model, rows):
@@ -336,10 +320,10 @@ def _means_of_logs(trial: DryRun, *parts: Any) -> Any:
 
 
 def _loss_is_a_mean(model: Any, data: Any) -> Any:
-    """Whether a model's loss is a mean over rows, with the sample weights and without.
+    """Return True if a model's loss is a mean over rows.
 
-    Both are asked: with weights a loss of Keras's may divide by their sum over all
-    rows, which tells nothing of what else is in it.
+    It is checked with and without sample weights: with weights, Keras's losses may
+    divide by their sum over all rows, which hides other terms.
     """
     found = check_rows(_mean_of_rows, data, model, False)
     if keras.utils.unpack_x_y_sample_weight(data)[2] is None:
@@ -347,22 +331,22 @@ def _loss_is_a_mean(model: Any, data: Any) -> Any:
     return ops.logical_and(found, check_rows(_mean_of_rows, data, model, True))
 
 
-def _mean_of_rows(trial: DryRun, *parts: Any) -> Any:
-    """Whether a model's loss is the mean of the losses of two halves of the rows."""
+def _mean_of_rows(dry_run: DryRun, *parts: Any) -> Any:
+    """Return True if a model's loss is the mean of the losses of two halves."""
     *rows, model, weighted = parts
     losses = []
     for x, y, y_pred, weight in _with_outputs(model, rows):
-        trial.row_fraction = 0.5 if losses else 1.0
-        given = {"x": x, "y": y, "y_pred": y_pred}
-        given["sample_weight"] = weight if weighted else None
-        losses.append(model.compute_loss(**given))
+        dry_run.row_fraction = 0.5 if losses else 1.0
+        arguments = {"x": x, "y": y, "y_pred": y_pred}
+        arguments["sample_weight"] = weight if weighted else None
+        losses.append(model.compute_loss(**arguments))
     return is_close(losses[0], (losses[1] + losses[2]) / 2, _ROUNDING)
 
 
 def _with_outputs(model: Any, parts: Sequence[Any]) -> Iterator[tuple]:
-    """Rows and the halves of them: inputs, targets, outputs and weights."""
-    whole, *_ = parts
-    outputs = split_in_halves(model(keras.utils.unpack_x_y_sample_weight(whole)[0]))[0]
+    """Yield inputs, targets, outputs and weights of the rows and their halves."""
+    batch, *_ = parts
+    outputs = split_in_halves(model(keras.utils.unpack_x_y_sample_weight(batch)[0]))[0]
     for rows, y_pred in zip(parts, outputs, strict=True):
         x, y, weight = keras.utils.unpack_x_y_sample_weight(rows)
         yield x, y, y_pred, weight

@@ -1,19 +1,14 @@
-"""How a function is tried on rows of a batch, and what is said of it.
+"""Checks of functions on rows of a batch, without keeping their effects.
 
-What a trial assigns and draws is forgotten. A function that asks for its replica knows
-of the others, and what draws numbers that Keras's seeds do not decide cannot be
-compared: neither is judged.
+A function that uses its replica context is exempt, and so is one that draws random
+numbers without Keras's seeds.
 
-Whether what a user's `train_step` or `test_step` comes to is a mean over rows.
-
-What a replica gives to `optimizer.apply` is added up, weighted by rows; so are the
-numbers that it returns beside the results of metrics, and a number that it gives to a
-`Mean`. That is what one device gives where these are means over rows. They are not
-where the step adds rows up, compares them with each other, or clips gradients before it
-applies them. What it gives to other metrics is added up as it is, and what it assigns
-to weights must be the same on all replicas, also where it takes that back. So the step
-is called on a few rows and on the halves of them, and what it comes to is compared,
-which changes nothing.
+A user's `train_step` or `test_step` must be a mean over rows: its gradients, the
+numbers that it returns besides metrics, and numbers for a `Mean` are summed over
+replicas, weighted by rows. They are not means if the step sums or compares rows, or
+clips gradients before applying them. Values for other metrics are summed unweighted,
+and values assigned to weights must be equal on all replicas. So the step is run on a
+few rows and on their halves, and the results are compared.
 """
 
 import logging
@@ -33,28 +28,28 @@ from keras_strategy.training.variable_sync import is_sync_on_read
 
 logger = logging.getLogger("keras_strategy")
 
-# Of what is smaller than this, all is rounding.
+# Entries smaller than this are compared absolutely.
 _SMALL = 1e-2
 
-# What was tried of each object.
-_tried: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+# Names of checks and warnings that are done, for each object.
+_finished_checks: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 GATHER = "`ks.get_replica_context().all_gather(x, axis=0)`"
 
 
-def warn_once(tried: Any, message: str) -> Callable[[], None]:
-    """Warns once of an object, which may be tried in training and else."""
-    of = weakref.ref(tried)
+def warn_once(target: Any, message: str) -> Callable[[], None]:
+    """Return a function that logs a warning about an object, once."""
+    reference = weakref.ref(target)
 
     def warn():
-        if (found := of()) is not None and is_new(found, message):
+        if (referent := reference()) is not None and is_new(referent, message):
             logger.warning(message)
 
     return warn
 
 
-def is_new(tried: Any, name: str) -> bool:
-    """Whether something is to be tried, or said, which it is once."""
-    names = _tried.setdefault(tried, set())
+def is_new(target: Any, name: str) -> bool:
+    """Return True at the first call for this object and name."""
+    names = _finished_checks.setdefault(target, set())
     if name in names:
         return False
     names.add(name)
@@ -62,7 +57,7 @@ def is_new(tried: Any, name: str) -> bool:
 
 
 def check_rows(check: Callable[..., Any], structure: Any, *args: Any) -> Any:
-    """Whether something holds; True where that cannot be told. See `told`."""
+    """Return `check_rows_if_possible`, or True for None."""
     found = check_rows_if_possible(check, structure, *args)
     return True if found is None else found
 
@@ -70,55 +65,51 @@ def check_rows(check: Callable[..., Any], structure: Any, *args: Any) -> Any:
 def check_rows_if_possible(
     check: Callable[..., Any], structure: Any, *args: Any
 ) -> Any:
-    """Whether something holds; None where that cannot be told.
+    """Run a check on rows and their halves; None if it is undecided.
 
     Args:
-        check: Called with the trial, with some rows, with the first and the second
-            half of them, and with `args`.
-        structure: Of tensors with the replica's rows.
+        check: Called with the dry run, some rows, their first and second half, and
+            `args`. Returns a boolean or a scalar tensor.
+        structure: Tensors with the replica's rows.
         args: See `check`.
-
-    Returns:
-        A boolean, or a scalar tensor.
     """
-    parts, enough = split_in_halves(structure)
+    parts, is_enough = split_in_halves(structure)
     if not parts:
         return None
     try:
         with (
             preserve_random_states(),
-            dry_run_scope() as trial,
+            dry_run_scope() as dry_run,
             discard_attribute_changes(),
             keras.StatelessScope(),
         ):
-            trial.tests_row_independence = True
-            found = check(trial, *parts, *args)
+            dry_run.tests_row_independence = True
+            found = check(dry_run, *parts, *args)
     except Exception:
-        # Some functions take a batch of a certain size alone, or make a variable.
-        logger.debug("No trial of a function by rows.", exc_info=True)
+        # Some functions need a certain batch size, or create a variable.
+        logger.debug("A function could not be audited.", exc_info=True)
         return None
-    if trial.depends_on_replicas or trial.drew_random:
+    if dry_run.depends_on_replicas or dry_run.drew_random:
         return None
-    return ops.logical_or(found, ops.logical_not(enough))
+    return ops.logical_or(found, ops.logical_not(is_enough))
 
 
 def split_in_halves(structure: Any) -> tuple[list[Any], Any]:
-    """Some rows of a structure, the first and the second half of them.
+    """Return some rows with their first and second half, and if there are enough.
 
-    Returns:
-        The three structures, none if there are no rows to divide; and whether there
-        are enough of them, a scalar tensor where that is not known.
+    The list is empty if there are too few rows; the second value may be a scalar
+    tensor.
     """
     leaves = [x for x in tree.flatten(structure) if has_rows(x)]
     if len({x.shape[0] for x in leaves}) != 1:
         return [], False
     rows = ops.shape(leaves[0])[0]
     if isinstance(rows, int):
-        half, second, enough = rows // 2, rows // 2, rows >= 2
-        if not enough:
+        half, second, is_enough = rows // 2, rows // 2, rows >= 2
+        if not is_enough:
             return [], False
     else:
-        half, enough = ops.maximum(rows // 2, 1), rows >= 2
+        half, is_enough = ops.maximum(rows // 2, 1), rows >= 2
         second = ops.minimum(half, rows - 1)
 
     def part(begin, end):
@@ -126,29 +117,33 @@ def split_in_halves(structure: Any) -> tuple[list[Any], Any]:
             lambda x: x[begin:end] if has_rows(x) else x, structure
         )
 
-    return [part(0, second + half), part(0, half), part(second, second + half)], enough
+    return [
+        part(0, second + half),
+        part(0, half),
+        part(second, second + half),
+    ], is_enough
 
 
-def forgetting(fn: Callable[[Any], Any], rows: Any) -> Any:
-    """What a function gives; the next call begins with the same seeds as this one."""
+def call_without_effects(fn: Callable[[Any], Any], rows: Any) -> Any:
+    """Call a function; the next call starts with the same seeds."""
     with keras.StatelessScope():
         return fn(rows)
 
 
 class DiscardUpdates(keras.StatelessScope):
-    """Where what is assigned is forgotten at once, and metrics have no rows."""
+    """Scope that discards assignments at once, so metrics have no rows."""
 
     def add_update(self, update: tuple[Any, Any]) -> None:
-        """Forgets it."""
+        """Discard the update."""
 
 
 def has_rows(x: Any) -> bool:
-    """Whether it is an array with a dimension that may be the rows."""
+    """Return True for an array with a dimension that may be the batch dimension."""
     return len(getattr(x, "shape", ())) > 0
 
 
 def is_close(a: Any, b: Any, tolerance: float) -> Any:
-    """Whether two tensors are equal, relative to the largest entry."""
+    """Return True if two tensors are equal, relative to the largest entry."""
     a, b = (ops.cast(ops.convert_to_tensor(x), "float32") for x in (a, b))
     size = ops.max(ops.where(ops.isfinite(a), ops.abs(a), 0.0), initial=0)
     same = ops.logical_or(ops.equal(a, b), ops.logical_and(ops.isnan(a), ops.isnan(b)))
@@ -157,79 +152,76 @@ def is_close(a: Any, b: Any, tolerance: float) -> Any:
 
 
 def value_of(x: Any) -> Any:
-    """What a variable holds here; any other value as a tensor."""
+    """Return a variable's current value, or any other value as a tensor."""
     return x.value if isinstance(x, keras.Variable) else ops.convert_to_tensor(x)
 
 
 def all_true(found: list[Any]) -> Any:
-    """Whether all of these hold."""
+    """Return True if all conditions hold."""
     return ops.all(ops.stack([ops.convert_to_tensor(x) for x in found]))
 
 
-# More rows tell no more, and take memory.
+# More rows do not improve the check, but take memory.
 _ROWS = 8
-# Relative to the largest entry of a gradient, and of all of them.
-_ROUNDING, _OF_ALL = 1e-2, 1e-3
+# Tolerance relative to a gradient's largest entry, and the share of the largest of all.
+_ROUNDING, _MIN_SCALE = 1e-2, 1e-3
 _HALF = ("float16", "bfloat16")
 
 
 def step_is_mean_over_rows(
     model: Any, step: str, data: Any, layers: Sequence[Any]
 ) -> Any:
-    """Whether what a model's step comes to is a mean; True if nobody can tell.
-
-    Args:
-        model: The model.
-        step: "train_step" or "test_step".
-        data: The replica's rows of a batch.
-        layers: The model's layers.
-    """
+    """Return True if a model's step is a mean over rows, or undecided."""
     if any(layer.compute_dtype in _HALF for layer in layers):
-        return True  # rounding tells nothing
+        return True  # rounding errors are too large
     some = tree.map_structure(lambda x: x[:_ROWS] if has_rows(x) else x, data)
-    tried = getattr(model, step), model, layers
+    arguments = getattr(model, step), model, layers
     replica = distributed_replica()
     if random.settings.exact and replica is not None and replica.step.rows is not None:
-        found = check_rows_if_possible(_adds_up, some, replica.step, *tried)
+        found = check_rows_if_possible(
+            _is_mean_over_rows, some, replica.step, *arguments
+        )
         if found is not None:
             return found
-    return check_rows(_adds_up, some, None, *tried)
+    return check_rows(_is_mean_over_rows, some, None, *arguments)
 
 
-def _adds_up(
-    trial: DryRun,
-    whole: Any,
+def _is_mean_over_rows(
+    dry_run: DryRun,
+    batch: Any,
     first: Any,
     second: Any,
-    at: StepState | None,
+    step_state: StepState | None,
     step: Callable[[Any], Any],
     model: Any,
     layers: Sequence[Any],
 ) -> Any:
-    """Whether what comes of some rows is the mean of what comes of their halves.
+    """Return True if the outcome for rows is the mean of the halves' outcomes.
 
-    Random numbers are other ones for fewer rows. A step that draws is given those that
-    it gets as a replica, in the step `at`. Without that it is told by as many rows each
-    time: where no row depends on another, what AB and BA come to is what AA and BB come
-    to.
+    Random numbers differ for fewer rows. With `step_state`, a step draws as a replica
+    would. Without it, equal numbers of rows are compared: if no row depends on another,
+    the outcomes of AB and BA sum to those of AA and BB.
     """
-    count, half = (_rows_of(part) for part in (whole, first))
+    count, half = (_rows_of(part) for part in (batch, first))
 
     def outcome(rows, begin=0):
-        if at is not None:
-            own = RowRange(begin, _rows_of(rows), count)
-            trial.step = StepState(rows=own, draws=at.draws, dry_run=at.dry_run)
-        return _outcome(trial, step, model, layers, rows)
+        if step_state is not None:
+            dry_run.step = StepState(
+                rows=RowRange(begin, _rows_of(rows), count),
+                draws=step_state.draws,
+                dry_run=step_state.dry_run,
+            )
+        return _outcome(dry_run, step, model, layers, rows)
 
-    once, again = outcome(whole), outcome(whole)
-    repeats = _alike(once, again)
-    by_itself = get_engine().static_int(ops.cast(repeats, "int32")) == 0
-    if by_itself:  # it draws, and not by Keras
+    once, again = outcome(batch), outcome(batch)
+    repeats = _outcomes_equal(once, again)
+    draws_without_keras = get_engine().static_int(ops.cast(repeats, "int32")) == 0
+    if draws_without_keras:  # it draws without Keras
         with preserve_random_states():
-            once = outcome(whole)
+            once = outcome(batch)
         with preserve_random_states():
-            repeats = _alike(once, outcome(whole))
-    if by_itself or (trial.drew_random and at is None):
+            repeats = _outcomes_equal(once, outcome(batch))
+    if draws_without_keras or (dry_run.drew_random and step_state is None):
         found = []
         for parts in ((second, first), (first, first), (second, second)):
             rows = tree.map_structure(
@@ -239,10 +231,10 @@ def _adds_up(
                 found.append(outcome(rows))
         other, *parts = found
     else:
-        trial.row_fraction, other = 0.5, once
+        dry_run.row_fraction, other = 0.5, once
         parts = [outcome(first), outcome(second, half)]
-    trial.drew_random = False
-    same = _alike(_sums(once, other), _sums(*parts))
+    dry_run.drew_random = False
+    same = _outcomes_equal(_add_outcomes(once, other), _add_outcomes(*parts))
     return ops.logical_or(same, ops.logical_not(repeats))
 
 
@@ -251,49 +243,45 @@ def _rows_of(structure: Any) -> Any:
 
 
 def _outcome(
-    trial: DryRun,
+    dry_run: DryRun,
     step: Callable[[Any], Any],
     model: Any,
     layers: Sequence[Any],
     rows: Any,
 ) -> tuple[list[Any], ...]:
-    """What a step comes to; nothing changes.
-
-    The results of metrics are those of no rows then, and weights stay as they are.
+    """Return what a step would do, without effects.
 
     Returns:
-        What it gives to optimizers, what it returns, what it adds to metrics, and by
-        how much it changes weights, squared: there may be no mean of that.
+        Gradients, returned numbers, additions to metrics, and squared changes of
+        weights (squared, as these need not be means).
     """
-    trial.gradients, logs = [], None
+    dry_run.gradients, logs = [], None
     variables = model.trainable_variables
     with (
         get_engine().gradient_variable_copies(variables, layers) as copies,
-        _Noting(variables, copies) as noted,
+        _UpdateRecorder(variables, copies) as recorder,
     ):
         try:
             logs = step(rows)
         except Exception:
-            # It may look for what applying has changed.
-            if not trial.gradients:
+            # It may depend on changes by the optimizer.
+            if not dry_run.gradients:
                 raise
-    # The parts of a sum, as if they were of all rows: their mean is the sum, too.
-    added = [ops.cast(part, "float32") / trial.row_fraction for part in noted.added]
-    changes = [ops.square(change) for change in noted.changes]
-    outcome = trial.gradients, tree.flatten(logs), added, changes
+    # Scale summands to all rows, so that their mean is the sum.
+    added = [
+        ops.cast(part, "float32") / dry_run.row_fraction for part in recorder.added
+    ]
+    changes = [ops.square(change) for change in recorder.changes]
+    outcome = dry_run.gradients, tree.flatten(logs), added, changes
     return tuple(map(_numbers, outcome))
 
 
-class _Noting(DiscardUpdates):
-    """Notes what is assigned.
-
-    Args:
-        weights: The variables that train.
-        values: What variables hold here.
+class _UpdateRecorder(DiscardUpdates):
+    """Scope that records assignments instead of applying them.
 
     Attributes:
-        added: What is added to variables that are added up over the replicas.
-        changes: By how much weights are to change.
+        added: Additions to variables that are summed over the replicas.
+        changes: Changes of weights.
     """
 
     def __init__(self, weights: Sequence[Any], values: Sequence[tuple[Any, Any]]):
@@ -303,7 +291,7 @@ class _Noting(DiscardUpdates):
         self.changes: list[Any] = []
 
     def add_update(self, update: tuple[Any, Any]) -> None:
-        """Keeps by how much a variable was to change."""
+        """Record the change of a variable."""
         variable, value = update
         if id(variable) in self._weights:
             self.changes.append(ops.subtract(value, variable.value))
@@ -319,30 +307,27 @@ def _numbers(values: Any) -> list[Any]:
     ]
 
 
-def _sums(some: tuple, others: tuple) -> tuple:
-    """What two outcomes come to."""
+def _add_outcomes(some: tuple, others: tuple) -> tuple:
+    """Return the sums of two outcomes."""
     return tuple(
         [a + b for a, b in zip(*pair, strict=True)]
         for pair in zip(some, others, strict=True)
     )
 
 
-def _alike(some: tuple, others: tuple) -> Any:
-    """Whether outcomes are equal but for rounding; so are those that overflow.
-
-    Where the first one does not, the others must not either.
-    """
+def _outcomes_equal(some: tuple, others: tuple) -> Any:
+    """Return True if outcomes are equal up to rounding, or both overflow."""
     found = ops.convert_to_tensor(True)
     for numbers in zip(some, others, strict=True):
         pairs = [pair for pair in zip(*numbers, strict=True) if 0 not in pair[0].shape]
         if pairs:
             sizes = ops.stack([ops.max(ops.abs(a)) for a, _ in pairs])
-            apart = ops.stack([ops.max(ops.abs(a - b)) for a, b in pairs])
-            allowed = _ROUNDING * ops.maximum(sizes, _OF_ALL * ops.max(sizes))
-            # Of what overflows no comparison holds.
-            lost = ops.logical_and(
-                ops.isfinite(sizes), ops.logical_not(ops.isfinite(apart))
+            differences = ops.stack([ops.max(ops.abs(a - b)) for a, b in pairs])
+            allowed = _ROUNDING * ops.maximum(sizes, _MIN_SCALE * ops.max(sizes))
+            # Comparisons with overflowed values are False.
+            overflowed = ops.logical_and(
+                ops.isfinite(sizes), ops.logical_not(ops.isfinite(differences))
             )
-            differ = ops.any(ops.logical_or(apart > allowed, lost))
+            differ = ops.any(ops.logical_or(differences > allowed, overflowed))
             found = ops.logical_and(found, ops.logical_not(differ))
     return found

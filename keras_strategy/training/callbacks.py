@@ -1,13 +1,10 @@
-"""Callbacks that hook into batches without reading logs.
+"""Callbacks: backups, and coordination of several workers.
 
-`BackupAndRestore`: the schedule of backups.
+`BackupAndRestore` schedules backups; `keras_patches.resume` defines their content and
+restores Keras's loop.
 
-`hooks.backups` defines the content of a backup and restores Keras's loop.
-
-Callbacks with several workers: the chief writes, and all start and stop together.
-
-All workers run the same program, so all of them make callbacks that write, restore and
-stop training.
+All workers run the same program, so all of them create callbacks that write, restore
+and stop training. The chief alone writes, and all workers start and stop together.
 """
 
 import math
@@ -36,58 +33,51 @@ class ResumableFit(Protocol):
     @property
     def batch(self) -> int:
         """Batch at which the next epoch begins."""
-        ...
 
     def restore(self) -> None:
         """Continue from the last backup, if there is one."""
-        ...
 
     def begin(self) -> None:
         """Handle that all callbacks have begun."""
-        ...
 
     def expect(self) -> None:
         """Handle that the loop reads its batches next."""
-        ...
 
     def save(self, epoch: int, batch: int) -> None:
         """Save a backup from which training continues at this epoch and batch."""
-        ...
 
     def clear(self) -> None:
         """Remove the backups."""
-        ...
 
     def agree(self, says: list[bool]) -> list[list[bool]]:
         """Return every worker's values; a collective call."""
-        ...
 
 
 class BackupAndRestore(keras.callbacks.Callback):
-    """Saves all of a training, so that one that is interrupted loses nothing.
+    """Backs up the training state, so that an interrupted `fit` can resume exactly.
 
-    A `fit` that is started again with the same arguments goes on at the batch that came
-    next, and ends as if it had not been interrupted: a backup holds the weights, the
-    optimizers, the metrics of the running epoch, the states of all random generators,
-    the epoch and the batch, and where in the data that is. It can be gone on from on
-    another number of replicas or workers, and on another backend.
+    When you run `fit` again with the same arguments, it resumes at the next batch and
+    ends as if it had not been interrupted. A backup contains the weights, the
+    optimizers, the metrics of the current epoch, the states of all random generators,
+    the epoch, the batch, and the dataset state. You can resume with another number of
+    replicas or workers, and on another backend.
 
-    The last two backups are kept in the folder. Each is written whole or not at all; of
-    one that is damaged the name is logged, and the one before it is used. Of several
-    workers the chief alone writes and reads them.
+    The folder keeps the last two backups. Each is written atomically. If one is
+    damaged, its name is logged and the one before it is used. With several workers,
+    only the chief writes and reads backups.
 
-    A `keras.callbacks.BackupAndRestore` does the same on a model of a strategy of
-    several replicas.
+    A `keras.callbacks.BackupAndRestore` behaves like this one on a model of a strategy
+    with several replicas.
 
     Args:
-        backup_dir: The folder, for this `fit` alone.
-        save_freq: "epoch", to save at the end of each, or after how many batches.
-        delete_checkpoint: Whether the backups are removed when training has ended.
-        save_before_preemption: Whether a SIGTERM to any worker, as a scheduler sends it
-            to take a machine away, has all of them save after the batch that they are
-            in, and end with the exit code 75. The workers ask each other after every
-            batch and epoch. An `experimental.TerminationConfig` says by what else they
-            learn it, how long they have, and how they end.
+        backup_dir: The folder, which no other `fit` may use.
+        save_freq: "epoch" to save at the end of each epoch, or a number of batches.
+        delete_checkpoint: Whether to remove the backups when training has ended.
+        save_before_preemption: Whether a SIGTERM to any worker, which a scheduler sends
+            before it takes a machine away, makes all workers save after the current
+            batch and exit with code 75. The workers exchange this after every batch and
+            epoch. An `experimental.TerminationConfig` configures other signals of a
+            preemption, the time limit, and the exit.
 
     Example:
 
@@ -115,11 +105,11 @@ class BackupAndRestore(keras.callbacks.Callback):
         super().__init__()
         if not os.fspath(backup_dir) or "://" in os.fspath(backup_dir):
             raise ValueError(
-                "`backup_dir` must be a folder of the file system. Received: "
+                "`backup_dir` must be a folder in the file system. Received: "
                 f"{backup_dir!r}"
             )
-        every = isinstance(save_freq, int) and save_freq is not True and save_freq > 0
-        if save_freq != "epoch" and not every:
+        is_count = isinstance(save_freq, int) and not isinstance(save_freq, bool)
+        if save_freq != "epoch" and not (is_count and save_freq > 0):
             raise ValueError(
                 "`save_freq` must be 'epoch' or a number of batches, 1 or more. "
                 f"Received: {save_freq!r}"
@@ -127,8 +117,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         config = save_before_preemption
         if isinstance(config, TerminationConfig) and config.save_fn is not None:
             raise ValueError(
-                "BackupAndRestore saves by itself: a TerminationConfig with a "
-                "`save_fn` is for `experimental.PreemptionCheckpointHandler`."
+                "BackupAndRestore saves by itself. Use a TerminationConfig with a "
+                "`save_fn` for `experimental.PreemptionCheckpointHandler` only."
             )
         self.backup_dir = backup_dir
         self.save_freq = save_freq
@@ -144,9 +134,10 @@ class BackupAndRestore(keras.callbacks.Callback):
         """Restore the last backup."""
         if self._training is None:
             raise RuntimeError(
-                "`keras_strategy.callbacks.BackupAndRestore` saves models that were "
-                "made in the scope of a strategy, with `fit`. Make the model inside "
-                "`with strategy.scope():`, of a `OneDeviceStrategy` for one device."
+                "`keras_strategy.callbacks.BackupAndRestore` works with `fit` of a "
+                "model that was created in the scope of a strategy. Create the model "
+                "inside `with strategy.scope():`, for one device with a "
+                "`OneDeviceStrategy`."
             )
         self._training.restore()
 
@@ -190,7 +181,7 @@ class _SavesAfterEpochs(keras.callbacks.Callback):
             self._save(self.params["epochs"] if ended else epoch + 1, 0)
 
     def _save(self, epoch: int, batch: int) -> None:
-        assert self.model is not None  # on JAX this gives the variables their values
+        assert self.model is not None  # on JAX, this access syncs the variables
         self._training.save(epoch, batch)
 
 
@@ -211,7 +202,7 @@ class _SavesAfterBatches(_SavesAfterEpochs, LogFreeCallback):
         self._since += batch + 1 - self._next
         self._next = batch + 1
         self._due = self._since >= self._save_freq
-        # After its last batch an epoch has its end before it, which takes a batch.
+        # The last batch of an epoch is saved by `on_epoch_end`.
         if self._due and self._next < (self.params.get("steps") or float("inf")):
             self._save(self._epoch, self._next)
 
@@ -229,17 +220,17 @@ class _SavesBeforePreemption(_SavesAfterBatches):
         super().__init__(training, save_freq)
         self._preemption = Preemption(config, training.agree)
         self._ends = False
-        # Surrounds what a notice does not end at once.
+        # Context manager in which a termination notice does not end the process.
         self.listening = self._preemption.notice.listening
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         super().on_train_batch_end(batch, logs)
-        what = self._preemption.after_step()
-        if what is NextAction.CONTINUE:
+        action = self._preemption.after_step()
+        if action is NextAction.CONTINUE:
             return
-        self._ends = what is NextAction.SAVE_AND_END
+        self._ends = action is NextAction.SAVE_AND_END
         if self._next >= (self.params.get("steps") or float("inf")):
-            self._due = True  # at the end of the epoch
+            self._due = True  # in `on_epoch_end`
             return
         if self._since:
             self._save(self._epoch, self._next)
@@ -247,10 +238,10 @@ class _SavesBeforePreemption(_SavesAfterBatches):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if not self._ends:
-            # Who was asked while they evaluate: after the last epoch comes no batch.
-            what = self._preemption.after_epoch()
-            self._ends = what is NextAction.SAVE_AND_END
-            self._due = self._due or what is not NextAction.CONTINUE
+            # The notice may come during evaluation; no batch follows the last epoch.
+            action = self._preemption.after_epoch()
+            self._ends = action is NextAction.SAVE_AND_END
+            self._due = self._due or action is not NextAction.CONTINUE
         self._due = self._due or self._ends or self._save_freq == math.inf
         super().on_epoch_end(epoch, logs)
         self._end()
@@ -265,34 +256,28 @@ class _SavesBeforePreemption(_SavesAfterBatches):
             self._preemption.end()
 
 
-BACKUP_CALLBACKS = (
-    BackupAndRestore,
-    _SavesAfterEpochs,
-    _SavesAfterBatches,
-    _SavesBeforePreemption,
-)
-"""What acts alike on all workers."""
-
-
-# They write, and nothing that the workers do together depends on them.
-_OF_THE_CHIEF = (
+# Callbacks that only write, so that the chief alone needs them.
+_CHIEF_ONLY = (
     keras.callbacks.CSVLogger,
     keras.callbacks.TensorBoard,
     keras.callbacks.RemoteMonitor,
     keras.callbacks.ProgbarLogger,
 )
-# They write together, or change what is trained: they must be on every worker.
+# Callbacks that write together or change the training, so that every worker needs them.
 SYNCHRONIZED_CALLBACKS = (
-    *BACKUP_CALLBACKS,
+    BackupAndRestore,
+    _SavesAfterEpochs,
+    _SavesAfterBatches,
+    _SavesBeforePreemption,
     keras.callbacks.EarlyStopping,
     keras.callbacks.LearningRateScheduler,
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.ReduceLROnPlateau,
     keras.callbacks.SwapEMAWeights,
 )
-# They decide by logs, which all workers have, or do not decide anything.
-_ALIKE_EVERYWHERE = (
-    *_OF_THE_CHIEF,
+# Callbacks that decide by logs, which are equal on all workers, or decide nothing.
+_DETERMINISTIC = (
+    *_CHIEF_ONLY,
     *SYNCHRONIZED_CALLBACKS,
     keras.callbacks.History,
     keras.callbacks.TerminateOnNaN,
@@ -303,32 +288,35 @@ def prepare_fit_arguments(
     method: str,
     arguments: dict[str, Any],
     cluster: Cluster,
-    lead: Callable[[list[Any], bool], keras.callbacks.Callback],
+    make_sync_callback: Callable[[list[Any], bool], keras.callbacks.Callback],
 ) -> None:
     """Adapt the arguments of `fit` and the like to this worker, in place.
 
-    `lead` makes the callback that keeps the workers in step, from the callbacks that
-    every worker must have and whether another one may decide by local data.
+    `make_sync_callback` makes the callback that keeps the workers in step, from the
+    callbacks that every worker must have and whether another one may decide by local
+    data.
     """
     if not cluster.is_chief:
         arguments["verbose"] = 0
     callbacks = arguments.get("callbacks")
-    given = callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else None
-    if given is not None and method != "fit":
-        return  # that of `fit`, which validates
-    listed = list(keras.tree.flatten(given.callbacks if given else callbacks or []))
-    own_minds = not all(type(c) in _ALIKE_EVERYWHERE for c in listed)
-    in_step = [c for c in listed if isinstance(c, SYNCHRONIZED_CALLBACKS)]
-    cluster.client.notes["callbacks"] = ", ".join(type(c).__name__ for c in listed)
+    container = None
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        if method != "fit":
+            return  # `fit` passes its list to `evaluate`
+        container, callbacks = callbacks, callbacks.callbacks
+    items = list(keras.tree.flatten(callbacks or []))
+    may_differ = not all(type(c) in _DETERMINISTIC for c in items)
+    synchronized = [c for c in items if isinstance(c, SYNCHRONIZED_CALLBACKS)]
+    cluster.client.notes["callbacks"] = ", ".join(type(c).__name__ for c in items)
     if not cluster.is_chief:
-        listed = [c for c in listed if not isinstance(c, _OF_THE_CHIEF)]
+        items = [c for c in items if not isinstance(c, _CHIEF_ONLY)]
     if method == "fit":
-        listed.append(lead(in_step, own_minds))
-    if given is None:
-        arguments["callbacks"] = listed
+        items.append(make_sync_callback(synchronized, may_differ))
+    if container is None:
+        arguments["callbacks"] = items
         return
-    given.callbacks = listed
-    given.set_model(arguments["self"])
+    container.callbacks = items
+    container.set_model(arguments["self"])
 
 
 class SyncTrainingState(keras.callbacks.Callback):
@@ -341,43 +329,43 @@ class SyncTrainingState(keras.callbacks.Callback):
     def __init__(
         self,
         cluster: Cluster,
-        give_variables: Callable[[keras.Model], None],
+        broadcast_variables: Callable[[keras.Model], None],
         epoch: Callable[[keras.Model], int | None],
         set_epoch: Callable[[keras.Model, int | None], None],
-        require_same_values: Callable[[keras.Model, Any], list[Any]],
+        check_equal_values: Callable[[keras.Model, Any], list[Any]],
     ):
         super().__init__()
         self._cluster = cluster
-        self._give_variables = give_variables
+        self._broadcast_variables = broadcast_variables
         self._epoch, self._set_epoch = epoch, set_epoch
-        self._require_same_values = require_same_values
+        self._check_equal_values = check_equal_values
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Take the chief's variables and initial epoch."""
         epochs = self._cluster.exchange("the first epoch", self._epoch(self.model))
         self._set_epoch(self.model, epochs[0])
-        self._give_variables(self.model)
+        self._broadcast_variables(self.model)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Check that all workers hold equal values; stop if one wants to."""
-        wanted = bool(self.model.stop_training)
-        if any(self._require_same_values(self.model, wanted)):
+        stop = bool(self.model.stop_training)
+        if any(self._check_equal_values(self.model, stop)):
             self.model.stop_training = True
 
 
 class SyncTrainingStatePerBatch(SyncTrainingState, LogFreeCallback):
     """Checks after each batch, too, whether a worker wants to stop.
 
-    It is a class of its own because Keras skips batch hooks that no callback overrides.
+    It is a separate class because Keras skips batch hooks that no callback overrides.
     """
 
     def set_model(self, model: keras.Model) -> None:
         """Keep the model; `self.model` would sync all variables on JAX."""
         super().set_model(model)
-        self._asked = model
+        self._trained_model = model
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Stop if a worker wants to."""
-        wanted = bool(self._asked.stop_training)
-        if any(self._cluster.exchange("whether to stop", wanted)):
-            self._asked.stop_training = True
+        stop = bool(self._trained_model.stop_training)
+        if any(self._cluster.exchange("whether to stop", stop)):
+            self._trained_model.stop_training = True

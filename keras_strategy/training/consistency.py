@@ -23,22 +23,21 @@ from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core.collectives import array_digest
 from keras_strategy.errors import WorkersDifferError
 
-# What differs between workers that do the same: built models and counted objects, and
-# what gives variables their first values, which are the chief's.
-_LEFT_OUT = {
+# Fields that may differ between equal programs: built models, counters, and what
+# determines initial values, which the chief broadcasts.
+_IGNORED = {
     *("build_config", "compile_config", "build_input_shape", "shared_object_id"),
     "seed",
 }
-_FIRST_VALUES = {"learning_rate"}
-# Where a description ends; nobody nests deeper.
-_DEPTH = 40
-_LONGEST = 200
-# What an object in an array is compared by, and not by its class alone.
+_INITIAL_VALUES = {"learning_rate"}
+_MAX_DEPTH = 40
+_MAX_TEXT = 200
+# Elements of object arrays of these types are compared by value, others by class.
 _PLAIN = (str, bytes, numbers.Number, type(None))
-# As many bytes of an array's first rows are compared, and of a larger one as many rows
-# from all over it: each of them may be a page to be read from a disk.
-_BYTES = 1 << 20
-_SPREAD = 1024
+# Bytes of an array's first rows that are compared, and the number of sampled rows of a
+# larger one, each of which may need a disk page.
+_HEAD_BYTES = 1 << 20
+_SAMPLED_ROWS = 1024
 _ARGUMENTS = (
     *("batch_size", "epochs", "initial_epoch", "steps_per_epoch", "steps", "shuffle"),
     *("class_weight", "validation_split", "validation_steps"),
@@ -49,8 +48,8 @@ _COMPILED = (
     *("steps_per_execution", "jit_compile", "run_eagerly"),
 )
 _DATA = ("x", "y", "sample_weight", "validation_data")
-# Settings of Keras that change what is computed; `dtype_policy` is in the layers.
-_OF_KERAS = (
+# Keras settings that change results; the layers contain `dtype_policy`.
+_KERAS_SETTINGS = (
     *("floatx", "epsilon", "image_data_format", "max_epochs", "max_steps_per_epoch"),
     "is_flash_attention_enabled",
 )
@@ -59,40 +58,41 @@ Item = list[Any]
 
 
 def check_workers_agree(
-    cluster: Cluster, items: list[Item], more: Any, what: str = "fit"
+    cluster: Cluster, signature: list[Item], value: Any, method: str = "fit"
 ) -> list[Any]:
     """Check that all workers have equal signatures, and exchange a value.
 
     Args:
         cluster: The workers.
-        items: This worker's signature, from `fit_signature`.
-        more: A JSON value to exchange along.
-        what: The method's name, for messages.
+        signature: This worker's signature, from `fit_signature`.
+        value: A JSON value to exchange with it.
+        method: The method's name, for messages.
 
     Returns:
-        Each worker's `more`, by rank.
+        Each worker's `value`, by rank.
 
     Raises:
         WorkersDifferError: If the signatures differ.
     """
-    told, difference = cluster.first_difference(f"the start of {what}", items, more)
+    values, difference = cluster.first_difference(
+        f"the start of {method}", signature, value
+    )
     if difference is None:
-        return told
-    _, each = difference
-    fields = {None if item is None else item[0] for item in each}
+        return values
+    _, items = difference
+    fields = {None if item is None else item[0] for item in items}
     if len(fields) == 1:
         (field,) = fields
-        values = [item[1] for item in each]
+        texts = [item[1] for item in items]
     else:
-        # One has something more: what stands at the same place is no pair.
+        # A worker has an additional field, so the items belong to different fields.
         field = min(filter(None, fields))
-        values = [
-            "nothing there" if item is None else f"{item[0]} = {item[1]}"
-            for item in each
+        texts = [
+            "nothing" if item is None else f"{item[0]} = {item[1]}" for item in items
         ]
     raise WorkersDifferError(
-        f"All workers must do the same in `{what}`. They differ in {field} "
-        f"({cluster.format_by_value(values)})."
+        f"All workers must do the same in `{method}`. They differ in {field} "
+        f"({cluster.format_by_value(texts)})."
     )
 
 
@@ -110,7 +110,7 @@ def fit_signature(
     fields: dict[str, Any] = {
         "optimizer": describe(getattr(model, "optimizer", None)),
         **{name: describe(compiled.get(name)) for name in _COMPILED},
-        **_called_with(arguments),
+        **_call_fields(arguments),
         "callbacks": [type(callback).__name__ for callback in callbacks],
         **{f"callback {type(c).__name__}": _settings(c) for c in callbacks},
         "model": _model(model),
@@ -120,14 +120,14 @@ def fit_signature(
 
 def call_signature(arguments: Mapping[str, Any]) -> list[Item]:
     """Return the signature of `evaluate`, `train_on_batch` or the like."""
-    return _items(_called_with(arguments))
+    return _items(_call_fields(arguments))
 
 
-def _called_with(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _call_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
     config = keras.config
-    known = [name for name in _OF_KERAS if hasattr(config, name)]
+    names = [name for name in _KERAS_SETTINGS if hasattr(config, name)]
     return {
-        **{f"keras.config.{name}": describe(getattr(config, name)()) for name in known},
+        **{f"keras.config.{name}": describe(getattr(config, name)()) for name in names},
         **{f"argument {name}": describe(arguments.get(name)) for name in _ARGUMENTS},
         **{f"argument {name}": _data(arguments.get(name)) for name in _DATA},
     }
@@ -150,7 +150,7 @@ def describe(thing: Any, depth: int = 0) -> Any:
         return thing
     if isinstance(thing, numbers.Number | np.generic):
         return repr(thing.item() if isinstance(thing, np.generic) else thing)
-    if depth > _DEPTH or isinstance(thing, os.PathLike | bytes):
+    if depth > _MAX_DEPTH or isinstance(thing, os.PathLike | bytes):
         return _name(type(thing))
     if isinstance(thing, np.ndarray):
         return _array(thing)
@@ -160,7 +160,7 @@ def describe(thing: Any, depth: int = 0) -> Any:
         return {
             str(key): describe(value, depth + 1)
             for key, value in thing.items()
-            if key not in _LEFT_OUT and not _is_first_value(key, value)
+            if key not in _IGNORED and not _is_initial_value(key, value)
         }
     if isinstance(thing, list | tuple):
         return [describe(value, depth + 1) for value in thing]
@@ -180,17 +180,27 @@ def describe(thing: Any, depth: int = 0) -> Any:
     return {"class": _name(type(thing)), **describe(config, depth + 1)}
 
 
-def _is_first_value(key: Any, value: Any) -> bool:
-    return key in _FIRST_VALUES and isinstance(value, numbers.Number | np.generic)
+def _is_initial_value(key: Any, value: Any) -> bool:
+    return key in _INITIAL_VALUES and isinstance(value, numbers.Number | np.generic)
 
 
 def _model(model: keras.Model) -> Any:
-    whole = describe(model)
-    if isinstance(whole, Mapping):
-        return whole
-    # One of a class of the user's, without a configuration of its own.
+    description = describe(model)
+    if isinstance(description, Mapping):
+        return description
+    # A subclass without `get_config`.
     layers = [describe(layer) for layer in model.layers]
-    return {"class": whole, "layers": layers}
+    return {"class": description, "layers": layers}
+
+
+# String attributes that are settings; others may be paths or contain counters.
+_STRING_SETTINGS = {"save_freq", "mode"}
+# State of callbacks.
+_CALLBACK_STATE = {
+    *("params", "model", "validation_data", "verbose", "best", "best_weights"),
+    *("best_epoch", "wait", "stopped_epoch", "cooldown_counter"),
+    "epochs_since_last_save",
+}
 
 
 def _settings(callback: Any) -> dict[str, Any]:
@@ -200,29 +210,14 @@ def _settings(callback: Any) -> dict[str, Any]:
     """
     settings = {}
     for name, value in sorted(vars(callback).items()):
-        if name.startswith("_") or name in _CALLBACKS_OWN:
+        if name.startswith("_") or name in _CALLBACK_STATE:
             continue
         plain = value is None or isinstance(value, bool | numbers.Number | np.generic)
-        if plain or name in _WORDS:
+        if plain or name in _STRING_SETTINGS:
             settings[name] = describe(value)
         elif inspect.isroutine(value):
             settings[name] = _name(value)
     return settings
-
-
-# Settings that are words; others may be paths, or names that count.
-_WORDS = {"save_freq", "mode"}
-# What a callback finds out, and where it writes.
-_CALLBACKS_OWN = {
-    *("params", "model", "validation_data", "verbose", "best", "best_weights"),
-    *(
-        "best_epoch",
-        "wait",
-        "stopped_epoch",
-        "cooldown_counter",
-        "epochs_since_last_save",
-    ),
-}
 
 
 def _data(data: Any) -> Any:
@@ -237,7 +232,7 @@ def _data(data: Any) -> Any:
 
 
 def _array(array: Any) -> str:
-    # Nothing of what kind it is: what a worker makes of it is the same.
+    # Without the type: tensors, arrays and tables are equivalent.
     rows = _some_rows(array)
     dtype = rows[0].dtype if rows else getattr(array, "dtype", None)
     layout = f"an array {_shape(array)} of {dtype}"
@@ -271,7 +266,7 @@ def _comparable(rows: np.ndarray) -> np.ndarray:
 
 def _shape(data: Any) -> tuple[int, ...] | None:
     shape = getattr(data, "shape", None)
-    # Ragged tensors have sizes that are unknown.
+    # Ragged tensors have unknown sizes.
     if not isinstance(shape, Iterable) or None in (sizes := list(shape)):
         return None
     return tuple(map(int, sizes))
@@ -285,20 +280,20 @@ def _some_rows(data: Any) -> list[np.ndarray]:
     shape = _shape(data)
     if not shape:
         return []
-    row = math.prod(shape[1:]) * getattr(getattr(data, "dtype", None), "itemsize", 8)
-    most = max(1, _BYTES // max(1, row))
+    itemsize = getattr(getattr(data, "dtype", None), "itemsize", 8)
+    num_rows = max(1, _HEAD_BYTES // max(1, math.prod(shape[1:]) * itemsize))
     try:
-        if shape[0] <= most:
-            return [_in_numpy(data)]
+        if shape[0] <= num_rows:
+            return [_to_numpy(data)]
         rows = getattr(data, "iloc", data)
-        apart = -(-shape[0] // min(most, _SPREAD))
-        return [_in_numpy(rows[:most]), _in_numpy(rows[::apart])]
+        step = -(-shape[0] // min(num_rows, _SAMPLED_ROWS))
+        return [_to_numpy(rows[:num_rows]), _to_numpy(rows[::step])]
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError):
-        return []  # sparse and large, of another engine's device or of other workers
+        return []  # large and sparse, on another backend's device or of other workers
 
 
-def _in_numpy(rows: Any) -> np.ndarray:
-    if hasattr(rows, "toarray"):  # of SciPy, which is sparse
+def _to_numpy(rows: Any) -> np.ndarray:
+    if hasattr(rows, "toarray"):  # a sparse SciPy array
         rows = rows.toarray()
     if keras.ops.is_tensor(rows):
         return keras.ops.convert_to_numpy(rows)
@@ -309,10 +304,10 @@ def _without_names(value: Any) -> Any:
     """Replace names of objects, which count what a process made, in configs."""
     names: dict[str, str] = {}
 
-    def collect(value: Any, own: bool) -> None:
+    def collect(value: Any, has_name: bool) -> None:
         if isinstance(value, Mapping):
             name = value.get("name")
-            if own and isinstance(name, str):
+            if has_name and isinstance(name, str):
                 names.setdefault(name, f"#{len(names)}")
             policy = str(value.get("class_name")).endswith("DTypePolicy")
             for part in value.values():
@@ -345,7 +340,7 @@ def _is_added_input(layer: Any) -> bool:
 
 def _leaves(path: str, value: Any) -> Iterator[Item]:
     if isinstance(value, Mapping) and value:
-        # Who differs in the class of a thing differs in all that comes after.
+        # The class first: objects of different classes differ in most fields.
         for key in sorted(value, key=lambda key: (key != "class", key)):
             yield from _leaves(f"{path}.{key}".replace(".config.", "."), value[key])
     elif isinstance(value, list) and any(isinstance(v, Mapping | list) for v in value):
@@ -353,9 +348,9 @@ def _leaves(path: str, value: Any) -> Iterator[Item]:
             yield from _leaves(f"{path}[{index}]", part)
     else:
         text = value if isinstance(value, str) else repr(value)
-        if len(text) > _LONGEST:
+        if len(text) > _MAX_TEXT:
             digest = array_digest(np.frombuffer(text.encode(), "uint8"))[:12]
-            text = f"{text[:_LONGEST]}... ({digest})"
+            text = f"{text[:_MAX_TEXT]}... ({digest})"
         yield [path, text]
 
 

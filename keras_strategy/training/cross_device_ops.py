@@ -1,14 +1,10 @@
-"""Reductions on one device, and the devices of destinations.
+"""Reductions over devices: the user's choice of an algorithm, or the user's own.
 
-How values are combined over the devices: the user's choice, or the user's own way.
-
-What is a choice alone is left to the engine, which has faster ways of its own. What a
-subclass does, the strategy calls, see `rules/own_sums.py`.
-
-Reductions by a user's `CrossDeviceOps`.
-
-They serve gradients, `all_reduce` and `reduce` of the user's code. Internal sums (row
-counts, metric state) stay with the backend: a lossy reduction must not change them.
+The backend implements a mere choice with its own, faster collectives. The strategy
+calls an overridden `reduce_implementation` or `accumulation_fn` through
+`CustomReducer`, for gradients, `all_reduce` and `reduce` of the user's code. Internal
+sums (row counts, metric state) stay with the backend: a lossy reduction must not change
+them.
 """
 
 import logging
@@ -76,14 +72,14 @@ logger = logging.getLogger("keras_strategy")
 
 
 class CrossDeviceOps:
-    """How gradients, `all_reduce` and `reduce` add up over the devices of a strategy.
+    """Reduction of gradients, `all_reduce` and `reduce` over a strategy's devices.
 
-    A subclass that overrides `reduce_implementation`, given to `MirroredStrategy`, is
-    what the strategy adds with: to compress gradients, to log them, to add in another
-    order. It is called in cross-replica context, once for all replicas. On JAX and
-    TensorFlow that is while a step is compiled, so that its Python runs once for each
-    compiled step. The values are on the replicas' devices; `self.broadcast(value,
-    values[0])` brings one to the first.
+    Pass a subclass that overrides `reduce_implementation` to `MirroredStrategy`, for
+    example to compress gradients, to log them, or to sum in another order. The strategy
+    calls it in cross-replica context, once for all replicas. On JAX and TensorFlow it
+    runs while a step is compiled, so its Python runs once for each compiled step. The
+    values are on the replicas' devices; `self.broadcast(value, values[0])` copies one
+    to the first.
 
     Example:
 
@@ -110,22 +106,22 @@ class CrossDeviceOps:
         destinations: Any,
         options: CommunicationOptions | None = None,
     ) -> Any:
-        """Combines the replicas' values, where they are needed.
+        """Reduce the replicas' values to destinations.
 
         Args:
             reduce_op: A `ReduceOp` or its name.
             per_replica_value: A `PerReplica` of tensors, or a tensor.
-            destinations: Where the result is needed: a variable, a distributed value,
-                a tensor or a device's name.
+            destinations: The result's destinations: a variable, a distributed value, a
+                tensor or a device name.
             options: A `CommunicationOptions`, or None.
 
         Returns:
-            A `Mirrored` value, with a component for each destination; with one
-            destination a tensor.
+            A `Mirrored` value with a component for each destination. With one
+            destination, a tensor.
 
         Raises:
-            ValueError: If `reduce_op` is not one.
-            TypeError: If `destinations` are none.
+            ValueError: If `reduce_op` is unknown.
+            TypeError: If `destinations` are invalid.
         """
         operation, options = (
             ReduceOp.parse(reduce_op),
@@ -141,7 +137,7 @@ class CrossDeviceOps:
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """Combines several values, as `reduce` does one.
+        """Reduce several values, each as `reduce` does.
 
         Args:
             reduce_op: A `ReduceOp` or its name.
@@ -149,11 +145,11 @@ class CrossDeviceOps:
             options: A `CommunicationOptions`, or None.
 
         Returns:
-            A list with what `reduce` returns for each pair.
+            A list with the result of `reduce` for each pair.
 
         Raises:
-            ValueError: If `reduce_op` is not one, or these are not pairs.
-            TypeError: If destinations are none.
+            ValueError: If `reduce_op` is unknown, or an item is not a pair.
+            TypeError: If destinations are invalid.
         """
         operation, options = (
             ReduceOp.parse(reduce_op),
@@ -171,18 +167,18 @@ class CrossDeviceOps:
         return list(self.batch_reduce_implementation(operation, pairs, options))
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
-        """Copies a tensor to where it is needed.
+        """Copy a tensor to destinations.
 
         Args:
-            tensor: A tensor.
+            tensor: A tensor on any device.
             destinations: As for `reduce`.
 
         Returns:
-            A `Mirrored` value, with a component for each destination; with one
-            destination a tensor.
+            A `Mirrored` value with a component for each destination. With one
+            destination, a tensor.
 
         Raises:
-            TypeError: If `destinations` are none.
+            TypeError: If `destinations` are invalid.
         """
         destination_devices(destinations)
         return self.broadcast_implementation(tensor, destinations)
@@ -194,7 +190,7 @@ class CrossDeviceOps:
         destinations: Any,
         options: CommunicationOptions,
     ) -> Any:
-        """What `reduce` does, to be overridden.
+        """Implement `reduce`; override this in a subclass.
 
         Args:
             reduce_op: A `ReduceOp`.
@@ -203,7 +199,7 @@ class CrossDeviceOps:
             options: A `CommunicationOptions`.
 
         Returns:
-            A `Mirrored` value or tensor, as `broadcast` makes it.
+            A `Mirrored` value or tensor, as `broadcast` returns it.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must have a `reduce_implementation`."
@@ -215,7 +211,7 @@ class CrossDeviceOps:
         value_destination_pairs: Sequence[tuple[PerReplica, Any]],
         options: CommunicationOptions,
     ) -> list[Any]:
-        """What `batch_reduce` does: `reduce_implementation`, unless overridden.
+        """Implement `batch_reduce`; by default with `reduce_implementation`.
 
         Args:
             reduce_op: A `ReduceOp`.
@@ -223,7 +219,7 @@ class CrossDeviceOps:
             options: A `CommunicationOptions`.
 
         Returns:
-            A list with what `reduce` returns for each pair.
+            A list with the result of `reduce` for each pair.
         """
         return [
             self.reduce_implementation(reduce_op, value, destinations, options)
@@ -231,15 +227,15 @@ class CrossDeviceOps:
         ]
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
-        """What `broadcast` does: plain copies, unless overridden.
+        """Implement `broadcast`; by default with plain copies.
 
         Args:
-            tensor: A tensor.
+            tensor: A tensor on any device.
             destinations: As for `reduce`.
 
         Returns:
-            A `Mirrored` value, with a component for each destination; with one
-            destination a tensor.
+            A `Mirrored` value with a component for each destination. With one
+            destination, a tensor.
         """
         copy_to = get_engine().copy_to
         copies = [
@@ -250,18 +246,14 @@ class CrossDeviceOps:
 
     @property
     def has_custom_reduce(self) -> bool:
-        """Whether the sums of an engine may be others than its own."""
+        """True if sums may differ from the backend's own."""
         return type(self) not in BUILTIN_OPS
 
     def log_no_effect(self, where: str) -> None:
-        """Logs that somebody else decides.
-
-        Args:
-            where: What decides, such as `"JAX"`.
-        """
+        """Log that `where`, such as `"JAX"`, ignores this choice."""
         logger.info(
-            "cross_device_ops=%r has no effect on %s, which decides by itself how "
-            "values are combined.",
+            "cross_device_ops=%r has no effect on %s, which chooses its own "
+            "collectives.",
             self,
             where,
         )
@@ -271,12 +263,12 @@ class ReductionToOneDevice(CrossDeviceOps):
     """Copies the values to one device, adds them there, and copies the sum back.
 
     Args:
-        reduce_to_device: The device's name; None for the first destination's.
+        reduce_to_device: The device name; None for the first destination.
         accumulation_fn: Adds a list of tensors, as `tf.add_n`; None for a plain sum.
 
     Raises:
         ValueError: If `reduce_to_device` is not the name of a device.
-        TypeError: If `accumulation_fn` cannot be called.
+        TypeError: If `accumulation_fn` is not callable.
 
     Example:
 
@@ -296,8 +288,8 @@ class ReductionToOneDevice(CrossDeviceOps):
             reduce_to_device = canonical_device(reduce_to_device)
         if accumulation_fn is not None and not callable(accumulation_fn):
             raise TypeError(
-                "Argument `accumulation_fn` must be a function of a list of tensors, "
-                f"or None. Received: accumulation_fn={accumulation_fn!r}"
+                "Argument `accumulation_fn` must be None or a function of a list of "
+                f"tensors. Received: accumulation_fn={accumulation_fn!r}"
             )
         self.reduce_to_device = reduce_to_device
         self.accumulation_fn = accumulation_fn
@@ -309,7 +301,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         destinations: Any,
         options: CommunicationOptions,
     ) -> Any:
-        """See `CrossDeviceOps.reduce_implementation`."""
+        """Implement `reduce`, see `CrossDeviceOps`."""
         place = self.reduce_to_device or destination_devices(destinations)[0]
         add = self.accumulation_fn or add_tensors
         total = reduce_on_device(reduce_op, per_replica_value.values, place, add)
@@ -317,7 +309,7 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     @property
     def has_custom_reduce(self) -> bool:
-        """See `CrossDeviceOps`."""
+        """True if sums may differ from the backend's own."""
         return self.accumulation_fn is not None or super().has_custom_reduce
 
     def __repr__(self) -> str:
@@ -328,7 +320,7 @@ class _PackedAllReduce(CrossDeviceOps):
     def __init__(self, num_packs: int = 1):
         if isinstance(num_packs, bool) or not isinstance(num_packs, int):
             raise TypeError(
-                "Argument `num_packs` must be a whole number. Received: "
+                "Argument `num_packs` must be an integer. Received: "
                 f"num_packs={num_packs!r} of type {type(num_packs).__name__}"
             )
         if num_packs < 0:
@@ -345,7 +337,7 @@ class _PackedAllReduce(CrossDeviceOps):
         destinations: Any,
         options: CommunicationOptions,
     ) -> Any:
-        """See `CrossDeviceOps.reduce_implementation`; in plain steps."""
+        """Implement `reduce` in plain steps, see `CrossDeviceOps`."""
         place = destination_devices(destinations)[0]
         total = reduce_on_device(
             reduce_op, per_replica_value.values, place, add_tensors
@@ -357,14 +349,16 @@ class _PackedAllReduce(CrossDeviceOps):
 
 
 class NcclAllReduce(_PackedAllReduce):
-    """NVIDIA's collectives. It needs GPUs on TensorFlow; JAX and torch decide.
+    """NVIDIA's NCCL collectives.
+
+    TensorFlow needs GPUs for them. JAX and torch choose their collectives themselves.
 
     Args:
-        num_packs: Into how many packs values are put together before they travel; 0
-            for none. It has an effect on TensorFlow.
+        num_packs: The number of packs into which values are concatenated for
+            communication; 0 for none. It affects TensorFlow only.
 
     Raises:
-        TypeError: If `num_packs` is not a whole number.
+        TypeError: If `num_packs` is not an integer.
         ValueError: If `num_packs` is negative.
 
     Example:
@@ -378,17 +372,17 @@ class NcclAllReduce(_PackedAllReduce):
 
 
 class HierarchicalCopyAllReduce(_PackedAllReduce):
-    """Adds within groups of GPUs that are close to each other, then over the groups.
+    """Reduces within groups of neighbouring GPUs, then over the groups.
 
-    It was made for machines of eight GPUs of the DGX-1 kind. JAX and torch decide by
-    themselves.
+    It was designed for machines with eight GPUs, such as the DGX-1. JAX and torch
+    choose their collectives themselves.
 
     Args:
-        num_packs: Into how many packs values are put together before they travel; 0
-            for none. It has an effect on TensorFlow.
+        num_packs: The number of packs into which values are concatenated for
+            communication; 0 for none. It affects TensorFlow only.
 
     Raises:
-        TypeError: If `num_packs` is not a whole number.
+        TypeError: If `num_packs` is not an integer.
         ValueError: If `num_packs` is negative.
 
     Example:
@@ -405,7 +399,7 @@ BUILTIN_OPS = (ReductionToOneDevice, NcclAllReduce, HierarchicalCopyAllReduce)
 
 
 def check_cross_device_ops(cross_device_ops: Any) -> None:
-    """Raises `TypeError` unless it is None, or something to add with."""
+    """Raise `TypeError` unless the argument is None or a usable `CrossDeviceOps`."""
     if cross_device_ops is None:
         return
     abstract = CrossDeviceOps.reduce_implementation
@@ -415,23 +409,23 @@ def check_cross_device_ops(cross_device_ops: Any) -> None:
     ):
         names = ", ".join(kind.__name__ for kind in BUILTIN_OPS)
         raise TypeError(
-            f"Argument `cross_device_ops` must be None, one of {names} of this "
-            "package, or of a subclass of its `CrossDeviceOps` that has a "
-            f"`reduce_implementation`. Received: cross_device_ops={cross_device_ops!r} "
-            f"of type {type(cross_device_ops).__name__}"
+            f"Argument `cross_device_ops` must be None, a {names} of this package, or "
+            "of a subclass of its `CrossDeviceOps` with a `reduce_implementation`. "
+            f"Received: cross_device_ops={cross_device_ops!r} of type "
+            f"{type(cross_device_ops).__name__}"
         )
     if hasattr(cross_device_ops, "_gather_implementation"):
         raise TypeError(
             f"`_gather_implementation` of {type(cross_device_ops).__name__} would not "
-            "be called: the engine gathers, and tf.distribute has no public name for "
-            "another way. Take it out; the parts of `gather` and `all_gather` are "
-            "joined as they are."
+            "be called: the backend gathers, and tf.distribute has no public method to "
+            "override it. Remove it; `gather` and `all_gather` concatenate the values "
+            "unchanged."
         )
 
 
 def _per_replica(value: Any) -> PerReplica:
     if isinstance(value, DistributedValues):
-        # What is traced gathers its values each time it is asked for them.
+        # Values of a traced function are gathered at each access of `values`.
         return PerReplica(value.values)
     return PerReplica([keras.ops.convert_to_tensor(value)])
 
@@ -465,7 +459,7 @@ class CustomReducer:
     def _differentiable_sum(self, replica: Replica, tensor: Any) -> Any:
         value = ops.stop_gradient(tensor)
         (total,) = self._sums(replica, [value])
-        # Zeros, whose sum has the gradient that the engine gives to a sum.
+        # A sum of zeros contributes the gradient of the backend's sum.
         zeros = ops.where(ops.isfinite(value), tensor - value, ops.zeros_like(value))
         return total + replica.all_reduce(ReduceOp.SUM, zeros)
 
@@ -477,7 +471,7 @@ class CustomReducer:
         if not tensors:
             return []
         totals: Any = replica.merge_call(merge, tuple(tensors), {})
-        # Each replica's own, to be written to.
+        # One copy per replica, as the caller may write in place.
         return [ops.copy(total) for total in totals]
 
     def combine(
@@ -519,13 +513,13 @@ def _check(name: str, result: Any, value: DistributedValues, destinations: Any) 
     if not all(ops.is_tensor(part) for part in parts):
         raise TypeError(
             f"`reduce_implementation` of {name} must return tensors, as "
-            f"`self.broadcast(total, destinations)` makes them. It returned {result!r}."
+            f"`self.broadcast(total, destinations)` does. It returned {result!r}."
         )
     expected = [tuple(value.values[0].shape)] * places
     shapes = [tuple(part.shape) for part in parts]
     if shapes != expected:
         raise ValueError(
-            f"`reduce_implementation` of {name} must return, as `self.broadcast(total, "
-            f"destinations)` makes them, values of the shapes {expected}, one for each "
-            f"destination. It returned {shapes}."
+            f"`reduce_implementation` of {name} must return one value for each "
+            "destination, as `self.broadcast(total, destinations)` does, of the "
+            f"shapes {expected}. It returned {shapes}."
         )

@@ -1,18 +1,15 @@
 """The strategy that a model, a variable or a distributed value belongs to.
 
-What is made in a scope belongs to its strategy. Objects from outside, such as an
-optimizer made before, are adopted when they are used.
+Objects created in a scope belong to its strategy. Objects from outside, such as an
+optimizer created before, are adopted when they are used.
 
-The implicit scope of `fit` and similar methods.
+Implicit scopes: `fit` and similar methods enter the model's scope. A callback may use
+another model: predict with a teacher, fit a plain model. On one device that works, so
+the implicit scope must not prevent it. A scope entered by the user is never suspended.
 
-A callback may use another model: predict with a teacher, fit a plain model. On one
-device that works, so the scope that `fit` entered implicitly must not prevent it. A
-scope that the user entered is never suspended.
-
-Initial values, until every worker has the chief's.
-
-Workers may draw or compute different initial values. One broadcast covers all variables
-of a scope: at its end, or before the first read or `run`.
+Initial values: workers may draw or compute different ones, so the chief's are sent to
+all. One broadcast covers all variables of a scope: at its end, or before the first read
+or `run`.
 """
 
 import contextlib
@@ -88,7 +85,7 @@ def cross_replica_value(strategy: Any, method: str, variable: Any) -> Any:
         owner = strategy_of_variable(variable)
         if owner is not None and owner.num_replicas_in_sync > 1:
             return per_replica_values(strategy, method, variable)
-    # Of its own: variables are assigned in place on some backends.
+    # A copy, as some backends assign variables in place.
     return ops.stop_gradient(ops.copy(variable.value))
 
 
@@ -97,24 +94,23 @@ def check_sync_on_read_owner(strategy: Any, variable: Any) -> None:
     owner = strategy_of_variable(variable)
     if owner is None or owner is strategy:
         return
-    here, there = strategy.extended.topology, owner.extended.topology
-    if (here.devices, here.num_replicas) != (there.devices, there.num_replicas):
+    topology, other = strategy.extended.topology, owner.extended.topology
+    if (topology.devices, topology.num_replicas) != (other.devices, other.num_replicas):
         raise ValueError(
-            f"The variable '{variable.path}' has synchronization='on_read', so that "
-            f"each replica of {owner!r} holds its own value, and it was used by a "
-            f"replica of {strategy!r}. Give `run` the value that `reduce` of its own "
-            "strategy makes of it."
+            f"The variable '{variable.path}' has synchronization='on_read', so each "
+            f"replica of {owner!r} has its own value, but a replica of {strategy!r} "
+            "used it. Pass `run` the result of its own strategy's `reduce` instead."
         )
 
 
-class _Entered(threading.local):
+class _ImplicitScopes(threading.local):
     """Scopes, with their depths, that `fit` entered implicitly in this thread."""
 
     def __init__(self):
         self.scopes: list[tuple[Any, Any, int]] = []
 
 
-_entered = _Entered()
+_implicit = _ImplicitScopes()
 
 
 @contextlib.contextmanager
@@ -122,36 +118,36 @@ def enter_implicit_scope(strategy: Any) -> Iterator[None]:
     """Enter the scope of a model's strategy implicitly."""
     scope = strategy.scope()
     with scope:
-        _entered.scopes.append((strategy, scope, context.scope_depth()))
+        _implicit.scopes.append((strategy, scope, context.scope_depth()))
         try:
             yield
         finally:
-            _entered.scopes.pop()
+            _implicit.scopes.pop()
 
 
 @contextlib.contextmanager
 def suspend_implicit_scope(strategy: Any) -> Iterator[None]:
     """Suspend an implicit scope of another strategy, if one is innermost."""
-    if not _entered.scopes:
+    if not _implicit.scopes:
         yield
         return
-    current, scope, depth = _entered.scopes[-1]
+    current, scope, depth = _implicit.scopes[-1]
     innermost = depth == context.scope_depth() and context.current_replica() is None
     if current is strategy or not innermost:
         yield
         return
-    _entered.scopes.pop()
+    _implicit.scopes.pop()
     scope.__exit__(None, None, None)
     try:
-        # The fit around that one may be of another strategy as well.
+        # The enclosing `fit` may belong to another strategy, too.
         with suspend_implicit_scope(strategy):
             yield
     finally:
         scope.__enter__()
-        _entered.scopes.append((current, scope, depth))
+        _implicit.scopes.append((current, scope, depth))
 
 
-# The variables that wait for the chief's values, with their strategies.
+# Strategies and variables that wait for the chief's values.
 pending_values: list[tuple[Any, Any]] = []
 
 
@@ -163,25 +159,26 @@ def register_initial_value(strategy: Any, variable: Any) -> None:
 @contextlib.contextmanager
 def without_broadcast() -> Iterator[None]:
     """Context manager that suspends the broadcast while tensors are only passed on."""
-    held = pending_values[:]
+    suspended = pending_values[:]
     pending_values.clear()
     try:
         yield
     finally:
-        pending_values[:0] = held
+        pending_values[:0] = suspended
 
 
 def broadcast_pending_values() -> None:
     """Broadcast the chief's values of pending variables; a collective call."""
-    # Keras may initialize a variable again, and the first read must not come back here.
-    made = {id(variable): (strategy, variable) for strategy, variable in pending_values}
+    # By id, as Keras may initialize a variable twice. Cleared first, as reads of the
+    # variables call this function.
+    pending = {
+        id(variable): (strategy, variable) for strategy, variable in pending_values
+    }
     pending_values.clear()
-    while made:
-        first, _ = next(iter(made.values()))
+    for strategy in {id(s): s for s, _ in pending.values()}.values():
         broadcast_from_chief(
-            first, [v for strategy, v in made.values() if strategy is first]
+            strategy, [v for s, v in pending.values() if s is strategy]
         )
-        made = {key: pair for key, pair in made.items() if pair[0] is not first}
 
 
 def broadcast_from_chief(strategy: Any, variables: Sequence[Any]) -> None:
@@ -190,8 +187,8 @@ def broadcast_from_chief(strategy: Any, variables: Sequence[Any]) -> None:
     A worker that reads in the middle of a scope has fewer variables than one at its
     end. The remaining ones are made and broadcast later.
     """
-    # What is split was the chief's when each worker took its part.
+    # Sharded variables were the chief's when each worker took its shard.
     variables = [variable for variable in variables if not is_sharded(variable)]
     while variables:
-        settled = strategy.extended.group.sync_initial_values(variables)
-        variables = variables[settled:]
+        num_synced = strategy.extended.group.sync_initial_values(variables)
+        variables = variables[num_synced:]

@@ -22,14 +22,14 @@ def compute_and_comm_fractions(
     marks.sort(key=lambda mark: mark[0])
     first, last = marks[0][0], marks[-1][0]
     computing = collecting = 0.0
-    open_ones = {False: 0, True: 0}
-    before = first
-    for at, change, collective in marks:
-        if open_ones[False]:
-            computing += at - before
-        elif open_ones[True]:
-            collecting += at - before
-        open_ones[collective] += change
-        before = at
-    whole = (last - first) or 1.0
-    return computing / whole, collecting / whole
+    running = {False: 0, True: 0}
+    previous = first
+    for time, change, collective in marks:
+        if running[False]:
+            computing += time - previous
+        elif running[True]:
+            collecting += time - previous
+        running[collective] += change
+        previous = time
+    total = (last - first) or 1.0
+    return computing / total, collecting / total

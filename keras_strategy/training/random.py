@@ -26,13 +26,13 @@ from keras_strategy.core.step_state import RowRange
 
 logger = logging.getLogger("keras_strategy")
 
-# How many rows a step is rehearsed with.
+# The numbers of rows of the two dry runs.
 _ROWS = (2, 3)
-# So often a step is rehearsed that draws what it did not draw before.
-_REHEARSALS = 3
+# Pairs of dry runs, at draws that were unknown before.
+_MAX_DRY_RUNS = 3
 
 Dims = tuple[int | None, ...]
-"""The shape of a draw, with None for what is not known while Python runs."""
+"""The shape of a draw, with None for sizes that tracing does not know."""
 
 DryRunFunction = Callable[[int], DryRun]
 
@@ -117,9 +117,9 @@ class BatchDimCache:
 
     def __init__(self, repeated: bool = False):
         self._repeated = repeated
-        # Of each kind of draws, in the order of a step; None for what is unclear.
+        # For each key, kinds in the order of the step's draws; None if unclear.
         self._kinds: dict[Any, list[Kind | None]] = {}
-        self._rehearsals = 0
+        self._dry_runs = 0
         self._warned: set[Any] = set()
 
     def batch_dim(
@@ -143,43 +143,43 @@ class BatchDimCache:
         if (
             key not in self._kinds
             and dry_run is not None
-            and self._rehearsals < _REHEARSALS
+            and self._dry_runs < _MAX_DRY_RUNS
         ):
-            self._rehearsals += 1
-            few, more = [_by_key(dry_run(n).draws) for n in _ROWS]
-            for found in few.keys() | more.keys():
-                kinds = _kinds(few.get(found, []), more.get(found, []))
-                self._kinds.setdefault(found, kinds)
+            self._dry_runs += 1
+            smaller, larger = [_by_key(dry_run(n).draws) for n in _ROWS]
+            for new in smaller.keys() | larger.keys():
+                kinds = _kinds(smaller.get(new, []), larger.get(new, []))
+                self._kinds.setdefault(new, kinds)
         kinds = self._kinds.get(key, [])
         fitting = {kind for kind in kinds if kind and kind.fits(dims, rows)}
         if self._repeated and kinds:
             number %= len(kinds)
         if len(fitting) > 1 and number < len(kinds):
-            # As long as each other, by chance: that which is drawn at this point.
+            # Equal sizes by chance: use the kind at this position in the step.
             fitting &= {kinds[number]}
         if len(fitting) == 1 and None not in kinds:
             (kind,) = fitting
             if isinstance(kind, FixedShape):
                 return None
-            here = kinds[number] if number < len(kinds) else None
-            if here == kind and isinstance(here, BatchDim):
-                kind = here  # its order
+            expected = kinds[number] if number < len(kinds) else None
+            if expected == kind and isinstance(expected, BatchDim):
+                kind = expected  # it may differ in `order`
             if kind.per_row > 1:
                 self._warn(
                     (key, "several"),
-                    "%s draws %d random numbers or more for each row of a batch. They "
-                    "are taken to follow one another, as `ops.reshape(x, (-1, ...))` "
-                    "puts them, where a dimension of steps comes after the rows. Where "
-                    "it comes before them, replicas draw other numbers than one "
-                    "device: draw before the dimensions are joined.",
+                    "%s draws %d random numbers or more for each row of a batch. This "
+                    "library assumes that those of a row are contiguous, as after "
+                    "`ops.reshape(x, (-1, ...))` with the batch dimension first. If "
+                    "the batch dimension is not first, replicas draw other numbers "
+                    "than one device: draw before you merge the dimensions.",
                     kind.per_row,
                 )
             return kind
         self._warn(
             key,
-            "%s draws random numbers of the shape %s, and it could not be found out "
-            "which dimension follows the rows of a batch. The first is taken for it if "
-            "it is as long; several replicas may draw other numbers than one device.",
+            "%s draws random numbers of the shape %s, and its batch dimension could "
+            "not be determined. The first dimension is used if its size fits. Several "
+            "replicas may draw other numbers than one device.",
             dims,
         )
         guess = BatchDim(0)
@@ -193,8 +193,8 @@ class BatchDimCache:
         """Warn that each replica shuffles only its local rows."""
         self._warn(
             ("shuffle", seed),
-            "%s shuffles the rows of a batch. Each of several replicas shuffles its "
-            "own, where one device shuffles all of them.",
+            "%s shuffles the rows of a batch. Several replicas shuffle their local "
+            "rows only, where one device shuffles all rows.",
         )
 
     def _warn(self, key: Any, message: str, *args: Any) -> None:
@@ -219,28 +219,31 @@ def _by_key(draws: Sequence[RandomDraw] | None) -> dict[Any, list[RandomDraw]]:
     return found
 
 
-def _kinds(few: Sequence[RandomDraw], more: Sequence[RandomDraw]) -> list[Kind | None]:
+def _kinds(
+    smaller: Sequence[RandomDraw], larger: Sequence[RandomDraw]
+) -> list[Kind | None]:
     """Return the kinds of draws from two dry runs; None where unclear."""
-    if len(few) != len(more):
+    if len(smaller) != len(larger):
         return [None]
-    return [_kind(a.dims, b.dims, a.order) for a, b in zip(few, more, strict=True)]
+    pairs = zip(smaller, larger, strict=True)
+    return [_kind(a.dims, b.dims, a.order) for a, b in pairs]
 
 
-def _kind(few: Dims, more: Dims, order: tuple[int, ...] | None) -> Kind | None:
-    if len(few) != len(more):
+def _kind(smaller: Dims, larger: Dims, order: tuple[int, ...] | None) -> Kind | None:
+    if len(smaller) != len(larger):
         return None
-    grown = [axis for axis in range(len(few)) if few[axis] != more[axis]]
+    grown = [axis for axis, size in enumerate(smaller) if size != larger[axis]]
     if not grown:
-        return FixedShape(few)
+        return FixedShape(smaller)
     if len(grown) > 1:
         return None
     (axis,) = grown
-    small, large = few[axis], more[axis]
+    small, large = smaller[axis], larger[axis]
     if small is None or large is None or small % _ROWS[0]:
         return None
     per_row = small // _ROWS[0]
-    follows = BatchDim(axis, per_row, order)
-    return follows if large == per_row * _ROWS[1] else None
+    batch_dim = BatchDim(axis, per_row, order)
+    return batch_dim if large == per_row * _ROWS[1] else None
 
 
 def draw_key(name: str, seed: Any, rank: int) -> Any:
@@ -248,8 +251,8 @@ def draw_key(name: str, seed: Any, rank: int) -> Any:
 
     A generator is part of it, which keeps it alive, so that its `id` is not reused.
     """
-    own = seed if isinstance(seed, keras.random.SeedGenerator) else None
-    return name, own, seed is None, rank
+    generator = seed if isinstance(seed, keras.random.SeedGenerator) else None
+    return name, generator, seed is None, rank
 
 
 def drawing_layer_name() -> str:
@@ -263,31 +266,31 @@ def drawing_layer_name() -> str:
     return "The step"
 
 
-def global_shape(dims: Sequence[Any], follows: BatchDim, rows: RowRange) -> list[Any]:
+def global_shape(dims: Sequence[Any], batch_dim: BatchDim, rows: RowRange) -> list[Any]:
     """Return the shape that one device draws."""
     total = list(dims)
-    total[follows.axis] = rows.total * follows.per_row
+    total[batch_dim.axis] = rows.total * batch_dim.per_row
     return total
 
 
-def local_slice(numbers: Any, follows: BatchDim, rows: RowRange) -> Any:
+def local_slice(numbers: Any, batch_dim: BatchDim, rows: RowRange) -> Any:
     """Return the slice of one device's draw for a replica's rows."""
-    begin = rows.begin * follows.per_row
-    count = rows.count * follows.per_row
+    begin = rows.begin * batch_dim.per_row
+    count = rows.count * batch_dim.per_row
     if isinstance(count, int) and not isinstance(begin, int):
-        # In one program of all replicas, or where a trace knows some numbers alone.
+        # In a program for all replicas, or if tracing knows some sizes only.
         start, shape = [0] * len(numbers.shape), list(keras.ops.shape(numbers))
-        start[follows.axis], shape[follows.axis] = begin, count
+        start[batch_dim.axis], shape[batch_dim.axis] = begin, count
         return keras.ops.slice(numbers, start, shape)
     end = begin + count
-    return numbers[(slice(None),) * follows.axis + (slice(begin, end),)]
+    return numbers[(slice(None),) * batch_dim.axis + (slice(begin, end),)]
 
 
 def gather_rows(replica: Replica, x: Any, axis: int) -> Any:
     """Gather a tensor's rows of all replicas along `axis`."""
     weight = replica.step.row_weight
     if isinstance(weight, float) and weight == 0.0:
-        # A replica without rows works on a stand-in, which is none of the batch's.
+        # A replica without rows computes on placeholder rows.
         x = x[(slice(None),) * axis + (slice(0, 0),)]
     elif weight is not None and not isinstance(weight, float):
         size = keras.ops.shape(x)[axis]

@@ -1,7 +1,4 @@
-"""Dtypes, axes and divisors of reductions over replicas.
-
-Batch statistics over the rows of all replicas.
-"""
+"""Reductions over replicas: dtypes, axes, divisors, and batch statistics."""
 
 import math
 from collections.abc import Sequence
@@ -13,11 +10,10 @@ from keras import ops
 from keras_strategy.core.protocols import Replica
 from keras_strategy.values import ReduceOp
 
-# A size is None where a program that is traced does not know it yet.
+# A size is None if tracing does not know it.
 Shape = Sequence[int | None]
 
-
-# Sums of these would wrap where NumPy's do not, and those of booleans are counts.
+# Sums of these would wrap where NumPy's do not; sums of booleans are counts.
 _SMALL = ("bool", "int8", "int16", "uint8", "uint16")
 
 
@@ -37,8 +33,8 @@ def check_same_dtype(values: Sequence[Any]) -> None:
     dtypes = [keras.backend.standardize_dtype(value.dtype) for value in values]
     if len(set(dtypes)) > 1:
         raise ValueError(
-            "The replicas' values must have the same dtype to be combined. Received "
-            f"the dtypes {dtypes}, in the order of the replicas. Cast them before: "
+            "The replicas' values must have the same dtype to be reduced. Received the "
+            f"dtypes {dtypes}, in the order of the replicas. Cast them before, with "
             "`keras.ops.cast(value, dtype)`."
         )
 
@@ -49,24 +45,24 @@ def normalize_axes(axis: Any, shapes: Sequence[Shape]) -> tuple[int, ...]:
         return ()
     ranks = {len(shape) for shape in shapes}
     rank = min(ranks)
-    given = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
-    if len(ranks) > 1 or not all(-rank <= i < rank for i in given):
+    axes = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
+    if len(ranks) > 1 or not all(-rank <= i < rank for i in axes):
         raise ValueError(
             "Argument `axis` must name dimensions that the values have. Received: "
-            f"axis={axis!r} for values of the shapes {_listed(shapes)}"
+            f"axis={axis!r} for values of the shapes {list(map(tuple, shapes))}"
         )
-    return tuple(i % rank for i in given)
+    return tuple(i % rank for i in axes)
 
 
 def axes_to_reduce(axis: Any, shapes: Sequence[Shape]) -> tuple[int, ...]:
-    """Return `axes_of`; check that the other dimensions match elementwise."""
+    """Return `normalize_axes`; check that the other dimensions match."""
     axes = normalize_axes(axis, shapes)
     left = [[n for i, n in enumerate(shape) if i not in axes] for shape in shapes]
     if not all(_may_be_same(left[0], other) for other in left[1:]):
         raise ValueError(
-            "The replicas' values must have the same shape to be combined elementwise, "
-            f"but for the dimensions that are reduced. Received: axis={axis!r} for "
-            f"values of the shapes {_listed(shapes)}. Give the `axis` in which they "
+            "The replicas' values must have the same shape to be reduced elementwise, "
+            f"except for the reduced dimensions. Received: axis={axis!r} for values of "
+            f"the shapes {list(map(tuple, shapes))}. Pass the `axis` in which they "
             "differ, or use `gather`."
         )
     return axes
@@ -83,10 +79,6 @@ def _may_be_same(first: Shape, other: Shape) -> bool:
     )
 
 
-def _listed(shapes: Sequence[Shape]) -> list[tuple[int | None, ...]]:
-    return [tuple(shape) for shape in shapes]
-
-
 def moments(
     replica: Replica, replicas: int, x: Any, axes: Sequence[int], mask: Any = None
 ) -> tuple[Any, Any]:
@@ -97,54 +89,49 @@ def moments(
     digits of values that vary little around a large mean. The gradient takes one more
     collective. Replicas without rows are ignored.
 
-    Args:
-        replica: The replica.
-        replicas: The number of replicas, over all workers.
-        x: A tensor of equal shape everywhere, except for `axes`.
-        axes: The non-negative dimensions to reduce; all but one.
-        mask: Valid entries, without the last dimension, or None. Like Keras, add an
-            epsilon to their number.
+    `axes` are all dimensions but one. `mask` marks valid entries, without the last
+    dimension; like Keras, an epsilon is added to their number.
     """
     weight = replica.step.row_weight
     has_rows = weight is None or weight > 0
     x = ops.convert_to_tensor(x)
     dtype = keras.backend.standardize_dtype(x.dtype)
     if dtype in ("float16", "bfloat16"):
-        # Sums over many rows leave the range, or the precision, of half floats.
+        # Sums over many rows exceed the range or precision of half floats.
         x = ops.cast(x, "float32")
     valid = None
     if mask is not None:
         valid = ops.broadcast_to(ops.expand_dims(mask, axis=-1), ops.shape(x))
         valid = ops.cast(valid, "bool")
 
-    def added_up(tensor):
+    def sum_valid(tensor):
         if valid is not None:
             tensor = ops.where(valid, tensor, 0)
         return ops.sum(tensor, axis=tuple(axes), keepdims=True)
 
-    total = added_up(x)
+    total = sum_valid(x)
     if valid is None:
         count = ops.ones_like(total) * ops.cast(
             num_entries(ops.shape(x), axes), x.dtype
         )
     else:
-        count = added_up(ops.ones_like(x))
-    own_mean = ops.stop_gradient(total) / ops.maximum(count, 1)
-    squares = added_up(ops.square(x - own_mean))  # whose gradient by the mean is 0
+        count = sum_valid(ops.ones_like(x))
+    local_mean = ops.stop_gradient(total) / ops.maximum(count, 1)
+    squares = sum_valid(ops.square(x - local_mean))  # gradient by the mean is 0
 
-    told = ops.reshape(ops.stack([count, total, squares]), (1, 3, -1))
-    # Each in a place of its own, so that nothing is added to it.
+    statistics = ops.reshape(ops.stack([count, total, squares]), (1, 3, -1))
+    # The sum gathers: each replica fills its own row. This keeps the values exact.
     place = ops.logical_and(ops.equal(ops.arange(replicas), replica.id), has_rows)
-    told = ops.where(ops.reshape(place, (-1, 1, 1)), told, 0)
-    told = replica.all_reduce(ReduceOp.SUM, told)
+    statistics = ops.where(ops.reshape(place, (-1, 1, 1)), statistics, 0)
+    statistics = replica.all_reduce(ReduceOp.SUM, statistics)
 
-    counts, totals, squares = told[:, 0], told[:, 1], told[:, 2]
+    counts, totals, squares = statistics[:, 0], statistics[:, 1], statistics[:, 2]
     count = ops.sum(counts, axis=0)
     if valid is None:
         count = ops.maximum(count, 1)
     else:
         count = count + keras.config.epsilon()
     mean = ops.sum(totals, axis=0) / count
-    apart = totals / ops.maximum(counts, 1) - mean
-    variance = ops.sum(squares + counts * ops.square(apart), axis=0) / count
+    distance = totals / ops.maximum(counts, 1) - mean
+    variance = ops.sum(squares + counts * ops.square(distance), axis=0) / count
     return ops.cast(mean, dtype), ops.cast(variance, dtype)

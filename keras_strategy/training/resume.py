@@ -1,15 +1,12 @@
-"""JSON encoding of third-party state, without pickle.
-
-Arrays spilled to disk until one file is written of all of them.
-
-Sharded variables are gathered one at a time. A host that kept all of them would need
-memory for what no device holds.
-
-Backup files, written atomically and verified when read.
+"""Backup files, written atomically and verified when read.
 
 A file is a NumPy archive of arrays and a JSON text. It is written to a temporary name,
 synced and renamed, so that a killed process leaves the previous file intact. The last
-two are kept: if the checksums of one fail, the one before it is used.
+two are kept: if the checksums of one fail, the one before it is used. Third-party state
+is encoded in JSON, without pickle.
+
+Sharded variables are gathered one at a time, and the arrays are spilled to disk until
+the file is written: all of them may not fit into the host's memory.
 """
 
 import base64
@@ -30,8 +27,20 @@ from typing import Any
 import ml_dtypes  # a dependency of Keras
 import numpy as np
 
-# What stands in front of what JSON does not have.
+logger = logging.getLogger("keras_strategy")
+
+# Key that marks an encoded value of a type that JSON lacks.
 _MARK = "__"
+# Smaller arrays stay in memory.
+MIN_SPILL_BYTES = 2**16
+
+_FACTS = "facts.json"
+_BACKUP = re.compile(r"backup-(\d{9})\.npz")
+_PARTIAL = re.compile(r"\.backup-\d{9}\.npz\.part")
+_DAMAGED = ".damaged"
+_MAX_BACKUPS = 2
+# Files of Keras's own BackupAndRestore.
+_KERAS_FILES = ("latest.weights.h5", "training_metadata.json")
 
 
 def encode(state: Any) -> Any:
@@ -62,13 +71,13 @@ def encode(state: Any) -> Any:
         content = base64.b64encode(state.tobytes()).decode()
         return {_MARK: kind, "of": [str(state.dtype), list(state.shape), content]}
     raise ValueError(
-        "Expected a state of numbers, texts, bytes, arrays, lists and dicts. Received "
+        "Expected state of numbers, strings, bytes, arrays, lists and dicts. Received "
         f"in it: {state!r} of type {type(state).__name__}"
     )
 
 
 def decode(value: Any) -> Any:
-    """Return the state that `packed` encoded."""
+    """Return the state that `encode` encoded."""
     if isinstance(value, list):
         return [decode(part) for part in value]
     if not isinstance(value, dict):
@@ -90,10 +99,6 @@ def decode(value: Any) -> Any:
     return array[()] if kind == "number" else array
 
 
-# Smaller ones stay in memory.
-MIN_SPILL_BYTES = 2**16
-
-
 class ArraySpill:
     """Files of arrays, while it is open; leftovers of a killed process are removed.
 
@@ -107,7 +112,7 @@ class ArraySpill:
     @classmethod
     def next_to(cls, path: pathlib.Path) -> "ArraySpill":
         """Return a spill in a folder next to a path that will be written."""
-        return cls(path.parent / f".{path.name}.aside")
+        return cls(path.parent / f".{path.name}.spill")
 
     def add(self, array: np.ndarray) -> np.ndarray:
         """Return the array, memory-mapped from disk if it is large.
@@ -125,7 +130,7 @@ class ArraySpill:
             file = self._folder / str(self._count)
             self._count += 1
             array.tofile(file)
-            # Engines may ask for memory to write to; the file keeps what it has.
+            # Copy-on-write, as some backends require writable memory.
             return np.memmap(file, array.dtype, "c", shape=array.shape)
         except OSError as error:
             self._error = error
@@ -150,20 +155,7 @@ class ArraySpill:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-logger = logging.getLogger("keras_strategy")
-
-_FACTS = "facts.json"
-_NAME = re.compile(r"backup-(\d{9})\.npz")
-# What is being written, by a process that may have been killed at it.
-_PART = re.compile(r"\.backup-\d{9}\.npz\.part")
-_DAMAGED = ".damaged"
-# So many files are kept.
-_KEPT = 2
-# What Keras's own callback leaves in its folder.
-_OF_KERAS = ("latest.weights.h5", "training_metadata.json")
-
-
-class _Damaged(Exception):
+class _DamagedFile(Exception):
     """A file whose content is not what was written."""
 
 
@@ -181,11 +173,11 @@ class BackupFolder:
 
     def __init__(self, path: str | os.PathLike):
         self._path = pathlib.Path(path)
-        self._aside = ArraySpill.next_to(self._path / "backup")
+        self._spill = ArraySpill.next_to(self._path / "backup")
 
     def spill(self, array: np.ndarray) -> np.ndarray:
         """Return an array for the next backup, spilled to disk if it is large."""
-        return self._aside.add(array)
+        return self._spill.add(array)
 
     def read(self) -> BackupContents | None:
         """Return the last intact backup, or None; rename damaged ones.
@@ -193,38 +185,38 @@ class BackupFolder:
         Raises:
             ValueError: If all backups are damaged, or another program wrote them.
         """
-        self._clear(_PART)
+        self._clear(_PARTIAL)
         files = self._files()
         for file in reversed(files):
             try:
                 return _read(file)
-            except _Damaged as error:
-                aside = file.with_name(file.name + _DAMAGED)
-                os.replace(file, aside)
+            except _DamagedFile as error:
+                renamed = file.with_name(file.name + _DAMAGED)
+                os.replace(file, renamed)
                 logger.error(
-                    "The backup %s is damaged (%s) and kept as %s. The one before it "
-                    "is used.",
-                    *(file, error, aside.name),
+                    "The backup %s is damaged (%s) and was renamed to %s. The one "
+                    "before it is used.",
+                    *(file, error, renamed.name),
                 )
-        found = self._named()
-        if any(name.endswith(_DAMAGED) for name in found):
+        names = self._names()
+        if any(name.endswith(_DAMAGED) for name in names):
             raise ValueError(
                 f"All backups in {self._path} are damaged. Remove the folder to train "
                 "from the beginning."
             )
-        of_keras = [name for name in _OF_KERAS if name in found]
-        if of_keras:
+        keras_files = [name for name in _KERAS_FILES if name in names]
+        if keras_files:
             raise ValueError(
-                f"{self._path} holds a backup that Keras alone has made "
-                f"({', '.join(of_keras)}), which says too little to go on exactly. "
-                "Remove it to train from the beginning, or name another folder."
+                f"{self._path} contains a backup from Keras's own callback "
+                f"({', '.join(keras_files)}), which lacks the state for an exact "
+                "resume. Remove it to train from the beginning, or use another folder."
             )
         return None
 
     def write(self, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         """Write a backup of JSON values and arrays; remove old ones."""
-        with self._aside:
-            self._aside.check()
+        with self._spill:
+            self._spill.check()
             self._write_next(facts, arrays)
 
     def _write_next(self, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
@@ -242,30 +234,30 @@ class BackupFolder:
         finally:
             part.unlink(missing_ok=True)
         _sync_folder(self._path)
-        for old in files[: len(files) + 1 - _KEPT]:
+        for old in files[: len(files) + 1 - _MAX_BACKUPS]:
             old.unlink(missing_ok=True)
 
     def clear(self) -> None:
         """Remove the backups, and the folder if it is empty."""
-        self._clear(_PART)
-        self._clear(_NAME)
+        self._clear(_PARTIAL)
+        self._clear(_BACKUP)
         with contextlib.suppress(OSError):
             self._path.rmdir()
 
     def _clear(self, pattern: re.Pattern) -> None:
-        for name in self._named():
+        for name in self._names():
             if pattern.fullmatch(name):
                 (self._path / name).unlink(missing_ok=True)
 
     def _files(self) -> list[pathlib.Path]:
-        return [self._path / n for n in sorted(self._named()) if _NAME.fullmatch(n)]
+        return [self._path / n for n in sorted(self._names()) if _BACKUP.fullmatch(n)]
 
-    def _named(self) -> list[str]:
+    def _names(self) -> list[str]:
         return os.listdir(self._path) if self._path.is_dir() else []
 
 
 def _number(file: pathlib.Path) -> int:
-    match = _NAME.fullmatch(file.name)
+    match = _BACKUP.fullmatch(file.name)
     assert match is not None
     return int(match.group(1))
 
@@ -282,18 +274,19 @@ def _read(file: pathlib.Path) -> BackupContents:
     with file.open("rb") as opened:
         try:
             with np.load(opened, allow_pickle=False) as archive:
-                held = json.loads(archive[_FACTS].tobytes())
-                plain = {name: archive[name] for name in held["dtypes"]}
+                metadata = json.loads(archive[_FACTS].tobytes())
+                plain = {name: archive[name] for name in metadata["dtypes"]}
         except MemoryError:
             raise
         except Exception as error:
-            # One spoiled bit may ask for a password or for a way to compress that
-            # nobody knows. But a disk that cannot be read may be read another time.
+            # A flipped bit may cause any error, such as an unknown compression
+            # method. But an unreadable disk may become readable again.
             if isinstance(error, OSError) and error.errno != errno.EINVAL:
                 raise
-            raise _Damaged(f"{type(error).__name__}: {error}") from error
-    arrays = {n: array.view(_dtype(held["dtypes"][n])) for n, array in plain.items()}
-    return BackupContents(held["facts"], arrays, file)
+            raise _DamagedFile(f"{type(error).__name__}: {error}") from error
+    dtypes = {name: _dtype(dtype) for name, dtype in metadata["dtypes"].items()}
+    arrays = {name: array.view(dtypes[name]) for name, array in plain.items()}
+    return BackupContents(metadata["facts"], arrays, file)
 
 
 def _as_plain(array: np.ndarray) -> np.ndarray:

@@ -3,20 +3,15 @@
 In a training step each replica carries its *weight*: its rows over the rows of the
 global batch. A replica's loss is the mean over its local rows, and the outermost
 `optimizer.apply` sums weight * gradient over the replicas. For a loss that is a mean
-over rows, sum_r (n_r / n) * grad mean_r = grad mean: exactly the gradient of the
-global batch, however unevenly the rows are split. A replica without rows has the
-weight 0, and its results are ignored.
+over rows, sum_r (n_r / n) * grad mean_r = grad mean: exactly the gradient of the global
+batch, however unevenly the rows are split. A replica without rows has the weight 0, and
+its results are ignored.
+
+Keras divides a sum of losses by a number that it counts on the local batch: its rows,
+the sum of its sample weights, the valid entries of its mask. The functions here compute
+these denominators so that the weighted sum over the replicas equals one device's loss.
 
 In `strategy.run` there is no weight (None): gradients are summed, as in tf.distribute.
-
-Loss denominators that span all replicas.
-
-Keras divides the sum of a batch's losses by a number that it counts on the batch: its
-rows, the sum of its sample weights, the valid entries of its mask. On a replica it
-would count the local batch only. These functions compute the loss so that its weighted
-sum over the replicas equals one device's loss.
-
-What a neutral training loop needs: gradients, and the losses to take them of.
 """
 
 import contextlib
@@ -56,8 +51,8 @@ def where_has_rows(weight: Any, value: Any, otherwise: Any) -> Any:
         return value
     if isinstance(weight, float) and weight > 0.0:
         return value
-    # Also where the weight is known to be 0: a replica without rows must stay part of
-    # what the others differentiate, or it would miss the gradient's collectives.
+    # Even for a constant weight of 0: without this dependency the replica's gradient
+    # would skip collectives of the others.
     return keras.ops.where(weight > 0, value, otherwise)
 
 
@@ -85,7 +80,7 @@ def weighted_mean(values: Sequence[Any], weights: Sequence[Any]) -> Any:
     return total
 
 
-# Keras's own names: losses whose denominator counts entries.
+# Keras's names of reductions whose denominator counts entries.
 MEAN_REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
@@ -99,19 +94,21 @@ def reduce_values(
     if reduction == "sum":
         if weight is None:
             return total
-        # The optimizer multiplies by the weight; a sum is not to be weighted.
+        # Cancel the optimizer's multiplication by the weight.
         return ops.divide_no_nan(total, ops.cast(weight, total.dtype))
     if reduction == "mean_with_sample_weight" and sample_weight is not None:
-        denominator = _shared(replica, ops.cast(ops.sum(sample_weight), total.dtype))
+        denominator = _global_denominator(
+            replica, ops.cast(ops.sum(sample_weight), total.dtype)
+        )
     else:
-        # Entries are counted in proportion to rows, so in a step the local count
-        # is already weight * global count, and no collective is needed.
+        # Entries are proportional to rows, so in a training step the local count is
+        # already weight * global count: no collective is needed.
         shape = tuple(values.shape)
         if weight is not None and all(isinstance(size, int) and size for size in shape):
             return total / math.prod(shape)
         denominator = _count(values, total.dtype)
         if weight is None:
-            denominator = _shared(replica, denominator)
+            denominator = _global_denominator(replica, denominator)
     return ops.divide_no_nan(total, denominator)
 
 
@@ -125,8 +122,10 @@ def mask_weights(replica: Replica, mask: Any, dtype: Any, reduction: str | None)
         return valid
     total = _count(mask, dtype)
     if replica.step.row_weight is None:
-        total = _shared(replica, total)
-    return valid * ops.divide_no_nan(total, _shared(replica, ops.sum(valid)))
+        total = _global_denominator(replica, total)
+    return valid * ops.divide_no_nan(
+        total, _global_denominator(replica, ops.sum(valid))
+    )
 
 
 def gather_global_batch(replica: Replica, structure: Any) -> Any:
@@ -142,7 +141,7 @@ def gather_global_batch(replica: Replica, structure: Any) -> Any:
         x = ops.convert_to_tensor(x)
         if len(x.shape) == 0:
             return x
-        # A replica without rows works on a stand-in, which is none of the batch's.
+        # A replica without rows computes on placeholder rows.
         count = where_has_rows(replica.step.row_weight, ops.shape(x)[0], 0)
         return replica.all_gather(x[:count], 0)
 
@@ -154,7 +153,7 @@ def _count(values: Any, dtype: Any) -> Any:
     return ops.cast(ops.prod(shape), dtype)
 
 
-def _shared(replica: Replica, denominator: Any) -> Any:
+def _global_denominator(replica: Replica, denominator: Any) -> Any:
     """Return the denominator of all replicas, times this replica's weight.
 
     (local sum) / (weight * global denominator), weighted by the optimizer, is the
@@ -171,10 +170,10 @@ def value_and_grad(
     variables: Sequence[keras.Variable],
     has_aux: bool = False,
 ) -> Callable[..., Any]:
-    """Returns a function that computes `fn` and its gradients.
+    """Return a function that computes `fn` and its gradients.
 
-    It works inside and outside of `strategy.run`. Inside, the gradients are those
-    of this replica's value; `optimizer.apply` sums them over the replicas.
+    You can call it inside and outside of `strategy.run`. Inside, the gradients are
+    those of this replica's value; `optimizer.apply` sums them over the replicas.
 
     Args:
         fn: Returns a scalar, or with `has_aux` a pair of a scalar and a structure.
@@ -184,8 +183,8 @@ def value_and_grad(
     Returns:
         A function of `fn`'s arguments that returns `(value, gradients)`, or
         `((value, aux), gradients)`. The gradients are a list in the order of
-        `variables`, each of its variable's shape, or None on torch and TensorFlow
-        where the value does not depend on the variable.
+        `variables`, each of its variable's shape. On torch and TensorFlow, a gradient
+        is None if the value does not depend on the variable.
 
     Example:
 
@@ -206,32 +205,29 @@ def compute_average_loss(
     sample_weight: Any = None,
     global_batch_size: Any = None,
 ) -> Any:
-    """Adds a replica's losses and divides by the rows of the global batch.
+    """Sum a replica's losses and divide by the rows of the global batch.
 
-    Of gradients that are summed over the replicas, as `optimizer.apply` does in
-    `strategy.run`, the result is that of the mean over the global batch. The
-    formula is that of `tf.nn.compute_average_loss`:
-    sum(per_example_loss * sample_weight) / global_batch_size. In a step of `fit`, which
-    weights what replicas compute by their rows, it comes to the same mean.
+    With gradients that are summed over the replicas, as `optimizer.apply` does in
+    `strategy.run`, the result is the mean over the global batch. The formula is that of
+    `tf.nn.compute_average_loss`: sum(per_example_loss * sample_weight) /
+    global_batch_size. In a step of `fit`, which weights replicas by their rows, the
+    result is the same mean.
 
-    Without a size it is what one device computes of the losses of all replicas,
-    however many each of them has: they tell each other how many there are. So it does
-    not matter where the batch came from, nor whether the losses are of all its rows.
-    That is one number more that travels, but for replicas that JAX compiled to one
-    program, which all have as many rows.
+    Without `global_batch_size`, the replicas sum their numbers of rows, and the result
+    equals that of one device for any split. This costs a collective of one number,
+    except on JAX with replicas in one program, which have equal numbers of rows.
 
     Args:
         per_example_loss: Losses of this replica's rows, of rank 1 or more.
         sample_weight: Weights that can be multiplied with the losses, or None.
-        global_batch_size: What to divide by, a number or a whole scalar. By default
-            the rows of `per_example_loss` on all replicas.
+        global_batch_size: The divisor, a number or an integer scalar. By default the
+            rows of `per_example_loss` on all replicas.
 
     Returns:
         A scalar.
 
     Raises:
-        ValueError: If `per_example_loss` is a scalar, or `global_batch_size` is
-            given and is not a scalar.
+        ValueError: If `per_example_loss` is a scalar, or `global_batch_size` is not.
 
     Example:
 
@@ -252,8 +248,8 @@ def compute_average_loss(
     losses = ops.convert_to_tensor(per_example_loss)
     if len(losses.shape) == 0:
         raise ValueError(
-            "Argument `per_example_loss` must have a dimension for the rows; use a "
-            'loss with reduction="none". Received a scalar.'
+            "Argument `per_example_loss` must have a batch dimension. Use a loss with "
+            'reduction="none". Received a scalar.'
         )
     if sample_weight is not None:
         weights = ops.cast(ops.convert_to_tensor(sample_weight), losses.dtype)
@@ -264,7 +260,7 @@ def compute_average_loss(
     if global_batch_size is None:
         global_batch_size = ops.shape(losses)[0]
         if weight is not None:
-            weight = None  # the mean over a replica's rows is what `fit` weights
+            weight = None  # `fit` weights the mean over a replica's rows
         elif replica is not None:
             global_batch_size = replica.all_reduce(ReduceOp.SUM, global_batch_size)
     size = ops.convert_to_tensor(global_batch_size)
@@ -275,31 +271,30 @@ def compute_average_loss(
         )
     size = ops.cast(size, losses.dtype)
     if weight is not None:
-        size = size * ops.cast(weight, size.dtype)  # as a sum is, in a step of `fit`
+        size = size * ops.cast(weight, size.dtype)  # `fit` multiplies by the weight
     return ops.divide_no_nan(ops.sum(losses), size)
 
 
 @contextlib.contextmanager
 def weight_by_rows(rows: Any) -> Iterator[None]:
-    """Has `optimizer.apply` weight each replica's gradients by its rows.
+    """Context manager in which `optimizer.apply` weights gradients by rows.
 
-    In `strategy.run` it adds them up, which is right for losses that
-    `compute_average_loss` divided. Gradients of a mean over a replica's own rows are
-    those of the mean over all rows if each is multiplied by rows / rows of all
-    replicas, as `fit` does it. A replica of 0 rows counts nothing, whatever its
-    gradients are. The replicas tell each other their rows: one number more travels.
-    Keras's losses need no weights: in `run` they divide by the rows of all replicas.
+    In `strategy.run`, `optimizer.apply` sums gradients, which suits losses from
+    `compute_average_loss`. If your loss is a mean over the replica's rows, each
+    gradient must be multiplied by local rows / global rows, as `fit` does. A replica
+    with 0 rows is ignored. This costs a collective of one number. Keras's losses need
+    no weights: in `run` they divide by the rows of all replicas.
 
     Args:
-        rows: How many rows this replica's mean is over, a whole number or scalar, 0 or
-            more.
+        rows: The number of rows of this replica's mean, an integer or integer scalar, 0
+            or more.
 
     Yields:
-        Nothing. Put `optimizer.apply` inside. In a step of `fit`, which weights by
-        itself, and with one replica it changes nothing.
+        Nothing. Call `optimizer.apply` inside. In a step of `fit`, which has row
+        weights already, and with one replica it has no effect.
 
     Raises:
-        ValueError: If `rows` is not a whole number or scalar.
+        ValueError: If `rows` is not an integer or integer scalar.
 
     Example:
 
@@ -325,9 +320,9 @@ def weight_by_rows(rows: Any) -> Iterator[None]:
     ```
     """
     is_number = isinstance(rows, int | np.integer) and not isinstance(rows, bool)
-    if not is_number and not _is_whole_scalar(rows):
+    if not is_number and not _is_integer_scalar(rows):
         raise ValueError(
-            "Argument `rows` must be a whole number, such as `keras.ops.shape(x)[0]`. "
+            "Argument `rows` must be an integer, such as `keras.ops.shape(x)[0]`. "
             f"Received: rows={rows!r}"
         )
     replica = context.distributed_replica()
@@ -344,11 +339,11 @@ def weight_by_rows(rows: Any) -> Iterator[None]:
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Any:
-    """Divides a regularization loss by the number of replicas.
+    """Divide a regularization loss by the number of replicas.
 
-    Every replica computes the whole of it, and the gradients are summed. The
-    formula is that of `tf.nn.scale_regularization_loss`: sum(loss) / replicas. In a
-    step of `fit`, which weights what replicas compute by their rows, it is sum(loss).
+    Every replica computes all of it, and the gradients are summed. The formula is that
+    of `tf.nn.scale_regularization_loss`: sum(loss) / replicas. In a step of `fit`,
+    which weights replicas by their rows, it is sum(loss).
 
     Args:
         regularization_loss: A tensor, or a list of scalars such as `model.losses`.
@@ -369,13 +364,13 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
     """
     if context.in_cross_replica_context():
         raise RuntimeError(
-            "`scale_regularization_loss` is for code that runs on a replica: call it "
-            "in the function that `strategy.run` calls."
+            "`scale_regularization_loss` must be called in replica context, in the "
+            "function that you pass to `strategy.run`."
         )
     replica = context.distributed_replica()
     replicas = context.get_strategy().num_replicas_in_sync
     if replica is not None and replica.step.row_weight is not None:
-        replicas = 1  # `fit` adds up what the replicas' weights, of 1 in all, leave
+        replicas = 1  # `fit` multiplies by row weights, whose sum is 1
     if isinstance(regularization_loss, list | tuple):
         losses = [ops.sum(ops.convert_to_tensor(loss)) for loss in regularization_loss]
         total = sum(losses[1:], losses[0]) if losses else ops.zeros(())
@@ -384,8 +379,7 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
     return total / replicas
 
 
-def _is_whole_scalar(value: Any) -> bool:
-    """Whether a value is a tensor of one whole number."""
+def _is_integer_scalar(value: Any) -> bool:
     if not ops.is_tensor(value) or len(value.shape) != 0:
         return False
     return "int" in keras.backend.standardize_dtype(value.dtype)

@@ -1,10 +1,8 @@
-"""Gathered values of variables, for the worker that writes alone.
-
-Writing with several workers: once, by the chief, and atomically.
+"""Saving with several workers: once, by the chief, and atomically.
 
 All workers run the same program, so all of them save models. The chief writes to a
 temporary name beside the target, and the others wait. The next save removes what a
-killed chief left.
+killed chief left. While the chief writes, sharded variables read as gathered values.
 """
 
 import contextlib
@@ -20,27 +18,25 @@ from keras_strategy.cluster.rendezvous import save_timeout_seconds
 from keras_strategy.errors import WorkerFailedError
 from keras_strategy.training import slow_operations
 
-_held: ContextVar[dict[int, Any] | None] = ContextVar("held", default=None)
+_Result = TypeVar("_Result")
+_overrides: ContextVar[dict[int, Any] | None] = ContextVar("overrides", default=None)
+_temporary_folder: ContextVar[str | None] = ContextVar("folder", default=None)
 
 
 @contextlib.contextmanager
 def variable_value_overrides(values: Sequence[tuple[Any, Any]]) -> Iterator[None]:
     """Context manager in which variables read as the given values."""
-    token = _held.set({id(variable): value for variable, value in values})
+    token = _overrides.set({id(variable): value for variable, value in values})
     try:
         yield
     finally:
-        _held.reset(token)
+        _overrides.reset(token)
 
 
 def overridden_value(variable: Any) -> Any:
     """Return the value that overrides a variable's, or None."""
-    values = _held.get()
+    values = _overrides.get()
     return None if values is None else values.get(id(variable))
-
-
-_Result = TypeVar("_Result")
-_scratch: ContextVar[str | None] = ContextVar("scratch", default=None)
 
 
 def run_on_chief(
@@ -83,21 +79,21 @@ def raise_if_any_failed(
         error: This worker's error, or None.
         others_write: Apply the longer timeout, as another worker may write a lot first.
     """
-    said = None if error is None else f"{type(error).__name__}: {error}"
+    report = None if error is None else f"{type(error).__name__}: {error}"
     seconds = cluster.client.timeout_seconds
     if others_write:
         seconds = save_timeout_seconds(seconds)
-    told = cluster.exchange(operation, said, seconds)
+    reports = cluster.exchange(operation, report, seconds)
     if error is not None:
         raise error
-    for name, problem in zip(cluster.names, told, strict=True):
+    for name, problem in zip(cluster.names, reports, strict=True):
         if problem is not None:
             raise WorkerFailedError(f"{name} failed in {operation}: {problem}")
 
 
 def temporary_folder() -> str | None:
     """Return the folder for temporary files of the current `replaced`, or None."""
-    return _scratch.get()
+    return _temporary_folder.get()
 
 
 @contextlib.contextmanager
@@ -105,25 +101,25 @@ def atomic_write_path(path: str) -> Iterator[str]:
     """Context manager for a path beside `path`, which replaces it on success."""
     target = pathlib.Path(path)
     if "://" in path:
-        # An object store shows a file when it is whole.
+        # Object stores publish complete files only.
         yield path
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Keras knows formats by the ends of names, so that the end must stay.
+    # Keras derives the format from the suffix, so the file keeps its name.
     folder = target.parent / f".{target.name}.part"
     shutil.rmtree(folder, ignore_errors=True)
-    whole, aside = folder / "whole", folder / "aside"
-    whole.mkdir(parents=True)
-    aside.mkdir()
-    token = _scratch.set(str(aside))
+    complete, temporary = folder / "complete", folder / "temporary"
+    complete.mkdir(parents=True)
+    temporary.mkdir()
+    token = _temporary_folder.set(str(temporary))
     try:
-        yield os.path.join(whole, target.name)
-        # Weights in several shards are several files.
-        for part in os.listdir(whole):
-            source, place = os.path.join(whole, part), target.parent / part
+        yield os.path.join(complete, target.name)
+        # Sharded weights consist of several files.
+        for part in os.listdir(complete):
+            source, place = os.path.join(complete, part), target.parent / part
             if os.path.isdir(source) and place.is_dir():
                 shutil.rmtree(place)
             os.replace(source, place)
     finally:
-        _scratch.reset(token)
+        _temporary_folder.reset(token)
         shutil.rmtree(folder, ignore_errors=True)

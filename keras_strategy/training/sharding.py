@@ -1,17 +1,12 @@
-"""Sharding of variables and optimizer slots.
+"""Sharding of variables and optimizer slots, and layouts on logical devices.
 
 In one program for all replicas, a variable is split along one dimension into equal
 shards. If the number of replicas divides no dimension, its prime factors may divide
 some, and there are fewer shards. This follows from the shape alone: all workers agree.
 
 Where each replica updates its shard by itself, the shards are ranges of the flattened
-variable.
-
-Dependencies of the updates of Keras's optimizers.
-
-Subclasses of Keras's optimizers are unknown: only exact classes count.
-
-VariableLayouts of weights on a replica's logical devices, from `layout_map`.
+variable. Which optimizers allow that is known for Keras's own classes only: their
+subclasses may compute anything.
 """
 
 import contextlib
@@ -32,10 +27,11 @@ from keras_strategy.training.variable_sync import is_sync_on_read
 
 logger = logging.getLogger("keras_strategy")
 
-_SLOT, _SPLIT, _SHARES = "_ks_slot", "_ks_split", "_ks_shares"
-# Of an optimizer, its `Division`.
-OPTIMIZER_SHARDING = "_ks_division"
-_making = threading.local()
+# Attributes of variables.
+_SLOT, _SPEC, _FLAT_SHARDS = "_ks_slot", "_ks_shard_spec", "_ks_flat_shards"
+# Attribute of optimizers: an `OptimizerSharding`.
+OPTIMIZER_SHARDING = "_ks_optimizer_sharding"
+_creating = threading.local()
 
 
 def dimension_to_shard(shape: Sequence[int], replicas: int) -> int | None:
@@ -68,20 +64,20 @@ class ShardSpec:
         `logical` has the parts per dimension into which a replica's logical devices
         split the variable; the replicas split these parts.
         """
-        left, found = list(shape), []
+        sizes, by_factors = list(shape), []
         dimension = dimension_to_shard(shape, replicas)
         if logical:
-            left = [size // parts for size, parts in zip(shape, logical, strict=True)]
-            if dimension is None or left[dimension] % replicas:
-                dimension = dimension_to_shard(left, replicas)
+            sizes = [size // parts for size, parts in zip(shape, logical, strict=True)]
+            if dimension is None or sizes[dimension] % replicas:
+                dimension = dimension_to_shard(sizes, replicas)
         if dimension is not None:
             return cls(replicas, dimension)
         for factor in prime_factors(replicas):
-            fitting = dimension_to_shard(left, factor)
-            if fitting is not None:
-                left[fitting] //= factor
-            found.append(fitting)
-        return cls(replicas, None, tuple(found))
+            divided = dimension_to_shard(sizes, factor)
+            if divided is not None:
+                sizes[divided] //= factor
+            by_factors.append(divided)
+        return cls(replicas, None, tuple(by_factors))
 
     @property
     def num_shards(self) -> int:
@@ -100,21 +96,21 @@ def creating_slots(layout: Any = None) -> Iterator[None]:
     `layout` is that of their weight, if it is known.
     """
     before = is_creating_slots(), layout_of_weight()
-    _making.slots, _making.layout = True, layout
+    _creating.slots, _creating.layout = True, layout
     try:
         yield
     finally:
-        _making.slots, _making.layout = before
+        _creating.slots, _creating.layout = before
 
 
 def is_creating_slots() -> bool:
     """Return True while this thread creates variables of an optimizer."""
-    return getattr(_making, "slots", False)
+    return getattr(_creating, "slots", False)
 
 
 def layout_of_weight() -> Any:
     """Return the layout of the weight whose slots are being created."""
-    return getattr(_making, "layout", None)
+    return getattr(_creating, "layout", None)
 
 
 def mark_as_slot(variable: Any) -> None:
@@ -122,21 +118,21 @@ def mark_as_slot(variable: Any) -> None:
     vars(variable)[_SLOT] = True
 
 
-def set_shard_spec(variable: Any, split: ShardSpec | None) -> None:
+def set_shard_spec(variable: Any, spec: ShardSpec | None) -> None:
     """Attach a variable's spec; None if it is not sharded."""
-    if split is not None and split.dimension is None and split.num_shards == 1:
-        split = None
-    vars(variable)[_SPLIT] = split
+    if spec is not None and spec.dimension is None and spec.num_shards == 1:
+        spec = None
+    vars(variable)[_SPEC] = spec
 
 
 def shard_spec_of(variable: Any) -> ShardSpec | None:
     """Return a variable's spec; None if it is not sharded."""
-    return vars(variable).get(_SPLIT)
+    return vars(variable).get(_SPEC)
 
 
 def is_sharded(variable: Any) -> bool:
     """Return True if each replica keeps only a shard of a variable."""
-    return shard_spec_of(variable) is not None or _SHARES in vars(variable)
+    return shard_spec_of(variable) is not None or _FLAT_SHARDS in vars(variable)
 
 
 @dataclass(frozen=True)
@@ -172,14 +168,14 @@ class FlatShards:
         return self.shape if size == math.prod(self.shape) else (size,)
 
 
-def set_flat_shards(variable: Any, shares: FlatShards) -> None:
+def set_flat_shards(variable: Any, shards: FlatShards) -> None:
     """Attach a variable's flat shards."""
-    vars(variable)[_SHARES] = shares
+    vars(variable)[_FLAT_SHARDS] = shards
 
 
 def flat_shards_of(variable: Any) -> FlatShards | None:
     """Return a variable's flat shards; None if it has none."""
-    return vars(variable).get(_SHARES)
+    return vars(variable).get(_FLAT_SHARDS)
 
 
 class OptimizerSharding:
@@ -203,7 +199,7 @@ class OptimizerSharding:
     def shards_for(self, weight: Any, shape: Sequence[int]) -> FlatShards:
         """Return the shards of a weight, or of its state of another shape.
 
-        All workers call this in the same order, and so get equal results.
+        All workers must call this in the same order, to get equal results.
         """
         replicas = len(self._loads)
         if self.elementwise:
@@ -220,8 +216,8 @@ class OptimizerSharding:
         Elementwise rules accept empty shards; so all replicas count the step.
         """
         return [
-            number
-            for number, weight in enumerate(weights)
+            i
+            for i, weight in enumerate(weights)
             if self.elementwise
             or self.shards_for(weight, weight.shape).size_of(replica)
         ]
@@ -232,15 +228,15 @@ def gradient_shards(
 ) -> list[FlatShards] | None:
     """Return the flat shards of gradients; None if a replica needs them whole."""
     if variables is None or len(variables) != len(gradients):
-        return None  # it is no optimizer's sum, or of unknown variables
+        return None  # not an optimizer's reduction, or the variables are unknown
     if optimizer.loss_scale_factor is not None:
         return None
-    division: OptimizerSharding = vars(optimizer)[OPTIMIZER_SHARDING]
+    sharding: OptimizerSharding = vars(optimizer)[OPTIMIZER_SHARDING]
     for gradient, variable in zip(gradients, variables, strict=True):
-        same = tuple(gradient.shape) == tuple(variable.shape)
-        if variable.overwrite_with_gradient or not same:
+        same_shape = tuple(gradient.shape) == tuple(variable.shape)
+        if variable.overwrite_with_gradient or not same_shape:
             return None
-    return [division.shards_for(variable, variable.shape) for variable in variables]
+    return [sharding.shards_for(variable, variable.shape) for variable in variables]
 
 
 class VariableSharding:
@@ -248,32 +244,32 @@ class VariableSharding:
 
     def __init__(self, shard: str | None, replicas: int):
         self.shard, self.replicas = shard, replicas
-        self._told: set[bool] = set()
+        self._logged: set[bool] = set()
 
     def spec_for(self, variable: Any, logical: Sequence[int] = ()) -> ShardSpec | None:
         """Return the spec of a variable that is being created, or None."""
         if self.shard is None or is_sync_on_read(variable):
             return None
-        slot = is_creating_slots() or _SLOT in vars(variable)
-        if not slot and not (variable.trainable and self.shard == "parameters"):
+        is_slot = is_creating_slots() or _SLOT in vars(variable)
+        if not is_slot and not (variable.trainable and self.shard == "parameters"):
             return None
         shape = tuple(variable.shape)
-        split = ShardSpec.for_shape(shape, self.replicas, logical)
-        whole = split.num_shards == 1
-        if split.dimension is None and shape and whole not in self._told:
-            self._told.add(whole)
+        spec = ShardSpec.for_shape(shape, self.replicas, logical)
+        replicated = spec.num_shards == 1
+        if spec.dimension is None and shape and replicated not in self._logged:
+            self._logged.add(replicated)
             logger.info(
                 "shard='%s': %d replicas divide no dimension of a variable of the "
-                "shape %s, which %s. `strategy.memory_report(model)` lists all such "
+                "shape %s, so it %s. `strategy.memory_report(model)` lists all such "
                 "variables.",
                 self.shard,
                 self.replicas,
                 shape,
-                "stays whole on each of them"
-                if whole
-                else f"is split into {split.num_shards} parts",
+                "is replicated on all of them"
+                if replicated
+                else f"is split into {spec.num_shards} shards",
             )
-        return split
+        return spec
 
 
 def is_elementwise(optimizer: Any) -> bool:
@@ -302,27 +298,27 @@ def _classes(names: str) -> frozenset[type]:
 
 
 class VariableLayouts:
-    """VariableLayouts of a strategy's variables.
+    """Layouts of variables on a replica's logical devices.
 
     Attributes:
-        given: The strategy's argument: a dict from regular expressions for variable
-            paths to parts per dimension, or a `keras.distribution.LayoutMap`.
+        layout_map: The strategy's argument: a dict from regular expressions for
+            variable paths to parts per dimension, or a `keras.distribution.LayoutMap`.
         parts: The number of parts per dimension, for each entry.
     """
 
     def __init__(self, layout_map: Any, logical: int):
         self.layout_map, self.logical = layout_map, logical
-        of_keras = isinstance(layout_map, keras.distribution.LayoutMap)
-        if not of_keras and not isinstance(layout_map, Mapping):
+        is_keras = isinstance(layout_map, keras.distribution.LayoutMap)
+        if not is_keras and not isinstance(layout_map, Mapping):
             raise TypeError(
                 "Argument `layout_map` must be a dict such as {'dense.*kernel': (1, "
                 f"{logical})}}, or a keras.distribution.LayoutMap. Received: "
                 f"layout_map={layout_map!r} of type {type(layout_map).__name__}"
             )
-        # Keras looks up a path by its own rules.
-        self._keys = layout_map if of_keras else None
+        # A LayoutMap matches paths by its own rules.
+        self._keys = layout_map if is_keras else None
         self.parts = {
-            key: self._checked(key, _sizes(layout_map, key) if of_keras else value)
+            key: self._checked(key, _sizes(layout_map, key) if is_keras else value)
             for key, value in dict(layout_map.items()).items()
         }
         self._unused = dict.fromkeys(self.parts)
@@ -334,15 +330,15 @@ class VariableLayouts:
             re.compile(key)
         except (TypeError, re.error) as error:
             raise ValueError(
-                "A key of `layout_map` must be a regular expression, which is looked "
-                f"for in the paths of variables. {received}"
+                "A key of `layout_map` must be a regular expression, which is searched "
+                f"in the paths of variables. {received}"
             ) from error
         if not isinstance(parts, tuple | list) or not all(
             isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in parts
         ):
             raise ValueError(
-                "A layout says into how many parts each dimension of a variable is "
-                f"split, such as (1, {self.logical}). {received}"
+                "A layout must be a number of parts for each dimension of a variable, "
+                f"such as (1, {self.logical}). {received}"
             )
         if partition_axes(parts, self.logical) is None:
             raise ValueError(
@@ -374,13 +370,13 @@ class VariableLayouts:
             return None
         if len(keys) > 1:
             raise ValueError(
-                f"The path '{variable.path}' matches several keys of `layout_map`, and "
-                f"may match one: {keys}."
+                f"The path '{variable.path}' must match one key of `layout_map` only. "
+                f"It matches {keys}."
             )
         raise ValueError(
             f"layout_map[{keys[0]!r}]={parts} does not fit the variable "
-            f"'{variable.path}' of the shape {shape}: a layout has one number for each "
-            "dimension, which divides its size."
+            f"'{variable.path}' of the shape {shape}. A layout must have one number "
+            "for each dimension, which divides its size."
         )
 
     def warn_unused(self) -> None:
@@ -391,9 +387,9 @@ class VariableLayouts:
         for key in self._unused:
             nearest = difflib.get_close_matches(key, self._trained, 3, 0.0)
             logger.warning(
-                "layout_map[%r] splits nothing: the expression is found in no path of "
-                "the variables that were made so far. The nearest paths of weights: "
-                "%s. Each logical device has all of what no entry is for.",
+                "layout_map[%r] splits nothing: the expression matches no path of the "
+                "variables that exist so far. The nearest paths of weights are: %s. "
+                "Variables without an entry are replicated on each logical device.",
                 key,
                 ", ".join(map(repr, nearest)) or "none",
             )
@@ -414,8 +410,8 @@ def _sizes(layout_map: Any, key: str) -> tuple[int, ...]:
     mesh = layout.device_mesh
     if mesh is None:
         raise ValueError(
-            "A keras.distribution.LayoutMap must have a device mesh, whose axes tell "
-            f"how many parts there are. Received none for layout_map[{key!r}]"
+            "A keras.distribution.LayoutMap must have a device mesh, whose axes define "
+            f"the number of parts. Received none for layout_map[{key!r}]"
         )
     sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
     return tuple(1 if axis is None else int(sizes[axis]) for axis in layout.axes)

@@ -1,11 +1,10 @@
-"""Batch rows of functions that `strategy.run` calls.
-
-A Keras training step as the function that every replica runs.
+"""The functions that every replica runs: a Keras training step, or the user's in `run`.
 
 Keras's loop keeps epochs, callbacks and logs. Its function for a batch becomes
 `strategy.run` of the model's step, followed by a merge of the results.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,16 +65,15 @@ def traced_step_state(
         places: The indices of leaves with batch rows.
     """
 
-    def dry_run(few: int) -> DryRun:
-        def with_others(*others):
-            given = list(leaves)
-            for place, other in zip(places, others, strict=True):
-                given[place] = other
-            call(given)
+    def dry_run(num_rows: int) -> DryRun:
+        def with_batch(*batch):
+            arguments = list(leaves)
+            for place, leaf in zip(places, batch, strict=True):
+                arguments[place] = leaf
+            call(arguments)
 
-        return get_engine().dry_run(
-            with_others, tuple(leaves[place] for place in places), {}, few
-        )
+        batch = tuple(leaves[place] for place in places)
+        return get_engine().dry_run(with_batch, batch, {}, num_rows)
 
     return StepState(rows=rows, draws=draws, dry_run=dry_run)
 
@@ -98,21 +96,21 @@ def traced_run_state(
     """
     leaves = tree.flatten(arguments)
     places = [place for place, leaf in enumerate(leaves) if has_batch_rows(leaf)]
-    own = [
+    local = [
         leaf.values[index] if isinstance(leaf, DistributedValues) else leaf
         for leaf in leaves
     ]
 
-    def call(given):
-        args, kwargs = tree.pack_sequence_as(arguments, given)
+    def call(local_leaves):
+        args, kwargs = tree.pack_sequence_as(arguments, local_leaves)
         fn(*args, **kwargs)
 
-    return traced_step_state(rows, draws, call, own, places)
+    return traced_step_state(rows, draws, call, local, places)
 
 
 LOCAL_BATCH_HINT = (
-    "A replica computes on its part of a batch, which is divided along the first "
-    "dimension of its arrays. If these are not the rows, bring the rows there."
+    "A replica gets its part of a batch, which is split along the first dimension of "
+    "its arrays. If that is not the batch dimension, move the batch dimension there."
 )
 
 
@@ -121,7 +119,7 @@ def make_weighted_step(
     logs_are_metrics: bool,
     layers: Callable[[], Sequence[Any]],
     require: Callable[[Any, str], None],
-    trials: RowAudit,
+    audit: RowAudit,
     rows_to_predict: Callable[[Any], Any] | None = None,
 ) -> Callable[[Any, Any, RowRange | None], Any]:
     """Return a model's step as `fn(data, weight, rows)` for a replica.
@@ -130,16 +128,16 @@ def make_weighted_step(
         step: `model.train_step`, `test_step` or `predict_step`.
         logs_are_metrics: See `returns_only_metrics`.
         layers: Returns the model's layers.
-        require: See `state.settle`.
-        trials: The audit of the first step.
+        require: See `sync_state`.
+        audit: The audit of the first step.
         rows_to_predict: Returns the number of rows of a tensor, for `predict`.
     """
     draws = BatchDimCache()
 
-    def rehearsed(data, few):
+    def dry_run(data, num_rows):
         if not has_no_external_state(layers()):
             return DryRun(draws=[])
-        return get_engine().dry_run(step, (data,), {}, few)
+        return get_engine().dry_run(step, (data,), {}, num_rows)
 
     def replica_step(data, weight, rows):
         replica = distributed_replica()
@@ -149,22 +147,20 @@ def make_weighted_step(
             logs_are_metrics=logs_are_metrics,
             rows=rows,
             draws=draws,
-            dry_run=lambda few: rehearsed(data, few),
-            warn_unless=trials.warner_for(replica),
+            dry_run=functools.partial(dry_run, data),
+            warn_unless=audit.warner_for(replica),
         )
         try:
             if replica.step.warn_unless is not None:
-                trials.audit_model(data, layers())
+                audit.audit_model(data, layers())
             outputs = step(data)
             sync_state(replica, layers, require)
             if rows_to_predict is not None:
-                _require_rows(outputs, data, rows_to_predict, require)
+                _check_output_rows(outputs, data, rows_to_predict, require)
             return outputs
         except Exception as error:
             shapes = [str(getattr(x, "shape", None)) for x in tree.flatten(data)]
-            error.add_note(
-                f"{LOCAL_BATCH_HINT} Here its arrays had the shapes {shapes}."
-            )
+            error.add_note(f"{LOCAL_BATCH_HINT} The arrays had the shapes {shapes}.")
             raise
         finally:
             replica.step = StepState()
@@ -172,7 +168,7 @@ def make_weighted_step(
     return replica_step
 
 
-def _require_rows(
+def _check_output_rows(
     outputs: Any,
     data: Any,
     rows: Callable[[Any], Any],
@@ -186,11 +182,11 @@ def _require_rows(
         shape = getattr(output, "shape", ())
         where = "".join(f"[{key!r}]" for key in path)
         message = (
-            "`predict` joins what the replicas predict row by row, so each output "
-            "must have one row for each row of the batch. Received the output"
-            f"{where and ' ' + where} of shape {shape} from one replica. Give "
-            "it as many rows, for example with `ops.broadcast_to`, or leave it out of "
-            "the outputs of the model that predicts."
+            "`predict` concatenates the replicas' outputs, so each output must have "
+            "one row for each row of the batch. Received the output"
+            f"{where and ' ' + where} of shape {shape} from one replica. Give it as "
+            "many rows, for example with `ops.broadcast_to`, or remove it from the "
+            "outputs of the model."
         )
         if shape == ():
             raise ValueError(message)
@@ -215,16 +211,15 @@ def count_array_rows(arrays: Sequence[Any]) -> int:
     shapes = [tuple(leaf.shape) for leaf in arrays if leaf is not None]
     if not shapes or any(len(shape) == 0 for shape in shapes):
         raise ValueError(
-            "A batch must be made of arrays whose first dimension is its rows. "
-            f"Received arrays of the shapes {shapes}."
+            "A batch must consist of arrays whose first dimension is the batch "
+            f"dimension. Received arrays of the shapes {shapes}."
         )
     rows = {shape[0] for shape in shapes}
     if len(rows) > 1:
         raise ValueError(
             "The arrays of a batch must have the same number of rows, their first "
             f"dimension. Received arrays of the shapes {shapes}. If these are single "
-            "rows, make batches of them first, with `dataset.batch(batch_size)` or "
-            "the like."
+            "rows, batch them first, for example with `dataset.batch(batch_size)`."
         )
     return rows.pop()
 
@@ -238,7 +233,7 @@ def average_logs(logs: Any, weights: Sequence[Any]) -> Any:
 
 def merge_worker_metrics(
     model: keras.Model,
-    part_of_this_worker: Callable[[Any], Any],
+    local_contribution: Callable[[Any], Any],
     sum_all: Callable[[list[Any]], Sequence[Any]],
 ) -> dict[str, Any]:
     """Return `get_metrics_result` over all workers, with one reduction."""
@@ -247,6 +242,6 @@ def merge_worker_metrics(
         for variable in model.metrics_variables
         if is_sync_on_read(variable) and variable.aggregation != "none"
     ]
-    sums = sum_all([part_of_this_worker(variable) for variable in states])
+    sums = sum_all([local_contribution(variable) for variable in states])
     with keras.StatelessScope(state_mapping=list(zip(states, sums, strict=True))):
         return model.get_metrics_result()

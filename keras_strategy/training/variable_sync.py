@@ -4,19 +4,11 @@ A variable made in a scope is *mirrored*: every replica has a component, and wha
 replicas assign is aggregated at once. With `synchronization="on_read"` every replica
 keeps its own value, and a read outside the replicas aggregates.
 
-State that a training step assigned, merged over the replicas.
-
-One device assigns a variable once, from all rows of a batch; replicas assign from
-theirs. The user's aggregation is applied at the assignment. Without one, this module's
-table covers Keras's own variables; all others must be equal on all replicas, or it is
-an error.
-
-Assignments to variables that one device keeps for all replicas.
-
-The replicas' values must become one: by the variable's aggregation, by the table of
-Keras's own state, or else it is an error, as in tf.distribute.
-
-Metric state over all replicas, during a step.
+One device assigns a variable once in a training step, from all rows of a batch;
+replicas assign from theirs. The user's aggregation is applied at the assignment.
+Without one, `KERAS_STATE` covers Keras's own variables; all others must be equal on all
+replicas at the end of the step, or it is an error. A variable that one device keeps for
+all replicas (parameter device) must be covered at the assignment, as in tf.distribute.
 """
 
 import enum
@@ -28,7 +20,6 @@ import keras
 from keras import ops
 
 from keras_strategy.core import context
-from keras_strategy.core.context import get_strategy
 from keras_strategy.core.protocols import Replica
 from keras_strategy.devices import ReplicaTopology
 from keras_strategy.training.reduction import cast_for_sum
@@ -56,7 +47,6 @@ def aggregate(
     weight = replica.step.row_weight
     aggregation = aggregation or variable.aggregation
     if aggregation == "sum":
-        # In a training step some replicas may have no rows.
         value = where_has_rows(weight, value, ops.zeros_like(value))
         total = replica.all_reduce(ReduceOp.SUM, value)
     elif aggregation == "only_first_replica":
@@ -64,7 +54,6 @@ def aggregate(
     elif weight is None:
         total = replica.all_reduce(ReduceOp.MEAN, value)
     else:
-        # There a replica speaks for its rows.
         floats = value if _is_float(value) else ops.cast(value, "float64")
         total = replica.weighted_sum([floats], weight)[0]
     if _is_float(total) and not _is_float(value):
@@ -104,9 +93,9 @@ def aggregate_assignment(replica: Replica, variable: Any, value: Any) -> Any:
     ):
         raise ValueError(
             f"The variable '{variable.path}' has aggregation=\"sum\" and was assigned "
-            "in a training step that had read it: what the replicas assign is added "
-            "up, and what was there already may be counted once for each of them. Add "
-            "this replica's part with `assign_add`, which adds it once."
+            "in a training step that had read it. The replicas' values are summed, so "
+            "the old value may be counted once per replica. Add this replica's summand "
+            "with `assign_add` instead, which counts it once."
         )
     return aggregate(replica, variable, value)
 
@@ -155,8 +144,8 @@ def no_value_error(variable: Any) -> ValueError:
     return ValueError(
         f"The variable '{variable.path}' has synchronization='on_read' and "
         "aggregation='none', so it has no value outside of the replicas, and a metric "
-        'that holds it no result. Make it with aggregation="sum", "mean" or '
-        '"only_first_replica"; or read it in `strategy.run`, or use '
+        'with it has no result. Create it with aggregation="sum", "mean" or '
+        '"only_first_replica", read it in `strategy.run`, or use '
         "`experimental_local_results`."
     )
 
@@ -164,9 +153,9 @@ def no_value_error(variable: Any) -> ValueError:
 class StateRule(enum.Enum):
     """Merging of a variable that the replicas of a step assigned."""
 
-    MEAN_OF_ROWS = "the mean of the replicas' values, weighted by rows"
-    EQUAL = "the same on all replicas, as it is computed from what is"
-    CHECKED = "the same on all replicas, or an error"
+    MEAN_OF_ROWS = "mean of the replicas' values, weighted by rows"
+    EQUAL = "equal on all replicas, as it is computed from equal values"
+    CHECKED = "equal on all replicas, or an error"
 
 
 @dataclass(frozen=True)
@@ -178,11 +167,10 @@ class KerasState:
     rule: StateRule
 
 
-# All that Keras 3.15 assigns while a model trains, but for two kinds that need no line
-# here: what optimizers assign in `apply` is computed from gradients that were summed
-# before, and the variables of metrics are made with an aggregation, a sum, which
-# counts as written. `adapt`, quantization and `load` assign outside of steps. The state
-# of a stateful RNN has a row for each row of a batch, of which a replica has its own.
+# All variables that Keras 3.15 assigns in training, with these exceptions: optimizers
+# assign from gradients that are already reduced, and metric variables have an
+# aggregation. `adapt`, quantization and `load` assign outside of steps. The state of a
+# stateful RNN has one row per row of the batch, so each replica keeps its own.
 KERAS_STATE = (
     KerasState(
         keras.layers.BatchNormalization,
@@ -204,9 +192,9 @@ KERAS_STATE = (
 _RULE = "_ks_state_rule"
 
 AGGREGATION_HELP = (
-    'aggregation="sum" adds up what the replicas add with `assign_add` (or assign), '
+    'aggregation="sum" sums what the replicas assign or add with `assign_add`, '
     'aggregation="mean" takes the mean over all rows, and '
-    'aggregation="only_first_replica" the first replica\'s value'
+    'aggregation="only_first_replica" takes the first replica\'s value'
 )
 
 
@@ -232,11 +220,8 @@ def sync_state(
 ) -> None:
     """Merge the state that a step assigned, at its end, in one flat reduction.
 
-    Args:
-        replica: The replica.
-        layers: Returns the model's layers.
-        require: Raises an error with a message unless a condition holds; in a compiled
-            program, when it is executed.
+    `require` raises an error with a message unless a condition holds; in a compiled
+    program, when it is executed.
     """
     assigned = list(replica.step.assigned.values())
     if not assigned:
@@ -259,9 +244,9 @@ def sync_state(
         for variable, value, first in zip(
             checked, values, sums[len(averaged) :], strict=True
         ):
-            # What a replica without rows computed is of rows that stand in.
-            alike = ops.logical_or(_alike(value, first), weight == 0)
-            require(alike, _differ(variable))
+            # A replica without rows computes on placeholder rows.
+            is_equal = ops.logical_or(_is_equal(value, first), weight == 0)
+            require(is_equal, _difference_message(variable))
     elif averaged:
         parts = [ops.convert_to_tensor(v.value) for v in averaged]
         sums = replica.weighted_sum(parts, weight)
@@ -271,7 +256,12 @@ def sync_state(
         replica.write(variable, value)
 
 
-def _alike(value: Any, first: Any) -> Any:
+# Relative to the largest entry: a few operations' worth, since devices may round
+# differently.
+_ROUNDING = {"float64": 2**-48, "float32": 2**-19}
+
+
+def _is_equal(value: Any, first: Any) -> Any:
     """Return True if two tensors are equal, up to rounding of floats."""
     dtype = keras.backend.standardize_dtype(value.dtype)
     if "float" not in dtype:
@@ -284,16 +274,11 @@ def _alike(value: Any, first: Any) -> Any:
     return ops.all(difference <= _ROUNDING.get(dtype, 0.0) * ops.max(size, initial=0))
 
 
-# Relative to the largest entry; some operations' worth, since devices need not round
-# alike.
-_ROUNDING = {"float64": 2**-48, "float32": 2**-19}
-
-
-def _differ(variable: Any) -> str:
+def _difference_message(variable: Any) -> str:
     return (
         f"The variable '{variable.path}' was assigned in a training step, differs "
-        "between the replicas, and has no aggregation that says what becomes of it. "
-        f"Make it with one: {AGGREGATION_HELP}. Received a variable with "
+        "between the replicas, and has no aggregation to merge its values. Create it "
+        f"with one: {AGGREGATION_HELP}. Received a variable with "
         'aggregation="none".'
     )
 
@@ -326,9 +311,9 @@ def aggregate_central_assignment(replica: Replica, variable: Any, value: Any) ->
     if rule is StateRule.MEAN_OF_ROWS:
         return aggregate(replica, variable, value, "mean")
     raise ValueError(
-        f"The variable '{variable.path}' is kept on one device for all replicas, and "
-        "each of them assigns a value of its own. Make it with an aggregation that "
-        f"says what becomes of these: {AGGREGATION_HELP}. Received a variable with "
+        f"The variable '{variable.path}' is stored on one device for all replicas, but "
+        "each replica assigns its own value. Create it with an aggregation to merge "
+        f"them: {AGGREGATION_HELP}. Received a variable with "
         'aggregation="none".'
     )
 
@@ -340,33 +325,29 @@ def merged_values(replica: Replica, variables: Iterable[Any]) -> list[tuple[Any,
     the results of other metrics are likely to be read next.
     """
     step = replica.step
-    asked = {id(v): v for v in variables if is_sync_on_read(v)}
-    if not asked.keys() <= step.on_read_merged.keys():
-        unknown = {
+    requested = {id(v): v for v in variables if is_sync_on_read(v)}
+    merged = step.on_read_merged
+    if not requested.keys() <= merged.keys():
+        missing = {
             key: variable
-            for key, variable in {**step.on_read_writes, **asked}.items()
-            if key not in step.on_read_merged and (key in asked or _has_value(variable))
+            for key, variable in {**step.on_read_writes, **requested}.items()
+            if key not in merged
+            and (key in requested or variable.aggregation != "none")
         }
-        parts = [_part(replica, variable) for variable in unknown.values()]
-        sums = replica.weighted_sum(parts, None)
-        step.on_read_merged.update(zip(unknown, sums, strict=True))
+        summands = [_summand(replica, variable) for variable in missing.values()]
+        sums = replica.weighted_sum(summands, None)
+        merged.update(zip(missing, sums, strict=True))
         step.on_read_writes.clear()
-    return [
-        (v, ops.cast(step.on_read_merged[key], v.dtype)) for key, v in asked.items()
-    ]
+    return [(v, ops.cast(merged[key], v.dtype)) for key, v in requested.items()]
 
 
-def _has_value(variable: Any) -> bool:
-    return variable.aggregation != "none"
-
-
-def _part(replica: Replica, variable: Any) -> Any:
+def _summand(replica: Replica, variable: Any) -> Any:
     """Return a replica's summand of an on-read variable's value."""
-    if not _has_value(variable):
+    if variable.aggregation == "none":
         raise no_value_error(variable)
     value = cast_for_sum(variable.value)
     if variable.aggregation == "only_first_replica":
         return select_first_replica(replica, value)
     if variable.aggregation == "mean":
-        return value / get_strategy().num_replicas_in_sync
+        return value / context.get_strategy().num_replicas_in_sync
     return value

@@ -157,16 +157,16 @@ def test_a_module_that_counts_is_refused(two):
 
 
 def test_memory_that_is_written_again():
-    joined = FlatBufferPool()
+    buffers = FlatBufferPool()
 
     def address(parts):
-        return joined(parts).data_ptr()
+        return buffers.concatenate(parts).data_ptr()
 
     parts = [torch.ones(2), torch.zeros(3, 1)]
     with torch.inference_mode():
         address(parts)  # nobody else may write to what is made here
     with torch.no_grad():
-        first = joined(parts)
+        first = buffers.concatenate(parts)
         assert first[:5].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]
         seen = unflatten(first[:5], parts)
         assert [part.shape for part in seen] == [(2,), (3, 1)]

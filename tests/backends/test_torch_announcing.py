@@ -42,14 +42,14 @@ class Collectives:
 
 
 def of_all(act):
-    """What each worker's `act(announcements, rank)` returned, and the collectives."""
+    """What each worker's `act(verifier, rank)` returned, and the collectives."""
     collectives = Collectives()
     results = [None] * WORKERS
 
     def worker(rank):
         try:
-            announcements = CollectiveVerifier(WORKERS, collectives.all_reduce(rank))
-            results[rank] = act(announcements, rank)
+            verifier = CollectiveVerifier(WORKERS, collectives.all_reduce(rank))
+            results[rank] = act(verifier, rank)
         except BaseException as error:
             collectives.barrier.abort()
             results[rank] = error
@@ -65,19 +65,19 @@ def of_all(act):
     return results, collectives.count
 
 
-def add(announcements, size, rank=0, dtype="float32", kind="sum"):
+def add(verifier, size, rank=0, dtype="float32", kind="sum"):
     flat = torch.full((size,), rank + 1, dtype=getattr(torch, dtype))
     text = f"{kind} {size} {dtype}".encode()
     digest = hashlib.blake2b(text, digest_size=CHECKSUM_BYTES).digest()
     if kind != "sum":
-        return announcements.compare(digest, torch.device("cpu"))
-    return announcements.sum(digest, flat)
+        return verifier.verify(digest, torch.device("cpu"))
+    return verifier.sum(digest, flat)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64"])
 def test_what_is_repeated_travels_at_once(dtype):
-    def act(announcements, rank):
-        return [add(announcements, 5, rank, dtype).tolist() for _ in range(10)]
+    def act(verifier, rank):
+        return [add(verifier, 5, rank, dtype).tolist() for _ in range(10)]
 
     results, count = of_all(act)
     assert results == [[[6] * 5] * 10] * WORKERS
@@ -85,21 +85,21 @@ def test_what_is_repeated_travels_at_once(dtype):
 
 
 def test_what_alternates_travels_at_once():
-    def act(announcements, rank):
+    def act(verifier, rank):
         for _ in range(10):
-            add(announcements, 5, rank)
-            add(announcements, 3, rank)
+            add(verifier, 5, rank)
+            add(verifier, 3, rank)
 
     _, count = of_all(act)
     assert count == 2 * 3 + 17
 
 
 def test_what_comes_once_in_a_while_is_no_new_habit():
-    def act(announcements, rank):
+    def act(verifier, rank):
         for _ in range(4):
             for _ in range(6):
-                add(announcements, 5, rank)  # the steps of an epoch
-            add(announcements, 3, rank)  # its logs
+                add(verifier, 5, rank)  # the steps of an epoch
+            add(verifier, 3, rank)  # its logs
 
     _, count = of_all(act)
     # What comes after each of the three is learned once. Then an epoch has 7 sums, and
@@ -108,8 +108,8 @@ def test_what_comes_once_in_a_while_is_no_new_habit():
 
 
 def test_a_dtype_that_cannot_hold_a_digest():
-    def act(announcements, rank):
-        return [add(announcements, 5, rank, "bfloat16").tolist() for _ in range(3)]
+    def act(verifier, rank):
+        return [add(verifier, 5, rank, "bfloat16").tolist() for _ in range(3)]
 
     results, count = of_all(act)
     assert results == [[[6] * 5] * 3] * WORKERS
@@ -125,14 +125,14 @@ def test_a_dtype_that_cannot_hold_a_digest():
 def test_one_worker_does_something_else(other, odd):
     size, dtype, kind = other
 
-    def act(announcements, rank):
+    def act(verifier, rank):
         for _ in range(3):
-            add(announcements, 5, rank)
+            add(verifier, 5, rank)
         if rank == odd:
-            noticed = not add(announcements, size, rank, dtype, kind)
+            noticed = not add(verifier, size, rank, dtype, kind)
         else:
-            noticed = add(announcements, 5, rank) is None
-        return noticed, add(announcements, 5, rank).tolist()
+            noticed = add(verifier, 5, rank) is None
+        return noticed, add(verifier, 5, rank).tolist()
 
     results, _ = of_all(act)
     assert results == [(True, [6] * 5)] * WORKERS  # and it can go on
@@ -142,7 +142,7 @@ def test_one_worker_does_something_else(other, odd):
 def test_whatever_comes(seed):
     """Sizes are always the same, and a difference is noticed by all."""
 
-    def act(announcements, rank):
+    def act(verifier, rank):
         shared, own = random.Random(seed), random.Random(f"{seed} {rank}")
         seen = []
         for _ in range(200):
@@ -151,7 +151,7 @@ def test_whatever_comes(seed):
             kind = shared.choice(["sum", "sum", "sum", "gather"])
             if shared.random() < 0.2:
                 size = own.choice([1, 2, 3])
-            result = add(announcements, size, rank, dtype, kind)
+            result = add(verifier, size, rank, dtype, kind)
             same = result is not None and result is not False
             if kind == "sum" and same:
                 assert result.tolist() == [6] * size

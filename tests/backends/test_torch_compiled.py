@@ -191,7 +191,7 @@ def test_numbers_of_their_own_are_drawn_in_a_graph(two, told):
         (
             lambda: sequential(layers.BatchNormalization(synchronized=True)),
             X,
-            "it asks a replica for its part of the rows",
+            "it reads the row weight of a replica",
         ),
         (lambda: sequential(layers.GaussianNoise(0.5)), X, "random numbers"),
     ],
@@ -214,7 +214,7 @@ def test_the_statistics_of_the_global_batch_are_not_compiled(told):
     expected = fitted(strategy, build, jit_compile=False)
     assert largest(fitted(strategy, build), expected) == 0
     (line,) = told()
-    assert "it asks a replica for its part of the rows" in line
+    assert "it reads the row weight of a replica" in line
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -9,13 +9,13 @@ torch = pytest.importorskip("torch")
 if keras.backend.backend() != "torch":
     pytest.skip("for the torch backend", allow_module_level=True)
 
-from keras_strategy.backends.torch.collective_check import (
-    BucketPlan,  # noqa: E402
-    CollectiveVerifier,  # noqa: E402
+from keras_strategy.backends.torch.collective_check import (  # noqa: E402
+    BucketPlan,
+    CollectiveVerifier,
 )
-from keras_strategy.backends.torch.gradient_buckets import (
-    FlatBufferPool,  # noqa: E402
-    OverlappedAllReduce,  # noqa: E402
+from keras_strategy.backends.torch.gradient_buckets import (  # noqa: E402
+    FlatBufferPool,
+    OverlappedAllReduce,
 )
 from keras_strategy.core.collectives import CHECKSUM_TAIL, call_checksum  # noqa: E402
 from keras_strategy.core.step_state import StepState  # noqa: E402
@@ -35,18 +35,22 @@ class Sums:
     """One worker's sums of `SIZE` numbers, in pieces where all workers would.
 
     Args:
-        announcements: What the workers expect of each other.
+        verifier: What the workers expect of each other.
         rank: The worker.
         sizes: The sizes of the pieces that it would send; None for one.
     """
 
-    def __init__(self, announcements, rank, sizes=(2, 3)):
-        self.announcements, self.rank, self.sizes = announcements, rank, sizes
+    def __init__(self, verifier, rank, sizes=(2, 3)):
+        self.verifier, self.rank, self.sizes = verifier, rank, sizes
         self.pieces, self.given_up = None, 0
 
     def plan(self):
         """How this worker would send them."""
-        return self.sizes and BucketPlan(self.sizes, "", self, self.take, self.give_up)
+        if not self.sizes:
+            return None
+        plan = BucketPlan(self.sizes, "")
+        plan.on_agreed, plan.on_dropped = self.take, self.give_up
+        return plan
 
     def take(self, pieces):
         """All workers would."""
@@ -58,10 +62,10 @@ class Sums:
 
     def send(self, parts):
         """Sends so many pieces; returns whether they are due."""
-        if self.announcements.due is None:
+        if self.verifier.pending is None:
             return False
         if not self.pieces.sent:
-            self.pieces.begin(torch.empty(self.pieces.room))
+            self.pieces.begin(torch.empty(self.pieces.buffer_size))
         for _ in range(parts):
             self.pieces.values(self.pieces.sent).fill_(self.rank + 1)
             self.pieces.send()
@@ -70,7 +74,7 @@ class Sums:
     def add(self, early=0):
         """The sum; some pieces leave before it is asked for."""
         if self.send(early) and self.send(len(self.sizes) - early):
-            sums = self.announcements.end_pieces()
+            sums = self.verifier.finish_pending()
             if sums is not None:
                 return torch.cat(sums).tolist()
         return self.in_one()
@@ -79,22 +83,22 @@ class Sums:
         """The sum in one piece; None if the workers are in different ones."""
         both = torch.full((size + CHECKSUM_TAIL,), float(self.rank + 1))
         digest = call_checksum("sum", (size,), "float32")
-        same = self.announcements.sum_in_place(digest, both, self.plan)
+        same = self.verifier.sum_in_place(digest, both, self.plan)
         return both[:-CHECKSUM_TAIL].tolist() if same else None
 
 
 def of_sums(act, sizes=lambda rank: (2, 3), least=0):
     """What each worker's `act(sums)` returned, and the collectives."""
 
-    def with_sums(announcements, rank):
-        all_reduce = announcements._all_reduce
+    def with_sums(verifier, rank):
+        all_reduce = verifier._all_reduce
 
         def start(tensor):
             all_reduce(tensor, torch.distributed.ReduceOp.SUM)
             return Done()
 
-        announcements = CollectiveVerifier(WORKERS, all_reduce, start, least)
-        return act(Sums(announcements, rank, sizes(rank)))
+        verifier = CollectiveVerifier(WORKERS, all_reduce, start, least)
+        return act(Sums(verifier, rank, sizes(rank)))
 
     return of_all(with_sums)
 
@@ -182,7 +186,7 @@ def test_one_worker_does_something_else(rank, early):
         if other:
             noticed = sums.in_one(4) is None
         else:
-            noticed = sums.send(2 - early) and sums.announcements.end_pieces() is None
+            noticed = sums.send(2 - early) and sums.verifier.finish_pending() is None
             noticed = noticed and sums.in_one() is None
         return noticed, sums.add(), sums.add(1)
 
@@ -194,7 +198,7 @@ def test_what_alternates():
     def act(sums):
         found = []
         for _ in range(6):
-            found.append(sums.add() if sums.announcements.due else sums.in_one())
+            found.append(sums.add() if sums.verifier.pending else sums.in_one())
             assert sums.in_one(3) == [6.0] * 3
         return found
 
@@ -222,7 +226,7 @@ def test_when_gradients_leave_during_backward(most, is_local, own_step, side, le
         CollectiveVerifier(2, lambda *_: None), most, is_local
     )
     step = StepState(logs_are_metrics=not own_step)
-    during_backward.replica = SimpleNamespace(step=step, joined=FlatBufferPool())
+    during_backward.replica = SimpleNamespace(step=step, buffers=FlatBufferPool())
     variables = [keras.Variable(torch.ones(side, side)) for _ in range(2)]
     sum((v.value * v.value).sum() for v in variables).backward()
     gradients = [v.value.grad for v in variables]

@@ -18,7 +18,7 @@ def test_the_share_of_others(tmp_path, monkeypatch):
         stat.write_text(f"cpu  {' '.join(str(t * second) for t in ticks)} 0 0\n")
 
     seconds = iter([100.0, 110.0])
-    monkeypatch.setattr(paired_timing, "_STAT", stat)
+    monkeypatch.setattr(paired_timing, "_PROC_STAT", stat)
     clock = types.SimpleNamespace(monotonic=lambda: next(seconds))
     monkeypatch.setattr(paired_timing, "time", clock)
     write(user=50, idle=30, iowait=1, steal=2)

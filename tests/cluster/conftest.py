@@ -45,8 +45,8 @@ def _no_thread_is_left():
 
 @pytest.fixture
 def together(port):
-    """Calls a function of (member, rank) on each of several members, in threads."""
-    members: list[CoordinatorClient] = []
+    """Calls a function of (client, rank) on each of several clients, in threads."""
+    clients: list[CoordinatorClient] = []
 
     def run(
         count: int,
@@ -57,12 +57,12 @@ def together(port):
 
         def one(rank: int) -> Any:
             try:
-                member = CoordinatorClient.join(
+                client = CoordinatorClient.join(
                     ("127.0.0.1", port), rank, names_of(count), SOON
                 )
-                members.append(member)
-                wait_for_others(member, timeout)
-                return function(member, rank)
+                clients.append(client)
+                wait_for_others(client, timeout)
+                return function(client, rank)
             except Exception as error:
                 return error
 
@@ -71,8 +71,8 @@ def together(port):
 
     yield run
     # The chief last, as it is with processes that wait for each other.
-    for member in sorted(members, key=lambda member: -member.rank):
-        member.leave()
+    for client in sorted(clients, key=lambda client: -client.rank):
+        client.leave()
 
 
 class Processes:

@@ -1,7 +1,7 @@
-"""The coordination with many members: `python -m tests.cluster.scale`.
+"""The coordination with many clients: `python -m tests.cluster.scale`.
 
-The hub is the one that the chief runs. The members are connections of one event loop,
-which join as workers do. Prints a row for the documentation.
+The coordinator is the chief's. The clients are connections of one event loop, which
+join as workers do. Prints a row for the documentation.
 """
 
 import argparse
@@ -39,7 +39,7 @@ async def _measure(port: int, count: int, size: int) -> dict[str, float]:
         now = time.perf_counter()
         seconds[what], begun = now - begun, now
 
-    members = await asyncio.gather(
+    clients = await asyncio.gather(
         *(
             connect(("127.0.0.1", port), {"rank": r, "names": names}, SECRET, 60.0)
             for r in range(count)
@@ -50,35 +50,35 @@ async def _measure(port: int, count: int, size: int) -> dict[str, float]:
         while (await _next(reader, "arrived"))["missing"]:
             pass
 
-    await asyncio.gather(*(joined(reader) for reader, _ in members))
+    await asyncio.gather(*(joined(reader) for reader, _ in clients))
     lap("join")
     for what, values in (
         ("exchange", ["x" * size] * count),
         ("differ", [f"{rank:032}" for rank in range(count)]),
     ):
-        for (_, writer), value in zip(members, values, strict=True):
+        for (_, writer), value in zip(clients, values, strict=True):
             asked = {"type": "exchange", "id": 0, "operation": what, "value": value}
             writer.write(encode(asked))
         replies = await asyncio.gather(
-            *(_next(reader, "reply") for reader, _ in members)
+            *(_next(reader, "reply") for reader, _ in clients)
         )
         for reply in replies:
             which = reply.get("indices", [0] * count)
             assert [reply["values"][n] for n in which] == values
         lap(what)
-    members[-1][1].transport.abort()
+    clients[-1][1].transport.abort()
     told = await asyncio.gather(
-        *(_next(reader, "failed") for reader, _ in members[:-1])
+        *(_next(reader, "failed") for reader, _ in clients[:-1])
     )
     assert all(f"{names[-1]} disconnected" in message["message"] for message in told)
     lap("learn of a failure")
-    for _, writer in members:
+    for _, writer in clients:
         writer.transport.abort()
     return seconds
 
 
-def many_members(port: int, count: int, size: int = 1024) -> dict[str, float]:
-    """How many seconds members take to join, to agree and to learn of a failure.
+def many_clients(port: int, count: int, size: int = 1024) -> dict[str, float]:
+    """How many seconds clients take to join, to agree and to learn of a failure.
 
     Args:
         port: Where they meet.
@@ -89,15 +89,15 @@ def many_members(port: int, count: int, size: int = 1024) -> dict[str, float]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 3 * count:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 3 * count + 100), hard))
-    hub = Coordinator(open_listeners("127.0.0.1", port), names, SECRET)
+    coordinator = Coordinator(open_listeners("127.0.0.1", port), names, SECRET)
     try:
         return asyncio.run(_measure(port, count, size))
     finally:
-        hub.close()
+        coordinator.close()
 
 
 def memory_growth(port: int, agreements: int) -> tuple[int, float]:
-    """What memory two members and their hub take more after many agreements.
+    """What memory two clients and their coordinator take more after many agreements.
 
     Args:
         port: Where they meet.
@@ -108,19 +108,19 @@ def memory_growth(port: int, agreements: int) -> tuple[int, float]:
     """
 
     def one(rank):
-        member = CoordinatorClient.join(
+        client = CoordinatorClient.join(
             ("127.0.0.1", port), rank, ["chief", "worker 0"], 60.0
         )
         for i in range(agreements // 10):
-            member.exchange("step", [i, "x" * 100])
+            client.exchange("step", [i, "x" * 100])
         before, begun = _resident(), time.perf_counter()
         for i in range(agreements):
-            member.exchange("step", [i, "x" * 100])
+            client.exchange("step", [i, "x" * 100])
         seconds = (time.perf_counter() - begun) / agreements
-        member.exchange("measured")
+        client.exchange("measured")
         grown = _resident() - before
-        member.exchange("end")
-        return member, grown, seconds
+        client.exchange("end")
+        return client, grown, seconds
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         (chief, grown, seconds), (other, *_) = pool.map(one, range(2))
@@ -135,11 +135,11 @@ def _resident() -> int:
 
 def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--members", type=int, default=512)
+    parser.add_argument("--clients", type=int, default=512)
     parser.add_argument("--agreements", type=int, default=100_000)
     parser.add_argument("--port", type=int, default=23_456)
     options = parser.parse_args()
-    seconds = many_members(options.port, options.members)
+    seconds = many_clients(options.port, options.clients)
     print(json.dumps({what: round(s, 2) for what, s in seconds.items()}))
     grown, each = memory_growth(options.port + 1, options.agreements)
     print(f"{grown / 1e6:.2f} MB more, {1e3 * each:.2f} ms for each agreement")

@@ -1,13 +1,13 @@
-"""A short patience, for members that have taken their time to join."""
+"""A short patience, for clients that have taken their time to join."""
 
 from keras_strategy.cluster import CoordinatorClient
 
 
-def wait_for_others(member: CoordinatorClient, seconds: float) -> None:
-    """Has a member wait for so long in an operation, from now on.
+def wait_for_others(client: CoordinatorClient, seconds: float) -> None:
+    """Has a client wait for so long in an operation, from now on.
 
     Not from the start: on a busy machine workers arrive seconds after each other.
     """
-    member.timeout_seconds = seconds
-    watchdog = member._connection._watchdog
+    client.timeout_seconds = seconds
+    watchdog = client._connection._watchdog
     watchdog._timeout, watchdog.interval = seconds, min(1.0, seconds / 4)

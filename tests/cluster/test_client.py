@@ -56,8 +56,8 @@ def listening(port: int) -> bool:
 def test_agree_gathers_by_rank(together):
     values = [{"rows": 3, "name": "é\n"}, [1.5, None], "x" * 10_000]
 
-    def work(member, rank):
-        return [member.exchange(f"step {i}", [i, values[rank]]) for i in range(20)]
+    def work(client, rank):
+        return [client.exchange(f"step {i}", [i, values[rank]]) for i in range(20)]
 
     expected = [[[i, value] for value in values] for i in range(20)]
     assert together(3, work) == [expected] * 3
@@ -66,12 +66,12 @@ def test_agree_gathers_by_rank(together):
 def test_what_is_told_ahead(together):
     """It is answered when it is asked for, in between or not at all."""
 
-    def work(member, rank):
-        first = member.start_exchange("batch", [rank, 0])
-        seen = [member.exchange("step", rank)]
-        member.start_exchange("batch", "nobody asks for the answer")
-        last = member.start_exchange("batch", [rank, 1])
-        return [*seen, member.exchange("step", -rank), last(), first()]
+    def work(client, rank):
+        first = client.start_exchange("batch", [rank, 0])
+        seen = [client.exchange("step", rank)]
+        client.start_exchange("batch", "nobody asks for the answer")
+        last = client.start_exchange("batch", [rank, 1])
+        return [*seen, client.exchange("step", -rank), last(), first()]
 
     expected = [[0, 1], [0, -1], [[0, 1], [1, 1]], [[0, 0], [1, 0]]]
     assert together(2, work) == [expected] * 2
@@ -79,37 +79,37 @@ def test_what_is_told_ahead(together):
 
 def test_who_told_all_may_leave(together):
     """And who waits for what was not told hears of it."""
-    # A failure is raised by whatever a member does next, so that both must have read
+    # A failure is raised by whatever a client does next, so that both must have read
     # what was told before one of them fails.
     both_have_read, has_left = threading.Barrier(2), threading.Event()
 
-    def work(member, rank):
-        told = member.start_exchange("batch", rank)
+    def work(client, rank):
+        told = client.start_exchange("batch", rank)
         if rank == 2:
-            member.leave()
+            client.leave()
             has_left.set()
             return None
         assert has_left.wait(SOON)
         seen = told()
         both_have_read.wait(SOON)
         with pytest.raises(WorkerFailedError, match="ended while .* was waiting"):
-            member.exchange("batch")
+            client.exchange("batch")
         return seen
 
     assert together(3, work)[:2] == [[0, 1, 2]] * 2
 
 
 def test_one_worker_alone(together):
-    def work(member, rank):
-        with member.track_operation("fit step"):
-            return member.exchange("shapes", 1)
+    def work(client, rank):
+        with client.track_operation("fit step"):
+            return client.exchange("shapes", 1)
 
     assert together(1, work) == [[1]]
 
 
 def test_different_operations(together):
-    def work(member, rank):
-        return member.exchange("gather" if rank == 1 else "fit step")
+    def work(client, rank):
+        return client.exchange("gather" if rank == 1 else "fit step")
 
     for error in together(2, work):
         assert isinstance(error, WorkerFailedError)
@@ -119,13 +119,13 @@ def test_different_operations(together):
 def test_the_same_operation_in_another_order(together):
     """With a timeout that is over before anybody suspects that they never meet."""
 
-    def work(member, rank):
+    def work(client, rank):
         if rank == 1:
-            member.track_operation("all_reduce").__enter__()
+            client.track_operation("all_reduce").__enter__()
             time.sleep(0.1)
-            member.exchange("gather")
+            client.exchange("gather")
         else:
-            member.exchange("fit step")
+            client.exchange("fit step")
 
     for error in together(2, work, timeout=2.0):
         assert isinstance(error, WorkerFailedError)
@@ -139,16 +139,16 @@ def suspicious(monkeypatch):
 
 
 def test_workers_that_wait_for_each_other_for_ever(together, suspicious):
-    def work(member, rank):
-        member.notes["callbacks"] = "Saves" if rank == 0 else ""
-        member.exchange("start")
-        with member.track_operation("a step"):
+    def work(client, rank):
+        client.notes["callbacks"] = "Saves" if rank == 0 else ""
+        client.exchange("start")
+        with client.track_operation("a step"):
             pass
         if rank == 0:
-            with member.track_operation("a save"):
-                member._connection.failed.wait(SOON)
+            with client.track_operation("a save"):
+                client._connection.failed.wait(SOON)
         else:
-            member.exchange("the next batch")
+            client.exchange("the next batch")
 
     for error in together(3, work, timeout=60):
         assert isinstance(error, WorkerFailedError)
@@ -164,20 +164,20 @@ def test_workers_that_wait_for_each_other_for_ever(together, suspicious):
 def test_a_worker_that_is_behind_is_at_work(together, suspicious, rows):
     """One compiles a step that the others have done, and asks nobody meanwhile."""
 
-    def work(member, rank):
-        member.exchange("start")
+    def work(client, rank):
+        client.exchange("start")
         for i in range(rows):
-            with member.track_operation(f"step {i} 'dense_{rank}'"):
+            with client.track_operation(f"step {i} 'dense_{rank}'"):
                 time.sleep(2.5 if rank == 1 and i == rows - 1 else 0)
-        return member.exchange("the next batch", rank)
+        return client.exchange("the next batch", rank)
 
     assert together(3, work, timeout=60) == [[0, 1, 2]] * 3
 
 
 def test_a_collective_that_does_not_end(together):
-    def work(member, rank):
-        with member.track_operation("all_reduce in step 2"):
-            member._connection.failed.wait(SOON)
+    def work(client, rank):
+        with client.track_operation("all_reduce in step 2"):
+            client._connection.failed.wait(SOON)
 
     for error in together(2, work, timeout=2.0):
         assert isinstance(error, WorkerFailedError)
@@ -192,22 +192,24 @@ def test_two_that_ask_at_once_are_both_answered(together, monkeypatch):
     # Nobody asks again by itself.
     monkeypatch.setattr(watchdog, "DEADLOCK_SECONDS", 600.0)
 
-    def work(member, rank):
-        member.exchange("start")
+    def work(client, rank):
+        client.exchange("start")
         if rank == 2:
-            member._connection.failed.wait(SOON)
-            return member._connection.failure
-        with member.track_operation("step"):
+            client._connection.failed.wait(SOON)
+            return client._connection.failure
+        with client.track_operation("step"):
             ready.wait(SOON)
             if rank == 0:
-                member._coordinator._thread.run(
-                    ask(member._coordinator, member._trace.operation)
+                client._coordinator._thread.run(
+                    ask(client._coordinator, client._trace.operation)
                 )
-            member._connection.failed.wait(SOON)
+            client._connection.failed.wait(SOON)
 
-    async def ask(hub, operation):
+    async def ask(coordinator, operation):
         for rank, count in ((0, operation.count - 1), (1, operation.count)):
-            hub._handle(rank, {"type": "inquire", "count": count, "timeout": 0.0})
+            coordinator._handle(
+                rank, {"type": "inquire", "count": count, "timeout": 0.0}
+            )
 
     ready = threading.Barrier(2)
     *waited, blamed = together(3, work, timeout=60)
@@ -230,8 +232,8 @@ def test_what_is_long_travels_where_it_differs(together, monkeypatch):
     monkeypatch.setattr(Connection, "_values", heard)
     same = [["weights", "x" * 100] for _ in range(1000)]
 
-    def work(member, rank):
-        cluster = Cluster(rank, names_of(3), (), member, CommunicationOptions())
+    def work(client, rank):
+        cluster = Cluster(rank, names_of(3), (), client, CommunicationOptions())
         other = [*same[:700], ["weights", rank // 2], *same[701:]]
         found = [cluster.values_if_different("step", value) for value in (same, other)]
         _, none = cluster.first_difference("fit", same)
@@ -249,30 +251,30 @@ def test_what_is_long_travels_where_it_differs(together, monkeypatch):
 
 
 def test_a_slow_operation_that_gets_on_is_no_failure(together):
-    def work(member, rank):
+    def work(client, rank):
         for step in range(4):
-            with member.track_operation(f"step {step}"):
+            with client.track_operation(f"step {step}"):
                 time.sleep(1.0)
-        return member.exchange("end", rank)
+        return client.exchange("end", rank)
 
     assert together(2, work, timeout=3.0) == [[0, 1]] * 2
 
 
 def test_values_that_cannot_be_sent(together):
-    def work(member, rank):
+    def work(client, rank):
         with pytest.raises(TypeError, match="`value` in 'step' to be a value of JSON"):
-            member.exchange("step", object())
+            client.exchange("step", object())
         with pytest.raises(ValueError, match=f"at most {MAX_LINE} bytes"):
-            member.exchange("step", "x" * MAX_LINE)
+            client.exchange("step", "x" * MAX_LINE)
         # Neither does harm.
-        return member.exchange("step", rank)
+        return client.exchange("step", rank)
 
     assert together(2, work) == [[0, 1]] * 2
 
 
 def test_large_values(together):
-    def work(member, rank):
-        return [len(v) for v in member.exchange("step", "x" * (MAX_LINE - 100))]
+    def work(client, rank):
+        return [len(v) for v in client.exchange("step", "x" * (MAX_LINE - 100))]
 
     assert together(3, work) == [[MAX_LINE - 100] * 3] * 3
 
@@ -280,11 +282,11 @@ def test_large_values(together):
 def test_a_late_worker_is_given_its_time(together):
     """The time of an operation that all have reached starts with the last one."""
 
-    def work(member, rank):
+    def work(client, rank):
         time.sleep(3.5 * rank)
-        with member.track_operation("save"):
+        with client.track_operation("save"):
             time.sleep(6.5 - 3.5 * rank)
-        return member.exchange("end", rank)
+        return client.exchange("end", rank)
 
     assert together(2, work, timeout=5.0) == [[0, 1]] * 2
 
@@ -293,28 +295,28 @@ def test_nothing_is_left_after_leave(port):
     # Strategies of earlier tests have threads until they are collected.
     before = set(threading.enumerate())
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        members = list(pool.map(lambda rank: join(port, rank, 2), range(2)))
-    for member in members:
-        member.leave()
-        member.leave()
+        clients = list(pool.map(lambda rank: join(port, rank, 2), range(2)))
+    for client in clients:
+        client.leave()
+        client.leave()
         with pytest.raises(RuntimeError, match="has left its cluster"):
-            member.exchange("step")
+            client.exchange("step")
     assert not listening(port)
     started = set(threading.enumerate()) - before
     assert not [t for t in started if "keras_strategy" in t.name]
     # The next strategy of the same program can use the same port at once.
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        members = list(pool.map(lambda rank: join(port, rank, 2), range(2)))
-        assert list(pool.map(lambda m: m.exchange("x", 1), members)) == [[1, 1]] * 2
-    for member in members:
-        member.leave()
+        clients = list(pool.map(lambda rank: join(port, rank, 2), range(2)))
+        assert list(pool.map(lambda m: m.exchange("x", 1), clients)) == [[1, 1]] * 2
+    for client in clients:
+        client.leave()
 
 
 def test_agreeing_with_one_that_has_left(together):
-    def work(member, rank):
+    def work(client, rank):
         if rank == 1:
-            return member.leave()
-        return member.exchange("fit step")
+            return client.leave()
+        return client.exchange("fit step")
 
     chief, _, last = together(3, work)
     for error in (chief, last):
@@ -323,11 +325,11 @@ def test_agreeing_with_one_that_has_left(together):
 
 
 def test_agreeing_with_a_chief_that_has_left(together):
-    def work(member, rank):
+    def work(client, rank):
         if rank == 0:
-            return member.leave()
-        return outcome(member.exchange, "fit step"), outcome(
-            member.exchange, "fit step"
+            return client.leave()
+        return outcome(client.exchange, "fit step"), outcome(
+            client.exchange, "fit step"
         )
 
     _, (first, second) = together(2, work)
@@ -340,12 +342,12 @@ def test_who_has_things_to_end_is_not_waited_for(together):
     """An engine's goodbye may wait for the others, who may wait for this worker."""
     others_know = threading.Event()
 
-    def work(member, rank):
-        member.exchange("start")
+    def work(client, rank):
+        client.exchange("start")
         if rank == 0:
-            member.on_leave(lambda: others_know.wait(SOON))
-            return member.leave()
-        said = outcome(member.exchange, "fit step")
+            client.on_leave(lambda: others_know.wait(SOON))
+            return client.leave()
+        said = outcome(client.exchange, "fit step")
         others_know.set()
         return said
 
@@ -396,20 +398,20 @@ def test_who_does_not_belong_is_refused_alone(port, rank, count, run, reason):
         assert isinstance(refused, ClusterError)
         assert "worker 0 cannot join at " in str(refused)
         assert reason in str(refused)
-        members = [join(port, 2, 3, secret="a"), *(f.result() for f in others)]
-        agreed = list(pool.map(lambda m: m.exchange("x", m.rank), members))
+        clients = [join(port, 2, 3, secret="a"), *(f.result() for f in others)]
+        agreed = list(pool.map(lambda m: m.exchange("x", m.rank), clients))
         assert agreed == [[0, 1, 2]] * 3
-    for member in sorted(members, key=lambda member: -member.rank):
-        member.leave()
+    for client in sorted(clients, key=lambda client: -client.rank):
+        client.leave()
 
 
 def test_who_comes_when_all_are_there_is_refused_at_once(together, port):
     """The chief does not listen any more."""
 
-    def work(member, rank):
-        member.exchange("all are there")
+    def work(client, rank):
+        client.exchange("all are there")
         late = outcome(join, port, 1, 2) if rank == 0 else None
-        member.exchange("one was late")
+        client.exchange("one was late")
         return late
 
     begun = time.monotonic()
@@ -477,8 +479,8 @@ def test_strangers_who_say_nothing(waiting_chief, port):
 
 
 def test_nobody_can_connect_when_all_have_arrived(together, port):
-    def work(member, rank):
-        member.exchange("start")
+    def work(client, rank):
+        client.exchange("start")
         return listening(port)
 
     assert together(2, work) == [False, False]
@@ -525,14 +527,14 @@ def test_the_secret_is_not_said(port):
     ids=lambda value: value if isinstance(value, str) else value["type"],
 )
 def test_a_message_of_a_member_that_is_none(together, sender, sent):
-    def work(member, rank):
-        member.exchange("start")
+    def work(client, rank):
+        client.exchange("start")
         if (sender == "chief") == (rank == 0):
-            writer = member._coordinator._writers[1] if rank == 0 else None
-            writer = writer or member._connection._writer
-            member._connection._thread.call_soon(writer.write, encode(sent))
-        with member.track_operation("step"):
-            member._connection.failed.wait(SOON)
+            writer = client._coordinator._writers[1] if rank == 0 else None
+            writer = writer or client._connection._writer
+            client._connection._thread.call_soon(writer.write, encode(sent))
+        with client.track_operation("step"):
+            client._connection.failed.wait(SOON)
 
     for error in together(2, work):
         assert isinstance(error, WorkerFailedError)
@@ -581,7 +583,7 @@ def test_where_the_chief_listens(port, host, local):
     # Nobody but the chief can find a node of this name.
     ranks = range(2 if local else 1)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        members = list(
+        clients = list(
             pool.map(
                 lambda r: CoordinatorClient.join(
                     (host, port), r, names_of(len(ranks)), SOON
@@ -589,13 +591,13 @@ def test_where_the_chief_listens(port, host, local):
                 ranks,
             )
         )
-        assert members[0]._coordinator is not None
-        for at, _ in members[0]._coordinator.addresses:
+        assert clients[0]._coordinator is not None
+        for at, _ in clients[0]._coordinator.addresses:
             assert ipaddress.ip_address(at).is_loopback == local
-        agreed = list(pool.map(lambda m: m.exchange("step", m.rank), members))
+        agreed = list(pool.map(lambda m: m.exchange("step", m.rank), clients))
         assert agreed == [list(ranks)] * len(ranks)
-    for member in members[::-1]:
-        member.leave()
+    for client in clients[::-1]:
+        client.leave()
 
 
 def test_a_name_of_this_machine_opens_its_own_addresses(port):
@@ -616,9 +618,9 @@ def test_a_name_of_this_machine_opens_its_own_addresses(port):
 def test_connections_notice_a_machine_that_is_gone(together):
     """Within 20 s, of which one that has gone silent leaves no trace otherwise."""
 
-    def work(member, rank):
-        writers = [member._connection._writer]
-        writers += member._coordinator._writers.values() if rank == 0 else []
+    def work(client, rank):
+        writers = [client._connection._writer]
+        writers += client._coordinator._writers.values() if rank == 0 else []
         for writer in writers:
             connection = writer.get_extra_info("socket")
             assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1

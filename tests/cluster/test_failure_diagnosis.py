@@ -10,13 +10,13 @@ from tests.cluster.conftest import SOON
 
 WAIT = """
 import time
-with member.track_operation("all_reduce in step 12"):
+with client.track_operation("all_reduce in step 12"):
     print("there", flush=True)
     time.sleep(300)
 """
 # A worker that has been in one operation, and now is on its own.
-BUSY = "import time; member.exchange('start'); time.sleep(300)"
-WAIT_AFTER = "member.exchange('start')\n" + WAIT
+BUSY = "import time; client.exchange('start'); time.sleep(300)"
+WAIT_AFTER = "client.exchange('start')\n" + WAIT
 THREE = ["chief", "worker 0", "worker 1"]
 
 
@@ -38,8 +38,8 @@ def test_a_killed_worker_ends_the_others(processes, victim):
 def test_a_worker_that_raises_ends_the_others(processes, victim):
     scripts = [WAIT_AFTER] * 3
     scripts[victim] = (
-        "member.exchange('start')\n"
-        "with member.track_operation('all_reduce in step 12'):\n"
+        "client.exchange('start')\n"
+        "with client.track_operation('all_reduce in step 12'):\n"
         "    raise ValueError('no such row\\nin this table')"
     )
     processes.start(scripts)
@@ -56,7 +56,7 @@ def test_a_worker_that_raises_ends_the_others(processes, victim):
 @pytest.mark.parametrize("victim", [0, 2], ids=["chief", "worker"])
 def test_a_worker_that_hangs_ends_the_others(processes, victim):
     scripts = [WAIT_AFTER] * 3
-    scripts[1] = "member.exchange('start'); member.exchange('all_reduce in step 12')"
+    scripts[1] = "client.exchange('start'); client.exchange('all_reduce in step 12')"
     scripts[victim] = BUSY
     processes.start(scripts, timeout=2)
     for status, errors in processes.end(0, 1, 2):
@@ -83,11 +83,11 @@ def test_a_stopped_worker_ends_the_others(processes):
 def test_what_has_ended_within_an_operation_does_not_hide_that_it_lasts(processes):
     within = """
 import time
-with member.track_operation("step 12"):
-    member.exchange("the next batch")
+with client.track_operation("step 12"):
+    client.exchange("the next batch")
     time.sleep(300)
 """
-    other = "import time; member.exchange('the next batch'); time.sleep(300)"
+    other = "import time; client.exchange('the next batch'); time.sleep(300)"
     processes.start([within, other], timeout=2)
     for status, errors in processes.end(0, 1):
         assert status == EXIT_OTHER_WORKER_FAILED
@@ -107,11 +107,11 @@ def test_a_job_that_was_stopped_goes_on(processes):
     """As by Ctrl-Z: while all are stopped, nobody keeps anybody waiting."""
     slow = """
 import time
-with member.track_operation("all_reduce in step 12"):
+with client.track_operation("all_reduce in step 12"):
     print("there", flush=True)
     for _ in range(8):
         time.sleep(0.1)
-member.exchange("end")
+client.exchange("end")
 """
     processes.start([slow, slow], timeout=3)
     processes.reached("there", 0, 1)
@@ -130,7 +130,7 @@ member.exchange("end")
 )
 def test_a_worker_that_leaves_ends_those_that_wait(processes, victim, script):
     scripts = [WAIT_AFTER] * 3
-    scripts[victim] = "member.exchange('start')\n" + script
+    scripts[victim] = "client.exchange('start')\n" + script
     processes.start(scripts)
     others = [rank for rank in range(3) if rank != victim]
     for status, errors in processes.end(*others):
@@ -142,7 +142,7 @@ def test_a_worker_that_leaves_ends_those_that_wait(processes, victim, script):
 
 
 def test_workers_that_finish_end_in_peace(processes):
-    script = "member.exchange('start')\nimport time\n"
+    script = "client.exchange('start')\nimport time\n"
     processes.start([script, script + "time.sleep(1)\nprint('done')"])
     assert processes.end(0, 1) == [(0, ""), (0, "")]
 
@@ -154,7 +154,7 @@ if os.fork() == 0:
     os.close(1), os.close(2)  # The test reads them until all have closed them.
     sys.stdin.read()  # Until the test is over.
     os._exit(0)
-member.exchange("start")
+client.exchange("start")
 time.sleep(300)
 """
     processes.start([WAIT_AFTER, fork])
@@ -174,7 +174,7 @@ if os.fork() == 0:
     raise ValueError("in the fork")
 _, status = os.wait()
 assert os.waitstatus_to_exitcode(status) == 1
-member.exchange("after")
+client.exchange("after")
 """
     processes.start([fork, fork])
     for status, errors in processes.end(0, 1):
@@ -187,16 +187,16 @@ def test_a_process_that_is_not_ours_is_not_ended(processes):
     waits = """
 from keras_strategy.errors import WorkerFailedError
 try:
-    with member.track_operation("all_reduce in step 12"):
+    with client.track_operation("all_reduce in step 12"):
         print("there", flush=True)
-        assert member._connection.failed.wait(30)
+        assert client._connection.failed.wait(30)
 except WorkerFailedError as error:
     assert "worker 0 disconnected without notice" in str(error)
     assert "chief was in `all_reduce in step 12`" in str(error)
     raise SystemExit(5)
 """
     processes.start(
-        [waits, BUSY.replace("member.exchange('start');", "")], exit_process=False
+        [waits, BUSY.replace("client.exchange('start');", "")], exit_process=False
     )
     processes.reached("there", 0)
     processes.signal(1, signal.SIGKILL)
@@ -205,14 +205,14 @@ except WorkerFailedError as error:
 
 def test_the_engines_own_error_does_not_hide_the_failure(processes):
     engine = """
-from keras_strategy.cluster import member as module
+from keras_strategy.cluster import client as module
 module._GRACE_SECONDS = 30.0  # a busy machine takes its time to end the other
-member.exchange("start")
-with member.track_operation("all_reduce in step 12"):
+client.exchange("start")
+with client.track_operation("all_reduce in step 12"):
     raise RuntimeError("Connection closed by peer")
 """
     dies = (
-        "import os\nmember.exchange('start')\nimport time; time.sleep(0.3); os._exit(9)"
+        "import os\nclient.exchange('start')\nimport time; time.sleep(0.3); os._exit(9)"
     )
     processes.start([engine, dies])
     ((status, errors),) = processes.end(0)
@@ -229,10 +229,10 @@ def mine(*arguments):
     hook(*arguments)
 sys.excepthook = mine
 atexit.register(lambda: print("ended in its own way", file=sys.stderr))
-member.exchange("start")
+client.exchange("start")
 raise ValueError("no such row")
 """
-    hears = WAIT_AFTER.replace("time.sleep(300)", "member._connection.failed.wait(30)")
+    hears = WAIT_AFTER.replace("time.sleep(300)", "client._connection.failed.wait(30)")
     processes.start([hears, raises], exit_process=False)
     (chief, told), (worker, said) = processes.end(0, 1)
     assert chief == worker == 1
@@ -245,9 +245,9 @@ def test_a_full_pipe_does_not_keep_a_process(processes):
     """Whoever reads the output of a worker may have stopped to do so."""
     writes = """
 import sys
-member.exchange("start")
+client.exchange("start")
 print("there", flush=True)
-with member.track_operation("all_reduce in step 12"):
+with client.track_operation("all_reduce in step 12"):
     while True:
         print("x" * 1000, file=sys.stderr)
 """
@@ -270,10 +270,10 @@ handled()
 thread = threading.Thread(target=handled)
 thread.start()
 thread.join()
-member.exchange("after")
+client.exchange("after")
 print("there", flush=True)
 """
-    processes.start([prints, "member.exchange('after')"])
+    processes.start([prints, "client.exchange('after')"])
     (chief, told), other = processes.end(0, 1)
     assert (chief, other) == (0, (0, ""))
     assert told.count("ValueError: dealt with") == 2
@@ -281,7 +281,7 @@ print("there", flush=True)
 
 def test_an_operation_may_have_a_time_of_its_own(processes):
     """A chief that writes for long is at work."""
-    waits = "member.exchange('save', None, 60)"
+    waits = "client.exchange('save', None, 60)"
     writes = "import time; time.sleep(3)\n" + waits
     processes.start([writes, waits], timeout=1)
     assert processes.end(0, 1) == [(0, ""), (0, "")]

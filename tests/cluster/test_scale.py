@@ -1,4 +1,4 @@
-"""Many members, and many agreements; `python -m tests.cluster.scale` has more."""
+"""Many clients, and many agreements; `python -m tests.cluster.scale` has more."""
 
 import gc
 import time
@@ -7,9 +7,9 @@ import tracemalloc
 from tests.cluster import scale
 
 
-def test_many_members_join_agree_and_learn_of_a_failure(port):
+def test_many_clients_join_agree_and_learn_of_a_failure(port):
     begun = time.process_time()
-    scale.many_members(port, 512)
+    scale.many_clients(port, 512)
     # Of this process alone, however busy the machine is. It takes less than one.
     assert time.process_time() - begun < 10
 

@@ -33,7 +33,7 @@ class Lines(logging.Handler):
 
 @pytest.fixture
 def lines(monkeypatch):
-    monkeypatch.setattr(watchdog, "SECONDS", 0.05)
+    monkeypatch.setattr(watchdog, "SLOW_OPERATION_SECONDS", 0.05)
     handler = Lines()
     logger = logging.getLogger("keras_strategy")
     logger.addHandler(handler)
@@ -42,13 +42,13 @@ def lines(monkeypatch):
 
 
 def test_who_has_not_arrived_and_what_is_waited_for(port, lines):
-    members: dict[int, CoordinatorClient] = {}
+    clients: dict[int, CoordinatorClient] = {}
 
     def worker(rank):
         address = ("127.0.0.1", port)
-        members[rank] = CoordinatorClient.join(address, rank, names_of(2), SOON)
+        clients[rank] = CoordinatorClient.join(address, rank, names_of(2), SOON)
         if rank == 0:
-            members[rank].exchange("the first step")
+            clients[rank].exchange("the first step")
 
     threads = [threading.Thread(target=worker, args=(rank,)) for rank in (1, 0)]
     threads[0].start()
@@ -56,17 +56,17 @@ def test_who_has_not_arrived_and_what_is_waited_for(port, lines):
     threads[1].start()
     threads[0].join()
     lines.wait_for("chief has been in `the first step` for")
-    members[1].exchange("the first step")
+    clients[1].exchange("the first step")
     threads[1].join()
     for rank in (1, 0):
-        members[rank].leave()
+        clients[rank].leave()
 
 
 def test_who_has_connected_waits_for_the_others(port, lines):
-    members: list[CoordinatorClient] = []
+    clients: list[CoordinatorClient] = []
 
     def chief():
-        members.append(
+        clients.append(
             CoordinatorClient.join(("127.0.0.1", port), 0, names_of(2), SOON)
         )
 
@@ -77,7 +77,7 @@ def test_who_has_connected_waits_for_the_others(port, lines):
     other = CoordinatorClient.join(("127.0.0.1", port), 1, names_of(2), SOON)
     thread.join()
     other.leave()
-    members[0].leave()
+    clients[0].leave()
 
 
 def test_it_is_said_once_of_each_operation(caplog):

@@ -45,11 +45,11 @@ def test_who_waits_for_nobody_is_left_alone(watchdog):
     assert look(watchdog, None, 0, 100) == []
 
 
-def test_the_hub_is_asked_once_the_time_is_over(watchdog):
+def test_the_coordinator_is_asked_once_the_time_is_over(watchdog):
     assert look(watchdog, STEP, 0, TIMEOUT + 2) == [(TIMEOUT + 1, asks())]
 
 
-def test_the_hub_finds_out_soon_whether_all_wait_for_each_other(watchdog):
+def test_the_coordinator_finds_out_soon_whether_all_wait_for_each_other(watchdog):
     looked = [now for now in range(10) if watchdog.check(STEP, now) == [SUSPECTS]]
     assert looked == [DEADLOCK_SECONDS + 1]
 
@@ -61,7 +61,7 @@ def test_each_operation_has_its_own_time(watchdog):
         assert look(watchdog, step, begin, begin + 0.9 * TIMEOUT) == []
 
 
-def test_a_hub_that_answers_is_asked_again(watchdog):
+def test_a_coordinator_that_answers_is_asked_again(watchdog):
     """All may be there, and the last one have come just now."""
     assert look(watchdog, STEP, 0, 12) == [(11.0, asks())]
     assert watchdog.on_message({"type": "report"}, 11.5) == []
@@ -69,7 +69,7 @@ def test_a_hub_that_answers_is_asked_again(watchdog):
     assert look(watchdog, STEP, 12, again + 1) == [(again, asks())]
 
 
-def test_a_hub_that_does_not_answer_is_to_blame(watchdog):
+def test_a_coordinator_that_does_not_answer_is_to_blame(watchdog):
     *_, (when, last) = look(watchdog, STEP, 0, 30)
     assert when == 12 + ANSWER_SECONDS
     assert last.message.startswith(
@@ -92,7 +92,7 @@ def test_the_others_get_on_for_a_while_without_one_that_left(watchdog, begin):
     assert when == max(begin, 1.0) + LEFT_SECONDS + 1
     why = "worker 1 ended while worker 0 was waiting for it in `step`"
     assert told == Send({"type": "failed", "message": why, "details": ""})
-    # The hub has not told it back.
+    # The coordinator has not told it back.
     assert later == when + RELAY_SECONDS
     assert failure == Fail(why)
 
@@ -114,7 +114,7 @@ def test_a_message_that_wakes_it_does_not_hide_that_it_was_stopped(watchdog):
     assert look(watchdog, STEP, 1000.5, 1005) == []
 
 
-def test_a_failure_is_final_when_the_hub_tells_it(watchdog):
+def test_a_failure_is_final_when_the_coordinator_tells_it(watchdog):
     told = watchdog.report_failure("worker 0 raised E", "a trace", 3.0)
     message = {"type": "failed", "message": "worker 0 raised E", "details": "a trace"}
     assert told == [Send(message)]

@@ -19,13 +19,13 @@ coordinator.DEADLOCK_SECONDS = watchdog.DEADLOCK_SECONDS = 1.0
 
 arguments = json.loads(sys.argv[1])
 rank, names = arguments["rank"], arguments["names"]
-member = CoordinatorClient.join(
+client = CoordinatorClient.join(
     rendezvous_address(arguments["addresses"]),
     rank,
     names,
     60.0,
     exit_process=arguments["exit_process"],
 )
-wait_for_others(member, arguments["timeout"])
+wait_for_others(client, arguments["timeout"])
 print("joined", flush=True)
-exec(compile(arguments["script"], "script.py", "exec"), {"member": member})
+exec(compile(arguments["script"], "script.py", "exec"), {"client": client})

@@ -27,7 +27,7 @@ def test_a_proxy_is_not_asked(metadata_server, make_server, monkeypatch):
     spec = importlib.util.spec_from_file_location("metadata_copy", google_api.__file__)
     copy = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copy)
-    assert copy.get("project/project-id") == "my-project"
+    assert copy.get_metadata("project/project-id") == "my-project"
     assert proxy.requests == []
 
 

@@ -22,7 +22,9 @@ def batches(data):
 
 @pytest.mark.parametrize("shuffle", [False, True, "batch"])
 def test_in_keras_order(shuffle, monkeypatch):
-    monkeypatch.setattr(data_adapters, "_AT_ONCE", 7)  # two batches of three rows
+    monkeypatch.setattr(
+        data_adapters, "_INDICES_PER_REQUEST", 7
+    )  # two batches of three rows
 
     def adapter():
         keras.utils.set_random_seed(3)

@@ -166,7 +166,7 @@ def test_a_loop_goes_on_where_it_was(kind, options, two):
         got = []
         for x in again:
             if not got and source is not None and (epoch, batch) == (2, 2):
-                ahead = again._ahead[0] if options or kind == "IndexedDataset" else 0
+                ahead = again._prefetch[0] if options or kind == "IndexedDataset" else 0
                 each = 2 if kind == "IndexedDataset" else 1
                 assert source.read <= read_again + each * (1 + ahead)
             got.append(rows(two, x))
@@ -215,16 +215,16 @@ def test_what_nobody_has_taken_does_not_count(options, two):
 def test_what_is_refused(two):
     dataset = two.experimental_distribute_dataset(Shuffled())
     for state in (None, {}, {"sources": []}):
-        with pytest.raises(ValueError, match="`state` must be what `state_dict` gave"):
+        with pytest.raises(ValueError, match="`state` must be what `state_dict`"):
             dataset.load_state_dict(state)
     says = two.experimental_distribute_dataset(SaysWhere())
     dataset.load_state_dict(says.state_dict())
     with two.scope():
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="`fit` goes on with .*BackupAndRestore"):
+    with pytest.raises(ValueError, match="Resume `fit` with .*BackupAndRestore"):
         model.fit(dataset, verbose=0)
-    with pytest.raises(ValueError, match="put where another one was"):
+    with pytest.raises(ValueError, match="reports its own position, and"):
         list(dataset)
 
 

@@ -45,7 +45,7 @@ def test_each_epoch_has_another_order():
 
 @pytest.mark.parametrize("shuffle", [None, random.shuffle])
 def test_own_rows_have_the_order_that_their_pass_began_with(shuffle):
-    """Also of batches that are read after an epoch's end: see `iterate_in_epoch_order`."""
+    """Also of batches read after an epoch's end: see `iterate_in_epoch_order`."""
     dataset = ks.IndexedDataset(list(range(50)), batch_size=10, shuffle=True)
     passes = iter(IndexedRowReader(dataset, lambda rows: [(0, rows)], shuffle))
     read = [next(passes).batch]
@@ -100,5 +100,5 @@ def test_files(tmp_path):
     assert ks.files(f"{tmp_path}/*") == names
     shares = [ks.files(f"{tmp_path}/*", ks.InputContext(2, i)) for i in range(2)]
     assert shares == [names[::2], names[1::2]]
-    with pytest.raises(ValueError, match="a file or more to read"):
+    with pytest.raises(ValueError, match="at least one file to read"):
         ks.files(f"{tmp_path}/*", ks.InputContext(4, 0))

@@ -21,7 +21,7 @@ TENSORFLOW = keras.backend.backend() == "tensorflow"
 
 def readers():
     names = (thread.name for thread in threading.enumerate())
-    return [name for name in names if name.startswith("keras_strategy reads ahead")]
+    return [name for name in names if name.startswith("keras_strategy prefetch")]
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +118,9 @@ def test_who_reads_one_batch_reads_no_other():
 def test_an_iterator_that_is_given_up_ends_its_thread():
     reading = Prefetcher(Noted(4), 1)
     next(reading)
-    (thread,) = [t for t in threading.enumerate() if "reads ahead" in t.name]
+    (thread,) = [
+        t for t in threading.enumerate() if "keras_strategy prefetch" in t.name
+    ]
     del reading
     thread.join(WAIT)
 
@@ -134,7 +136,7 @@ def test_ctrl_c_loses_nothing(monkeypatch):
 
     reading = Prefetcher(items(), 1)
     assert next(reading) == 0
-    future = reading._ahead[0]
+    future = reading._pending[0]
     result = future.result
 
     def interrupted():

@@ -25,7 +25,7 @@ OPTIONS = ks.experimental.CommunicationOptions(bytes_per_pack=64)
 def counted() -> Iterator[dict[str, int]]:
     """Counts sums in pieces, those in vain, and pieces that left during backward."""
     seen = {"sums": 0, "in vain": 0, "early": 0}
-    end, rest = BucketedAllReduce.end, GradientBuckets.send_the_rest
+    end, rest = BucketedAllReduce.end, GradientBuckets.send_remaining
 
     def counting_end(self: BucketedAllReduce) -> Any:
         sums = end(self)
@@ -33,14 +33,14 @@ def counted() -> Iterator[dict[str, int]]:
         return sums
 
     def counting_rest(self: GradientBuckets, *args: Any) -> None:
-        seen["early"] += len(self._left)
+        seen["early"] += len(self.early)
         rest(self, *args)
 
-    BucketedAllReduce.end, GradientBuckets.send_the_rest = counting_end, counting_rest
+    BucketedAllReduce.end, GradientBuckets.send_remaining = counting_end, counting_rest
     try:
         yield seen
     finally:
-        BucketedAllReduce.end, GradientBuckets.send_the_rest = end, rest
+        BucketedAllReduce.end, GradientBuckets.send_remaining = end, rest
 
 
 class Stepwise(keras.Model):

@@ -100,9 +100,9 @@ def test_what_a_killed_chief_leaves_is_removed(program, tmp_path):
     folder = tmp_path / "models"
     killed = """
 import os, signal, sys
-from keras_strategy.training.saving import replaced
+from keras_strategy.training.saving import atomic_write_path
 
-with replaced(sys.argv[1]) as path:
+with atomic_write_path(sys.argv[1]) as path:
     open(path, "w").write("half of it")
     os.kill(os.getpid(), signal.SIGKILL)
 """

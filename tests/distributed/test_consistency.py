@@ -27,7 +27,7 @@ ALIKE = {
     "predict_on_batch": "in `predict_on_batch`. They differ in argument x",
     "rows": "argument x (worker 0: an array (4, 6) of float32, whose",
     "Keras's": "keras.config.epsilon (worker 0: 1e-07; worker 1: 0.001)",
-    "batches": "Received other values",
+    "batches": "Received different values",
     "watch": "no error",
     "rate": "no error",
     "kinds": "no error",

@@ -67,8 +67,8 @@ def test_steps_that_fail(results):
     for result in results["steps_that_fail"]:
         before, after, sums = result["said"]
         assert before[0] == "before" and after[0] == "after"
-        assert not any("half-updated" in note for note in before)
-        assert any("half-updated" in note for note in after)
+        assert not any("partly updated" in note for note in before)
+        assert any("partly updated" in note for note in after)
         assert "had read it" in sums[0]
         # What comes before the optimizer is undone; what comes after it too.
         assert result["steps"] == [1.0] * 4

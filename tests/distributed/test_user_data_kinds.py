@@ -45,8 +45,8 @@ def test_what_is_said(results):
     (stream,) = chief["stream"]
     assert "reads all rows of this data" in stream and "IndexedDataset" in stream
     (others,) = chief["other"]
-    assert "a row that all of them have read is another" in others
+    assert "a row that all of them have read is not the same" in others
     for result in (chief, other):
         for message in result["part"]:
-            assert "and the same each time" in message
+            assert "and the same values when they were read again" in message
         assert "must give shard r of 2" in result["wrong"][0]

@@ -117,7 +117,7 @@ class Program:
         what(self)
 
     @property
-    def member(self) -> Any:
+    def client(self) -> Any:
         """This worker's connection to the others."""
         return self.strategy.extended.cluster.client
 
@@ -134,12 +134,12 @@ def _interrupt(program: Program) -> None:
 
 
 def _cut(program: Program) -> None:
-    writer = program.member._connection._writer
+    writer = program.client._connection._writer
     writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
 
 
 def _no_message(program: Program) -> None:
-    connection = program.member._connection
+    connection = program.client._connection
     connection._thread.call_soon(connection._writer.write, b"\x80\x04 no message\n")
 
 

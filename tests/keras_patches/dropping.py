@@ -1,10 +1,10 @@
-"""Leaves out one hook: in this process, and in the workers that it starts."""
+"""Leave out one patch, in this process and in the workers that it starts."""
 
 from keras_strategy.keras_patches import installation, patch
 
 
 def drop(name: str) -> None:
-    """Has the first strategy install all hooks but one."""
+    """Make the first strategy install all patches but one."""
     install = patch.install
 
     def all_but_one(extensions):

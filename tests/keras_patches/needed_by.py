@@ -1,8 +1,8 @@
-"""For each hook a test that fails without it, and the backend that it runs on.
+"""A test that fails without it for each patch, and the backend of the test.
 
-`tools/drop_hooks.py` leaves out each in turn. Of a hook that is installed on several
-backends, one shows what it is for. `UNSHOWN` are those whose test was tried and passed
-without the hook: they need a better one.
+`tools/drop_hooks.py` leaves out each patch in turn. A patch of several backends has a
+test on one of them. `UNSHOWN` lists the patches whose test passed without the patch:
+they need a better test.
 """
 
 _BAD_INPUT = "tests/training/test_bad_input.py"
@@ -504,7 +504,8 @@ NEEDED_BY = {
         "tensorflow",
         f"{_BAD_INPUT}::test_rows_that_differ",
     ),
-    "backends.tensorflow.patches keras.src.random.seed_generator.global_seed_generator": (
+    "backends.tensorflow.patches "
+    "keras.src.random.seed_generator.global_seed_generator": (
         "tensorflow",
         "tests/training/test_seed_generators.py::test_a_seed_that_is_set_reaches_run[True]",
     ),

@@ -11,7 +11,7 @@ import pathlib
 import keras
 import pytest
 
-from keras_strategy.keras_patches.installation import all_hooks
+from keras_strategy.keras_patches.installation import all_patches
 from tests.keras_patches.needed_by import NEEDED_BY, UNSHOWN
 
 
@@ -19,7 +19,7 @@ def test_every_hook_has_a_test_that_needs_it():
     # Other versions of Keras need others, too.
     if not keras.__version__.startswith("3.15."):
         pytest.skip("the table is of Keras 3.15")
-    ours = {hook.name for hook in all_hooks() if hook.is_needed()}
+    ours = {hook.name for hook in all_patches() if hook.is_needed()}
     assert ours <= set(NEEDED_BY)
     assert set(UNSHOWN) <= set(NEEDED_BY)
     backend = keras.backend.backend()

@@ -9,13 +9,13 @@ import pytest
 
 from keras_strategy.errors import KerasVersionError
 from keras_strategy.keras_patches.patch import (
-    Hook,
-    home_of,
+    FunctionPatch,
+    find_module,
     hook,
-    hooks_of,
     install,
-    install_those_of_several,
-    of_several,
+    install_multi_replica_patches,
+    multi_replica_only,
+    patches_in,
 )
 
 
@@ -39,7 +39,7 @@ def marked(*functions):
     """The hooks of a module that has these functions."""
     module = types.ModuleType(__name__)
     vars(module).update({str(i): f for i, f in enumerate(functions)})
-    return hooks_of(module)
+    return patches_in(module)
 
 
 def test_a_function_that_is_as_known_is_replaced():
@@ -107,17 +107,17 @@ def test_a_condition_may_ask_about_the_object():
 def test_what_several_replicas_need_waits_for_them():
     keras = make()
 
-    @hook(keras, "known", "(self, x, y=1)", when=of_several(lambda: 10))
+    @hook(keras, "known", "(self, x, y=1)", when=multi_replica_only(lambda: 10))
     def known(original, ten, self, x, y=1):
         return ten
 
-    @hook(keras, "value", None, several=True)
+    @hook(keras, "value", None, multi_replica_only=True)
     def value(original, self):
         return 10
 
     install(marked(known, value))
     assert (keras().known(1), keras().value) == (2, 3)
-    install_those_of_several()
+    install_multi_replica_patches()
     assert (keras().known(1), keras().value) == (10, 10)
 
 
@@ -150,13 +150,13 @@ def test_hooks_are_found_in_the_order_in_which_they_are_written():
     assert [h.name for h in found] == [
         f"{__name__} make.<locals>.Keras.{name}" for name in ("value", "known", "alone")
     ]
-    assert found[1].why == "Why they are hooked, in two lines."
+    assert found[1].reason == "Why they are hooked, in two lines."
 
 
 @pytest.mark.parametrize(
     ("name", "signature", "says"),
     [
-        ("known", "(self, x)", r"takes \(self, x, y=1\), where \(self, x\) is known"),
+        ("known", "(self, x)", r"takes \(self, x, y=1\) instead of \(self, x\)"),
         ("known", ("y", "z"), "no longer takes z"),
         ("gone", "(self)", "is gone"),
         ("value", "(self)", "became a property"),
@@ -165,8 +165,8 @@ def test_hooks_are_found_in_the_order_in_which_they_are_written():
 )
 def test_a_changed_function_is_refused_and_nothing_is_installed(name, signature, says):
     keras = make()
-    good = Hook(keras, "known", "(self, x, y=1)", lambda original, self, x: 0)
-    bad = Hook(keras, name, signature, lambda original, *args: 0)
+    good = FunctionPatch(keras, "known", "(self, x, y=1)", lambda original, self, x: 0)
+    bad = FunctionPatch(keras, name, signature, lambda original, *args: 0)
     with pytest.raises(KerasVersionError, match=says):
         install([good, bad])
     assert keras().known(1) == 2
@@ -174,7 +174,7 @@ def test_a_changed_function_is_refused_and_nothing_is_installed(name, signature,
 
 def test_a_refusal_says_what_changed_where_and_what_to_do():
     with pytest.raises(KerasVersionError) as error:
-        Hook(make(), "gone", "(self)", lambda original: 0).check()
+        FunctionPatch(make(), "gone", "(self)", lambda original: 0).check()
     version = re.escape(installed_keras.__version__)
     assert re.fullmatch(
         rf"Keras {version} changed a function .*Keras\.gone` is gone\. "
@@ -198,13 +198,13 @@ def modules(monkeypatch):
     [("f g", "home_before"), ("g", "home_before"), ("g h", "home_now")],
 )
 def test_a_module_is_known_by_what_it_provides(names, home, modules):
-    assert home_of(names, "never.was.there", *modules).__name__ == home
+    assert find_module(names, "never.was.there", *modules).__name__ == home
 
 
 def test_a_name_without_a_home_is_refused(modules):
     homes = r"it is not in home_before or home_now or never\.was"
     with pytest.raises(KerasVersionError, match=rf"`home_before\.f` is gone: {homes}"):
-        home_of("f h", *modules, "never.was")
+        find_module("f h", *modules, "never.was")
 
 
 def test_a_module_that_lacks_an_import_of_its_own_is_no_moved_one(
@@ -213,4 +213,4 @@ def test_a_module_that_lacks_an_import_of_its_own_is_no_moved_one(
     (tmp_path / "home_broken.py").write_text("import not_installed_here")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="not_installed_here"):
-        home_of("f", "home_broken")
+        find_module("f", "home_broken")

@@ -89,7 +89,10 @@ def test_info_on_a_cluster_that_cannot_be_used(capsys, monkeypatch):
     config = {"cluster": {"worker": [7]}, "task": {"type": "worker", "index": 0}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))
     assert main(["info"]) == 0
-    assert "TF_CONFIG, which cannot be used: Expected" in capsys.readouterr().out
+    assert (
+        "TF_CONFIG, which cannot be used: TF_CONFIG: Expected"
+        in capsys.readouterr().out
+    )
 
 
 def test_info_of_a_backend_that_cannot_train(monkeypatch):

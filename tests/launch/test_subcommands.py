@@ -41,8 +41,8 @@ def test_the_doctor_of_a_machine_that_is_well(capsys, monkeypatch):
 
 
 def wrong(finding, seen, do):
-    assert not finding.well
-    assert seen in finding.seen and do in finding.do
+    assert not finding.ok
+    assert seen in finding.detail and do in finding.advice
 
 
 def test_what_is_wrong_is_said_in_words(monkeypatch):
@@ -52,7 +52,7 @@ def test_what_is_wrong_is_said_in_words(monkeypatch):
     monkeypatch.setenv("NPROC", "1")
     wrong(doctor.threads(), "1 for 2 logical CPU devices", "set NPROC=8")
     monkeypatch.setenv("TF_CONFIG", '{"cluster": 7}')
-    wrong(doctor.cluster(), "TF_CONFIG cannot be used", "mend what it names")
+    wrong(doctor.cluster(), "TF_CONFIG cannot be used", "correct what it names")
 
 
 @pytest.mark.parametrize("backend", ["jax", "torch"])
@@ -65,14 +65,14 @@ def test_what_the_doctor_looks_at(backend, monkeypatch):
     monkeypatch.setattr(doctor, "engine", lambda: first)
     of_torch = ["torch_gpus"] if backend == "torch" else []
     expected = ["engine", "threads", *of_torch, "cluster", "replicas", "workers"]
-    assert [finding.what for finding in doctor.findings(1)] == expected
+    assert [finding.check for finding in doctor.findings(1)] == expected
 
 
 def test_gpus_of_torch():
     assert doctor.gpus(0, nccl=False) is None
-    assert doctor.gpus(1, nccl=True).seen == "1, with NCCL"
+    assert doctor.gpus(1, nccl=True).detail == "1, with NCCL"
     several = doctor.gpus(4, nccl=True)
-    assert several.well and "keras-strategy run --workers 4 with" in several.seen
+    assert several.ok and "keras-strategy run --workers 4 with" in several.detail
     wrong(doctor.gpus(1, nccl=False), "no NCCL", "with CUDA and NCCL")
 
 
@@ -93,13 +93,15 @@ def test_a_port_that_somebody_listens_at(monkeypatch):
         cluster = {"worker": [f"127.0.0.1:{port}"]}
         monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
         wrong(
-            doctor.cluster(), f"at port {port} of 127.0.0.1", "end what listens there"
+            doctor.cluster(),
+            f"at port {port} of 127.0.0.1",
+            "end the program that listens",
         )
 
 
 @pytest.mark.parametrize("trial", [doctor.replicas, doctor.workers])
 def test_a_trial_that_takes_too_long_is_no_success(trial):
-    wrong(trial(0), "nothing came within 0 s", "--timeout-seconds")
+    wrong(trial(0), "no result within 0 s", "--timeout-seconds")
 
 
 # It prints what Keras prints, and needs no engine.

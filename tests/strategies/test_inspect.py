@@ -48,7 +48,7 @@ def test_values_of_the_replicas(two):
     ]
     assert [row[2:] for row in both.rows] == [("2", "48 B"), ("2", "32 B")]
     # Outside of a scope nobody knows whose it is.
-    assert {row[1] for row in ks.visualize(batch).rows} == {"not known"}
+    assert {row[1] for row in ks.visualize(batch).rows} == {"unknown"}
 
 
 def test_values_of_two_strategies(mirrored):

@@ -16,7 +16,7 @@ def test_large_arrays_are_in_files_until_they_are_written(tmp_path, monkeypatch)
         np.zeros((0, 3)),
         np.array(3),
     ]
-    left = tmp_path / ".model.keras.aside"
+    left = tmp_path / ".model.keras.spill"
     left.mkdir()
     (left / "of a process that was killed").touch()
     with ArraySpill.next_to(tmp_path / "model.keras") as kept:

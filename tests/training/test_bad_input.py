@@ -27,7 +27,7 @@ def test_a_model_made_outside_is_refused_inside(method, two):
     model = compiled()
     before = model.get_weights()
     data = (X,) if method.startswith("predict") else (X, Y)
-    with two.scope(), pytest.raises(ValueError, match="made outside of it"):
+    with two.scope(), pytest.raises(ValueError, match="created outside of it"):
         getattr(model, method)(*data)
     assert largest(before, model.get_weights()) == 0
     model.fit(X, Y, verbose=0)  # on one device it still works

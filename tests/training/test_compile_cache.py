@@ -217,7 +217,7 @@ if compiles:
         assert said == [0] * 5 + [1] * 3
         (message,) = caplog.messages
         assert (
-            "anew in every call" in message and "`model`, a SimpleNamespace" in message
+            "again in every call" in message and "`model`, a SimpleNamespace" in message
         )
 
     def test_a_number_that_changes_in_every_call_is_named(two, module, caplog):
@@ -226,7 +226,7 @@ if compiles:
             for module.count in range(7):
                 two.run(module.step, ONE)
         (message,) = caplog.messages
-        assert "`count` was 3 in the call before, and is 4" in message
+        assert "`count` was 3 in the previous call, and is 4 now" in message
 
     def test_functions_in_turn_are_not_warned_about(two, module, caplog):
         execute(module, "def step(x): return x + beta")

@@ -277,7 +277,7 @@ def test_what_a_subclass_may_not_return():
 
     for own, error, text in (
         (Python(), TypeError, "must return tensors"),
-        (Longer(), ValueError, "values of the shapes"),
+        (Longer(), ValueError, "of the shapes"),
     ):
         strategy = ks.MirroredStrategy(DEVICES, own)
         with pytest.raises(error, match=text):

@@ -175,7 +175,7 @@ def test_fit_with_one_replica():
 
 def test_fit_of_what_another_strategy_distributed(mirrored):
     dataset = mirrored(3).experimental_distribute_dataset(batches())
-    with pytest.raises(ValueError, match=r"`fit` was given a dataset that Mirrored"):
+    with pytest.raises(ValueError, match=r"`fit` received a dataset that Mirrored"):
         make(mirrored(2)).fit(dataset, verbose=0)
     with pytest.raises(ValueError, match="belongs to 'no strategy'"):
         make(None).fit(dataset, verbose=0)

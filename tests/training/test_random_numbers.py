@@ -210,7 +210,7 @@ def test_what_cannot_be_told_is_warned_of(two, caplog):
         return ops.sum(keras.random.uniform((rows, rows), seed=seeds)) * 0 + 1
 
     fitted(two, lambda: compiled(Draws(of_pairs)))
-    told = [r for r in caplog.records if "could not be found out" in r.getMessage()]
+    told = [r for r in caplog.records if "could not be determined" in r.getMessage()]
     assert len(told) == (BACKEND != "jax")
     assert all("layer 'draws" in record.getMessage() for record in told)
 

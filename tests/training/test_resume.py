@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import keras_strategy as ks
 from keras_strategy.data import random
-from keras_strategy.keras_patches.dataset_state import told_by_this_worker
+from keras_strategy.keras_patches.dataset_state import state_of_this_worker
 from keras_strategy.training.resume import BackupFolder, decode, encode
 from tests.equality.compare import largest
 from tests.training.shared import SharedModels
@@ -226,7 +226,7 @@ def test_other_callbacks(models, mirrored, tmp_path):
 
     with pytest.raises(Killed):
         fit(models.fresh(strategy), Counts(), backup(), killed_at(1, 2))
-    with pytest.raises(ValueError, match="interrupted with, .*: Counts. Received: no"):
+    with pytest.raises(ValueError, match="interrupted run, .*: Counts. Received: no"):
         fit(models.fresh(strategy), backup())
 
 
@@ -361,7 +361,7 @@ def test_tf_data(models, mirrored, tmp_path, caplog, repeated, killed, seed):
         trained(models.fresh(strategy), backup(), killed_at(*killed))
     model = started_again(models, strategy, 99)
     values, resumed = trained(model, backup(), seed=seed)
-    assert ("is in another order" in caplog.text) == (seed != 7)
+    assert ("are in another order" in caplog.text) == (seed != 7)
     if seed == 7:
         assert largest(whole, values) == 0
     else:
@@ -466,7 +466,7 @@ def test_other_data_and_another_model(models, mirrored, tmp_path):
 
     with pytest.raises(Killed):
         fit(models.fresh(strategy), backup(), killed_at(1, 2))
-    with pytest.raises(ValueError, match="middle of an epoch"):
+    with pytest.raises(ValueError, match="within an epoch"):
         fit(models.fresh(strategy), backup(), batch_size=5)
     with strategy.scope():
         other = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
@@ -484,7 +484,7 @@ def test_refusals(mirrored, tmp_path):
     with pytest.raises(RuntimeError, match="in the scope of a strategy"):
         model.fit(X, Y, callbacks=[ks.callbacks.BackupAndRestore(tmp_path)], verbose=0)
     (tmp_path / "latest.weights.h5").touch()
-    with pytest.raises(ValueError, match="Keras alone"):
+    with pytest.raises(ValueError, match="Keras.s own callback"):
         BackupFolder(tmp_path).read()
 
 
@@ -511,9 +511,9 @@ def test_states_are_kept_without_pickle():
 
 
 def test_another_number_of_workers_with_data_of_their_own():
-    assert told_by_this_worker([[1], [1]], None) == [1]
+    assert state_of_this_worker([[1], [1]], None) == [1]
     with pytest.raises(ValueError, match="Received: 1 workers"):
-        told_by_this_worker([[1], [2]], None)
+        state_of_this_worker([[1], [2]], None)
 
 
 def test_a_kept_file_has_every_dtype(tmp_path):

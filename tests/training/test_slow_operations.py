@@ -38,7 +38,7 @@ said = Said()
 def listening(monkeypatch):
     global said
     said = Said()
-    monkeypatch.setattr(watchdog, "SECONDS", 0.05)
+    monkeypatch.setattr(watchdog, "SLOW_OPERATION_SECONDS", 0.05)
     watchdog.logger.addHandler(said)
     yield
     watchdog.logger.removeHandler(said)
@@ -71,11 +71,11 @@ def test_a_first_step_that_takes_long(method, kind):
     data = (x,) if method == "predict" else (x, x[:, :1])
     line = (
         f"The first {kind} step of the model 'slow', which builds and compiles what "
-        "others use, has taken 0.05 s, and goes on."
+        "later ones use, has taken 0.05 s so far."
     )
     for _ in range(2):
         getattr(model, method)(*data, batch_size=4, verbose=0)
-        assert [text for text in said.lines if "goes on" in text] == [line]
+        assert [text for text in said.lines if "so far" in text] == [line]
 
 
 def slow(x):
@@ -89,7 +89,7 @@ def test_a_first_call_of_run_that_takes_long():
         strategy.run(slow, (np.ones(3, "float32"),))
         assert said.lines == [
             "The first call of `slow` by strategy.run, which builds and compiles what "
-            "others use, has taken 0.05 s, and goes on."
+            "later ones use, has taken 0.05 s so far."
         ]
 
 
@@ -99,11 +99,11 @@ def test_a_chief_that_writes_for_long():
             names=("chief", "worker 0"),
             rank=rank,
             is_chief=rank == 0,
-            member=types.SimpleNamespace(timeout_seconds=600),
-            agree=lambda operation, value, seconds: [None, None],
+            client=types.SimpleNamespace(timeout_seconds=600),
+            exchange=lambda operation, value, seconds: [None, None],
         )
 
     run_on_chief(cluster(1), "`save` to a.keras", said.wait)
     assert not said.lines
     run_on_chief(cluster(0), "`save` to a.keras", said.wait)
-    assert said.lines == ["chief: `save` to a.keras has taken 0.05 s, and goes on."]
+    assert said.lines == ["chief: `save` to a.keras has taken 0.05 s so far."]

@@ -5,13 +5,11 @@ which make up its cache key, and for the Keras variables that the function uses.
 program has no state: it receives the variables' values and returns the new ones.
 Tracing discovers the variables. A trace that meets a new variable is discarded, and the
 next one passes it.
-
-The programs of a compiled function and the variables that it uses.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -159,15 +157,16 @@ def _flatten_general(arguments: Any, distribution: ReplicaDistribution) -> Argum
     def leaf(x):
         nonlocal is_global
         if isinstance(x, DistributedValues):
-            is_global = is_global and (
-                isinstance(x, ShardedPerReplica) and x.belongs_to(distribution)
-            )
+            is_placed = isinstance(x, ShardedPerReplica) and x.belongs_to(distribution)
+            is_global = is_global and is_placed
             if x.count != replicas:
                 raise wrong_strategy_error(x, "run", replicas)
             if isinstance(x, UnevenPerReplica):
                 raise DifferentReplicas(x)
             if isinstance(x, ShardedPerReplica) or all(map(is_array, x.values)):
-                value = _sharded(x, distribution)
+                if not is_placed and len(set(shapes_and_dtypes(x.values))) > 1:
+                    raise DifferentReplicas(x)
+                value = to_sharded(x, distribution)
                 arrays.append(value.array)
                 if value.scalars:
                     return _SCALARS
@@ -241,16 +240,6 @@ def repeat_first_replica(arguments: Any, replicas: int) -> Any:
         ),
         arguments,
     )
-
-
-def _sharded(
-    value: DistributedValues, distribution: ReplicaDistribution
-) -> ShardedPerReplica:
-    if isinstance(value, ShardedPerReplica) and value.belongs_to(distribution):
-        return value
-    if len(set(shapes_and_dtypes(value.values))) > 1:
-        raise DifferentReplicas(value)
-    return to_sharded(value, distribution)
 
 
 def _constant_key(value: Any) -> Any:
@@ -363,35 +352,30 @@ jax.tree_util.register_pytree_node(
 )
 
 
+@dataclass(eq=False)
 class Program:
     """One compiled program and the variables that it passes.
 
-    Args:
+    Attributes:
+        name: The function's name.
         written: The mirrored variables that it assigns.
         read: The mirrored variables that it only reads.
         local: The sync-on-read variables.
-        foreign: The variables of `written` and `read` that belong to other strategies.
-        seed: The variable of `written` that is the global seed's state, or None.
-        name: The function's name.
+        foreign: The mirrored variables that belong to other strategies.
+        seed: The global seed's state, if the function uses it.
     """
 
-    call: Callable[..., Any]
+    name: str
+    written: list[Any]
+    read: list[Any]
+    local: list[Any]
+    foreign: list[Any]
+    seed: InitVar[Any]
+    call: Callable[..., Any] = field(init=False)
 
-    def __init__(
-        self,
-        written: list,
-        read: list,
-        local: list,
-        foreign: list,
-        seed: Any,
-        name: str,
-    ):
-        self.name = name
-        self.written = written
-        self.read = read
-        self.local = local
-        self.foreign = foreign
-        self._seed_index = next((i for i, v in enumerate(written) if v is seed), None)
+    def __post_init__(self, seed: Any):
+        indices = (i for i, v in enumerate(self.written) if v is seed)
+        self._seed_index = next(indices, None)
 
     def covers(self, scope: RunScope) -> bool:
         """Return True if it passes all variables that a trace used and assigned."""

@@ -53,8 +53,8 @@ def devices_of_worker(rank: int, names: Iterable[str]) -> list[Any]:
     devices = []
     for name in names:
         kind, _, index = name.partition(":")
-        of_worker = [d for d in jax.devices(kind) if d.process_index == rank]
-        devices.append(of_worker[int(index)])
+        candidates = [d for d in jax.devices(kind) if d.process_index == rank]
+        devices.append(candidates[int(index)])
     return devices
 
 

@@ -3,17 +3,13 @@
 Keras's global program computes `fit` on this mesh. Its only axis is that of the
 replicas. If replicas have several (logical) devices, there is one more axis for each
 prime factor of their number, and XLA splits what a replica computes.
-
-Shardings on a mesh whose replicas have several logical devices.
-
-The distribution of the current strategy and of a model.
 """
 
 import functools
 import logging
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -115,7 +111,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
             )
             self.home = NamedSharding(self._home_mesh.backend_mesh, PartitionSpec())
         self.shard = shard
-        self._splitting = VariableSharding(shard, self.replicas)
+        self._variable_sharding = VariableSharding(shard, self.replicas)
 
         _, *logical = self.mesh.axis_names
         factors = prime_factors(self.replicas) or [1]
@@ -150,21 +146,21 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         if self._home_mesh is not None and not is_sync_on_read(variable):
             axes = [None] * len(variable.shape)
             return keras.distribution.TensorLayout(axes, self._home_mesh)
-        split = self._splitting.spec_for(variable)
-        set_shard_spec(variable, split)
-        if split is not None and split.dimension is None and split.num_shards > 1:
-            return self._sharding(split)
-        dim = None if split is None else split.dimension
+        spec = self._variable_sharding.spec_for(variable)
+        set_shard_spec(variable, spec)
+        if spec is not None and spec.dimension is None and spec.num_shards > 1:
+            return self._sharding(spec)
+        dim = None if spec is None else spec.dimension
         axes = [AXIS if i == dim else None for i in range(len(variable.shape))]
         return keras.distribution.TensorLayout(axes, self.device_mesh)
 
-    def _split_of(self, variable: Any) -> ShardSpec | None:
+    def _spec_of(self, variable: Any) -> ShardSpec | None:
         """Return how this strategy shards a variable; None if it does not."""
-        split, strategy = shard_spec_of(variable), strategy_of_variable(variable)
-        if split is None or strategy is None:
+        spec, strategy = shard_spec_of(variable), strategy_of_variable(variable)
+        if spec is None or strategy is None:
             return None
         group = strategy.extended.group
-        return split if getattr(group, "distribution", None) is self else None
+        return spec if getattr(group, "distribution", None) is self else None
 
     def sharded_dim(self, variable: Any) -> int | None:
         """Return the dimension along which all replicas shard a variable.
@@ -172,13 +168,13 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         None if it is not sharded or has fewer shards than replicas: JAX gathers the
         latter before a program of `run` starts.
         """
-        split = self._split_of(variable)
-        return None if split is None else split.dimension
+        spec = self._spec_of(variable)
+        return None if spec is None else spec.dimension
 
     def sharding_of(self, variable: Any) -> NamedSharding:
         """Return the sharding of a variable in programs."""
-        split = self._split_of(variable)
-        return self.everywhere if split is None else self._sharding(split)
+        spec = self._spec_of(variable)
+        return self.everywhere if spec is None else self._sharding(spec)
 
     def stored_sharding(self, variable: Any) -> NamedSharding:
         """Return the sharding of a variable between programs."""
@@ -186,42 +182,32 @@ class ReplicaDistribution(keras.distribution.DataParallel):
 
     def from_home(self, arrays: Any) -> Any:
         """Copy a structure of arrays to all devices, so that a step may donate them."""
-
-        def fetch(x):
-            if not isinstance(x, jax.Array) or isinstance(x, Tracer):
-                return x
-            return jax.device_put(x, self.everywhere, may_alias=False)
-
-        return keras.tree.map_structure(fetch, arrays)
+        return _map_arrays(
+            lambda x: jax.device_put(x, self.everywhere, may_alias=False), arrays
+        )
 
     def to_home(self, arrays: Any) -> Any:
         """Move a structure of arrays to the home device, if there is one."""
-
-        def move(x):
-            if not isinstance(x, jax.Array) or isinstance(x, Tracer):
-                return x
-            return jax.device_put(x, self.home)
-
         if self.home is None:
             return arrays
-        return keras.tree.map_structure(move, arrays)
+        return _map_arrays(lambda x: jax.device_put(x, self.home), arrays)
 
     def _sharding(
-        self, split: ShardSpec, logical: Sequence[tuple[str, ...]] = ()
+        self, shard_spec: ShardSpec, logical: Sequence[tuple[str, ...]] = ()
     ) -> NamedSharding:
         """Return the sharding of a sharded variable.
 
         Args:
-            split: How the replicas shard it.
+            shard_spec: How the replicas shard it.
             logical: The axes of logical devices that also split each dimension.
         """
-        if split.dimension is not None:
-            mesh, replica_axes = self.mesh, [(AXIS, split.dimension)]
+        if shard_spec.dimension is not None:
+            mesh, replica_axes = self.mesh, [(AXIS, shard_spec.dimension)]
         else:
             # The same devices in the same order, so one program can use both meshes.
-            mesh = self.mesh if split.num_shards == 1 else self.factors
-            names = (f"{AXIS}_{i}" for i in range(len(split.by_factors)))
-            replica_axes = list(zip(names, split.by_factors, strict=True))
+            mesh = self.mesh if shard_spec.num_shards == 1 else self.factors
+            names = (f"{AXIS}_{i}" for i in range(len(shard_spec.by_factors)))
+            replica_axes = list(zip(names, shard_spec.by_factors, strict=True))
         axes = dict(enumerate(logical))
         for name, dim in reversed(replica_axes):
             if dim is not None:
@@ -286,7 +272,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         return jax.make_array_from_callback(shape, self.split, device_rows)
 
     def join_shards(self, shards: Sequence[jax.Array]) -> jax.Array:
-        """Return the array, split by rows, whose local shards are given."""
+        """Return the global array, split by rows, of local shards."""
         rows, *others = shards[0].shape
         return self.global_array((self.replicas * rows, *others), self.split, shards)
 
@@ -296,7 +282,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         sharding: NamedSharding,
         shards: Sequence[jax.Array],
     ) -> jax.Array:
-        """Return a global array, given its shards on `devices`.
+        """Return the global array of shards on `devices`.
 
         Args:
             shape: The global shape.
@@ -310,11 +296,8 @@ class ReplicaDistribution(keras.distribution.DataParallel):
     ) -> Iterator[Any]:
         """Yield the batches, and warn if the replicas do not divide their rows.
 
-        An uneven last batch is normal and raises no warning.
-
-        Args:
-            batches: The batches.
-            steps_in_front: See `place_batch`.
+        An uneven last batch is normal and raises no warning. For `steps_in_front`, see
+        `place_batch`.
         """
         previous = 0
         axis = int(steps_in_front)
@@ -372,6 +355,15 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         ):
             return put(value, sharding)
         return value
+
+
+def _map_arrays(fn: Callable[[jax.Array], jax.Array], structure: Any) -> Any:
+    return keras.tree.map_structure(
+        lambda x: (
+            fn(x) if isinstance(x, jax.Array) and not isinstance(x, Tracer) else x
+        ),
+        structure,
+    )
 
 
 def distribution_of_sharding(sharding: Any) -> ReplicaDistribution:
@@ -462,12 +454,12 @@ class LogicalDistribution(ReplicaDistribution):
             return super().get_variable_layout(variable)
         # In addition, the replicas shard what `shard` names: shards of these parts.
         parts = [math.prod(self.mesh.shape[axis] for axis in dim) for dim in axes]
-        split = self._splitting.spec_for(variable, parts)
-        set_shard_spec(variable, split)
+        spec = self._variable_sharding.spec_for(variable, parts)
+        set_shard_spec(variable, spec)
         # Keras's TensorLayout does not support two axes for one dimension.
-        if split is None:
+        if spec is None:
             return NamedSharding(self.mesh, PartitionSpec(*axes))
-        return self._sharding(split, axes)
+        return self._sharding(spec, axes)
 
     def _logical_axes(self, variable: Any) -> list[tuple[str, ...]] | None:
         """Return the logical axes that split each dimension; None if none do."""

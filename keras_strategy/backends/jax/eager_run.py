@@ -4,8 +4,6 @@ One program cannot serve replicas whose batches have different shapes, such as a
 batch that the replicas do not divide. They run operation by operation in threads. This
 is slower, but supports different shapes, Python decisions that depend on the replica or
 a value, and collectives of different numbers of rows.
-
-Runner of the functions of an eager `run`.
 """
 
 import functools
@@ -21,13 +19,12 @@ from jax.core import Tracer
 from keras import tree
 
 from keras_strategy.backends.jax import patches_state as keras_state
-from keras_strategy.backends.jax.collectives import JaxWorkers
 from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
 from keras_strategy.backends.jax.state import (
     forbid_donation,
     no_value_error,
     replica_values,
-    set_local_values,
+    set_components,
 )
 from keras_strategy.backends.jax.values import local_shards
 from keras_strategy.backends.threads.patches import (
@@ -45,7 +42,6 @@ from keras_strategy.core.per_replica_attributes import (
 from keras_strategy.core.protocols import Replica
 from keras_strategy.core.step_state import StepState, row_ranges
 from keras_strategy.core.variable_components import unwrap_variables
-from keras_strategy.devices import ReplicaTopology
 from keras_strategy.keras_patches.variables_optimizers import adopt, stored_dtype
 from keras_strategy.training.ownership import check_sync_on_read_owner
 from keras_strategy.training.random import BatchDimCache
@@ -107,23 +103,21 @@ class ThreadScope(ReplicaScope):
 
 
 class EagerReplica(ThreadReplica):
-    """Implementation of `core.protocol.Replica` for a thread."""
+    """Implementation of `core.protocols.Replica` for a thread."""
 
     def __init__(
         self,
         strategy: "Strategy",
         index: int,
-        topology: ReplicaTopology,
+        distribution: ReplicaDistribution,
         turns: TurnScheduler,
         attributes: ReplicaAttributes,
-        device: Any,
         initial_values: InitialValues,
-        workers: JaxWorkers | None,
     ):
-        super().__init__(strategy, index, topology, turns, attributes)
-        self.device = device
+        super().__init__(strategy, index, distribution.topology, turns, attributes)
+        self.device = distribution.devices[index]
         self.scope: ThreadScope = ThreadScope(self, index, initial_values)
-        self._workers = workers
+        self._workers = distribution.workers
 
     def here(self, tensor: Any) -> jax.Array:
         return jax.device_put(tensor, self.device)
@@ -261,18 +255,11 @@ def _concatenate(tensors: Sequence[Any], axis: int) -> tuple[jax.Array, list[int
 class EagerRunner:
     """Runner that calls functions on the replicas of one group in turns."""
 
-    def __init__(
-        self,
-        strategy: "Strategy",
-        devices: tuple[str, ...],
-        distribution: ReplicaDistribution,
-        workers: JaxWorkers | None,
-    ):
+    def __init__(self, strategy: "Strategy", distribution: ReplicaDistribution):
         self._strategy = strategy
-        self._devices = devices
         self._distribution = distribution
-        self._workers = workers
-        self._team = ReplicaThreads(devices)
+        devices = distribution.topology.devices
+        self._threads = ReplicaThreads(devices)
         self._attributes = GroupAttributes(len(devices), keras.ops.is_tensor)
         self._lock = threading.Lock()
 
@@ -282,22 +269,18 @@ class EagerRunner:
         """Implement `ReplicaGroup.run`; `draws` are the function's random draws."""
         with self._lock:  # one run at a time
             initial_values = InitialValues(self._strategy, self._distribution)
-            turns, attributes = (
-                TurnScheduler(len(self._devices)),
-                self._attributes.begin(),
-            )
+            turns = TurnScheduler(len(self._distribution.devices))
+            attributes = self._attributes.begin()
             replicas = [
                 EagerReplica(
                     self._strategy,
                     index,
-                    self._distribution.topology,
+                    self._distribution,
                     turns,
-                    attributes[index],
-                    device,
+                    replica_attributes,
                     initial_values,
-                    self._workers,
                 )
-                for index, device in enumerate(self._distribution.devices)
+                for index, replica_attributes in enumerate(attributes)
             ]
             batch = find_batch_rows(args, kwargs)
             if batch is not None and batch.counts is not None:
@@ -309,7 +292,7 @@ class EagerRunner:
                     )
             state = ThreadState.capture()
             try:
-                outputs = self._team.call(
+                outputs = self._threads.call(
                     turns,
                     [
                         functools.partial(_run_replica, *pair, state, fn, args, kwargs)
@@ -322,9 +305,8 @@ class EagerRunner:
             self._commit([replica.scope for replica in replicas])
             self._attributes.commit(attributes)
             keep_global_seed_generator(turns.seed_generator)
-        return regroup(
-            outputs, keras.ops.is_tensor, always_distributed=self._workers is not None
-        )
+        has_workers = self._distribution.workers is not None
+        return regroup(outputs, keras.ops.is_tensor, always_distributed=has_workers)
 
     def _commit(self, scopes: Sequence[ThreadScope]) -> None:
         """Write the replicas' assignments after all of them have succeeded."""
@@ -338,25 +320,12 @@ class EagerRunner:
             value = scopes[0].get_current_value(variable)
             keras_state.release(variable, value)
         for variable in others:
+            dtype = stored_dtype(variable)
             values = [
-                jax.device_put(
-                    jnp.asarray(
-                        scope.get_current_value(variable), stored_dtype(variable)
-                    ),
-                    device,
-                )
-                for scope, device in zip(
-                    scopes, self._distribution.devices, strict=True
-                )
+                jnp.asarray(scope.get_current_value(variable), dtype)
+                for scope in scopes
             ]
-            if is_sync_on_read(variable):
-                set_local_values(variable, values, self._distribution)
-            else:
-                array = self._distribution.global_array(
-                    values[0].shape, self._distribution.everywhere, values
-                )
-                array = put(array, self._distribution.stored_sharding(variable))
-                keras_state.set_array(variable, array)
+            set_components(variable, values, self._distribution)
 
 
 def _run_replica(

@@ -1,7 +1,4 @@
-"""JAX backend: devices, gradients and replica groups.
-
-The `Engine` of the JAX backend.
-"""
+"""JAX backend: devices, gradients and replica groups."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
@@ -18,9 +15,10 @@ from keras import tree
 from keras_strategy.backends.jax import connection, devices
 from keras_strategy.backends.jax import patches_state as keras_state
 from keras_strategy.backends.jax.distribution import in_program
+from keras_strategy.backends.threads.patches import current_stateless_scope
 from keras_strategy.core.context import DryRun
 from keras_strategy.core.variable_components import unwrap_variables
-from keras_strategy.keras_patches.random import rehearsing, with_rows
+from keras_strategy.keras_patches.random import dry_running, map_rows
 from keras_strategy.values import DistributedValues, raise_not_a_tensor
 
 if TYPE_CHECKING:
@@ -77,7 +75,7 @@ def value_and_grad(
             tensors = [x for x in tree.flatten(aux) if keras.ops.is_tensor(x)]
             return value, (tensors, [inner.state_mapping[id(v)] for v in written])
 
-        scope = keras_state.stateless_scope()
+        scope = current_stateless_scope()
         try:
             (value, (tensors, states)), gradients = jax.value_and_grad(
                 functional, has_aux=True
@@ -105,7 +103,7 @@ _protocol.__array__ = raise_not_a_tensor
 
 
 class JaxEngine:
-    """Implementation of `core.engine.Engine`."""
+    """Implementation of `core.protocols.Engine`."""
 
     name = "jax"
 
@@ -152,16 +150,16 @@ class JaxEngine:
             return jnp.zeros((rows, *x.shape[1:]), x.dtype)
 
         def traced():
-            new_args, new_kwargs = with_rows(zeros_with_rows, (args, kwargs))
+            new_args, new_kwargs = map_rows(zeros_with_rows, (args, kwargs))
             fn(*new_args, **new_kwargs)
 
-        with rehearsing() as trial:
+        with dry_running() as result:
             jax.eval_shape(traced)  # shapes are enough
-        return trial
+        return result
 
     def gradient_variable_copies(
         self, variables: Sequence[Any], layers: Iterable[Any]
-    ) -> contextlib.AbstractContextManager[list[tuple[Any, Any]]]:
+    ) -> AbstractContextManager[list[tuple[Any, Any]]]:
         return contextlib.nullcontext([])
 
     def copy_to(self, value: Any, device: str) -> Any:
@@ -224,14 +222,14 @@ class JaxEngine:
     def count_operations(self, train: Any, steps: int) -> tuple[int, int, int, int]:
         from keras_strategy.backends.jax import profiling
 
-        return profiling.count(train, steps)
+        return profiling.count_operations(train, steps)
 
     def compute_and_comm_fractions(
         self, train: Any, steps: int
     ) -> tuple[float, float] | None:
         from keras_strategy.backends.jax import profiling
 
-        return profiling.shares(train, steps)
+        return profiling.compute_and_comm_fractions(train, steps)
 
     def require_eager_loop(self) -> None:
         pass

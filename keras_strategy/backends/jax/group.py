@@ -12,7 +12,7 @@ import numpy as np
 from keras import tree
 
 from keras_strategy.backends.jax import patches_state as keras_state
-from keras_strategy.backends.jax.collectives import JaxWorkers
+from keras_strategy.backends.jax.collectives import JaxWorkers, gather, reduce
 from keras_strategy.backends.jax.distribution import (
     LogicalDistribution,
     ReplicaDistribution,
@@ -31,15 +31,9 @@ from keras_strategy.backends.jax.state import (
     gather_variable,
     no_value_error,
     replica_values,
-    set_local_values,
+    set_components,
 )
-from keras_strategy.backends.jax.values import (
-    ShardedPerReplica,
-    gather,
-    local_shards,
-    place,
-    reduce,
-)
+from keras_strategy.backends.jax.values import ShardedPerReplica, local_shards, place
 from keras_strategy.backends.threads.patches import current_stateless_scope
 from keras_strategy.backends.threads.scopes import MergedScope
 from keras_strategy.core.per_replica_attributes import setattr_hooks
@@ -60,7 +54,7 @@ if TYPE_CHECKING:
 
 
 class JaxReplicaGroup:
-    """Implementation of `core.protocol.ReplicaGroup`."""
+    """Implementation of `core.protocols.ReplicaGroup`."""
 
     def __init__(
         self,
@@ -81,7 +75,7 @@ class JaxReplicaGroup:
             None if cluster is None else JaxWorkers(cluster, self.distribution)
         )
         self.distribution.workers = self.workers
-        self._runner = Runner(strategy, devices, self.distribution, self.workers)
+        self._runner = Runner(strategy, self.distribution)
 
     def scope(self) -> AbstractContextManager[Any]:
         return self.distribution.scope()
@@ -187,14 +181,7 @@ class JaxReplicaGroup:
             scope.assign_components(variable, values)
             return
         ownership.broadcast_pending_values()
-        if is_sync_on_read(variable):
-            set_local_values(variable, values, self.distribution)
-            return
-        array = self.distribution.global_array(
-            tuple(variable.shape), self.distribution.everywhere, values
-        )
-        array = put(array, self.distribution.stored_sharding(variable))
-        keras_state.set_array(variable, array)
+        set_components(variable, values, self.distribution)
 
     def update(
         self, variable: Any, fn: Callable[..., Any], args: tuple, kwargs: dict

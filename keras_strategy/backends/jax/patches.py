@@ -1,9 +1,4 @@
-"""Patches of Keras on JAX: trainer, variables, optimizers and random numbers.
-
-Patches of Keras's trainer, variables and random numbers on JAX.
-
-Patches of Keras for sharded variables on JAX.
-"""
+"""Patches of Keras on JAX: trainer, variables, optimizers and random numbers."""
 
 import functools
 import inspect
@@ -29,7 +24,6 @@ from keras_strategy.backends.jax.distribution import (
     strategy_distribution,
 )
 from keras_strategy.backends.jax.patches_data import GlobalBatches, local_predictions
-from keras_strategy.backends.jax.patches_state import array_of, stateless_scope, write
 from keras_strategy.backends.jax.replica import JaxReplica, TracedMergedScope
 from keras_strategy.backends.jax.state import (
     LocalShards,
@@ -37,17 +31,21 @@ from keras_strategy.backends.jax.state import (
     forbid_donation,
     gather_variable,
 )
-from keras_strategy.backends.threads.patches import global_state, keras_seeds
+from keras_strategy.backends.threads.patches import (
+    current_stateless_scope,
+    global_state,
+    keras_seeds,
+)
 from keras_strategy.backends.threads.patches_sharded_update import ShardedUpdateScope
 from keras_strategy.core import context
 from keras_strategy.core.context import distributed_replica
 from keras_strategy.keras_patches.patch import (
-    home_of,
+    find_module,
     hook,
     in_replica,
     in_scope_of_workers,
     model_hook,
-    of_several,
+    multi_replica_only,
 )
 from keras_strategy.training import ownership
 from keras_strategy.training.ownership import strategy_of_variable
@@ -60,7 +58,14 @@ from keras_strategy.training.sharding import (
 )
 
 
-def step_from_home(step: Callable, distribution: Any) -> Callable:
+def _all_variables(model: Any) -> list[Any]:
+    variables = [*model.variables, *model.metrics_variables]
+    if getattr(model, "optimizer", None) is not None:
+        variables += model.optimizer.variables
+    return variables
+
+
+def _home_step(step: Callable, distribution: Any) -> Callable:
     """Wrap Keras's step function for variables on one home device.
 
     Keras's program takes variables on all devices, so copy them there and back.
@@ -87,10 +92,7 @@ def _state_sharding(original, distribution, self):
 
     Keras compiles the step for the shardings that it finds before the step.
     """
-    variables = [*self.variables, *self.metrics_variables]
-    if getattr(self, "optimizer", None) is not None:
-        variables += self.optimizer.variables
-    variables = [v for v in variables if keras_state.array_of(v) is not None]
+    variables = [v for v in _all_variables(self) if keras_state.array_of(v) is not None]
     arrays = keras_state.arrays_of(variables)
     keras_state.set_arrays(variables, distribution.from_home(arrays))
     try:
@@ -99,10 +101,7 @@ def _state_sharding(original, distribution, self):
         keras_state.set_arrays(variables, arrays)
 
 
-jax_trainer = home_of(
-    "JAXEpochIterator _distribute_data", "keras.src.backend.jax.trainer"
-)
-jax_distribution_lib = home_of(
+jax_distribution_lib = find_module(
     "distribute_tensor", "keras.src.backend.jax.distribution_lib"
 )
 
@@ -110,9 +109,6 @@ jax_distribution_lib = home_of(
 def _wrapping_distribution(model: Any) -> Any:
     """Return the distribution of a model's strategy if its steps need a wrapper."""
     return multi_worker_distribution(model) or home_distribution(model)
-
-
-# --- the trainer
 
 
 @model_hook(
@@ -136,11 +132,8 @@ def _get_jax_state(
     """
     if included.get("optimizer_variables"):
         distribution.on_training()
-    variables = [*self.variables, *self.metrics_variables]
-    if getattr(self, "optimizer", None) is not None:
-        variables += self.optimizer.variables
     seen: dict[int, Any] = {}
-    for variable in variables:
+    for variable in _all_variables(self):
         other = seen.setdefault(id(variable._value), variable)
         if other is not variable and variable._value is not None:
             variable._value = jax.numpy.copy(variable._value)
@@ -171,17 +164,17 @@ def _make_function(original, distribution, self, force=False):
         if distribution.home is None:
             step = _multi_worker_step(function, kind, distribution)
         else:
-            step = step_from_home(function, distribution)
+            step = _home_step(function, distribution)
         setattr(self, f"{kind}_function", step)
     return result
 
 
 def _multi_worker_step(step: Callable, kind: str, distribution: Any) -> Callable:
-    member = distribution.cluster.client
+    client = distribution.cluster.client
     previous: list[Any] = []
 
     def function(state, iterator):
-        with member.track_operation(f"the {kind} step"):
+        with client.track_operation(f"the {kind} step"):
             # Python prepares one step while the devices run the previous one.
             jax.block_until_ready(previous)
             outputs, state = step(state, iterator)
@@ -225,9 +218,6 @@ def _call(original, self, *args, **kwargs):
     if distribution is not None and distributed_replica() is None:
         args, kwargs = tree.map_structure(distribution.move_committed, (args, kwargs))
     return original(self, *args, **kwargs)
-
-
-# --- variables and optimizers
 
 
 @hook(jax_distribution_lib, "distribute_tensor", "(tensor, layout)")
@@ -304,7 +294,7 @@ def _value(original, self):
 
     Also broadcast pending initial values before the first read.
     """
-    if ownership.pending_values and keras_state.stateless_scope() is None:
+    if ownership.pending_values and current_stateless_scope() is None:
         ownership.broadcast_pending_values()
     forbid_donation(self)
     return original(self)
@@ -340,9 +330,6 @@ def _common_apply(original, replica, self, grads, trainable_variables=None):
         keras_state.write(variable, value)
 
 
-# --- random numbers
-
-
 @hook(keras_seeds, "global_seed_generator", "()", when=current_distribution)
 def _global_seed_generator(original, distribution):
     """Create the global seed generator outside of the strategy.
@@ -366,17 +353,17 @@ def _global_seed_generator(original, distribution):
         keras.distribution.set_distribution(distribution)
 
 
-@of_several
+@multi_replica_only
 def _slot_sharding_distribution() -> Any:
     """Return the current distribution if it shards optimizer slots."""
     distribution = keras.distribution.distribution()
     return None if getattr(distribution, "shard", None) is None else distribution
 
 
-@of_several
+@multi_replica_only
 def _variable_sharding_distribution(variable: Any) -> Any:
     """Return the distribution of a variable that several workers shard."""
-    array = array_of(variable)
+    array = keras_state.array_of(variable)
     if not isinstance(array, jax.Array) or isinstance(array, Tracer):
         return None
     if array.is_fully_addressable or array.is_fully_replicated:
@@ -438,7 +425,7 @@ class _ShardsScope(ShardedUpdateScope):
         variables: Sequence[Any],
         gradient_dims: Sequence[int | None],
     ):
-        parent = stateless_scope()
+        parent = current_stateless_scope()
         values = {
             id(v): shards.shard(parent.get_current_value(v), dims[id(v)])
             for v in variables
@@ -448,7 +435,7 @@ class _ShardsScope(ShardedUpdateScope):
         self._gradient_dims = gradient_dims
 
     def write(self, variable: Any, value: Any) -> None:
-        self.shares[id(variable)] = value
+        self.shards[id(variable)] = value
         self.written[id(variable)] = variable
 
     def squared_norms(self, squares: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -460,13 +447,13 @@ class _ShardsScope(ShardedUpdateScope):
         return list(totals), jnp.sum(totals)
 
 
-@of_several
+@multi_replica_only
 def _updated_shards(optimizer: Any) -> LocalShards | None:
     """Return the local shards if each replica updates its shard of the weights."""
     replica = distributed_replica()
     if not isinstance(replica, JaxReplica) or not is_elementwise(optimizer):
         return None
-    scope = stateless_scope()
+    scope = current_stateless_scope()
     return None if isinstance(scope, TracedMergedScope) else replica.shards
 
 
@@ -496,4 +483,4 @@ def _apply_gradients(original, shards, self, grads, trainable_variables):
         original(self, grads, trainable_variables)
     for variable in scope.written.values():
         value = scope.get_current_value(variable)
-        write(variable, shards.gather(value, dims[id(variable)]))
+        keras_state.write(variable, shards.gather(value, dims[id(variable)]))

@@ -1,7 +1,4 @@
-"""Patches of Keras's data adapters on JAX, and batches of each worker's local rows.
-
-Patches of Keras's batch iterators on JAX.
-"""
+"""Patches of Keras's batch iterators on JAX, and batches of local rows."""
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,14 +20,14 @@ from keras_strategy.data.local_rows import LocalRows
 from keras_strategy.data.worker_batches import SynchronizedBatches
 from keras_strategy.errors import WorkerInputError
 from keras_strategy.keras_patches.data_adapters import (
-    counts_of_arrays,
-    is_own,
-    joined,
-    own_rows,
-    pauses_after,
+    array_batch_counts,
+    has_local_batches,
+    join_batches,
+    prefetch_pauses,
     read_ahead,
+    read_local_rows,
 )
-from keras_strategy.keras_patches.patch import home_of, hook
+from keras_strategy.keras_patches.patch import find_module, hook
 
 logger = logging.getLogger("keras_strategy")
 
@@ -83,9 +80,8 @@ class GlobalBatches:
 def _is_even(rows: LocalRows, distribution: ReplicaDistribution) -> bool:
     """Return True if the workers' rows form a global batch without communication."""
     assert rows.worker_rows is not None
-    return len(set(rows.worker_rows)) == 1 and not rows.worker_rows[0] % len(
-        distribution.devices
-    )
+    first, devices = rows.worker_rows[0], len(distribution.devices)
+    return first % devices == 0 and set(rows.worker_rows) == {first}
 
 
 def local_predictions(
@@ -118,7 +114,7 @@ def local_predictions(
     return np.concatenate(parts)
 
 
-jax_trainer = home_of(
+jax_trainer = find_module(
     "JAXEpochIterator _distribute_data", "keras.src.backend.jax.trainer"
 )
 
@@ -137,7 +133,7 @@ if hasattr(jax_trainer.JAXEpochIterator, "_get_distributed_iterator"):
 
         Keras uses that of the first batch, which a smaller last batch may not fit.
         """
-        if is_own(self):
+        if has_local_batches(self):
             return _global_batches(self, ours)
         batches = _local_row_batches(self.data_adapter, ours)
         batches = batches or self.data_adapter.get_jax_iterator()
@@ -164,7 +160,7 @@ else:
         These Keras versions compute a layout for every batch. They stack the batches of
         `steps_per_execution` steps along a new first axis.
         """
-        if is_own(self):
+        if has_local_batches(self):
             if self.steps_per_execution > 1:
                 raise NotImplementedError(
                     "With this version of Keras, `steps_per_execution` must be 1 if "
@@ -204,23 +200,25 @@ def _local_row_batches(adapter: Any, distribution: Any) -> Any:
             return [(0, rows)]
         return [(replica * size, (replica + 1) * size) for replica in local]
 
-    return own_rows(adapter, local_bounds, lambda adapter: adapter.get_jax_iterator())
+    return read_local_rows(
+        adapter, local_bounds, lambda adapter: adapter.get_jax_iterator()
+    )
 
 
 def _until_any_ends(batches: Any, iterator: Any, distribution: Any) -> Any:
     """Yield the batches until one of the workers has no more."""
     if distribution.cluster is None:
         return batches
-    counts = counts_of_arrays(iterator.data_adapter)
-    pauses = pauses_after(iterator, batches)
+    counts = array_batch_counts(iterator.data_adapter)
+    pauses = prefetch_pauses(iterator, batches)
     return SynchronizedBatches(
-        batches, distribution.cluster, counts, pauses, tells=True
+        batches, distribution.cluster, counts, pauses, warn_full_reads=True
     )
 
 
 def _global_batches(iterator: Any, distribution: Any) -> GlobalBatches:
     """Return the global batches of the workers' local rows."""
-    batches = joined(
+    batches = join_batches(
         iterator,
         read_ahead(iterator, iterator.data_adapter.get_jax_iterator()),
         distribution.cluster,

@@ -7,15 +7,15 @@ from typing import Any
 import jax
 import keras
 
-from keras_strategy.backends.threads.patches import global_state, keras_seeds
-from keras_strategy.keras_patches.patch import changed, home_of
-from keras_strategy.keras_patches.variables_optimizers import stored
+from keras_strategy.backends.threads.patches import (
+    current_stateless_scope,
+    global_state,
+    keras_seeds,
+)
+from keras_strategy.keras_patches.patch import find_module, keras_changed_error
+from keras_strategy.keras_patches.variables_optimizers import stored_value
 
-get_stateless_scope = home_of(
-    "get_stateless_scope", "keras.src.backend.common.stateless_scope"
-).get_stateless_scope
-
-is_symbolic = home_of(
+is_symbolic = find_module(
     "in_symbolic_scope", "keras.src.backend.common.symbolic_scope"
 ).in_symbolic_scope
 
@@ -30,13 +30,10 @@ def synchronize_state(model: keras.Model) -> None:
         model, "jax_state_sync", None
     )
     if method is None:
-        raise changed("Model.jax_state_sync", "is gone, and so is Model.state_sync")
+        raise keras_changed_error(
+            "Model.jax_state_sync", "is gone, and so is Model.state_sync"
+        )
     method()
-
-
-def stateless_scope() -> Any:
-    """Return the innermost `keras.StatelessScope` of this thread, or None."""
-    return get_stateless_scope()
 
 
 def initialize_pending() -> None:
@@ -48,7 +45,7 @@ def initialize_pending() -> None:
 @contextlib.contextmanager
 def outside_trace() -> Iterator[None]:
     """Context manager in which traced code creates variables with concrete values."""
-    scope = get_stateless_scope()
+    scope = current_stateless_scope()
     global_state.set_global_attribute("stateless_scope", None)
     try:
         with jax.ensure_compile_time_eval():
@@ -59,7 +56,7 @@ def outside_trace() -> Iterator[None]:
 
 def write(variable: Any, value: Any) -> None:
     """Assign a value that is already aggregated over the replicas."""
-    scope = get_stateless_scope()
+    scope = current_stateless_scope()
     if scope is None:
         variable._direct_assign(value)
     else:
@@ -68,12 +65,12 @@ def write(variable: Any, value: Any) -> None:
 
 def traced_value(variable: Any) -> Any:
     """Return the value of a variable in the current trace."""
-    scope = get_stateless_scope()
+    scope = current_stateless_scope()
     value = None if scope is None else scope.get_current_value(variable)
     return variable._value if value is None else value
 
 
-array_of = stored
+array_of = stored_value
 
 
 def arrays_of(variables: Iterable[Any]) -> list[Any]:

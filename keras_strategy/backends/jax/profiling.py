@@ -29,8 +29,10 @@ _SHAPE = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _compilations = 0
 
 
-def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]:
-    """Implement `Engine.count`.
+def count_operations(
+    train: Callable[[int], None], steps: int
+) -> tuple[int, int, int, int]:
+    """Implement `Engine.count_operations`.
 
     A copy is counted once for each device that receives a part of an array, and once
     for each array that the host reads.
@@ -109,8 +111,10 @@ def _count(
     return collectives, num_bytes, compilations, transfers + splits * len(devices)
 
 
-def shares(train: Callable[[int], None], steps: int) -> tuple[float, float] | None:
-    """Implement `Engine.shares` for this process's first device."""
+def compute_and_comm_fractions(
+    train: Callable[[int], None], steps: int
+) -> tuple[float, float] | None:
+    """Implement `Engine.compute_and_comm_fractions` for this process's first device."""
     events = [
         (stats["device_ordinal"], stats["hlo_op"], span)
         for _, stats, span in _profile(train, steps)

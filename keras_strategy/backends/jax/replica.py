@@ -14,6 +14,7 @@ from keras import tree
 from keras_strategy.backends.jax import patches_state as keras_state
 from keras_strategy.backends.jax.distribution import AXIS
 from keras_strategy.backends.jax.state import LocalShards, aggregate
+from keras_strategy.backends.threads.patches import current_stateless_scope
 from keras_strategy.core import context
 from keras_strategy.core.per_replica_attributes import set_on_all_replicas
 from keras_strategy.core.step_state import StepState
@@ -27,16 +28,12 @@ if TYPE_CHECKING:
 
 
 class JaxReplica:
-    """Implementation of `core.protocol.Replica` for all replicas of a program.
+    """Implementation of `core.protocols.Replica` for all replicas of a program.
 
     `id` is a traced scalar, and `devices` are those of all replicas.
 
-    Args:
-        strategy: The strategy.
-        devices: The canonical names of its devices.
-        shards: The local shards of the trace if the strategy shards optimizer slots.
-
     Attributes:
+        shards: The local shards of the trace if the strategy shards optimizer slots.
         is_training: True once the trace has summed gradients.
     """
 
@@ -111,7 +108,7 @@ class TracedMergedScope(keras.StatelessScope):
 
     def __init__(self, replicas: int):
         super().__init__(initialize_variables=False)
-        self._parent = keras_state.stateless_scope()
+        self._parent = current_stateless_scope()
         self._replicas = replicas
 
     def component(self, variable: Any) -> Any:
@@ -139,7 +136,7 @@ class TracedMergedScope(keras.StatelessScope):
 
 def component_of(variable: Any) -> Any:
     """Return the traced replica's value of a variable."""
-    scope = keras_state.stateless_scope()
+    scope = current_stateless_scope()
     if isinstance(scope, TracedMergedScope):
         return scope.component(variable)
     return keras_state.traced_value(variable)
@@ -147,7 +144,7 @@ def component_of(variable: Any) -> Any:
 
 def write_component(variable: Any, value: Any) -> None:
     """Set the traced replica's value of a variable."""
-    scope = keras_state.stateless_scope()
+    scope = current_stateless_scope()
     if isinstance(scope, TracedMergedScope):
         scope.write(variable, value)
     else:

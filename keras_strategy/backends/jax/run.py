@@ -1,9 +1,4 @@
-"""Compiled `run`: one shard_map program for all replicas.
-
-Calls of compiled programs with the variables' values.
-
-Compilation and calls of the functions of `run`.
-"""
+"""Compiled `run`: one shard_map program for all replicas."""
 
 import contextlib
 import inspect
@@ -20,7 +15,6 @@ from jax.sharding import PartitionSpec
 from keras import tree
 
 from keras_strategy.backends.jax import patches_state as keras_state
-from keras_strategy.backends.jax.collectives import JaxWorkers
 from keras_strategy.backends.jax.compile_cache import (
     Arguments,
     Constant,
@@ -86,14 +80,8 @@ _NUMPY_TYPES = np.ndarray | np.generic
 class Compiler:
     """Compiler of programs for the replicas of one group."""
 
-    def __init__(
-        self,
-        strategy: "Strategy",
-        devices: tuple[str, ...],
-        distribution: ReplicaDistribution,
-    ):
+    def __init__(self, strategy: "Strategy", distribution: ReplicaDistribution):
         self._strategy = strategy
-        self._devices = devices
         self._distribution = distribution
 
     def compile(
@@ -101,23 +89,21 @@ class Compiler:
     ) -> Program:
         """Create a program that passes the variables recorded so far."""
         function.renew_seed()
-        mirrored = [
-            (key, v) for key, v in function.variables.items() if not is_sync_on_read(v)
-        ]
-        for variable in function.variables.values():
-            if is_sync_on_read(variable):
-                check_sync_on_read_owner(self._strategy, variable)
+        variables = function.variables.values()
+        local = [v for v in variables if is_sync_on_read(v)]
+        for variable in local:
+            check_sync_on_read_owner(self._strategy, variable)
+        mirrored = [v for v in variables if not is_sync_on_read(v)]
+        local_owners = (None, self._strategy)
         program = Program(
-            written=[v for key, v in mirrored if key in function.written],
-            read=[v for key, v in mirrored if key not in function.written],
-            local=[v for v in function.variables.values() if is_sync_on_read(v)],
+            name=getattr(fn, "__name__", type(fn).__name__),
+            written=[v for v in mirrored if id(v) in function.written],
+            read=[v for v in mirrored if id(v) not in function.written],
+            local=local,
             foreign=[
-                v
-                for _, v in mirrored
-                if strategy_of_variable(v) not in (None, self._strategy)
+                v for v in mirrored if strategy_of_variable(v) not in local_owners
             ],
             seed=function.seed,
-            name=getattr(fn, "__name__", type(fn).__name__),
         )
 
         leaves = [x for x in tree.flatten(arguments.structure) if type(x) is Tensor]
@@ -138,7 +124,9 @@ class Compiler:
             )
             is_sharding = self._distribution.shard is not None
             replica = JaxReplica(
-                self._strategy, self._devices, shards if is_sharding else None
+                self._strategy,
+                self._distribution.topology.devices,
+                shards if is_sharding else None,
             )
             if batch_indices:
                 replica.step = self._batch_step_state(
@@ -224,12 +212,7 @@ class Compiler:
     ) -> StepState:
         """Return the step state of a replica that receives a dataset's rows.
 
-        Args:
-            fn: The function.
-            function: Its recorded variables and draws.
-            tensors: The traced arrays of the arguments.
-            arguments: The arguments.
-            batch_indices: The indices of the dataset's rows in `tensors`.
+        `batch_indices` are the indices of these rows in the traced `tensors`.
         """
         count = tensors[batch_indices[0]].shape[0]
         total = count * self._strategy.num_replicas_in_sync
@@ -267,9 +250,9 @@ class ProgramCaller:
     counts them.
     """
 
-    def __init__(self, distribution: ReplicaDistribution, workers: JaxWorkers | None):
+    def __init__(self, distribution: ReplicaDistribution):
         self._distribution = distribution
-        self._workers = workers
+        self._workers = distribution.workers
         self._previous: Outputs | None = None
 
     def call(self, program: Program, arrays: list[jax.Array]) -> Any:
@@ -348,20 +331,13 @@ class ProgramCaller:
 class Runner:
     """Runner of functions on the replicas of one group."""
 
-    def __init__(
-        self,
-        strategy: "Strategy",
-        devices: tuple[str, ...],
-        distribution: ReplicaDistribution,
-        workers: JaxWorkers | None,
-    ):
+    def __init__(self, strategy: "Strategy", distribution: ReplicaDistribution):
         self._strategy = strategy
         self._distribution = distribution
-        self._replicas = len(devices)
-        self._workers = workers
-        self._eager = EagerRunner(strategy, devices, distribution, workers)
-        self._caller = ProgramCaller(distribution, workers)
-        self._compiler = Compiler(strategy, devices, distribution)
+        self._workers = distribution.workers
+        self._eager = EagerRunner(strategy, distribution)
+        self._caller = ProgramCaller(distribution)
+        self._compiler = Compiler(strategy, distribution)
         self._functions = CompileCache(Function)
 
     def run(
@@ -472,7 +448,9 @@ class Runner:
         """
         if function.is_traced:
             return
-        args, kwargs = repeat_first_replica((args, kwargs), self._replicas)
+        args, kwargs = repeat_first_replica(
+            (args, kwargs), len(self._distribution.devices)
+        )
 
         def attempt():
             arguments = flatten_arguments(args, kwargs, self._distribution)

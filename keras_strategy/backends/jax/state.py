@@ -7,19 +7,13 @@ the array, or something that shares its memory, such as a shard or a result of
 `jax.device_put`. Every other array is copied first. That happens once, since the
 program's output can be donated again. `ArrayNote` records this.
 
-Arrays that programs receive from variables and return to them.
+A sync-on-read variable holds the aggregated value, so reading it outside of replicas
+returns that. The replicas' values are kept beside it as one array with a leading
+replica dimension, until the variable is assigned outside of replicas: then
+`split_assigned_value` derives them from the assigned value. A variable with aggregation
+"none" reads as replica 0's value (tf.distribute refuses to read it).
 
-Sync-on-read variables: one value per replica, aggregated when read.
-
-The variable holds the aggregated value, so reading it outside of replicas returns that.
-The replicas' values are kept beside it as one array with a leading replica dimension,
-until the variable is assigned outside of replicas: then `split_assigned_value` derives the
-replicas' values from the assigned one. A variable with aggregation "none" reads as
-replica 0's value (tf.distribute refuses to read it).
-
-Local shards of variables, and the gathering of whole variables.
-
-`rules.sharding` decides which variables are sharded, and along which dimension.
+`training.sharding` decides which variables are sharded, and along which dimension.
 """
 
 import functools
@@ -38,9 +32,9 @@ from keras_strategy.backends.jax import patches_state as keras_state
 from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution, put
 from keras_strategy.backends.threads.scopes import unbuilt_variable_error
 from keras_strategy.training.sharding import dimension_to_shard
-from keras_strategy.training.variable_sync import split_assigned_value
+from keras_strategy.training.variable_sync import is_sync_on_read, split_assigned_value
 
-_NOTE = "_ks_array_note"
+_NOTE, _REPLICA_VALUES = "_ks_array_note", "_ks_replica_values"
 _get_note: Callable[[Any], Any] = attrgetter(_NOTE)
 
 # A reference that equals no array.
@@ -89,9 +83,7 @@ def donatable_arrays(
 ) -> list[jax.Array]:
     """Return the arrays of distinct variables, which the program may delete.
 
-    Args:
-        variables: The variables.
-        sharding_of: Returns the sharding that the program was compiled for.
+    `sharding_of` returns the sharding that the program was compiled for.
     """
     arrays = keras_state.arrays_of(variables)
     # No function call per variable, here and below: there may be hundreds.
@@ -138,9 +130,9 @@ def without_weak_type(array: Any) -> Any:
 def no_value_error(variable: Any) -> RuntimeError:
     """Return the error for a variable that holds no array."""
     return RuntimeError(
-        f"{unbuilt_variable_error(variable)} On JAX, Keras keeps the values of the model's variables "
-        "outside of the variables during an epoch of `fit`, and during `evaluate` and "
-        "`predict`: call `strategy.run` after the epoch."
+        f"{unbuilt_variable_error(variable)} On JAX, Keras keeps the values of the "
+        "model's variables outside of the variables during an epoch of `fit`, and "
+        "during `evaluate` and `predict`: call `strategy.run` after the epoch."
     )
 
 
@@ -159,7 +151,7 @@ def _placed(
 def replica_values(variable: Any, distribution: ReplicaDistribution) -> jax.Array:
     """Return the replicas' values, stacked along a leading replica dimension."""
     value = keras_state.array_of(variable)
-    aggregated, stacked = vars(variable).get("_ks_locals", (None, None))
+    aggregated, stacked = vars(variable).get(_REPLICA_VALUES, (None, None))
     # A different array means that the variable was assigned outside of replicas.
     if aggregated is value and stacked.sharding == distribution.split:
         return stacked
@@ -174,16 +166,27 @@ def set_replica_values(
     """Set the variables to aggregated values and record the replicas' values."""
     keras_state.set_arrays(variables, values)
     for variable, *pair in zip(variables, values, stacked, strict=True):
-        vars(variable)["_ks_locals"] = tuple(pair)
+        vars(variable)[_REPLICA_VALUES] = tuple(pair)
 
 
-def set_local_values(
+def set_components(
     variable: Any, values: Sequence[Any], distribution: ReplicaDistribution
 ) -> None:
-    """Set the variable from the values of this worker's replicas."""
-    stacked = distribution.join_shards([x[None] for x in values])
-    value = _aggregate_fn(distribution.everywhere)(stacked, variable.aggregation)
-    set_replica_values([variable], [value], [stacked])
+    """Set the components of a variable on this worker's replicas.
+
+    `values` must not be arrays that other code may donate.
+    """
+    pairs = zip(values, distribution.devices, strict=True)
+    values = [jax.device_put(value, device) for value, device in pairs]
+    if is_sync_on_read(variable):
+        stacked = distribution.join_shards([x[None] for x in values])
+        value = _aggregate_fn(distribution.everywhere)(stacked, variable.aggregation)
+        set_replica_values([variable], [value], [stacked])
+        return
+    everywhere = distribution.everywhere
+    array = distribution.global_array(tuple(variable.shape), everywhere, values)
+    array = put(array, distribution.stored_sharding(variable))
+    keras_state.set_array(variable, array)
 
 
 def aggregate(variable: Any, value: Any) -> Any:
@@ -292,7 +295,7 @@ def assemble_locally(array: jax.Array) -> np.ndarray | None:
 
 
 def gather_variable(variable: Any, distribution: ReplicaDistribution) -> jax.Array:
-    """Return a whole variable on every device, outside of programs.
+    """Gather a variable on every device, outside of programs.
 
     A collective, unless each worker holds all shards of the variable.
     """

@@ -1,6 +1,5 @@
-"""Distributed values stored as one global array, and their reductions."""
+"""Distributed values stored as one global array."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,18 +8,9 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from keras_strategy.backends.jax.collectives import JaxWorkers
-from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution, put
-from keras_strategy.backends.jax.replica import Traced
+from keras_strategy.backends.jax.distribution import ReplicaDistribution
 from keras_strategy.data.local_rows import EvenRows
-from keras_strategy.training.reduction import (
-    axes_to_reduce,
-    cast_for_sum,
-    check_same_dtype,
-    normalize_axes,
-    num_entries,
-)
-from keras_strategy.values import DistributedValues, PerReplica, ReduceOp
+from keras_strategy.values import DistributedValues, PerReplica
 
 
 class ShardedPerReplica(PerReplica):
@@ -152,137 +142,3 @@ def place(
         return to_sharded(PerReplica(arrays), distribution)
     # If the other workers' arrays are unknown, the workers compare them at each use.
     return PerReplica(arrays) if alike is None else UnevenPerReplica(arrays)
-
-
-def reduce(
-    reduce_op: ReduceOp,
-    value: DistributedValues,
-    axis: Any,
-    distribution: ReplicaDistribution,
-    workers: JaxWorkers | None,
-) -> Any:
-    """Implement `ReplicaGroup.reduce`."""
-    if isinstance(value, Traced):
-        return _reduce_in_program(reduce_op, value.component, axis)
-    if isinstance(value, ShardedPerReplica) and value.belongs_to(distribution):
-        if workers is None:
-            return _reduce_global(reduce_op, value, axis, distribution)
-        # All workers know its shape, so they need not compare it.
-        with workers.track_operation("strategy.reduce"):
-            total = _reduce_global(reduce_op, value, axis, distribution)
-            return jax.block_until_ready(total)
-    values = value.values
-    if not all(is_array(component) for component in values):
-        types = sorted({type(component).__name__ for component in values})
-        raise ValueError(
-            "Only tensors and numbers can be reduced. Received a PerReplica value of "
-            f"{', '.join(types)}: {value!r}"
-        )
-    shapes = [tuple(np.shape(value)) for value in values]
-    axes = axes_to_reduce(axis, shapes)
-    counts = [num_entries(shape, axes) for shape in shapes]
-    # Each replica reduces its own tensor first, so little data crosses devices.
-    values = [cast_for_sum(v) for v in values]
-    check_same_dtype(values)
-    parts = [jnp.sum(v, axis=axes) if axes else v for v in values]
-    if workers is not None:
-        return _reduce_over_workers(reduce_op, parts, counts, distribution, workers)
-    sharded = to_sharded(PerReplica(parts), distribution)
-    total = _reduce_global(ReduceOp.SUM, sharded, None, distribution)
-    # Divided by the number of entries, which may differ between replicas.
-    return total / sum(counts) if reduce_op is ReduceOp.MEAN else total
-
-
-def _reduce_global(
-    reduce_op: ReduceOp,
-    value: ShardedPerReplica,
-    axis: Any,
-    distribution: ReplicaDistribution,
-) -> jax.Array:
-    """Reduce components of equal shape by one program."""
-    replicas = distribution.replicas
-    rows, *others = value.array.shape
-    shape = () if value.scalars else (rows // replicas, *others)
-    axes = normalize_axes(axis, [shape] * replicas)
-    if value.total is not None:
-        mean = reduce_op is ReduceOp.MEAN
-        return value.total / replicas if mean else value.total
-    reduce_fn = _reduce_fn(
-        reduce_op is ReduceOp.MEAN, (replicas, *shape), axes, distribution.everywhere
-    )
-    return reduce_fn(value.array)
-
-
-@functools.lru_cache(maxsize=128)
-def _reduce_fn(
-    mean: bool, shape: tuple[int, ...], axes: tuple[int, ...], everywhere: Any
-) -> Any:
-    """Return the program that reduces components of equal shape.
-
-    Args:
-        mean: Return the mean instead of the sum.
-        shape: The number of replicas and the shape of a component.
-        axes: The axes of a component to reduce as well.
-        everywhere: The sharding of the result.
-    """
-    count = shape[0] * num_entries(shape[1:], axes)
-
-    def fn(array):
-        parts = cast_for_sum(jnp.reshape(array, shape))
-        # Reduce within each replica first, so little data crosses devices.
-        if axes:
-            parts = jnp.sum(parts, axis=tuple(1 + i for i in axes))
-        total = jnp.sum(parts, axis=0)
-        return total / count if mean else total
-
-    return jax.jit(fn, out_shardings=everywhere)
-
-
-def _reduce_over_workers(
-    reduce_op: ReduceOp,
-    parts: Sequence[Any],
-    counts: Sequence[int],
-    distribution: ReplicaDistribution,
-    workers: JaxWorkers,
-) -> Any:
-    first = distribution.devices[0]
-    total, *others = [jax.device_put(jnp.asarray(part), first) for part in parts]
-    for other in others:
-        total = total + other
-    (total,) = workers.sum_all("strategy.reduce", [total])
-    if reduce_op is ReduceOp.MEAN:
-        total = total / sum(
-            workers.cluster.exchange("strategy.reduce: rows", sum(counts))
-        )
-    return put(total, distribution.everywhere)
-
-
-def gather(
-    values: Sequence[Any],
-    axis: int,
-    distribution: ReplicaDistribution,
-    workers: JaxWorkers | None,
-) -> Any:
-    """Implement `ReplicaGroup.gather`.
-
-    The result is replicated, so it can be combined with variables and results of
-    `reduce`.
-    """
-    normalize_axes(axis, [tuple(np.shape(value)) for value in values])
-    first = distribution.devices[0]
-    result = jnp.concatenate([jax.device_put(v, first) for v in values], axis=axis)
-    if workers is not None:
-        result, _ = workers.gather("strategy.gather", result, axis)
-    return put(result, distribution.everywhere)
-
-
-def _reduce_in_program(reduce_op: ReduceOp, component: Any, axis: Any) -> Any:
-    """Reduce inside of `merge_call`, by a collective of the replicas' program."""
-    axes = normalize_axes(axis, [tuple(component.shape)])
-    component = cast_for_sum(component)
-    if axes:
-        combine = jnp.sum if reduce_op is ReduceOp.SUM else jnp.mean
-        component = combine(component, axis=axes)
-    if reduce_op is ReduceOp.SUM:
-        return jax.lax.psum(component, AXIS)
-    return jax.lax.pmean(component, AXIS)

@@ -16,14 +16,9 @@ _STEPS = "checkpointed_runs"
 
 
 class TensorFlowCheckpoints:
-    """Checkpoints of `tf.train.CheckpointManager`.
+    """Checkpoints of `tf.train.CheckpointManager`s, which may save elsewhere.
 
     All workers save, because reading the variables may need all of them.
-
-    Args:
-        reader: The manager that restores.
-        writer: The manager that saves.
-        cluster: The workers, or None.
     """
 
     def __init__(
@@ -49,7 +44,8 @@ class TensorFlowCheckpoints:
             if any(other != restored for other in by_worker):
                 raise ValueError(
                     "All workers must restore the same checkpoint of "
-                    f"{self._reader.directory}: {self._cluster.format_by_worker(by_worker)}."
+                    f"{self._reader.directory}: "
+                    f"{self._cluster.format_by_worker(by_worker)}."
                 )
         return steps
 

@@ -1,21 +1,15 @@
-"""Layout rows: what a worker reports of a tensor before it sends the tensor.
-
-A row of integers holds a key of the call, the dtype, the rank and the sizes, and room
-for one scalar. All rows have one length, so workers that bring different tensors still
-meet in the collective that reports the difference.
-
-Verified collectives: a checksum of name, shapes and dtype travels behind the values.
-
-Workers that add up different things learn this without a collective of its own.
-
-Collectives between the workers.
+"""Collectives between the workers.
 
 They are TensorFlow's own, in a group with one device of each worker. TensorFlow leaves
 it to the caller to number them, and matches collectives by that number. Here a variable
 counts them, so that the numbers agree on all workers wherever a collective is executed:
 eagerly, in a tf.function that only some workers have to trace, in a loop or a branch.
 
-Collectives of sparse and ragged values.
+Workers compare what they are about to send, in one of two ways. Either each reports a
+layout row before: integers with a key of the call, the dtype, the rank and the sizes,
+and room for one scalar. All rows have one length, so workers that bring different
+tensors still meet in the collective that reports the difference. Or, if the shapes are
+known, a checksum of name, shapes and dtype is sent behind the values.
 """
 
 import contextlib
@@ -39,169 +33,6 @@ from keras_strategy.core.collectives import (
 )
 from keras_strategy.options import CommunicationImplementation
 from keras_strategy.training.sharding import FlatShards
-
-MAX_RANK = 12
-FIRST_DIMENSION = 3
-_COMPARED_WIDTH = FIRST_DIMENSION + MAX_RANK
-_SCALAR_WIDTH = 2
-# Dtypes whose sums are exact, for scalars in a row and for checksums behind values.
-EXACT_DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64)
-
-
-def encode_row(key: Any, tensor: Any, dtype: tf.DType, scalar: Any = None) -> Any:
-    """Return the layout row of a tensor of known rank.
-
-    Args:
-        key: The number of the call that sends the tensor.
-        tensor: The tensor.
-        dtype: The dtype to report, which may differ from the one that is sent.
-        scalar: A scalar to send in the row, of which `fits_in_row` is True.
-    """
-    rank = tensor.shape.rank
-    bits: Any = [0] * _SCALAR_WIDTH
-    if scalar is not None:
-        bits = tf.reshape(tf.bitcast(scalar, tf.int32), [-1])
-        bits = tf.pad(bits, [[0, _SCALAR_WIDTH - scalar.dtype.size // 4]])
-    padding = [-1] * (MAX_RANK - rank)
-    return tf.concat(
-        [
-            [key, dtype.as_datatype_enum, rank],
-            tf.shape(tensor, tf.int32),
-            padding,
-            bits,
-        ],
-        0,
-    )
-
-
-def fits_in_row(tensor: Any) -> bool:
-    """Return True if a tensor can be sent within a layout row.
-
-    Depends only on dtype and rank, because a tf.function of one worker may know sizes
-    that another worker's does not.
-    """
-    return tensor.shape.rank == 0 and tensor.dtype in EXACT_DTYPES
-
-
-def sum_row_scalars(rows: Any, dtype: tf.DType) -> Any:
-    """Return the sum of the scalars in all workers' rows."""
-    bits = rows[:, _COMPARED_WIDTH:]
-    if dtype.size == 4:
-        bits = bits[:, 0]
-    return tf.ensure_shape(tf.reduce_sum(tf.bitcast(bits, dtype)), ())
-
-
-def compare_rows(rows: Any, axis: int | None) -> tuple[Any, Any]:
-    """Return the compared columns of all workers' rows, and whether they are equal.
-
-    Sizes along `axis` may differ.
-    """
-    layouts = rows[:, :_COMPARED_WIDTH]
-    column = -1 if axis is None else FIRST_DIMENSION + axis
-    ignored = tf.range(_COMPARED_WIDTH) == column
-    return layouts, tf.reduce_all((layouts == layouts[:1]) | ignored)
-
-
-def decode_rows(text: str, workers: int) -> list[tuple[int, list[Any]]]:
-    """Return each worker's key and layout from an error message with compared rows."""
-    numbers = [int(number) for number in re.findall(r"-?\d+", text)]
-    result: list[tuple[int, list[Any]]] = []
-    for first in range(0, workers * _COMPARED_WIDTH, _COMPARED_WIDTH):
-        key, dtype, rank, *dims = numbers[first : first + _COMPARED_WIDTH]
-        result.append((key, [dims[:rank], tf.as_dtype(dtype).name]))
-    return result
-
-
-_SUMS_DIFFER = "keras_strategy: the workers add up different things:"
-
-
-class VerifiedCollectives:
-    """Sums of tensors of known shapes, verified by a checksum behind the values.
-
-    Args:
-        rank: This worker's rank.
-        size: The number of workers.
-        host: TensorFlow's name of the device that compares the checksums.
-        launch: Launches a collective: `launch(kind, tensor)`.
-    """
-
-    def __init__(
-        self, rank: int, size: int, host: str, launch: Callable[[str, Any], Any]
-    ):
-        self._rank, self._size, self._host, self._launch = rank, size, host, launch
-        self._calls: dict[str, tuple[str, list[Any]]] = {}
-
-    def can_verify(self, tensors: Sequence[Any]) -> bool:
-        """Return True if tensors of one dtype can carry a checksum."""
-        shapes_are_known = all(tensor.shape.is_fully_defined() for tensor in tensors)
-        is_exact = tensors[0].dtype in EXACT_DTYPES
-        return shapes_are_known and is_exact and self._size <= MAX_CHECKSUM_WORKERS
-
-    def all_reduce(self, name: str, tensors: Sequence[Any]) -> list[Any]:
-        """Return the sums over the workers of tensors that `can_verify` accepts."""
-        key, checksum = self._checksum(name, tensors)
-        flat = tf.concat([*(tf.reshape(x, [-1]) for x in tensors), checksum], 0)
-        sizes = [tensor.shape.num_elements() for tensor in tensors]
-        *sums, received = tf.split(
-            self._launch("reduce", flat), [*sizes, CHECKSUM_TAIL]
-        )
-        with tf.control_dependencies(self._verify(key, checksum, received)):
-            return [
-                tf.reshape(total, tensor.shape)
-                for total, tensor in zip(sums, tensors, strict=True)
-            ]
-
-    def reduce_scatter(
-        self, name: str, tensors: Sequence[Any], shares: Sequence[FlatShards]
-    ) -> list[Any]:
-        """Return this worker's flat shards of the sums of the workers' tensors.
-
-        Each worker sends the others their shards and adds up what it receives, which
-        is half of what an all-reduce sends. TensorFlow has no reduce-scatter for CPUs.
-
-        Args:
-            name: The name of the call.
-            tensors: Tensors that `can_verify` accepts.
-            shares: For each tensor, the elements that each worker needs.
-        """
-        key, checksum = self._checksum(name, tensors)
-        flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
-        sizes = [sum(x.size_of(rank) for x in shares) for rank in range(self._size)]
-        chunks = []
-        for rank, size in enumerate(sizes):
-            pairs = zip(flat, shares, strict=True)
-            chunks += [tensor[slice(*one.bounds[rank])] for tensor, one in pairs]
-            # An all-to-all sends chunks of equal size.
-            chunks += [tf.zeros([max(sizes) - size], checksum.dtype), checksum]
-        sent = tf.reshape(
-            tf.concat(chunks, 0), [self._size, max(sizes) + CHECKSUM_TAIL]
-        )
-        total = tf.reduce_sum(self._launch("exchange", sent), 0)
-        local_sizes = [one.size_of(self._rank) for one in shares]
-        padding = max(sizes) - sizes[self._rank]
-        *sums, _, received = tf.split(total, [*local_sizes, padding, CHECKSUM_TAIL])
-        with tf.control_dependencies(self._verify(key, checksum, received)):
-            return [tf.identity(shard) for shard in sums]
-
-    def find_mismatch(self, message: str) -> tuple[str, list[Any]] | None:
-        """Return the name and layout of this worker's call that an error refers to."""
-        found = re.search(rf"{_SUMS_DIFFER} (\w+)", message)
-        return None if found is None else self._calls[found[1]]
-
-    def _checksum(self, name: str, tensors: Sequence[Any]) -> tuple[str, Any]:
-        """Return the key of a call in error messages, and its checksum."""
-        dtype, shapes = tensors[0].dtype, tuple(tuple(x.shape) for x in tensors)
-        digest = call_checksum(operation_kind(name), shapes, dtype.name)
-        key, layout = digest.hex(), [list(shape) for shape in shapes]
-        self._calls[key] = name, [layout if len(layout) > 1 else layout[0], dtype.name]
-        return key, tf.constant(checksum_tail(digest), dtype)
-
-    def _verify(self, key: str, checksum: Any, received: Any) -> list[Any]:
-        with tf.device(self._host):
-            is_same = tf.reduce_all(received == self._size * checksum)
-            check = tf.debugging.Assert(is_same, [f"{_SUMS_DIFFER} {key}"])
-        return [] if check is None else [check]
-
 
 # Group keys; native strategies number theirs from 1, and ours from 100,000.
 _HOST_GROUP, _ACCELERATOR_GROUP = 90_001, 90_002
@@ -232,10 +63,6 @@ class TensorFlowWorkers(WorkerCollectives):
 
     In a tf.function a mismatch is reported when the function is executed. After a
     collective that failed, TensorFlow refuses all later ones.
-
-    Args:
-        cluster: The workers.
-        addresses: The addresses of TensorFlow's servers, by rank.
     """
 
     def __init__(self, cluster: Cluster, addresses: Sequence[str]):
@@ -275,7 +102,7 @@ class TensorFlowWorkers(WorkerCollectives):
 
         Raises:
             ValueError: If the tensor cannot be summed, or if shapes or dtypes differ.
-                In a tf.function it is an `InvalidArgumentError`, which `calling`
+                A tf.function raises `InvalidArgumentError`, which `collective_scope`
                 converts.
         """
         tensor = tf.convert_to_tensor(tensor)
@@ -324,7 +151,7 @@ class TensorFlowWorkers(WorkerCollectives):
         axis %= tensor.shape.rank
         key = self._key(name, tensor)
         rows, checks = self._compare(key, tensor, tensor.dtype, axis)
-        counts = rows[:, FIRST_DIMENSION + axis]
+        counts = rows[:, _FIRST_DIMENSION + axis]
         with tf.control_dependencies(checks):
             # Put the axis first, because tensors are padded to the longest.
             sent, decode = _encode(tensor, for_gather=True)
@@ -344,11 +171,11 @@ class TensorFlowWorkers(WorkerCollectives):
     def broadcast(self, name: str, tensors: Sequence[Any]) -> list[Any]:
         if self.rank > 0:
             tensors = [tf.zeros_like(tensor) for tensor in tensors]
-        with self.calling(name):
+        with self.collective_scope(name):
             return [self._sum(name, tensor, Verify.BEFORE) for tensor in tensors]
 
     @contextlib.contextmanager
-    def calling(self, name: str) -> Iterator[None]:
+    def collective_scope(self, name: str) -> Iterator[None]:
         """Context manager that runs collectives and explains why they failed.
 
         Raises:
@@ -369,7 +196,7 @@ class TensorFlowWorkers(WorkerCollectives):
 
     def _sum(self, name: str, tensor: Any, verify: Verify) -> Any:
         sent, decode = _encode(tensor)
-        if verify is Verify.BEFORE and fits_in_row(sent):
+        if verify is Verify.BEFORE and _fits_in_row(sent):
             return decode(self._sum_scalar(name, tensor.dtype, sent))
         checks = []
         if verify is not Verify.NEVER:
@@ -387,7 +214,7 @@ class TensorFlowWorkers(WorkerCollectives):
         def compute(key, scalar):
             rows, checks = self._compare(key, scalar, dtype, scalar=scalar)
             with tf.control_dependencies(checks), tf.device(self._host):
-                return sum_row_scalars(rows, scalar.dtype)
+                return _sum_row_scalars(rows, scalar.dtype)
 
         key = self._key(name, scalar)
         if not tf.executing_eagerly():
@@ -443,10 +270,10 @@ class TensorFlowWorkers(WorkerCollectives):
     def _key(self, name: str, tensor: Any) -> int:
         """Check the rank of a tensor, and return a number for the name of a call."""
         rank = tensor.shape.rank
-        if rank is None or rank > MAX_RANK:
+        if rank is None or rank > _MAX_RANK:
             raise ValueError(
                 f"`{name}` accepts tensors of known rank, of at most "
-                f"{MAX_RANK} dimensions. Received: {tensor!r}"
+                f"{_MAX_RANK} dimensions. Received: {tensor!r}"
             )
         key = zlib.crc32(name.encode()) & 0x7FFFFFFF
         self._names[key] = name
@@ -465,9 +292,9 @@ class TensorFlowWorkers(WorkerCollectives):
         Sizes along `axis` may differ; `scalar` is sent within the row.
         """
         with tf.device(self._host):
-            row = encode_row(key, tensor, dtype, scalar)
+            row = _encode_row(key, tensor, dtype, scalar)
             rows = self._launch("gather", row[tf.newaxis])
-            compared, is_same = compare_rows(rows, axis)
+            compared, is_same = _compare_rows(rows, axis)
             exception = "" if axis is None else f" other than axis {axis}"
             check = tf.debugging.Assert(
                 is_same, [f"{_VALUES_DIFFER}{exception}:", compared], summarize=10_000
@@ -493,35 +320,14 @@ class TensorFlowWorkers(WorkerCollectives):
         if found is None:
             return None
         exception, text = found.groups()
-        rows = decode_rows(text, self.size)
+        rows = _decode_rows(text, self.size)
         name = self._names[rows[self.rank][0]]
         calls = [name]
         if len({key for key, _ in rows}) > 1:
             calls = self.cluster.exchange("the comparison of what is sent", name)
-        return self.refusal(
+        return self.calls_differ_error(
             name, calls, [layout for _, layout in rows], exception or ""
         )
-
-
-def _encode(tensor: Any, for_gather: bool = False) -> tuple[Any, Callable[[Any], Any]]:
-    """Return a tensor in a dtype that collectives accept, and the inverse."""
-    dtype = tensor.dtype
-    if dtype == tf.string or dtype == tf.resource or dtype == tf.variant:
-        raise ValueError(
-            "Only numbers and booleans can be sent between workers. Received a tensor "
-            f"of the dtype {dtype.name}."
-        )
-    if dtype.is_complex:
-        parts = tf.stack([tf.math.real(tensor), tf.math.imag(tensor)], -1)
-        return parts, lambda sent: tf.complex(sent[..., 0], sent[..., 1])
-    supported = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
-    if dtype in supported or (dtype == tf.bfloat16 and not for_gather):
-        return tensor, lambda sent: sent
-    if dtype == tf.uint64:
-        return tf.bitcast(tensor, tf.int64), lambda sent: tf.bitcast(sent, tf.uint64)
-    wider = tf.int64 if dtype.is_integer else tf.float32
-    wider = tf.int32 if dtype.is_bool else wider
-    return tf.cast(tensor, wider), lambda sent: tf.cast(sent, dtype)
 
 
 _connected: TensorFlowWorkers | None = None
@@ -561,10 +367,7 @@ def sum_over_workers(
 def gather_over_workers(
     workers: WorkerCollectives, name: str, value: Any, axis: int = 0
 ) -> Any:
-    """Concatenate the workers' values in rank order.
-
-    Along axis 0, the value may also be ragged or sparse.
-    """
+    """Concatenate values in rank order; along axis 0 also ragged and sparse ones."""
     ragged: Any = tf.RaggedTensor  # TensorFlow's annotations lack its methods
     if isinstance(value, ragged):
         return ragged.from_nested_row_lengths(
@@ -583,3 +386,178 @@ def gather_over_workers(
         workers.gather(name, value.values, 0)[0],
         shape,
     )
+
+
+_SUMS_DIFFER = "keras_strategy: the workers add up different things:"
+
+
+class VerifiedCollectives:
+    """Sums of tensors of known shapes, verified by a checksum behind the values.
+
+    Args:
+        rank: This worker's rank.
+        size: The number of workers.
+        host: The device that compares the checksums.
+        launch: Launches a collective: `launch(kind, tensor)`.
+    """
+
+    def __init__(
+        self, rank: int, size: int, host: str, launch: Callable[[str, Any], Any]
+    ):
+        self._rank, self._size, self._host, self._launch = rank, size, host, launch
+        self._calls: dict[str, tuple[str, list[Any]]] = {}
+
+    def can_verify(self, tensors: Sequence[Any]) -> bool:
+        """Return True if tensors of one dtype can carry a checksum."""
+        shapes_are_known = all(tensor.shape.is_fully_defined() for tensor in tensors)
+        is_exact = tensors[0].dtype in _EXACT_DTYPES
+        return shapes_are_known and is_exact and self._size <= MAX_CHECKSUM_WORKERS
+
+    def all_reduce(self, name: str, tensors: Sequence[Any]) -> list[Any]:
+        """Return the sums over the workers of tensors that `can_verify` accepts."""
+        key, checksum = self._checksum(name, tensors)
+        flat = tf.concat([*(tf.reshape(x, [-1]) for x in tensors), checksum], 0)
+        sizes = [tensor.shape.num_elements() for tensor in tensors]
+        *sums, received = tf.split(
+            self._launch("reduce", flat), [*sizes, CHECKSUM_TAIL]
+        )
+        with tf.control_dependencies(self._verify(key, checksum, received)):
+            return [
+                tf.reshape(total, tensor.shape)
+                for total, tensor in zip(sums, tensors, strict=True)
+            ]
+
+    def reduce_scatter(
+        self, name: str, tensors: Sequence[Any], shares: Sequence[FlatShards]
+    ) -> list[Any]:
+        """Return this worker's flat shards of the sums of the workers' tensors.
+
+        Each worker sends the others their shards and adds up what it receives, which
+        is half of what an all-reduce sends. TensorFlow has no reduce-scatter for CPUs.
+        """
+        key, checksum = self._checksum(name, tensors)
+        flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
+        sizes = [sum(x.size_of(rank) for x in shares) for rank in range(self._size)]
+        chunks = []
+        for rank, size in enumerate(sizes):
+            pairs = zip(flat, shares, strict=True)
+            chunks += [tensor[slice(*one.bounds[rank])] for tensor, one in pairs]
+            # An all-to-all sends chunks of equal size.
+            chunks += [tf.zeros([max(sizes) - size], checksum.dtype), checksum]
+        sent = tf.reshape(
+            tf.concat(chunks, 0), [self._size, max(sizes) + CHECKSUM_TAIL]
+        )
+        total = tf.reduce_sum(self._launch("exchange", sent), 0)
+        local_sizes = [one.size_of(self._rank) for one in shares]
+        padding = max(sizes) - sizes[self._rank]
+        *sums, _, received = tf.split(total, [*local_sizes, padding, CHECKSUM_TAIL])
+        with tf.control_dependencies(self._verify(key, checksum, received)):
+            return [tf.identity(shard) for shard in sums]
+
+    def find_mismatch(self, message: str) -> tuple[str, list[Any]] | None:
+        """Return the name and layout of this worker's call that an error refers to."""
+        found = re.search(rf"{_SUMS_DIFFER} (\w+)", message)
+        return None if found is None else self._calls[found[1]]
+
+    def _checksum(self, name: str, tensors: Sequence[Any]) -> tuple[str, Any]:
+        """Return the key of a call in error messages, and its checksum."""
+        dtype, shapes = tensors[0].dtype, tuple(tuple(x.shape) for x in tensors)
+        digest = call_checksum(operation_kind(name), shapes, dtype.name)
+        key, layout = digest.hex(), [list(shape) for shape in shapes]
+        self._calls[key] = name, [layout if len(layout) > 1 else layout[0], dtype.name]
+        return key, tf.constant(checksum_tail(digest), dtype)
+
+    def _verify(self, key: str, checksum: Any, received: Any) -> list[Any]:
+        with tf.device(self._host):
+            is_same = tf.reduce_all(received == self._size * checksum)
+            check = tf.debugging.Assert(is_same, [f"{_SUMS_DIFFER} {key}"])
+        return [] if check is None else [check]
+
+
+_MAX_RANK = 12
+_FIRST_DIMENSION = 3
+_COMPARED_WIDTH = _FIRST_DIMENSION + _MAX_RANK
+_SCALAR_WIDTH = 2
+# Dtypes whose sums are exact, for scalars in a row and for checksums behind values.
+_EXACT_DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64)
+
+
+def _encode_row(key: Any, tensor: Any, dtype: tf.DType, scalar: Any = None) -> Any:
+    """Return the layout row of a tensor of known rank.
+
+    `dtype` may differ from the tensor's; `scalar`, if any, is sent within the row.
+    """
+    rank = tensor.shape.rank
+    bits: Any = [0] * _SCALAR_WIDTH
+    if scalar is not None:
+        bits = tf.reshape(tf.bitcast(scalar, tf.int32), [-1])
+        bits = tf.pad(bits, [[0, _SCALAR_WIDTH - scalar.dtype.size // 4]])
+    padding = [-1] * (_MAX_RANK - rank)
+    return tf.concat(
+        [
+            [key, dtype.as_datatype_enum, rank],
+            tf.shape(tensor, tf.int32),
+            padding,
+            bits,
+        ],
+        0,
+    )
+
+
+def _fits_in_row(tensor: Any) -> bool:
+    """Return True if a tensor can be sent within a layout row.
+
+    Depends only on dtype and rank, because a tf.function of one worker may know sizes
+    that another worker's does not.
+    """
+    return tensor.shape.rank == 0 and tensor.dtype in _EXACT_DTYPES
+
+
+def _sum_row_scalars(rows: Any, dtype: tf.DType) -> Any:
+    """Return the sum of the scalars in all workers' rows."""
+    bits = rows[:, _COMPARED_WIDTH:]
+    if dtype.size == 4:
+        bits = bits[:, 0]
+    return tf.ensure_shape(tf.reduce_sum(tf.bitcast(bits, dtype)), ())
+
+
+def _compare_rows(rows: Any, axis: int | None) -> tuple[Any, Any]:
+    """Return the compared columns of all workers' rows, and whether they are equal.
+
+    Sizes along `axis` may differ.
+    """
+    layouts = rows[:, :_COMPARED_WIDTH]
+    column = -1 if axis is None else _FIRST_DIMENSION + axis
+    ignored = tf.range(_COMPARED_WIDTH) == column
+    return layouts, tf.reduce_all((layouts == layouts[:1]) | ignored)
+
+
+def _decode_rows(text: str, workers: int) -> list[tuple[int, list[Any]]]:
+    """Return each worker's key and layout from an error message with compared rows."""
+    numbers = [int(number) for number in re.findall(r"-?\d+", text)]
+    result: list[tuple[int, list[Any]]] = []
+    for first in range(0, workers * _COMPARED_WIDTH, _COMPARED_WIDTH):
+        key, dtype, rank, *dims = numbers[first : first + _COMPARED_WIDTH]
+        result.append((key, [dims[:rank], tf.as_dtype(dtype).name]))
+    return result
+
+
+def _encode(tensor: Any, for_gather: bool = False) -> tuple[Any, Callable[[Any], Any]]:
+    """Return a tensor in a dtype that collectives accept, and the inverse."""
+    dtype = tensor.dtype
+    if dtype == tf.string or dtype == tf.resource or dtype == tf.variant:
+        raise ValueError(
+            "Only numbers and booleans can be sent between workers. Received a tensor "
+            f"of the dtype {dtype.name}."
+        )
+    if dtype.is_complex:
+        parts = tf.stack([tf.math.real(tensor), tf.math.imag(tensor)], -1)
+        return parts, lambda sent: tf.complex(sent[..., 0], sent[..., 1])
+    supported = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+    if dtype in supported or (dtype == tf.bfloat16 and not for_gather):
+        return tensor, lambda sent: sent
+    if dtype == tf.uint64:
+        return tf.bitcast(tensor, tf.int64), lambda sent: tf.bitcast(sent, tf.uint64)
+    wider = tf.int64 if dtype.is_integer else tf.float32
+    wider = tf.int32 if dtype.is_bool else wider
+    return tf.cast(tensor, wider), lambda sent: tf.cast(sent, dtype)

@@ -7,12 +7,12 @@ milliseconds, that takes longer than all other Python code. So a call is looked 
 by the shapes and dtypes of its tensors, and a program that served such a call before is
 called directly.
 
-Traces that build layers or create variables are discarded.
+Traces that build layers or create variables are discarded. Replicas are traced one
+after the other, so only the first finds layers unbuilt, and may take another branch
+than the others.
 
-Replicas are traced one after the other, so only the first finds layers unbuilt, and may
-have taken another branch than the others.
-
-Checks that a program makes when it is executed, because a trace cannot.
+Some checks depend on values, which a trace does not have. Programs make them when they
+are executed.
 """
 
 import contextlib
@@ -131,16 +131,9 @@ def _flatten_call(arguments: Any) -> tuple[Any, list[Any]]:
 def _find_program(
     function: Any, call: Any, tensors: Sequence[Any]
 ) -> tuple[Any, Callable] | None:
-    """Find the program of a tf.function that served a call.
+    """Return the program that served a call, and a function that orders its tensors.
 
-    Args:
-        function: The tf.function.
-        call: The arguments of the call.
-        tensors: The tensors in them.
-
-    Returns:
-        The program, and a function that reorders tensors as the program expects them.
-        None if they cannot be determined.
+    None if the program or the order cannot be determined.
     """
     places = {id(tensor): place for place, tensor in enumerate(tensors)}
     if len(places) < len(tensors):  # a tensor occurs twice: the order is ambiguous
@@ -166,12 +159,7 @@ def _number_keys(arguments: Any) -> tuple[Any, ...]:
 
 
 class CompiledFunctions:
-    """Compiled functions, which are evicted when their owners are garbage-collected.
-
-    Args:
-        call: Runs a function on every replica: `call(fn, args, kwargs)`.
-        group_state: The state that the group's replicas share.
-    """
+    """Compiled functions, which are evicted when their owners are garbage-collected."""
 
     def __init__(
         self, call: Callable[[Callable, tuple, dict], Any], group_state: GroupState
@@ -192,9 +180,6 @@ class _CompiledFunction:
 
     A tf.function returns only tensors, so a trace stores the structure of the outputs
     with all other values as a template, and the tf.function returns its index as a key.
-
-    Attributes:
-        traces: How often the function was traced.
     """
 
     def __init__(self, call: Callable, group_state: GroupState):
@@ -346,11 +331,7 @@ def reraise_failed_checks() -> Iterator[None]:
 
 
 class FirstStepCheck:
-    """Checks that a program makes in its first execution only.
-
-    Args:
-        call_outside: See `GroupState.call_outside`.
-    """
+    """Checks that a program makes in its first execution only."""
 
     def __init__(self, call_outside: Callable[..., Any]):
         self._call_outside = call_outside

@@ -1,11 +1,9 @@
-"""Start of TensorFlow's server, which connects this process with the other workers.
+"""TensorFlow's devices, and its server, which connects this process to other workers.
 
 Native tf.distribute starts its server with its first multi-worker strategy, together
 with a coordination service. The time limits and the exit barrier of that service would
 compete with those of `keras_strategy.cluster`. So the server is started here without
 it, by the functions that the native strategy calls.
-
-Device names: canonical ones (`cpu:0`) and TensorFlow's (`/device:CPU:0`).
 """
 
 import contextlib
@@ -32,14 +30,7 @@ def worker_device(rank: int) -> str:
 
 
 def start(cluster: Cluster) -> list[str]:
-    """Start TensorFlow's server in this process.
-
-    Returns:
-        The addresses of all workers' servers, by rank.
-
-    Raises:
-        RuntimeError: If TensorFlow's devices are in use already.
-    """
+    """Start TensorFlow's server, and return the servers' addresses by rank."""
     if context.context()._context_handle is not None:
         raise RuntimeError(
             "TensorFlow has already initialized its devices, so a strategy of several "
@@ -112,7 +103,7 @@ def _host(address: str) -> str:
 
 
 def list_devices(device_type: str | None = None) -> list[str]:
-    """Return the canonical names of the local devices, and initialize TensorFlow's."""
+    """Return canonical names such as `cpu:0`, and initialize TensorFlow's devices."""
     if device_type is None:
         return list_devices("gpu") or list_devices("cpu")
     found = tf.config.list_logical_devices(device_type.upper())
@@ -120,7 +111,7 @@ def list_devices(device_type: str | None = None) -> list[str]:
 
 
 def native_name(device: str) -> str:
-    """Return TensorFlow's name of a canonical device name."""
+    """Return TensorFlow's name of a device, such as `/device:CPU:0`."""
     kind, index = device.split(":")
     return f"/device:{kind.upper()}:{index}"
 

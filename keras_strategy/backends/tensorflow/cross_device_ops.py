@@ -2,8 +2,6 @@
 
 The check comes first because a collective that fails on unequal shapes makes TensorFlow
 refuse all later ones.
-
-Native classes for the user's choice of cross-device operations.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,18 +46,7 @@ def reduce_values(
     replicas: int,
     sum_over_workers: Callable[[Any], Any],
 ) -> Any:
-    """Return the sum or mean over the replicas, and over `axis` unless it is None.
-
-    Args:
-        reduce_op: The operation.
-        values: One tensor or number for each replica of this worker.
-        axis: None, an int or a tuple of ints.
-        replicas: The number of replicas of all workers.
-        sum_over_workers: Adds up the workers' sums.
-
-    Raises:
-        ValueError: If the shapes do not fit.
-    """
+    """Return the sum or mean over the replicas, and over `axis` unless it is None."""
     values = [_addable(_tensor(value)) for value in values]
     if axis is None:
         check_same_layout(values)  # also sparse ones and those of unknown rank
@@ -76,11 +63,7 @@ def reduce_values(
 
 
 def concat_values(values: Sequence[Any], axis: int) -> Any:
-    """Concatenate the replicas' tensors along `axis`, where their sizes may differ.
-
-    Raises:
-        ValueError: If they are scalars, or differ in another dimension.
-    """
+    """Concatenate the replicas' tensors along `axis`, where their sizes may differ."""
     values = [_tensor(value) for value in values]
     check_same_dtype(values)
     shapes = [value.shape for value in values]
@@ -153,11 +136,7 @@ def _count(value: Any, axes: Sequence[int]) -> Any:
 def native_cross_device_ops(
     choice: "CrossDeviceOps | None", devices: tuple[str, ...]
 ) -> Any:
-    """Return the object that native tf.distribute reduces with, or None.
-
-    Raises:
-        ValueError: If the devices do not support the choice.
-    """
+    """Return native tf.distribute's class for the user's choice, or None."""
     on_cpu = all(device.startswith("cpu:") for device in devices)
     if choice is None:
         # On CPUs, collectives cost more than they save, and they do not work in the

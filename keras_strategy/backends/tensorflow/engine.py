@@ -1,7 +1,4 @@
-"""Gradients by `tf.GradientTape`, in replica and in cross-replica context.
-
-TensorFlow backend: native tf.distribute, made exact for Keras.
-"""
+"""TensorFlow backend: native tf.distribute, made exact for Keras."""
 
 import contextlib
 import json
@@ -16,8 +13,8 @@ import tensorflow as tf
 from keras_strategy.backends.tensorflow import connection
 from keras_strategy.backends.tensorflow.connection import native_name
 from keras_strategy.devices import canonical_device
-from keras_strategy.keras_patches.random import rehearsing, with_rows
-from keras_strategy.keras_patches.variables_optimizers import stored
+from keras_strategy.keras_patches.random import dry_running, map_rows
+from keras_strategy.keras_patches.variables_optimizers import stored_value
 from keras_strategy.training.random import EndOfDryRun
 from keras_strategy.values import DistributedValues, raise_not_a_tensor
 
@@ -31,49 +28,11 @@ if TYPE_CHECKING:
     from keras_strategy.training.cross_device_ops import CrossDeviceOps
 
 
-def value_and_grad(
-    fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
-) -> Callable[..., Any]:
-    """Return a function of the value and the gradients of `fn`."""
-
-    def compute(*args, **kwargs):
-        with tf.GradientTape() as tape:
-            for variable in variables:
-                if not variable.trainable:
-                    tape.watch(stored(variable))
-            result = fn(*args, **kwargs)
-            value, aux = result if has_aux else (result, None)
-            value = tf.convert_to_tensor(value)
-        if value.shape.rank not in (0, None):
-            raise ValueError(
-                "The function passed to `value_and_grad` must return a scalar. "
-                f"Received a tensor of the shape {value.shape}."
-            )
-        sources = [_tape_source(variable) for variable in variables]
-        gradients = tape.gradient(value, sources)
-        return ((value, aux) if has_aux else value), gradients
-
-    return compute
-
-
-def _tape_source(variable: Any) -> Any:
-    """Return the tensor that a tape reads: in cross-replica context the first one."""
-    value = stored(variable)
-    is_mirrored = isinstance(value, tf.distribute.DistributedValues)
-    if is_mirrored and tf.distribute.in_cross_replica_context():
-        return tf.distribute.get_strategy().experimental_local_results(value)[0]
-    return value
-
-
-def _unflatten(cls: Any, metadata: Any, components: Sequence[Any]) -> Any:
-    return cls(components)
-
-
 # Lets tf.nest and tf.function see the tensors inside distributed values, so that the
 # user's tf.functions take and return them.
 _protocol: Any = DistributedValues
 _protocol.__tf_flatten__ = lambda self: ((), self.values)
-_protocol.__tf_unflatten__ = classmethod(_unflatten)
+_protocol.__tf_unflatten__ = classmethod(lambda cls, _, values: cls(values))  # pyright: ignore
 _protocol.__tf_tensor__ = raise_not_a_tensor
 
 
@@ -147,9 +106,9 @@ class TensorFlowEngine:
         graph = contextlib.nullcontext()
         if not tf.executing_eagerly():
             # A graph that is never run has all shapes.
-            graph = tf.__internal__.FuncGraph("rehearsal").as_default()
-        with rehearsing() as trial, graph:
-            args, kwargs = with_rows(resize, (args, kwargs))
+            graph = tf.__internal__.FuncGraph("dry_run").as_default()
+        with dry_running() as trial, graph:
+            args, kwargs = map_rows(resize, (args, kwargs))
             fn(*args, **kwargs)
         return trial
 
@@ -268,3 +227,37 @@ class TensorFlowEngine:
 
         connected = None if cluster is None else collectives.connect(cluster)
         return TensorFlowGroup(strategy, devices, cross_device_ops, connected)
+
+
+def value_and_grad(
+    fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
+) -> Callable[..., Any]:
+    """Return a function of the value and the gradients of `fn`."""
+
+    def compute(*args, **kwargs):
+        with tf.GradientTape() as tape:
+            for variable in variables:
+                if not variable.trainable:
+                    tape.watch(stored_value(variable))
+            result = fn(*args, **kwargs)
+            value, aux = result if has_aux else (result, None)
+            value = tf.convert_to_tensor(value)
+        if value.shape.rank not in (0, None):
+            raise ValueError(
+                "The function passed to `value_and_grad` must return a scalar. "
+                f"Received a tensor of the shape {value.shape}."
+            )
+        sources = [_tape_source(variable) for variable in variables]
+        gradients = tape.gradient(value, sources)
+        return ((value, aux) if has_aux else value), gradients
+
+    return compute
+
+
+def _tape_source(variable: Any) -> Any:
+    """Return the tensor that a tape reads: in cross-replica context the first one."""
+    value = stored_value(variable)
+    is_mirrored = isinstance(value, tf.distribute.DistributedValues)
+    if is_mirrored and tf.distribute.in_cross_replica_context():
+        return tf.distribute.get_strategy().experimental_local_results(value)[0]
+    return value

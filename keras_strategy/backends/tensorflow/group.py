@@ -53,12 +53,12 @@ from keras_strategy.core.per_replica_attributes import GroupAttributes
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.variable_components import update_components
 from keras_strategy.devices import ReplicaTopology
-from keras_strategy.keras_patches.random import kept_generator
+from keras_strategy.keras_patches.random import global_generator
 from keras_strategy.keras_patches.variables_optimizers import (
     byte_count,
     initialize,
-    stored,
     stored_dtype,
+    stored_value,
 )
 from keras_strategy.training.sharding import FlatShards, flat_shards_of, set_flat_shards
 from keras_strategy.training.variable_sync import (
@@ -83,12 +83,7 @@ if TYPE_CHECKING:
 class TensorFlowGroup:
     """The replicas of one strategy, see `keras_strategy.core.protocols.ReplicaGroup`.
 
-    Args:
-        strategy: The strategy.
-        devices: Canonical names of the local devices.
-        cross_device_ops: How gradients and `all_reduce` are summed on one worker; None
-            lets the backend choose. Between workers the backend always chooses.
-        workers: The workers, or None.
+    `cross_device_ops` applies to a single worker; None lets the backend choose.
     """
 
     def __init__(
@@ -121,7 +116,7 @@ class TensorFlowGroup:
     def adopt(self, variables: Sequence[Any]) -> None:
         with tf.init_scope(), self.scope():
             for variable in variables:
-                value = stored(variable)
+                value = stored_value(variable)
                 if isinstance(value, tf.distribute.DistributedValues):
                     continue
                 initialize(variable, lambda value=value: tf.convert_to_tensor(value))
@@ -145,7 +140,7 @@ class TensorFlowGroup:
         """Return the value of a sharded variable; all workers must call it."""
         shares, name = flat_shards_of(variable), f"the value of '{variable.path}'"
         assert shares is not None
-        with self.calling(name), tf.device(native_name(self.devices[0])):
+        with self.collective_scope(name), tf.device(native_name(self.devices[0])):
             components = self.stored_components(variable)
             shards = [[tf.convert_to_tensor(shard)] for shard in components]
             return gather_shards(shards, [shares], self.workers, name)[0]
@@ -180,7 +175,7 @@ class TensorFlowGroup:
 
     def stored_components(self, variable: Any) -> tuple[Any, ...]:
         """Return what each local replica stores: its component or its shard."""
-        return tuple(self.native.experimental_local_results(stored(variable)))
+        return tuple(self.native.experimental_local_results(stored_value(variable)))
 
     def local_bytes(self, variable: Any) -> tuple[int, ...]:
         parameter_device = self.strategy.parameter_device
@@ -198,7 +193,7 @@ class TensorFlowGroup:
     def per_replica_value(self, variable: Any) -> PerReplica:
         return PerReplica(self.components(variable))
 
-    def part_of_this_worker(self, variable: Any) -> Any:
+    def worker_contribution(self, variable: Any) -> Any:
         """Return this worker's contribution to an on_read variable's value."""
         components = [tf.convert_to_tensor(c) for c in self.components(variable)]
         return local_contribution(variable, components, self.topology, sum_values)
@@ -241,18 +236,18 @@ class TensorFlowGroup:
     ) -> Any:
         with scope():
             if options.compile is False:
-                with self.calling("strategy.run"):
+                with self.collective_scope("strategy.run"):
                     return self.call(fn, args, kwargs)
             if tf.inside_function() or tf.config.functions_run_eagerly():
                 return self.call(fn, args, kwargs)
-            with self.calling("strategy.run"):
+            with self.collective_scope("strategy.run"):
                 return self._compiled(fn, args, kwargs)
 
-    def calling(self, name: str) -> AbstractContextManager[Any]:
-        """Context manager around collectives, see `TensorFlowWorkers.calling`."""
+    def collective_scope(self, name: str) -> AbstractContextManager[Any]:
+        """Context manager that runs collectives, see `TensorFlowWorkers`."""
         if self.workers is None:
             return contextlib.nullcontext()
-        return self.workers.calling(name)
+        return self.workers.collective_scope(name)
 
     def call(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Call `fn` on every replica, without compiling it."""
@@ -269,7 +264,7 @@ class TensorFlowGroup:
         policy, replicas = keras.config.dtype_policy(), len(self.devices)
         outputs: list[Any] = [None] * replicas
         attributes = self._attributes.begin()
-        run_state = RunState([None] * replicas, kept_generator(), attributes)
+        run_state = RunState([None] * replicas, global_generator(), attributes)
         threads: list[threading.Thread] = []
         has_workers = self.workers is not None
         steps = step_states(fn, args, kwargs, replicas, has_workers)
@@ -317,7 +312,10 @@ class TensorFlowGroup:
 
     def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
         replicas = self.topology.num_replicas
-        with self.calling("strategy.reduce"), tf.device(native_name(self.devices[0])):
+        with (
+            self.collective_scope("strategy.reduce"),
+            tf.device(native_name(self.devices[0])),
+        ):
             return reduce_values(
                 reduce_op, value.values, axis, replicas, self._sum_over_workers
             )
@@ -328,7 +326,10 @@ class TensorFlowGroup:
         return sum_over_workers(self.workers, "strategy.reduce", [total])[0]
 
     def gather(self, values: Sequence[Any], axis: int) -> Any:
-        with self.calling("strategy.gather"), tf.device(native_name(self.devices[0])):
+        with (
+            self.collective_scope("strategy.gather"),
+            tf.device(native_name(self.devices[0])),
+        ):
             local = concat_values(values, axis)
             if self.workers is None:
                 return local

@@ -1,11 +1,9 @@
-"""Native strategies with readable variables, and with a shard for each replica.
+"""Native strategies that ours run on, with readable variables and initial shards.
 
 In cross-replica context, `variable.value` is native tf.distribute's container of the
 replicas' components. It takes part in computations as a tensor does, but it does not
 convert to NumPy or Python numbers as a `tf.Variable` of one device does, and a
 `tf.function` takes one container for another of the same shape.
-
-Native strategies that ours run on.
 """
 
 import contextlib
@@ -33,12 +31,7 @@ from keras_strategy.backends.tensorflow.cross_device_ops import divide, sum_valu
 
 
 class ObjectTraceType(tf.types.experimental.TraceType):
-    """Trace type of an argument that a `tf.function` is specialized on by identity.
-
-    Args:
-        value: The argument.
-        placeholder: The object that the traced function gets in its place.
-    """
+    """Trace type that specializes a `tf.function` on the identity of an argument."""
 
     def __init__(self, value: Any, placeholder: Any):
         self.value = value
@@ -121,12 +114,7 @@ class ReadableVariablesMixin(_NativeExtended):
 
 
 class InitialShardsMixin(_NativeExtended):
-    """Native strategy that can give each replica an initial value of its own.
-
-    Attributes:
-        shards: The initial values of the local replicas' components; None if all of
-            them get the same.
-    """
+    """Native strategy that can give each local replica an initial value of its own."""
 
     shards: Sequence[Any] | None = None
 
@@ -159,10 +147,7 @@ _worker_keys = itertools.count(10_000_000, 10_000)
 class NativeMirroredStrategy(tf.distribute.MirroredStrategy):
     """Native strategy over the devices of this process.
 
-    Args:
-        devices: Canonical device names.
-        cross_device_ops: The native object that reduces, or None.
-        parameter_device: The device that stores all variables, or None.
+    `parameter_device`, if any, stores all variables.
     """
 
     def __init__(
@@ -203,10 +188,6 @@ class NativeMultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     Our collectives bypass it, because they must work in loops and compare shapes first.
     The user's native calls in a step go through it.
-
-    Args:
-        devices: Canonical names of the local devices.
-        workers: The connected workers.
     """
 
     def __init__(self, devices: Sequence[str], workers: TensorFlowWorkers):
@@ -261,7 +242,7 @@ class _MultiWorkerExtended(
         if isinstance(value, Mirrored):
             return super()._reduce_to(reduce_op, value, destinations, options)
         total = sum_values([tf.convert_to_tensor(part) for part in value.values])
-        with self._ks_workers.calling("tf.distribute.Strategy.reduce"):
+        with self._ks_workers.collective_scope("tf.distribute.Strategy.reduce"):
             total = self._ks_workers.sum("tf.distribute.Strategy.reduce", total)
         return divide(total, replicas) if mean else total
 

@@ -1,6 +1,4 @@
-"""Sharded variables of parameter servers, which Keras uses as one `tf.Variable`.
-
-tf.distribute's ParameterServerStrategy, for our cluster resolvers and for Keras.
+"""tf.distribute's ParameterServerStrategy, for our cluster resolvers and for Keras.
 
 Native tf.distribute stores a variable of parameter servers in a container of shards,
 which reads and assigns as one tensor. Keras needs more of a variable: gradients, an

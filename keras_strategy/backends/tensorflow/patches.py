@@ -2,12 +2,8 @@
 
 Keras has its own code for tf.distribute. Here gradients are reduced before anything
 else, so each replica runs Keras's backend-neutral code on its own components, as a
-single device does.
-
-Optimizers: Keras's TensorFlow optimizer reduces inside its update.
-
-Here gradients are reduced before the update, so each replica uses the backend-neutral
-code.
+single device does. This includes optimizers, which in Keras's TensorFlow code reduce
+inside their update.
 """
 
 import logging
@@ -28,24 +24,24 @@ from keras_strategy.core.per_replica_attributes import set_on_all_replicas
 from keras_strategy.data.local_rows import local_bounds_fn
 from keras_strategy.data.worker_batches import SynchronizedBatches
 from keras_strategy.keras_patches.data_adapters import (
+    array_batch_counts,
     building,
-    counts_of_arrays,
-    is_own,
-    joined,
-    own_rows,
-    pauses_after,
+    has_local_batches,
+    join_batches,
+    prefetch_pauses,
     read_ahead,
+    read_local_rows,
 )
-from keras_strategy.keras_patches.losses_metrics import results_of_step
+from keras_strategy.keras_patches.losses_metrics import step_metrics_result
 from keras_strategy.keras_patches.patch import (
-    home_of,
+    find_module,
     hook,
     in_distributed_scope,
     in_replica,
     in_scope_of_workers,
     in_step,
     model_hook,
-    of_distributed_strategy,
+    model_on_replicas,
 )
 from keras_strategy.training.ownership import (
     check_sync_on_read_owner,
@@ -60,15 +56,18 @@ from keras_strategy.training.sharding import flat_shards_of
 from keras_strategy.training.train_step import count_rows
 from keras_strategy.training.variable_sync import is_sync_on_read, no_value_error
 
-keras_seeds = home_of("global_seed_generator", "keras.src.random.seed_generator")
-keras_losses = home_of("scale_loss_for_distribution", "keras.src.losses.loss")
-in_stateless_scope = home_of(
+keras_seeds = find_module("global_seed_generator", "keras.src.random.seed_generator")
+keras_losses = find_module("scale_loss_for_distribution", "keras.src.losses.loss")
+in_stateless_scope = find_module(
     "in_stateless_scope", "keras.src.backend.common.stateless_scope"
 ).in_stateless_scope
-TFEpochIterator: Any = home_of(
+TFEpochIterator: Any = find_module(
     "TFEpochIterator", "keras.src.backend.tensorflow.trainer"
 ).TFEpochIterator
 logger = logging.getLogger("keras_strategy")
+
+# The attribute of an epoch iterator that caches this worker's rows.
+_LOCAL_ROWS = "_ks_local_rows"
 
 
 # --- variables
@@ -186,8 +185,8 @@ def _value(original, self):
         return original(self)
     group = strategy.extended.group
     name = f"the value of '{self.path}'"
-    with group.calling(name):
-        part = group.part_of_this_worker(self)
+    with group.collective_scope(name):
+        part = group.worker_contribution(self)
         return self._maybe_autocast(group.workers.sum(name, part))
 
 
@@ -256,7 +255,7 @@ def _scale_regularization_loss(original, replica, regularization_loss):
 # --- the trainer
 
 
-@model_hook("distribute_strategy", None, when=of_distributed_strategy)
+@model_hook("distribute_strategy", None, when=model_on_replicas)
 def _distribute_strategy(original, strategy, self):
     """Give Keras's loop a stand-in for the native strategy."""
     return TrainingStrategy(strategy, self)
@@ -265,7 +264,7 @@ def _distribute_strategy(original, strategy, self):
 @model_hook(
     ("make_train_function", "make_test_function", "make_predict_function"),
     "(self, force=False)",
-    when=of_distributed_strategy,
+    when=model_on_replicas,
 )
 def _make_function(original, strategy, self, force=False):
     """Disable XLA, which compiles for one device only, and synchronize workers.
@@ -297,7 +296,7 @@ def _make_function(original, strategy, self, force=False):
 @model_hook("get_metrics_result", "(self)", when=in_step)
 def _get_metrics_result(original, replica, self):
     """Leave the logs of Keras's own steps to `TrainingStrategy`, which merges them."""
-    return results_of_step(original, replica, self)
+    return step_metrics_result(original, replica, self)
 
 
 @hook(TFEpochIterator, "_get_iterator", "(self)", when=in_scope_of_workers)
@@ -308,29 +307,26 @@ def _get_iterator(original, strategy, self):
     """
     cluster = strategy.extended.cluster
     is_distributed = strategy.num_replicas_in_sync > 1
-    if is_own(self):
+    if has_local_batches(self):
         local = len(strategy.extended.worker_devices)
         batches = DatasetElements(original(self))
-        batches = joined(self, batches, cluster, local, same_shapes=False)
+        batches = join_batches(self, batches, cluster, local, same_shapes=False)
         return WorkerBatches(batches if is_distributed else batches.as_read())
     if not hasattr(self, _LOCAL_ROWS):
         # Only once, because the shuffling of arrays continues from epoch to epoch.
-        local_rows = is_distributed and own_rows(
+        local_rows = is_distributed and read_local_rows(
             self.data_adapter, local_bounds_fn(strategy), _tf_dataset
         )
         setattr(self, _LOCAL_ROWS, local_rows or None)
     local_rows = getattr(self, _LOCAL_ROWS)
     # Other data becomes a tf.data.Dataset, which prefetches by itself.
     batches = original(self) if local_rows is None else read_ahead(self, local_rows)
-    counts = counts_of_arrays(self.data_adapter)
-    pauses = pauses_after(self, batches)
+    counts = array_batch_counts(self.data_adapter)
+    pauses = prefetch_pauses(self, batches)
     elements = DatasetElements(batches)
     return WorkerBatches(
-        SynchronizedBatches(elements, cluster, counts, pauses, tells=True)
+        SynchronizedBatches(elements, cluster, counts, pauses, warn_full_reads=True)
     )
-
-
-_LOCAL_ROWS = "_ks_own_rows"
 
 
 def _tf_dataset(adapter: Any) -> Any:
@@ -396,6 +392,8 @@ def _global_seed_generator(original, replica):
     return replica.seed_generator()
 
 
+# --- optimizers
+
 _Optimizer = keras.optimizers.Optimizer
 # The backend-neutral base class, which TensorFlow's overrides.
 _NeutralOptimizer: Any = [
@@ -403,7 +401,7 @@ _NeutralOptimizer: Any = [
 ][-1]
 
 
-def _neutral(original, strategy, self, *args, **kwargs):
+def _backend_neutral(original, strategy, self, *args, **kwargs):
     """Call the backend-neutral method.
 
     Keras's method for TensorFlow reduces the gradients again, and updates the variables
@@ -412,7 +410,7 @@ def _neutral(original, strategy, self, *args, **kwargs):
     return getattr(_NeutralOptimizer, original.__name__)(self, *args, **kwargs)
 
 
-_NEUTRAL = {
+_BACKEND_NEUTRAL = {
     "add_variable_from_reference": (
         "(self, reference_variable, name=None, initializer='zeros')"
     ),
@@ -423,9 +421,11 @@ _NEUTRAL = {
 }
 if hasattr(_Optimizer, "_backend_maybe_overwrite_model_variables"):
     # Since Keras 3.16, with a merge_call that fails in replicas.
-    _NEUTRAL["_backend_maybe_overwrite_model_variables"] = "(self, trainable_variables)"
-for _name, _signature in _NEUTRAL.items():
-    hook(_Optimizer, _name, _signature, when=in_distributed_scope)(_neutral)
+    _BACKEND_NEUTRAL["_backend_maybe_overwrite_model_variables"] = (
+        "(self, trainable_variables)"
+    )
+for _name, _signature in _BACKEND_NEUTRAL.items():
+    hook(_Optimizer, _name, _signature, when=in_distributed_scope)(_backend_neutral)
 
 
 @hook(

@@ -22,8 +22,8 @@ from keras_strategy.backends.threads.patches_sharding import (
     optimizer_sharding_of,
 )
 from keras_strategy.core.context import distributed_replica
-from keras_strategy.keras_patches.patch import hook, of_several
-from keras_strategy.keras_patches.variables_optimizers import stored
+from keras_strategy.keras_patches.patch import hook, multi_replica_only
+from keras_strategy.keras_patches.variables_optimizers import stored_value
 from keras_strategy.training.sharding import FlatShards, flat_shards_of
 from keras_strategy.values import ReduceOp
 
@@ -32,14 +32,7 @@ _VALUE = "VARIABLE_VALUE"
 
 
 class _VariableShard:
-    """A replica's shard of a variable.
-
-    Args:
-        replica: The replica.
-        variable: The variable.
-        shares: The elements that each replica updates.
-        is_slot: True if the replica stores only its shard.
-    """
+    """A replica's shard of a variable; of a slot the replica stores only its shard."""
 
     def __init__(
         self,
@@ -53,7 +46,7 @@ class _VariableShard:
 
     def read(self) -> Any:
         """Return the shard; of a slot the variable, which Keras may read later."""
-        component = self._replica.component(stored(self._variable))
+        component = self._replica.component(stored_value(self._variable))
         if self._is_slot:
             return component
         return local_shard(component, self.shares, self._replica.id)
@@ -61,44 +54,40 @@ class _VariableShard:
     def write(self, value: Any) -> None:
         """Write the shard; works inside a tf.cond, too."""
         if not self._is_slot:
-            component = self._replica.component(stored(self._variable))
+            component = self._replica.component(stored_value(self._variable))
             full = tf.convert_to_tensor(component)
             value = replace_shard(full, value, self.shares, self._replica.id)
         self._replica.write_component(self._variable, value)
 
 
 class _ReplicaShardsScope(ShardedUpdateScope):
-    """Scope in which an optimizer updates a replica's shards, see `ShardedUpdateScope`.
+    """Scope in which an optimizer updates a replica's shards.
 
-    Args:
-        replica: The replica.
-        shares: The shards that the replica updates, by the variables' `id`.
-        variables: The variables.
-        norms: The squared norms of the replica's gradients, and their sum over all
-            gradients; None unless the optimizer clips by norms.
+    `norms` holds the squared norms of the replica's gradients, and their sum over all
+    gradients; None unless the optimizer clips by norms.
     """
 
     def __init__(
         self,
         replica: TensorFlowReplica,
-        shares: dict[int, _VariableShard],
+        shards: dict[int, _VariableShard],
         variables: Sequence[Any],
         norms: tuple[list[Any], Any] | None,
     ):
-        super().__init__(None, shares, variables)
+        super().__init__(None, shards, variables)
         self._replica, self._norms = replica, norms
 
     def get_current_value(self, variable: Any) -> Any:
-        share = self.shares.get(id(variable))
-        return None if share is None else share.read()
+        shard = self.shards.get(id(variable))
+        return None if shard is None else shard.read()
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
-        share = self.shares.get(id(variable))
-        if share is None:
+        shard = self.shards.get(id(variable))
+        if shard is None:
             self._replica.write(variable, value)
         else:
-            share.write(value)
+            shard.write(value)
 
     def squared_norms(self, squares: Sequence[Any]) -> tuple[list[Any], Any]:
         assert self._norms is not None
@@ -111,7 +100,7 @@ class _ReplicaShardsScope(ShardedUpdateScope):
     "(self, grads, trainable_variables)",
     when=optimizer_sharding_of,
 )
-def _apply_gradients(original, division, self, grads, trainable_variables):
+def _apply_gradients(original, sharding, self, grads, trainable_variables):
     """Update each replica's shard by Keras's own code.
 
     Gradients were summed and unscaled before. Afterwards the weights are gathered, so
@@ -123,13 +112,13 @@ def _apply_gradients(original, division, self, grads, trainable_variables):
     weights = [v for v in self._trainable_variables if not v.overwrite_with_gradient]
     shards: dict[int, _VariableShard] = {}
     for variable in weights:
-        shares = division.shards_for(variable, variable.shape)
+        shares = sharding.shards_for(variable, variable.shape)
         shards[id(variable)] = _VariableShard(replica, variable, shares, False)
-    for variable in division.slots:
+    for variable in sharding.slots:
         shares = flat_shards_of(variable)
         assert shares is not None
         shards[id(variable)] = _VariableShard(replica, variable, shares, True)
-    indices = division.gradient_indices(replica.id, trainable_variables)
+    indices = sharding.gradient_indices(replica.id, trainable_variables)
     local_weights = [trainable_variables[index] for index in indices]
     gradients = [
         gradient_shard(grads[index], shards[id(weight)].shares, replica.id)
@@ -141,7 +130,7 @@ def _apply_gradients(original, division, self, grads, trainable_variables):
         norms = _squared_norms(replica, clipped, indices, grads)
         # Keras takes the norms first, then adds up repeated rows when it clips.
         gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
-    scope = _ReplicaShardsScope(replica, shards, [*weights, *division.slots], norms)
+    scope = _ReplicaShardsScope(replica, shards, [*weights, *sharding.slots], norms)
     with scope, scope.shapes():
         original(self, gradients, local_weights)
     changed = weights if self.ema_overwrite_frequency else trainable_variables
@@ -161,7 +150,7 @@ def _apply_gradients(original, division, self, grads, trainable_variables):
 )
 def _var_key(original, scope, self, variable):
     """Look up a weight by its stored variable while the scope shows its shard."""
-    return original(self, stored(variable))
+    return original(self, stored_value(variable))
 
 
 def _clipped_gradients(
@@ -193,13 +182,9 @@ def _squared_norms(
     indices: list[int],
     grads: list[Any],
 ) -> tuple[list[Any], Any]:
-    """Return the squared norms of this replica's gradients, and the sum over all.
+    """Return the squared norms of `grads[indices]`, and their sum over all `grads`.
 
-    Args:
-        replica: The replica.
-        gradients: The replica's shards.
-        indices: Their indices in `grads`.
-        grads: All gradients.
+    `gradients` are the replica's shards of `grads[indices]`.
     """
     dtype = max((gradient.dtype for gradient in grads), key=lambda dtype: dtype.size)
     squares = [tf.zeros((), dtype)] * len(grads)
@@ -213,7 +198,7 @@ def _squared_norms(
 # --- native checkpoints
 
 
-@of_several
+@multi_replica_only
 def _shares(variable: Any) -> FlatShards | None:
     """Return the elements of a sharded variable that each replica has, else None."""
     return flat_shards_of(variable)
@@ -222,7 +207,7 @@ def _shares(variable: Any) -> FlatShards | None:
 @hook(keras.Variable, "_shared_name", None, when=_shares)
 def _shared_name(original, shares, self):
     """Name the stored variable in a checkpoint, because the value is a tensor."""
-    return stored(self)._shared_name
+    return stored_value(self)._shared_name
 
 
 @hook(keras.Variable, "_serialize_to_tensors", "(self)", when=_shares)

@@ -1,17 +1,15 @@
-"""Random numbers: of a replica's rows alone, and the seed generators of a strategy.
+"""Random numbers of a replica's rows, and the seed generators of a strategy.
 
 TensorFlow's Philox generator is counter-based: each block of numbers is a function of
 the key and the block's index. So a replica starts the generator at its first row, and
 draws exactly what a single device draws for these rows. The functions otherwise do what
 `keras.random`'s of the same name do.
 
-Seed generators of a strategy, in place of the process's global one.
-
-The global generator has one variable, which replicas may not write, and
-`keras.utils.set_random_seed` replaces it. So a strategy has two generators of its own:
-one in place of the process's, with a variable that all programs share, and one with a
-component for each replica. In each run the replicas start from the former's state, and
-it continues from the state in which they end.
+Keras's global seed generator has one variable, which replicas may not write, and
+`keras.utils.set_random_seed` replaces it. So a strategy has two generators instead:
+one with a variable that all programs share, and one with a component for each replica.
+In each run the replicas start from the former's state, and it continues from the state
+in which they end.
 """
 
 import os
@@ -23,8 +21,8 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from keras_strategy.backends.tensorflow.collectives import TensorFlowWorkers
-from keras_strategy.keras_patches.random import keep_generator, kept_generator
-from keras_strategy.keras_patches.variables_optimizers import stored
+from keras_strategy.keras_patches.random import global_generator, set_global_generator
+from keras_strategy.keras_patches.variables_optimizers import stored_value
 
 # tf.random.Algorithm.PHILOX, which CPUs and GPUs choose.
 _PHILOX = 1
@@ -65,12 +63,7 @@ def _draw_rows(
 ) -> Any:
     """Draw a tensor that begins at row `begin` of what a single device draws.
 
-    Args:
-        begin: The first row.
-        op: The raw operation, which takes a key and a counter.
-        shape: The shape to draw.
-        seed: Two integers, from Keras's `draw_seed`.
-        dtype: The dtype.
+    `seed` is the result of Keras's `draw_seed`; `op` takes a key and a counter.
     """
     dtype = tf.as_dtype(dtype)
     # As Keras converts its seed for TensorFlow.
@@ -120,17 +113,13 @@ class SeedGenerators:
 
     def refresh(self) -> None:
         """Follow `set_random_seed`, before a compiled program draws."""
-        current = kept_generator()
+        current = global_generator()
         if current is not self.process:
             self.start(current)
-            keep_generator(self.process)
+            set_global_generator(self.process)
 
     def start(self, current: Any) -> None:
-        """Make `process` continue from the global generator's state.
-
-        Args:
-            current: Keras's generator in the thread that called `run`, or None.
-        """
+        """Make `process` continue from Keras's generator in the calling thread."""
         self.starts += 1
         if self.process is None or current is not self.process:
             self._call_outside(lambda: self._copy_state(current), in_scope=False)
@@ -143,13 +132,13 @@ class SeedGenerators:
 
     def finish(self, state: Any) -> None:
         """Make `process` continue from the state in which the replicas ended."""
-        stored(self.process.state).assign(state)
-        keep_generator(self.process)
+        stored_value(self.process.state).assign(state)
+        set_global_generator(self.process)
 
     def _copy_state(self, current: Any) -> None:
         if current is None:
             current = keras.random.SeedGenerator()
-        state = tf.convert_to_tensor(stored(current.state))
+        state = tf.convert_to_tensor(stored_value(current.state))
         if self._workers is not None:
             (chiefs,) = self._workers.broadcast_if_different(
                 "the seed generator", [state]
@@ -157,7 +146,7 @@ class SeedGenerators:
             state = state if chiefs is None else chiefs
         if self.process is None:
             self.process = keras.random.SeedGenerator(0, name="seed_generator")
-        stored(self.process.state).assign(state)
+        stored_value(self.process.state).assign(state)
 
 
 def has_seed() -> bool:

@@ -32,7 +32,7 @@ from keras_strategy.core import context
 from keras_strategy.core.per_replica_attributes import ReplicaAttributes
 from keras_strategy.core.step_state import StepState
 from keras_strategy.devices import ReplicaTopology
-from keras_strategy.keras_patches.variables_optimizers import stored
+from keras_strategy.keras_patches.variables_optimizers import stored_value
 from keras_strategy.training import row_weights
 from keras_strategy.training.reduction import cast_for_sum
 from keras_strategy.training.sharding import FlatShards, flat_shards_of
@@ -47,10 +47,6 @@ class GroupState:
     """State that all replicas of a strategy share.
 
     Attributes:
-        strategy: The strategy.
-        native: The native strategy underneath.
-        topology: The devices of the replicas.
-        workers: The workers, or None.
         seeds: The seed generators for functions without a seed.
         builds: How often a replica has created or built something.
     """
@@ -71,10 +67,6 @@ class GroupState:
         A variable that one replica's thread creates would have to be created by all
         threads together. Here it exists on all devices when the first replica
         continues, and the other replicas find it.
-
-        Args:
-            fn: A function without arguments.
-            in_scope: Whether to call it in the strategy's scope, or in no scope.
         """
         policy = keras.config.dtype_policy()
 
@@ -215,7 +207,7 @@ class TensorFlowReplica:
             seeds.start(self._run_state.generator)
         if not self._has_drawn:
             self._has_drawn = True
-            self.write(seeds.replicas.state, stored(seeds.process.state))
+            self.write(seeds.replicas.state, stored_value(seeds.process.state))
         return seeds.replicas
 
     def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
@@ -252,7 +244,7 @@ class TensorFlowReplica:
 
     def write_component(self, variable: Any, value: Any) -> None:
         """Write what this replica stores of a variable: its component or shard."""
-        component = self.component(stored(variable))
+        component = self.component(stored_value(variable))
         value = tf.cast(value, component.dtype)
         if self._write_condition is not None:
             value = tf.where(self._write_condition, value, component)
@@ -288,15 +280,11 @@ class TensorFlowReplica:
 
     def full_value(self, variable: Any, shares: FlatShards) -> Any:
         """Return the value of a sharded variable; all replicas must call it."""
-        shard = tf.convert_to_tensor(self.component(stored(variable)))
+        shard = tf.convert_to_tensor(self.component(stored_value(variable)))
         return self.gather_shards([shard], [shares])[0]
 
     def component(self, variable: Any) -> Any:
-        """Return this replica's component of a native variable.
-
-        Raises:
-            ValueError: If the variable is not mirrored.
-        """
+        """Return this replica's component of a native variable."""
         components = self.group_state.native.experimental_local_results(variable)
         if len(components) != len(self.group_state.topology.devices):
             raise ValueError(
@@ -370,10 +358,7 @@ class TensorFlowReplica:
         return list(self._native.merge_call(merge_natively, args=tuple(terms)))
 
     def _merge(self, merge: Callable[..., Any], value: Any) -> Any:
-        """Call `merge` once with every replica's value, and return its result.
-
-        All replicas get the same result.
-        """
+        """Call `merge` once with every replica's value; return its result to all."""
         state = self._run_state
         state.merge_values[self.index] = value
 

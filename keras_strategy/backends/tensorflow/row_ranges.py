@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras import tree
 
 from keras_strategy.core.step_state import BatchRows, RowRange, StepState, row_ranges
-from keras_strategy.keras_patches.random import of_layers, rehearse_layer
+from keras_strategy.keras_patches.random import dry_run_layer, layer_draws
 from keras_strategy.training.random import BatchDimCache
 from keras_strategy.training.train_step import (
     count_rows,
@@ -63,7 +63,7 @@ def step_states(
         return None
     if not tf.inside_function():
         return [
-            StepState(rows=row_range, draws=of_layers, dry_run=rehearse_layer)
+            StepState(rows=row_range, draws=layer_draws, dry_run=dry_run_layer)
             for row_range in rows
         ]
     draws = BatchDimCache()

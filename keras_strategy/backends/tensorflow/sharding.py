@@ -59,9 +59,15 @@ def reduce_scatter_shares(
         None if gradients must be summed in full on each replica.
     """
     optimizer = step.optimizer
-    division = None if optimizer is None else vars(optimizer).get(OPTIMIZER_SHARDING)
+    optimizer_sharding = (
+        None if optimizer is None else vars(optimizer).get(OPTIMIZER_SHARDING)
+    )
     # An all-to-all sends chunks of equal size, so shards must be even.
-    if workers is None or division is None or not division.elementwise:
+    if (
+        workers is None
+        or optimizer_sharding is None
+        or not optimizer_sharding.elementwise
+    ):
         return None
     # Not measured on GPUs.
     if workers.uses_accelerators or any(
@@ -105,7 +111,7 @@ def gather_shards(
     workers: TensorFlowWorkers | None,
     name: str,
 ) -> list[Any]:
-    """Return full tensors from the replicas' shards.
+    """Return full tensors.
 
     Args:
         shards: For each local replica, its shard of each tensor.

@@ -8,8 +8,6 @@ the replicas' row weights, and merges the outputs before Keras sees them.
 On several workers, Keras's loop cannot take batches inside a tf.function: a worker
 without further data would leave the others waiting there. So batches are taken in
 Python, one for each call, after all workers have reported that they have one.
-
-Agreed batches and named steps for Keras's loop on several workers.
 """
 
 import functools
@@ -35,7 +33,7 @@ from keras_strategy.backends.tensorflow.row_ranges import (
 )
 from keras_strategy.core.step_state import RowRange
 from keras_strategy.data.local_rows import LocalRows
-from keras_strategy.keras_patches.layers import all_layers, seed_generators, to_try
+from keras_strategy.keras_patches.layers import all_layers, seed_generators, user_code
 from keras_strategy.training.audit import RowAudit
 from keras_strategy.training.row_weights import split_rows
 from keras_strategy.training.train_step import (
@@ -47,9 +45,10 @@ from keras_strategy.training.train_step import (
 from keras_strategy.values import DistributedValues, PerReplica
 
 if TYPE_CHECKING:
-    from keras_strategy.backends.tensorflow.group import TensorFlowGroup
     from keras_strategy.core.protocols import Strategy
 
+
+logger = logging.getLogger("keras_strategy")
 
 # Programs do not keep the variables that they use alive.
 _first_step_checks: weakref.WeakKeyDictionary[Any, list[FirstStepCheck]] = (
@@ -58,12 +57,7 @@ _first_step_checks: weakref.WeakKeyDictionary[Any, list[FirstStepCheck]] = (
 
 
 class TrainingStrategy:
-    """Stand-in for the native strategy of a model in Keras's trainer.
-
-    Args:
-        strategy: Our strategy, of several replicas.
-        model: The model.
-    """
+    """Stand-in for the native strategy of a model in Keras's trainer."""
 
     def __init__(self, strategy: "Strategy", model: keras.Model):
         group = strategy.extended.group
@@ -78,15 +72,7 @@ class TrainingStrategy:
         return dataset
 
     def run(self, step: Callable[[Any], Any], args: tuple = ()) -> Any:
-        """Run a step of the model on a global batch.
-
-        Args:
-            step: The model's `train_step`, `test_step`, or Keras's predict step.
-            args: The batch, alone in a tuple.
-
-        Returns:
-            The merged logs, or the predictions of all rows.
-        """
+        """Run a step on a global batch; return merged logs or all rows' predictions."""
         (data,) = args
         group = self._group
         shards, weights, row_ranges = split_batch(data, group)
@@ -102,7 +88,7 @@ class TrainingStrategy:
             has_metrics,
             functools.partial(all_layers, model),
             require,
-            RowAudit(model, to_try(model, kind), kind == "train", check.warn_unless),
+            RowAudit(model, user_code(model, kind), kind == "train", check.warn_unless),
             rows_of_tensor if kind == "predict" else None,
         )
         outputs = group.call(
@@ -120,7 +106,7 @@ class TrainingStrategy:
             if not isinstance(value, DistributedValues):
                 return value
             rows = concat_predictions(value, weights)
-            if group.workers is None or getattr(data, "counts", None) is not None:
+            if group.workers is None or getattr(data, "worker_rows", None) is not None:
                 return rows  # each worker predicts only what it has read
             return gather_over_workers(group.workers, "the predictions", rows)
 
@@ -132,7 +118,7 @@ def metrics_result(model: keras.Model, group: TensorFlowGroup) -> dict[str, Any]
     if group.workers is None:
         return model.get_metrics_result()
     sum_all = functools.partial(group.workers.sum_all, "logs", verify=Verify.NEVER)
-    return merge_worker_metrics(model, group.part_of_this_worker, sum_all)
+    return merge_worker_metrics(model, group.worker_contribution, sum_all)
 
 
 def mean_outputs(outputs: Any, group: TensorFlowGroup, weights: Sequence[Any]) -> Any:
@@ -249,8 +235,6 @@ def concat_predictions(value: DistributedValues, weights: Sequence[Any]) -> Any:
     return tf.concat(parts, 0)
 
 
-logger = logging.getLogger("keras_strategy")
-
 _RANDOM_WARNING = (
     "The model '%s' draws random numbers, and its data has an unknown length. With "
     "such data, Keras's loop on TensorFlow draws once more at the end of each epoch; "
@@ -258,7 +242,6 @@ _RANDOM_WARNING = (
     "single device. Pass `steps_per_epoch`, or a `tf.data.Dataset` of known length "
     "(`apply(tf.data.experimental.assert_cardinality(batches))`)."
 )
-_NAMES = {"train": "fit", "test": "evaluate", "predict": "predict"}
 
 
 class WorkerBatches:
@@ -271,22 +254,12 @@ class WorkerBatches:
     def __init__(self, batches: Iterable[Any]):
         self._batches = batches
 
-    def __iter__(self) -> "WorkerIterator":
-        return WorkerIterator(self._batches)
+    def __iter__(self) -> Iterator[Any]:
+        return map(_as_traceable, iter(self._batches))
 
 
-class WorkerIterator:
-    """Iterator of `WorkerBatches`."""
-
-    def __init__(self, batches: Iterable[Any]):
-        self._batches = iter(batches)
-
-    def __iter__(self) -> "WorkerIterator":
-        return self
-
-    def __next__(self) -> Any:
-        batch = next(self._batches)
-        return TensorLocalRows(**vars(batch)) if isinstance(batch, LocalRows) else batch
+def _as_traceable(batch: Any) -> Any:
+    return TensorLocalRows(**vars(batch)) if isinstance(batch, LocalRows) else batch
 
 
 class TensorLocalRows(LocalRows):
@@ -298,15 +271,15 @@ class TensorLocalRows(LocalRows):
             (self.bounds, self.global_rows),
         )
         leaves = [leaf for leaf in tree.flatten(self.batch) if leaf is not None]
-        # The counts themselves would cause retracing.
-        has_counts = self.worker_rows is not None
-        return (_BatchLayout(self.batch), has_counts), (leaves, *numbers)
+        # The row counts themselves would cause retracing.
+        has_worker_rows = self.worker_rows is not None
+        return (_BatchLayout(self.batch), has_worker_rows), (leaves, *numbers)
 
     @classmethod
     def __tf_unflatten__(cls, metadata: Any, components: Any) -> Any:
-        (layout, has_counts), (leaves, bounds, total) = metadata, components
-        counts = () if has_counts else None
-        return cls(layout.with_leaves(leaves), bounds, total, counts=counts)
+        (layout, has_worker_rows), (leaves, bounds, global_rows) = metadata, components
+        batch, worker_rows = layout.with_leaves(leaves), () if has_worker_rows else None
+        return cls(batch, bounds, global_rows, worker_rows=worker_rows)
 
 
 class _BatchLayout:
@@ -343,8 +316,7 @@ class _BatchLayout:
 class DatasetElements:
     """Elements of a `tf.data.Dataset` or local rows, with None for absent leaves.
 
-    Iteration starts when Keras takes the first element, because it may draw random
-    numbers.
+    Lazy, because the start of an iteration may draw random numbers.
     """
 
     def __init__(self, dataset: Any):
@@ -366,18 +338,11 @@ class DatasetElements:
 
 def sync_worker_steps(
     function: Callable[[Any], Any],
-    group: "TensorFlowGroup",
+    group: TensorFlowGroup,
     model: keras.Model,
     kind: str,
 ) -> Callable[[Any], Any]:
-    """Wrap Keras's function of an iterator, so that all workers call it alike.
-
-    Args:
-        function: The result of `Model.make_train_function` or `make_test_function`.
-        group: The replicas.
-        model: The model.
-        kind: "train" or "test".
-    """
+    """Wrap the result of `make_train_function` or `make_test_function` for workers."""
     has_warned = False
 
     def run_steps(iterator):
@@ -393,14 +358,14 @@ def sync_worker_steps(
             raise
         others = itertools.islice(batches, model.steps_per_execution - 1)
         for batch in itertools.chain([first], others):
-            with group.calling(_NAMES[kind]):
+            with group.collective_scope("fit" if kind == "train" else "evaluate"):
                 outputs = function(iter([batch]))
         return outputs
 
     return run_steps
 
 
-def _warn_of_random_numbers(model: keras.Model, group: "TensorFlowGroup") -> None:
+def _warn_of_random_numbers(model: keras.Model, group: TensorFlowGroup) -> None:
     """Warn if Keras's compiled step draws before it finds the end of the data.
 
     Eager steps and steps of several batches take a batch first.
@@ -413,12 +378,12 @@ def _warn_of_random_numbers(model: keras.Model, group: "TensorFlowGroup") -> Non
 
 
 def sync_worker_predictions(
-    function: Callable[[Any], Any], group: "TensorFlowGroup"
+    function: Callable[[Any], Any], group: TensorFlowGroup
 ) -> Callable[[Any], Any]:
-    """Wrap the result of `make_predict_function`, so that all workers call it alike."""
+    """Wrap the result of `make_predict_function` for workers."""
 
     def predict(batches):
-        with group.calling(_NAMES["predict"]):
+        with group.collective_scope("predict"):
             return function(batches)
 
     return predict

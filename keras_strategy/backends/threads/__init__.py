@@ -1,1 +1,1 @@
-"""Replicas as threads of this process, which an adapter gives its tensors to."""
+"""Replicas as threads of one process, for any backend."""

@@ -1,4 +1,4 @@
-"""Where replicas that are threads of one process extend Keras.
+"""Patches of Keras for replicas that are threads of one process.
 
 Keras holds settings for each thread, and a layer is built once for all replicas.
 """
@@ -15,25 +15,25 @@ from keras_strategy.core.per_replica_attributes import (
     current_attributes,
     set_on_all_replicas,
 )
-from keras_strategy.keras_patches.patch import home_of, hook, of_several
+from keras_strategy.keras_patches.patch import find_module, hook, multi_replica_only
 
-global_state = home_of(
+global_state = find_module(
     "GLOBAL_STATE_TRACKER get_global_attribute set_global_attribute",
     "keras.src.backend.common.global_state",
 )
-keras_seeds = home_of("global_seed_generator", "keras.src.random.seed_generator")
+keras_seeds = find_module("global_seed_generator", "keras.src.random.seed_generator")
 
-# --- settings that Keras holds for each thread
+# --- thread-local settings
 
-_OWN = ("stateless_scope", "current_call_ctx", "distribution")
+_NOT_INHERITED = ("stateless_scope", "current_call_ctx", "distribution")
 _SEED = "global_seed_generator"
 
 
 class ThreadState:
-    """What the calling thread has set, for the threads that work for it.
+    """The calling thread's Keras settings, for the threads that work for it.
 
-    `keras.src.backend.common.global_state` is thread-local: without this a replica
-    would not know the dtype policy, the name scope or the seed generator.
+    `keras.src.backend.common.global_state` is thread-local. Without this a replica
+    would have another dtype policy, name scope and seed generator.
     """
 
     def __init__(self, trackers: list[tuple[str, dict[str, Any]]]):
@@ -41,43 +41,45 @@ class ThreadState:
 
     @classmethod
     def capture(cls) -> "ThreadState":
-        """Takes the calling thread's settings."""
+        """Copy the calling thread's settings."""
         trackers = []
-        # Keras 3.16 keeps what were settings with the rest.
+        # Keras 3.16 has no tracker for settings.
         for name in ("GLOBAL_STATE_TRACKER", "GLOBAL_SETTINGS_TRACKER"):
             if hasattr(global_state, name):
                 attributes = vars(getattr(global_state, name)).items()
-                trackers.append((name, {k: v for k, v in attributes if k not in _OWN}))
+                trackers.append(
+                    (name, {k: v for k, v in attributes if k not in _NOT_INHERITED})
+                )
         return cls(trackers)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Gives the settings to this thread, which may be the one that has them."""
-        before = []
+        """Context manager in which this thread has the settings."""
+        saved = []
         for name, attributes in self._trackers:
             tracker = vars(getattr(global_state, name))
-            before.append((tracker, dict(tracker)))
+            saved.append((tracker, dict(tracker)))
             tracker.clear()
             for key, value in attributes.items():
-                # Stacks, such as that of name scopes, grow in each thread.
+                # Each thread changes its own stacks, such as that of name scopes.
                 tracker[key] = list(value) if isinstance(value, list) else value
         try:
             yield
         finally:
-            for tracker, attributes in before:
+            for tracker, attributes in saved:
                 tracker.clear()
                 tracker.update(attributes)
 
 
 def keep_global_seed_generator(generator: Any) -> None:
-    """Gives this thread the seed generator that replicas made, if they made one."""
+    """Set the global seed generator that replicas created, if this thread has none."""
     if global_state.get_global_attribute(_SEED) is None:
         global_state.set_global_attribute(_SEED, generator)
 
 
 @contextlib.contextmanager
 def no_stateless_scope() -> Iterator[None]:
-    """Lets this thread make variables that have a value at once."""
+    """Context manager in which this thread creates initialized variables."""
     scope = global_state.get_global_attribute("stateless_scope")
     global_state.set_global_attribute("stateless_scope", None)
     try:
@@ -87,18 +89,18 @@ def no_stateless_scope() -> Iterator[None]:
 
 
 def current_stateless_scope() -> Any:
-    """The `StatelessScope` that this thread is in, or None."""
+    """Return this thread's `StatelessScope`, or None."""
     return global_state.get_global_attribute("stateless_scope")
 
 
-@of_several
+@multi_replica_only
 def current_thread_replica() -> Any:
-    """The replica whose thread this is, or None in a scope that holds values itself."""
+    """Return this thread's replica, or None in a scope with values of its own."""
     scope = current_stateless_scope()
     while scope is not None:
         if isinstance(scope, ReplicaScope):
             return scope.replica
-        # A scope that a gradient is taken in knows the one around it.
+        # The scope of a gradient has a reference to the outer one.
         if not hasattr(scope, "parent"):
             return None
         scope = scope.parent
@@ -108,7 +110,7 @@ def current_thread_replica() -> Any:
 
 @hook(keras_seeds, "global_seed_generator", "()", when=current_thread_replica)
 def _global_seed_generator(original, replica):
-    """It is made once for all replicas, from one seed."""
+    """Create the generator once for all replicas, from one seed."""
     if global_state.get_global_attribute(_SEED) is not None:
         return original()
     generator = replica.global_seed_generator(original)
@@ -124,10 +126,10 @@ def _global_seed_generator(original, replica):
     "_maybe_build",
     "(self, call_spec)",
     when=current_attributes,
-    several=True,
+    multi_replica_only=True,
 )
-def _maybe_build(original, own, self, call_spec):
-    """The replica that comes first builds a layer for all of them."""
+def _maybe_build(original, attributes, self, call_spec):
+    """Build a layer once for all replicas, in the first one."""
     if self.built:
         return original(self, call_spec)
     replica = current_thread_replica()

@@ -7,80 +7,79 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_strategy.keras_patches.patch import home_of, hook, of_several
+from keras_strategy.keras_patches.patch import find_module, hook, multi_replica_only
 
-get_stateless_scope = home_of(
+get_stateless_scope = find_module(
     "get_stateless_scope", "keras.src.backend.common.stateless_scope"
 ).get_stateless_scope
 
 
 class ShardedUpdateScope(keras.StatelessScope):
-    """The variables as an optimizer sees them that updates a replica's share.
+    """The variables of an optimizer that updates a replica's shard.
 
     Args:
-        around: The scope that holds all others.
-        shares: What the replica updates, by the variables' `id`.
+        parent: The scope of all other variables.
+        shards: What the replica updates, by the variables' `id`.
         variables: These variables.
     """
 
-    def __init__(self, around: Any, shares: dict[int, Any], variables: Sequence[Any]):
+    def __init__(self, parent: Any, shards: dict[int, Any], variables: Sequence[Any]):
         super().__init__(initialize_variables=False)
-        self.around, self.shares, self._variables = around, shares, variables
-        self._whole = [tuple(variable.shape) for variable in variables]
+        self.parent_scope, self.shards, self._variables = parent, shards, variables
+        self._full_shapes = [tuple(variable.shape) for variable in variables]
 
     def get_current_value(self, variable: Any) -> Any:
-        share = self.shares.get(id(variable))
-        return self.around.get_current_value(variable) if share is None else share
+        shard = self.shards.get(id(variable))
+        return self.parent_scope.get_current_value(variable) if shard is None else shard
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
-        if id(variable) in self.shares:
+        if id(variable) in self.shards:
             self.write(variable, value)
         else:
-            self.around.add_update(update)
+            self.parent_scope.add_update(update)
 
     def write(self, variable: Any, value: Any) -> None:
-        """Sets the replica's share of a variable."""
+        """Set the replica's shard of a variable."""
         raise NotImplementedError
 
     def squared_norms(self, squares: Sequence[Any]) -> tuple[list[Any], Any]:
-        """The squared norms of whole gradients, and their sum.
+        """Return the squared norms of the full gradients, and the sum over all of them.
 
         Args:
-            squares: Of each gradient that the replica was given, the squared norm of
-                its share.
+            squares: The squared norms of the replica's gradient shards.
         """
         raise NotImplementedError
 
     @contextlib.contextmanager
     def shapes(self) -> Iterator[None]:
-        """Lets the variables have the shapes of what the replica updates."""
-        shapes = [tuple(self.shares[id(v)].shape) for v in self._variables]
-        with self._of_shapes(shapes):
+        """Context manager in which the variables have the shapes of the shards."""
+        shapes = [tuple(self.shards[id(v)].shape) for v in self._variables]
+        with self._with_shapes(shapes):
             yield
 
-    def whole_shapes(self) -> contextlib.AbstractContextManager[None]:
-        """Surrounds what the replicas do together, of which others go on meanwhile."""
-        return self._of_shapes(self._whole)
+    def full_shapes(self) -> contextlib.AbstractContextManager[None]:
+        """Context manager for collectives, in which other replicas take their turns."""
+        return self._with_shapes(self._full_shapes)
 
     @contextlib.contextmanager
-    def _of_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Iterator[None]:
+    def _with_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Iterator[None]:
         # The variables are the same objects for all replicas of this process.
-        before = [variable._shape for variable in self._variables]
+        saved = [variable._shape for variable in self._variables]
         try:
-            self._give(shapes)
+            self._set_shapes(shapes)
             yield
         finally:
-            self._give(before)
+            self._set_shapes(saved)
 
-    def _give(self, shapes: Sequence[tuple[int, ...]]) -> None:
+    def _set_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
         for variable, shape in zip(self._variables, shapes, strict=True):
             variable._shape, variable._ndim = shape, len(shape)
 
 
-@of_several
+@multi_replica_only
 def current_update_scope(optimizer: Any) -> ShardedUpdateScope | None:
-    """The scope in which an optimizer updates shares, if it does."""
+    """Return the scope in which an optimizer updates shards, if it does."""
     scope = get_stateless_scope()
     return scope if isinstance(scope, ShardedUpdateScope) else None
 
@@ -92,15 +91,15 @@ def current_update_scope(optimizer: Any) -> ShardedUpdateScope | None:
     when=current_update_scope,
 )
 def _clip_gradients(original, scope, self, grads):
-    """Norms are those of whole gradients, of which each replica has its share."""
+    """Clip by the norms of the full gradients, of which each replica has a shard."""
     if not (self.clipnorm or self.global_clipnorm):
         return original(self, grads)
     squares = [ops.sum(ops.square(gradient)) for gradient in grads]
-    each, total = scope.squared_norms(squares)
-    # As Keras computes it.
+    norms, total = scope.squared_norms(squares)
+    # Keras's formulas.
     if self.clipnorm:
         limit = self.clipnorm
-        scales = [limit / ops.maximum(ops.sqrt(square), limit) for square in each]
+        scales = [limit / ops.maximum(ops.sqrt(square), limit) for square in norms]
     else:
         norm, limit = ops.sqrt(total), self.global_clipnorm
         scale = limit * ops.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)

@@ -1,10 +1,7 @@
-"""Ctrl-C, which Python tells the main thread alone.
+"""Threads of a group's replicas, which run one at a time, in order.
 
-The threads that replicas run in, for as long as their group lives.
-
-Replicas that are threads run one at a time, in their order.
-
-What carries the replicas of a group, and what becomes of their errors.
+The first replica runs in the calling thread. The others have threads for as long as the
+group exists.
 """
 
 import atexit
@@ -19,27 +16,36 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+_EXIT_TIMEOUT = 10.0  # seconds, for all threads together
+# How long an interrupted run waits for replicas outside of Python code, in seconds.
+_INTERRUPT_TIMEOUT = 3.0
+
+# Strong references, since a thread clears its thread-locals after it left Python.
+_threads: "list[_Thread]" = []
+
 
 def interrupt(threads: Iterable[threading.Thread]) -> None:
-    """Raises KeyboardInterrupt in threads, where they next run Python."""
+    """Raise KeyboardInterrupt in threads, when they next run Python."""
     for thread in threads:
-        identifier = ctypes.c_ulong(thread.ident or 0)
-        interrupt = ctypes.py_object(KeyboardInterrupt)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(identifier, interrupt)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
+        )
 
 
 @contextlib.contextmanager
 def propagate_interrupts(threads: Iterable[threading.Thread]) -> Iterator[None]:
-    """Lets Ctrl-C interrupt threads too that the main thread will wait for.
+    """Context manager in which Ctrl-C interrupts threads that the main thread awaits.
+
+    Python interrupts the main thread only.
 
     Args:
-        threads: The threads, asked for when it comes.
+        threads: The threads, iterated when it happens.
     """
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     ):
-        yield  # somebody else looks after it
+        yield  # the user's handler decides
         return
 
     def interrupt_all(number, frame):
@@ -53,20 +59,11 @@ def propagate_interrupts(threads: Iterable[threading.Thread]) -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-_EXIT_TIMEOUT = 10.0  # seconds for all threads together
-
-# Strong references, for a thread that has left Python still clears its thread-locals.
-_threads: "list[_Thread]" = []
-
-
 class Pool:
-    """Threads that each do one call at a time.
+    """Threads that each make one call at a time.
 
-    A thread keeps its replica, because Keras and the engines hold settings, caches and
-    the current device for each thread.
-
-    Args:
-        names: The threads' names.
+    A replica always runs in the same thread, because Keras and the backends have
+    thread-local settings, caches and devices.
     """
 
     def __init__(self, names: Sequence[str]):
@@ -78,30 +75,23 @@ class Pool:
         weakref.finalize(self, _stop, self._threads).atexit = False
 
     def submit(self, calls: Sequence[Callable[[], None]]) -> None:
-        """Makes one call in each thread, and does not wait for it.
-
-        Args:
-            calls: One call for each thread. They raise nothing.
-        """
+        """Start one call in each thread; calls must not raise."""
         for thread, call in zip(self._threads, calls, strict=True):
             thread.calls.put(call)
 
     def interrupt(self) -> None:
-        """Raises KeyboardInterrupt in every thread, where it next runs Python."""
+        """Raise KeyboardInterrupt in every thread, when it next runs Python."""
         interrupt(self._threads)
 
     def abandon(self) -> None:
-        """Leaves threads to themselves that do not come back from what they wait for.
-
-        Not even the interpreter waits for them when it ends.
-        """
+        """Abandon threads that hang; the interpreter does not wait for them."""
         _threads[:] = [thread for thread in _threads if thread not in self._threads]
 
 
 class _Thread(threading.Thread):
-    # Knows nothing of its Pool, which must not be kept alive by their threads.
+    # Without a reference to its Pool, which it would keep alive.
     def __init__(self, name: str):
-        # Daemon: the interpreter must not wait for ever for a replica that hangs.
+        # A daemon, since the interpreter must not wait for a replica that hangs.
         super().__init__(name=name, daemon=True)
         self.calls: queue.SimpleQueue = queue.SimpleQueue()
 
@@ -112,7 +102,7 @@ class _Thread(threading.Thread):
                 # A waiting thread must not keep the last batch alive.
                 del call
         except KeyboardInterrupt:
-            """The call had ended when it was interrupted."""
+            """The call has already ended."""
 
 
 def _stop(threads: Sequence[_Thread]) -> None:
@@ -122,10 +112,10 @@ def _stop(threads: Sequence[_Thread]) -> None:
 
 @atexit.register
 def _end() -> None:
-    """Stops all threads and waits for them.
+    """Stop all threads and wait for them.
 
-    A daemon thread that still releases its last tensors while the interpreter ends is
-    unwound in the middle of the engine's C++ code, which aborts the whole process.
+    A daemon thread that releases tensors during interpreter shutdown is unwound in the
+    backend's C++ code, which aborts the process.
     """
     _stop(_threads)
     deadline = time.monotonic() + _EXIT_TIMEOUT
@@ -134,127 +124,113 @@ def _end() -> None:
 
 
 class ReplicaStopped(RuntimeError):
-    """Another replica failed while this one was waiting for it."""
+    """Raised in a replica that waits for another one, which failed."""
 
 
 class TurnScheduler:
-    """Lets the replicas of one run go on in turns.
+    """Runs the replicas of one run in turns.
 
-    A replica goes on until it needs the others or ends. Then the next one does. When
-    all have come to the same point, the first one makes of what they brought what
-    each of them goes on with.
-
-    Args:
-        parties: The number of replicas.
+    A turn lasts until the replica ends or needs the others. When all have reached the
+    same point, the first one combines their values into the result for all of them.
     """
 
-    def __init__(self, parties: int):
-        self._names = [""] * parties
-        self._values: list[Any] = [None] * parties
+    def __init__(self, replicas: int):
+        self._names = [""] * replicas
+        self._values: list[Any] = [None] * replicas
         self._result: Any = None
         self._failed = False
-        # The others wait at their gates. The first one begins.
-        self._gates = [threading.Lock() for _ in range(parties)]
+        # All wait at their gates, except for the first one.
+        self._gates = [threading.Lock() for _ in range(replicas)]
         for gate in self._gates:
             gate.acquire()
-        self._left = list(range(parties))
-        self.on_turn = 0
-        self._lock = threading.Lock()  # of who is on turn, and who is left
+        self._running = list(range(replicas))
+        self._current = 0
+        self._lock = threading.Lock()  # of the current and the running replicas
         self._all_ended = threading.Lock()
         self._all_ended.acquire()
         self.seed_generator: Any = None
 
-    def begin(self, party: int) -> None:
-        """Waits for a replica's first turn.
+    def begin(self, replica: int) -> None:
+        """Wait for a replica's first turn.
 
         Raises:
-            ReplicaStopped: If another one has failed before it came.
+            ReplicaStopped: If another one has failed before.
         """
-        if party > 0:
-            self._wait(party, "its first turn")
+        if replica > 0:
+            self._wait(replica, "its first turn")
 
     def exchange(
         self,
-        party: int,
+        replica: int,
         name: str,
         value: Any,
         combine: Callable[[list[Any]], Any],
     ) -> Any:
-        """Ends a replica's turn, and returns the same result to each of them.
+        """End a replica's turn, and return the combination of all replicas' values.
 
-        Args:
-            party: The replica's number.
-            name: What it is doing; all must do the same.
-            value: Its value.
-            combine: Makes the result out of all values. The first replica calls it.
-
-        Returns:
-            What `combine` returned. It is shared: nobody may change it.
+        The first replica calls `combine`, and all share its result. The name of the
+        operation must be equal for all.
 
         Raises:
             ReplicaStopped: If another replica failed.
-            RuntimeError: If the replicas are doing different things.
+            RuntimeError: If the replicas are in different operations.
         """
         if len(self._values) == 1:
             return combine([value])
-        self._names[party], self._values[party] = name, value
-        self._pass_on(party)
-        self._wait(party, f"`{name}`")
-        if party == 0:
-            self._require_one_name()
-            # What it is made of can be freed before the replicas go on.
+        self._names[replica], self._values[replica] = name, value
+        self._start_next(replica)
+        self._wait(replica, f"`{name}`")
+        if replica == 0:
+            self._check_names()
+            # Release the values before the replicas continue.
             values, self._values = self._values, [None] * len(self._values)
             self._result = combine(values)
         return self._result
 
     def fail(self) -> None:
-        """Stops every replica when its next turn comes."""
+        """Stop every replica at its next turn."""
         self._failed = True
 
-    def end(self, party: int) -> None:
-        """Ends a replica, which may have been interrupted in another one's turn."""
+    def end(self, replica: int) -> None:
+        """End a replica, which may have been interrupted in another one's turn."""
         with self._lock:
-            self._left.remove(party)
-            on_turn = self.on_turn == party
-        if on_turn:
-            self._pass_on(party)
+            self._running.remove(replica)
+            is_current = self._current == replica
+        if is_current:
+            self._start_next(replica)
 
     def wait_for_all(self, seconds: float = -1) -> bool:
-        """Waits until all replicas have ended, and returns whether they have."""
+        """Wait until all replicas have ended; return False after a timeout."""
         return self._all_ended.acquire(timeout=seconds)
 
-    def _wait(self, party: int, before: str) -> None:
-        self._gates[party].acquire()
+    def _wait(self, replica: int, before: str) -> None:
+        self._gates[replica].acquire()
         if self._failed:
             raise ReplicaStopped(f"another replica failed before {before}")
 
-    def _pass_on(self, party: int) -> None:
+    def _start_next(self, replica: int) -> None:
         with self._lock:
-            if not self._left:
+            if not self._running:
                 self._all_ended.release()
                 return
-            later = [other for other in self._left if other > party]
-            self.on_turn = (later or self._left)[0]
-            gate = self._gates[self.on_turn]
+            later = [other for other in self._running if other > replica]
+            self._current = (later or self._running)[0]
+            gate = self._gates[self._current]
         gate.release()
 
-    def _require_one_name(self) -> None:
+    def _check_names(self) -> None:
         if len(set(self._names)) > 1:
-            told = ", ".join(f"{i}: {name}" for i, name in enumerate(self._names))
+            names = ", ".join(f"{i}: {name}" for i, name in enumerate(self._names))
             raise RuntimeError(
                 "All replicas must make the same calls in the same order. They are "
-                f"in different ones ({told}). A collective, `optimizer.apply` or an "
+                f"in different ones ({names}). A collective, `optimizer.apply` or an "
                 "assignment to an aggregated variable must not depend on the "
                 "replica."
             )
 
 
-# Seconds that an interrupted run waits for replicas that do not run Python just now.
-_PATIENCE = 3.0
-
-
 class ReplicaThreads:
-    """The replicas of a group: the first in the thread that calls, others in their own.
+    """The threads of a group's replicas.
 
     Args:
         devices: Canonical names of the replicas' devices.
@@ -267,38 +243,34 @@ class ReplicaThreads:
     def call(
         self, turns: TurnScheduler, calls: Sequence[Callable[[], Any]]
     ) -> list[Any]:
-        """Makes one call for each replica, in turns.
-
-        Args:
-            turns: Those of this run.
-            calls: One call for each replica.
-
-        Returns:
-            What each of them returned.
+        """Make one call for each replica, in turns, and return the results.
 
         Raises:
-            BaseException: What one of them raised, when all have ended.
+            BaseException: The error of one of them, when all have ended.
         """
         if self._pool is None:
             self._pool = Pool(self._names)
         results: list[Any] = [None] * len(calls)
         errors: list[BaseException | None] = [None] * len(calls)
 
-        def carry(party):
+        def run_replica(replica):
             try:
-                turns.begin(party)
-                results[party] = calls[party]()
+                turns.begin(replica)
+                results[replica] = calls[replica]()
             except BaseException as error:
-                errors[party] = error
+                errors[replica] = error
                 turns.fail()
             finally:
-                turns.end(party)
+                turns.end(replica)
 
         self._pool.submit(
-            [functools.partial(carry, party) for party in range(1, len(calls))]
+            [
+                functools.partial(run_replica, replica)
+                for replica in range(1, len(calls))
+            ]
         )
         try:
-            carry(0)
+            run_replica(0)
             if isinstance(errors[0], KeyboardInterrupt):
                 raise errors[0]
             turns.wait_for_all()
@@ -313,9 +285,9 @@ class ReplicaThreads:
         return results
 
     def _interrupt(self, turns: TurnScheduler) -> None:
-        """Ends the replicas that are left when this thread was interrupted."""
+        """End the remaining replicas after this thread was interrupted."""
         assert self._pool is not None
         pool, self._pool = self._pool, None
         pool.interrupt()
-        if not turns.wait_for_all(_PATIENCE):
+        if not turns.wait_for_all(_INTERRUPT_TIMEOUT):
             pool.abandon()

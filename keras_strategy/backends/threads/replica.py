@@ -1,4 +1,4 @@
-"""What one replica that is a thread asks of the others."""
+"""A replica that is a thread, without what depends on the backend."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,14 +24,13 @@ from keras_strategy.values import regroup, select_replica
 
 
 class ThreadReplica:
-    """The part of `core.protocol.Replica` that needs no engine.
+    """The base class of replicas that are threads.
 
     Args:
-        strategy: The strategy.
-        index: This replica's number on this worker.
-        topology: Where the replicas are.
-        turns: The turns of the replicas of this worker.
-        own: What this replica sets on layers.
+        index: The replica's index on this worker.
+        topology: The placement of all replicas.
+        turns: The scheduler of this worker's replicas.
+        attributes: What this replica sets on layers.
     """
 
     scope: ReplicaScope
@@ -42,7 +41,7 @@ class ThreadReplica:
         index: int,
         topology: ReplicaTopology,
         turns: TurnScheduler,
-        own: ReplicaAttributes,
+        attributes: ReplicaAttributes,
     ):
         self.id = topology.local_replicas[index]
         self.index = index
@@ -52,31 +51,31 @@ class ThreadReplica:
         self.context = ReplicaContext(strategy, self)  # pyright: ignore
         self._strategy = strategy
         self._turns = turns
-        self._own = own
+        self._attributes = attributes
 
     def here(self, tensor: Any) -> Any:
-        """A tensor of another replica on this one's device."""
+        """Return another replica's tensor on this one's device."""
         raise NotImplementedError
 
     def add(self, tensors: Sequence[Any]) -> Any:
-        """The sum of the replicas' tensors, on the first one's device."""
+        """Sum the local replicas' tensors, on the first one's device."""
         raise NotImplementedError
 
     def sum_over_workers(self, name: str, tensor: Any) -> Any:
-        """The sum of the workers' tensors, called in one of the threads."""
+        """Sum the workers' tensors; one of the threads calls it."""
         return tensor
 
     def exchange(
         self, name: str, value: Any, combine: Callable[[list[Any]], Any]
     ) -> Any:
-        """See `Turns.exchange`."""
-        self._own.swap_out()
+        """End the turn and exchange values, see `TurnScheduler.exchange`."""
+        self._attributes.swap_out()
         result = self._turns.exchange(self.index, name, value, combine)
-        self._own.swap_in()
+        self._attributes.swap_in()
         return result
 
     def total(self, name: str, tensor: Any) -> Any:
-        """The sum over the replicas, without gradients; it may be shared."""
+        """Return the sum over the replicas, which must not be modified."""
 
         def combine(tensors):
             types = {(tuple(t.shape), t.dtype) for t in tensors}
@@ -105,7 +104,7 @@ class ThreadReplica:
             with (
                 context.cross_replica_scope(self._strategy),
                 self._strategy.extended.group.scope(),
-                MergedScope(scopes, self._aggregated, self.topology),
+                MergedScope(scopes, self._aggregate, self.topology),
             ):
                 return merge_fn(self._strategy, *joined[0], **joined[1])
 
@@ -116,9 +115,9 @@ class ThreadReplica:
             select_replica(merged, self.index, replicas, "merge_call"),
         )
 
-    def _aggregated(self, variable: Any, values: Sequence[Any]) -> Any:
-        part = local_contribution(variable, values, self.topology, self.add)
-        return self.sum_over_workers(f"the value of '{variable.path}'", part)
+    def _aggregate(self, variable: Any, values: Sequence[Any]) -> Any:
+        contribution = local_contribution(variable, values, self.topology, self.add)
+        return self.sum_over_workers(f"the value of '{variable.path}'", contribution)
 
     def once(self, fn: Callable[[], Any]) -> Any:
         with (
@@ -128,11 +127,11 @@ class ThreadReplica:
             patches.no_stateless_scope(),
         ):
             result = fn()
-            ownership.broadcast_pending_values()  # before the replicas go on
+            ownership.broadcast_pending_values()  # before the replicas continue
             return result
 
     def global_seed_generator(self, make: Callable[[], Any]) -> Any:
-        """The one of all replicas, which the first makes that asks for it."""
+        """Return the generator of all replicas, created at its first use."""
         if self._turns.seed_generator is None:
             self._turns.seed_generator = self.once(make)
         return self._turns.seed_generator

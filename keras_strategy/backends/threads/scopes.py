@@ -1,7 +1,6 @@
-"""The variables as replicas see them that are threads of one process.
+"""Stateless scopes of replicas that are threads of one process.
 
-Keras sends every read and assignment of a variable to the `StatelessScope` that a
-thread is in.
+Keras sends every read and assignment of a variable to the thread's `StatelessScope`.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,16 +17,13 @@ from keras_strategy.training.variable_sync import (
 
 
 class WritesInPlace:
-    """A replica that writes to the variables themselves, in no scope of Keras's."""
+    """A replica that writes variables in place, without a `StatelessScope`."""
 
 
 class ReplicaScope(keras.StatelessScope):
     """The variables as one replica sees them.
 
-    What a replica assigns stays in `state_mapping` until all of them have succeeded.
-
-    Args:
-        replica: The replica.
+    What it assigns stays in `state_mapping` until all replicas have succeeded.
     """
 
     def __init__(self, replica: Replica):
@@ -36,32 +32,31 @@ class ReplicaScope(keras.StatelessScope):
 
 
 class MergedScope(keras.StatelessScope):
-    """The variables as a `merge_call` sees them: all replicas' at once.
+    """The variables as a `merge_call` sees them: those of all replicas.
 
     Args:
-        scopes: The scopes of the replicas that called it.
-        aggregated: Makes the value of an on_read variable out of what each replica
-            of this worker holds of it.
-        topology: Where all replicas are.
+        scopes: The replicas' scopes.
+        aggregate: Returns a sync-on-read variable's value, given the local replicas'.
+        topology: The placement of all replicas.
     """
 
     def __init__(
         self,
         scopes: Sequence[ReplicaScope],
-        aggregated: Callable[[Any, Sequence[Any]], Any],
+        aggregate: Callable[[Any, Sequence[Any]], Any],
         topology: ReplicaTopology,
     ):
         super().__init__(initialize_variables=False)
         self._scopes = scopes
-        self._aggregated = aggregated
+        self._aggregate = aggregate
         self._topology = topology
 
     def components(self, variable: Any) -> list[Any]:
-        """What each replica holds of a variable."""
+        """Return each replica's value of a variable."""
         return [s.get_current_value(variable) for s in self._scopes]
 
     def assign_components(self, variable: Any, values: Sequence[Any]) -> None:
-        """Sets what each replica holds of a variable."""
+        """Set each replica's value of a variable."""
         for scope, value in zip(self._scopes, values, strict=True):
             scope.add_update((variable, value))
 
@@ -70,7 +65,7 @@ class MergedScope(keras.StatelessScope):
         if any(value is None for value in values):
             return None
         if is_sync_on_read(variable) and variable.aggregation != "none":
-            return self._aggregated(variable, values)
+            return self._aggregate(variable, values)
         return values[0]
 
     def add_update(self, update: tuple[Any, Any]) -> None:
@@ -80,7 +75,7 @@ class MergedScope(keras.StatelessScope):
 
 
 def unbuilt_variable_error(variable: Any) -> RuntimeError:
-    """The error for a variable that a replica made and that has no value yet."""
+    """Return the error for a variable created in a replica, without a value."""
     return RuntimeError(
         f"The variable '{variable.path}' is used before it has a value. "
         "Build the layer or model before it is used in `strategy.run`."

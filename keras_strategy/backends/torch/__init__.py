@@ -1,4 +1,4 @@
-"""The torch adapter."""
+"""The torch backend."""
 
 from keras_strategy.backends.torch.engine import TorchEngine
 

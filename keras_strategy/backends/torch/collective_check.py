@@ -1,16 +1,20 @@
-"""A sum of the workers in pieces, the first of which leave before it is asked for.
+"""Collectives that first verify that all workers are about to run the same one.
 
-When the pieces are due they are what travels next, on all workers and in one order. A
-worker that comes to something else sends the rest of them empty, so that nobody waits
-for what never comes, and by the tails all workers know that the sum counts for nothing.
-The last piece says whether what left before is still what shall be added up, and so it
-leaves when the sum is asked for.
+torch hangs, or aborts the process, when workers start collectives of different sizes.
+Programs repeat themselves, so the sum that followed an operation is expected to follow
+it again. Its values are then sent at once, with a checksum behind them. A worker that
+reaches another operation sends zeros of the expected size instead: the sizes agree, and
+the checksums tell every worker to discard the result. When no sum is expected, the
+checksums are compared first, in a collective of their own.
 
-Workers compare what they are about to send, in the collective that sends it.
+A large sum that repeats may be split into buckets, which are sent in a fixed order
+while other values are still being computed. A worker that reaches a different
+operation sends zeros for the remaining buckets, so no worker hangs, and the checksum
+behind each bucket tells every worker to discard the result. The last bucket is sent
+when the sum is requested, and so confirms what was sent before.
 
-torch hangs or ends the process where the values of a collective have other sizes on
-other workers. So what travels first has a size that follows from what all workers did
-before, and tells what each is about to do.
+What is expected follows only from operations in which all workers took part, so it is
+the same on all of them.
 """
 
 import hashlib
@@ -28,175 +32,157 @@ from keras_strategy.core.collectives import (
     checksum_tail,
 )
 
+# Checksums are summed exactly in these dtypes.
+_EXACT_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
+_BUCKET_DTYPES = (torch.float32, torch.float64)
+# How often a sum must have come before the workers compare bucket plans. They do so
+# again later, since another model may have a plan.
+_COMPARE_PLANS_AT, _COMPARE_PLANS_EVERY = (2, 16), 128
+# Two in a row are discarded where one `fit` ends and another begins.
+_MAX_DISCARDED_IN_A_ROW = 3
+# A larger sum takes longer than a comparison, and costs more if it is discarded.
+_MAX_EXPECTED_BYTES = 16 << 20
+_MAX_REMEMBERED = 1024
+
 
 class Work(Protocol):
     """A collective that was started."""
 
     def wait(self) -> Any:
-        """Waits for it to end; raises what went wrong."""
+        """Wait for its end, and raise its error."""
         ...
 
 
-@dataclass(frozen=True, eq=False)
 class BucketPlan:
-    """How a worker would send a sum in pieces.
+    """Split of a sum into buckets.
 
-    Attributes:
-        sizes: The elements of each, in the order in which they leave; two or more.
-        layout: What they are made of, in words that are the same on all workers which
-            mean the same.
-        of: Whose plan it is.
-        taken: Called if all workers have the same plan.
-        given_up: Called when it is followed no more.
+    Args:
+        sizes: The number of elements of each bucket, in sending order; two or more.
+        layout: A description of the contents, equal on workers with equal plans.
     """
 
-    sizes: Sequence[int]
-    layout: str
-    of: Any
-    taken: Callable[["BucketedAllReduce"], None]
-    given_up: Callable[[], None]
+    def __init__(self, sizes: Sequence[int], layout: str):
+        self.sizes, self.layout = list(sizes), layout
 
-    def digest(self, part: int | None = None) -> bytes:
-        """What tells it, or one of its pieces, from others; never all zeros."""
-        text = f"{part}|{list(self.sizes)}|{self.layout}".encode()
+    def checksum(self, bucket: int | None = None) -> bytes:
+        """Return bytes that identify the plan or one bucket; never all zeros."""
+        text = f"{bucket}|{self.sizes}|{self.layout}".encode()
         return hashlib.blake2b(text, digest_size=CHECKSUM_BYTES - 1).digest() + b"\1"
+
+    def on_agreed(self, all_reduce: "BucketedAllReduce") -> None:
+        """Start to use the plan, which all workers have."""
+
+    def on_dropped(self) -> None:
+        """Stop to use the plan."""
 
 
 class BucketedAllReduce:
-    """A sum that all workers have agreed to send in pieces.
+    """An all-reduce in buckets, with a plan that all workers have.
 
     Args:
-        digest: What tells the sum from others, when it travels in one piece.
-        plan: How it travels.
+        checksum: The checksum of the sum as one collective.
+        plan: The buckets.
         like: A tensor of its dtype, on its device.
-        workers: How many there are.
-        start: Starts to make a tensor the sum of the workers' tensors.
+        workers: The number of workers.
+        start: Starts to sum a tensor over the workers, in place.
 
     Attributes:
-        in_vain: How many times in a row it was.
+        discarded: How many times in a row the result was discarded.
     """
 
     def __init__(
         self,
-        digest: bytes,
+        checksum: bytes,
         plan: BucketPlan,
         like: torch.Tensor,
         workers: int,
         start: Callable[[torch.Tensor], Work],
     ):
-        self.digest, self.plan, self.in_vain = digest, plan, 0
-        self.room = sum(plan.sizes) + CHECKSUM_TAIL * len(plan.sizes)
+        self.checksum, self.plan, self.discarded = checksum, plan, 0
+        self.buffer_size = sum(plan.sizes) + CHECKSUM_TAIL * len(plan.sizes)
         self._like = like.new_empty(0)
         self._start = start
-        tails = [checksum_tail(plan.digest(part)) for part in range(len(plan.sizes))]
-        self._said = [like.new_tensor(tail) for tail in tails]
-        self._told = [workers * number for tail in tails for number in tail]
-        self._pieces: tuple[torch.Tensor, ...] = ()
+        tails = [checksum_tail(plan.checksum(i)) for i in range(len(plan.sizes))]
+        self._tails = [like.new_tensor(tail) for tail in tails]
+        self._tail_sums = [workers * number for tail in tails for number in tail]
+        self._buckets: tuple[torch.Tensor, ...] = ()
         self._works: list[Work] = []
 
     @property
     def sent(self) -> int:
-        """How many pieces have left."""
+        """The number of buckets that were sent."""
         return len(self._works)
 
     @property
     def last(self) -> int:
-        """The number of the last piece."""
+        """The index of the last bucket."""
         return len(self.plan.sizes) - 1
 
-    def begin(self, memory: torch.Tensor) -> None:
-        """Gives the memory that the pieces travel in, of `room` elements."""
-        self._pieces = memory.split([size + CHECKSUM_TAIL for size in self.plan.sizes])
+    def begin(self, buffer: torch.Tensor) -> None:
+        """Set the memory of the buckets, of `buffer_size` elements."""
+        sizes = [size + CHECKSUM_TAIL for size in self.plan.sizes]
+        self._buckets = buffer.split(sizes)
 
-    def values(self, part: int) -> torch.Tensor:
-        """A piece, without what travels behind it."""
-        return self._pieces[part][:-CHECKSUM_TAIL]
+    def values(self, bucket: int) -> torch.Tensor:
+        """Return a bucket without its checksum."""
+        return self._buckets[bucket][:-CHECKSUM_TAIL]
 
     def send(self) -> None:
-        """Sends the next piece, whose values are there."""
-        piece = self._pieces[self.sent]
-        piece[-CHECKSUM_TAIL:].copy_(self._said[self.sent])
-        self._works.append(self._start(piece))
+        """Send the next bucket, whose values were written."""
+        bucket = self._buckets[self.sent]
+        bucket[-CHECKSUM_TAIL:].copy_(self._tails[self.sent])
+        self._works.append(self._start(bucket))
 
     def end(self) -> list[torch.Tensor] | None:
-        """Sends what has not left yet empty, and waits for all of it.
+        """Send zeros for the remaining buckets, and wait for all of them.
 
         Returns:
-            The pieces' sums; None if one of them was not what all workers add up.
+            The sums; None on all workers if one of them did not send all buckets.
         """
-        if not self._pieces:
-            self.begin(self._like.new_empty(self.room))
+        if not self._buckets:
+            self.begin(self._like.new_empty(self.buffer_size))
         try:
-            for piece in self._pieces[self.sent :]:
-                self._works.append(self._start(piece.zero_()))
+            for bucket in self._buckets[self.sent :]:
+                self._works.append(self._start(bucket.zero_()))
             for work in self._works:
                 work.wait()
-            told = torch.cat(
-                [piece[-CHECKSUM_TAIL:] for piece in self._pieces]
-            ).tolist()
-            sums = [piece[:-CHECKSUM_TAIL] for piece in self._pieces]
-            return sums if told == self._told else None
+            tails = torch.cat([b[-CHECKSUM_TAIL:] for b in self._buckets]).tolist()
+            sums = [bucket[:-CHECKSUM_TAIL] for bucket in self._buckets]
+            return sums if tails == self._tail_sums else None
         finally:
-            self._pieces, self._works = (), []
-
-
-# In these the sums of what travels behind the values are exact.
-_EXACT = (torch.float32, torch.float64, torch.int32, torch.int64)
-# Of these a sum may travel in pieces. The workers ask each other for a plan when it has
-# come for the second time, and seldom later: another model may have one.
-_IN_PIECES = (torch.float32, torch.float64)
-_TIMES_TO_ASK, _ALWAYS_TO_ASK = (2, 16), 128
-# Two in a row are in vain where one `fit` ends and another begins.
-_MOST_IN_VAIN = 3
-# A larger sum takes longer than to compare before, and costs more if it is in vain.
-_LARGEST_BYTES = 16 << 20
-_MOST_REMEMBERED = 1024
+            self._buckets, self._works = (), []
 
 
 @dataclass(frozen=True)
-class _Sum:
+class _ExpectedSum:
     """A sum that all workers made.
 
     Attributes:
-        digest: What it was.
-        size: The number of elements.
-        dtype: Theirs.
-        device: Where they were.
-        said: The digest, as each worker sends it.
-        told: What the workers' digests add up to.
+        tail: The checksum that each worker sends behind the values.
+        tail_sum: The sum of all workers' checksums if they are equal.
     """
 
-    digest: bytes
+    checksum: bytes
     size: int
     dtype: torch.dtype
     device: torch.device
-    said: torch.Tensor
-    told: list[int]
+    tail: torch.Tensor
+    tail_sum: list[int]
 
 
 class CollectiveVerifier:
-    """Sums tensors that all workers say to be the same operation's.
-
-    Programs repeat themselves: the sum that came after an operation is expected to come
-    after it again. Then its values travel at once, with the digest behind them. A
-    worker that is about to do something else sends zeros in their place, so that the
-    sizes agree, and by the digests all workers notice. Where nothing is expected, the
-    digests travel alone.
-
-    What is expected follows from operations that all workers took part in, so it is
-    the same on all of them. That goes for a sum in pieces too: it is expected where it
-    came before, and all workers send its pieces, whatever they are about to do.
+    """Sums of tensors that detect workers in different operations.
 
     Args:
-        workers: How many there are.
-        all_reduce: Combines a tensor of the same size on all workers, in place.
+        workers: The number of workers.
+        all_reduce: Reduces a tensor of the same size on all workers, in place.
         start: Starts to sum a tensor of the same size on all workers, in place.
-        least: From how many bytes on a sum may travel in pieces, with the room behind
-            it; the same number on all workers, None for never.
+        min_bucketed_bytes: Smallest buffer that may be sent in buckets; the same on all
+            workers, None for never.
 
     Attributes:
-        due: The sum in pieces that travels next on all workers, if there is one. After
-            it was in vain it is not due until something else has come.
+        pending: The bucketed sum that all workers send next, or None. After it was
+            discarded it is not pending until another operation has come.
     """
 
     def __init__(
@@ -204,195 +190,191 @@ class CollectiveVerifier:
         workers: int,
         all_reduce: Callable[[torch.Tensor, dist.ReduceOp.RedOpType], object],
         start: Callable[[torch.Tensor], Work] | None = None,
-        least: int | None = None,
+        min_bucketed_bytes: int | None = None,
     ):
         self._workers = workers
         self._all_reduce = all_reduce
-        self._start, self._least = start, least
-        self.due: BucketedAllReduce | None = None
-        self._in_pieces: dict[bytes, BucketedAllReduce] = {}  # by what comes before
-        self._came: dict[tuple[bytes, bytes], int] = {}
-        self._last = b""
-        self._expected: dict[bytes, _Sum] = {}  # by what came before
-        # Where something else came the last time, as the logs at an epoch's end.
-        self._doubted: set[bytes] = set()
+        self._start, self._min_bucketed_bytes = start, min_bucketed_bytes
+        self.pending: BucketedAllReduce | None = None
+        self._previous = b""  # the checksum of the last operation
+        # By the checksum of the operation before.
+        self._bucketed: dict[bytes, BucketedAllReduce] = {}
+        self._expected: dict[bytes, _ExpectedSum] = {}
+        # After these another operation came last time, such as an epoch's logs.
+        self._missed: set[bytes] = set()
+        self._occurrences: dict[tuple[bytes, bytes], int] = {}
 
-    def compare(self, digest: bytes, device: torch.device) -> bool:
-        """Whether all workers are about to do the same.
-
-        Args:
-            digest: What this worker is about to do, see `call_checksum`.
-            device: Where its values are.
-        """
-        if self.due is not None:
-            self.end_pieces()  # it is another sum than this
-        expected = self._expected.get(self._last)
+    def verify(self, checksum: bytes, device: torch.device) -> bool:
+        """Return True if all workers are about to run the same operation."""
+        if self.pending is not None:
+            self.finish_pending()
+        previous = self._previous
+        expected = self._expected.get(previous)
         if expected is None:
-            same = self._all_say(int.from_bytes(digest), device)
+            same = self._all_equal(int.from_bytes(checksum), device)
         else:
-            # It is another digest than what was expected.
-            nothing = torch.zeros(
+            zeros = torch.zeros(
                 expected.size + CHECKSUM_TAIL,
                 dtype=expected.dtype,
                 device=expected.device,
             )
-            same = self._sum_and_compare(nothing, self._saying(digest, nothing))
+            same = self._sum_and_check(zeros, self._expect(checksum, zeros))
+            if same and previous in self._missed:  # the second time in a row
+                del self._expected[previous]
+                self._missed.remove(previous)
+            elif same:
+                self._missed.add(previous)
         if same:
-            self._doubt()
-            self._last, self.due = digest, self._in_pieces.get(digest)
+            self._advance(checksum)
         return same
 
-    def _all_say(self, number: int, device: torch.device) -> bool:
-        # The largest of n and of -n are each other's negative if all n are equal.
-        both = torch.tensor([number, -number], device=device)
-        self._all_reduce(both, dist.ReduceOp.MAX)
-        return int(both[0]) == -int(both[1])
-
-    def end_pieces(self) -> list[torch.Tensor] | None:
-        """Brings the sum that is due to its end, of which all pieces may have left.
-
-        Returns:
-            The sums of the pieces. None if they are in vain, on all workers, and the
-            sum is to travel in one piece.
-        """
-        pieces, before = self._in_pieces[self._last], self._last
-        sums = pieces.end()
-        if sums is not None:
-            pieces.in_vain = 0
-            self._last = pieces.digest
-            self.due = self._in_pieces.get(self._last)
-            return sums
-        self.due = None
-        pieces.in_vain += 1
-        if pieces.in_vain == _MOST_IN_VAIN:
-            del self._in_pieces[before]
-            pieces.plan.given_up()
-        return None
-
-    def _ask(
-        self,
-        before: bytes,
-        digest: bytes,
-        values: torch.Tensor,
-        plan: Callable[[], BucketPlan | None] | None,
-    ) -> None:
-        """Asks all workers whether they would send a sum in pieces from now on.
-
-        All of them ask, also one that has no plan, and the workers' plans are compared.
-        """
-        if (
-            self._start is None
-            or values.dtype not in _IN_PIECES
-            or self._workers > MAX_CHECKSUM_WORKERS
-            or before in self._in_pieces
-            or len(self._in_pieces) >= _MOST_REMEMBERED
-        ):
-            return
-        if len(self._came) >= _MOST_REMEMBERED:
-            self._came.clear()
-        times = self._came[before, digest] = self._came.get((before, digest), 0) + 1
-        if times not in _TIMES_TO_ASK and times % _ALWAYS_TO_ASK:
-            return
-        mine = plan() if plan is not None else None
-        number = 0 if mine is None else int.from_bytes(mine.digest())
-        if not self._all_say(number, values.device) or mine is None:
-            return
-        self._expected.pop(before, None)
-        self._doubted.discard(before)
-        self._in_pieces[before] = pieces = BucketedAllReduce(
-            digest, mine, values, self._workers, self._start
-        )
-        self.due = self._in_pieces.get(self._last)
-        mine.taken(pieces)
-
-    def _doubt(self) -> None:
-        """What is expected has not come; the second time in a row it is forgotten."""
-        if self._last not in self._expected:
-            return
-        if self._last in self._doubted:
-            del self._expected[self._last]
-            self._doubted.remove(self._last)
-        else:
-            self._doubted.add(self._last)
-
-    def sum(self, digest: bytes, flat: torch.Tensor) -> torch.Tensor | None:
-        """The sum of the workers' tensors.
+    def sum(self, checksum: bytes, flat: torch.Tensor) -> torch.Tensor | None:
+        """Sum a flat tensor over the workers.
 
         Args:
-            digest: What this worker adds up, its size and dtype included.
+            checksum: Identifies the operation, size and dtype, see `call_checksum`.
             flat: A tensor of one dimension.
 
         Returns:
-            A new tensor; None if the workers are about to do different things.
+            A new tensor; None if the workers are about to run different operations.
         """
-        both = flat.new_empty(flat.numel() + CHECKSUM_TAIL)
-        both[:-CHECKSUM_TAIL].copy_(flat)
-        return both[:-CHECKSUM_TAIL] if self.sum_in_place(digest, both) else None
+        buffer = flat.new_empty(flat.numel() + CHECKSUM_TAIL)
+        values = buffer[:-CHECKSUM_TAIL].copy_(flat)
+        return values if self.sum_in_place(checksum, buffer) else None
 
     def sum_in_place(
         self,
-        digest: bytes,
-        both: torch.Tensor,
+        checksum: bytes,
+        buffer: torch.Tensor,
         plan: Callable[[], BucketPlan | None] | None = None,
     ) -> bool:
-        """Makes a tensor the sum of the workers' tensors.
+        """Sum a buffer over the workers, in place.
 
         Args:
-            digest: What this worker adds up, its size and dtype included.
-            both: A tensor of one dimension, of which the last `CHECKSUM_TAIL` elements are room
-                for what travels behind the values.
-            plan: Gives how this worker would send it in pieces, None if it would not.
+            checksum: See `sum`.
+            buffer: A tensor of one dimension, whose last `CHECKSUM_TAIL` elements are
+                free.
+            plan: Returns this worker's bucket plan for it, or None.
 
         Returns:
-            Whether all workers add up the same.
+            False if the workers are about to run different operations.
         """
-        if self.due is not None:
-            self.end_pieces()
-        before = self._last
-        expected = self._expected.get(before)
-        if expected is not None and expected.digest == digest:
-            same = self._sum_and_compare(both, expected)
+        if self.pending is not None:
+            self.finish_pending()
+        previous = self._previous
+        expected = self._expected.get(previous)
+        if expected is not None and expected.checksum == checksum:
+            same = self._sum_and_check(buffer, expected)
             if same:
-                self._doubted.discard(before)
-                self._last, self.due = digest, self._in_pieces.get(digest)
+                self._missed.discard(previous)
+                self._advance(checksum)
         else:
-            same = self._compare_and_sum(digest, both)
-        if same and self._least is not None and both.nbytes >= self._least:
-            self._ask(before, digest, both, plan)
+            same = self.verify(checksum, buffer.device)
+            if same:
+                self._all_reduce(buffer[:-CHECKSUM_TAIL], dist.ReduceOp.SUM)
+                self._expect_after(previous, checksum, buffer)
+        least = self._min_bucketed_bytes
+        if same and least is not None and buffer.nbytes >= least:
+            self._compare_plans(previous, checksum, buffer, plan)
         return same
 
-    def _compare_and_sum(self, digest: bytes, both: torch.Tensor) -> bool:
-        before = self._last
-        if not self.compare(digest, both.device):
-            return False
-        values = both[:-CHECKSUM_TAIL]
-        self._all_reduce(values, dist.ReduceOp.SUM)
-        if (
-            before not in self._expected
-            and before not in self._in_pieces
-            and values.dtype in _EXACT
-            and self._workers <= MAX_CHECKSUM_WORKERS
-            and values.nbytes <= _LARGEST_BYTES
-        ):
-            if len(self._expected) >= _MOST_REMEMBERED:
-                self._expected.clear()
-                self._doubted.clear()
-            self._expected[before] = self._saying(digest, both)
-        return True
+    def finish_pending(self) -> list[torch.Tensor] | None:
+        """Finish the pending sum.
 
-    def _saying(self, digest: bytes, both: torch.Tensor) -> _Sum:
-        said = checksum_tail(digest)
-        return _Sum(
-            digest,
-            both.numel() - CHECKSUM_TAIL,
-            both.dtype,
-            both.device,
-            both.new_tensor(said),
-            [self._workers * number for number in said],
+        Returns:
+            The sums of its buckets. None on all workers if it was discarded; the sum
+            is then sent as one collective.
+        """
+        previous = self._previous
+        bucketed = self._bucketed[previous]
+        sums = bucketed.end()
+        if sums is not None:
+            bucketed.discarded = 0
+            self._advance(bucketed.checksum)
+            return sums
+        self.pending = None
+        bucketed.discarded += 1
+        if bucketed.discarded == _MAX_DISCARDED_IN_A_ROW:
+            del self._bucketed[previous]
+            bucketed.plan.on_dropped()
+        return None
+
+    def _advance(self, checksum: bytes) -> None:
+        self._previous, self.pending = checksum, self._bucketed.get(checksum)
+
+    def _all_equal(self, number: int, device: torch.device) -> bool:
+        # The maxima of n and of -n are each other's negative if all n are equal.
+        maxima = torch.tensor([number, -number], device=device)
+        self._all_reduce(maxima, dist.ReduceOp.MAX)
+        return int(maxima[0]) == -int(maxima[1])
+
+    def _compare_plans(
+        self,
+        previous: bytes,
+        checksum: bytes,
+        values: torch.Tensor,
+        plan: Callable[[], BucketPlan | None] | None,
+    ) -> None:
+        """Send a sum in buckets from now on, if all workers have the same plan.
+
+        Workers without a plan take part, too.
+        """
+        if (
+            self._start is None
+            or values.dtype not in _BUCKET_DTYPES
+            or self._workers > MAX_CHECKSUM_WORKERS
+            or previous in self._bucketed
+            or len(self._bucketed) >= _MAX_REMEMBERED
+        ):
+            return
+        if len(self._occurrences) >= _MAX_REMEMBERED:
+            self._occurrences.clear()
+        key = previous, checksum
+        times = self._occurrences[key] = self._occurrences.get(key, 0) + 1
+        if times not in _COMPARE_PLANS_AT and times % _COMPARE_PLANS_EVERY:
+            return
+        local = plan() if plan is not None else None
+        number = 0 if local is None else int.from_bytes(local.checksum())
+        if not self._all_equal(number, values.device) or local is None:
+            return
+        self._expected.pop(previous, None)
+        self._missed.discard(previous)
+        bucketed = BucketedAllReduce(
+            checksum, local, values, self._workers, self._start
+        )
+        self._bucketed[previous] = bucketed
+        self.pending = self._bucketed.get(self._previous)
+        local.on_agreed(bucketed)
+
+    def _expect_after(
+        self, previous: bytes, checksum: bytes, buffer: torch.Tensor
+    ) -> None:
+        if (
+            previous in self._expected
+            or previous in self._bucketed
+            or buffer.dtype not in _EXACT_DTYPES
+            or self._workers > MAX_CHECKSUM_WORKERS
+            or buffer[:-CHECKSUM_TAIL].nbytes > _MAX_EXPECTED_BYTES
+        ):
+            return
+        if len(self._expected) >= _MAX_REMEMBERED:
+            self._expected.clear()
+            self._missed.clear()
+        self._expected[previous] = self._expect(checksum, buffer)
+
+    def _expect(self, checksum: bytes, buffer: torch.Tensor) -> _ExpectedSum:
+        tail = checksum_tail(checksum)
+        return _ExpectedSum(
+            checksum,
+            buffer.numel() - CHECKSUM_TAIL,
+            buffer.dtype,
+            buffer.device,
+            buffer.new_tensor(tail),
+            [self._workers * number for number in tail],
         )
 
-    def _sum_and_compare(self, both: torch.Tensor, sum_: _Sum) -> bool:
-        tail = both[-CHECKSUM_TAIL:]
-        tail.copy_(sum_.said)
-        self._all_reduce(both, dist.ReduceOp.SUM)
-        return tail.tolist() == sum_.told
+    def _sum_and_check(self, buffer: torch.Tensor, expected: _ExpectedSum) -> bool:
+        tail = buffer[-CHECKSUM_TAIL:]
+        tail.copy_(expected.tail)
+        self._all_reduce(buffer, dist.ReduceOp.SUM)
+        return tail.tolist() == expected.tail_sum

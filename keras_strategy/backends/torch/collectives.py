@@ -10,10 +10,11 @@ import torch.distributed as dist
 from keras_strategy.backends.torch import connection
 from keras_strategy.backends.torch.collective_check import CollectiveVerifier
 from keras_strategy.backends.torch.gradient_buckets import (
-    FIRST_BYTES,
-    MOST_BYTES,
+    FIRST_BUCKET_BYTES,
+    MAX_BUCKET_BYTES,
     FlatBufferPool,
     OverlappedAllReduce,
+    scale_in_place,
     split_by_bytes,
     unflatten,
 )
@@ -28,39 +29,36 @@ from keras_strategy.training.sharding import FlatShards
 
 
 class TorchWorkers(WorkerCollectives):
-    """See `core.workers.Workers`.
-
-    torch hangs or ends the process where the workers do different things. So what they
-    are about to do is compared in the collective that does it: see `announcing`.
+    """Collectives that are verified before or while they run, see `collective_check`.
 
     Attributes:
-        during_backward: The sums of gradients that leave while others are computed.
+        overlapped: The gradient sums that are sent during backward.
     """
 
     def __init__(self, cluster: Cluster):
         super().__init__(cluster)
-        most = cluster.options.bytes_per_pack
-        self._announcements = CollectiveVerifier(
+        bucket_bytes = cluster.options.bytes_per_pack
+        self._verifier = CollectiveVerifier(
             self.size,
             lambda tensor, op: dist.all_reduce(tensor, op=op),
-            _start,
-            most or FIRST_BYTES,
+            _start_all_reduce,
+            bucket_bytes or FIRST_BUCKET_BYTES,
         )
-        self.during_backward = OverlappedAllReduce(
-            self._announcements, most, cluster.is_local
+        self.overlapped = OverlappedAllReduce(
+            self._verifier, bucket_bytes, cluster.is_local
         )
 
     def sum(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach()
         shape = tuple(tensor.shape)
         if tensor.dtype == torch.bool:
-            self._require_same(name, tensor, shape)
+            self._verify(name, tensor, shape)
             raise TypeError(f"`{name}` adds numbers. Received a tensor of booleans.")
-        digest = _digest(name, tensor, shape)
+        checksum = _checksum(name, tensor, shape)
         with self.track_operation(name):
-            total = self._announcements.sum(digest, tensor.reshape(-1))
+            total = self._verifier.sum(checksum, tensor.reshape(-1))
         if total is None:
-            raise self._difference(name, tensor, shape)
+            raise self._mismatch(name, tensor, shape)
         return total.view(shape)
 
     def all_reduce_weighted(
@@ -68,35 +66,35 @@ class TorchWorkers(WorkerCollectives):
         name: str,
         tensors: Sequence[torch.Tensor],
         weight: float | None,
-        joined: FlatBufferPool,
+        buffers: FlatBufferPool,
         variables: Sequence[Any] | None,
     ) -> list[torch.Tensor]:
-        """The sums of the workers' weighted tensors.
+        """Sum the workers' weighted tensors.
 
         Args:
             name: What they are for.
-            tensors: Tensors of one dtype and on one device.
-            weight: What they are to be multiplied with, see `Replica.weighted_sum`.
-            joined: Makes one tensor of them.
-            variables: What they are gradients of; None where they are none.
+            tensors: Tensors of one dtype and device.
+            weight: See `Replica.weighted_sum`.
+            buffers: Where to take a flat buffer from.
+            variables: The variables whose gradients they are; None for other tensors.
         """
         with self.track_operation(name):
-            if self._announcements.due is not None:
-                sums = self.during_backward.sums(tensors, weight)
+            if self._verifier.pending is not None:
+                sums = self.overlapped.weighted_sums(tensors, weight)
                 if sums is not None:
                     return sums
-            both = joined(tensors)
-            flat = both[:-CHECKSUM_TAIL]
+            buffer = buffers.concatenate(tensors)
+            flat = buffer[:-CHECKSUM_TAIL]
             if weight == 0:
                 flat.zero_()
             elif weight is not None:
                 flat.mul_(weight)
             shape = tuple(flat.shape)
-            plan = functools.partial(self.during_backward.plan, tensors, variables)
-            digest = _digest(name, flat, shape)
-            same = self._announcements.sum_in_place(digest, both, plan)
+            plan = functools.partial(self.overlapped.plan, tensors, variables)
+            checksum = _checksum(name, flat, shape)
+            same = self._verifier.sum_in_place(checksum, buffer, plan)
         if not same:
-            raise self._difference(name, flat, shape)
+            raise self._mismatch(name, flat, shape)
         return unflatten(flat, tensors)
 
     def reduce_scatter_weighted(
@@ -104,46 +102,43 @@ class TorchWorkers(WorkerCollectives):
         name: str,
         tensors: Sequence[torch.Tensor],
         weight: float | None,
-        shares: Sequence[FlatShards],
+        shards: Sequence[FlatShards],
     ) -> list[torch.Tensor]:
-        """This worker's shares of the sums of the workers' weighted tensors.
+        """Return this worker's shards of the sums of the workers' weighted tensors.
 
-        Each sends the others their shares, and adds up what it is sent: it is half of
-        what the whole sums take. gloo's own `reduce_scatter` sends as much as those.
+        Each worker sends the others their shards and adds up what it receives, half the
+        traffic of an all-reduce. gloo's `reduce_scatter` sends as much as that.
 
         Args:
             name: What they are for.
-            tensors: Tensors of one dtype and on one device.
-            weight: See `all_reduce_weighted`.
-            shares: For each which elements each worker gets, by rank.
+            tensors: Tensors of one dtype and device.
+            weight: See `Replica.weighted_sum`.
+            shards: For each tensor, the elements of each worker.
         """
         shape = (sum([tensor.numel() for tensor in tensors]),)
-        self._require_same(f"{name} (shares)", tensors[0], shape)
-        pairs = [(t.reshape(-1), of) for t, of in zip(tensors, shares, strict=True)]
+        self._verify(f"{name} (shares)", tensors[0], shape)
+        pairs = [(t.reshape(-1), spec) for t, spec in zip(tensors, shards, strict=True)]
         results: list[torch.Tensor] = []
-        for some in split_by_bytes(pairs, lambda pair: pair[0], MOST_BYTES):
-            bounds = [[of.bounds[r] for _, of in some] for r in range(self.size)]
-            sizes = [[end - begin for begin, end in own] for own in bounds]
+        for group in split_by_bytes(pairs, lambda pair: pair[0], MAX_BUCKET_BYTES):
+            bounds = [[spec.bounds[r] for _, spec in group] for r in range(self.size)]
+            sizes = [[end - begin for begin, end in of_rank] for of_rank in bounds]
             sent = torch.cat(
                 [
                     tensor[begin:end]
-                    for own in bounds
-                    for (tensor, _), (begin, end) in zip(some, own, strict=True)
+                    for of_rank in bounds
+                    for (tensor, _), (begin, end) in zip(group, of_rank, strict=True)
                 ]
             )
-            if weight == 0:
-                sent.zero_()
-            elif weight is not None:
-                sent.mul_(weight)
-            mine = sizes[self.rank]
-            every = sent.new_empty(self.size * sum(mine))
+            scale_in_place(sent, weight)
+            local = sizes[self.rank]
+            received = sent.new_empty(self.size * sum(local))
             with self.track_operation(name):
                 dist.all_to_all_single(
-                    every, sent, [sum(mine)] * self.size, list(map(sum, sizes))
+                    received, sent, [sum(local)] * self.size, list(map(sum, sizes))
                 )
-            parts = every.view(self.size, sum(mine)).sum(0).split(mine)
-            for part, (_, of) in zip(parts, some, strict=True):
-                results.append(part.view(of.shape_of(self.rank)))
+            sums = received.view(self.size, sum(local)).sum(0).split(local)
+            for shard, (_, spec) in zip(sums, group, strict=True):
+                results.append(shard.view(spec.shape_of(self.rank)))
         return results
 
     def sum_all(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -155,57 +150,57 @@ class TorchWorkers(WorkerCollectives):
         axis %= max(tensor.ndim, 1)
         tensor = tensor.detach()
         others = tuple(tensor.shape[:axis]) + tuple(tensor.shape[axis + 1 :])
-        self._require_same(name, tensor, others, f" other than axis {axis}")
+        self._verify(name, tensor, others, f" other than axis {axis}")
         size = torch.tensor([tensor.shape[axis]], device=tensor.device)
         sizes = [torch.empty_like(size) for _ in range(self.size)]
         with self.track_operation(name):
             dist.all_gather(sizes, size)
         counts = [int(s) for s in sizes]
-        # The axis comes first, since what is sent is padded to the longest.
+        # Move the axis to the front: what is sent is padded to the longest.
         rows = tensor.movedim(axis, 0)
-        boolean = rows.dtype == torch.bool
+        is_bool = rows.dtype == torch.bool
         padded = rows.new_zeros((max(counts), *rows.shape[1:]))
         padded[: rows.shape[0]] = rows
-        if boolean:
+        if is_bool:
             padded = padded.to(torch.uint8)
-        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        received = [torch.empty_like(padded) for _ in range(self.size)]
         with self.track_operation(name):
-            dist.all_gather(parts, padded)
-        pieces = zip(parts, counts, strict=True)
-        joined = torch.cat([part[:count] for part, count in pieces])
-        if boolean:
+            dist.all_gather(received, padded)
+        pairs = zip(received, counts, strict=True)
+        joined = torch.cat([part[:count] for part, count in pairs])
+        if is_bool:
             joined = joined.to(torch.bool)
         return joined.movedim(0, axis), counts
 
     def all_gather_flat(
         self, name: str, tensor: torch.Tensor, sizes: Sequence[int]
     ) -> torch.Tensor:
-        """The workers' tensors of one dimension, whose sizes all of them know.
+        """Join the workers' flat tensors, whose sizes all workers know.
 
-        What they did just before has shown that they are in the same operation.
+        It verifies nothing: the operation before has shown that all workers are here.
 
         Args:
             name: What it is for.
             tensor: This worker's.
-            sizes: How many elements each worker has, by rank.
+            sizes: Each worker's number of elements, by rank.
         """
-        most = max(sizes)
+        longest = max(sizes)
         sent = tensor
-        if len(sent) < most:  # what is sent has one size
-            sent = tensor.new_zeros(most)
+        if len(sent) < longest:
+            sent = tensor.new_zeros(longest)
             sent[: len(tensor)] = tensor
-        every = sent.new_empty(most * self.size)
+        received = sent.new_empty(longest * self.size)
         with self.track_operation(name):
-            dist.all_gather_into_tensor(every, sent)
-        parts = every.split(most)
-        return torch.cat([p[:size] for p, size in zip(parts, sizes, strict=True)])
+            dist.all_gather_into_tensor(received, sent)
+        parts = zip(received.split(longest), sizes, strict=True)
+        return torch.cat([part[:size] for part, size in parts])
 
     def broadcast(
         self, name: str, tensors: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         results = []
         for tensor in tensors:
-            self._require_same(name, tensor, tuple(tensor.shape))
+            self._verify(name, tensor, tuple(tensor.shape))
             sent = tensor.detach().clone(memory_format=torch.contiguous_format)
             if tensor.dtype == torch.bool:
                 sent = sent.to(torch.uint8)
@@ -214,51 +209,43 @@ class TorchWorkers(WorkerCollectives):
             results.append(sent.to(tensor.dtype))
         return results
 
-    def _require_same(
+    def _verify(
         self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], which: str = ""
     ) -> None:
-        digest = _digest(name, tensor, shape)
+        checksum = _checksum(name, tensor, shape)
         with self.track_operation(name):
-            same = self._announcements.compare(digest, tensor.device)
+            same = self._verifier.verify(checksum, tensor.device)
         if not same:
-            raise self._difference(name, tensor, shape, which)
+            raise self._mismatch(name, tensor, shape, which)
 
-    def _difference(
+    def _mismatch(
         self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], which: str = ""
     ) -> Exception:
         return self.mismatch_error(name, [list(shape), str(tensor.dtype)], which)
 
 
-def _start(tensor: torch.Tensor) -> Any:
+def _start_all_reduce(tensor: torch.Tensor) -> Any:
     return dist.all_reduce(tensor, async_op=True)
 
 
-def _digest(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> bytes:
+def _checksum(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> bytes:
     return call_checksum(operation_kind(name), shape, tensor.dtype)
 
 
 def map_flattened(
     tensors: Sequence[torch.Tensor], fn: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Applies an elementwise function to all tensors of a dtype at once.
-
-    Args:
-        tensors: The tensors.
-        fn: A function of a flat tensor.
-
-    Returns:
-        A tensor for each, of its shape.
-    """
+    """Apply an elementwise function to the flat join of all tensors of a dtype."""
     results: list[Any] = [None] * len(tensors)
     by_kind: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(index)
     for indices in by_kind.values():
-        parts = [tensors[index] for index in indices]
-        flat = fn(torch.cat([part.reshape(-1) for part in parts]))
-        pieces = flat.split([part.numel() for part in parts])
-        for index, part, piece in zip(indices, parts, pieces, strict=True):
-            results[index] = piece.view(part.shape)
+        group = [tensors[index] for index in indices]
+        flat = fn(torch.cat([tensor.reshape(-1) for tensor in group]))
+        parts = flat.split([tensor.numel() for tensor in group])
+        for index, tensor, part in zip(indices, group, parts, strict=True):
+            results[index] = part.view(tensor.shape)
     return results
 
 
@@ -266,7 +253,7 @@ _connected: TorchWorkers | None = None
 
 
 def connect(cluster: Cluster) -> TorchWorkers:
-    """Connects this process with the others of a cluster, once."""
+    """Connect this process with the others of a cluster, once."""
     global _connected
     if _connected is None:
         connection.connect(cluster)

@@ -1,16 +1,13 @@
-"""What a model's forward pass sees while torch.compile makes a graph of it.
+"""`jit_compile` on torch: the forward pass of a model as one graph of torch.compile.
 
-The graph is a function of the variables' values. It writes nothing: what it assigned,
-and the losses that it added, are given back, and the replica assigns and adds them as
-if they had come up just now. And it speaks to no other replica: what would, or what
-each replica does in a way of its own, is refused here, and the forward pass is called
-as it is.
+Loss, backward pass, gradient all-reduce and optimizer stay eager, since replicas
+communicate there. A forward pass that cannot be compiled is called eagerly, with the
+same results, and a warning reports why.
 
-`jit_compile` on torch: the forward pass of a model as one graph of torch.compile.
-
-Loss, backward pass, the sum of the gradients and the optimizer stay around it as they
-are: they are where replicas speak to each other. A forward pass that is no graph is
-called as it is, with the same numbers, and a warning says why.
+The graph is a function of the variables' values and writes nothing. It returns what was
+assigned and the losses that were added, and the replica then assigns and adds them. It
+cannot communicate with other replicas or depend on the replica: that is refused while
+the graph is traced, and the forward pass is called eagerly.
 """
 
 import contextlib
@@ -32,33 +29,33 @@ from keras_strategy.core.context import distributed_replica, thread_state
 from keras_strategy.core.per_replica_attributes import current_turn
 from keras_strategy.keras_patches.layers import all_layers, seed_generators
 from keras_strategy.keras_patches.losses_metrics import keras_masking
-from keras_strategy.keras_patches.patch import of_several
+from keras_strategy.keras_patches.patch import multi_replica_only
 from keras_strategy.keras_patches.random import keras_random
 from keras_strategy.training import random
 from keras_strategy.training.variable_sync import is_sync_on_read
 
 
 class UnsupportedInGraph(Exception):
-    """A graph cannot do this."""
+    """An operation that a graph cannot contain."""
 
 
 class GraphScope(keras.StatelessScope):
-    """The variables as the graph sees them.
+    """The variables as the graph reads and writes them.
 
     Args:
-        values: What each variable holds, by `id`.
-        generators: The numbers of the layers' seed generators, by `id`.
+        values: Each variable's value, by `id`.
+        generators: The indices of the layers' seed generators, by `id`.
 
     Attributes:
-        written: What was assigned, by `id`.
-        added: The losses that layers added, with the layers.
+        written: The assigned values, by `id`.
+        losses: The layers and the losses that they added.
     """
 
     def __init__(self, values: dict[int, torch.Tensor], generators: dict[int, int]):
         super().__init__(initialize_variables=False)
         self.values = values
         self.written: dict[int, torch.Tensor] = {}
-        self.added: list[tuple[Any, Any]] = []
+        self.losses: list[tuple[Any, Any]] = []
         self._generators = generators
         self._drawn: dict[int, torch.Tensor] = {}
         self._draws = 0
@@ -66,17 +63,13 @@ class GraphScope(keras.StatelessScope):
     def get_current_value(self, variable: Any) -> torch.Tensor:
         value = self.values.get(id(variable))
         if value is None:
-            raise UnsupportedInGraph(
-                "it reads a variable that is not the replica's own"
-            )
+            raise UnsupportedInGraph("it reads a variable that is not one of its own")
         return value
 
     def add_update(self, update: tuple[Any, torch.Tensor]) -> None:
         variable, value = update
         if id(variable) not in self.values or variable.aggregation != "none":
-            raise UnsupportedInGraph(
-                "it assigns a variable that replicas bring together"
-            )
+            raise UnsupportedInGraph("it assigns a variable that replicas aggregate")
         self.values[id(variable)] = self.written[id(variable)] = value.detach()
 
     def dropped(
@@ -86,43 +79,43 @@ class GraphScope(keras.StatelessScope):
         noise_shape: Sequence[int | None] | None,
         seed: Any,
     ) -> torch.Tensor:
-        """What dropout leaves of a tensor; the arguments are those of Keras's."""
+        """Apply dropout, with the arguments of `keras.random.dropout`."""
         number = -1 if seed is None else self._generators.get(id(seed))
         if number is None:
-            raise UnsupportedInGraph("it draws from a seed that is none of its layers'")
+            raise UnsupportedInGraph("it draws from a seed of none of its layers")
         shape = None
         if noise_shape is not None:
             shape = [-1 if size is None else size for size in noise_shape]
-        # One generator draws in one order, and no two masks are taken for one.
-        before = self._drawn.get(number)
+        # A data dependency orders the draws of a generator.
+        previous = self._drawn.get(number)
         self._draws += 1
-        scales = _scales(inputs.detach(), rate, shape, number, before, self._draws)
+        scales = _scales(inputs.detach(), rate, shape, number, previous, self._draws)
         self._drawn[number] = scales
         if seed is None and shape is None and not random.settings.exact:
-            return inputs * scales  # as the replica does it without a graph
+            return inputs * scales  # as the replica does eagerly
         return torch.where(scales != 0, inputs / (1.0 - rate), 0)
 
 
 def is_graph_readable(variable: Any) -> bool:
-    """Whether a graph may read a variable.
+    """Return True if a graph may read a variable.
 
-    What a step reads of sums is noted, and metrics are told of their rows.
+    Reads of sums are recorded, and metrics depend on the replica's rows.
     """
     return variable.aggregation != "sum" and not is_sync_on_read(variable)
 
 
-@of_several
+@multi_replica_only
 def current_graph() -> GraphScope | None:
-    """The graph that is made in this thread, or None."""
+    """Return the scope of the graph that this thread traces, or None."""
     scope = current_stateless_scope()
     return scope if isinstance(scope, GraphScope) else None
 
 
-class _Unknown:
-    """A number that is another one for each replica, and in each step."""
+class _UnknownNumber:
+    """A number that depends on the replica and the step."""
 
     def _refuse(self, *_: Any) -> Any:
-        raise UnsupportedInGraph("it asks a replica for its part of the rows")
+        raise UnsupportedInGraph("it reads the row weight of a replica")
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __add__ = __radd__ = _refuse
@@ -131,37 +124,34 @@ class _Unknown:
 
 
 class _Step:
-    """A replica's step, of which a graph knows that it is one."""
+    """The step of a replica, as far as a graph can read it."""
 
-    applying = True  # what is assigned is brought together when it is given back
-    row_weight = _Unknown()
+    applying = True  # assigned values are aggregated after the graph
+    row_weight = _UnknownNumber()
     drawing = False
 
     @property
     def rows(self) -> Any:
-        """They tell which of one device's random numbers a replica's are."""
-        raise UnsupportedInGraph(
-            "it draws one device's random numbers for a replica's rows"
-        )
+        raise UnsupportedInGraph("it draws random numbers for a replica's rows")
 
 
-class _Refuses:
-    """What a graph has in the place of something that belongs to one replica."""
+class _Unsupported:
+    """The substitute for an object of one replica, while a graph is traced."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # torch asks what kind of object it is
+        if name.startswith("__"):  # torch inspects its type
             raise AttributeError(name)
-        raise UnsupportedInGraph(f"it asks a replica for `{name}`")
+        raise UnsupportedInGraph(f"it reads `{name}` of a replica")
 
 
-class _AnyReplica(_Refuses):
-    """The replica that a graph is made for."""
+class _AnyReplica(_Unsupported):
+    """The replica that a graph is traced for."""
 
     step = _Step()
 
 
-class _AnyContext(_Refuses):
-    """Its `ReplicaContext`."""
+class _AnyContext(_Unsupported):
+    """The `ReplicaContext` of `_AnyReplica`."""
 
     _replica = _AnyReplica()
     _replicas = 2  # or more
@@ -170,8 +160,8 @@ class _AnyContext(_Refuses):
         self.strategy = strategy
 
 
-class _NobodysOwn(_Refuses):
-    """What is set on layers while a graph is made of them: see `OwnAttributes`."""
+class _NoAttributes(_Unsupported):
+    """The substitute for `ReplicaAttributes` while a graph is traced."""
 
     def set(self, layer: Any, name: str, value: Any) -> None:
         raise UnsupportedInGraph(f"it sets {type(layer).__name__}.{name}")
@@ -180,59 +170,50 @@ class _NobodysOwn(_Refuses):
         raise UnsupportedInGraph("it changes a list, dict or set of a layer")
 
 
-class _AtWork(threading.local):
-    """What a graph is executed for, in this thread.
+class _Execution(threading.local):
+    """The replica and its attributes that this thread executes a graph for."""
 
-    Attributes:
-        around: Where the thread was, and whose attributes it set.
-        generators: The layers' seed generators.
-    """
-
-    around: tuple[Any, Any] = (None, None)
+    replica: tuple[Any, Any] = (None, None)
     generators: Sequence[Any] = ()
 
 
-_at_work = _AtWork()
-_nobodys_own: Any = _NobodysOwn()
+_execution = _Execution()
+_no_attributes: Any = _NoAttributes()
 
 
 class GraphTracing:
-    """Where a thread is that makes or executes a graph.
-
-    Args:
-        strategy: The replicas' strategy.
-    """
+    """The replica context while graphs are traced or executed."""
 
     def __init__(self, strategy: Any):
         self._context: Any = _AnyContext(strategy)
 
     @contextlib.contextmanager
     def entered(self, generators: Sequence[Any]) -> Iterator[None]:
-        """Puts a replica's thread there.
+        """Context manager in which a replica's thread traces or executes a graph.
 
         Args:
             generators: The layers' seed generators.
         """
-        around = thread_state.replica, current_turn.attributes
-        _at_work.around, _at_work.generators = around, generators
-        thread_state.replica, current_turn.attributes = self._context, _nobodys_own
-        # Keras would wrap each call in what looks for errors to explain.
-        filters = keras.config.is_traceback_filtering_enabled()
+        replica = thread_state.replica, current_turn.attributes
+        _execution.replica, _execution.generators = replica, generators
+        thread_state.replica, current_turn.attributes = self._context, _no_attributes
+        # Keras would wrap each call to improve its error messages.
+        is_filtering = keras.config.is_traceback_filtering_enabled()
         keras.config.disable_traceback_filtering()
         try:
             yield
         finally:
-            if filters:
+            if is_filtering:
                 keras.config.enable_traceback_filtering()
-            thread_state.replica, current_turn.attributes = around
-            del _at_work.around, _at_work.generators
+            thread_state.replica, current_turn.attributes = replica
+            del _execution.replica, _execution.generators
 
 
 @contextlib.contextmanager
-def _without_graph() -> Iterator[None]:
-    """Puts the thread back to where it was."""
+def _outside_graph() -> Iterator[None]:
+    """Context manager that restores the replica while a graph is executed."""
     in_graph = thread_state.replica, current_turn.attributes
-    thread_state.replica, current_turn.attributes = _at_work.around
+    thread_state.replica, current_turn.attributes = _execution.replica
     try:
         yield
     finally:
@@ -245,60 +226,57 @@ def _scales(
     rate: float,
     noise_shape: Sequence[int] | None,
     generator: int,
-    before: torch.Tensor | None,
+    previous: torch.Tensor | None,
     draw: int,
 ) -> torch.Tensor:
-    """What dropout makes of ones, drawn by the replica when the graph is executed.
+    """Apply dropout to ones, drawn by the replica that executes the graph.
 
     Args:
-        inputs: What it is for.
-        rate: The part that is dropped.
-        noise_shape: See `keras.random.dropout`; -1 where that is None.
-        generator: The number of the seed generator; -1 for the process's.
-        before: What the same generator drew before, so that it draws in that order.
-        draw: A number of its own, so that no two draws are taken for one.
+        inputs: The inputs of the dropout.
+        rate: The fraction to drop.
+        noise_shape: See `keras.random.dropout`; -1 instead of None.
+        generator: The index of the seed generator; -1 for the process's.
+        previous: What the same generator drew before, to fix the order.
+        draw: A unique number, so that no two draws are merged.
     """
     shape = None
     if noise_shape is not None:
         shape = [None if size == -1 else size for size in noise_shape]
-    seed = None if generator == -1 else _at_work.generators[generator]
-    with _without_graph():
+    seed = None if generator == -1 else _execution.generators[generator]
+    with _outside_graph():
         return keras_random.dropout(torch.ones_like(inputs), rate, shape, seed)
 
 
 @_scales.register_fake
-def _like_inputs(inputs, rate, noise_shape, generator, before, draw) -> torch.Tensor:
+def _fake_scales(inputs, rate, noise_shape, generator, previous, draw) -> torch.Tensor:
     return torch.empty_like(inputs)
 
 
 logger = logging.getLogger("keras_strategy")
 BACKEND = "KERAS_STRATEGY_TORCH_COMPILE_BACKEND"
 INDUCTOR = "inductor"
-# Of one forward pass on one device; torch's own limit.
-_MOST_GRAPHS = 8
-# What was said of each model: that of `fit` holds for `evaluate`, too.
-_told: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+# For one forward pass on one device; torch's default.
+_MAX_GRAPHS = 8
+# What was logged for each model, by `fit` or `evaluate`.
+_logged: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
 class CompiledModel:
-    """The forward passes that a step of a model may call: its own, and its parts'.
-
-    It is entered around the step; outside of it the model is as it was.
+    """Context manager in which the forward passes of a model and its submodels compile.
 
     Args:
         model: The model, with `jit_compile`.
-        strategy: Its strategy.
     """
 
     def __init__(self, model: keras.Model, strategy: Any):
         self._model = model
         self._backend = _backend(strategy)
-        parts = [layer for layer in all_layers(model) if isinstance(layer, keras.Model)]
+        models = [model, *(x for x in all_layers(model) if isinstance(x, keras.Model))]
         self._passes = [
-            ForwardPass(part, strategy, self._backend)
-            for part in {id(part): part for part in [model, *parts]}.values()
+            ForwardPass(submodel, strategy, self._backend)
+            for submodel in {id(submodel): submodel for submodel in models}.values()
         ]
-        self._told = 0
+        self._changes = 0
 
     def __enter__(self) -> None:
         for forward in self._passes:
@@ -307,29 +285,29 @@ class CompiledModel:
     def __exit__(self, *error: Any) -> None:
         for forward in self._passes:
             forward.restore()
-        happened = sum([forward.happened for forward in self._passes])
-        if happened != self._told:
-            self._told = happened
-            self._tell()
+        changes = sum([forward.changes for forward in self._passes])
+        if changes != self._changes:
+            self._changes = changes
+            self._log()
 
-    def _tell(self) -> None:
-        """Says what became of `jit_compile`, where that is new."""
+    def _log(self) -> None:
+        """Log which forward passes are compiled, if that is new."""
         graphs = [f"'{f.layer.name}'" for f in self._passes if f.has_graph]
         eager = [f"'{f.layer.name}' ({why})" for f in self._passes for why in f.refused]
-        told = []
+        parts = []
         if graphs:
-            told.append(
+            parts.append(
                 f"the forward pass of {' and of '.join(graphs)} is one graph of "
                 f"torch.compile, backend '{self._backend}'"
             )
         if eager:
-            told.append(
+            parts.append(
                 f"without a graph, and with the same results: {'; '.join(eager)}"
             )
-        line = "; ".join(told)
-        known = _told.setdefault(self._model, set())
-        if line not in known:
-            known.add(line)
+        line = "; ".join(parts)
+        logged = _logged.setdefault(self._model, set())
+        if line not in logged:
+            logged.add(line)
             logger.log(
                 logging.WARNING if eager else logging.INFO,
                 "jit_compile=True of the model '%s': %s.",
@@ -339,77 +317,76 @@ class CompiledModel:
 
 
 class ForwardPass:
-    """The `call` of a model, by a graph where there is one.
+    """The `call` of a model, compiled if possible.
 
     Args:
         layer: The model.
-        strategy: The strategy whose replicas call it.
-        backend: What torch.compile makes of a graph.
+        backend: The backend of torch.compile.
 
     Attributes:
-        called: What takes the place of the model's `call`.
-        has_graph: Whether there is a graph.
-        refused: Why it was called without one, in the order in which that came up.
-        happened: How often the last two changed.
+        called: The replacement of the model's `call`.
+        has_graph: True if there is a graph.
+        refused: Reasons for eager calls, in order of appearance.
+        changes: How often the last two changed.
     """
 
     def __init__(self, layer: keras.Model, strategy: Any, backend: str):
         self.layer = layer
         self.has_graph = False
         self.refused: list[str] = []
-        self.happened = 0
-        self._own = vars(layer).get("call")
-        self._plain = layer.call
-        self._place = GraphTracing(strategy)
+        self.changes = 0
+        self._instance_call = vars(layer).get("call")
+        self._eager_call = layer.call
+        self._tracing = GraphTracing(strategy)
         self._is_built = False
         self._variables: list[Any] = []
         self._generators: list[Any] = []
-        self._without: set[Any] = set()
+        self._eager_kinds: set[Any] = set()
         self._backend = backend
-        self._most = _MOST_GRAPHS * len(strategy.extended.worker_devices)
+        self._max_graphs = _MAX_GRAPHS * len(strategy.extended.worker_devices)
         self._graph: Callable[..., Any] | None = None
 
-        @functools.wraps(self._plain)
+        @functools.wraps(self._eager_call)
         def called(*args, **kwargs):
             if torch.compiler.is_compiling():
-                return self._plain(*args, **kwargs)
+                return self._eager_call(*args, **kwargs)
             replica = distributed_replica()
-            # Trials and replicas without rows make no graphs for their shapes.
+            # No graphs for the shapes of dry runs and of replicas without rows.
             if replica is None or not replica.step.row_weight:
-                return self._plain(*args, **kwargs)
+                return self._eager_call(*args, **kwargs)
             return self._call(replica, args, kwargs)
 
         self.called = called
 
     def restore(self) -> None:
-        """Gives the model its own `call` back."""
-        if self._own is None:
+        """Restore the model's `call`."""
+        if self._instance_call is None:
             vars(self.layer).pop("call", None)
         else:
-            vars(self.layer)["call"] = self._own
+            vars(self.layer)["call"] = self._instance_call
 
     def _call(self, replica: Any, args: tuple, kwargs: dict) -> Any:
         if not self._is_ready() or (
-            self._without and _kind(args, kwargs) in self._without
+            self._eager_kinds and _kind(args, kwargs) in self._eager_kinds
         ):
-            return self._plain(*args, **kwargs)
+            return self._eager_call(*args, **kwargs)
         if _has_mask(args) or _has_mask(kwargs):
             return self._refuse("its inputs have masks", args, kwargs)
         values = list(map(replica.scope.get_current_value, self._variables))
         try:
-            with self._place.entered(self._generators):
+            with self._tracing.entered(self._generators):
                 assert self._graph is not None
-                found = self._graph(values, args, kwargs)
+                results = self._graph(values, args, kwargs)
         except Exception as error:
-            # If it is the model's own, it is raised once more.
+            # If it is the model's own error, the eager call raises it again.
             return self._refuse(_why(error), args, kwargs)
         if not self.has_graph:
             self.has_graph = True
-            self.happened += 1
-        return self._given_back(*found)
+            self.changes += 1
+        return self._apply_results(*results)
 
     def _is_ready(self) -> bool:
-        """Whether all is built, and the graph's function made."""
+        """Return True if all layers are built, and create the graph function."""
         if not self._is_built:
             self._is_built = all(layer.built for layer in all_layers(self.layer))
             if self._is_built:
@@ -418,36 +395,36 @@ class ForwardPass:
                 ]
                 self._generators = seed_generators(all_layers(self.layer))
                 self._graph = torch.compile(  # pyright: ignore[reportCallIssue]
-                    graph_function(self._plain, self._variables, self._generators),
+                    graph_function(self._eager_call, self._variables, self._generators),
                     fullgraph=True,
                     backend=self._backend,
-                    # Its own processes hang in a process that was forked.
+                    # Compile processes hang in a forked process.
                     options={"compile_threads": 1} if self._backend == INDUCTOR else {},
-                    recompile_limit=self._most,
+                    recompile_limit=self._max_graphs,
                     isolate_recompiles=True,
                 )
         return self._is_built
 
     def _refuse(self, why: str, args: tuple, kwargs: dict) -> Any:
-        outputs = self._plain(*args, **kwargs)
-        self._without.add(_kind(args, kwargs))
+        outputs = self._eager_call(*args, **kwargs)
+        self._eager_kinds.add(_kind(args, kwargs))
         if why not in self.refused:
             self.refused.append(why)
-            self.happened += 1
+            self.changes += 1
         return outputs
 
-    def _given_back(
+    def _apply_results(
         self,
         outputs: Any,
         masks: Sequence[Any],
         written: dict[int, torch.Tensor],
-        added: Sequence[tuple[Any, Any]],
+        losses: Sequence[tuple[Any, Any]],
     ) -> Any:
         if written:
             for variable in self._variables:
                 if id(variable) in written:
                     variable.assign(written[id(variable)])
-        for layer, loss in added:
+        for layer, loss in losses:
             layer.add_loss(loss)
         if any(mask is not None for mask in masks):
             for output, mask in zip(tree.flatten(outputs), masks, strict=True):
@@ -458,45 +435,40 @@ class ForwardPass:
 def graph_function(
     call: Callable[..., Any], variables: Sequence[Any], generators: Sequence[Any]
 ) -> Callable[..., Any]:
-    """The forward pass as a function of the variables' values.
-
-    Args:
-        call: The `call` of a model.
-        variables: The variables.
-        generators: The seed generators of the layers.
+    """Return the forward pass as a function of the variables' values.
 
     Returns:
-        A function of their values, and of the arguments of `call` as a tuple and a
-        dict. It returns the outputs; their masks; what was assigned, by the `id` of
-        the variable; and the losses that were added, with their layers.
+        A function of the values, and of the arguments of `call` as a tuple and a dict.
+        It returns the outputs, their masks, the assigned values by the variables' `id`,
+        and the added losses with their layers.
     """
     numbers = {id(generator): number for number, generator in enumerate(generators)}
 
     def forward(values, args, kwargs):
-        held = {}
+        by_id = {}
         for variable, value in zip(variables, values):  # noqa: B905, is compiled
-            held[id(variable)] = value
-        scope = GraphScope(held, numbers)
+            by_id[id(variable)] = value
+        scope = GraphScope(by_id, numbers)
         with scope:
             outputs = call(*args, **kwargs)
         masks = [keras_masking.get_keras_mask(x) for x in tree.flatten(outputs)]
-        return outputs, masks, scope.written, scope.added
+        return outputs, masks, scope.written, scope.losses
 
     return forward
 
 
 def _backend(strategy: Any) -> str:
-    """What torch.compile makes of graphs, unless the environment names it.
+    """Return the backend of torch.compile, unless the environment names one.
 
-    On a CPU the graph itself, with torch's own kernels: nothing is rounded in another
-    way, and no C++ compiler is needed.
+    On CPUs it is "eager", which runs torch's kernels: results are rounded as without a
+    graph, and no C++ compiler is needed.
     """
     on_cpu = all(":cpu:" in f":{d}".lower() for d in strategy.extended.worker_devices)
     return os.environ.get(BACKEND) or ("eager" if on_cpu else INDUCTOR)
 
 
 def _kind(*parts: Any) -> Any:
-    """What graphs are made for: the shapes, and what is no tensor."""
+    """Return what graphs are specialized for: shapes, dtypes and Python values."""
     return torch.is_grad_enabled(), tuple(map(_kind_of, parts))
 
 
@@ -519,7 +491,7 @@ def _has_mask(part: Any) -> bool:
 
 
 def _why(error: Exception) -> str:
-    """An error of torch.compile in a line: what it is, and in which `call`."""
+    """Format an error of torch.compile in a line, with the `call` it is from."""
     if type(error).__name__ == "FailOnRecompileLimitHit":
         return "inputs of further shapes: the limit of torch.compile is reached"
     text = str(error)
@@ -529,7 +501,7 @@ def _why(error: Exception) -> str:
     if calls:
         path, line, _ = calls[-1]
         where = f", from {path.split('site-packages/')[-1]}:{line}"
-    error = getattr(error, "inner_exception", error)  # the backend's own
+    error = getattr(error, "inner_exception", error)  # the backend's error
     text = str(error)
     raised = re.search(r"raised exception (.+)", text)
     reason = raised[1] if raised else text.strip().split("\n")[0]

@@ -1,4 +1,4 @@
-"""How the processes of a cluster find each other, by `torch.distributed`."""
+"""Connection of a cluster's processes by `torch.distributed`."""
 
 import datetime
 import os
@@ -17,20 +17,20 @@ _STORE = "address of torch's store"
 
 
 def connect(cluster: Cluster) -> None:
-    """Connects this process with the others of a cluster, once.
+    """Connect this process with the others of a cluster, once.
 
     Raises:
-        RuntimeError: If it belongs to others.
-        ValueError: If the devices cannot communicate as they were told to.
+        RuntimeError: If torch.distributed was initialized for another cluster.
+        ValueError: If the devices do not support the communication options.
     """
     if not dist.is_initialized():
         _initialize(cluster)
     if (dist.get_rank(), dist.get_world_size()) != (cluster.rank, cluster.size):
         raise RuntimeError(
             "torch.distributed was initialized for another cluster: it has rank "
-            f"{dist.get_rank()} of {dist.get_world_size()}, and the cluster "
-            f"resolver says rank {cluster.rank} of {cluster.size}. Leave it to the "
-            "strategy, or initialize it for the same workers."
+            f"{dist.get_rank()} of {dist.get_world_size()}, but the cluster "
+            f"resolver returns rank {cluster.rank} of {cluster.size}. Let the strategy "
+            "initialize it, or initialize it for the same workers."
         )
 
 
@@ -40,12 +40,12 @@ def _initialize(cluster: Cluster) -> None:
     gpus = torch.cuda.is_available()
     if implementation is CommunicationImplementation.NCCL and not gpus:
         raise ValueError(
-            "CommunicationImplementation.NCCL needs GPUs, and torch sees none. Use "
+            "CommunicationImplementation.NCCL needs GPUs, but torch finds none. Use "
             "AUTO or RING."
         )
     nccl = gpus and implementation is not CommunicationImplementation.RING
     if cluster.is_local:
-        # Otherwise gloo listens on the interface that the host's name stands for.
+        # By default gloo listens on the interface of the host's name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     excepthook = sys.excepthook
     dist.init_process_group(
@@ -55,11 +55,11 @@ def _initialize(cluster: Cluster) -> None:
         world_size=cluster.size,
         timeout=timeout,
     )
-    # torch's own holds back what others write about an exception until they return,
-    # and ours ends the process.
+    # torch's hook prints the other hooks' output only after they return. Ours ends the
+    # process.
     sys.excepthook = excepthook
-    # torch aborts the process where its threads outlive it.
-    cluster.client.on_leave(_destroy)
+    # torch aborts the process if its threads outlive it.
+    cluster.client.on_leave(_destroy_process_group)
 
 
 def _store(cluster: Cluster, timeout: datetime.timedelta) -> TCPStore:
@@ -84,6 +84,6 @@ def _store(cluster: Cluster, timeout: datetime.timedelta) -> TCPStore:
     return TCPStore(host, port, is_master=False, **arguments)
 
 
-def _destroy() -> None:
+def _destroy_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()

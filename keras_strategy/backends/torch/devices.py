@@ -1,12 +1,7 @@
-"""The devices that torch has, and logical CPUs, which it has not.
+"""torch's devices, logical CPUs, and the conversion of NumPy arrays.
 
-To torch all CPU cores are one device. A logical CPU is a name for one more thread on
+torch has one CPU device with all cores. A logical CPU is a name for one more thread on
 it: replicas on several of them share the cores.
-
-Tensors of NumPy's arrays, as Keras makes them, in less time.
-
-A step of `fit` makes them of the rows of each array. Keras asks many things first,
-which takes longer than to copy the rows of a small batch.
 """
 
 import functools
@@ -25,7 +20,7 @@ _in_use = False
 
 
 def list_devices(device_type: str | None = None) -> list[str]:
-    """See `core.engine.Engine.list_devices`."""
+    """Return the canonical names of the devices of a type."""
     counts = {
         "gpu": torch.cuda.device_count() if torch.cuda.is_available() else 0,
         "cpu": _logical_cpus,
@@ -37,28 +32,27 @@ def list_devices(device_type: str | None = None) -> list[str]:
 
 
 def set_logical_cpus(count: int) -> None:
-    """See `core.engine.Engine.set_logical_devices`."""
+    """Set the number of logical CPUs, before a strategy is created."""
     global _logical_cpus
     if count == _logical_cpus:
         return
     if _in_use:
         raise RuntimeError(
-            "set_logical_devices must be called before a strategy is made; there "
-            f"are {_logical_cpus} logical CPU devices now, and {count} were asked "
-            "for. Call it at the start of the program, or restart the notebook's "
-            "kernel."
+            "set_logical_devices must be called before a strategy is created. There "
+            f"are {_logical_cpus} logical CPU devices now; received {count}. Call it "
+            "at the start of the program, or restart the notebook's kernel."
         )
     _logical_cpus = count
 
 
 def use() -> None:
-    """Notes that a strategy has taken devices: their number is final."""
+    """Record that a strategy uses devices, so that their number is final."""
     global _in_use
     _in_use = True
 
 
 def torch_device(name: str) -> str:
-    """Returns torch's name for a canonical device name."""
+    """Return torch's name for a canonical device name."""
     kind, index = name.split(":")
     # torch would copy a tensor from "cpu" to "cpu:1", and a copy of a Parameter
     # has no gradient.
@@ -66,27 +60,26 @@ def torch_device(name: str) -> str:
 
 
 def array_converter(devices: Sequence[str]) -> Callable[[Any], Any]:
-    """What `arrays_to_tensors` is where all replicas are on some devices.
-
-    Args:
-        devices: The devices, as torch calls them.
-    """
+    """Return the `arrays_to_tensors` for replicas on devices with torch's names."""
     if set(devices) == {"cpu"}:
         return functools.partial(map_leaves, cpu_tensor)
     return arrays_to_tensors
 
 
 def cpu_tensor(leaf: Any) -> Any:
-    """A new tensor of an array of numbers, and anything else as it is."""
-    if type(leaf) is np.ndarray and _is_taken_as_it_is(leaf.dtype):
-        # A copy, as Keras's is: a step may write to it.
+    """Convert a numeric array to a new tensor, faster than Keras does.
+
+    For the rows of a small batch Keras's checks take longer than the copy.
+    """
+    if type(leaf) is np.ndarray and _keeps_dtype(leaf.dtype):
+        # A copy, as Keras makes, since a step may write to it.
         return torch.from_numpy(np.array(leaf))
     return keras.ops.convert_to_tensor(leaf) if is_numeric_array(leaf) else leaf
 
 
 @functools.cache
-def _is_taken_as_it_is(dtype: np.dtype) -> bool:
-    """Whether Keras makes of an array of this dtype a tensor of the same one."""
+def _keeps_dtype(dtype: np.dtype) -> bool:
+    """Return True if Keras converts an array of this dtype to a tensor of it."""
     if dtype.kind not in "biufc":
         return False
     tensor = keras.ops.convert_to_tensor(np.zeros(1, dtype))

@@ -1,7 +1,4 @@
-"""Gradients by torch.autograd.
-
-The torch adapter: the devices of this process in turns.
-"""
+"""The torch backend: the devices of this process in turns."""
 
 import contextlib
 import threading
@@ -13,7 +10,7 @@ import keras
 import torch
 from keras import tree
 
-from keras_strategy.backends.threads import patches as thread_hooks
+from keras_strategy.backends.threads import patches as thread_patches
 from keras_strategy.backends.threads import patches_sharded_update, patches_sharding
 from keras_strategy.backends.torch import (
     collectives,
@@ -26,27 +23,26 @@ from keras_strategy.backends.torch.group import TorchGroup
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core.context import DryRun
 from keras_strategy.devices import canonical_device
-from keras_strategy.keras_patches.random import rehearsing, with_rows
+from keras_strategy.keras_patches.random import dry_running, map_rows
 from keras_strategy.values import DistributedValues, raise_not_a_tensor
 
 
-class _Here(threading.local):
-    """Whether this thread is in a function that gradients are taken of."""
-
-    inside = False
+class _ThreadState(threading.local):
+    is_differentiating = False
 
 
-_here = _Here()
+_thread_state = _ThreadState()
 
 
 def value_and_grad(
     fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
 ) -> Callable[..., Any]:
-    """See `keras_strategy.value_and_grad`."""
+    """Return the backend's `keras_strategy.value_and_grad`."""
 
     def value_and_gradients(*args, **kwargs):
-        # What an inner one returns, as for a penalty, is differentiated once more.
-        inner, _here.inside = _here.inside, True
+        # The result of a nested call, such as a penalty, is differentiated, too.
+        is_nested = _thread_state.is_differentiating
+        _thread_state.is_differentiating = True
         try:
             with torch.enable_grad():
                 output = fn(*args, **kwargs)
@@ -54,35 +50,35 @@ def value_and_grad(
                 if not isinstance(value, torch.Tensor) or value.numel() != 1:
                     raise ValueError(
                         "Argument `fn` must return a scalar tensor to differentiate"
-                        + (", and auxiliary outputs beside it" if has_aux else "")
+                        + (", and auxiliary outputs after it" if has_aux else "")
                         + f". Received: {value!r}"
                     )
                 gradients = torch.autograd.grad(
                     value,
                     [v.value for v in variables],
-                    create_graph=inner,
+                    create_graph=is_nested,
                     allow_unused=True,
                 )
         finally:
-            _here.inside = inner
+            _thread_state.is_differentiating = is_nested
 
         def detach(x):
             return x.detach() if isinstance(x, torch.Tensor) else x
 
-        if not inner:
+        if not is_nested:
             output = tree.map_structure(detach, output)
         return output, list(gradients)
 
     return value_and_gradients
 
 
-# Keras asks NumPy to convert what it does not know.
+# Keras converts unknown objects with NumPy.
 _protocol: Any = DistributedValues
 _protocol.__array__ = raise_not_a_tensor
 
 
 class TorchEngine:
-    """torch as the core sees it, see `core.engine.Engine`."""
+    """The torch backend."""
 
     name = "torch"
 
@@ -93,19 +89,18 @@ class TorchEngine:
         if shard == "optimizer":
             return None
         return (
-            "the engine keeps each weight whole on each device. shard='optimizer' "
-            "splits the optimizer's state; KERAS_BACKEND=jax splits the parameters, "
-            "too."
+            "each device stores all of each weight. shard='optimizer' shards the "
+            "optimizer's state; KERAS_BACKEND=jax shards the parameters, too."
         )
 
     def logical_devices_unsupported_reason(self) -> str:
         return (
-            "torch has no replicas of several devices, and its TPUs are not served. "
+            "torch has no replicas of several devices, and its TPUs are not supported. "
             "Use KERAS_BACKEND=jax, or `MirroredStrategy` here."
         )
 
     def tpu_coordinates(self) -> list[tuple[int, int, int, int]]:
-        return []  # what refuses `TPUStrategy` asks for none
+        return []  # `TPUStrategy` is refused before
 
     def set_logical_devices(self, device_type: str, count: int) -> None:
         devices.set_logical_cpus(count)
@@ -120,7 +115,7 @@ class TorchEngine:
         return int(value)
 
     def memory_order(self, x: torch.Tensor) -> tuple[int, ...]:
-        # A random mask is filled in the order of its memory.
+        # Random masks are filled in memory order.
         return tuple(sorted(range(x.dim()), key=lambda axis: -x.stride(axis)))
 
     def ones(
@@ -138,21 +133,21 @@ class TorchEngine:
     def dry_run(
         self, fn: Callable[..., Any], args: tuple, kwargs: dict, rows: int
     ) -> DryRun:
-        def of_rows(x):
+        def repeat_rows(x):
             return x[[row % len(x) for row in range(rows)]]
 
-        given = with_rows(of_rows, (args, kwargs))
+        args, kwargs = map_rows(repeat_rows, (args, kwargs))
         cuda = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        # Gradients end it, and what draws from the process's generator is undone.
-        with torch.random.fork_rng(cuda), torch.no_grad(), rehearsing() as trial:
-            fn(*given[0], **given[1])
-        return trial
+        # A gradient ends the dry run, and the process's generators are restored.
+        with torch.random.fork_rng(cuda), torch.no_grad(), dry_running() as result:
+            fn(*args, **kwargs)
+        return result
 
     @contextlib.contextmanager
     def gradient_variable_copies(
         self, variables: Sequence[Any], layers: Iterable[Any]
     ) -> Iterator[list[tuple[Any, Any]]]:
-        held = [
+        saved = [
             (x, x._version, x.detach().clone())
             for layer in layers
             for x in (*vars(layer).values(), *layer.buffers(recurse=False))
@@ -165,9 +160,9 @@ class TorchEngine:
                     for variable in variables
                 ]
         finally:
-            for x, version, before in held:
+            for x, version, copy in saved:
                 if x._version != version:
-                    x.data.copy_(before)
+                    x.data.copy_(copy)
 
     def copy_to(self, value: Any, device: str) -> torch.Tensor:
         target = devices.torch_device(device)
@@ -186,14 +181,20 @@ class TorchEngine:
         return value_and_grad(fn, variables, has_aux)
 
     def patch_modules(self) -> Sequence[ModuleType]:
-        own = [patches, patches_compiled, patches_optimizers]
-        return [thread_hooks, *own, patches_sharding, patches_sharded_update]
+        return [
+            thread_patches,
+            patches,
+            patches_compiled,
+            patches_optimizers,
+            patches_sharding,
+            patches_sharded_update,
+        ]
 
     def random_state(self, seeded: bool = True) -> None:
-        return None  # the core asks torch on every backend
+        return None  # the core reads torch's state on every backend
 
     def set_random_state(self, state: bytes) -> None:
-        """It has been set."""
+        """Do nothing: the core has set it."""
 
     def native_strategy(self, names: tuple[str, ...]) -> None:
         return None  # Keras has none on torch
@@ -207,10 +208,10 @@ class TorchEngine:
     def distribute_natively(
         self, strategy: Any, datasets: Sequence[Any], split: bool, options: Any
     ) -> None:
-        return None  # a DataLoader is read like any iterable
+        return None  # a DataLoader is an iterable like others
 
     def checkpoints(self, thing: Any, folder: Any, cluster: Any) -> None:
-        return None  # it has none of its own
+        return None  # torch has none
 
     def count_operations(self, train: Any, steps: int) -> tuple[int, int, int, int]:
         from keras_strategy.backends.torch import profiling
@@ -225,7 +226,7 @@ class TorchEngine:
         return profiling.shares(train, steps)
 
     def require_eager_loop(self) -> None:
-        """Nothing is compiled by its Python source."""
+        """Do nothing: torch compiles no Python source."""
 
     def connect(self, cluster: Cluster) -> None:
         collectives.connect(cluster)
@@ -240,5 +241,5 @@ class TorchEngine:
         if cross_device_ops is not None:
             cross_device_ops.log_no_effect("torch")
         devices.use()
-        connected = None if cluster is None else collectives.connect(cluster)
-        return TorchGroup(strategy, names, connected)
+        workers = None if cluster is None else collectives.connect(cluster)
+        return TorchGroup(strategy, names, workers)

@@ -1,19 +1,17 @@
-"""Tensors that travel together, in memory that is kept from step to step.
+"""Gradient buckets for an all-reduce that overlaps with the backward pass.
 
-Gradients that travel while others are computed, as DistributedDataParallel's do.
-
-Its own reducer is not used: it overwrites the gradients, which a step may read, change
-or give to no optimizer; it weights all workers alike; and it fails, or waits for good,
-where a step takes another way through the model than it did before. Here the gradients
-stay what backward made of them. What left early counts if the optimizer is given the
-very same tensors, to which nobody wrote in between. Otherwise the sum is made anew.
-
-The pieces are those that DistributedDataParallel makes, in its order.
+Each bucket is sent when backward has computed its gradients. The buckets are those of
+DistributedDataParallel, in its order. Its reducer is not used: it overwrites the
+gradients, which a step may read, change or give to no optimizer; it weights all workers
+equally; and it fails or hangs when a step takes another path through the model. Here
+the gradients stay as backward left them. What was sent early counts if the optimizer
+receives the same tensors, unmodified since; otherwise the sum is made again.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,365 +23,333 @@ from keras_strategy.backends.torch.collective_check import (
     CollectiveVerifier,
 )
 from keras_strategy.core.collectives import CHECKSUM_TAIL
-from keras_strategy.keras_patches.variables_optimizers import stored
+from keras_strategy.keras_patches.variables_optimizers import stored_value
+
+# As DistributedDataParallel has them. The first variables' gradients come last, and
+# nothing hides their bucket, so it is smaller.
+FIRST_BUCKET_BYTES: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # pyright: ignore
+MAX_BUCKET_BYTES = 25 << 20
+_MAX_BUFFERS = 4
 
 _Item = TypeVar("_Item")
-_MOST_KEPT = 4
-# How many tensors there are of some memory.
-_users: Callable[[Any], int] = torch._C._storage_Use_Count  # pyright: ignore
+_use_count: Callable[[Any], int] = torch._C._storage_Use_Count  # pyright: ignore
 
 
 class FlatBufferPool:
-    """Makes one tensor of several, in memory that is written again and again.
+    """Flat buffers that are reused in each step.
 
-    The system hands out new memory page by page, as it is written for the first time.
-    Memory that somebody still looks into, as an optimizer that keeps its gradients, is
-    left to them.
+    The system hands out new memory page by page when it is first written, which is
+    slow. A buffer that is still referenced elsewhere, such as by an optimizer that
+    keeps its gradients, is not reused.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[Any, tuple[torch.Tensor, int]] = {}
+        self._buffers: dict[Any, tuple[torch.Tensor, int]] = {}
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Joins tensors of one dtype, on one device.
-
-        Args:
-            tensors: One or more.
+    def concatenate(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Flatten and join tensors of one dtype and device.
 
         Returns:
-            A tensor of one dimension: their elements, and `CHECKSUM_TAIL` elements of room.
+            A tensor of one dimension: their elements, and `CHECKSUM_TAIL` free ones.
         """
-        sizes = sum([tensor.numel() for tensor in tensors])
-        joined = self.take(sizes + CHECKSUM_TAIL, tensors[0])
-        torch.cat([tensor.reshape(-1) for tensor in tensors], out=joined[:sizes])
-        return joined
+        size = sum([tensor.numel() for tensor in tensors])
+        buffer = self.take(size + CHECKSUM_TAIL, tensors[0])
+        torch.cat([tensor.reshape(-1) for tensor in tensors], out=buffer[:size])
+        return buffer
 
     def take(self, size: int, like: torch.Tensor) -> torch.Tensor:
-        """Memory for a tensor of one dimension, with whatever is in it.
+        """Return an uninitialised buffer of a tensor's dtype, on its device."""
+        # A tensor made in inference mode can only be written in this mode.
+        key = size, like.dtype, like.device, torch.is_inference_mode_enabled()
+        entry = self._buffers.pop(key, None)
+        if entry is None or _use_count(entry[0].untyped_storage()._cdata) != entry[1]:
+            buffer = like.new_empty(size)
+            entry = buffer, _use_count(buffer.untyped_storage()._cdata)
+        if len(self._buffers) >= _MAX_BUFFERS:
+            self._buffers.pop(next(iter(self._buffers)))  # the least recently used
+        self._buffers[key] = entry
+        return entry[0]
 
-        Args:
-            size: The number of elements.
-            like: A tensor of its dtype, on its device.
-        """
-        # What is made in this mode can be written to in this mode alone.
-        mode = torch.is_inference_mode_enabled()
-        key = size, like.dtype, like.device, mode
-        kept = self._kept.pop(key, None)
-        if kept is None or _users(kept[0].untyped_storage()._cdata) != kept[1]:
-            fresh = like.new_empty(size)
-            kept = fresh, _users(fresh.untyped_storage()._cdata)
-        if len(self._kept) >= _MOST_KEPT:
-            self._kept.pop(next(iter(self._kept)))  # that was used least lately
-        self._kept[key] = kept
-        return kept[0]
-
-    def forget(self) -> None:
-        """Keeps no memory that was used so far."""
-        self._kept.clear()
+    def clear(self) -> None:
+        """Drop all buffers."""
+        self._buffers.clear()
 
 
 def unflatten(
     flat: torch.Tensor, tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The parts of what was joined, each with the shape of its tensor.
-
-    Args:
-        flat: What was joined, without the room behind it.
-        tensors: What it was joined of.
-    """
-    # As DistributedDataParallel does it: not a call of Python's for each.
+    """Split a flat buffer into views with the shapes of tensors."""
+    # One C++ call for all of them, as in DistributedDataParallel.
     return list(_unflatten_dense_tensors(flat, tensors))
 
 
 def split_by_bytes(
-    items: Sequence[_Item], tensor_of: Callable[[_Item], torch.Tensor], most: int
+    items: Sequence[_Item], tensor_of: Callable[[_Item], torch.Tensor], max_bytes: int
 ) -> Iterator[list[_Item]]:
-    """What travels together: tensors of one dtype, and no more than need be at once.
+    """Split items into consecutive groups of one dtype and limited size.
 
     Args:
-        items: What has a tensor each.
-        tensor_of: Gives it.
-        most: How many bytes travel at once; of a larger tensor all.
+        items: Items with a tensor each.
+        tensor_of: Returns an item's tensor.
+        max_bytes: The most bytes of a group; a larger tensor is a group by itself.
     """
-    some: list[_Item] = []
+    group: list[_Item] = []
     size = 0
     for item in items:
         tensor = tensor_of(item)
-        first = tensor_of(some[0]) if some else tensor
-        if some and (first.dtype != tensor.dtype or size + tensor.nbytes > most):
-            yield some
-            some, size = [], 0
-        some.append(item)
+        if group and (
+            tensor_of(group[0]).dtype != tensor.dtype
+            or size + tensor.nbytes > max_bytes
+        ):
+            yield group
+            group, size = [], 0
+        group.append(item)
         size += tensor.nbytes
-    if some:
-        yield some
-
-
-# The most bytes of a piece: of that of the first variables, whose gradients come last
-# and which nothing hides, and of the others. As DistributedDataParallel has them.
-FIRST_BYTES: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # pyright: ignore
-MOST_BYTES = 25 << 20
+    if group:
+        yield group
 
 
 class OverlappedAllReduce:
-    """The sums of gradients that leave during backward, in one process.
+    """The gradient sums of one process that are sent during backward.
 
-    By itself it is done on GPUs and between machines. Where the workers are on the CPUs
-    of one machine, the cores that would carry the values are those that compute.
+    By default only on GPUs and between machines: workers on the CPUs of one machine
+    would use the cores that compute.
 
     Args:
-        announcements: What the workers expect of each other.
-        most: The most bytes of a piece, wherever the workers are and whatever the step
-            does; 0 for what is best, in Keras's own `train_step`. A step of the user's
-            may change a gradient by its `data`, which torch does not notice.
-        is_local: Whether all workers are on this machine.
+        verifier: What the workers expect of each other.
+        bucket_bytes: The most bytes of a bucket, for any workers and steps; 0 for the
+            best value, in Keras's own `train_step`. The user's step may change a
+            gradient by its `data`, which torch does not notice.
+        is_local: True if all workers are on this machine.
 
     Attributes:
-        replica: The replica that is running, or None.
+        replica: The running replica, or None.
     """
 
-    def __init__(self, announcements: CollectiveVerifier, most: int, is_local: bool):
-        self.announcements = announcements
-        self._most, self._is_local = most, is_local
+    def __init__(self, verifier: CollectiveVerifier, bucket_bytes: int, is_local: bool):
+        self.verifier = verifier
+        self._bucket_bytes, self._is_local = bucket_bytes, is_local
         self.replica: Any = None
 
-    def sums(
+    def weighted_sums(
         self, gradients: Sequence[torch.Tensor], weight: float | None
     ) -> list[torch.Tensor] | None:
-        """The weighted sums of gradients, if it is they that are due in pieces.
+        """Return the weighted sums of gradients if they are the pending bucketed sum.
 
         Args:
-            gradients: What an optimizer is given, of one dtype and on one device.
+            gradients: The optimizer's gradients, of one dtype and device.
             weight: See `Replica.weighted_sum`.
 
         Returns:
-            New tensors; None if they are to travel in one piece.
+            New tensors; None if they are to be sent in one collective.
         """
-        assert self.announcements.due is not None
-        leaving: GradientBuckets = self.announcements.due.plan.of
-        if not leaving.are(gradients, weight):
+        assert self.verifier.pending is not None
+        buckets = cast(GradientBuckets, self.verifier.pending.plan)
+        if not buckets.matches(gradients, weight):
             return None
-        leaving.send_the_rest(gradients, weight)
-        sums = self.announcements.end_pieces()
-        leaving.restart()
-        return None if sums is None else leaving.parted(sums, gradients)
+        buckets.send_remaining(gradients, weight)
+        sums = self.verifier.finish_pending()
+        buckets.reset()
+        return None if sums is None else buckets.unflatten(sums, gradients)
 
     def can_overlap(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Whether gradients travel during backward, where a step is one of Keras's."""
-        return bool(self._most) or not self._is_local or gradients[0].is_cuda
+        """Return True if gradients of Keras's own step are sent during backward."""
+        return bool(self._bucket_bytes) or not self._is_local or gradients[0].is_cuda
 
     def plan(
         self, gradients: Sequence[torch.Tensor], variables: Any
-    ) -> BucketPlan | None:
-        """How gradients would travel in pieces, None if they would not.
+    ) -> "GradientBuckets | None":
+        """Return the buckets of gradients, or None if they are not to be split.
 
         Args:
-            gradients: What an optimizer was given.
-            variables: What they are gradients of; None where it is no optimizer's sum.
+            gradients: The optimizer's gradients.
+            variables: Their variables; None if it is not an optimizer's sum.
         """
         if variables is None or self.replica is None:
             return None
-        most = self._most
-        if not most:
-            stay = not self.can_overlap(gradients)
-            if stay or not self.replica.step.logs_are_metrics:
+        max_bytes = self._bucket_bytes
+        if not max_bytes:
+            if not (self.can_overlap(gradients) and self.replica.step.logs_are_metrics):
                 return None
-            most = MOST_BYTES
-        parameters = [stored(variable) for variable in variables]
+            max_bytes = MAX_BUCKET_BYTES
+        parameters = [stored_value(variable) for variable in variables]
         if not all(
             parameter is not None and parameter.is_leaf and parameter.grad is gradient
             for parameter, gradient in zip(parameters, gradients, strict=True)
         ):
-            return None  # nothing tells when one of them is there
-        limits = [min(FIRST_BYTES, most), most]
-        parts: list[list[int]] = dist._compute_bucket_assignment_by_size(  # pyright: ignore
+            return None  # no hook reports when they are computed
+        limits = [min(FIRST_BUCKET_BYTES, max_bytes), max_bytes]
+        buckets: list[list[int]] = dist._compute_bucket_assignment_by_size(  # pyright: ignore
             parameters, limits
         )[0][::-1]
-        if len(parts) == 1:
+        if len(buckets) == 1:
             return None
-        return GradientBuckets(self, parameters, parts).plan
+        return GradientBuckets(self, parameters, buckets)
 
 
-class GradientBuckets:
-    """The gradients of some variables, of which each piece leaves when it is there.
+class GradientBuckets(BucketPlan):
+    """The gradients of some variables, sent bucket by bucket during backward.
 
     Args:
-        owner: Whose they are.
+        owner: The process's overlapped sums.
         parameters: The variables' tensors.
-        parts: The indices of each piece, in the order in which they leave.
+        buckets: The indices of each bucket's variables, in sending order.
     """
 
     def __init__(
         self,
         owner: OverlappedAllReduce,
         parameters: Sequence[torch.Tensor],
-        parts: Sequence[Sequence[int]],
+        buckets: Sequence[Sequence[int]],
     ):
-        self._owner, self._parts = owner, parts
+        self._owner, self._buckets = owner, buckets
         self._kinds = [_kind(parameter) for parameter in parameters]
-        # The model does not live on for them.
-        self._parameters = [weakref.ref(parameter) for parameter in parameters]
-        self._part_of = [0] * len(parameters)
-        for part, indices in enumerate(parts):
-            for index in indices:
-                self._part_of[index] = part
-        self._hooks: list[Any] = []
-        self._pieces: BucketedAllReduce | None = None
-        self._weight: float | None = None
-        self.plan = BucketPlan(
-            [sum(parameters[i].numel() for i in indices) for indices in parts],
-            f"{[list(indices) for indices in parts]} of {self._kinds}",
-            self,
-            self._listen,
-            self._listen_no_more,
+        super().__init__(
+            [sum(parameters[i].numel() for i in indices) for indices in buckets],
+            f"{[list(indices) for indices in buckets]} of {self._kinds}",
         )
-        self.restart()
+        # Weak, so that the plan does not keep the model alive.
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._bucket_of = {i: b for b, indices in enumerate(buckets) for i in indices}
+        self._hooks: list[Any] = []
+        self._all_reduce: BucketedAllReduce | None = None
+        self._weight: float | None = None
+        self.reset()
 
-    def restart(self) -> None:
-        """None of the gradients is there yet."""
-        self._is_there = bytearray(len(self._parameters))
-        self._missing = [len(indices) for indices in self._parts]
-        # What has left: the gradients of each piece, and their versions.
-        self._left: list[tuple[list[torch.Tensor], list[int]]] = []
-        self._is_over = False
+    def reset(self) -> None:
+        """Reset the buckets for the next backward pass."""
+        self._is_ready = bytearray(len(self._parameters))
+        self._missing = [len(indices) for indices in self._buckets]
+        # The gradients of each bucket sent during backward, and their versions.
+        self.early: list[tuple[list[torch.Tensor], list[int]]] = []
+        self._is_stopped = False
 
-    def _listen(self, pieces: BucketedAllReduce) -> None:
-        self._pieces = pieces
-        self._owner.replica.joined.forget()  # that of the sum in one piece
-        myself = weakref.ref(self)
-
-        def listener(index):
-            def has_come(_):
-                leaving = myself()
-                if leaving is not None:
-                    leaving.has_come(index)
-
-            return has_come
-
+    def on_agreed(self, all_reduce: BucketedAllReduce) -> None:
+        self._all_reduce = all_reduce
+        self._owner.replica.buffers.clear()  # that of the sum in one collective
         for index, parameter in enumerate(self._parameters):
             tensor = parameter()
             assert tensor is not None
-            hook = tensor.register_post_accumulate_grad_hook(listener(index))
-            self._hooks.append(hook)
+            hook = functools.partial(_report_gradient, weakref.ref(self), index)
+            self._hooks.append(tensor.register_post_accumulate_grad_hook(hook))
 
-    def _listen_no_more(self) -> None:
+    def on_dropped(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._pieces, self._left = [], None, []
+        self._hooks, self._all_reduce, self.early = [], None, []
 
-    def has_come(self, index: int) -> None:
-        """A gradient is there. Called by torch, maybe in a thread of its own.
+    def on_gradient(self, index: int) -> None:
+        """Send the buckets that a variable's new gradient has completed.
 
-        Args:
-            index: The number of the variable.
+        torch calls it, maybe in another thread.
         """
-        pieces = self._pieces
-        if self._owner.replica is None or pieces is None:
+        all_reduce = self._all_reduce
+        if self._owner.replica is None or all_reduce is None:
             return
-        if self._is_there[index]:  # it is another one than what was there
-            if pieces.sent:
-                self._is_over = True
+        if self._is_ready[index]:  # a second gradient of this variable
+            if all_reduce.sent:
+                self._is_stopped = True
                 return
-            self.restart()
-        self._is_there[index] = 1
-        part = self._part_of[index]
-        self._missing[part] -= 1
-        if self._missing[part] == 0:
-            self._send_what_is_there(pieces)
+            self.reset()
+        self._is_ready[index] = 1
+        bucket = self._bucket_of[index]
+        self._missing[bucket] -= 1
+        if self._missing[bucket] == 0:
+            self._send_complete(all_reduce)
 
-    def _send_what_is_there(self, pieces: BucketedAllReduce) -> None:
-        """Sends the next pieces that are there, but for the last one."""
-        weight = self._owner.replica.step.row_weight
+    def _send_complete(self, all_reduce: BucketedAllReduce) -> None:
+        """Send the next buckets that are complete, except for the last one."""
         while (
-            pieces.sent < pieces.last
-            and self._missing[pieces.sent] == 0
-            and not self._is_over
-            and self._owner.announcements.due is pieces
+            all_reduce.sent < all_reduce.last
+            and self._missing[all_reduce.sent] == 0
+            and not self._is_stopped
+            and self._owner.verifier.pending is all_reduce
         ):
-            parameters = [self._parameters[i]() for i in self._parts[pieces.sent]]
+            indices = self._buckets[all_reduce.sent]
+            parameters = [self._parameters[i]() for i in indices]
             gradients: list[Any] = [p.grad for p in parameters if p is not None]
-            kinds = [self._kinds[i] for i in self._parts[pieces.sent]]
-            if [_kind(gradient) for gradient in gradients] != kinds:
-                self._is_over = True
+            if [_kind(gradient) for gradient in gradients] != [
+                self._kinds[i] for i in indices
+            ]:
+                self._is_stopped = True
                 return
-            if pieces.sent == 0:
-                self._weight = weight
+            if all_reduce.sent == 0:
+                self._weight = self._owner.replica.step.row_weight
             with torch.no_grad():
-                self._send(pieces, gradients, self._weight)
-            self._left.append((gradients, [g._version for g in gradients]))
+                self._send(all_reduce, gradients, self._weight)
+            self.early.append((gradients, [g._version for g in gradients]))
 
     def _send(
         self,
-        pieces: BucketedAllReduce,
+        all_reduce: BucketedAllReduce,
         gradients: list[torch.Tensor],
         weight: float | None,
     ) -> None:
-        if pieces.sent == 0:
-            joined = self._owner.replica.joined
-            pieces.begin(joined.take(pieces.room, gradients[0]))
-        values = pieces.values(pieces.sent)
+        if all_reduce.sent == 0:
+            buffers = self._owner.replica.buffers
+            all_reduce.begin(buffers.take(all_reduce.buffer_size, gradients[0]))
+        values = all_reduce.values(all_reduce.sent)
         torch.cat([gradient.reshape(-1) for gradient in gradients], out=values)
-        if weight == 0:
-            values.zero_()
-        elif weight is not None:
-            values.mul_(weight)
-        pieces.send()
+        scale_in_place(values, weight)
+        all_reduce.send()
 
-    def are(self, gradients: Sequence[torch.Tensor], weight: float | None) -> bool:
-        """Whether gradients are the expected ones, and what has left is of them.
-
-        Args:
-            gradients: What an optimizer is given.
-            weight: This replica's row weight.
-        """
-        assert self._pieces is not None
+    def matches(self, gradients: Sequence[torch.Tensor], weight: float | None) -> bool:
+        """Return True if gradients are the expected ones, as they were sent early."""
+        assert self._all_reduce is not None
         if [_kind(gradient) for gradient in gradients] != self._kinds:
             return False
-        if not self._pieces.sent:
+        if not self._all_reduce.sent:
             return True
         if weight != self._weight:
             return False
-        left = zip(self._parts, self._left, strict=False)  # the first of them
         return all(
             gradients[index] is gradient and gradient._version == version
-            for indices, (tensors, versions) in left
+            for indices, (tensors, versions) in zip(
+                self._buckets, self.early, strict=False
+            )
             for index, gradient, version in zip(indices, tensors, versions, strict=True)
         )
 
-    def send_the_rest(
+    def send_remaining(
         self, gradients: Sequence[torch.Tensor], weight: float | None
     ) -> None:
-        """Sends the pieces that have not left yet.
+        """Send the buckets that were not sent during backward."""
+        all_reduce = self._all_reduce
+        assert all_reduce is not None
+        while all_reduce.sent <= all_reduce.last:
+            indices = self._buckets[all_reduce.sent]
+            self._send(all_reduce, [gradients[index] for index in indices], weight)
 
-        Args:
-            gradients: All of them.
-            weight: This replica's row weight.
-        """
-        pieces = self._pieces
-        assert pieces is not None
-        while pieces.sent <= pieces.last:
-            indices = self._parts[pieces.sent]
-            self._send(pieces, [gradients[index] for index in indices], weight)
-
-    def parted(
+    def unflatten(
         self, sums: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """The sums of the gradients, each with its shape.
-
-        Args:
-            sums: Those of the pieces.
-            gradients: The gradients.
-        """
+        """Return each gradient's sum, given those of the buckets."""
         results: list[Any] = [None] * len(gradients)
-        for indices, flat in zip(self._parts, sums, strict=True):
-            of_part = unflatten(flat, [gradients[index] for index in indices])
-            for index, tensor in zip(indices, of_part, strict=True):
-                results[index] = tensor
+        for indices, flat in zip(self._buckets, sums, strict=True):
+            views = unflatten(flat, [gradients[index] for index in indices])
+            for index, view in zip(indices, views, strict=True):
+                results[index] = view
         return results
 
 
+def _report_gradient(
+    buckets: "weakref.ref[GradientBuckets]", index: int, _: torch.Tensor
+) -> None:
+    target = buckets()
+    if target is not None:
+        target.on_gradient(index)
+
+
+def scale_in_place(values: torch.Tensor, weight: float | None) -> None:
+    """Multiply by a row weight; 0 selects zeros, so that a NaN cannot leak."""
+    if weight == 0:
+        values.zero_()
+    elif weight is not None:
+        values.mul_(weight)
+
+
 def _kind(tensor: Any) -> Any:
-    """What a gradient must be to travel in a piece; None if it cannot."""
+    """Return what a gradient must match to be in a bucket; None if it cannot."""
     if tensor is None or tensor.layout is not torch.strided:
         return None
     return tensor.shape, tensor.dtype, tensor.device.type

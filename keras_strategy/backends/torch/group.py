@@ -1,4 +1,4 @@
-"""The replicas of one strategy, which run the same function in turns."""
+"""The local replicas of a strategy, which run a function in turns."""
 
 import contextlib
 import functools
@@ -26,6 +26,7 @@ from keras_strategy.backends.torch.replica import (
     InPlaceReplica,
     RunState,
     TorchReplica,
+    returned_variable,
 )
 from keras_strategy.backends.torch.sharding import ShardedComponents
 from keras_strategy.backends.torch.state import (
@@ -33,7 +34,6 @@ from keras_strategy.backends.torch.state import (
     find_components,
     get_or_create_components,
     sum_tensors,
-    together,
 )
 from keras_strategy.backends.torch.training import detect_log_readers
 from keras_strategy.core import context
@@ -42,11 +42,9 @@ from keras_strategy.core.per_replica_attributes import (
     ReplicaAttributes,
 )
 from keras_strategy.core.registry import get_engine
-from keras_strategy.core.step_state import row_ranges
 from keras_strategy.core.variable_components import update_components
 from keras_strategy.devices import ReplicaTopology
-from keras_strategy.keras_patches.random import of_layers, rehearse_layer
-from keras_strategy.keras_patches.variables_optimizers import byte_count, stored
+from keras_strategy.keras_patches.variables_optimizers import byte_count, stored_value
 from keras_strategy.training import ownership
 from keras_strategy.training.reduction import (
     axes_to_reduce,
@@ -69,12 +67,11 @@ from keras_strategy.values import (
 
 
 class TorchGroup:
-    """See `core.protocol.ReplicaGroup`.
+    """The local replicas of a strategy.
 
     Args:
-        strategy: The strategy.
         devices: Canonical names of its local devices, one replica each.
-        workers: The processes that they belong to, or None for this one alone.
+        workers: The processes of the cluster; None for one process.
     """
 
     def __init__(
@@ -83,21 +80,27 @@ class TorchGroup:
         self.strategy = strategy
         self.devices = devices
         self.torch_devices = tuple(torch_device(name) for name in devices)
+        self.device_scopes: list[Callable[[], Any]] = [
+            contextlib.nullcontext
+            if device == "cpu"
+            else functools.partial(torch.cuda.device, device)
+            for device in self.torch_devices
+        ]
         self.arrays_to_tensors = array_converter(self.torch_devices)
         self.workers = workers
         self.topology = ReplicaTopology(devices, workers)
         central = strategy.parameter_device
         home = None if central is None else torch_device(central)
-        # Where variables are made, and results of all replicas are.
-        self._first = home or self.torch_devices[0]
+        # The device of new variables, and of the results of cross-replica calls.
+        self._device = home or self.torch_devices[0]
         self.layout = Layout(self.torch_devices, workers, self.topology, home)
-        self._team = ReplicaThreads(devices)
+        self._threads = ReplicaThreads(devices)
         self._attributes = GroupAttributes(len(devices), torch.is_tensor)
         self._lock = threading.Lock()
-        self.joined = FlatBufferPool()
+        self.buffers = FlatBufferPool()
 
     def scope(self):
-        return keras.device(self._first)
+        return keras.device(self._device)
 
     def adopt(self, variables: Sequence[Any]) -> None:
         ownership.broadcast_from_chief(self.strategy, variables)
@@ -108,7 +111,7 @@ class TorchGroup:
     def sync_initial_values(self, variables: Sequence[Any]) -> int:
         if self.workers is None or not variables:
             return len(variables)
-        values = [stored(variable) for variable in variables]
+        values = [stored_value(variable) for variable in variables]
         chiefs = self.workers.broadcast_if_different(
             "the first values of variables", values
         )
@@ -126,7 +129,7 @@ class TorchGroup:
         return contextlib.nullcontext()
 
     def check_cross_replica_apply(self) -> None:
-        """It applies what it is given."""
+        """Do nothing: an optimizer may apply gradients in cross-replica context."""
 
     def components(self, variable: Any) -> tuple[torch.Tensor, ...]:
         scope = current_stateless_scope()
@@ -139,7 +142,7 @@ class TorchGroup:
         if components.is_central:
             pairs = zip(tensors, self.torch_devices, strict=True)
             return tuple(tensor.detach().to(device) for tensor, device in pairs)
-        return tuple(tensor.detach() for tensor in components.together(tensors))
+        return tuple(tensor.detach() for tensor in components.full_values(tensors))
 
     def local_bytes(self, variable: Any) -> tuple[int, ...]:
         central = self.strategy.parameter_device
@@ -148,23 +151,22 @@ class TorchGroup:
                 byte_count(variable) if device == central else 0
                 for device in self.devices
             )
-        shared = find_components(variable)
-        if shared is None or shared.shares is None:
+        components = find_components(variable)
+        if components is None or components.shards is None:
             return (byte_count(variable),) * len(self.devices)
-        return tuple(t.numel() * t.element_size() for t in shared.tensors)
+        return tuple(t.nbytes for t in components.tensors)
 
     def share(self, variable: Any, shares: FlatShards) -> None:
-        """Leaves each replica its share of a variable that is initialized."""
+        """Leave each replica its shard of an initialized variable."""
         ShardedComponents(variable, self.layout, shares)
 
     def per_replica_value(self, variable: Any) -> PerReplica:
         return PerReplica(self.components(variable))
 
     def part_of_this_worker(self, variable: Any) -> torch.Tensor:
-        """What this worker adds to an on_read variable's value."""
-        return get_or_create_components(variable, self.layout).part_of_this_worker(
-            variable
-        )
+        """Return what this worker adds to a sync-on-read variable's value."""
+        components = get_or_create_components(variable, self.layout)
+        return components.worker_contribution(variable)
 
     def assign_components(self, variable: Any, values: Sequence[torch.Tensor]) -> None:
         scope = current_stateless_scope()
@@ -189,57 +191,54 @@ class TorchGroup:
         options: Any,  # there is nothing to compile
         scope: Callable[[], AbstractContextManager[Any]],
     ) -> Any:
-        # One run at a time: a second one of another Python thread waits.
+        # One run at a time: that of another Python thread waits.
         with scope(), self._lock:
             if len(self.devices) == 1:
                 return InPlaceReplica(self).run(fn, args, kwargs)
             return self._run(fn, args, kwargs)
 
     def _run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        run, turns = RunState(len(self.devices)), TurnScheduler(len(self.devices))
-        own = self._attributes.begin()
+        count = len(self.devices)
+        run, turns = RunState(count), TurnScheduler(count)
+        attributes = self._attributes.begin()
         replicas = [
-            TorchReplica(self, index, turns, own[index], run)
-            for index in range(len(self.devices))
+            TorchReplica(self, index, turns, attributes[index], run)
+            for index in range(count)
         ]
         batch = find_batch_rows(args, kwargs)
-        if batch is not None and batch.counts is not None:
-            rows = row_ranges(batch.counts)
-            for replica in replicas:
-                step = replica.step
-                step.rows = rows[batch.first + replica.index]
-                step.draws, step.dry_run = of_layers, rehearse_layer
+        for replica in replicas:
+            replica.set_rows(batch)
         calls = [
             functools.partial(
                 self._run_replica,
                 replicas,
                 replica,
-                own[replica.index],
+                attributes[replica.index],
                 fn,
-                select_replica((args, kwargs), replica.index, len(replicas)),
+                select_replica((args, kwargs), replica.index, count),
             )
             for replica in replicas
         ]
         try:
             outputs = self._in_turns(turns, calls)
         except BaseException as error:
-            self._mend(error, replicas)
+            self._roll_back(error, replicas)
             raise
-        self._attributes.commit(own)
+        self._attributes.commit(attributes)
         replicas[0].scope.record_versions()
         return outputs[0]
 
     def _in_turns(
         self, turns: TurnScheduler, calls: Sequence[Callable[[], Any]]
     ) -> list[Any]:
-        """Makes one call for each replica, with this thread's settings."""
+        """Make one call for each replica, with this thread's settings."""
         state, gradients = ThreadState.capture(), torch.is_grad_enabled()
 
         def with_settings(call):
             with state.applied(), torch.set_grad_enabled(gradients):
                 return call()
 
-        outputs = self._team.call(
+        outputs = self._threads.call(
             turns, [functools.partial(with_settings, call) for call in calls]
         )
         keep_global_seed_generator(turns.seed_generator)
@@ -249,21 +248,21 @@ class TorchGroup:
         self,
         replicas: Sequence[TorchReplica],
         replica: TorchReplica,
-        own: ReplicaAttributes,
+        attributes: ReplicaAttributes,
         fn: Callable[..., Any],
         arguments: tuple[tuple, dict],
     ) -> Any:
         device = self.torch_devices[replica.index]
         with (
-            contextlib.nullcontext() if device == "cpu" else torch.cuda.device(device),
+            self.device_scopes[replica.index](),
             keras.device(device),
             context.replica_scope(replica.context),
             replica.scope,
-            own.in_turn(),
+            attributes.in_turn(),
         ):
             args, kwargs = self.arrays_to_tensors(arguments)
             output = fn(*args, **kwargs)
-            # Nothing is written before every replica has come this far.
+            # No replica writes before all of them have reached this point.
             outputs = replica.exchange(
                 "the end of the function",
                 output,
@@ -271,20 +270,22 @@ class TorchGroup:
                     outputs,
                     torch.is_tensor,
                     always_distributed=True,
-                    join_variables=functools.partial(_held, replicas),
+                    join_variables=functools.partial(returned_variable, replicas),
                 ),
             )
         replica.scope.commit()
         return outputs
 
-    def _mend(self, error: BaseException, replicas: Sequence[TorchReplica]) -> None:
-        """Makes the components equal again that some replicas may have written."""
+    def _roll_back(
+        self, error: BaseException, replicas: Sequence[TorchReplica]
+    ) -> None:
+        """Make the components equal again that some replicas may have written."""
         changed: dict[int, Any] = {}
         for replica in replicas:
             changed.update(replica.scope.changed_in_place)
         for variable in changed.values():
             components = get_or_create_components(variable, self.layout)
-            if components.shares is not None:
+            if components.shards is not None:
                 continue
             with torch.no_grad():
                 for tensor in components.tensors[1:]:
@@ -296,11 +297,11 @@ class TorchGroup:
     def reduce(
         self, reduce_op: ReduceOp, value: DistributedValues, axis: Any
     ) -> torch.Tensor:
-        device = self._first
+        device = self._device
         if not all(_is_number(component) for component in value.values):
             raise ValueError(
                 "Only tensors and numbers can be reduced. Received a PerReplica value "
-                f"of other things: {value!r}"
+                f"of other types: {value!r}"
             )
         values = [cast_for_sum(v).to(device) for v in value.values]
         check_same_dtype(values)
@@ -319,7 +320,7 @@ class TorchGroup:
         return self.workers.sum("strategy.reduce", tensor)
 
     def gather(self, values: Sequence[Any], axis: int) -> torch.Tensor:
-        device = self._first
+        device = self._device
         tensors = [keras.ops.convert_to_tensor(value).to(device) for value in values]
         joined = torch.cat(tensors, dim=axis)
         if self.workers is None:
@@ -329,23 +330,13 @@ class TorchGroup:
     def place(self, parts: Sequence[Any], alike: bool | None = None) -> PerReplica:
         return PerReplica(
             [
-                _placed(part, device)
+                _copy_to(part, device)
                 for part, device in zip(parts, self.torch_devices, strict=True)
             ]
         )
 
 
-def _held(
-    replicas: Sequence[TorchReplica], variables: Sequence[keras.Variable]
-) -> PerReplica:
-    """What each replica holds of the variable that it returned."""
-    pairs = zip(replicas, variables, strict=True)
-    values = [replica.scope.get_current_value(variable) for replica, variable in pairs]
-    values = [value.detach().clone() for value in values if value is not None]
-    return PerReplica(together(variables[0], values))
-
-
-def _placed(part: Any, device: str) -> torch.Tensor:
+def _copy_to(part: Any, device: str) -> torch.Tensor:
     if isinstance(part, torch.Tensor):
         part = part.detach()
     elif device == "cpu":
@@ -353,7 +344,7 @@ def _placed(part: Any, device: str) -> torch.Tensor:
     else:
         part = torch.as_tensor(part)
     on_host = part.device.type == "cpu" and part.layout == torch.strided
-    # What is pinned already is not copied by `pin_memory`, and may be filled again.
+    # `pin_memory` does not copy pinned memory, which its owner may write again.
     if device == "cpu" or not on_host or part.is_pinned():
         return part.to(device, copy=True)
     return part.pin_memory().to(device, non_blocking=True)

@@ -1,12 +1,12 @@
-"""Where a forward pass that is compiled needs other calls than an eager one."""
+"""Patches of functions that torch.compile cannot trace in a forward pass."""
 
 import keras
 
 from keras_strategy.backends.torch.compilation import current_graph
-from keras_strategy.keras_patches.patch import home_of, hook
+from keras_strategy.keras_patches.patch import find_module, hook
 from keras_strategy.keras_patches.random import keras_random
 
-keras_nn = home_of(
+keras_nn = find_module(
     "_can_use_flash_attention moments",
     "keras.src.backend.torch.nn",
     "keras.src.backend.torch.ops.nn",
@@ -15,8 +15,8 @@ keras_nn = home_of(
 
 @hook(keras.Layer, "add_loss", "(self, loss)", when=current_graph)
 def _add_loss(original, graph, self, loss):
-    """A loss that comes up in a compiled forward pass is added when it is known."""
-    graph.added.append((self, loss))
+    """Return the loss from the graph, and add it afterwards."""
+    graph.losses.append((self, loss))
 
 
 @hook(
@@ -26,9 +26,9 @@ def _add_loss(original, graph, self, loss):
     when=current_graph,
 )
 def _can_use_flash_attention(original, graph, *args, raise_error=False, **kwargs):
-    """In a compiled forward pass torch chooses how attention is computed.
+    """Let torch choose the attention kernel in a compiled forward pass.
 
-    Keras asks for what torch chooses anyway, in a way that torch.compile cannot follow.
+    torch.compile cannot trace Keras's check, which predicts torch's own choice.
     """
     return original(*args, raise_error=True, **kwargs) if raise_error else False
 
@@ -40,7 +40,7 @@ def _can_use_flash_attention(original, graph, *args, raise_error=False, **kwargs
     when=current_graph,
 )
 def _moments(original, graph, x, axes, *args, **kwargs):
-    """A compiled forward pass knows lists, and not the lists that a layer keeps."""
+    """Pass a list that torch.compile can trace, unlike a layer's tracked list."""
     return original(x, list(axes), *args, **kwargs)
 
 
@@ -51,7 +51,7 @@ def _moments(original, graph, x, axes, *args, **kwargs):
     when=current_graph,
 )
 def _dropout(original, graph, inputs, rate, noise_shape=None, seed=None):
-    """What is dropped is drawn when the graph is executed, by the replica that does."""
+    """Draw the mask when the graph is executed, by the replica that executes it."""
     if not isinstance(rate, int | float) or not 0 < rate < 1:
         return original(inputs, rate, noise_shape, seed)
     return graph.dropped(inputs, rate, noise_shape, seed)

@@ -1,11 +1,7 @@
-"""Adam in one pass over memory, by the kernel that torch has for it.
+"""Patches of optimizers on torch: a fused Adam step, and sharded updates.
 
-Every replica updates its own copy of the variables, so an update costs once for each of
-them. Keras makes about twelve passes over all variables.
-
-Where torch's optimizers of Keras do a step in one pass.
-
-Where the torch adapter extends Keras for what an optimizer's replicas share.
+Every replica updates its copy of the variables. Keras's Adam makes about twelve passes
+over all of them; torch's fused kernel makes one.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,29 +21,24 @@ from keras_strategy.backends.threads.patches_sharding import (
 )
 from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.backends.torch.sharding import (
-    Updated,
+    ShardedUpdate,
     gather_updated_weights,
     gradient_shard,
-    local_shard,
+    shard_of,
 )
-from keras_strategy.keras_patches.patch import home_of, hook, in_replica
+from keras_strategy.keras_patches.patch import find_module, hook, in_replica
 from keras_strategy.values import ReduceOp
 
-# That of `torch.optim.Adam(fused=True)`, for all tensors at once.
+# The kernel of `torch.optim.Adam(fused=True)`, for all tensors at once.
 _adam: Callable[..., Any] = torch._fused_adam_  # pyright: ignore
-# The kernel divides by 1 - beta**step, which this step makes 1.
+# The kernel divides by 1 - beta**step, which is 1 for this step.
 _NO_CORRECTION = float("inf")
 
 
 def kernel_accepts(
     gradients: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
 ) -> bool:
-    """Whether the kernel takes these tensors.
-
-    Args:
-        gradients: One or more gradients.
-        tensors: What they update.
-    """
+    """Return True if the kernel accepts one or more gradients and what they update."""
     first, every = gradients[0], [*gradients, *tensors]
     return (
         first.is_floating_point()
@@ -65,24 +56,24 @@ def fused_adam_step(
     betas: tuple[float, float],
     epsilon: float,
 ) -> None:
-    """Updates variables and what Adam keeps of them, in place.
+    """Update variables and their Adam slots in place.
 
-    The formula is Keras's, that of Kingma and Ba, 2014, before their section 2.1:
+    The formula is Keras's, from Kingma and Ba, 2014, before their section 2.1:
     variable -= alpha * momentum / (sqrt(velocity) + epsilon), where alpha is
-    rate * sqrt(1 - beta_2**step) / (1 - beta_1**step). torch corrects the slots
-    themselves, and has another epsilon; so it is told not to correct, and its learning
-    rate is alpha.
+    rate * sqrt(1 - beta_2**step) / (1 - beta_1**step). torch's kernel corrects the
+    slots instead and uses epsilon differently, so its correction is disabled, and its
+    learning rate is alpha.
 
     Args:
-        tensors: The variables' tensors, then their momentums, their velocities, and
-            with amsgrad the largest of these, all in the variables' order.
+        tensors: The variables' tensors, their momentums, their velocities, and with
+            amsgrad the maxima of these, all in the variables' order.
         gradients: The variables' gradients.
         rate: The learning rate, a scalar of the variables' dtype.
-        step: The number of the step, from 1 on, likewise.
-        betas: How much of momentums and velocities is kept.
-        epsilon: What is added to the denominator.
+        step: The step's number, from 1 on, of the same dtype.
+        betas: beta_1 and beta_2.
+        epsilon: See the formula.
     """
-    # In the variables' dtype, as Keras does, where 0.999 is another number.
+    # In the variables' dtype, as in Keras, since it rounds 0.999.
     alpha = rate * torch.sqrt(1 - torch.pow(betas[1], step))
     alpha = alpha / (1 - torch.pow(betas[0], step))
     count = len(gradients)
@@ -104,24 +95,19 @@ def fused_adam_step(
     )
 
 
-Adam: Any = home_of("Adam", "keras.src.backend.torch.optimizers.torch_adam").Adam
+Adam: Any = find_module("Adam", "keras.src.backend.torch.optimizers.torch_adam").Adam
 
 
-def _in_one_pass(adam, tensors_of, grads, variables, learning_rate) -> bool:
-    """Does Adam's step with torch's kernel, if that takes what there is.
+def _fused_update(adam, tensors_of, grads, variables, learning_rate) -> bool:
+    """Do Adam's step with torch's kernel, and return False if it does not apply.
 
-    Args:
-        adam: The optimizer.
-        tensors_of: Gives the tensors of variables that are about to be written to.
-        grads: The gradients.
-        variables: The variables.
-        learning_rate: The learning rate.
+    `tensors_of` returns the tensors of variables that are about to be written.
     """
-    kept = [adam._momentums, adam._velocities]
+    slot_lists = [adam._momentums, adam._velocities]
     if adam.amsgrad:
-        kept.append(adam._velocity_hats)
+        slot_lists.append(adam._velocity_hats)
     indices = [adam._get_variable_index(variable) for variable in variables]
-    slots = [slot[index] for slot in kept for index in indices]
+    slots = [slot[index] for slot in slot_lists for index in indices]
     tensors = tensors_of([*variables, *slots])
     if not kernel_accepts(grads, tensors):
         return False
@@ -135,13 +121,13 @@ def _in_one_pass(adam, tensors_of, grads, variables, learning_rate) -> bool:
 
 
 def _is_keras_adam() -> bool:
-    """Whether the kernel gives what this Keras's own step gives."""
+    """Return True if the kernel's results are those of this Keras version."""
 
-    def in_one_pass(adam, *args):
-        _in_one_pass(adam, lambda variables: [v.value for v in variables], *args)
+    def fused(adam, *args):
+        _fused_update(adam, lambda variables: [v.value for v in variables], *args)
 
-    found = []
-    for step in (Adam._parallel_update_step, in_one_pass):
+    results = []
+    for step in (Adam._parallel_update_step, fused):
         variable = keras.Variable([1.0, -2.0, 0.5], dtype="float32", name="trial")
         adam = keras.optimizers.Adam(amsgrad=True, epsilon=0.1, name="trial")
         adam.build([variable])
@@ -150,8 +136,8 @@ def _is_keras_adam() -> bool:
             with torch.no_grad():
                 step(adam, [tensor], [variable], 0.5)
             adam.iterations.assign_add(1)
-        found.append(variable.value.detach())
-    return torch.allclose(*found, rtol=1e-5)
+        results.append(variable.value.detach())
+    return torch.allclose(*results, rtol=1e-5)
 
 
 @hook(
@@ -162,46 +148,43 @@ def _is_keras_adam() -> bool:
     needed=_is_keras_adam,
 )
 def _update(original, replica, self, grads, variables, learning_rate):
-    """Each replica updates a copy of its own: in one pass, where Keras makes twelve."""
-    if not replica.sees_replica_variables() or not _in_one_pass(
+    """Update the replica's variables in one pass over memory instead of twelve."""
+    if not replica.sees_replica_variables() or not _fused_update(
         self, replica.tensors_to_update, grads, variables, learning_rate
     ):
         original(self, grads, variables, learning_rate)
 
 
-class _Shared(ShardedUpdateScope):
-    """See `ShardedUpdateScope`.
+class _TorchShardedUpdateScope(ShardedUpdateScope):
+    """The scope of a replica's sharded update.
 
     Args:
-        replica: The replica.
-        shares: What the replica updates, by the variables' `id`.
-        variables: These variables.
-        numbers: Of the gradients that it is given, the numbers among those of all
-            replicas.
-        count: How many gradients these are.
+        shards: What the replica updates, by the variables' `id`.
+        indices: The indices of the replica's gradients among those of all replicas.
+        count: The number of gradients of all replicas.
     """
 
     def __init__(
         self,
         replica: TorchReplica,
-        shares: dict[int, torch.Tensor],
+        shards: dict[int, torch.Tensor],
         variables: Sequence[Any],
-        numbers: Sequence[int],
+        indices: Sequence[int],
         count: int,
     ):
-        super().__init__(replica.scope, shares, variables)
-        self._replica, self._numbers, self._count = replica, numbers, count
+        super().__init__(replica.scope, shards, variables)
+        self._replica, self._indices, self._count = replica, indices, count
 
     def write(self, variable: Any, value: torch.Tensor) -> None:
-        self.shares[id(variable)].copy_(value)
+        self.shards[id(variable)].copy_(value)
 
     def squared_norms(self, squares: Sequence[Any]) -> tuple[list[Any], Any]:
-        each: Any = torch.zeros(self._count, device=self._replica.scope.device)
+        norms: Any = torch.zeros(self._count, device=self._replica.scope.device)
         if squares:
-            each[list(self._numbers)] = torch.stack(list(squares)).to(each)
-        with self.whole_shapes():
-            each = self._replica.all_reduce(ReduceOp.SUM, each)
-        return [each[number] for number in self._numbers], torch.sum(each)
+            norms[list(self._indices)] = torch.stack(list(squares)).to(norms)
+        with self.full_shapes():
+            norms = self._replica.all_reduce(ReduceOp.SUM, norms)
+        return [norms[index] for index in self._indices], torch.sum(norms)
 
 
 @hook(
@@ -210,37 +193,37 @@ class _Shared(ShardedUpdateScope):
     "(self, grads, trainable_variables)",
     when=optimizer_sharding_of,
 )
-def _apply_gradients(original, division, self, grads, trainable_variables):
-    """Each replica updates its share, by Keras's own code.
+def _apply_gradients(original, sharding, self, grads, trainable_variables):
+    """Update the replica's shard with Keras's own code, then gather the weights.
 
-    Before it the gradients were summed, and their loss unscaled. After it the weights
-    are whole again, so that constraints are of whole weights.
+    The gradients are summed and unscaled before. Constraints are applied afterwards, to
+    full weights.
     """
     replica = current_thread_replica()
     if replica is None or not replica.sees_replica_variables():
         scope = current_stateless_scope()
-        if scope is None or id(division.slots[0]) not in scope.state_mapping:
+        if scope is None or id(sharding.slots[0]) not in scope.state_mapping:
             raise apply_outside_replicas_error(self)
         return original(self, grads, trainable_variables)
     weights = [v for v in self._trainable_variables if not v.overwrite_with_gradient]
-    variables = [*weights, *division.slots]
+    variables = [*weights, *sharding.slots]
     tensors = replica.tensors_to_update(variables)
-    parts, updated = {}, {}
+    shards, updates = {}, {}
     for variable, tensor in zip(variables, tensors, strict=True):
-        parts[id(variable)] = tensor.detach()
+        shards[id(variable)] = tensor.detach()
     for weight in weights:
-        tensor, shares = parts[id(weight)], division.shards_for(weight, weight.shape)
-        parts[id(weight)] = local_shard(tensor, shares, replica.id)
-        updated[id(weight)] = Updated(tensor, parts[id(weight)], shares)
-    numbers = division.gradient_indices(replica.id, trainable_variables)
-    of_own = [trainable_variables[number] for number in numbers]
-    own = [
-        gradient_shard(grads[number], updated[id(weight)].shares, replica.id)
-        for number, weight in zip(numbers, of_own, strict=True)
+        tensor, spec = shards[id(weight)], sharding.shards_for(weight, weight.shape)
+        shards[id(weight)] = shard_of(tensor, spec, replica.id)
+        updates[id(weight)] = ShardedUpdate(tensor, shards[id(weight)], spec)
+    indices = sharding.gradient_indices(replica.id, trainable_variables)
+    local_weights = [trainable_variables[index] for index in indices]
+    local_grads = [
+        gradient_shard(grads[index], updates[id(weight)].shards, replica.id)
+        for index, weight in zip(indices, local_weights, strict=True)
     ]
-    scope = _Shared(replica, parts, variables, numbers, len(grads))
+    scope = _TorchShardedUpdateScope(replica, shards, variables, indices, len(grads))
     with torch.no_grad():
         with scope, scope.shapes(), replica.updating(scope):
-            original(self, own, of_own)
+            original(self, local_grads, local_weights)
         changed = weights if self.ema_overwrite_frequency else trainable_variables
-        gather_updated_weights(replica, [updated[id(weight)] for weight in changed])
+        gather_updated_weights(replica, [updates[id(weight)] for weight in changed])

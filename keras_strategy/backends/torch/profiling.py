@@ -1,4 +1,4 @@
-"""What torch did while a program trained: counted where values leave a replica."""
+"""Counts and timings of collectives and copies while a program trains."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -20,14 +20,12 @@ _COLLECTIVES = (
 
 
 def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]:
-    """See `Engine.count`.
+    """Count collectives, their bytes, compilations and device copies.
 
     Returns:
-        The collectives: calls of torch.distributed, and sums over the threads of one
-        process. The bytes that this process, or one of the threads, gave to them. The
-        compilations, which are 0: torch runs a step as it is written. The copies
-        between devices: on CPUs none, since an array of NumPy's is a tensor as it is,
-        and all logical CPUs are one device to torch.
+        The collectives are calls of torch.distributed and sums over threads, and their
+        bytes those of this process, or of one thread. Compilations are 0. Copies
+        between devices are 0 on CPUs, which are one device for torch.
     """
     seen = [0, 0, 0]
     with contextlib.ExitStack() as patches:
@@ -40,16 +38,16 @@ def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]
     return collectives, data, 0, copies
 
 
-# What torch's profiler calls collectives, and what adds up replicas of one process.
+# The names of collectives in torch's profiler, and of sums over threads.
 _ADDS = "keras_strategy::add"
 _COLLECTIVE_EVENTS = ("c10d::", "gloo:", "nccl:", "ncclDevKernel", "mpi:", _ADDS)
 
 
 def shares(train: Callable[[int], None], steps: int) -> tuple[float, float] | None:
-    """See `Engine.shares`: on GPUs those of the kernels of this process.
+    """Return the fractions of time spent in computation and in collectives.
 
-    On CPUs an operation counts as long as torch is in it, in any thread: replicas of
-    one process take turns.
+    On GPUs they are those of this process's kernels; on CPUs, those of torch's
+    operations in any thread, since replicas of one process take turns.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     on_gpus = torch.cuda.is_available()
@@ -71,7 +69,7 @@ def shares(train: Callable[[int], None], steps: int) -> tuple[float, float] | No
 
 
 def _is_collective(event: Any) -> bool:
-    """Whether it is one, or a part of one."""
+    """Return True for a collective or a part of one."""
     while event is not None:
         if event.name.startswith(_COLLECTIVE_EVENTS):
             return True
@@ -81,7 +79,7 @@ def _is_collective(event: Any) -> bool:
 
 @contextlib.contextmanager
 def _named(owner: Any, name: str, event: str) -> Iterator[None]:
-    """Has torch's profiler see calls of a function."""
+    """Context manager in which torch's profiler records calls of a function."""
     original = getattr(owner, name)
 
     def named(*args, **kwargs):
@@ -100,15 +98,15 @@ def _counting(owner: Any, name: str, seen: list[int]) -> Iterator[None]:
     original = getattr(owner, name)
 
     def counted(*args, **kwargs):
-        given = [*args, *kwargs.values()]
+        values = [*args, *kwargs.values()]
         if owner is TorchReplica:  # (self, one tensor of each thread)
             if len(args[1]) == 1:
                 return original(*args, **kwargs)
-            given = args[1][:1]
+            values = args[1][:1]
         elif name.startswith("all_gather") or name == "all_to_all_single":
-            given = given[1:]  # the first is where the others' come to
+            values = values[1:]  # the first one is the output
         seen[0] += 1
-        seen[1] += sum(t.nbytes for t in given if isinstance(t, torch.Tensor))
+        seen[1] += sum(t.nbytes for t in values if isinstance(t, torch.Tensor))
         return original(*args, **kwargs)
 
     setattr(owner, name, counted)
@@ -131,4 +129,4 @@ def _counting_copies(seen: list[int]) -> Iterator[None]:
     try:
         yield
     finally:
-        del tensor_class.to  # it is the base class's
+        del tensor_class.to  # the base class defines it

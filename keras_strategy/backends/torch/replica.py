@@ -1,12 +1,8 @@
-"""What the replicas of one call of `strategy.run` have in common.
+"""A replica on torch: its collectives, random numbers, reads and writes.
 
-One replica: a thread, and what it asks of the others.
-
-The only replica of a process, which writes to the variables themselves.
-
-Nobody here computes beside it, so what it assigns need not be kept apart, and it runs
-as Keras runs on one device. What it overwrites is noted first, and written back if its
-function fails.
+Several replicas of a process are threads that take turns, and stage what they write.
+The only replica of a process writes in place, as Keras does on one device. It copies
+what it overwrites first, and restores it if its function fails.
 """
 
 import contextlib
@@ -28,19 +24,19 @@ from keras_strategy.backends.threads.scopes import WritesInPlace, unbuilt_variab
 from keras_strategy.backends.torch.collectives import map_flattened
 from keras_strategy.backends.torch.sharding import shard_only_gradient
 from keras_strategy.backends.torch.state import (
-    ATTRIBUTE,
+    COMPONENTS,
     Components,
     StagedWriteScope,
+    full_values,
     get_or_create_components,
     sum_tensors,
-    together,
 )
 from keras_strategy.core import context
 from keras_strategy.core.per_replica_attributes import ReplicaAttributes
 from keras_strategy.core.step_state import row_ranges
-from keras_strategy.keras_patches.patch import of_several
-from keras_strategy.keras_patches.random import of_layers, rehearse_layer
-from keras_strategy.keras_patches.variables_optimizers import stored
+from keras_strategy.keras_patches.patch import multi_replica_only
+from keras_strategy.keras_patches.random import dry_run_layer, layer_draws
+from keras_strategy.keras_patches.variables_optimizers import stored_value
 from keras_strategy.training.reduction import cast_for_sum, check_same_dtype
 from keras_strategy.training.sharding import OPTIMIZER_SHARDING, gradient_shards
 from keras_strategy.training.train_step import find_batch_rows
@@ -54,75 +50,69 @@ from keras_strategy.values import (
 
 PARTIAL_UPDATE_NOTE = (
     "keras_strategy: the training step had begun to update the variables. They are "
-    "the same on all replicas, but may be half-updated: load them again from a "
+    "the same on all replicas, but may be partly updated: load them again from a "
     "checkpoint before you go on."
 )
 
-# Large and odd, so that the seeds of replicas and of consecutive runs stay apart.
-_STRIDE = 0x9E3779B1
+# Large and odd, so that the seeds of replicas and of consecutive runs differ.
+_SEED_STRIDE = 0x9E3779B1
+_clone_all: Callable[..., Any] = torch._foreach_clone  # pyright: ignore
 
 
 class RunState:
-    """One call of `strategy.run`, the same object for all its replicas."""
+    """State that the replicas of one `strategy.run` share."""
 
     def __init__(self, replicas: int = 1) -> None:
         self._replicas = replicas
         self._seed: int | None = None
-        # What the first replica drew: how many others have not come there, and what.
+        # What the first replica drew, and how many others still have to take it.
         self._drawn: dict[Any, list[Any]] = {}
 
     def draw_once(
         self,
         index: int,
-        what: Any,
+        key: Any,
         draw: Callable[[], torch.Tensor],
         skip: Callable[[], Any],
     ) -> torch.Tensor:
-        """Draws what replicas draw alike, once if their tensors are in one memory.
+        """Draw a tensor that is equal on all replicas, once if they share memory.
 
-        Args:
-            index: The number of the replica. The first comes first.
-            what: Tells what it draws from other draws of the run.
-            draw: Draws.
-            skip: See `Replica.draw_once`.
+        The key identifies the draw in the run. Replica 0 comes first, and the others
+        call `skip`.
         """
-        found = self._drawn.get(what)
-        if index == 0 or found is None:
-            numbers = draw()
-            if index == 0 and self._replicas > 1 and numbers.device.type == "cpu":
-                self._drawn[what] = [self._replicas - 1, numbers]
-            return numbers
+        entry = self._drawn.get(key)
+        if index == 0 or entry is None:
+            tensor = draw()
+            if index == 0 and self._replicas > 1 and tensor.device.type == "cpu":
+                self._drawn[key] = [self._replicas - 1, tensor]
+            return tensor
         skip()
-        found[0] -= 1
-        if found[0] == 0:
-            del self._drawn[what]
-        return found[1]
+        entry[0] -= 1
+        if entry[0] == 0:
+            del self._drawn[key]
+        return entry[1]
 
-    def generator(self, index: int, device: torch.device) -> torch.Generator:
-        """A replica's own generator, for what Keras draws from the process's.
+    def generator(self, replica_id: int, device: torch.device) -> torch.Generator:
+        """Return a replica's substitute for torch's process-wide generator.
 
-        Its state, which workers have in common, decides what all of them draw, and
-        advances only if one asks.
-
-        Args:
-            index: The number of the replica.
-            device: Where it draws.
+        It is seeded by the process's, whose state is equal on all workers and advances
+        only if a replica draws.
         """
         if self._seed is None:
             self._seed = int(torch.randint(2**62, ()))
         generator = torch.Generator(device=device)
-        return generator.manual_seed((self._seed + index * _STRIDE) % 2**63)
+        return generator.manual_seed((self._seed + replica_id * _SEED_STRIDE) % 2**63)
 
 
 class TorchReplica(ThreadReplica):
-    """See `core.protocol.Replica`.
+    """A replica that is a thread and stages what it writes.
 
     Args:
         group: The group of replicas.
-        index: This replica's number on this worker.
-        turns: The turns of the replicas of this worker.
-        own: What this replica sets on layers.
-        run: The run, the same object for all its replicas.
+        index: Its index on this worker.
+        turns: The scheduler of this worker's replicas.
+        attributes: What this replica sets on layers.
+        run: The state of the run.
     """
 
     def __init__(
@@ -130,33 +120,39 @@ class TorchReplica(ThreadReplica):
         group: Any,
         index: int,
         turns: TurnScheduler,
-        own: ReplicaAttributes,
+        attributes: ReplicaAttributes,
         run: RunState,
     ):
-        super().__init__(group.strategy, index, group.topology, turns, own)
+        super().__init__(group.strategy, index, group.topology, turns, attributes)
         self._group = group
         self.scope = self.make_scope(group, index, run)
         self._run = run
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._drawn = 0
+        self._draws = 0
         self._updating: Any = None
 
     def make_scope(self, group: Any, index: int, run: RunState) -> Any:
-        """Makes what the replica sees the variables through."""
+        """Return the scope through which the replica sees the variables."""
         return StagedWriteScope(self, index, group.layout, run)
 
+    def set_rows(self, batch: Any) -> None:
+        """Set which rows of the global batch the step has, if they are known."""
+        if batch is not None and batch.counts is not None:
+            self.step.rows = row_ranges(batch.counts)[batch.first + self.index]
+            self.step.draws, self.step.dry_run = layer_draws, dry_run_layer
+
     def sees_replica_variables(self) -> bool:
-        """Whether what this thread reads and writes is the replica's own."""
+        """Return True if this thread reads and writes the replica's own tensors."""
         return current_stateless_scope() is (self._updating or self.scope)
 
     def tensors_to_update(self, variables: Sequence[Any]) -> list[torch.Tensor]:
-        """The tensors of variables that the optimizer writes to, in place."""
+        """Return the tensors that the optimizer may write, in place."""
         scope = self._updating or self.scope
         return [scope.get_current_value(variable) for variable in variables]
 
     @contextlib.contextmanager
     def updating(self, scope: Any) -> Iterator[None]:
-        """Surrounds an optimizer that sees the variables through another scope."""
+        """Context manager in which the optimizer sees variables through a scope."""
         self._updating = scope
         try:
             yield
@@ -164,29 +160,26 @@ class TorchReplica(ThreadReplica):
             self._updating = None
 
     def gather_shards(
-        self, name: str, part: torch.Tensor, sizes: Sequence[int]
+        self, name: str, shard: torch.Tensor, sizes: Sequence[int]
     ) -> torch.Tensor:
-        """The replicas' tensors of one dimension, joined in their order.
+        """Join the replicas' flat tensors; the result must not be modified.
 
         Args:
             name: What they are for.
-            part: This replica's.
-            sizes: How many elements each replica has; the same on all of them.
-
-        Returns:
-            A tensor that nobody may change.
+            shard: This replica's.
+            sizes: Each replica's number of elements; the same list on all of them.
         """
         workers = self._group.workers
 
-        def combine(parts):
-            joined = torch.cat([part.to(parts[0].device) for part in parts])
+        def combine(shards):
+            joined = torch.cat([shard.to(shards[0].device) for shard in shards])
             if workers is None:
                 return joined
-            local = len(parts)
-            each = [sum(sizes[i : i + local]) for i in range(0, len(sizes), local)]
-            return workers.all_gather_flat(name, joined, each)
+            local = len(shards)
+            by_worker = [sum(sizes[i : i + local]) for i in range(0, len(sizes), local)]
+            return workers.all_gather_flat(name, joined, by_worker)
 
-        return self.here(self.exchange(name, part, combine))
+        return self.here(self.exchange(name, shard, combine))
 
     def here(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.scope.device)
@@ -199,7 +192,7 @@ class TorchReplica(ThreadReplica):
         return tensor if workers is None else workers.sum(name, tensor)
 
     def sum(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the replicas, a tensor of this replica's own."""
+        """Return the sum over the replicas, a new tensor."""
         workers = self._group.workers
         if workers is not None and len(self._group.devices) == 1:
             return workers.sum(name, tensor)
@@ -220,13 +213,12 @@ class TorchReplica(ThreadReplica):
     def weighted_sum(
         self, tensors: Sequence[torch.Tensor], weight: float | None
     ) -> list[torch.Tensor]:
-        def sum_of_weighted(flat: torch.Tensor) -> torch.Tensor:
-            # It was made of the tensors just now, so that it may be changed in place.
+        def sum_weighted(flat: torch.Tensor) -> torch.Tensor:
             if weight == 0:
-                flat = flat.zero_()
+                flat = flat.zero_()  # it is a fresh copy
             elif weight is not None:
-                exact = flat.is_floating_point() or flat.is_complex()
-                flat = flat.mul_(weight) if exact else flat * weight
+                is_inexact = flat.is_floating_point() or flat.is_complex()
+                flat = flat.mul_(weight) if is_inexact else flat * weight
             return self.sum("optimizer.apply", flat)
 
         with torch.no_grad():
@@ -235,7 +227,7 @@ class TorchReplica(ThreadReplica):
                     t if type(t) is torch.Tensor else keras.ops.convert_to_tensor(t)
                     for t in tensors
                 ],
-                sum_of_weighted,
+                sum_weighted,
             )
 
     def write(self, variable: Any, value: torch.Tensor) -> None:
@@ -244,24 +236,34 @@ class TorchReplica(ThreadReplica):
     def draw_once(
         self, what: Any, draw: Callable[[], Any], skip: Callable[[], Any]
     ) -> Any:
-        number, self._drawn = self._drawn, self._drawn + 1
+        number, self._draws = self._draws, self._draws + 1
         return self._run.draw_once(self.index, (number, what), draw, skip)
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """This replica's part in place of torch's process-wide generator."""
+        """Return this replica's substitute for torch's process-wide generator."""
         if device not in self._generators:
             self._generators[device] = self._run.generator(self.id, device)
         return self._generators[device]
 
     def dropout_mask(self, inputs: torch.Tensor, keep: float) -> torch.Tensor:
-        """What dropout multiplies with: 0, or 1 / keep for the part that is kept."""
+        """Draw the factors of dropout: 0, or 1 / keep with probability `keep`."""
         mask = torch.empty_like(inputs, requires_grad=False)
         generator = self.generator(inputs.device)
         return mask.bernoulli_(keep, generator=generator).div_(keep)
 
 
+def returned_variable(
+    replicas: Sequence[TorchReplica], variables: Sequence[keras.Variable]
+) -> PerReplica:
+    """Return the values of a variable that the replicas' function returned."""
+    pairs = zip(replicas, variables, strict=True)
+    values = [replica.scope.get_current_value(variable) for replica, variable in pairs]
+    values = [value.detach().clone() for value in values if value is not None]
+    return PerReplica(full_values(variables[0], values))
+
+
 class _AllReduce(torch.autograd.Function):
-    """The sum over the replicas, whose gradient is summed as well."""
+    """All-reduce whose gradient is all-reduced as well."""
 
     @staticmethod
     def forward(ctx: Any, tensor, replica: TorchReplica, weight: float | None):
@@ -276,11 +278,11 @@ class _AllReduce(torch.autograd.Function):
 
 
 class _GradientOfSum(torch.autograd.Function):
-    """The gradient of what every replica received, by what this one gave.
+    """All-reduce of the gradients of an all-reduced value.
 
-    In a training step the optimizer multiplies by the weight afterwards, so that
-    this replica is given (sum over s of w_s * g_s) / w_r. Of that, by the same rule,
-    the gradient is the sum of theirs.
+    In a training step the optimizer multiplies by the row weight w_r afterwards, so the
+    result is (sum over s of w_s * g_s) / w_r. Its gradient is an `_AllReduce`, by the
+    same rule.
     """
 
     @staticmethod
@@ -290,19 +292,19 @@ class _GradientOfSum(torch.autograd.Function):
         ctx.replica, ctx.weight = replica, weight
         if weight is None:
             return replica.sum(name, gradient)
-        part = gradient * weight if weight > 0 else torch.zeros_like(gradient)
-        total = replica.sum(name, part)
+        weighted = gradient * weight if weight > 0 else torch.zeros_like(gradient)
+        total = replica.sum(name, weighted)
         return total / weight if weight > 0 else torch.zeros_like(total)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        counts = ctx.weight is None or ctx.weight > 0
-        gradient = gradients[0] if counts else torch.zeros_like(gradients[0])
+        has_rows = ctx.weight is None or ctx.weight > 0
+        gradient = gradients[0] if has_rows else torch.zeros_like(gradients[0])
         return _AllReduce.apply(gradient, ctx.replica, ctx.weight), None, None, None
 
 
 class _AllGather(torch.autograd.Function):
-    """The replicas' rows; the gradient of each replica's rows is summed."""
+    """All-gather; a replica's gradient is its rows of the all-reduced one."""
 
     @staticmethod
     def forward(
@@ -324,8 +326,8 @@ class _AllGather(torch.autograd.Function):
             if workers is None:
                 return joined, sizes
             joined, _ = workers.gather("all_gather", joined, axis)
-            every = torch.tensor(sizes, device=joined.device)
-            return joined, workers.gather("all_gather", every, 0)[0].tolist()
+            local_sizes = torch.tensor(sizes, device=joined.device)
+            return joined, workers.gather("all_gather", local_sizes, 0)[0].tolist()
 
         workers = replica._group.workers
         joined, sizes = replica.exchange("all_gather", tensor.detach(), combine)
@@ -336,44 +338,33 @@ class _AllGather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         name = "gradient of all_gather"
         total: Any = _GradientOfSum.apply(gradients[0], ctx.replica, name, ctx.weight)
-        mine = total.split(ctx.sizes, dim=ctx.axis)[ctx.replica.id]
-        return mine, None, None, None
-
-
-# One call for all of them.
-_clones: Callable[..., Any] = torch._foreach_clone  # pyright: ignore
+        local = total.split(ctx.sizes, dim=ctx.axis)[ctx.replica.id]
+        return local, None, None, None
 
 
 class InPlaceScope:
-    """The variables as this replica sees them, for a `merge_call`.
-
-    Args:
-        replica: The replica.
-        device: Its device, as torch calls it.
-    """
+    """The variables of an `InPlaceReplica`, for a `merge_call`."""
 
     def __init__(self, replica: "InPlaceReplica", device: str):
         self.device = device
         self._replica = replica
 
     def get_current_value(self, variable: Any) -> torch.Tensor | None:
-        if stored(variable) is None:
+        if stored_value(variable) is None:
             return None
-        return self._replica.reads(variable).first
+        return self._replica.note_read(variable).first
 
     def add_update(self, update: tuple[Any, torch.Tensor]) -> None:
         self._replica.assign(*update)
 
 
 class InPlaceReplica(WritesInPlace, TorchReplica):
-    """See `core.protocol.Replica`.
-
-    Args:
-        group: The group that it alone is.
+    """The only replica of a process, which writes the variables in place.
 
     Attributes:
-        before: What was overwritten, by `id`: the tensor, and what it held.
-        is_partly_updated: Whether a training step has begun to update the variables, of
+        overwritten: The tensors that were overwritten and copies of their old values,
+            by `id`.
+        is_partly_updated: True if a training step has begun to update the variables, of
             which it keeps no copies.
     """
 
@@ -382,40 +373,40 @@ class InPlaceReplica(WritesInPlace, TorchReplica):
     def __init__(self, group: Any):
         super().__init__(group, 0, TurnScheduler(1), ReplicaAttributes({}), RunState())
         self.layout, self.device = group.layout, group.torch_devices[0]
-        self.joined = group.joined
-        self.before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.buffers = group.buffers
+        self.overwritten: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.is_partly_updated = False
 
     def make_scope(self, group: Any, index: int, run: RunState) -> InPlaceScope:
         return InPlaceScope(self, group.torch_devices[index])
 
-    def reads(self, variable: Any) -> Components:
-        """Notes that the replica reads a variable.
-
-        Args:
-            variable: One that has a value.
-        """
+    def note_read(self, variable: Any) -> Components:
+        """Record that the replica reads a variable, and return its components."""
         components = get_or_create_components(variable, self.layout)
         if variable.aggregation == "sum":
             self.step.sum_variables_read.add(id(variable))
         if self.step.is_applying:
             # Keras's torch optimizers work in place, on what they read.
-            self._are_overwritten([components.first])
+            self._save([components.first])
         return components
 
     def assign(self, variable: Any, value: torch.Tensor) -> None:
-        """Writes to a variable."""
-        tensor = stored(variable)
+        """Assign a value to a variable."""
+        tensor = stored_value(variable)
         if tensor is None:
             raise unbuilt_variable_error(variable)
-        own = vars(variable).get(ATTRIBUTE)
-        if own is None or own.first is not tensor or own.layout is not self.layout:
-            # Which deals a sum out first.
-            own = get_or_create_components(variable, self.layout)
-        if own.shares is not None:
-            value = own.own_part(value, 0)
-        if id(tensor) not in self.before:
-            self._are_overwritten([tensor])
+        components = vars(variable).get(COMPONENTS)
+        if (
+            components is None
+            or components.first is not tensor
+            or components.layout is not self.layout
+        ):
+            # Which first splits a sum over the replicas.
+            components = get_or_create_components(variable, self.layout)
+        if components.shards is not None:
+            value = components.local_shard(value, 0)
+        if id(tensor) not in self.overwritten:
+            self._save([tensor])
         with torch.no_grad():
             tensor.copy_(value)
 
@@ -426,24 +417,29 @@ class InPlaceReplica(WritesInPlace, TorchReplica):
         if self._updating is not None:
             return super().tensors_to_update(variables)
         tensors = []
-        for variable in variables:  # a dozen in a small model: no call for each
-            own, tensor = vars(variable).get(ATTRIBUTE), stored(variable)
-            if own is None or own.first is not tensor or own.layout is not self.layout:
+        for variable in variables:  # inline, since it is called in each step
+            tensor, components = stored_value(variable), vars(variable).get(COMPONENTS)
+            if (
+                components is None
+                or components.first is not tensor
+                or components.layout is not self.layout
+            ):
                 get_or_create_components(variable, self.layout)
             tensors.append(tensor)
-        self._are_overwritten(tensors)
+        self._save(tensors)
         return tensors
 
-    def _are_overwritten(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _save(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy tensors that are about to be overwritten."""
         if self.step.is_applying and self.step.row_weight is not None:
             self.is_partly_updated = True
             return
-        fresh = [tensor for tensor in tensors if id(tensor) not in self.before]
+        fresh = [tensor for tensor in tensors if id(tensor) not in self.overwritten]
         if not fresh:
             return
-        copies = _clones([tensor.detach() for tensor in fresh])
+        copies = _clone_all([tensor.detach() for tensor in fresh])
         for tensor, copy in zip(fresh, copies, strict=True):
-            self.before[id(tensor)] = tensor, copy
+            self.overwritten[id(tensor)] = tensor, copy
 
     def weighted_sum(
         self, tensors: Sequence[torch.Tensor], weight: float | None
@@ -455,95 +451,80 @@ class InPlaceReplica(WritesInPlace, TorchReplica):
         if kind is None or not kind[0].is_floating_point:
             return super().weighted_sum(tensors, weight)
         workers, name = self._group.workers, "optimizer.apply"
-        variables = self.step.reducing_gradients_of
-        # Without a call of a function in a step that shares nothing.
-        optimizer, shares = self.step.optimizer, None
-        if optimizer is not None and OPTIMIZER_SHARDING in vars(optimizer):
-            leave = workers.during_backward.can_overlap(tensors)
-            if self.sees_replica_variables() and not leave:
-                shares = gradient_shards(optimizer, tensors, variables)
+        variables, optimizer = self.step.reducing_gradients_of, self.step.optimizer
+        shards = None
+        if (
+            optimizer is not None
+            and OPTIMIZER_SHARDING in vars(optimizer)
+            and self.sees_replica_variables()
+            and not workers.overlapped.can_overlap(tensors)
+        ):
+            shards = gradient_shards(optimizer, tensors, variables)
         with torch.no_grad():
-            if shares is None:
+            if shards is None:
                 return workers.all_reduce_weighted(
-                    name, tensors, weight, self.joined, variables
+                    name, tensors, weight, self.buffers, variables
                 )
-            parts = workers.reduce_scatter_weighted(name, tensors, weight, shares)
-            return list(map(shard_only_gradient, tensors, parts))
+            sums = workers.reduce_scatter_weighted(name, tensors, weight, shards)
+            return list(map(shard_only_gradient, tensors, sums))
 
     def run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """Calls a function, all of whose effects are undone if it fails.
-
-        Returns:
-            What it returned, as a part of what all replicas do.
-        """
-        device, batch = self.device, find_batch_rows(args, kwargs)
+        """Call a function, and undo all of its effects if it fails."""
+        batch = find_batch_rows(args, kwargs)
         if batch is not None and batch.counts is not None:
             self.step.rows = row_ranges(batch.counts)[batch.first]
-            self.step.draws, self.step.dry_run = of_layers, rehearse_layer
-        workers = self._group.workers
+            self.step.draws, self.step.dry_run = layer_draws, dry_run_layer
+        overlapped = self._group.workers.overlapped
         try:
-            workers.during_backward.replica = self
-            with (
-                contextlib.nullcontext()
-                if device == "cpu"
-                else torch.cuda.device(device),
-                context.replica_scope(self.context),
-            ):
-                self._own.swap_in()
-                own = select_replica((args, kwargs), 0, 1)
-                args, kwargs = self._group.arrays_to_tensors(own)
+            overlapped.replica = self
+            with self._group.device_scopes[0](), context.replica_scope(self.context):
+                self._attributes.swap_in()
+                args, kwargs = self._group.arrays_to_tensors(
+                    select_replica((args, kwargs), 0, 1)
+                )
                 outputs = self._outputs(fn(*args, **kwargs))
-            self._own.keep()
+            self._attributes.keep()
             return outputs
         except BaseException as error:
-            self._own.swap_out()
-            self._undo()
+            self._attributes.swap_out()
+            with torch.no_grad():
+                for tensor, value in self.overwritten.values():
+                    tensor.copy_(value)
             if self.is_partly_updated:
                 error.add_note(PARTIAL_UPDATE_NOTE)
             raise
         finally:
-            workers.during_backward.replica = None
-            self.before.clear()  # the replica is part of a cycle
+            overlapped.replica = None
+            self.overwritten.clear()  # the replica is part of a reference cycle
 
     def _outputs(self, output: Any) -> Any:
-        if self.before:
-            written = {_memory(tensor) for tensor, _ in self.before.values()}
-            output = map_leaves(functools.partial(_apart, written), output)
+        if self.overwritten:
+            written = {_memory(tensor) for tensor, _ in self.overwritten.values()}
+            output = map_leaves(functools.partial(_copy_if_in, written), output)
         return regroup(
             [output],
             torch.is_tensor,
             always_distributed=True,
-            join_variables=self._held,
+            join_variables=functools.partial(returned_variable, [self]),
         )
-
-    def _held(self, variables: Any) -> PerReplica:
-        """What this replica holds of the variable that it returned."""
-        values = [self.scope.get_current_value(variable) for variable in variables]
-        values = [v.detach().clone() for v in values if v is not None]
-        return PerReplica(together(variables[0], values))
-
-    def _undo(self) -> None:
-        with torch.no_grad():
-            for tensor, value in self.before.values():
-                tensor.copy_(value)
 
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _apart(written: set[int], leaf: Any) -> Any:
-    """What was returned, with memory of its own if later runs will write to it."""
+def _copy_if_in(written: set[int], leaf: Any) -> Any:
+    """Copy a returned value if later runs will write to its memory."""
     if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
         return leaf.clone() if _memory(leaf) in written else leaf
     if isinstance(leaf, np.ndarray) and not leaf.flags.owndata:
-        return leaf.copy()  # it may look into a tensor
+        return leaf.copy()  # it may be a view of a tensor
     return leaf
 
 
-@of_several
-def direct_replica() -> InPlaceReplica | None:
-    """The replica that is running and to which reads and writes are to be told."""
+@multi_replica_only
+def in_place_replica() -> InPlaceReplica | None:
+    """Return the running replica if it must see reads and writes."""
     replica = context.distributed_replica()
     if isinstance(replica, InPlaceReplica) and current_thread_replica() is replica:
         return replica

@@ -1,7 +1,7 @@
-"""Variables of optimizers of which each replica keeps a share of the elements.
+"""Optimizer variables of which each replica stores a shard.
 
-A replica updates its share of the weights alone, so that it needs no more of what the
-optimizer keeps of them. Then the replicas give each other what they have updated.
+A replica updates its shard of the weights only, so it needs no more of the optimizer's
+state. Then the replicas gather what they have updated.
 """
 
 import math
@@ -16,37 +16,38 @@ from keras_strategy.backends.threads.patches import (
     current_thread_replica,
 )
 from keras_strategy.backends.threads.scopes import MergedScope
-from keras_strategy.backends.torch.gradient_buckets import MOST_BYTES, split_by_bytes
-from keras_strategy.backends.torch.state import ATTRIBUTE, Components, Layout
-from keras_strategy.keras_patches.variables_optimizers import initialize, stored
+from keras_strategy.backends.torch.gradient_buckets import (
+    MAX_BUCKET_BYTES,
+    split_by_bytes,
+)
+from keras_strategy.backends.torch.state import COMPONENTS, Components, Layout
+from keras_strategy.keras_patches.variables_optimizers import initialize, stored_value
 from keras_strategy.training.saving import overridden_value
 from keras_strategy.training.sharding import FlatShards, set_flat_shards
 
 if TYPE_CHECKING:
     from keras_strategy.backends.torch.replica import TorchReplica
 
-# Of a gradient, the replica's share of its sum.
-_OWN_PART = "_ks_own_part"
+_LOCAL_SHARD = "_ks_local_shard"
 
 
 class ShardedComponents(Components):
-    """What the replicas of this worker keep of a variable, each its share.
+    """The shards of a variable that this worker's replicas store.
 
     Args:
-        variable: A variable that is initialized, whose tensor is replaced by the share
-            of this worker's first replica.
-        layout: Where its strategy's replicas are.
-        shares: Which elements each of them keeps.
+        variable: An initialized variable, whose tensor is replaced by the shard of this
+            worker's first replica.
+        layout: The placement of the replicas.
+        shards: The elements that each of them stores.
     """
 
-    def __init__(self, variable: Any, layout: Layout, shares: FlatShards):
-        whole, self.shares, self.layout = stored(variable).detach(), shares, layout
+    def __init__(self, variable: Any, layout: Layout, shards: FlatShards):
+        full, self.shards, self.layout = stored_value(variable).detach(), shards, layout
         self.path, self.on_read = variable.path, False
-        # Its reads are looked at in any case.
-        self.is_noted = True
+        self.is_tracked = True  # reads need the full value
         self.tensors = [
             torch.nn.Parameter(
-                local_shard(whole, shares, replica).to(device, copy=True),
+                shard_of(full, shards, replica).to(device, copy=True),
                 requires_grad=False,
             )
             for replica, device in zip(
@@ -56,125 +57,111 @@ class ShardedComponents(Components):
         self.first = self.tensors[0]
         self.version = self.first._version
         self._run: object = None
-        set_flat_shards(variable, shares)
+        set_flat_shards(variable, shards)
         initialize(variable, self.first)
-        vars(variable)[ATTRIBUTE] = self
+        vars(variable)[COMPONENTS] = self
 
     def refresh(self, variable: Any) -> None:
-        """No replica holds what another one does."""
+        """Do nothing: no replica stores what another one does."""
 
     def assign(self, variable: Any, value: torch.Tensor) -> None:
         self.assign_each([value.detach()] * len(self.tensors))
 
     def assign_each(self, values: Sequence[torch.Tensor]) -> None:
-        parts = [self.own_part(value, index) for index, value in enumerate(values)]
-        super().assign_each(parts)
+        super().assign_each([self.local_shard(v, i) for i, v in enumerate(values)])
 
-    def own_part(self, value: torch.Tensor, index: int) -> torch.Tensor:
-        assert self.shares is not None
-        return local_shard(
-            value, self.shares, self.layout.topology.local_replicas[index]
-        )
+    def local_shard(self, value: torch.Tensor, index: int) -> torch.Tensor:
+        assert self.shards is not None
+        return shard_of(value, self.shards, self.layout.topology.local_replicas[index])
 
-    def together(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        assert self.shares is not None
+    def full_values(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        assert self.shards is not None
         flat = torch.cat([part.detach().reshape(-1).to(self.first) for part in parts])
         if self.layout.workers is not None:
             name = f"the value of '{self.path}'"
             flat, _ = self.layout.workers.gather(name, flat, 0)
-        whole = flat.view(self.shares.shape)
-        return [whole.to(device) for device in self.layout.devices]
+        full = flat.view(self.shards.shape)
+        return [full.to(device) for device in self.layout.devices]
 
 
-def local_shard(whole: torch.Tensor, shares: FlatShards, replica: int) -> torch.Tensor:
-    """What a replica keeps of a tensor; it shares the tensor's memory if it can."""
-    begin, end = shares.bounds[replica]
-    return whole.reshape(-1)[begin:end].view(shares.shape_of(replica))
+def shard_of(full: torch.Tensor, shards: FlatShards, replica: int) -> torch.Tensor:
+    """Return a replica's shard of a tensor, as a view if possible."""
+    begin, end = shards.bounds[replica]
+    return full.reshape(-1)[begin:end].view(shards.shape_of(replica))
 
 
-def shard_only_gradient(gradient: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """A gradient's sum of which only this replica's share is known.
+def shard_only_gradient(gradient: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    """Return a stand-in for a gradient's sum of which only the local shard is known.
 
-    Args:
-        gradient: The gradient.
-        part: The share.
-
-    Returns:
-        What `gradient_shard` takes. For who reads it all the same it is no number.
+    Its elements are NaN, for code that reads it without `gradient_shard`.
     """
-    whole = gradient.new_full((), math.nan).expand(gradient.shape)
-    setattr(whole, _OWN_PART, part)
-    return whole
+    full = gradient.new_full((), math.nan).expand(gradient.shape)
+    setattr(full, _LOCAL_SHARD, shard)
+    return full
 
 
 def gradient_shard(
-    gradient: torch.Tensor, shares: FlatShards, replica: int
+    gradient: torch.Tensor, shards: FlatShards, replica: int
 ) -> torch.Tensor:
-    """A replica's share of a gradient's sum, see `shard_only_gradient`."""
-    part = vars(gradient).get(_OWN_PART)
-    return local_shard(gradient, shares, replica) if part is None else part
+    """Return a replica's shard of a gradient's sum, see `shard_only_gradient`."""
+    shard = vars(gradient).get(_LOCAL_SHARD)
+    return shard_of(gradient, shards, replica) if shard is None else shard
 
 
 def full_value(variable: Any, components: Components) -> torch.Tensor | None:
-    """The value of a variable that the replicas share, for who reads it.
-
-    Outside of replicas and within, all of them read it, and all workers do.
-
-    Args:
-        variable: The variable.
-        components: What this worker's replicas keep.
+    """Return a sharded variable's full value; all replicas and workers call this.
 
     Returns:
-        None where its scope has a value of its own: while the optimizer updates its
-        share, and in a scope that a user has given values.
+        None if the current scope has a value of its own: while the optimizer updates
+        its shard, and in a scope with the user's values.
     """
     scope, replica = current_stateless_scope(), current_thread_replica()
     if isinstance(scope, MergedScope):
-        return components.together(scope.components(variable))[0]
+        return components.full_values(scope.components(variable))[0]
     if replica is not None:
-        assert components.shares is not None
-        part = replica.scope.get_current_value(variable).detach().reshape(-1)
+        assert components.shards is not None
+        shard = replica.scope.get_current_value(variable).detach().reshape(-1)
         with torch.no_grad():
-            return replica.all_gather(part, 0).view(components.shares.shape)
+            return replica.all_gather(shard, 0).view(components.shards.shape)
     if scope is not None and scope.get_current_value(variable) is not None:
         return None
-    known = overridden_value(variable)
-    if known is not None:
-        return keras.ops.convert_to_tensor(known)
-    return components.together(components.tensors)[0]
+    override = overridden_value(variable)
+    if override is not None:
+        return keras.ops.convert_to_tensor(override)
+    return components.full_values(components.tensors)[0]
 
 
-class Updated(NamedTuple):
-    """A weight of which each replica has updated its share.
+class ShardedUpdate(NamedTuple):
+    """A weight of which each replica has updated its shard.
 
     Attributes:
-        tensor: What the replica holds of it.
-        part: The replica's share, updated.
-        shares: Which elements each replica has updated.
+        tensor: The replica's copy of the weight.
+        shard: The replica's shard, updated.
+        shards: The elements that each replica has updated.
     """
 
     tensor: torch.Tensor
-    part: torch.Tensor
-    shares: FlatShards
+    shard: torch.Tensor
+    shards: FlatShards
 
 
-def gather_updated_weights(replica: "TorchReplica", updated: Sequence[Updated]) -> None:
-    """Writes to each replica's weights what the others have updated.
+def gather_updated_weights(
+    replica: "TorchReplica", updates: Sequence[ShardedUpdate]
+) -> None:
+    """Write the other replicas' updated shards to this replica's weights.
 
-    Args:
-        replica: The replica.
-        updated: The same weights on every replica, in the same order.
+    The weights and their order are the same on every replica.
     """
-    for some in split_by_bytes(updated, lambda one: one.tensor, MOST_BYTES):
+    for group in split_by_bytes(updates, lambda u: u.tensor, MAX_BUCKET_BYTES):
         sizes = [
-            sum([one.shares.size_of(r) for one in some])
-            for r in range(len(some[0].shares.bounds))
+            sum([update.shards.size_of(r) for update in group])
+            for r in range(len(group[0].shards.bounds))
         ]
-        own = torch.cat([one.part.reshape(-1) for one in some])
-        every = replica.gather_shards("optimizer.apply", own, sizes).split(sizes)
-        parts = [
-            part.split([one.shares.size_of(r) for one in some])
-            for r, part in enumerate(every)
+        local = torch.cat([update.shard.reshape(-1) for update in group])
+        gathered = replica.gather_shards("optimizer.apply", local, sizes).split(sizes)
+        by_replica = [
+            flat.split([update.shards.size_of(r) for update in group])
+            for r, flat in enumerate(gathered)
         ]
-        for one, *of_replicas in zip(some, *parts, strict=True):
-            one.tensor.copy_(torch.cat(of_replicas).view(one.shares.shape))
+        for update, *shards in zip(group, *by_replica, strict=True):
+            update.tensor.copy_(torch.cat(shards).view(update.shards.shape))

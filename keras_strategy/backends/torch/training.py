@@ -1,6 +1,7 @@
-"""Whether anybody reads the logs of the batches, which costs a collective each.
+"""The functions of `fit`, `evaluate` and `predict` for a batch: a loop over `run`.
 
-fit, evaluate and predict on torch: a loop over `strategy.run`.
+Merging the logs of a batch costs a collective. It is left out if no callback, on any
+worker, reads them.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from keras import tree
 from keras_strategy.backends.torch.compilation import CompiledModel
 from keras_strategy.core.step_state import RowRange
 from keras_strategy.data.local_rows import LocalRows, local_bounds_fn
-from keras_strategy.keras_patches.layers import all_layers, to_try
+from keras_strategy.keras_patches.layers import all_layers, user_code
 from keras_strategy.keras_patches.trainer import listens
 from keras_strategy.training import train_step as rules
 from keras_strategy.training.audit import RowAudit
@@ -33,56 +34,46 @@ _ATTRIBUTE = "_ks_batch_logs"
 
 
 class BatchLogs:
-    """What becomes of the logs that a train or test function returns.
+    """The logs that a train or test function returns.
 
-    Keras's loop gives them to the callbacks, and ends the epoch with the metrics' own
-    results where all logs are named after metrics.
+    Keras's loop passes them to the callbacks. It ends the epoch with the metrics'
+    results if all logs are named after metrics.
 
     Attributes:
-        are_read: Whether somebody may look at them.
-        of_metrics: The names of the model's metrics; None until a batch was merged.
+        are_read: True if a callback may read them.
+        metric_names: The model's metrics; None until a batch was merged.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Somebody looks, as far as is known."""
+        """Assume that the logs are read."""
         self.are_read = True
-        self.of_metrics: set[str] | None = None
+        self.metric_names: set[str] | None = None
 
-    def of_own_step(self, model: keras.Model) -> dict[str, Any]:
-        """The logs of a step that returns the model's metrics and no more."""
-        return model.get_metrics_result() if self.are_read else _Unread(model)
+    def of_metrics(self, model: keras.Model) -> dict[str, Any]:
+        """Return the logs of a step that returns only the model's metrics."""
+        return model.get_metrics_result() if self.are_read else _UnreadLogs(model)
 
     def are_needed(self, logs: Any) -> bool:
-        """Whether logs of a user's step must be those of all replicas.
-
-        Args:
-            logs: What the replicas returned.
-        """
-        return self.are_read or not isinstance(logs, dict) or self._differ(logs)
-
-    def _differ(self, logs: dict) -> bool:
-        return self.of_metrics != set(logs)
+        """Return True if the logs of the user's step must be merged."""
+        return (
+            self.are_read
+            or not isinstance(logs, dict)
+            or self.metric_names != set(logs)
+        )
 
     @staticmethod
     def of(function: Any) -> "BatchLogs | None":
-        """Those of a function that was given some with `give_to`."""
+        """Return the logs of a train or test function of ours."""
         return getattr(function, _ATTRIBUTE, None)
 
-    def give_to(self, function: Any) -> None:
-        """Lets others find them by the function."""
-        setattr(function, _ATTRIBUTE, self)
 
+class _UnreadLogs(dict):
+    """A model's metrics, of which only the names are read, without a collective.
 
-class _Unread(dict):
-    """A model's metrics, of which nobody asks for more than the names.
-
-    Keras does at the end of an epoch, and then takes the metrics themselves.
-
-    Args:
-        model: The model.
+    Keras reads them at the end of an epoch, and then the metrics themselves.
     """
 
     def __init__(self, model: keras.Model):
@@ -90,150 +81,127 @@ class _Unread(dict):
         self._model = model
 
     def keys(self) -> Any:
-        """The names, of which other workers need not be asked."""
         with keras.StatelessScope():
             return self._model.get_metrics_result().keys()
 
 
 def may_read(callback: keras.callbacks.Callback, kind: str) -> bool:
-    """Whether a callback may look at the logs of a batch.
-
-    Args:
-        callback: The callback.
-        kind: "train" or "test".
-    """
+    """Return True if a callback may read the logs of a "train" or "test" batch."""
     return not isinstance(callback, LogFreeCallback) and listens(callback, kind)
 
 
 def detect_log_readers(strategy: Any, method: str, arguments: dict[str, Any]) -> None:
-    """Has Keras's loop find out, when it begins, whether its logs are read.
+    """Add a callback that detects whether a loop's logs are read.
 
-    Where nobody does, on any worker, they need not be brought together. A loop that is
-    not Keras's may, and so may whoever made a `CallbackList`.
-
-    Args:
-        strategy: The strategy.
-        method: "fit" or "evaluate".
-        arguments: The method's arguments by name; changed in place.
+    The arguments of "fit" or "evaluate" are changed in place. The user's loop, or the
+    creator of a `CallbackList`, may read the logs.
     """
     callbacks = arguments.get("callbacks")
     if isinstance(callbacks, keras.callbacks.CallbackList):
-        return  # that of `fit` has a watch already
+        return  # that of `fit` has a detector already
     listed = list(keras.tree.flatten(callbacks or []))
     # Keras adds a progress bar, which reads them.
-    shown = arguments.get("verbose", "auto") != 0
-    arguments["callbacks"] = [*listed, _ReaderWatch(strategy, listed, shown)]
+    is_shown = arguments.get("verbose", "auto") != 0
+    arguments["callbacks"] = [*listed, _LogReaderDetector(strategy, listed, is_shown)]
 
 
-class _ReaderWatch(keras.callbacks.Callback):
-    """Notes who reads the logs of batches, when a loop begins.
+class _LogReaderDetector(keras.callbacks.Callback):
+    """Detects whether the logs of batches are read, when a loop begins."""
 
-    Args:
-        strategy: The strategy.
-        callbacks: The other callbacks.
-        shown: Whether Keras shows the logs.
-    """
-
-    def __init__(self, strategy: Any, callbacks: list[Any], shown: bool):
+    def __init__(self, strategy: Any, callbacks: list[Any], is_shown: bool):
         super().__init__()
         self._strategy = strategy
         self._callbacks = callbacks
-        self._shown = shown
+        self._is_shown = is_shown
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Asks for the logs of `fit`."""
-        self._note("train", "fit")
+        self._detect("train", "fit")
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Asks for the logs of `evaluate`."""
-        self._note("test", "evaluate")
+        self._detect("test", "evaluate")
 
-    def _note(self, kind: str, loop: str) -> None:
+    def _detect(self, kind: str, loop: str) -> None:
         batch_logs = BatchLogs.of(getattr(self.model, f"{kind}_function"))
         if batch_logs is None:
             return
-        own_loop = getattr(type(self.model), loop) is not getattr(keras.Model, loop)
-        read = (
-            own_loop or self._shown or any(may_read(c, kind) for c in self._callbacks)
+        are_read = (
+            getattr(type(self.model), loop) is not getattr(keras.Model, loop)
+            or self._is_shown
+            or any(may_read(callback, kind) for callback in self._callbacks)
         )
         cluster = self._strategy.extended.cluster
         if cluster is not None:
-            read = any(cluster.exchange("whether the logs of batches are read", read))
-        batch_logs.are_read = read
+            operation = "whether the logs of batches are read"
+            are_read = any(cluster.exchange(operation, are_read))
+        batch_logs.are_read = are_read
 
 
 def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callable:
-    """The function that Keras's loop calls for a batch, or for several.
+    """Return the function that Keras's loop calls for a list of batches.
 
-    Args:
-        model: The model.
-        kind: "train", "test" or "predict".
-        strategy: The model's strategy, of several replicas.
-
-    Returns:
-        A function of a list of batches, as the one that Keras makes. There is more
-        than one of them with `steps_per_execution`, which Keras has on torch from 3.16
-        on.
+    The list has more than one with `steps_per_execution`, which Keras supports on torch
+    since 3.16. `kind` is "train", "test" or "predict".
     """
-    own = rules.returns_only_metrics(model, kind)
-    trials = RowAudit(model, to_try(model, kind), kind == "train", _warn_unless)
-    weighted = rules.make_weighted_step(
+    returns_metrics = rules.returns_only_metrics(model, kind)
+    audit = RowAudit(model, user_code(model, kind), kind == "train", _warn_unless)
+    weighted_step = rules.make_weighted_step(
         getattr(model, f"{kind}_step"),
-        own,
+        returns_metrics,
         lambda: all_layers(model),
-        _require,
-        trials,
+        _check,
+        audit,
         (lambda tensor: tensor.shape[0]) if kind == "predict" else None,
     )
     batch_logs = BatchLogs()
-    compiles = model.jit_compile and not model.run_eagerly
-    compiled = CompiledModel(model, strategy) if compiles else contextlib.nullcontext()
+    compiled: Any = contextlib.nullcontext()
+    if model.jit_compile and not model.run_eagerly:
+        compiled = CompiledModel(model, strategy)
 
-    tensors_of = strategy.extended.group.arrays_to_tensors
+    arrays_to_tensors = strategy.extended.group.arrays_to_tensors
 
     def step(shard):
-        data = tensors_of(shard.data) if shard.has_arrays else shard.data
-        return weighted(data, shard.weight, shard.rows)
+        data = arrays_to_tensors(shard.data) if shard.has_arrays else shard.data
+        return weighted_step(data, shard.weight, shard.rows)
 
-    def logs_of(outputs, weights):
+    def merge_logs(outputs, weights):
         with torch.no_grad():
-            if own:
-                return batch_logs.of_own_step(model)
+            if returns_metrics:
+                return batch_logs.of_metrics(model)
             if not batch_logs.are_needed(outputs):
                 return select_replica(outputs, 0, len(weights))
-            if batch_logs.of_metrics is None:
-                batch_logs.of_metrics = set(model.get_metrics_result())
-            return _means(outputs, strategy, weights)
+            if batch_logs.metric_names is None:
+                batch_logs.metric_names = set(model.get_metrics_result())
+            return _mean_logs(outputs, strategy, weights)
 
-    def one_batch(batch):
-        shards = _shards(batch, strategy)
-        weights = [shard.weight for shard in shards]
+    def run_batch(batch):
+        local_batches = _split(batch, strategy)
+        weights = [local.weight for local in local_batches]
         if kind == "train":
-            outputs = strategy.run(step, args=(PerReplica(shards),))
-            return logs_of(outputs, weights)
+            outputs = strategy.run(step, args=(PerReplica(local_batches),))
+            return merge_logs(outputs, weights)
         with torch.no_grad():
             if kind == "predict":
                 _build(model, batch.batch if isinstance(batch, LocalRows) else batch)
-            outputs = strategy.run(step, args=(PerReplica(shards),))
+            outputs = strategy.run(step, args=(PerReplica(local_batches),))
             if kind == "test":
-                return logs_of(outputs, weights)
-        of_all = not (isinstance(batch, LocalRows) and batch.worker_rows)
-        return _rows_in_order(outputs, strategy, weights, of_all)
+                return merge_logs(outputs, weights)
+        is_global = not (isinstance(batch, LocalRows) and batch.worker_rows)
+        return _predictions(outputs, strategy, weights, is_global)
 
     def function(batches):
         with compiled:
-            outputs = [one_batch(batch) for batch in batches]
-        trials.active = False
+            outputs = [run_batch(batch) for batch in batches]
+        audit.active = False
         if kind == "predict" and len(outputs) > 1:
             return tree.map_structure(lambda *parts: torch.cat(parts), *outputs)
         return outputs[-1]
 
-    batch_logs.give_to(function)
+    setattr(function, _ATTRIBUTE, batch_logs)
     return function
 
 
 def _build(model: keras.Model, batch: Any) -> None:
-    """Builds a model that is used before it was trained, once for all replicas."""
+    """Build an untrained model, once for all replicas."""
     if all(layer.built for layer in all_layers(model)):
         return
     x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
@@ -248,14 +216,14 @@ def _build(model: keras.Model, batch: Any) -> None:
 
 
 @dataclass(frozen=True)
-class _Shard:
-    """What a replica gets of a batch; to Keras's trees it is a leaf.
+class _LocalBatch:
+    """The local batch of a replica; a leaf for Keras's trees.
 
     Attributes:
-        data: The batch with the replica's rows in the place of each array.
-        weight: The replica's weight.
-        rows: Which rows these are.
-        has_arrays: Whether some of the data is in NumPy's arrays.
+        data: The batch with the replica's rows of each array.
+        weight: The row weight.
+        rows: The range of the rows.
+        has_arrays: True if some of the data are NumPy arrays.
     """
 
     data: Any
@@ -264,41 +232,37 @@ class _Shard:
     has_arrays: bool
 
 
-def _shards(batch: Any, strategy: Any) -> list[_Shard]:
-    """Splits a global batch.
+def _split(batch: Any, strategy: Any) -> list[_LocalBatch]:
+    """Split a global batch, or this worker's rows of it, over the local replicas.
 
-    Args:
-        batch: The batch, or this worker's rows of it.
-        strategy: The strategy.
-
-    Returns:
-        The rows of this worker's replicas. One without rows gets a stand-in, the first
-        row, and the weight 0: some metrics cannot take a batch of 0 rows.
+    A replica without rows gets the first row and the weight 0, since some metrics do
+    not accept a batch of 0 rows.
     """
-    own = batch if isinstance(batch, LocalRows) else None
-    batch = batch if own is None else own.batch
+    local = batch if isinstance(batch, LocalRows) else None
+    batch = batch if local is None else local.batch
     arrays: list[Any] = []
     map_leaves(arrays.append, batch)
     rows = count_array_rows(arrays)
     if rows == 0:
         raise ValueError("A batch must have 1 row or more. Received a batch of 0 rows.")
-    total = rows if own is None else own.global_rows
-    bounds = local_bounds_fn(strategy)(total) if own is None else own.bounds
-    first = 0 if own is None else bounds[0][0]
+    total = rows if local is None else local.global_rows
+    bounds = local_bounds_fn(strategy)(total) if local is None else local.bounds
+    first = 0 if local is None else bounds[0][0]
 
-    def part(array, begin, end):
+    def rows_of(array, begin, end):
         if array is None:
             return None
-        # Slices of one tensor share the counter by which autograd notices
-        # in-place changes; the replicas' are none of each other's business.
+        # Slices of one tensor share autograd's version counter, so a replica's in-place
+        # change would fail the others' backward pass. `data` has its own.
         data = array.data if isinstance(array, torch.Tensor) else array
         return data[begin:end] if end > begin else data[:1]
 
     has_arrays = any(map(is_numeric_array, arrays))
     return [
-        _Shard(
+        _LocalBatch(
             map_leaves(
-                lambda array, b=begin, e=end: part(array, b - first, e - first), batch
+                lambda array, b=begin, e=end: rows_of(array, b - first, e - first),
+                batch,
             ),
             (end - begin) / total,
             RowRange(min(begin, total - 1), max(end - begin, 1), total),
@@ -308,42 +272,41 @@ def _shards(batch: Any, strategy: Any) -> list[_Shard]:
     ]
 
 
-def _require(condition: Any, message: str) -> None:
+def _check(condition: Any, message: str) -> None:
     if not condition:
         raise ValueError(message)
 
 
 def _warn_unless(holds: Callable[[], Any], warn: Callable[[], None]) -> None:
-    # What a trial draws is drawn again afterwards.
+    # The step afterwards draws the same random numbers.
     cuda = range(torch.cuda.device_count())
     with torch.random.fork_rng(cuda), torch.no_grad():
         if not holds():
             warn()
 
 
-def _means(logs: Any, strategy: Any, weights: list[float]) -> Any:
-    """The means of what the replicas returned."""
-    parts = rules.average_logs(logs, weights)
+def _mean_logs(logs: Any, strategy: Any, weights: list[float]) -> Any:
+    """Return the row-weighted means of what the replicas returned."""
+    local = rules.average_logs(logs, weights)
     workers = strategy.extended.group.workers
     if workers is None:
-        return parts
-    # What this worker adds to them travels at once.
-    means = workers.sum_all("logs", tree.flatten(parts))
-    return tree.pack_sequence_as(parts, means)
+        return local
+    means = workers.sum_all("logs", tree.flatten(local))
+    return tree.pack_sequence_as(local, means)
 
 
 def metrics_of_workers(model: keras.Model, strategy: Any) -> dict[str, Any]:
-    """What `get_metrics_result` gives, in one collective between the workers."""
+    """Return `get_metrics_result` of all workers, in one collective."""
     group = strategy.extended.group
     sum_all = functools.partial(group.workers.sum_all, "logs")
     with torch.no_grad():
         return rules.merge_worker_metrics(model, group.part_of_this_worker, sum_all)
 
 
-def _rows_in_order(
-    outputs: Any, strategy: Any, weights: list[float], of_all: bool
+def _predictions(
+    outputs: Any, strategy: Any, weights: list[float], is_global: bool
 ) -> Any:
-    """What was predicted: of the rows of all workers, or of this one's own."""
+    """Join the predictions of all workers' rows, or of this worker's."""
     group = strategy.extended.group
 
     def gather(value):
@@ -351,9 +314,9 @@ def _rows_in_order(
             return value
         pairs = zip(value.values, weights, strict=True)
         values = [component for component, weight in pairs if weight > 0]
-        # A worker without rows still takes part.
+        # A worker without rows takes part in the gather, too.
         values = values or [value.values[0][:0]]
-        if not of_all:
+        if not is_global:
             device = group.torch_devices[0]
             return torch.cat([value.to(device) for value in values])
         return group.gather(values, axis=0)
