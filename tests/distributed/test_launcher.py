@@ -42,7 +42,7 @@ def test_a_training_that_is_started_again_ends_where_an_uninterrupted_one_does(
     two_workers, starter, tmp_path, monkeypatch, capsys
 ):
     """A worker is killed, then one is preempted; the launcher starts all anew."""
-    script = ROOT / "tests" / "workers" / "train_script.py"
+    script = ROOT / "tests" / "distributed" / "train_script.py"
     two_workers.start(script, tmp_path / "whole.npz", tmp_path / "a")
     for end in two_workers.wait():
         assert end.exit_status == 0, end.output

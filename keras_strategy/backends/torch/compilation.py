@@ -126,9 +126,9 @@ class _UnknownNumber:
 class _Step:
     """The step of a replica, as far as a graph can read it."""
 
-    applying = True  # assigned values are aggregated after the graph
+    is_applying = True  # assigned values are aggregated after the graph
     row_weight = _UnknownNumber()
-    drawing = False
+    is_drawing = False
 
     @property
     def rows(self) -> Any:
