@@ -231,7 +231,7 @@ def test_another_backend(backend, two, told, monkeypatch):
 def test_more_shapes_than_graphs(two, told, monkeypatch):
     """Each of the two devices has one: of some rows, and of any number but 1."""
     torch._dynamo.reset()  # it remembers which dimensions changed in other models
-    monkeypatch.setattr(compilation, "_MOST_GRAPHS", 1)
+    monkeypatch.setattr(compilation, "_MAX_GRAPHS", 1)
     with two.scope():
         model = sequential()
         model.compile("sgd", "mse", jit_compile=True)
