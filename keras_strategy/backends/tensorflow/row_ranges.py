@@ -24,13 +24,12 @@ def batch_argument_indices(leaves: Sequence[Any]) -> tuple[int, ...]:
     A tf.function drops the `batch` attribute of its arguments.
     """
     batch = find_batch_rows(leaves, {})
-    if batch is None:
-        return ()
-    return tuple(
-        index
-        for index, leaf in enumerate(leaves)
-        if isinstance(leaf, PerReplica) and leaf.batch is batch
-    )
+    indices = []  # in a loop: a generator costs a call per item in each step
+    if batch is not None:
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, PerReplica) and leaf.batch is batch:
+                indices.append(index)
+    return tuple(indices)
 
 
 def restore_batch(args: tuple, kwargs: dict, indices: tuple[int, ...]) -> None:
