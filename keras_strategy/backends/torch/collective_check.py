@@ -225,7 +225,8 @@ class CollectiveVerifier:
             elif same:
                 self._missed.add(previous)
         if same:
-            self._advance(checksum)
+            self._previous = checksum
+            self.pending = self._bucketed.get(self._previous)
         return same
 
     def sum(self, checksum: bytes, flat: torch.Tensor) -> torch.Tensor | None:
@@ -267,7 +268,8 @@ class CollectiveVerifier:
             same = self._sum_and_check(buffer, expected)
             if same:
                 self._missed.discard(previous)
-                self._advance(checksum)
+                self._previous = checksum
+                self.pending = self._bucketed.get(self._previous)
         else:
             same = self.verify(checksum, buffer.device)
             if same:
@@ -290,7 +292,8 @@ class CollectiveVerifier:
         sums = bucketed.end()
         if sums is not None:
             bucketed.discarded = 0
-            self._advance(bucketed.checksum)
+            self._previous = bucketed.checksum
+            self.pending = self._bucketed.get(self._previous)
             return sums
         self.pending = None
         bucketed.discarded += 1
@@ -298,9 +301,6 @@ class CollectiveVerifier:
             del self._bucketed[previous]
             bucketed.plan.on_dropped()
         return None
-
-    def _advance(self, checksum: bytes) -> None:
-        self._previous, self.pending = checksum, self._bucketed.get(checksum)
 
     def _all_equal(self, number: int, device: torch.device) -> bool:
         # The maxima of n and of -n are each other's negative if all n are equal.
