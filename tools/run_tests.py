@@ -1,9 +1,6 @@
 """Run the test suite once per backend.
 
-    python tools/run_tests.py [--full] [PYTEST-ARGUMENT ...]
-
-Without arguments it runs the tests that are not marked `full`, and with `--full` those
-that are. Further arguments go to pytest, which then runs all that they select.
+    python tools/run_tests.py [PYTEST-ARGUMENT ...]
 
 A process has one Keras backend, so there is one pytest process per backend and part of
 the suite (`--part`, see tests/conftest.py). Four run at once on two cores, since some
@@ -162,11 +159,7 @@ def run_part(backend: str, part: str, arguments: list[str], folder: Path) -> Res
 def main(arguments: list[str]) -> int:
     """Run all backends, and print a line for each and the sum."""
     start = time.monotonic()
-    full = "--full" in arguments
-    arguments = [argument for argument in arguments if argument != "--full"]
     selected = bool(arguments)
-    if full or not selected:
-        arguments = ["-m", "full" if full else "not full", *arguments]
     # Each holds a backend, and often several workers with one.
     at_once = max(4, (os.cpu_count() or 1) // 2)
     pool = concurrent.futures.ThreadPoolExecutor(at_once)

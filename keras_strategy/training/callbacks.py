@@ -33,6 +33,7 @@ class ResumableFit(Protocol):
     @property
     def batch(self) -> int:
         """Batch at which the next epoch begins."""
+        ...
 
     def restore(self) -> None:
         """Continue from the last backup, if there is one."""
@@ -51,6 +52,7 @@ class ResumableFit(Protocol):
 
     def agree(self, says: list[bool]) -> list[list[bool]]:
         """Return every worker's values; a collective call."""
+        ...
 
 
 class BackupAndRestore(keras.callbacks.Callback):
@@ -108,8 +110,11 @@ class BackupAndRestore(keras.callbacks.Callback):
                 "`backup_dir` must be a folder in the file system. Received: "
                 f"{backup_dir!r}"
             )
-        is_count = isinstance(save_freq, int) and not isinstance(save_freq, bool)
-        if save_freq != "epoch" and not (is_count and save_freq > 0):
+        if save_freq != "epoch" and (
+            not isinstance(save_freq, int)
+            or isinstance(save_freq, bool)
+            or save_freq < 1
+        ):
             raise ValueError(
                 "`save_freq` must be 'epoch' or a number of batches, 1 or more. "
                 f"Received: {save_freq!r}"
@@ -299,11 +304,13 @@ def prepare_fit_arguments(
     if not cluster.is_chief:
         arguments["verbose"] = 0
     callbacks = arguments.get("callbacks")
-    container = None
-    if isinstance(callbacks, keras.callbacks.CallbackList):
+    container = (
+        callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else None
+    )
+    if container is not None:
         if method != "fit":
             return  # `fit` passes its list to `evaluate`
-        container, callbacks = callbacks, callbacks.callbacks
+        callbacks = container.callbacks
     items = list(keras.tree.flatten(callbacks or []))
     may_differ = not all(type(c) in _DETERMINISTIC for c in items)
     synchronized = [c for c in items if isinstance(c, SYNCHRONIZED_CALLBACKS)]
