@@ -200,7 +200,7 @@ def test_who_has_no_engine_for_it():
     assert not hasattr(ks.experimental.rpc.Client, "create")
     for make, text in (
         (ks.ParameterServerStrategy, "Use MirroredStrategy or MultiWorker"),
-        (ks.experimental.ParameterServerStrategy, "does not equal one device"),
+        (ks.experimental.ParameterServerStrategy, "results differ from one device"),
         (ks.Server, "`keras-strategy run` starts them"),
         (ks.experimental.rpc.Server, "Use coordinator.ClusterCoordinator"),
     ):
