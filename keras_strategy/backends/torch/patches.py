@@ -399,13 +399,17 @@ class _HostBatches:
         self._batches = adapter.get_torch_dataloader()
 
     def __iter__(self):
-        batches = iter(self._batches)
-        while True:
-            with keras.device("cpu"):
-                batch = next(batches, None)
-            if batch is None:
-                return
-            yield batch
+        # Not lazily: the loader draws from torch's generator when it starts.
+        return _read_on_host(iter(self._batches))
+
+
+def _read_on_host(batches):
+    while True:
+        with keras.device("cpu"):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
 
 
 class _Stream(IterableDataset):
