@@ -77,7 +77,9 @@ class FunctionFingerprint:
     def __init__(self, fn: Any):
         self.described: dict[str, tuple[int, str]] = {}
         self.changeable: str | None = None
-        # Reads and results, containers or dict views and items; compared by identity.
+        # Names, other reads, containers or dict views; compared by identity. Names are
+        # most of them, and a loop over namespaces is faster than over functions.
+        self._names: list[tuple[dict, str, Any]] = []
         self._reads: list[tuple[Callable[[], Any], Any]] = []
         self._containers: list[tuple[Any, list]] = []
         self._seen: dict[int, int] = {}
@@ -90,8 +92,13 @@ class FunctionFingerprint:
 
         It runs in every `run`.
         """
-        if self._code and not all(map(is_, self._code, (fn.__code__, fn.__defaults__))):
-            return False
+        if self._code:
+            code, defaults = self._code
+            if fn.__code__ is not code or fn.__defaults__ is not defaults:
+                return False
+        for namespace, name, value in self._names:
+            if namespace.get(name, _MISSING) is not value:
+                return False
         try:
             for read, value in self._reads:
                 if read() is not value:
@@ -141,8 +148,7 @@ class FunctionFingerprint:
         self, label: str, namespace: dict, name: str, home: dict, path: dict
     ) -> Any:
         value = namespace.get(name, _MISSING)
-        read = functools.partial(namespace.get, name, _MISSING)
-        self._reads.append((read, value))
+        self._names.append((namespace, name, value))
         return self._read_key(label, value, home, path)
 
     def _read_key(

@@ -1,4 +1,4 @@
-"""What is particular to several processes on JAX; `tests/distributed` has the rest."""
+"""Several processes on JAX; `tests/distributed` has what all backends share."""
 
 import keras
 import numpy as np
@@ -16,7 +16,7 @@ from tests.distributed.jobs import in_turns
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["2x1", "2x2"])
 def results(request, starter):
-    """What each of two workers returns, who have so many devices."""
+    """Return the results of two workers with a number of devices."""
     calls = {fn.__name__: (fn, {}) for fn in (jobs.uneven_rows, jobs.merged)}
     if request.param == 2:
         calls["keras_models"] = (jobs.keras_models, {})

@@ -42,7 +42,7 @@ class Collectives:
 
 
 def of_all(act):
-    """What each worker's `act(verifier, rank)` returned, and the collectives."""
+    """Return each worker's result of `act(verifier, rank)`, and the collectives."""
     collectives = Collectives()
     results = [None] * WORKERS
 

@@ -45,7 +45,7 @@ class Sums:
         self.pieces, self.given_up = None, 0
 
     def plan(self):
-        """How this worker would send them."""
+        """Return the bucket plan of this worker."""
         if not self.sizes:
             return None
         plan = BucketPlan(self.sizes, "")
@@ -88,7 +88,7 @@ class Sums:
 
 
 def of_sums(act, sizes=lambda rank: (2, 3), least=0):
-    """What each worker's `act(sums)` returned, and the collectives."""
+    """Return each worker's result of `act(sums)`, and the collectives."""
 
     def with_sums(verifier, rank):
         all_reduce = verifier._all_reduce

@@ -53,7 +53,7 @@ def together(port):
         function: Callable[[CoordinatorClient, int], Any],
         timeout: float = SOON,
     ) -> list[Any]:
-        """What each call returned, or the exception it raised, by rank."""
+        """Return the result of each call, or its exception, by rank."""
 
         def one(rank: int) -> Any:
             try:

@@ -78,7 +78,7 @@ async def _measure(port: int, count: int, size: int) -> dict[str, float]:
 
 
 def many_clients(port: int, count: int, size: int = 1024) -> dict[str, float]:
-    """How many seconds clients take to join, to agree and to learn of a failure.
+    """Measure the seconds in which clients join, agree and learn of a failure.
 
     Args:
         port: Where they meet.
@@ -97,7 +97,7 @@ def many_clients(port: int, count: int, size: int = 1024) -> dict[str, float]:
 
 
 def memory_growth(port: int, agreements: int) -> tuple[int, float]:
-    """What memory two clients and their coordinator take more after many agreements.
+    """Measure the memory that many agreements add to two clients and a coordinator.
 
     Args:
         port: Where they meet.

@@ -4,7 +4,7 @@ from keras_strategy.cluster import CoordinatorClient
 
 
 def wait_for_others(client: CoordinatorClient, seconds: float) -> None:
-    """Has a client wait for so long in an operation, from now on.
+    """Set how long a client waits in an operation.
 
     Not from the start: on a busy machine workers arrive seconds after each other.
     """

@@ -33,7 +33,7 @@ def join(port: int, rank: int, count: int, timeout: float = SOON, **arguments):
 
 
 def outcome(function, *arguments, **named):
-    """What a function returns, or the exception that it raises."""
+    """Return the result of a function, or its exception."""
     try:
         return function(*arguments, **named)
     except Exception as error:
@@ -487,7 +487,7 @@ def test_nobody_can_connect_when_all_have_arrived(together, port):
 
 
 def test_the_secret_is_not_said(port):
-    """What travels is of no use to who has heard it."""
+    """A recorded proof does not authenticate another connection."""
     heard = []
 
     def pass_on(source, target):

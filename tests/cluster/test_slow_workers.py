@@ -11,7 +11,7 @@ from tests.cluster.conftest import SOON, names_of
 
 
 class Lines(logging.Handler):
-    """What was logged, and whether any of it was that a worker has waited."""
+    """Return the log, and True if it has a slow-operation warning."""
 
     def __init__(self):
         super().__init__()

@@ -27,7 +27,7 @@ def watchdog() -> Watchdog:
 
 
 def look(watchdog, operation, begin, end):
-    """What it does, and when, as it looks from one time to another."""
+    """Return the actions of a watchdog between two times, with their times."""
     done = []
     now = begin
     while now < end:

@@ -163,7 +163,7 @@ def test_what_update_refuses(two, mirrored):
     with two.scope():
         v = keras.Variable([1.0, 2.0])
     for variable in (outside, others):
-        with pytest.raises(ValueError, match="outside the scope"):
+        with pytest.raises(ValueError, match="created outside the scope"):
             two.extended.update(variable, lambda c: c.assign(2.0))
     with pytest.raises(TypeError, match="`var` must be a `keras.Variable`"):
         two.extended.update(keras.ops.ones(()), lambda c: c)
