@@ -80,10 +80,6 @@ def weighted_mean(values: Sequence[Any], weights: Sequence[Any]) -> Any:
     return total
 
 
-# Keras's names of reductions whose denominator counts entries.
-MEAN_REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
-
-
 def reduce_values(
     replica: Replica, values: Any, sample_weight: Any, reduction: str | None
 ) -> Any:
