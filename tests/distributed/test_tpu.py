@@ -52,5 +52,5 @@ def test_two_hosts_equal_one_device(starter, tmp_path):
         cores, across, mixed, layouts = result["refused"]
         assert "each host's cores, which is 4" in cores
         assert "one host" in across and "[0, 1]" in across
-        assert "the first ones to the first host" in mixed
+        assert "in host order" in mixed
         assert "same `layout_map`" in layouts and "worker 1" in layouts
