@@ -1,6 +1,10 @@
 """Run the test suite once per backend.
 
-    python tools/run_tests.py [PYTEST-ARGUMENT ...]
+    python tools/run_tests.py [--full] [PYTEST-ARGUMENT ...]
+
+Without arguments it runs every behavior once. `--full` runs the tests that are marked
+`full` instead: long tables, combinations and rare faults. Arguments of pytest, such as
+the path of a file, select from all tests.
 
 A process has one Keras backend, so there is one pytest process per backend and part of
 the suite (`--part`, see tests/conftest.py). Four run at once on two cores, since some
@@ -21,6 +25,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 BACKENDS = os.environ.get("BACKENDS", "jax torch tensorflow").split()
@@ -119,6 +125,8 @@ def run(
             result.note = "no test ran"
     else:
         result.note = "it died before its report"
+    if status == pytest.ExitCode.NO_TESTS_COLLECTED and "-m" in arguments:
+        return result  # None of this part's tests has the mark.
     if status and not result.failed:
         result.failed = 1
         result.note = f"{result.note or 'no test failed'}, exit status {status}"
@@ -159,7 +167,11 @@ def run_part(backend: str, part: str, arguments: list[str], folder: Path) -> Res
 def main(arguments: list[str]) -> int:
     """Run all backends, and print a line for each and the sum."""
     start = time.monotonic()
+    full = "--full" in arguments
+    arguments = [argument for argument in arguments if argument != "--full"]
     selected = bool(arguments)
+    if full or not selected:
+        arguments += ["-m", "full" if full else "not full"]
     # Each holds a backend, and often several workers with one.
     at_once = max(4, (os.cpu_count() or 1) // 2)
     pool = concurrent.futures.ThreadPoolExecutor(at_once)
