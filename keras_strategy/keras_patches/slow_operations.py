@@ -6,7 +6,7 @@ Backends patch the same functions, so this patch is installed after all others.
 import functools
 
 from keras_strategy.keras_patches.patch import model_hook, model_on_replicas
-from keras_strategy.training import slow_operations
+from keras_strategy.training import saving
 
 
 @model_hook(
@@ -28,9 +28,7 @@ def _make_function(original, strategy, self, force=False):
     def first(*args):
         setattr(self, name, step)
         what = f"{kind} step of the model '{self.name}'"
-        return slow_operations.run_first_step(
-            step, what, strategy.extended.cluster, *args
-        )
+        return saving.run_first_step(step, what, strategy.extended.cluster, *args)
 
     setattr(self, name, first)
     return first if result is step else result

@@ -27,7 +27,7 @@ from keras_strategy.options import (
     check_run_options,
 )
 from keras_strategy.strategies.inspect import Reports
-from keras_strategy.training import ownership, slow_operations
+from keras_strategy.training import ownership, saving
 from keras_strategy.training.reduction import check_same_dtype
 from keras_strategy.values import (
     DistributedValues,
@@ -263,7 +263,7 @@ class Strategy(Reports):
         self._seen_code[id(fn.__code__)] = fn.__code__
         step = functools.partial(self._extended.group.run, fn)
         what = f"call of `{fn.__name__}` by strategy.run"
-        return slow_operations.run_first_step(step, what, self._extended.cluster, *args)
+        return saving.run_first_step(step, what, self._extended.cluster, *args)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
         """Combine the replicas' values into one.

@@ -31,28 +31,20 @@ class ResumableFit(Protocol):
     """A `fit` with backups."""
 
     @property
-    def batch(self) -> int:
-        """Batch at which the next epoch begins."""
-        ...
+    def batch(self) -> int: ...  # at which the next epoch begins
 
-    def restore(self) -> None:
-        """Continue from the last backup, if there is one."""
+    def begin(self) -> None: ...  # all callbacks have begun
 
-    def begin(self) -> None:
-        """Handle that all callbacks have begun."""
+    def expect(self) -> None: ...  # the loop reads its batches next
 
-    def expect(self) -> None:
-        """Handle that the loop reads its batches next."""
+    def save(self, epoch: int, batch: int) -> None: ...  # at which training continues
 
-    def save(self, epoch: int, batch: int) -> None:
-        """Save a backup from which training continues at this epoch and batch."""
+    def restore(self) -> None: ...
 
-    def clear(self) -> None:
-        """Remove the backups."""
+    def clear(self) -> None: ...
 
-    def agree(self, says: list[bool]) -> list[list[bool]]:
-        """Return every worker's values; a collective call."""
-        ...
+    # Return every worker's values; a collective call.
+    def agree(self, says: list[bool]) -> list[list[bool]]: ...
 
 
 class BackupAndRestore(keras.callbacks.Callback):
@@ -110,11 +102,9 @@ class BackupAndRestore(keras.callbacks.Callback):
                 "`backup_dir` must be a folder in the file system. Received: "
                 f"{backup_dir!r}"
             )
-        if save_freq != "epoch" and (
-            not isinstance(save_freq, int)
-            or isinstance(save_freq, bool)
-            or save_freq < 1
-        ):
+        is_bool = isinstance(save_freq, bool)
+        is_number = isinstance(save_freq, int) and not is_bool and save_freq >= 1
+        if save_freq != "epoch" and not is_number:
             raise ValueError(
                 "`save_freq` must be 'epoch' or a number of batches, 1 or more. "
                 f"Received: {save_freq!r}"
@@ -207,9 +197,12 @@ class _SavesAfterBatches(_SavesAfterEpochs, LogFreeCallback):
         self._since += batch + 1 - self._next
         self._next = batch + 1
         self._due = self._since >= self._save_freq
-        # The last batch of an epoch is saved by `on_epoch_end`.
-        if self._due and self._next < (self.params.get("steps") or float("inf")):
+        if self._due and not self._is_last_batch():
             self._save(self._epoch, self._next)
+
+    def _is_last_batch(self) -> bool:
+        """Return True if `on_epoch_end` is next, which saves if it is due."""
+        return self._next >= (self.params.get("steps") or math.inf)
 
     def _save(self, epoch: int, batch: int) -> None:
         self._since, self._due = 0, False
@@ -234,8 +227,8 @@ class _SavesBeforePreemption(_SavesAfterBatches):
         if action is NextAction.CONTINUE:
             return
         self._ends = action is NextAction.SAVE_AND_END
-        if self._next >= (self.params.get("steps") or float("inf")):
-            self._due = True  # in `on_epoch_end`
+        if self._is_last_batch():
+            self._due = True
             return
         if self._since:
             self._save(self._epoch, self._next)
@@ -298,20 +291,15 @@ def prepare_fit_arguments(
     """Adapt the arguments of `fit` and the like to this worker, in place.
 
     `make_sync_callback` makes the callback that keeps the workers in step, from the
-    callbacks that every worker must have and whether another one may decide by local
-    data.
+    callbacks that every worker must have and whether another may decide by local data.
     """
     if not cluster.is_chief:
         arguments["verbose"] = 0
-    callbacks = arguments.get("callbacks")
-    container = (
-        callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else None
-    )
-    if container is not None:
-        if method != "fit":
-            return  # `fit` passes its list to `evaluate`
-        callbacks = container.callbacks
-    items = list(keras.tree.flatten(callbacks or []))
+    given: Any = arguments.get("callbacks")
+    is_container = isinstance(given, keras.callbacks.CallbackList)
+    if is_container and method != "fit":
+        return  # `fit` passes its list to `evaluate`
+    items = keras.tree.flatten((given.callbacks if is_container else given) or [])
     may_differ = not all(type(c) in _DETERMINISTIC for c in items)
     synchronized = [c for c in items if isinstance(c, SYNCHRONIZED_CALLBACKS)]
     cluster.client.notes["callbacks"] = ", ".join(type(c).__name__ for c in items)
@@ -319,19 +307,18 @@ def prepare_fit_arguments(
         items = [c for c in items if not isinstance(c, _CHIEF_ONLY)]
     if method == "fit":
         items.append(make_sync_callback(synchronized, may_differ))
-    if container is None:
+    if is_container:
+        given.callbacks = items
+        given.set_model(arguments["self"])
+    else:
         arguments["callbacks"] = items
-        return
-    container.callbacks = items
-    container.set_model(arguments["self"])
 
 
 class SyncTrainingState(keras.callbacks.Callback):
-    """Starts all workers from the chief's state, and stops them together.
+    """Starts all workers from the chief's state, and stops them together."""
 
-    It runs after the user's callbacks, as one of them may restore the chief's variables
-    from a backup that other workers cannot read.
-    """
+    # It runs after the user's callbacks, as one of them may restore the chief's
+    # variables from a backup that other workers cannot read.
 
     def __init__(
         self,
@@ -348,31 +335,26 @@ class SyncTrainingState(keras.callbacks.Callback):
         self._check_equal_values = check_equal_values
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Take the chief's variables and initial epoch."""
         epochs = self._cluster.exchange("the first epoch", self._epoch(self.model))
         self._set_epoch(self.model, epochs[0])
         self._broadcast_variables(self.model)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Check that all workers hold equal values; stop if one wants to."""
         stop = bool(self.model.stop_training)
         if any(self._check_equal_values(self.model, stop)):
             self.model.stop_training = True
 
 
 class SyncTrainingStatePerBatch(SyncTrainingState, LogFreeCallback):
-    """Checks after each batch, too, whether a worker wants to stop.
+    """Checks after each batch, too, whether a worker wants to stop."""
 
-    It is a separate class because Keras skips batch hooks that no callback overrides.
-    """
+    # It is a separate class as Keras skips batch hooks that no callback overrides.
 
     def set_model(self, model: keras.Model) -> None:
-        """Keep the model; `self.model` would sync all variables on JAX."""
         super().set_model(model)
-        self._trained_model = model
+        self._trained_model = model  # `self.model` would sync all variables on JAX
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Stop if a worker wants to."""
         stop = bool(self._trained_model.stop_training)
         if any(self._cluster.exchange("whether to stop", stop)):
             self._trained_model.stop_training = True

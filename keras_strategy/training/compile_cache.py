@@ -40,7 +40,6 @@ _MAX_SINGLE_USES = 5
 
 _MISSING = object()  # stands for a name that is not in a namespace, as builtins
 _BUILTIN = (types.BuiltinFunctionType, np.ufunc, type(np.sum))
-_IMMUTABLE_TYPE = 1 << 8  # CPython's Py_TPFLAGS_IMMUTABLETYPE
 _CONTAINERS = (tuple, frozenset, list, set, dict)
 # Longer containers are compared by identity: searching them takes too long.
 _MAX_ITEMS = 1000
@@ -66,116 +65,100 @@ class IdentityKey:
 class FunctionFingerprint:
     """Fingerprint of what a function reads now; it does not keep the function alive.
 
-    Attributes:
-        key: Equal for functions of equal code that read equal values. Mutable objects
-            are equal only if identical.
-        described: A hash and a description of each value, by name.
-        changeable: A value that may change undetected, so that another function with it
-            may differ; None if there is none.
+    `key` is equal for functions of equal code that read equal values; mutable objects
+    are equal only if identical. If a value may change undetected, `changeable`
+    describes it, and the key is that of this function's `place` only.
     """
 
-    def __init__(self, fn: Any):
+    def __init__(self, fn: Any, place: Any):
+        # A hash and a description of each value, by name.
         self.described: dict[str, tuple[int, str]] = {}
         self.changeable: str | None = None
-        # Names, other reads, containers or dict views; compared by identity. Names are
-        # most of them, and a loop over namespaces is faster than over functions.
-        self._names: list[tuple[dict, str, Any]] = []
+        # Reads, and containers or dict views, with what to find there by identity.
         self._reads: list[tuple[Callable[[], Any], Any]] = []
         self._containers: list[tuple[Any, list]] = []
         self._seen: dict[int, int] = {}
-        # Reloading a module in place changes the code of its functions.
-        self._code: tuple[Any, ...] = ()
-        self.key = self._callable_key(fn)
+        if isinstance(fn, types.FunctionType):
+            self._seen[id(fn)] = 0
+            key = self._function_key(weakref.proxy(fn))
+        elif isinstance(fn, functools.partial):
+            key = self._value_key("its arguments", fn)
+        else:
+            is_method = isinstance(fn, types.MethodType)
+            key = self._value_key("", fn.__func__ if is_method else type(fn).__call__)
+            # The cache finds the method by its object, which must not be kept alive.
+            self.changeable = "the object whose method it is,"
+        self.key = None if self.changeable is None else place, key
 
-    def is_current(self, fn: Any) -> bool:
-        """Return True if everything that the function reads is unchanged.
-
-        It runs in every `run`.
-        """
-        if self._code:
-            code, defaults = self._code
-            if fn.__code__ is not code or fn.__defaults__ is not defaults:
-                return False
-        for namespace, name, value in self._names:
-            if namespace.get(name, _MISSING) is not value:
-                return False
+    def is_current(self) -> bool:
+        """Return True if all that the function reads is unchanged. Every `run` asks."""
         try:
             for read, value in self._reads:
                 if read() is not value:
                     return False
-        except ValueError:  # a cell has become empty
+        except ValueError:  # a cell is empty
             return False
         for container, items in self._containers:
             if len(container) != len(items) or not all(map(is_, container, items)):
                 return False
         return True
 
-    def _callable_key(self, fn: Any) -> Any:
-        if isinstance(fn, types.FunctionType):
-            self._seen[id(fn)] = 0
-            self._code = fn.__code__, fn.__defaults__
-            return self._function_key(fn)
-        if isinstance(fn, functools.partial):
-            return self._value_key("its arguments", fn)
-        if isinstance(fn, types.MethodType):
-            key = self._value_key(fn.__name__, fn.__func__)
-        else:
-            key = self._value_key("__call__", type(fn).__call__)
-        # The cache finds the method by its object, which must not be kept alive here.
-        self.changeable = "the object whose method it is,"
-        return key
+    def difference_from(self, previous: dict[str, tuple[int, str]]) -> str:
+        """Return why a function was compiled again, for a message."""
+        for name, (mark, text) in self.described.items():
+            old_mark, old_text = previous.get(name, (mark, text))
+            if mark == old_mark:
+                continue
+            if text == old_text:
+                return f"`{name}`, {text}, differs from the previous call"
+            return f"`{name}` was {old_text} in the previous call, and is {text} now"
+        changeable = self.changeable or "what it reads"
+        return f"it is a new function each time, and {changeable} may have changed"
 
-    def _function_key(self, fn: types.FunctionType, with_globals: bool = True) -> Any:
-        global_paths, cell_paths = _paths_in(fn.__code__)
-        label, home = f"a default of {fn.__name__}", fn.__globals__
-        key = [fn.__code__, self._read_key(label, fn.__defaults__)]
+    def _function_key(self, fn: Any, with_globals: bool = True) -> Any:
+        code, home, label = fn.__code__, fn.__globals__, f"a default of {fn.__name__}"
+        # Reloading a module in place changes the code of its functions.
+        self._reads.append((functools.partial(getattr, fn, "__code__"), code))
+        defaults = functools.partial(getattr, fn, "__defaults__")
+        key = [code, self._read_key(label, defaults, {}, home, is_global=False)]
         if fn.__kwdefaults__:
             key.append(self._items_key(label, fn.__kwdefaults__))
-        names = fn.__code__.co_freevars
-        for name, cell in zip(names, fn.__closure__ or (), strict=True):
-            value, path = _cell_contents(cell), cell_paths.get(name)
+        global_paths, cell_paths = _paths_in(code)
+        for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
             read = functools.partial(getattr, cell, "cell_contents")
-            if value is _MISSING:
-                read = functools.partial(_cell_contents, cell)
-            self._reads.append((read, value))
-            is_module = isinstance(value, types.ModuleType) and path is not None
-            key.append(self._read_key(name, value, home if is_module else None, path))
+            path = cell_paths.get(name, {})
+            key.append(self._read_key(name, read, path, home, is_global=False))
         for name, path in global_paths.items() if with_globals else ():
-            key.append(self._name_key(name, home, name, home, path))
+            read = functools.partial(home.get, name, _MISSING)
+            key.append(self._read_key(name, read, path, home))
         return tuple(key)
 
-    def _name_key(
-        self, label: str, namespace: dict, name: str, home: dict, path: dict
-    ) -> Any:
-        value = namespace.get(name, _MISSING)
-        self._names.append((namespace, name, value))
-        return self._read_key(label, value, home, path)
-
     def _read_key(
-        self, label: str, value: Any, home: dict | None = None, path: dict | None = None
+        self, label: str, read: Callable, path: dict, home: dict, is_global: bool = True
     ) -> Any:
-        """Return the key of a value, and describe it.
-
-        `label` is its name in messages, `home` the globals of the function that reads
-        it, and `path` the attributes that it reads from a module (see `_paths_in`).
-        """
-        if isinstance(value, types.ModuleType) and home is not None:
-            key: list[Any] = [IdentityKey(value)]
-            for name, inner in (path or {}).items():
-                if name is None:
-                    key.append(self._object_key(label, value))
-                else:
-                    full, names = f"{label}.{name}", vars(value)
-                    key.append(self._name_key(full, names, name, home, inner))
-            return tuple(key)
-        key = self._value_key(label, value, home)
-        simple = value_key(value) is not None
-        text = repr(value) if simple else f"a {type(value).__name__}"
-        self.described[label] = hash(key), text
-        return key
+        """Return the key of what a function with the globals `home` reads."""
+        try:
+            value = read()
+        except ValueError:  # the cell is empty
+            value = _MISSING
+        self._reads.append((read, value))
+        if not isinstance(value, types.ModuleType):
+            key = self._value_key(label, value, home if is_global else None)
+            is_simple = value_key(value) is not None
+            text = repr(value) if is_simple else f"a {type(value).__name__}"
+            self.described[label] = hash(key), text
+            return key
+        keys: list[Any] = [IdentityKey(value)]
+        for name, inner in path.items():
+            if name is None:  # the module is used otherwise, too
+                keys.append(self._object_key(label, value))
+            else:
+                read = functools.partial(vars(value).get, name, _MISSING)
+                keys.append(self._read_key(f"{label}.{name}", read, inner, home))
+        return tuple(keys)
 
     def _value_key(self, label: str, value: Any, home: dict | None = None) -> Any:
-        """Return the key of a value; without `home` that of functions has globals."""
+        """Return the key of a value; with `home`, ignore globals of other modules."""
         if (key := value_key(value)) is not None:
             return key
         kind: Any = type(value)
@@ -188,9 +171,6 @@ class FunctionFingerprint:
             return kind, *(self._value_key(label, item) for item in value)
         self._seen[id(value)] = len(self._seen)
         if kind is types.FunctionType:
-            for name in ("__code__", "__defaults__"):
-                read = functools.partial(getattr, value, name)
-                self._reads.append((read, read()))
             return self._function_key(value, home is None or value.__globals__ is home)
         if kind is functools.partial:
             parts = (self._value_key(label, part) for part in (value.func, value.args))
@@ -212,29 +192,21 @@ class FunctionFingerprint:
         return IdentityKey(value)
 
 
-def _cell_contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return _MISSING
-
-
 def _is_immutable(kind: Any, value: Any) -> bool:
     """Return True for enum members, builtin functions and builtin types."""
     if kind in _BUILTIN:  # but not for an object's method
         owner = getattr(value, "__self__", None)
         return owner is None or isinstance(owner, types.ModuleType)
     if issubclass(kind, type):
-        return bool(value.__flags__ & _IMMUTABLE_TYPE)
+        return bool(value.__flags__ & 1 << 8)  # CPython's Py_TPFLAGS_IMMUTABLETYPE
     return issubclass(kind, enum.Enum)
 
 
 @functools.lru_cache(maxsize=1024)
 def _paths_in(code: types.CodeType) -> tuple[dict[str, dict], dict[str, dict]]:
-    """Return the globals and closure variables that code and nested code read.
+    """Return trees of the globals, and of the closure variables, that code reads.
 
-    Both are trees of names and the attributes read from them. A key None means that the
-    object is used otherwise, too.
+    Below a name are the attributes that are read from it, and None for other uses.
     """
     paths: tuple[dict[str, Any], dict[str, Any]] = {}, {}
     codes = [code]
@@ -253,77 +225,72 @@ def _paths_in(code: types.CodeType) -> tuple[dict[str, dict], dict[str, dict]]:
     return paths
 
 
-@dataclass(slots=True)
-class _Entry(Generic[T]):
-    """Value of equal functions, with the first and the last call that used it."""
+@dataclass
+class _Compilation:
+    """Description of a compilation, with the first and the last call that used it."""
 
-    value: T
-    key: Any
-    calls: list[int]
+    described: dict[str, tuple[int, str]]
+    first_call: int
+    last_call: int
+    single_uses: int = 1
 
 
 @dataclass
-class _Compilation:
-    """Last compilation of some code, without a reference to the entry's value."""
-
-    calls: list[int]
-    described: dict[str, tuple[int, str]]
-    single_uses: int = 1
-    warned: bool = False
+class _Entry(Generic[T]):
+    value: T
+    key: Any
+    compilation: _Compilation  # it outlives the value
 
 
 class CompileCache(Generic[T]):
-    """Least-recently-used cache of values, made by `make`, for functions.
-
-    Entries that only one object can find are evicted with that object.
-    """
+    """Least-recently-used cache of values, made by `make`, for functions."""
 
     def __init__(self, make: Callable[[], T]):
         self._make = make
         self._calls = 0
-        # By function object; the last is a reference that keeps its `id` unique.
+        # By `_place`; the last is a reference that keeps its `id` unique.
         self._known: dict[Any, tuple[FunctionFingerprint, _Entry[T], Any]] = {}
         self._entries: dict[Any, _Entry[T]] = {}
-        self._compilations: dict[Any, _Compilation] = {}
+        self._compilations: dict[Any, _Compilation] = {}  # the last one of some code
 
     def get(self, fn: Callable[..., Any], to_compile: bool = True) -> T:
         """Return a function's value; without `to_compile` by identity alone."""
         place = _place(fn)
         known = self._known.get(place)
-        if known is None or (to_compile and not known[0].is_current(fn)):
+        if known is None or (to_compile and not known[0].is_current()):
             known = self._known[place] = self._look_up(fn, place, to_compile)
         self._calls += 1
-        known[1].calls[1] = self._calls
+        known[1].compilation.last_call = self._calls
         return known[1].value
 
     def refresh(self, fn: Callable[..., Any]) -> None:
-        """Update the fingerprint after a function ran as Python.
-
-        Tracing may change what it reads, such as a counter or a lazily made object.
-        """
+        """Update the fingerprint after tracing, which may change what is read."""
         place = _place(fn)
         known = self._known.get(place)
-        if known is None or known[0].is_current(fn):
+        if known is None or known[0].is_current():
             return
-        fingerprint, (_, entry, owner) = FunctionFingerprint(fn), known
+        fingerprint, (_, entry, owner) = FunctionFingerprint(fn, place), known
         self._known[place] = fingerprint, entry, owner
-        if (compilation := self._compilations.get(_code(fn))) is not None:
-            compilation.described = fingerprint.described
         self._entries.pop(entry.key, None)
-        entry.key = _entry_key(place, fingerprint)
+        entry.key, entry.compilation.described = fingerprint.key, fingerprint.described
         self._entries[entry.key] = entry
 
     def _look_up(self, fn: Any, place: Any, to_compile: bool) -> Any:
-        fingerprint = FunctionFingerprint(fn)
-        key = _entry_key(place, fingerprint)
+        fingerprint = FunctionFingerprint(fn, place)
+        key, now = fingerprint.key, self._calls + 1
         entry = self._entries.get(key)
         if entry is None:
             if len(self._entries) >= MAX_FUNCTIONS:
-                self._evict(min(list(self._entries.values()), key=lambda x: x.calls[1]))
-            calls = [self._calls + 1] * 2
-            entry = self._entries[key] = _Entry(self._make(), key, calls)
+                entries = list(self._entries.values())
+                oldest = min(entries, key=lambda x: x.compilation.last_call)
+                self._entries.pop(oldest.key, None)
+                for other in list(self._known):
+                    if other in self._known and self._known[other][1] is oldest:
+                        self._known.pop(other, None)
+            compilation = _Compilation(fingerprint.described, now, now)
+            entry = self._entries[key] = _Entry(self._make(), key, compilation)
             if to_compile:
-                self._record_compilation(fn, fingerprint, calls)
+                self._record_compilation(fn, fingerprint, compilation)
         while len(self._known) >= 4 * MAX_FUNCTIONS:  # many equal functions
             self._known.pop(next(iter(self._known)), None)
         owner = fn.__self__ if type(fn) is types.MethodType else fn
@@ -331,45 +298,42 @@ class CompileCache(Generic[T]):
             owner = weakref.ref(owner, lambda _: self._evict_place(place))
         return fingerprint, entry, owner
 
-    # The garbage collector may call this at any time: dicts are iterated as lists.
+    # Evicts an object's own entries with it. The garbage collector may call this at any
+    # time, so dicts are iterated as lists.
     def _evict_place(self, place: Any) -> None:
         self._known.pop(place, None)
         for key in list(self._entries):
             if key[0] == place:
                 self._entries.pop(key, None)
 
-    def _evict(self, entry: _Entry[T]) -> None:
-        self._entries.pop(entry.key, None)
-        for place in list(self._known):
-            known = self._known.get(place)
-            if known is not None and known[1] is entry:
-                self._known.pop(place, None)
-
     def _record_compilation(
-        self, fn: Any, fingerprint: FunctionFingerprint, calls: list[int]
+        self, fn: Any, fingerprint: FunctionFingerprint, latest: _Compilation
     ) -> None:
-        """Record a compilation; warn if there is one in every call."""
-        latest = _Compilation(calls, fingerprint.described)
-        previous = self._compilations.pop(_code(fn), latest)
-        while len(self._compilations) >= MAX_FUNCTIONS:
-            self._compilations.pop(next(iter(self._compilations)), None)
-        self._compilations[_code(fn)] = latest
-        latest.warned = previous.warned
-        if previous is not latest and previous.calls[0] == previous.calls[1]:
+        """Record a compilation; warn once if there is one in every call."""
+        code = fn
+        while isinstance(code, functools.partial):
+            code = code.func
+        code = getattr(code, "__code__", type(code))
+        previous = self._compilations.pop(code, None)
+        if len(self._compilations) >= MAX_FUNCTIONS:
+            del self._compilations[next(iter(self._compilations))]
+        self._compilations[code] = latest
+        if previous is None:
+            return
+        was_warned = previous.single_uses >= _MAX_SINGLE_USES
+        if was_warned or previous.first_call == previous.last_call:
             latest.single_uses = previous.single_uses + 1
-        if latest.single_uses >= _MAX_SINGLE_USES and not latest.warned:
-            latest.warned = True
+        if latest.single_uses == _MAX_SINGLE_USES:
             logger.warning(
                 "strategy.run compiles %r again in every call: %s. Define it once, "
                 "before the loop, and pass what changes as an argument, numbers as "
                 "arrays.",
                 fn,
-                _difference(previous.described, fingerprint),
+                fingerprint.difference_from(previous.described),
             )
 
 
 def warn_many_programs(fn: Any, programs: int) -> None:
-    """Warn that one function was compiled for many kinds of arguments."""
     logger.warning(
         "strategy.run has compiled %r for %d kinds of arguments. It does so for every "
         "new shape and every new Python number. Pass numbers that change as arrays.",
@@ -383,28 +347,3 @@ def _place(fn: Callable[..., Any]) -> Any:
     if type(fn) is types.MethodType:
         return id(fn.__self__), fn.__func__
     return id(fn), None
-
-
-def _entry_key(place: Any, fingerprint: FunctionFingerprint) -> Any:
-    return None if fingerprint.changeable is None else place, fingerprint.key
-
-
-def _code(fn: Any) -> Any:
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    fn = getattr(fn, "__func__", fn)
-    return getattr(fn, "__code__", type(fn))
-
-
-def _difference(
-    previous: dict[str, tuple[int, str]], fingerprint: FunctionFingerprint
-) -> str:
-    for name, (mark, text) in fingerprint.described.items():
-        previous_mark, previous_text = previous.get(name, (mark, text))
-        if mark == previous_mark:
-            continue
-        if text == previous_text:
-            return f"`{name}`, {text}, differs from the previous call"
-        return f"`{name}` was {previous_text} in the previous call, and is {text} now"
-    changeable = fingerprint.changeable or "what it reads"
-    return f"it is a new function each time, and {changeable} may have changed"

@@ -10,6 +10,7 @@ lambda).
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import numbers
 import os
@@ -29,11 +30,11 @@ _IGNORED = {
     *("build_config", "compile_config", "build_input_shape", "shared_object_id"),
     "seed",
 }
-_INITIAL_VALUES = {"learning_rate"}
 _MAX_DEPTH = 40
 _MAX_TEXT = 200
 # Elements of object arrays of these types are compared by value, others by class.
 _PLAIN = (str, bytes, numbers.Number, type(None))
+_NUMBERS = (numbers.Number, np.generic)
 # Bytes of an array's first rows that are compared, and the number of sampled rows of a
 # larger one, each of which may need a disk page.
 _HEAD_BYTES = 1 << 20
@@ -60,23 +61,9 @@ Item = list[Any]
 def check_workers_agree(
     cluster: Cluster, signature: list[Item], value: Any, method: str = "fit"
 ) -> list[Any]:
-    """Check that all workers have equal signatures, and exchange a value.
-
-    Args:
-        cluster: The workers.
-        signature: This worker's signature, from `fit_signature`.
-        value: A JSON value to exchange with it.
-        method: The method's name, for messages.
-
-    Returns:
-        Each worker's `value`, by rank.
-
-    Raises:
-        WorkersDifferError: If the signatures differ.
-    """
-    values, difference = cluster.first_difference(
-        f"the start of {method}", signature, value
-    )
+    """Check that all workers have equal signatures, and exchange a JSON value."""
+    operation = f"the start of {method}"
+    values, difference = cluster.first_difference(operation, signature, value)
     if difference is None:
         return values
     _, items = difference
@@ -102,18 +89,17 @@ def fit_signature(
     arguments: Mapping[str, Any],
     callbacks: list[Any],
 ) -> list[Item]:
-    """Return the signature of a `fit`: fields and their values.
-
-    `compiled` has the arguments of `compile`; `callbacks` those that every worker must
-    have.
-    """
+    description = describe(model)
+    if not isinstance(description, Mapping):  # a subclass without `get_config`
+        layers = [describe(layer) for layer in model.layers]
+        description = {"class": description, "layers": layers}
     fields: dict[str, Any] = {
         "optimizer": describe(getattr(model, "optimizer", None)),
         **{name: describe(compiled.get(name)) for name in _COMPILED},
         **_call_fields(arguments),
         "callbacks": [type(callback).__name__ for callback in callbacks],
         **{f"callback {type(c).__name__}": _settings(c) for c in callbacks},
-        "model": _model(model),
+        "model": description,
     }
     return _items(fields)
 
@@ -134,21 +120,17 @@ def _call_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _items(fields: Mapping[str, Any]) -> list[Item]:
-    return [
-        [path, text]
-        for field, value in _without_names(fields).items()
-        for path, text in _leaves(field, value)
-    ]
+    names: dict[str, str] = {}
+    _number_names(fields, names)
+    leaves = (_leaves(field, value, names) for field, value in fields.items())
+    return list(itertools.chain.from_iterable(leaves))
 
 
 def describe(thing: Any, depth: int = 0) -> Any:
-    """Return a JSON description of an object.
-
-    An object that Keras cannot serialise is described by its name or class.
-    """
+    """Return a JSON description of an object, which may be its class alone."""
     if thing is None or isinstance(thing, bool | str):
         return thing
-    if isinstance(thing, numbers.Number | np.generic):
+    if isinstance(thing, _NUMBERS):
         return repr(thing.item() if isinstance(thing, np.generic) else thing)
     if depth > _MAX_DEPTH or isinstance(thing, os.PathLike | bytes):
         return _name(type(thing))
@@ -160,7 +142,9 @@ def describe(thing: Any, depth: int = 0) -> Any:
         return {
             str(key): describe(value, depth + 1)
             for key, value in thing.items()
-            if key not in _IGNORED and not _is_initial_value(key, value)
+            if key not in _IGNORED
+            # A number is broadcast by the chief; a schedule is not.
+            and not (key == "learning_rate" and isinstance(value, _NUMBERS))
         }
     if isinstance(thing, list | tuple):
         return [describe(value, depth + 1) for value in thing]
@@ -168,29 +152,13 @@ def describe(thing: Any, depth: int = 0) -> Any:
         return _name(thing)
     if isinstance(thing, keras.Variable):
         return "a variable"
-    get_config = getattr(thing, "get_config", None)
-    config: Any = None
-    if callable(get_config):
-        try:
-            config = get_config()
-        except Exception:
-            config = None
+    try:
+        config = thing.get_config()
+    except Exception:
+        config = None
     if not isinstance(config, Mapping):
         return _name(type(thing))
     return {"class": _name(type(thing)), **describe(config, depth + 1)}
-
-
-def _is_initial_value(key: Any, value: Any) -> bool:
-    return key in _INITIAL_VALUES and isinstance(value, numbers.Number | np.generic)
-
-
-def _model(model: keras.Model) -> Any:
-    description = describe(model)
-    if isinstance(description, Mapping):
-        return description
-    # A subclass without `get_config`.
-    layers = [describe(layer) for layer in model.layers]
-    return {"class": description, "layers": layers}
 
 
 # String attributes that are settings; others may be paths or contain counters.
@@ -204,16 +172,13 @@ _CALLBACK_STATE = {
 
 
 def _settings(callback: Any) -> dict[str, Any]:
-    """Return a callback's public attributes of plain values.
-
-    Of other attributes it is unknown whether they are settings.
-    """
+    """Return a callback's public attributes of plain values."""
     settings = {}
     for name, value in sorted(vars(callback).items()):
         if name.startswith("_") or name in _CALLBACK_STATE:
             continue
-        plain = value is None or isinstance(value, bool | numbers.Number | np.generic)
-        if plain or name in _STRING_SETTINGS:
+        is_plain = value is None or isinstance(value, _NUMBERS)
+        if is_plain or name in _STRING_SETTINGS:
             settings[name] = describe(value)
         elif inspect.isroutine(value):
             settings[name] = _name(value)
@@ -221,7 +186,7 @@ def _settings(callback: Any) -> dict[str, Any]:
 
 
 def _data(data: Any) -> Any:
-    """Return the description of data. Batches from iterators are compared when read."""
+    """Return a description of data; batches from iterators are compared when read."""
     if isinstance(data, list | tuple):
         return [_data(part) for part in data]
     if isinstance(data, Mapping):
@@ -240,28 +205,21 @@ def _array(array: Any) -> str:
 
 
 def rows_fingerprint(array: Any) -> str | None:
-    """Return a digest of an array's rows, or of a sample if it is large.
-
-    None if there are no rows, or none that this worker can read alone.
-    """
-    rows = _some_rows(array)
-    return _digest(rows) if rows else None
+    """Return a digest of rows that this worker can read alone, or None."""
+    return _digest(_some_rows(array)) or None
 
 
 def _digest(parts: list[np.ndarray]) -> str:
-    return "".join(
-        array_digest(_comparable(rows))[: 12 // len(parts)] for rows in parts
-    )
-
-
-def _comparable(rows: np.ndarray) -> np.ndarray:
-    if not rows.dtype.hasobject:
-        return rows
-    words = [
-        repr(value) if isinstance(value, _PLAIN) else _name(type(value))
-        for value in rows.reshape(-1).tolist()
-    ]
-    return np.frombuffer(repr(words).encode(), "uint8")
+    digests = []
+    for rows in parts:
+        if rows.dtype.hasobject:
+            words = [
+                repr(value) if isinstance(value, _PLAIN) else _name(type(value))
+                for value in rows.reshape(-1).tolist()
+            ]
+            rows = np.frombuffer(repr(words).encode(), "uint8")
+        digests.append(array_digest(rows)[: 12 // len(parts)])
+    return "".join(digests)
 
 
 def _shape(data: Any) -> tuple[int, ...] | None:
@@ -273,10 +231,7 @@ def _shape(data: Any) -> tuple[int, ...] | None:
 
 
 def _some_rows(data: Any) -> list[np.ndarray]:
-    """Return rows as NumPy: all, or the first and a sample of a large array.
-
-    So a large array on a device or a disk stays there.
-    """
+    """Return all rows, or the first and a sample of a large array, as NumPy arrays."""
     shape = _shape(data)
     if not shape:
         return []
@@ -300,53 +255,36 @@ def _to_numpy(rows: Any) -> np.ndarray:
     return np.asarray(rows)
 
 
-def _without_names(value: Any) -> Any:
-    """Replace names of objects, which count what a process made, in configs."""
-    names: dict[str, str] = {}
-
-    def collect(value: Any, has_name: bool) -> None:
-        if isinstance(value, Mapping):
-            name = value.get("name")
-            if has_name and isinstance(name, str):
-                names.setdefault(name, f"#{len(names)}")
-            policy = str(value.get("class_name")).endswith("DTypePolicy")
-            for part in value.values():
-                collect(part, not policy)
-        elif isinstance(value, list):
-            for part in value:
-                collect(part, True)
-
-    def replaced(value: Any) -> Any:
-        if isinstance(value, str):
-            return names.get(value, value)
-        if isinstance(value, list):
-            return [replaced(part) for part in value if not _is_added_input(part)]
-        if isinstance(value, Mapping):
-            return {key: replaced(part) for key, part in value.items()}
-        return value
-
-    collect(value, True)
-    return replaced(value)
+def _number_names(value: Any, names: dict[str, str], has_name: bool = True) -> None:
+    """Assign numbers to names in configs, as names count what a process made."""
+    if isinstance(value, Mapping):
+        name = value.get("name")
+        if has_name and isinstance(name, str):
+            names.setdefault(name, f"#{len(names)}")
+        is_policy = str(value.get("class_name")).endswith("DTypePolicy")
+        for part in value.values():
+            _number_names(part, names, not is_policy)
+    elif isinstance(value, list):
+        for part in value:
+            _number_names(part, names)
 
 
-def _is_added_input(layer: Any) -> bool:
-    """Return True for the input layer that `Sequential` adds when it is built."""
-    return (
-        isinstance(layer, Mapping)
-        and layer.get("class_name") == "InputLayer"
-        and "inbound_nodes" not in layer
-    )
-
-
-def _leaves(path: str, value: Any) -> Iterator[Item]:
+def _leaves(path: str, value: Any, names: Mapping[str, str]) -> Iterator[Item]:
+    if isinstance(value, list):
+        value = [part for part in value if not _is_added_input(part)]
     if isinstance(value, Mapping) and value:
         # The class first: objects of different classes differ in most fields.
         for key in sorted(value, key=lambda key: (key != "class", key)):
-            yield from _leaves(f"{path}.{key}".replace(".config.", "."), value[key])
+            inner = f"{path}.{key}".replace(".config.", ".")
+            yield from _leaves(inner, value[key], names)
     elif isinstance(value, list) and any(isinstance(v, Mapping | list) for v in value):
         for index, part in enumerate(value):
-            yield from _leaves(f"{path}[{index}]", part)
+            yield from _leaves(f"{path}[{index}]", part, names)
     else:
+        if isinstance(value, str):
+            value = names.get(value, value)
+        elif isinstance(value, list):
+            value = [names.get(part, part) for part in value]
         text = value if isinstance(value, str) else repr(value)
         if len(text) > _MAX_TEXT:
             digest = array_digest(np.frombuffer(text.encode(), "uint8"))[:12]
@@ -354,9 +292,13 @@ def _leaves(path: str, value: Any) -> Iterator[Item]:
         yield [path, text]
 
 
+def _is_added_input(part: Any) -> bool:
+    """Return True for the input layer that `Sequential` adds when it is built."""
+    is_layer = isinstance(part, Mapping) and "inbound_nodes" not in part
+    return is_layer and part.get("class_name") == "InputLayer"
+
+
 def _name(thing: Callable | type) -> str:
-    named = getattr(thing, "__qualname__", None)
-    if named is None:
+    if not hasattr(thing, "__qualname__"):
         thing = type(thing)
-        named = thing.__qualname__
-    return f"{thing.__module__}.{named}"
+    return f"{thing.__module__}.{thing.__qualname__}"

@@ -23,30 +23,11 @@ from keras_strategy.training.reduction import (
     axes_to_reduce,
     cast_for_sum,
     check_same_dtype,
+    is_float,
     num_entries,
 )
 from keras_strategy.training.row_weights import apply_row_weight
 from keras_strategy.values import DistributedValues, Mirrored, PerReplica, ReduceOp
-
-
-def reduce_on_device(
-    reduce_op: ReduceOp,
-    values: Sequence[Any],
-    place: str | None,
-    add: Callable[[list[Any]], Any],
-) -> Any:
-    """Copy tensors to a device (None: the program decides) and sum or average them."""
-    values = [cast_for_sum(value) for value in values]
-    check_same_dtype(values)
-    if place is not None:
-        values = [get_engine().copy_to(value, place) for value in values]
-    total = add(values)
-    return total / len(values) if reduce_op is ReduceOp.MEAN else total
-
-
-def add_tensors(values: list[Any]) -> Any:
-    """Add tensors of one device in order."""
-    return sum(values[1:], values[0])
 
 
 def destination_devices(destinations: Any) -> list[str | None]:
@@ -123,11 +104,9 @@ class CrossDeviceOps:
             ValueError: If `reduce_op` is unknown.
             TypeError: If `destinations` are invalid.
         """
-        operation, options = (
-            ReduceOp.parse(reduce_op),
-            check_communication_options(options),
-        )
-        destination_devices(destinations)
+        operation = ReduceOp.parse(reduce_op)
+        options = check_communication_options(options)
+        destination_devices(destinations)  # an error if they are invalid
         value = _per_replica(per_replica_value)
         return self.reduce_implementation(operation, value, destinations, options)
 
@@ -151,10 +130,8 @@ class CrossDeviceOps:
             ValueError: If `reduce_op` is unknown, or an item is not a pair.
             TypeError: If destinations are invalid.
         """
-        operation, options = (
-            ReduceOp.parse(reduce_op),
-            check_communication_options(options),
-        )
+        operation = ReduceOp.parse(reduce_op)
+        options = check_communication_options(options)
         pairs = list(value_destination_pairs)
         if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
             raise ValueError(
@@ -247,7 +224,8 @@ class CrossDeviceOps:
     @property
     def has_custom_reduce(self) -> bool:
         """True if sums may differ from the backend's own."""
-        return type(self) not in BUILTIN_OPS
+        has_custom_sum = getattr(self, "accumulation_fn", None) is not None
+        return has_custom_sum or type(self) not in BUILTIN_OPS
 
     def log_no_effect(self, where: str) -> None:
         """Log that `where`, such as `"JAX"`, ignores this choice."""
@@ -259,7 +237,33 @@ class CrossDeviceOps:
         )
 
 
-class ReductionToOneDevice(CrossDeviceOps):
+class _ReductionOnDevice(CrossDeviceOps):
+    reduce_to_device: str | None = None
+    accumulation_fn: Callable[[Any], Any] | None = None
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: PerReplica,
+        destinations: Any,
+        options: CommunicationOptions,
+    ) -> Any:
+        """Implement `reduce`, see `CrossDeviceOps`."""
+        values = [cast_for_sum(value) for value in per_replica_value.values]
+        check_same_dtype(values)
+        place = self.reduce_to_device or destination_devices(destinations)[0]
+        if place is not None:  # None: the program decides
+            values = [get_engine().copy_to(value, place) for value in values]
+        if self.accumulation_fn is None:
+            total = sum(values[1:], values[0])
+        else:
+            total = self.accumulation_fn(values)
+        if reduce_op is ReduceOp.MEAN:
+            total = total / len(values)
+        return self.broadcast(total, destinations)
+
+
+class ReductionToOneDevice(_ReductionOnDevice):
     """Copies the values to one device, adds them there, and copies the sum back.
 
     Args:
@@ -294,29 +298,11 @@ class ReductionToOneDevice(CrossDeviceOps):
         self.reduce_to_device = reduce_to_device
         self.accumulation_fn = accumulation_fn
 
-    def reduce_implementation(
-        self,
-        reduce_op: ReduceOp,
-        per_replica_value: PerReplica,
-        destinations: Any,
-        options: CommunicationOptions,
-    ) -> Any:
-        """Implement `reduce`, see `CrossDeviceOps`."""
-        place = self.reduce_to_device or destination_devices(destinations)[0]
-        add = self.accumulation_fn or add_tensors
-        total = reduce_on_device(reduce_op, per_replica_value.values, place, add)
-        return self.broadcast(total, destinations)
-
-    @property
-    def has_custom_reduce(self) -> bool:
-        """True if sums may differ from the backend's own."""
-        return self.accumulation_fn is not None or super().has_custom_reduce
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}(reduce_to_device={self.reduce_to_device!r})"
 
 
-class _PackedAllReduce(CrossDeviceOps):
+class _PackedAllReduce(_ReductionOnDevice):
     def __init__(self, num_packs: int = 1):
         if isinstance(num_packs, bool) or not isinstance(num_packs, int):
             raise TypeError(
@@ -329,20 +315,6 @@ class _PackedAllReduce(CrossDeviceOps):
                 f"num_packs={num_packs}"
             )
         self.num_packs = num_packs
-
-    def reduce_implementation(
-        self,
-        reduce_op: ReduceOp,
-        per_replica_value: PerReplica,
-        destinations: Any,
-        options: CommunicationOptions,
-    ) -> Any:
-        """Implement `reduce` in plain steps, see `CrossDeviceOps`."""
-        place = destination_devices(destinations)[0]
-        total = reduce_on_device(
-            reduce_op, per_replica_value.values, place, add_tensors
-        )
-        return self.broadcast(total, destinations)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_packs={self.num_packs})"
@@ -403,10 +375,8 @@ def check_cross_device_ops(cross_device_ops: Any) -> None:
     if cross_device_ops is None:
         return
     abstract = CrossDeviceOps.reduce_implementation
-    if (
-        not isinstance(cross_device_ops, CrossDeviceOps)
-        or type(cross_device_ops).reduce_implementation is abstract
-    ):
+    is_ops = isinstance(cross_device_ops, CrossDeviceOps)
+    if not is_ops or type(cross_device_ops).reduce_implementation is abstract:
         names = ", ".join(kind.__name__ for kind in BUILTIN_OPS)
         raise TypeError(
             f"Argument `cross_device_ops` must be None, a {names} of this package, or "
@@ -439,29 +409,21 @@ class CustomReducer:
     def weighted_sum(
         self, replica: Replica, tensors: Sequence[Any], weight: Any
     ) -> list[Any]:
-        """Implement `Replica.weighted_sum`."""
         tensors = [ops.convert_to_tensor(tensor) for tensor in tensors]
-        return self._sums(
-            replica, [apply_row_weight(tensor, weight) for tensor in tensors]
-        )
+        return self._sums(replica, [apply_row_weight(t, weight) for t in tensors])
 
     def all_reduce(self, replica: Replica, reduce_op: ReduceOp, value: Any) -> Any:
         """Implement `Replica.all_reduce`, with the gradient of the backend's sum."""
         tensor = cast_for_sum(value)
-        if "float" in keras.backend.standardize_dtype(tensor.dtype):
-            total = self._differentiable_sum(replica, tensor)
-        else:
-            (total,) = self._sums(replica, [tensor])
+        constant = ops.stop_gradient(tensor)
+        (total,) = self._sums(replica, [constant])
+        if is_float(tensor):
+            # A sum of zeros contributes the gradient of the backend's sum.
+            zeros = ops.where(ops.isfinite(constant), tensor - constant, 0)
+            total = total + replica.all_reduce(ReduceOp.SUM, zeros)
         if reduce_op is ReduceOp.SUM:
             return total
         return total / context.get_strategy().num_replicas_in_sync
-
-    def _differentiable_sum(self, replica: Replica, tensor: Any) -> Any:
-        value = ops.stop_gradient(tensor)
-        (total,) = self._sums(replica, [value])
-        # A sum of zeros contributes the gradient of the backend's sum.
-        zeros = ops.where(ops.isfinite(value), tensor - value, ops.zeros_like(value))
-        return total + replica.all_reduce(ReduceOp.SUM, zeros)
 
     def _sums(self, replica: Replica, tensors: Sequence[Any]) -> list[Any]:
         def merge(_, *values):
@@ -486,11 +448,27 @@ class CustomReducer:
                 f"{len(pairs)} pairs. It returned {len(results)}."
             )
         for result, (value, where) in zip(results, pairs, strict=True):
-            _check(name, result, value, where)
+            parts = (
+                result.values if isinstance(result, DistributedValues) else (result,)
+            )
+            if not all(ops.is_tensor(part) for part in parts):
+                raise TypeError(
+                    f"`reduce_implementation` of {name} must return tensors, as "
+                    "`self.broadcast(total, destinations)` does. It returned "
+                    f"{result!r}."
+                )
+            places = len(where.values) if isinstance(where, DistributedValues) else 1
+            expected = [tuple(value.values[0].shape)] * places
+            shapes = [tuple(part.shape) for part in parts]
+            if shapes != expected:
+                raise ValueError(
+                    f"`reduce_implementation` of {name} must return one value for "
+                    "each destination, as `self.broadcast(total, destinations)` does, "
+                    f"of the shapes {expected}. It returned {shapes}."
+                )
         return results
 
     def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
-        """Implement `ReplicaGroup.reduce`."""
         values = [cast_for_sum(component) for component in value.values]
         check_same_dtype(values)
         device = context.get_strategy().extended.worker_devices[0]
@@ -503,23 +481,3 @@ class CustomReducer:
         if reduce_op is ReduceOp.SUM:
             return total
         return total / sum(num_entries(ops.shape(v), axes) for v in values)
-
-
-def _check(name: str, result: Any, value: DistributedValues, destinations: Any) -> None:
-    places = 1
-    if isinstance(destinations, DistributedValues):
-        places = len(destinations.values)
-    parts = result.values if isinstance(result, DistributedValues) else (result,)
-    if not all(ops.is_tensor(part) for part in parts):
-        raise TypeError(
-            f"`reduce_implementation` of {name} must return tensors, as "
-            f"`self.broadcast(total, destinations)` does. It returned {result!r}."
-        )
-    expected = [tuple(value.values[0].shape)] * places
-    shapes = [tuple(part.shape) for part in parts]
-    if shapes != expected:
-        raise ValueError(
-            f"`reduce_implementation` of {name} must return one value for each "
-            "destination, as `self.broadcast(total, destinations)` does, of the "
-            f"shapes {expected}. It returned {shapes}."
-        )

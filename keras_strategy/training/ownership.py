@@ -13,8 +13,8 @@ or `run`.
 """
 
 import contextlib
-import threading
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import keras
@@ -33,18 +33,13 @@ def strategy_of_variable(variable: Any) -> Any:
 
 
 def strategy_of_model(model: keras.Model) -> Any:
-    """Return the strategy that a model trains under, or None.
-
-    A model made outside of a scope, such as a wrapper, follows its variables.
-    """
+    """Return the strategy that a model trains under, or None."""
     strategy = vars(model).get("_ks_strategy")
     if strategy is not None:
         return strategy
-    for variable in model.variables:
-        strategy = strategy_of_variable(variable)
-        if strategy is not None:
-            return strategy
-    return None
+    # A model made outside of a scope, such as a wrapper, follows its variables.
+    owners = map(strategy_of_variable, model.variables)
+    return next((owner for owner in owners if owner is not None), None)
 
 
 def set_owner(variable: Any, strategy: Any) -> None:
@@ -56,11 +51,9 @@ def set_owner(variable: Any, strategy: Any) -> None:
 def check_component_count(
     topology: ReplicaTopology, method: str, value: DistributedValues
 ) -> None:
-    """Raise `ValueError` unless a value has one component per local replica.
-
-    A value does not record its strategy: strategies of as many replicas accept each
-    other's, as in tf.distribute.
-    """
+    """Raise `ValueError` unless a value has one component per local replica."""
+    # A value does not record its strategy: strategies of as many replicas accept each
+    # other's, as in tf.distribute.
     replicas = len(topology.local_replicas)
     if value.count is not None and value.count != replicas:
         raise wrong_strategy_error(value, method, replicas)
@@ -103,40 +96,37 @@ def check_sync_on_read_owner(strategy: Any, variable: Any) -> None:
         )
 
 
-class _ImplicitScopes(threading.local):
-    """Scopes, with their depths, that `fit` entered implicitly in this thread."""
-
-    def __init__(self):
-        self.scopes: list[tuple[Any, Any, int]] = []
-
-
-_implicit = _ImplicitScopes()
+# Strategies and scopes, with their depths, that `fit` entered implicitly.
+_implicit: ContextVar[tuple[tuple[Any, Any, int], ...]] = ContextVar(
+    "implicit", default=()
+)
 
 
 @contextlib.contextmanager
 def enter_implicit_scope(strategy: Any) -> Iterator[None]:
-    """Enter the scope of a model's strategy implicitly."""
     scope = strategy.scope()
     with scope:
-        _implicit.scopes.append((strategy, scope, context.scope_depth()))
+        entry = strategy, scope, context.scope_depth()
+        token = _implicit.set((*_implicit.get(), entry))
         try:
             yield
         finally:
-            _implicit.scopes.pop()
+            _implicit.reset(token)
 
 
 @contextlib.contextmanager
 def suspend_implicit_scope(strategy: Any) -> Iterator[None]:
     """Suspend an implicit scope of another strategy, if one is innermost."""
-    if not _implicit.scopes:
+    entered = _implicit.get()
+    if not entered:
         yield
         return
-    current, scope, depth = _implicit.scopes[-1]
-    innermost = depth == context.scope_depth() and context.current_replica() is None
-    if current is strategy or not innermost:
+    current, scope, depth = entered[-1]
+    is_innermost = depth == context.scope_depth() and context.current_replica() is None
+    if current is strategy or not is_innermost:
         yield
         return
-    _implicit.scopes.pop()
+    token = _implicit.set(entered[:-1])
     scope.__exit__(None, None, None)
     try:
         # The enclosing `fit` may belong to another strategy, too.
@@ -144,7 +134,7 @@ def suspend_implicit_scope(strategy: Any) -> Iterator[None]:
             yield
     finally:
         scope.__enter__()
-        _implicit.scopes.append((current, scope, depth))
+        _implicit.reset(token)
 
 
 # Strategies and variables that wait for the chief's values.
@@ -152,7 +142,6 @@ pending_values: list[tuple[Any, Any]] = []
 
 
 def register_initial_value(strategy: Any, variable: Any) -> None:
-    """Register a variable that got its initial value in a scope of several workers."""
     pending_values.append((strategy, variable))
 
 
@@ -175,20 +164,16 @@ def broadcast_pending_values() -> None:
         id(variable): (strategy, variable) for strategy, variable in pending_values
     }
     pending_values.clear()
-    for strategy in {id(s): s for s, _ in pending.values()}.values():
-        broadcast_from_chief(
-            strategy, [v for s, v in pending.values() if s is strategy]
-        )
+    for strategy in {id(owner): owner for owner, _ in pending.values()}.values():
+        variables = [v for owner, v in pending.values() if owner is strategy]
+        broadcast_from_chief(strategy, variables)
 
 
 def broadcast_from_chief(strategy: Any, variables: Sequence[Any]) -> None:
-    """Give variables of a strategy the chief's values.
-
-    A worker that reads in the middle of a scope has fewer variables than one at its
-    end. The remaining ones are made and broadcast later.
-    """
     # Sharded variables were the chief's when each worker took its shard.
     variables = [variable for variable in variables if not is_sharded(variable)]
+    # A worker that reads in the middle of a scope has fewer variables than one at its
+    # end. The remaining ones are made and broadcast later.
     while variables:
         num_synced = strategy.extended.group.sync_initial_values(variables)
         variables = variables[num_synced:]

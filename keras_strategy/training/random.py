@@ -12,6 +12,7 @@ A batch dimension with several entries for each row, as after `ops.reshape(x, (-
 is taken to hold each row's entries contiguously; a warning says so once.
 """
 
+import itertools
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -19,10 +20,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import keras
+from keras import ops
 
 from keras_strategy.core.context import DryRun
 from keras_strategy.core.protocols import Replica
 from keras_strategy.core.step_state import RowRange
+from keras_strategy.training.reduction import may_be_same
 
 logger = logging.getLogger("keras_strategy")
 
@@ -34,8 +37,6 @@ _MAX_DRY_RUNS = 3
 Dims = tuple[int | None, ...]
 """The shape of a draw, with None for sizes that tracing does not know."""
 
-DryRunFunction = Callable[[int], DryRun]
-
 
 class EndOfDryRun(Exception):
     """End of a dry run, before a side effect that cannot be discarded."""
@@ -43,13 +44,9 @@ class EndOfDryRun(Exception):
 
 @dataclass
 class RandomSettings:
-    """Settings from `keras_strategy.config`.
+    """Settings from `keras_strategy.config`."""
 
-    Attributes:
-        exact: True if replicas draw one device's numbers.
-    """
-
-    exact: bool = True
+    exact: bool = True  # replicas draw one device's numbers
 
 
 settings = RandomSettings()
@@ -57,56 +54,26 @@ settings = RandomSettings()
 
 @dataclass(frozen=True)
 class RandomDraw:
-    """Draw of random numbers in a dry run.
+    """Draw of random numbers in a dry run."""
 
-    Attributes:
-        key: Equal for draws of one kind, see `key_of`.
-        dims: The shape.
-        order: The axes in memory order, where that decides which numbers are drawn.
-    """
-
-    key: Any
+    key: Any  # see `draw_key`
     dims: Dims
+    # The axes in memory order, where that decides which numbers are drawn.
     order: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
 class BatchDim:
-    """Batch dimension of a draw.
-
-    Attributes:
-        axis: The dimension.
-        per_row: The number of entries for each row.
-        order: See `Drawn`. A batch of one row may not show it.
-    """
+    """Batch dimension of a draw, with the number of entries for each row."""
 
     axis: int
     per_row: int = 1
+    # That of the draw; a batch of one row may not show it.
     order: tuple[int, ...] | None = field(default=None, compare=False)
 
-    def fits(self, dims: Dims, rows: int | None) -> bool:
-        """Return True if a draw may have this batch dimension."""
-        if self.axis >= len(dims):
-            return False
-        size = dims[self.axis]
-        return size is None if rows is None else size == self.per_row * rows
 
-
-@dataclass(frozen=True)
-class FixedShape:
-    """Shape of a draw that is independent of the rows."""
-
-    dims: Dims
-
-    def fits(self, dims: Dims, rows: int | None) -> bool:
-        """Return True if a draw may have this shape."""
-        return len(dims) == len(self.dims) and all(
-            a == b or a is None or b is None
-            for a, b in zip(dims, self.dims, strict=True)
-        )
-
-
-Kind = BatchDim | FixedShape
+Kind = BatchDim | Dims
+"""The batch dimension of a draw, or its shape if that is independent of the rows."""
 
 
 class BatchDimCache:
@@ -127,70 +94,68 @@ class BatchDimCache:
         drawn: RandomDraw,
         number: int,
         rows: int | None,
-        dry_run: DryRunFunction | None,
+        dry_run: Callable[[int], DryRun] | None,
     ) -> BatchDim | None:
-        """Return the batch dimension of a draw, or None.
+        """Return the batch dimension of a draw on a replica of `rows`, or None.
 
-        Args:
-            drawn: The draw.
-            number: The number of earlier draws of this key in the step.
-            rows: The replica's rows; None if unknown during tracing.
-            dry_run: Runs the step on a number of rows as on one device.
+        `number` counts the earlier draws of this key in the step.
         """
         key, dims = drawn.key, drawn.dims
-        if not _may_follow(dims, rows):
+        if rows is None:  # unknown during tracing
+            may_have_rows = bool(dims)
+        elif rows == 0:
+            may_have_rows = 0 in dims
+        else:
+            may_have_rows = any(size is None or size % rows == 0 for size in dims)
+        if not may_have_rows:
             return None
-        if (
-            key not in self._kinds
-            and dry_run is not None
-            and self._dry_runs < _MAX_DRY_RUNS
-        ):
+        is_known = key in self._kinds or self._dry_runs >= _MAX_DRY_RUNS
+        if not is_known and dry_run is not None:
             self._dry_runs += 1
-            smaller, larger = [_by_key(dry_run(n).draws) for n in _ROWS]
-            for new in smaller.keys() | larger.keys():
-                kinds = _kinds(smaller.get(new, []), larger.get(new, []))
-                self._kinds.setdefault(new, kinds)
+            runs = [dry_run(num_rows).draws or [] for num_rows in _ROWS]
+            for new in {draw.key for draw in itertools.chain(*runs)}:
+                small, large = [[d for d in run if d.key == new] for run in runs]
+                kinds = map(_kind, small, large)
+                is_clear = len(small) == len(large)
+                self._kinds.setdefault(new, list(kinds) if is_clear else [None])
         kinds = self._kinds.get(key, [])
-        fitting = {kind for kind in kinds if kind and kind.fits(dims, rows)}
+        fitting = {kind for kind in kinds if kind and _fits(kind, dims, rows)}
         if self._repeated and kinds:
             number %= len(kinds)
+        expected = kinds[number] if number < len(kinds) else None
         if len(fitting) > 1 and number < len(kinds):
-            # Equal sizes by chance: use the kind at this position in the step.
-            fitting &= {kinds[number]}
-        if len(fitting) == 1 and None not in kinds:
-            (kind,) = fitting
-            if isinstance(kind, FixedShape):
-                return None
-            expected = kinds[number] if number < len(kinds) else None
-            if expected == kind and isinstance(expected, BatchDim):
-                kind = expected  # it may differ in `order`
-            if kind.per_row > 1:
-                self._warn(
-                    (key, "several"),
-                    "%s draws %d random numbers or more for each row of a batch. This "
-                    "library assumes that those of a row are contiguous, as after "
-                    "`ops.reshape(x, (-1, ...))` with the batch dimension first. If "
-                    "the batch dimension is not first, replicas draw other numbers "
-                    "than one device: draw before you merge the dimensions.",
-                    kind.per_row,
-                )
-            return kind
-        self._warn(
-            key,
-            "%s draws random numbers of the shape %s, and its batch dimension could "
-            "not be determined. The first dimension is used if its size fits. Several "
-            "replicas may draw other numbers than one device.",
-            dims,
-        )
-        guess = BatchDim(0)
-        return guess if guess.fits(dims, rows) else None
+            fitting &= {expected}  # equal sizes by chance: go by the order in the step
+        if len(fitting) != 1 or None in kinds:
+            self._warn(
+                key,
+                "%s draws random numbers of the shape %s, and its batch dimension "
+                "could not be determined. The first dimension is used if its size "
+                "fits. Several replicas may draw other numbers than one device.",
+                dims,
+            )
+            guess = BatchDim(0)
+            return guess if _fits(guess, dims, rows) else None
+        (kind,) = fitting
+        if not isinstance(kind, BatchDim):
+            return None
+        if kind.per_row > 1:
+            self._warn(
+                (key, "several"),
+                "%s draws %d random numbers or more for each row of a batch. This "
+                "library assumes that those of a row are contiguous, as after "
+                "`ops.reshape(x, (-1, ...))` with the batch dimension first. If "
+                "the batch dimension is not first, replicas draw other numbers "
+                "than one device: draw before you merge the dimensions.",
+                kind.per_row,
+            )
+        # It may differ in `order`.
+        return expected if isinstance(expected, BatchDim) and expected == kind else kind
 
     def for_current_layer(self, rows: RowRange) -> "BatchDimCache | None":
         """Return the cache for the current draw; None to draw independently."""
         return self
 
     def warn_shuffled_rows(self, seed: Any) -> None:
-        """Warn that each replica shuffles only its local rows."""
         self._warn(
             ("shuffle", seed),
             "%s shuffles the rows of a batch. Several replicas shuffle their local "
@@ -198,72 +163,50 @@ class BatchDimCache:
         )
 
     def _warn(self, key: Any, message: str, *args: Any) -> None:
-        if key not in self._warned:
-            self._warned.add(key)
-            logger.warning(message, drawing_layer_name(), *args)
+        if key in self._warned:
+            return
+        self._warned.add(key)
+        frame, drawing = sys._getframe(1), "The step"
+        while frame is not None:
+            owner: Any = frame.f_locals.get("self")
+            if isinstance(owner, keras.Layer):
+                drawing = f"The layer '{owner.name}'"
+                break
+            frame = frame.f_back
+        logger.warning(message, drawing, *args)
 
 
-def _may_follow(dims: Dims, rows: int | None) -> bool:
-    """Return True if a dimension may be the batch dimension."""
-    if rows is None:
-        return bool(dims)
-    if rows == 0:
-        return 0 in dims
-    return any(size is None or size % rows == 0 for size in dims)
-
-
-def _by_key(draws: Sequence[RandomDraw] | None) -> dict[Any, list[RandomDraw]]:
-    found: dict[Any, list[RandomDraw]] = {}
-    for drawn in draws or ():
-        found.setdefault(drawn.key, []).append(drawn)
-    return found
-
-
-def _kinds(
-    smaller: Sequence[RandomDraw], larger: Sequence[RandomDraw]
-) -> list[Kind | None]:
-    """Return the kinds of draws from two dry runs; None where unclear."""
-    if len(smaller) != len(larger):
-        return [None]
-    pairs = zip(smaller, larger, strict=True)
-    return [_kind(a.dims, b.dims, a.order) for a, b in pairs]
-
-
-def _kind(smaller: Dims, larger: Dims, order: tuple[int, ...] | None) -> Kind | None:
-    if len(smaller) != len(larger):
+def _kind(small: RandomDraw, large: RandomDraw) -> Kind | None:
+    """Return the kind of a draw from those of two dry runs; None if unclear."""
+    if len(small.dims) != len(large.dims):
         return None
-    grown = [axis for axis, size in enumerate(smaller) if size != larger[axis]]
+    sizes = list(zip(small.dims, large.dims, strict=True))
+    grown = [axis for axis, (size, other) in enumerate(sizes) if size != other]
     if not grown:
-        return FixedShape(smaller)
-    if len(grown) > 1:
+        return small.dims
+    size, other = sizes[grown[0]]
+    if len(grown) > 1 or size is None or other is None:
         return None
-    (axis,) = grown
-    small, large = smaller[axis], larger[axis]
-    if small is None or large is None or small % _ROWS[0]:
+    per_row = size // _ROWS[0]
+    if (size, other) != (per_row * _ROWS[0], per_row * _ROWS[1]):
         return None
-    per_row = small // _ROWS[0]
-    batch_dim = BatchDim(axis, per_row, order)
-    return batch_dim if large == per_row * _ROWS[1] else None
+    return BatchDim(grown[0], per_row, small.order)
+
+
+def _fits(kind: Kind, dims: Dims, rows: int | None) -> bool:
+    """Return True if a draw may be of this kind."""
+    if not isinstance(kind, BatchDim):
+        return may_be_same(kind, dims)
+    if kind.axis >= len(dims):
+        return False
+    size = dims[kind.axis]
+    return size is None if rows is None else size == kind.per_row * rows
 
 
 def draw_key(name: str, seed: Any, rank: int) -> Any:
-    """Return the key of draws of one function, seed and rank.
-
-    A generator is part of it, which keeps it alive, so that its `id` is not reused.
-    """
+    """Return the key of draws of one function, seed and rank."""
     generator = seed if isinstance(seed, keras.random.SeedGenerator) else None
     return name, generator, seed is None, rank
-
-
-def drawing_layer_name() -> str:
-    """Return the innermost running layer, for a message."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        owner: Any = frame.f_locals.get("self")
-        if isinstance(owner, keras.Layer):
-            return f"The layer '{owner.name}'"
-        frame = frame.f_back
-    return "The step"
 
 
 def global_shape(dims: Sequence[Any], batch_dim: BatchDim, rows: RowRange) -> list[Any]:
@@ -279,9 +222,9 @@ def local_slice(numbers: Any, batch_dim: BatchDim, rows: RowRange) -> Any:
     count = rows.count * batch_dim.per_row
     if isinstance(count, int) and not isinstance(begin, int):
         # In a program for all replicas, or if tracing knows some sizes only.
-        start, shape = [0] * len(numbers.shape), list(keras.ops.shape(numbers))
+        start, shape = [0] * len(numbers.shape), list(ops.shape(numbers))
         start[batch_dim.axis], shape[batch_dim.axis] = begin, count
-        return keras.ops.slice(numbers, start, shape)
+        return ops.slice(numbers, start, shape)
     end = begin + count
     return numbers[(slice(None),) * batch_dim.axis + (slice(begin, end),)]
 
@@ -289,11 +232,10 @@ def local_slice(numbers: Any, batch_dim: BatchDim, rows: RowRange) -> Any:
 def gather_rows(replica: Replica, x: Any, axis: int) -> Any:
     """Gather a tensor's rows of all replicas along `axis`."""
     weight = replica.step.row_weight
-    if isinstance(weight, float) and weight == 0.0:
+    if weight is not None and not (isinstance(weight, float) and weight > 0.0):
         # A replica without rows computes on placeholder rows.
-        x = x[(slice(None),) * axis + (slice(0, 0),)]
-    elif weight is not None and not isinstance(weight, float):
-        size = keras.ops.shape(x)[axis]
-        count = keras.ops.where(weight > 0, size, 0)
+        size = ops.shape(x)[axis]
+        is_empty = isinstance(weight, float)
+        count = 0 if is_empty else ops.where(weight > 0, size, 0)
         x = x[(slice(None),) * axis + (slice(0, count),)]
     return replica.all_gather(x, axis)

@@ -1,7 +1,8 @@
-"""Reductions over replicas: dtypes, axes, divisors, and batch statistics."""
+"""Reductions over replicas: dtypes, axes, divisors, batch statistics, time in them."""
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -25,11 +26,13 @@ def cast_for_sum(value: Any) -> Any:
     return value
 
 
-def check_same_dtype(values: Sequence[Any]) -> None:
-    """Raise `ValueError` if the replicas' tensors differ in dtype.
+def is_float(tensor: Any) -> bool:
+    return "float" in keras.backend.standardize_dtype(tensor.dtype)
 
-    A silent cast would lose digits: float32 cannot represent 2**24 + 1.
-    """
+
+def check_same_dtype(values: Sequence[Any]) -> None:
+    """Raise `ValueError` if the replicas' tensors differ in dtype."""
+    # A silent cast would lose digits: float32 cannot represent 2**24 + 1.
     dtypes = [keras.backend.standardize_dtype(value.dtype) for value in values]
     if len(set(dtypes)) > 1:
         raise ValueError(
@@ -58,7 +61,7 @@ def axes_to_reduce(axis: Any, shapes: Sequence[Shape]) -> tuple[int, ...]:
     """Return `normalize_axes`; check that the other dimensions match."""
     axes = normalize_axes(axis, shapes)
     left = [[n for i, n in enumerate(shape) if i not in axes] for shape in shapes]
-    if not all(_may_be_same(left[0], other) for other in left[1:]):
+    if not all(may_be_same(left[0], other) for other in left[1:]):
         raise ValueError(
             "The replicas' values must have the same shape to be reduced elementwise, "
             f"except for the reduced dimensions. Received: axis={axis!r} for values of "
@@ -73,7 +76,8 @@ def num_entries(shape: Any, axes: Sequence[int]) -> Any:
     return math.prod(shape[i] for i in axes)
 
 
-def _may_be_same(first: Shape, other: Shape) -> bool:
+def may_be_same(first: Shape, other: Shape) -> bool:
+    """Return True if two shapes are equal in the sizes that are known."""
     return len(first) == len(other) and all(
         a == b or a is None or b is None for a, b in zip(first, other, strict=True)
     )
@@ -84,14 +88,13 @@ def moments(
 ) -> tuple[Any, Any]:
     """Return mean and variance over `axes` and replicas, differentiably.
 
-    One collective: each replica contributes its number of entries, their sum, and their
-    squared distances to the local mean. A plain difference of squares would lose the
-    digits of values that vary little around a large mean. The gradient takes one more
-    collective. Replicas without rows are ignored.
-
     `axes` are all dimensions but one. `mask` marks valid entries, without the last
     dimension; like Keras, an epsilon is added to their number.
     """
+    # One collective: each replica contributes its number of entries, their sum, and
+    # their squared distances to the local mean. A plain difference of squares would
+    # lose the digits of values that vary little around a large mean. The gradient takes
+    # one more collective.
     weight = replica.step.row_weight
     has_rows = weight is None or weight > 0
     x = ops.convert_to_tensor(x)
@@ -111,9 +114,8 @@ def moments(
 
     total = sum_valid(x)
     if valid is None:
-        count = ops.ones_like(total) * ops.cast(
-            num_entries(ops.shape(x), axes), x.dtype
-        )
+        entries = ops.cast(num_entries(ops.shape(x), axes), x.dtype)
+        count = ops.ones_like(total) * entries
     else:
         count = sum_valid(ops.ones_like(x))
     local_mean = ops.stop_gradient(total) / ops.maximum(count, 1)
@@ -135,3 +137,26 @@ def moments(
     distance = totals / ops.maximum(counts, 1) - mean
     variance = ops.sum(squares + counts * ops.square(distance), axis=0) / count
     return ops.cast(mean, dtype), ops.cast(variance, dtype)
+
+
+def compute_and_comm_fractions(
+    spans: Iterable[tuple[float, float, bool]],
+) -> tuple[float, float] | None:
+    """Return the fractions of time in compute and in collectives; the rest is idle.
+
+    `spans` has (begin, end, is_collective) of each operation in a trace. A collective
+    that overlaps with compute counts as compute, as nothing waits for it.
+    """
+    marks: list[tuple[float, int, bool]] = []
+    for begin, end, is_collective in spans:
+        marks += [(begin, 1, is_collective), (end, -1, is_collective)]
+    if not marks:
+        return None
+    marks.sort(key=lambda mark: mark[0])
+    running, seconds = {False: 0, True: 0}, {False: 0.0, True: 0.0}
+    for (time, change, is_collective), (next_time, *_) in itertools.pairwise(marks):
+        running[is_collective] += change
+        if running[False] or running[True]:
+            seconds[not running[False]] += next_time - time
+    total = (marks[-1][0] - marks[0][0]) or 1.0
+    return seconds[False] / total, seconds[True] / total

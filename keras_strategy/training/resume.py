@@ -21,7 +21,6 @@ import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import ml_dtypes  # a dependency of Keras
@@ -35,7 +34,8 @@ _MARK = "__"
 MIN_SPILL_BYTES = 2**16
 
 _FACTS = "facts.json"
-_BACKUP = re.compile(r"backup-(\d{9})\.npz")
+_ANY = re.compile(".*")
+_BACKUP = re.compile(r"backup-\d{9}\.npz")
 _PARTIAL = re.compile(r"\.backup-\d{9}\.npz\.part")
 _DAMAGED = ".damaged"
 _MAX_BACKUPS = 2
@@ -44,11 +44,7 @@ _KERAS_FILES = ("latest.weights.h5", "training_metadata.json")
 
 
 def encode(state: Any) -> Any:
-    """Return a state of numbers, strings, bytes, None and arrays as a JSON value.
-
-    Raises:
-        ValueError: If it contains anything else.
-    """
+    """Return a state of numbers, strings, bytes, None and arrays as a JSON value."""
     if state is None or isinstance(state, bool | int | float | str):
         return state
     if isinstance(state, list):
@@ -77,7 +73,6 @@ def encode(state: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Return the state that `encode` encoded."""
     if isinstance(value, list):
         return [decode(part) for part in value]
     if not isinstance(value, dict):
@@ -100,9 +95,9 @@ def decode(value: Any) -> Any:
 
 
 class ArraySpill:
-    """Files of arrays, while it is open; leftovers of a killed process are removed.
+    """Files of arrays, while it is open, in a folder without another use.
 
-    The folder must have no other use. It is None on workers that do not write.
+    Leftovers of a killed process are removed. Workers that do not write have no folder.
     """
 
     def __init__(self, folder: pathlib.Path | None):
@@ -111,14 +106,10 @@ class ArraySpill:
 
     @classmethod
     def next_to(cls, path: pathlib.Path) -> "ArraySpill":
-        """Return a spill in a folder next to a path that will be written."""
         return cls(path.parent / f".{path.name}.spill")
 
     def add(self, array: np.ndarray) -> np.ndarray:
-        """Return the array, memory-mapped from disk if it is large.
-
-        A failure is raised by `check` only, so that all workers continue together.
-        """
+        """Return the array, memory-mapped from disk if it is large."""
         if self._error is not None or self._folder is None:
             return np.empty(0, array.dtype)
         if not array.ndim or array.nbytes < max(MIN_SPILL_BYTES, 1):
@@ -133,7 +124,7 @@ class ArraySpill:
             # Copy-on-write, as some backends require writable memory.
             return np.memmap(file, array.dtype, "c", shape=array.shape)
         except OSError as error:
-            self._error = error
+            self._error = error  # `check` raises it, so that all workers go on together
             return np.empty(0, array.dtype)
 
     def check(self) -> None:
@@ -144,26 +135,15 @@ class ArraySpill:
     def __enter__(self) -> "ArraySpill":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._count, self._error = 0, None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-class _DamagedFile(Exception):
-    """A file whose content is not what was written."""
-
-
 @dataclass(frozen=True)
 class BackupContents:
-    """Content of a backup: JSON values, arrays by name, and the file."""
-
-    facts: dict[str, Any]
+    facts: dict[str, Any]  # JSON values
     arrays: dict[str, np.ndarray]
     file: pathlib.Path
 
@@ -174,37 +154,44 @@ class BackupFolder:
     def __init__(self, path: str | os.PathLike):
         self._path = pathlib.Path(path)
         self._spill = ArraySpill.next_to(self._path / "backup")
-
-    def spill(self, array: np.ndarray) -> np.ndarray:
-        """Return an array for the next backup, spilled to disk if it is large."""
-        return self._spill.add(array)
+        self.spill = self._spill.add  # arrays for the next backup
 
     def read(self) -> BackupContents | None:
-        """Return the last intact backup, or None; rename damaged ones.
-
-        Raises:
-            ValueError: If all backups are damaged, or another program wrote them.
-        """
-        self._clear(_PARTIAL)
-        files = self._files()
-        for file in reversed(files):
+        """Return the last intact backup, or None; rename damaged ones."""
+        self._remove(_PARTIAL)
+        for file in reversed(self._files(_BACKUP)):
             try:
-                return _read(file)
-            except _DamagedFile as error:
+                with (
+                    file.open("rb") as opened,
+                    np.load(opened, allow_pickle=False) as archive,
+                ):
+                    metadata = json.loads(archive[_FACTS].tobytes())
+                    plain = {name: archive[name] for name in metadata["dtypes"]}
+            except Exception as error:
+                # A flipped bit may cause any error, such as an unknown compression
+                # method. But an unreadable disk may become readable again.
+                is_disk = isinstance(error, OSError) and error.errno != errno.EINVAL
+                if is_disk or isinstance(error, MemoryError):
+                    raise
                 renamed = file.with_name(file.name + _DAMAGED)
                 os.replace(file, renamed)
                 logger.error(
                     "The backup %s is damaged (%s) and was renamed to %s. The one "
                     "before it is used.",
-                    *(file, error, renamed.name),
+                    *(file, f"{type(error).__name__}: {error}", renamed.name),
                 )
-        names = self._names()
-        if any(name.endswith(_DAMAGED) for name in names):
+            else:
+                arrays = {}
+                for name, dtype in metadata["dtypes"].items():
+                    dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
+                    arrays[name] = plain[name].view(dtype)
+                return BackupContents(metadata["facts"], arrays, file)
+        if any(file.name.endswith(_DAMAGED) for file in self._files()):
             raise ValueError(
                 f"All backups in {self._path} are damaged. Remove the folder to train "
                 "from the beginning."
             )
-        keras_files = [name for name in _KERAS_FILES if name in names]
+        keras_files = [name for name in _KERAS_FILES if (self._path / name).exists()]
         if keras_files:
             raise ValueError(
                 f"{self._path} contains a backup from Keras's own callback "
@@ -217,94 +204,51 @@ class BackupFolder:
         """Write a backup of JSON values and arrays; remove old ones."""
         with self._spill:
             self._spill.check()
-            self._write_next(facts, arrays)
-
-    def _write_next(self, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        self._path.mkdir(parents=True, exist_ok=True)
-        files = self._files()
-        number = 1 + (_number(files[-1]) if files else 0)
-        target = self._path / f"backup-{number:09}.npz"
-        part = self._path / f".{target.name}.part"
-        try:
-            with part.open("wb") as file:
-                _write(file, facts, arrays)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, target)
-        finally:
-            part.unlink(missing_ok=True)
-        _sync_folder(self._path)
-        for old in files[: len(files) + 1 - _MAX_BACKUPS]:
-            old.unlink(missing_ok=True)
+            self._path.mkdir(parents=True, exist_ok=True)
+            files = self._files(_BACKUP)
+            last = int(files[-1].stem.removeprefix("backup-")) if files else 0
+            target = self._path / f"backup-{last + 1:09}.npz"
+            part = self._path / f".{target.name}.part"
+            try:
+                with part.open("wb") as file:
+                    _write(file, facts, arrays)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(part, target)
+            finally:
+                part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # some systems cannot sync a folder
+                folder = os.open(self._path, os.O_RDONLY)
+                try:
+                    os.fsync(folder)
+                finally:
+                    os.close(folder)
+            for old in files[: len(files) + 1 - _MAX_BACKUPS]:
+                old.unlink(missing_ok=True)
 
     def clear(self) -> None:
         """Remove the backups, and the folder if it is empty."""
-        self._clear(_PARTIAL)
-        self._clear(_BACKUP)
+        self._remove(_PARTIAL)
+        self._remove(_BACKUP)
         with contextlib.suppress(OSError):
             self._path.rmdir()
 
-    def _clear(self, pattern: re.Pattern) -> None:
-        for name in self._names():
-            if pattern.fullmatch(name):
-                (self._path / name).unlink(missing_ok=True)
+    def _remove(self, pattern: re.Pattern) -> None:
+        for file in self._files(pattern):
+            file.unlink(missing_ok=True)
 
-    def _files(self) -> list[pathlib.Path]:
-        return [self._path / n for n in sorted(self._names()) if _BACKUP.fullmatch(n)]
-
-    def _names(self) -> list[str]:
-        return os.listdir(self._path) if self._path.is_dir() else []
-
-
-def _number(file: pathlib.Path) -> int:
-    match = _BACKUP.fullmatch(file.name)
-    assert match is not None
-    return int(match.group(1))
+    def _files(self, pattern: re.Pattern = _ANY) -> list[pathlib.Path]:
+        names = os.listdir(self._path) if self._path.is_dir() else []
+        return [self._path / name for name in sorted(names) if pattern.fullmatch(name)]
 
 
 def _write(file: Any, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
     dtypes = {name: str(array.dtype) for name, array in arrays.items()}
     text = json.dumps({"facts": facts, "dtypes": dtypes}).encode()
-    plain = {name: _as_plain(array) for name, array in arrays.items()}
+    plain = {}
+    for name, array in arrays.items():
+        if array.dtype.isbuiltin != 1:  # NumPy knows the dtype by an extension only
+            array = array.view(f"uint{8 * array.dtype.itemsize}")
+        plain[name] = array
     plain[_FACTS] = np.frombuffer(text, np.uint8)
     np.savez(file, allow_pickle=False, **plain)
-
-
-def _read(file: pathlib.Path) -> BackupContents:
-    with file.open("rb") as opened:
-        try:
-            with np.load(opened, allow_pickle=False) as archive:
-                metadata = json.loads(archive[_FACTS].tobytes())
-                plain = {name: archive[name] for name in metadata["dtypes"]}
-        except MemoryError:
-            raise
-        except Exception as error:
-            # A flipped bit may cause any error, such as an unknown compression
-            # method. But an unreadable disk may become readable again.
-            if isinstance(error, OSError) and error.errno != errno.EINVAL:
-                raise
-            raise _DamagedFile(f"{type(error).__name__}: {error}") from error
-    dtypes = {name: _dtype(dtype) for name, dtype in metadata["dtypes"].items()}
-    arrays = {name: array.view(dtypes[name]) for name, array in plain.items()}
-    return BackupContents(metadata["facts"], arrays, file)
-
-
-def _as_plain(array: np.ndarray) -> np.ndarray:
-    """Return an array in a dtype that NumPy knows without extensions."""
-    if array.dtype.isbuiltin == 1:
-        return array
-    return array.view(f"uint{8 * array.dtype.itemsize}")
-
-
-def _dtype(name: str) -> np.dtype:
-    return np.dtype(getattr(ml_dtypes, name, name))
-
-
-def _sync_folder(path: pathlib.Path) -> None:
-    """Sync a folder's entries to disk, where the system can."""
-    with contextlib.suppress(OSError):
-        folder = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)

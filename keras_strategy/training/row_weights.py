@@ -15,6 +15,7 @@ In `strategy.run` there is no weight (None): gradients are summed, as in tf.dist
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from keras import ops, tree
 from keras_strategy.core import context
 from keras_strategy.core.protocols import Replica
 from keras_strategy.core.registry import get_engine
+from keras_strategy.training.random import gather_rows
 from keras_strategy.values import ReduceOp
 
 
@@ -39,45 +41,27 @@ def split_rows(
     `minimum` of two numbers.
     """
     block = -(-rows // replicas)
-    return [
-        (minimum(replica * block, rows), minimum((replica + 1) * block, rows))
-        for replica in range(replicas)
-    ]
+    ends = [minimum(replica * block, rows) for replica in range(replicas + 1)]
+    return list(itertools.pairwise(ends))
 
 
 def where_has_rows(weight: Any, value: Any, otherwise: Any) -> Any:
     """Return `value` on a replica that has rows, else `otherwise`."""
-    if weight is None:
-        return value
-    if isinstance(weight, float) and weight > 0.0:
+    if weight is None or (isinstance(weight, float) and weight > 0.0):
         return value
     # Even for a constant weight of 0: without this dependency the replica's gradient
     # would skip collectives of the others.
-    return keras.ops.where(weight > 0, value, otherwise)
+    return ops.where(weight > 0, value, otherwise)
 
 
 def apply_row_weight(tensor: Any, weight: Any) -> Any:
     """Return weight * tensor; exactly zero for weight 0, where `tensor` may be NaN."""
     if weight is None:
         return tensor
-    zeros = keras.ops.zeros_like(tensor)
     if isinstance(weight, float):
-        return tensor * weight if weight > 0.0 else zeros
-    return keras.ops.where(
-        weight > 0, tensor * keras.ops.cast(weight, tensor.dtype), zeros
-    )
-
-
-def weighted_mean(values: Sequence[Any], weights: Sequence[Any]) -> Any:
-    """Return the mean of one value per replica, weighted by rows."""
-    total = None
-    for value, weight in zip(values, weights, strict=True):
-        value = keras.ops.convert_to_tensor(value)
-        if "float" not in keras.backend.standardize_dtype(value.dtype):
-            value = keras.ops.cast(value, "float32")
-        part = apply_row_weight(value, weight)
-        total = part if total is None else total + part
-    return total
+        return tensor * weight if weight > 0.0 else ops.zeros_like(tensor)
+    weighted = tensor * ops.cast(weight, tensor.dtype)
+    return ops.where(weight > 0, weighted, ops.zeros_like(tensor))
 
 
 def reduce_values(
@@ -93,9 +77,8 @@ def reduce_values(
         # Cancel the optimizer's multiplication by the weight.
         return ops.divide_no_nan(total, ops.cast(weight, total.dtype))
     if reduction == "mean_with_sample_weight" and sample_weight is not None:
-        denominator = _global_denominator(
-            replica, ops.cast(ops.sum(sample_weight), total.dtype)
-        )
+        denominator = ops.cast(ops.sum(sample_weight), total.dtype)
+        denominator = _global_denominator(replica, denominator)
     else:
         # Entries are proportional to rows, so in a training step the local count is
         # already weight * global count: no collective is needed.
@@ -116,30 +99,20 @@ def mask_weights(replica: Replica, mask: Any, dtype: Any, reduction: str | None)
     valid = ops.cast(mask, dtype)
     if reduction not in ("mean", "sum_over_batch_size"):
         return valid
-    total = _count(mask, dtype)
+    total, count = _count(mask, dtype), ops.sum(valid)
     if replica.step.row_weight is None:
         total = _global_denominator(replica, total)
-    return valid * ops.divide_no_nan(
-        total, _global_denominator(replica, ops.sum(valid))
-    )
+    return valid * ops.divide_no_nan(total, _global_denominator(replica, count))
 
 
 def gather_global_batch(replica: Replica, structure: Any) -> Any:
-    """Gather the rows of the global batch, differentiably; scalars stay.
-
-    The gradient of what all replicas compute from them, weighted by the optimizer, is
-    that of one device.
-    """
+    """Gather the rows of the global batch, differentiably; scalars stay."""
 
     def gather(x):
         if x is None:
             return None
         x = ops.convert_to_tensor(x)
-        if len(x.shape) == 0:
-            return x
-        # A replica without rows computes on placeholder rows.
-        count = where_has_rows(replica.step.row_weight, ops.shape(x)[0], 0)
-        return replica.all_gather(x[:count], 0)
+        return x if len(x.shape) == 0 else gather_rows(replica, x, 0)
 
     return tree.map_structure(gather, structure)
 
@@ -162,9 +135,7 @@ def _global_denominator(replica: Replica, denominator: Any) -> Any:
 
 
 def value_and_grad(
-    fn: Callable[..., Any],
-    variables: Sequence[keras.Variable],
-    has_aux: bool = False,
+    fn: Callable[..., Any], variables: Sequence[keras.Variable], has_aux: bool = False
 ) -> Callable[..., Any]:
     """Return a function that computes `fn` and its gradients.
 
@@ -197,9 +168,7 @@ def value_and_grad(
 
 
 def compute_average_loss(
-    per_example_loss: Any,
-    sample_weight: Any = None,
-    global_batch_size: Any = None,
+    per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
 ) -> Any:
     """Sum a replica's losses and divide by the rows of the global batch.
 
@@ -315,8 +284,12 @@ def weight_by_rows(rows: Any) -> Iterator[None]:
     assert float(v) == -3.0  # the mean of the three, on any number of replicas
     ```
     """
-    is_number = isinstance(rows, int | np.integer) and not isinstance(rows, bool)
-    if not is_number and not _is_integer_scalar(rows):
+    if ops.is_tensor(rows):
+        dtype = keras.backend.standardize_dtype(rows.dtype)
+        is_integer = len(rows.shape) == 0 and "int" in dtype
+    else:
+        is_integer = isinstance(rows, int | np.integer) and not isinstance(rows, bool)
+    if not is_integer:
         raise ValueError(
             "Argument `rows` must be an integer, such as `keras.ops.shape(x)[0]`. "
             f"Received: rows={rows!r}"
@@ -373,9 +346,3 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
     else:
         total = ops.sum(ops.convert_to_tensor(regularization_loss))
     return total / replicas
-
-
-def _is_integer_scalar(value: Any) -> bool:
-    if not ops.is_tensor(value) or len(value.shape) != 0:
-        return False
-    return "int" in keras.backend.standardize_dtype(value.dtype)

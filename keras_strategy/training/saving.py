@@ -3,29 +3,63 @@
 All workers run the same program, so all of them save models. The chief writes to a
 temporary name beside the target, and the others wait. The next save removes what a
 killed chief left. While the chief writes, sharded variables read as gathered values.
+
+Slow operations are warned about: the chief's, and first steps, which compile.
+`cluster.watchdog` warns about waiting for other workers.
 """
 
 import contextlib
 import os
 import pathlib
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+from keras_strategy.cluster import watchdog
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.cluster.rendezvous import save_timeout_seconds
 from keras_strategy.errors import WorkerFailedError
-from keras_strategy.training import slow_operations
 
 _Result = TypeVar("_Result")
 _overrides: ContextVar[dict[int, Any] | None] = ContextVar("overrides", default=None)
 _temporary_folder: ContextVar[str | None] = ContextVar("folder", default=None)
+_is_timed: ContextVar[bool] = ContextVar("is_timed", default=False)
+
+
+@contextlib.contextmanager
+def warn_if_slow(what: str, cluster: Cluster | None) -> Iterator[None]:
+    """Context manager that warns once if the outermost operation is slow."""
+    if _is_timed.get() or (cluster is not None and not cluster.is_chief):
+        yield
+        return
+    timer = threading.Timer(
+        watchdog.SLOW_OPERATION_SECONDS,
+        watchdog.logger.warning,
+        ("%s has taken %g s so far.", what, watchdog.SLOW_OPERATION_SECONDS),
+    )
+    timer.daemon = True
+    timer.start()
+    token = _is_timed.set(True)
+    try:
+        yield
+    finally:
+        _is_timed.reset(token)
+        timer.cancel()
+        timer.join()  # waits only while it is logging
+
+
+def run_first_step(
+    step: Callable[..., Any], what: str, cluster: Cluster | None, *args: Any
+) -> Any:
+    first = f"The first {what}, which builds and compiles what later ones use,"
+    with warn_if_slow(first, cluster):
+        return step(*args)
 
 
 @contextlib.contextmanager
 def variable_value_overrides(values: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-    """Context manager in which variables read as the given values."""
     token = _overrides.set({id(variable): value for variable, value in values})
     try:
         yield
@@ -42,22 +76,14 @@ def overridden_value(variable: Any) -> Any:
 def run_on_chief(
     cluster: Cluster | None, operation: str, work: Callable[[], _Result]
 ) -> _Result | None:
-    """Run `work` on the chief alone, while the other workers wait.
-
-    Returns:
-        The result of `work` on the chief, else None.
-
-    Raises:
-        WorkerFailedError: If the chief failed.
-    """
+    """Run `work` on the chief alone, while the others wait; they return None."""
     if cluster is None:
         return work()
     result = error = None
     try:
         if cluster.is_chief:
-            with slow_operations.warn_if_slow(
-                f"{cluster.names[cluster.rank]}: {operation}", cluster
-            ):
+            name = cluster.names[cluster.rank]
+            with warn_if_slow(f"{name}: {operation}", cluster):
                 result = work()
     except Exception as caught:
         error = caught
@@ -66,22 +92,12 @@ def run_on_chief(
 
 
 def raise_if_any_failed(
-    cluster: Cluster,
-    operation: str,
-    error: Exception | None,
-    others_write: bool = True,
+    cluster: Cluster, operation: str, error: Exception | None, others_write: bool = True
 ) -> None:
-    """Wait for all workers, and raise if one has failed.
-
-    Args:
-        cluster: The workers.
-        operation: The operation's name, for messages.
-        error: This worker's error, or None.
-        others_write: Apply the longer timeout, as another worker may write a lot first.
-    """
+    """Wait for all workers, and raise if one has failed; `error` is this worker's."""
     report = None if error is None else f"{type(error).__name__}: {error}"
     seconds = cluster.client.timeout_seconds
-    if others_write:
+    if others_write:  # a lot, possibly
         seconds = save_timeout_seconds(seconds)
     reports = cluster.exchange(operation, report, seconds)
     if error is not None:

@@ -12,6 +12,7 @@ subclasses may compute anything.
 import contextlib
 import difflib
 import functools
+import itertools
 import logging
 import math
 import re
@@ -31,7 +32,16 @@ logger = logging.getLogger("keras_strategy")
 _SLOT, _SPEC, _FLAT_SHARDS = "_ks_slot", "_ks_shard_spec", "_ks_flat_shards"
 # Attribute of optimizers: an `OptimizerSharding`.
 OPTIMIZER_SHARDING = "_ks_optimizer_sharding"
-_creating = threading.local()
+
+
+class _ThreadState(threading.local):
+    """True while an optimizer creates slots, and the layout of their weight."""
+
+    is_creating_slots = False
+    layout_of_weight: Any = None
+
+
+_thread = _ThreadState()
 
 
 def dimension_to_shard(shape: Sequence[int], replicas: int) -> int | None:
@@ -42,17 +52,11 @@ def dimension_to_shard(shape: Sequence[int], replicas: int) -> int | None:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Division of a variable into shards.
+    """Division of a variable into shards."""
 
-    Attributes:
-        replicas: The number of replicas, over all workers.
-        dimension: The dimension that is split into `replicas` shards, or None.
-        by_factors: Without `dimension`: for each prime factor of `replicas`, the
-            dimension that it divides, or None.
-    """
-
-    replicas: int
-    dimension: int | None
+    replicas: int  # of all workers
+    dimension: int | None  # that is split into `replicas` shards
+    # Without it: the dimension that each prime factor of `replicas` divides, or None.
     by_factors: tuple[int | None, ...] = ()
 
     @classmethod
@@ -91,30 +95,21 @@ class ShardSpec:
 
 @contextlib.contextmanager
 def creating_slots(layout: Any = None) -> Iterator[None]:
-    """Context manager in which an optimizer's variables are created.
-
-    `layout` is that of their weight, if it is known.
-    """
-    before = is_creating_slots(), layout_of_weight()
-    _creating.slots, _creating.layout = True, layout
+    """Context manager in which an optimizer creates variables for a weight."""
+    before = _thread.is_creating_slots, _thread.layout_of_weight
+    _thread.is_creating_slots, _thread.layout_of_weight = True, layout
     try:
         yield
     finally:
-        _creating.slots, _creating.layout = before
-
-
-def is_creating_slots() -> bool:
-    """Return True while this thread creates variables of an optimizer."""
-    return getattr(_creating, "slots", False)
+        _thread.is_creating_slots, _thread.layout_of_weight = before
 
 
 def layout_of_weight() -> Any:
-    """Return the layout of the weight whose slots are being created."""
-    return getattr(_creating, "layout", None)
+    """Return the layout of the weight whose slots are being created, if known."""
+    return _thread.layout_of_weight
 
 
 def mark_as_slot(variable: Any) -> None:
-    """Mark a variable as an optimizer's, for later sharding."""
     vars(variable)[_SLOT] = True
 
 
@@ -126,7 +121,6 @@ def set_shard_spec(variable: Any, spec: ShardSpec | None) -> None:
 
 
 def shard_spec_of(variable: Any) -> ShardSpec | None:
-    """Return a variable's spec; None if it is not sharded."""
     return vars(variable).get(_SPEC)
 
 
@@ -142,57 +136,33 @@ class FlatShards:
     shape: tuple[int, ...]
     bounds: tuple[tuple[int, int], ...]
 
-    @classmethod
-    def even(cls, shape: Sequence[int], replicas: int) -> "FlatShards":
-        """Return ranges of equal size, up to rounding."""
-        ends = [math.prod(shape) * r // replicas for r in range(replicas + 1)]
-        return cls(tuple(shape), tuple(zip(ends, ends[1:], strict=False)))
-
-    @classmethod
-    def single_owner(
-        cls, shape: Sequence[int], replicas: int, owner: int
-    ) -> "FlatShards":
-        """Return ranges that give one replica all elements."""
-        size = math.prod(shape)
-        bounds = [(0, 0)] * owner + [(0, size)] + [(size, size)] * replicas
-        return cls(tuple(shape), tuple(bounds[:replicas]))
-
     def size_of(self, replica: int) -> int:
-        """Return the number of elements of a replica's shard."""
         begin, end = self.bounds[replica]
         return end - begin
 
     def shape_of(self, replica: int) -> tuple[int, ...]:
-        """Return the shape of a replica's shard: the variable's, or flat."""
+        """Return the shape of a replica's shard: the variable's if it is all of it."""
         size = self.size_of(replica)
         return self.shape if size == math.prod(self.shape) else (size,)
 
 
 def set_flat_shards(variable: Any, shards: FlatShards) -> None:
-    """Attach a variable's flat shards."""
     vars(variable)[_FLAT_SHARDS] = shards
 
 
 def flat_shards_of(variable: Any) -> FlatShards | None:
-    """Return a variable's flat shards; None if it has none."""
     return vars(variable).get(_FLAT_SHARDS)
 
 
 class OptimizerSharding:
     """Distribution of an optimizer's state over the replicas.
 
-    Args:
-        replicas: Their number, over all workers.
-        elementwise: True if elements are updated independently. Otherwise one replica
-            updates each weight and keeps all of its state.
-
-    Attributes:
-        slots: The sharded variables.
+    If its rule is not elementwise, one replica updates each weight and keeps its state.
     """
 
     def __init__(self, replicas: int, elementwise: bool):
         self.elementwise = elementwise
-        self.slots: list[Any] = []
+        self.slots: list[Any] = []  # the sharded variables
         self._loads = [0] * replicas
         self._owners: dict[int, tuple[Any, int]] = {}
 
@@ -201,26 +171,26 @@ class OptimizerSharding:
 
         All workers must call this in the same order, to get equal results.
         """
-        replicas = len(self._loads)
+        replicas, size = len(self._loads), math.prod(shape)
         if self.elementwise:
-            return FlatShards.even(shape, replicas)
-        if id(weight) not in self._owners:
-            owner = min(range(replicas), key=self._loads.__getitem__)
-            self._loads[owner] += math.prod(weight.shape)
-            self._owners[id(weight)] = weight, owner
-        return FlatShards.single_owner(shape, replicas, self._owners[id(weight)][1])
+            ends = [size * replica // replicas for replica in range(replicas + 1)]
+        else:
+            if id(weight) not in self._owners:
+                owner = min(range(replicas), key=self._loads.__getitem__)
+                self._loads[owner] += math.prod(weight.shape)
+                self._owners[id(weight)] = weight, owner
+            _, owner = self._owners[id(weight)]
+            ends = [0] * (owner + 1) + [size] * (replicas - owner)
+        return FlatShards(tuple(shape), tuple(itertools.pairwise(ends)))
 
     def gradient_indices(self, replica: int, weights: Sequence[Any]) -> list[int]:
-        """Return the indices of the gradients that a replica applies.
-
-        Elementwise rules accept empty shards; so all replicas count the step.
-        """
-        return [
-            i
-            for i, weight in enumerate(weights)
-            if self.elementwise
-            or self.shards_for(weight, weight.shape).size_of(replica)
-        ]
+        """Return the indices of the gradients that a replica applies."""
+        if (
+            self.elementwise
+        ):  # also to empty shards, so that all replicas count the step
+            return list(range(len(weights)))
+        shards = [self.shards_for(weight, weight.shape) for weight in weights]
+        return [i for i, shard in enumerate(shards) if shard.size_of(replica)]
 
 
 def gradient_shards(
@@ -229,45 +199,39 @@ def gradient_shards(
     """Return the flat shards of gradients; None if a replica needs them whole."""
     if variables is None or len(variables) != len(gradients):
         return None  # not an optimizer's reduction, or the variables are unknown
-    if optimizer.loss_scale_factor is not None:
-        return None
     sharding: OptimizerSharding = vars(optimizer)[OPTIMIZER_SHARDING]
-    for gradient, variable in zip(gradients, variables, strict=True):
-        same_shape = tuple(gradient.shape) == tuple(variable.shape)
-        if variable.overwrite_with_gradient or not same_shape:
-            return None
+    if optimizer.loss_scale_factor is not None or any(
+        variable.overwrite_with_gradient
+        or tuple(gradient.shape) != tuple(variable.shape)
+        for gradient, variable in zip(gradients, variables, strict=True)
+    ):
+        return None
     return [sharding.shards_for(variable, variable.shape) for variable in variables]
 
 
 class VariableSharding:
-    """Sharding policy of a strategy."""
-
     def __init__(self, shard: str | None, replicas: int):
         self.shard, self.replicas = shard, replicas
         self._logged: set[bool] = set()
 
     def spec_for(self, variable: Any, logical: Sequence[int] = ()) -> ShardSpec | None:
-        """Return the spec of a variable that is being created, or None."""
         if self.shard is None or is_sync_on_read(variable):
             return None
-        is_slot = is_creating_slots() or _SLOT in vars(variable)
+        is_slot = _thread.is_creating_slots or _SLOT in vars(variable)
         if not is_slot and not (variable.trainable and self.shard == "parameters"):
             return None
         shape = tuple(variable.shape)
         spec = ShardSpec.for_shape(shape, self.replicas, logical)
-        replicated = spec.num_shards == 1
-        if spec.dimension is None and shape and replicated not in self._logged:
-            self._logged.add(replicated)
+        is_replicated = spec.num_shards == 1
+        fate = f"is split into {spec.num_shards} shards"
+        if spec.dimension is None and shape and is_replicated not in self._logged:
+            self._logged.add(is_replicated)
             logger.info(
                 "shard='%s': %d replicas divide no dimension of a variable of the "
                 "shape %s, so it %s. `strategy.memory_report(model)` lists all such "
                 "variables.",
-                self.shard,
-                self.replicas,
-                shape,
-                "is replicated on all of them"
-                if replicated
-                else f"is split into {spec.num_shards} shards",
+                *(self.shard, self.replicas, shape),
+                "is replicated on all of them" if is_replicated else fate,
             )
         return spec
 
@@ -300,10 +264,8 @@ def _classes(names: str) -> frozenset[type]:
 class VariableLayouts:
     """Layouts of variables on a replica's logical devices.
 
-    Attributes:
-        layout_map: The strategy's argument: a dict from regular expressions for
-            variable paths to parts per dimension, or a `keras.distribution.LayoutMap`.
-        parts: The number of parts per dimension, for each entry.
+    `layout_map` is a dict from regular expressions for variable paths to parts per
+    dimension, or a `keras.distribution.LayoutMap`. `parts` has those of each entry.
     """
 
     def __init__(self, layout_map: Any, logical: int):
@@ -316,15 +278,17 @@ class VariableLayouts:
                 f"layout_map={layout_map!r} of type {type(layout_map).__name__}"
             )
         # A LayoutMap matches paths by its own rules.
-        self._keys = layout_map if is_keras else None
-        self.parts = {
-            key: self._checked(key, _sizes(layout_map, key) if is_keras else value)
-            for key, value in dict(layout_map.items()).items()
-        }
+        self._keras_map = layout_map if is_keras else None
+        self.parts: dict[str, tuple[int, ...]] = {}
+        for key, parts in dict(layout_map.items()).items():
+            if is_keras:
+                parts = _parts_by_mesh(layout_map, key)
+            self._check(key, parts)
+            self.parts[key] = tuple(parts)
         self._unused = dict.fromkeys(self.parts)
         self._trained: dict[str, None] = {}  # paths, in order
 
-    def _checked(self, key: Any, parts: Any) -> tuple[int, ...]:
+    def _check(self, key: Any, parts: Any) -> None:
         received = f"Received: layout_map[{key!r}]={parts!r}"
         try:
             re.compile(key)
@@ -345,19 +309,24 @@ class VariableLayouts:
                 "The product of a layout's parts must divide the number of logical "
                 f"devices of each replica, which is {self.logical}. {received}"
             )
-        return tuple(parts)
 
     def partitions_of(self, variable: Any) -> tuple[int, ...] | None:
-        """Return the number of parts per dimension, or None if not split.
+        """Return the number of parts per dimension, or None if it is not split.
 
-        A non-trainable variable that does not fit is not split. For a trainable one
-        that, and several matching layouts, raise `ValueError`.
+        A trainable variable must fit; another one that does not fit is not split.
         """
-        keys = self._keys_of(variable.path)
+        path = variable.path
+        if path in self.parts:
+            keys = [path]
+        elif self._keras_map is None:
+            keys = [key for key in self.parts if re.search(key, path)]
+        else:
+            layout = self._keras_map[path]  # an error if several match
+            keys = [key for key in self.parts if layout is self._keras_map[key]][:1]
         for key in keys:
             self._unused.pop(key, None)
         if variable.trainable:
-            self._trained[variable.path] = None
+            self._trained[path] = None
         if not keys:
             return None
         parts, shape = self.parts[keys[0]], tuple(variable.shape)
@@ -370,41 +339,30 @@ class VariableLayouts:
             return None
         if len(keys) > 1:
             raise ValueError(
-                f"The path '{variable.path}' must match one key of `layout_map` only. "
+                f"The path '{path}' must match one key of `layout_map` only. "
                 f"It matches {keys}."
             )
         raise ValueError(
             f"layout_map[{keys[0]!r}]={parts} does not fit the variable "
-            f"'{variable.path}' of the shape {shape}. A layout must have one number "
+            f"'{path}' of the shape {shape}. A layout must have one number "
             "for each dimension, which divides its size."
         )
 
     def warn_unused(self) -> None:
-        """Warn once of entries that match nothing, when training begins.
-
-        It is no error: a model that is made later may use them.
-        """
+        """Warn once of entries that match nothing, when training begins."""
+        # It is no error: a model that is made later may use them.
         for key in self._unused:
             nearest = difflib.get_close_matches(key, self._trained, 3, 0.0)
             logger.warning(
                 "layout_map[%r] splits nothing: the expression matches no path of the "
                 "variables that exist so far. The nearest paths of weights are: %s. "
                 "Variables without an entry are replicated on each logical device.",
-                key,
-                ", ".join(map(repr, nearest)) or "none",
+                *(key, ", ".join(map(repr, nearest)) or "none"),
             )
         self._unused.clear()
 
-    def _keys_of(self, path: str) -> list[str]:
-        if path in self.parts:
-            return [path]
-        if self._keys is None:
-            return [key for key in self.parts if re.search(key, path)]
-        layout = self._keys[path]  # an error if several match
-        return [key for key in self.parts if layout is self._keys[key]][:1]
 
-
-def _sizes(layout_map: Any, key: str) -> tuple[int, ...]:
+def _parts_by_mesh(layout_map: Any, key: str) -> tuple[int, ...]:
     """Return a Keras layout's number of parts per dimension, by its mesh."""
     layout = layout_map[key]
     mesh = layout.device_mesh

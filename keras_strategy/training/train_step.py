@@ -9,14 +9,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-from keras import tree
+from keras import ops, tree
 
 from keras_strategy.core.context import DryRun, distributed_replica
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.step_state import BatchRows, RowRange, StepState
 from keras_strategy.training.audit import RowAudit, has_no_external_state
 from keras_strategy.training.random import BatchDimCache, settings
-from keras_strategy.training.row_weights import weighted_mean
+from keras_strategy.training.reduction import is_float
+from keras_strategy.training.row_weights import apply_row_weight
 from keras_strategy.training.variable_sync import is_sync_on_read, sync_state
 from keras_strategy.values import DistributedValues, PerReplica, select_replica
 
@@ -29,13 +30,12 @@ def has_batch_rows(value: Any) -> bool:
 def find_batch_rows(args: Sequence[Any], kwargs: dict[str, Any]) -> BatchRows | None:
     """Return the rows of the one distributed dataset element in the arguments.
 
-    None if there is no element, or several (ambiguous for random numbers), or if
-    replicas draw independently. It runs in every `run`, so it flattens only nested
-    arguments.
+    None if there is none, or several (ambiguous), or if replicas draw independently.
     """
     if not settings.exact:
         return None
     found = None
+    # This runs in every `run`, so it flattens only nested arguments.
     for leaf in (*args, *kwargs.values()):
         if isinstance(leaf, PerReplica):
             if leaf.batch is None or leaf.batch is found:
@@ -57,20 +57,14 @@ def traced_step_state(
 ) -> StepState:
     """Return the step state of a replica whose function is traced.
 
-    Args:
-        rows: The replica's rows.
-        draws: The batch dimensions of the function's draws.
-        call: Calls the function with replacements of `leaves`.
-        leaves: The leaves of the replica's arguments.
-        places: The indices of leaves with batch rows.
+    `call` calls the function with replacements of `leaves`, its arguments; `places` are
+    the indices of those with batch rows.
     """
 
     def dry_run(num_rows: int) -> DryRun:
         def with_batch(*batch):
-            arguments = list(leaves)
-            for place, leaf in zip(places, batch, strict=True):
-                arguments[place] = leaf
-            call(arguments)
+            replaced = dict(zip(places, batch, strict=True))
+            call([replaced.get(place, leaf) for place, leaf in enumerate(leaves)])
 
         batch = tuple(leaves[place] for place in places)
         return get_engine().dry_run(with_batch, batch, {}, num_rows)
@@ -85,15 +79,7 @@ def traced_run_state(
     index: int,
     draws: BatchDimCache,
 ) -> StepState:
-    """Return `traced_step_state` for a function and the arguments of `run`.
-
-    Args:
-        fn: The function.
-        arguments: `(args, kwargs)`, with distributed values.
-        rows: The replica's rows.
-        index: The replica's index on this worker.
-        draws: The batch dimensions of the function's draws.
-    """
+    """Return `traced_step_state` of a local replica, for the arguments of `run`."""
     leaves = tree.flatten(arguments)
     places = [place for place, leaf in enumerate(leaves) if has_batch_rows(leaf)]
     local = [
@@ -124,13 +110,8 @@ def make_weighted_step(
 ) -> Callable[[Any, Any, RowRange | None], Any]:
     """Return a model's step as `fn(data, weight, rows)` for a replica.
 
-    Args:
-        step: `model.train_step`, `test_step` or `predict_step`.
-        logs_are_metrics: See `returns_only_metrics`.
-        layers: Returns the model's layers.
-        require: See `sync_state`.
-        audit: The audit of the first step.
-        rows_to_predict: Returns the number of rows of a tensor, for `predict`.
+    `require` is that of `sync_state`. For `predict`, `rows_to_predict` returns the
+    number of rows of a tensor.
     """
     draws = BatchDimCache()
 
@@ -207,7 +188,6 @@ def count_rows(data: Any) -> int:
 
 
 def count_array_rows(arrays: Sequence[Any]) -> int:
-    """Return the number of rows of a batch, given its leaves."""
     shapes = [tuple(leaf.shape) for leaf in arrays if leaf is not None]
     if not shapes or any(len(shape) == 0 for shape in shapes):
         raise ValueError(
@@ -226,9 +206,19 @@ def count_array_rows(arrays: Sequence[Any]) -> int:
 
 def average_logs(logs: Any, weights: Sequence[Any]) -> Any:
     """Return the mean of the replicas' logs, weighted by rows."""
+
+    def weighted_mean(*values):
+        parts = []
+        for value, weight in zip(values, weights, strict=True):
+            value = ops.convert_to_tensor(value)
+            if not is_float(value):
+                value = ops.cast(value, "float32")
+            parts.append(apply_row_weight(value, weight))
+        return sum(parts[1:], parts[0])
+
     replicas = len(weights)
-    parts = [select_replica(logs, replica, replicas) for replica in range(replicas)]
-    return tree.map_structure(lambda *values: weighted_mean(values, weights), *parts)
+    local = [select_replica(logs, replica, replicas) for replica in range(replicas)]
+    return tree.map_structure(weighted_mean, *local)
 
 
 def merge_worker_metrics(

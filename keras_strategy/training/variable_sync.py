@@ -13,7 +13,6 @@ all replicas (parameter device) must be covered at the assignment, as in tf.dist
 
 import enum
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -22,7 +21,7 @@ from keras import ops
 from keras_strategy.core import context
 from keras_strategy.core.protocols import Replica
 from keras_strategy.devices import ReplicaTopology
-from keras_strategy.training.reduction import cast_for_sum
+from keras_strategy.training.reduction import cast_for_sum, is_float
 from keras_strategy.training.row_weights import apply_row_weight, where_has_rows
 from keras_strategy.values import ReduceOp
 
@@ -40,10 +39,7 @@ def aggregates_assign_add(variable: Any) -> bool:
 def aggregate(
     replica: Replica, variable: Any, value: Any, aggregation: str | None = None
 ) -> Any:
-    """Aggregate what the replicas assign or add to a mirrored variable.
-
-    The result has `value`'s dtype. `aggregation` overrides the variable's.
-    """
+    """Aggregate what the replicas assign or add to a mirrored variable."""
     weight = replica.step.row_weight
     aggregation = aggregation or variable.aggregation
     if aggregation == "sum":
@@ -54,15 +50,11 @@ def aggregate(
     elif weight is None:
         total = replica.all_reduce(ReduceOp.MEAN, value)
     else:
-        floats = value if _is_float(value) else ops.cast(value, "float64")
+        floats = value if is_float(value) else ops.cast(value, "float64")
         total = replica.weighted_sum([floats], weight)[0]
-    if _is_float(total) and not _is_float(value):
+    if is_float(total) and not is_float(value):
         total = ops.round(total)
     return ops.cast(total, value.dtype)
-
-
-def _is_float(value: Any) -> bool:
-    return "float" in keras.backend.standardize_dtype(value.dtype)
 
 
 def select_first_replica(replica: Replica, value: Any) -> Any:
@@ -72,12 +64,7 @@ def select_first_replica(replica: Replica, value: Any) -> Any:
 
 
 def aggregate_assignment(replica: Replica, variable: Any, value: Any) -> Any:
-    """Return what a replica that assigns `value` must write.
-
-    Raises:
-        ValueError: If a sum variable was read before in a training step, so that its
-            old value may be counted once per replica.
-    """
+    """Return what a replica that assigns `value` must write."""
     step = replica.step
     if is_sync_on_read(variable):
         step.on_read_writes[id(variable)] = variable
@@ -101,13 +88,10 @@ def aggregate_assignment(replica: Replica, variable: Any, value: Any) -> Any:
 
 
 def split_assigned_value(variable: Any, value: Any, replicas: int) -> tuple[Any, Any]:
-    """Return the first replica's and every other replica's part of a value.
-
-    An on-read sum is divided, so that it reads as assigned; the first replica gets the
-    remainder of integers. Other variables are assigned everywhere.
-    """
+    """Return the first replica's and every other replica's part of a value."""
     if not is_sync_on_read(variable) or variable.aggregation != "sum":
         return value, value
+    # Divided, an on-read sum reads as it was assigned.
     if "int" not in keras.backend.standardize_dtype(value.dtype):
         share = value / replicas
         return share, share
@@ -140,7 +124,6 @@ def local_contribution(
 
 
 def no_value_error(variable: Any) -> ValueError:
-    """Return the error for a cross-replica read that has no aggregation."""
     return ValueError(
         f"The variable '{variable.path}' has synchronization='on_read' and "
         "aggregation='none', so it has no value outside of the replicas, and a metric "
@@ -158,35 +141,18 @@ class StateRule(enum.Enum):
     CHECKED = "equal on all replicas, or an error"
 
 
-@dataclass(frozen=True)
-class KerasState:
-    """Variables without an aggregation that Keras itself assigns in a step."""
-
-    owner: type
-    attributes: tuple[str, ...]
-    rule: StateRule
-
-
 # All variables that Keras 3.15 assigns in training, with these exceptions: optimizers
 # assign from gradients that are already reduced, and metric variables have an
 # aggregation. `adapt`, quantization and `load` assign outside of steps. The state of a
 # stateful RNN has one row per row of the batch, so each replica keeps its own.
 KERAS_STATE = (
-    KerasState(
+    (
         keras.layers.BatchNormalization,
-        (
-            "moving_mean",
-            "moving_variance",
-            "renorm_mean",
-            "renorm_stddev",
-            "moving_stddev",
-        ),
         StateRule.MEAN_OF_ROWS,
+        "moving_mean moving_variance renorm_mean renorm_stddev moving_stddev",
     ),
-    KerasState(
-        keras.layers.SpectralNormalization, ("vector_u", "kernel"), StateRule.EQUAL
-    ),
-    KerasState(keras.random.SeedGenerator, ("state",), StateRule.EQUAL),
+    (keras.layers.SpectralNormalization, StateRule.EQUAL, "vector_u kernel"),
+    (keras.random.SeedGenerator, StateRule.EQUAL, "state"),
 )
 
 _RULE = "_ks_state_rule"
@@ -200,17 +166,12 @@ AGGREGATION_HELP = (
 
 def declare_state_rules(owner: Any) -> None:
     """Attach the rules of the variables that a Keras object assigns."""
-    for entry in KERAS_STATE:
-        if isinstance(owner, entry.owner):
-            for name in entry.attributes:
+    for kind, rule, attributes in KERAS_STATE:
+        if isinstance(owner, kind):
+            for name in attributes.split():
                 variable = getattr(owner, name, None)
                 if isinstance(variable, keras.Variable):
-                    vars(variable)[_RULE] = entry.rule
-
-
-def state_rule_of(variable: Any) -> StateRule | None:
-    """Return the rule attached to a variable, or None."""
-    return vars(variable).get(_RULE)
+                    vars(variable)[_RULE] = rule
 
 
 def sync_state(
@@ -220,8 +181,7 @@ def sync_state(
 ) -> None:
     """Merge the state that a step assigned, at its end, in one flat reduction.
 
-    `require` raises an error with a message unless a condition holds; in a compiled
-    program, when it is executed.
+    `require` raises an error with a message unless a condition holds when it executes.
     """
     assigned = list(replica.step.assigned.values())
     if not assigned:
@@ -241,12 +201,16 @@ def sync_state(
         ]
         parts += [select_first_replica(replica, value) for value in values]
         sums = replica.weighted_sum(parts, None)
-        for variable, value, first in zip(
-            checked, values, sums[len(averaged) :], strict=True
-        ):
-            # A replica without rows computes on placeholder rows.
-            is_equal = ops.logical_or(_is_equal(value, first), weight == 0)
-            require(is_equal, _difference_message(variable))
+        firsts = sums[len(averaged) :]
+        for variable, value, first in zip(checked, values, firsts, strict=True):
+            require(
+                # A replica without rows computes on placeholder rows.
+                ops.logical_or(_is_equal(value, first), weight == 0),
+                f"The variable '{variable.path}' was assigned in a training step, "
+                "differs between the replicas, and has no aggregation to merge its "
+                f"values. Create it with one: {AGGREGATION_HELP}. Received a variable "
+                'with aggregation="none".',
+            )
     elif averaged:
         parts = [ops.convert_to_tensor(v.value) for v in averaged]
         sums = replica.weighted_sum(parts, weight)
@@ -274,29 +238,14 @@ def _is_equal(value: Any, first: Any) -> Any:
     return ops.all(difference <= _ROUNDING.get(dtype, 0.0) * ops.max(size, initial=0))
 
 
-def _difference_message(variable: Any) -> str:
-    return (
-        f"The variable '{variable.path}' was assigned in a training step, differs "
-        "between the replicas, and has no aggregation to merge its values. Create it "
-        f"with one: {AGGREGATION_HELP}. Received a variable with "
-        'aggregation="none".'
-    )
-
-
-def in_central_storage_scope() -> bool:
-    """Return True in the scope of a strategy with a parameter device."""
-    strategy = context.current_scope()
-    return strategy is not None and strategy.parameter_device is not None
-
-
 def declare_if_central(owner: Any) -> None:
     """Declare the state rules of a Keras object's variables if they are central."""
-    if in_central_storage_scope():
+    strategy = context.current_scope()
+    if strategy is not None and strategy.parameter_device is not None:
         declare_state_rules(owner)
 
 
 def is_central_without_aggregation(variable: Any) -> bool:
-    """Return True if a central variable has no aggregation."""
     if is_sync_on_read(variable):
         return False
     owner = vars(variable).get("_ks_strategy")
@@ -305,7 +254,7 @@ def is_central_without_aggregation(variable: Any) -> bool:
 
 def aggregate_central_assignment(replica: Replica, variable: Any, value: Any) -> Any:
     """Return what all replicas must write to a central variable."""
-    rule = state_rule_of(variable)
+    rule = vars(variable).get(_RULE)
     if rule is StateRule.EQUAL:
         return value
     if rule is StateRule.MEAN_OF_ROWS:
@@ -334,20 +283,17 @@ def merged_values(replica: Replica, variables: Iterable[Any]) -> list[tuple[Any,
             if key not in merged
             and (key in requested or variable.aggregation != "none")
         }
-        summands = [_summand(replica, variable) for variable in missing.values()]
+        summands = []
+        for variable in missing.values():
+            if variable.aggregation == "none":
+                raise no_value_error(variable)
+            value = cast_for_sum(variable.value)
+            if variable.aggregation == "only_first_replica":
+                value = select_first_replica(replica, value)
+            elif variable.aggregation == "mean":
+                value = value / context.get_strategy().num_replicas_in_sync
+            summands.append(value)
         sums = replica.weighted_sum(summands, None)
         merged.update(zip(missing, sums, strict=True))
         step.on_read_writes.clear()
     return [(v, ops.cast(merged[key], v.dtype)) for key, v in requested.items()]
-
-
-def _summand(replica: Replica, variable: Any) -> Any:
-    """Return a replica's summand of an on-read variable's value."""
-    if variable.aggregation == "none":
-        raise no_value_error(variable)
-    value = cast_for_sum(variable.value)
-    if variable.aggregation == "only_first_replica":
-        return select_first_replica(replica, value)
-    if variable.aggregation == "mean":
-        return value / context.get_strategy().num_replicas_in_sync
-    return value

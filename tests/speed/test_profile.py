@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
-from keras_strategy.training import profiling
+from keras_strategy.training import reduction
 
 X = np.random.default_rng(0).normal(size=(64, 6)).astype("float32")
 Y = X[:, :2] * 0.5
@@ -19,10 +19,10 @@ LOGS = {"jax": SCALAR, "torch": 0, "tensorflow": 2 * SCALAR}
 
 def test_shares_of_time():
     # Computing hides a collective; the collective alone counts, and so does a gap.
-    assert profiling.compute_and_comm_fractions(
+    assert reduction.compute_and_comm_fractions(
         [(0.0, 4.0, False), (2.0, 6.0, True), (7.0, 8.0, False), (7.0, 7.5, False)]
     ) == (5 / 8, 2 / 8)
-    assert profiling.compute_and_comm_fractions([]) is None
+    assert reduction.compute_and_comm_fractions([]) is None
 
 
 def test_a_step_of_fit(mirrored):

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from keras_strategy.training import profiling
+from keras_strategy.training import reduction
 
 # An asynchronous collective is counted at its start. A collective that XLA did not
 # combine with others keeps JAX's name.
@@ -121,7 +121,7 @@ def compute_and_comm_fractions(
         if "hlo_op" in stats
     ]
     first = min((device for device, *_ in events), default=0)
-    return profiling.compute_and_comm_fractions(
+    return reduction.compute_and_comm_fractions(
         (*span, bool(_COLLECTIVE.match(name)))
         for device, name, span in events
         if device == first

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from keras_strategy.backends.torch.replica import TorchReplica
-from keras_strategy.training import profiling as training_profiling
+from keras_strategy.training.reduction import compute_and_comm_fractions
 
 _COLLECTIVES = (
     "all_reduce",
@@ -60,7 +60,7 @@ def shares(train: Callable[[int], None], steps: int) -> tuple[float, float] | No
         train(steps)
     events: Any = profiler.events()
     wanted = "CUDA" if on_gpus else "CPU"
-    return training_profiling.compute_and_comm_fractions(
+    return compute_and_comm_fractions(
         (event.time_range.start, event.time_range.end, _is_collective(event))
         for event in events
         if event.device_type.name == wanted
