@@ -14,7 +14,7 @@ if keras.backend.backend() != "tensorflow":
 import tensorflow as tf
 
 import keras_strategy as ks
-from keras_strategy.backends.tensorflow.cross_device_ops import concat_values
+from keras_strategy.backends.tensorflow.tensors import concat_values
 from keras_strategy.core.registry import get_engine
 from keras_strategy.keras_patches.variables_optimizers import adopt
 

@@ -37,24 +37,30 @@ from keras_strategy.training.sharding import FlatShards
 # Group keys; native strategies number theirs from 1, and ours from 100,000.
 _HOST_GROUP, _ACCELERATOR_GROUP = 90_001, 90_002
 _VALUES_DIFFER = "keras_strategy: the workers bring different values"
+_SUMS_DIFFER = "keras_strategy: the workers add up different things:"
 # TensorFlow's message when mismatching collectives meet.
 _MISMATCH = r"(Shape mismatch in the c|C)ollective instance .*"
 
+# The columns of a layout row: key, dtype and rank, then the sizes, then the scalar.
+_MAX_RANK = 12
+_FIRST_DIMENSION = 3
+_COMPARED_WIDTH = _FIRST_DIMENSION + _MAX_RANK
+_SCALAR_WIDTH = 2
+# Dtypes whose sums are exact, for scalars in a row and for checksums behind values.
+_EXACT_DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64)
+
 
 class Verify(enum.Enum):
-    """When workers compare the layouts of what they add up.
+    """When workers compare the layouts of what they add up."""
 
-    Attributes:
-        BEFORE: In a collective of its own before the values are sent. All workers
-            learn what differs, and later collectives work.
-        INLINE: In the collective that adds up, if the shapes are known. For values
-            whose layout follows from variables, which are compared on creation. If
-            the sizes differ, TensorFlow aborts all collectives.
-        NEVER: The workers have already agreed on the layout.
-    """
-
+    # In a collective of its own before the values are sent. All workers learn what
+    # differs, and later collectives work.
     BEFORE = enum.auto()
+    # In the collective that adds up, if the shapes are known. For values whose layout
+    # follows from variables, which are compared on creation. If the sizes differ,
+    # TensorFlow aborts all collectives.
     INLINE = enum.auto()
+    # The workers have already agreed on the layout.
     NEVER = enum.auto()
 
 
@@ -70,6 +76,7 @@ class TensorFlowWorkers(WorkerCollectives):
         self.addresses = tuple(addresses)
         worker = connection.worker_device(self.rank)
         self._host = f"{worker}/device:CPU:0"
+        self._accelerator = f"{worker}/device:GPU:0"
         implementation = cluster.options.implementation
         assert isinstance(implementation, CommunicationImplementation)
         gpus = tf.config.list_logical_devices("GPU")
@@ -79,32 +86,21 @@ class TensorFlowWorkers(WorkerCollectives):
                 "none. Use AUTO or RING."
             )
         self.implementation = implementation
-        ring = implementation is CommunicationImplementation.RING
-        self._accelerator = f"{worker}/device:GPU:0" if gpus and not ring else None
-        self._hint = implementation.value.lower()
+        is_ring = implementation is CommunicationImplementation.RING
+        self.uses_accelerators = bool(gpus) and not is_ring
         # Our watchdog reports first, because it knows which worker is missing.
         self.timeout_seconds = cluster.client.timeout_seconds + 60
+        # What error messages refer to: names by the keys of layout rows, and names and
+        # layouts by checksums.
         self._names: dict[int, str] = {}
+        self._calls: dict[str, tuple[str, list[Any]]] = {}
         self._scalar_sums: dict[tuple[tf.DType, tf.DType], Callable] = {}
-        self.verified = VerifiedCollectives(
-            self.rank, self.size, self._host, self._launch
-        )
         with tf.init_scope(), tf.device(self._host):
             self._count = tf.Variable(tf.constant(0), trainable=False)
 
-    @property
-    def uses_accelerators(self) -> bool:
-        """True if floats are sent between accelerators."""
-        return self._accelerator is not None
-
     def sum(self, name: str, tensor: Any, verify: Verify = Verify.BEFORE) -> Any:
-        """Return the sum of the workers' tensors.
-
-        Raises:
-            ValueError: If the tensor cannot be summed, or if shapes or dtypes differ.
-                A tf.function raises `InvalidArgumentError`, which `collective_scope`
-                converts.
-        """
+        # A mismatch in a tf.function raises `InvalidArgumentError`, which
+        # `collective_scope` converts.
         tensor = tf.convert_to_tensor(tensor)
         if not tensor.dtype.is_numeric:
             raise ValueError(
@@ -116,11 +112,15 @@ class TensorFlowWorkers(WorkerCollectives):
     def sum_all(
         self, name: str, tensors: Sequence[Any], verify: Verify = Verify.BEFORE
     ) -> list[Any]:
-        results: list[Any] = list(tensors)
-        for indices in self._packs(tensors):
-            parts = [tensors[index] for index in indices]
-            if verify is Verify.INLINE and self.verified.can_verify(parts):
-                sums = self.verified.all_reduce(name, parts)
+        """Return the sums of tensors and `tf.IndexedSlices`."""
+        results: list[Any] = [
+            x if isinstance(x, tf.IndexedSlices) else tf.convert_to_tensor(x)
+            for x in tensors
+        ]
+        for indices in self._packs(results):
+            parts = [results[index] for index in indices]
+            if verify is Verify.INLINE and self.can_verify(parts):
+                sums = self._sum_with_checksum(name, parts)
             elif len(parts) == 1:
                 sums = [self.sum(name, parts[0], verify)]
             else:
@@ -133,26 +133,60 @@ class TensorFlowWorkers(WorkerCollectives):
                 ]
             for index, total in zip(indices, sums, strict=True):
                 results[index] = total
+        for index, value in enumerate(results):
+            if isinstance(value, tf.IndexedSlices):
+                results[index] = tf.IndexedSlices(
+                    self.gather(name, value.values, 0)[0],
+                    self.gather(name, value.indices, 0)[0],
+                    value.dense_shape,
+                )
         return results
 
     def reduce_scatter(
         self, name: str, tensors: Sequence[Any], shares: Sequence[FlatShards]
     ) -> list[Any]:
-        """Return this worker's shards, see `VerifiedCollectives.reduce_scatter`."""
+        """Return this worker's flat shards of the sums of the workers' tensors.
+
+        Each worker sends the others their shards and adds up what it receives, which
+        is half of what an all-reduce sends. TensorFlow has no reduce-scatter for CPUs.
+        """
         results: list[Any] = list(tensors)
         for indices in self._packs(tensors):
-            pairs = [(tensors[index], shares[index]) for index in indices]
-            sums = self.verified.reduce_scatter(name, *zip(*pairs, strict=True))
-            for index, shard in zip(indices, sums, strict=True):
-                results[index] = shard
+            parts = [tensors[index] for index in indices]
+            flat = [tf.reshape(part, [-1]) for part in parts]
+            bounds = [shares[index].bounds for index in indices]
+            sizes = [
+                [end - begin for begin, end in (one[rank] for one in bounds)]
+                for rank in range(self.size)
+            ]
+            # An all-to-all sends chunks of equal size.
+            padding = [max(map(sum, sizes)) - sum(size) for size in sizes]
+            key, checksum = self._checksum(name, parts)
+            chunks = []
+            for rank in range(self.size):
+                for tensor, one in zip(flat, bounds, strict=True):
+                    begin, end = one[rank]
+                    chunks.append(tensor[begin:end])
+                chunks += [tf.zeros([padding[rank]], checksum.dtype), checksum]
+            sent = tf.reshape(tf.concat(chunks, 0), [self.size, -1])
+            exchanged = self._launch(tf.raw_ops.CollectiveAllToAllV2, sent)
+            total = tf.reduce_sum(exchanged, 0)
+            *sums, _, received = tf.split(
+                total, [*sizes[self.rank], padding[self.rank], CHECKSUM_TAIL]
+            )
+            check = self._verify(key, checksum, received)
+            with tf.control_dependencies([check]):
+                for index, shard in zip(indices, sums, strict=True):
+                    results[index] = tf.identity(shard)
         return results
 
     def gather(self, name: str, tensor: Any, axis: int) -> tuple[Any, Any]:
         axis %= tensor.shape.rank
-        key = self._key(name, tensor)
-        rows, checks = self._compare(key, tensor, tensor.dtype, axis)
+        rows, check = self._compare(
+            self._key(name, tensor), tensor, tensor.dtype, axis=axis
+        )
         counts = rows[:, _FIRST_DIMENSION + axis]
-        with tf.control_dependencies(checks):
+        with tf.control_dependencies([check]):
             # Put the axis first, because tensors are padded to the longest.
             sent, decode = _encode(tensor, for_gather=True)
             others = [i for i in range(sent.shape.rank) if i != axis]
@@ -161,7 +195,8 @@ class TensorFlowWorkers(WorkerCollectives):
             missing = longest - tf.shape(sent)[0]
             paddings = tf.pad([[0, missing]], [[0, len(others)], [0, 0]])
             sent = tf.pad(sent, paddings)
-            parts = tf.split(self._launch("gather", sent), self.size)
+            gathered = self._launch(tf.raw_ops.CollectiveGatherV2, sent)
+            parts = tf.split(gathered, self.size)
         unpadded = [part[: counts[i]] for i, part in enumerate(parts)]
         order = [*range(1, axis + 1), 0, *range(axis + 1, len(others) + 1)]
         result = decode(tf.transpose(tf.concat(unpadded, 0), order))
@@ -176,12 +211,7 @@ class TensorFlowWorkers(WorkerCollectives):
 
     @contextlib.contextmanager
     def collective_scope(self, name: str) -> Iterator[None]:
-        """Context manager that runs collectives and explains why they failed.
-
-        Raises:
-            ValueError: If the workers bring values that do not fit together.
-            RuntimeError: If they make different calls.
-        """
+        """Context manager that runs collectives and explains why they failed."""
         if tf.inside_function():
             yield
             return
@@ -194,27 +224,40 @@ class TensorFlowWorkers(WorkerCollectives):
                     raise
                 raise explanation from error
 
+    def can_verify(self, tensors: Sequence[Any]) -> bool:
+        """Return True if tensors of one dtype can carry a checksum."""
+        shapes_are_known = all(tensor.shape.is_fully_defined() for tensor in tensors)
+        is_exact = tensors[0].dtype in _EXACT_DTYPES
+        return shapes_are_known and is_exact and self.size <= MAX_CHECKSUM_WORKERS
+
     def _sum(self, name: str, tensor: Any, verify: Verify) -> Any:
         sent, decode = _encode(tensor)
-        if verify is Verify.BEFORE and _fits_in_row(sent):
+        # Whether the scalar is sent within the row depends only on dtype and rank: a
+        # tf.function of one worker may know sizes that another worker's does not.
+        is_exact_scalar = sent.shape.rank == 0 and sent.dtype in _EXACT_DTYPES
+        if verify is Verify.BEFORE and is_exact_scalar:
             return decode(self._sum_scalar(name, tensor.dtype, sent))
         checks = []
         if verify is not Verify.NEVER:
             key = self._key(name, tensor)
-            _, checks = self._compare(key, tensor, tensor.dtype)
+            checks = [self._compare(key, tensor, tensor.dtype)[1]]
         if sent.shape.num_elements() == 0:
             return tensor
         with tf.control_dependencies(checks):
-            total = decode(self._launch("reduce", tf.identity(sent)))
+            total = decode(self._all_reduce(tf.identity(sent)))
         return tf.ensure_shape(total, tensor.shape)
 
     def _sum_scalar(self, name: str, dtype: tf.DType, scalar: Any) -> Any:
         """Return the sum of scalars that are sent within the layout rows."""
 
         def compute(key, scalar):
-            rows, checks = self._compare(key, scalar, dtype, scalar=scalar)
-            with tf.control_dependencies(checks), tf.device(self._host):
-                return _sum_row_scalars(rows, scalar.dtype)
+            rows, check = self._compare(key, scalar, dtype, has_scalar=True)
+            with tf.control_dependencies([check]), tf.device(self._host):
+                bits = rows[:, _COMPARED_WIDTH:]
+                if scalar.dtype.size == 4:
+                    bits = bits[:, 0]
+                total = tf.reduce_sum(tf.bitcast(bits, scalar.dtype))
+                return tf.ensure_shape(total, ())
 
         key = self._key(name, scalar)
         if not tf.executing_eagerly():
@@ -228,11 +271,39 @@ class TensorFlowWorkers(WorkerCollectives):
             )
         return self._scalar_sums[dtypes](key, scalar)
 
+    def _sum_with_checksum(self, name: str, tensors: Sequence[Any]) -> list[Any]:
+        """Return the sums of tensors that `can_verify` accepts."""
+        key, checksum = self._checksum(name, tensors)
+        flat = tf.concat([*(tf.reshape(x, [-1]) for x in tensors), checksum], 0)
+        sizes = [tensor.shape.num_elements() for tensor in tensors]
+        total = self._all_reduce(flat)
+        *sums, received = tf.split(total, [*sizes, CHECKSUM_TAIL])
+        with tf.control_dependencies([self._verify(key, checksum, received)]):
+            return [
+                tf.reshape(total, tensor.shape)
+                for total, tensor in zip(sums, tensors, strict=True)
+            ]
+
+    def _checksum(self, name: str, tensors: Sequence[Any]) -> tuple[str, Any]:
+        """Return the key of a call in error messages, and its checksum."""
+        dtype, shapes = tensors[0].dtype, tuple(tuple(x.shape) for x in tensors)
+        digest = call_checksum(operation_kind(name), shapes, dtype.name)
+        key, layout = digest.hex(), [list(shape) for shape in shapes]
+        self._calls[key] = name, [layout if len(layout) > 1 else layout[0], dtype.name]
+        return key, tf.constant(checksum_tail(digest), dtype)
+
+    def _verify(self, key: str, checksum: Any, received: Any) -> Any:
+        with tf.device(self._host):
+            is_same = tf.reduce_all(received == self.size * checksum)
+            return tf.debugging.Assert(is_same, [f"{_SUMS_DIFFER} {key}"])
+
     def _packs(self, tensors: Sequence[Any]) -> Iterator[list[int]]:
-        """Yield the indices of tensors of one dtype that one collective carries."""
+        """Yield indices of dense tensors of one dtype, which one collective carries."""
         limit = self.cluster.options.bytes_per_pack
         packs: dict[Any, tuple[list[int], int]] = {}
         for index, tensor in enumerate(tensors):
+            if isinstance(tensor, tf.IndexedSlices):
+                continue
             size = (tensor.shape.num_elements() or 0) * tensor.dtype.size
             indices, pack_size = packs.get(tensor.dtype, ([], 0))
             if indices and limit and pack_size + size > limit:
@@ -242,27 +313,26 @@ class TensorFlowWorkers(WorkerCollectives):
         for indices, _ in packs.values():
             yield indices
 
-    def _launch(self, kind: str, tensor: Any) -> Any:
+    def _all_reduce(self, tensor: Any) -> Any:
+        reduce = tf.raw_ops.CollectiveReduceV2
+        return self._launch(reduce, tensor, merge_op="Add", final_op="Id")
+
+    def _launch(self, collective: Any, tensor: Any, **arguments: Any) -> Any:
         # Integers stay on the host: TensorFlow keeps them in its memory on a GPU, too.
-        on_host = self._accelerator is None or not tensor.dtype.is_floating
+        on_host = not (self.uses_accelerators and tensor.dtype.is_floating)
         with tf.device(self._host):
             number = self._count.assign_add(1)
-        launch: Any = tf.raw_ops.CollectiveGatherV2
-        arguments: dict[str, Any] = {}
-        if kind == "reduce":
-            launch = tf.raw_ops.CollectiveReduceV2
-            arguments = {"merge_op": "Add", "final_op": "Id"}
-        elif kind == "exchange":
-            launch = tf.raw_ops.CollectiveAllToAllV2
         with tf.device(self._host if on_host else self._accelerator):
-            return launch(
+            return collective(
                 input=tensor,
                 group_size=self.size,
                 group_key=_HOST_GROUP if on_host else _ACCELERATOR_GROUP,
                 instance_key=number,
                 # Makes a tf.function execute collectives in program order.
                 ordering_token=[self._count.handle],
-                communication_hint="ring" if on_host else self._hint,
+                communication_hint=(
+                    "ring" if on_host else self.implementation.value.lower()
+                ),
                 timeout_seconds=self.timeout_seconds,
                 **arguments,
             )
@@ -285,27 +355,38 @@ class TensorFlowWorkers(WorkerCollectives):
         tensor: Any,
         dtype: tf.DType,
         axis: int | None = None,
-        scalar: Any = None,
-    ) -> tuple[Any, list[Any]]:
-        """Return all workers' layout rows, and assertions that they are equal.
+        has_scalar: bool = False,
+    ) -> tuple[Any, Any]:
+        """Return all workers' layout rows, and an assertion that they are equal.
 
-        Sizes along `axis` may differ; `scalar` is sent within the row.
+        Sizes along `axis` may differ. With `has_scalar` the tensor, a scalar, is sent
+        within the row; `dtype` is the one that it had before it was encoded.
         """
+        rank = tensor.shape.rank
         with tf.device(self._host):
-            row = _encode_row(key, tensor, dtype, scalar)
-            rows = self._launch("gather", row[tf.newaxis])
-            compared, is_same = _compare_rows(rows, axis)
+            bits: Any = [0] * _SCALAR_WIDTH
+            if has_scalar:
+                bits = tf.reshape(tf.bitcast(tensor, tf.int32), [-1])
+                bits = tf.pad(bits, [[0, _SCALAR_WIDTH - tensor.dtype.size // 4]])
+            start = [key, dtype.as_datatype_enum, rank]
+            padding = [-1] * (_MAX_RANK - rank)
+            row = tf.concat([start, tf.shape(tensor, tf.int32), padding, bits], 0)
+            rows = self._launch(tf.raw_ops.CollectiveGatherV2, row[tf.newaxis])
+            layouts = rows[:, :_COMPARED_WIDTH]
+            ignored_column = -1 if axis is None else _FIRST_DIMENSION + axis
+            is_ignored = tf.range(_COMPARED_WIDTH) == ignored_column
+            is_same = tf.reduce_all((layouts == layouts[:1]) | is_ignored)
             exception = "" if axis is None else f" other than axis {axis}"
             check = tf.debugging.Assert(
-                is_same, [f"{_VALUES_DIFFER}{exception}:", compared], summarize=10_000
+                is_same, [f"{_VALUES_DIFFER}{exception}:", layouts], summarize=10_000
             )
-        return rows, [] if check is None else [check]
+        return rows, check
 
     def _explain(self, message: str) -> Exception | None:
         """Return the error that explains TensorFlow's; None if it is not ours."""
-        mismatch = self.verified.find_mismatch(message)
-        if mismatch is not None:
-            return self.mismatch_error(*mismatch)
+        found = re.search(rf"{_SUMS_DIFFER} (\w+)", message)
+        if found is not None:
+            return self.mismatch_error(*self._calls[found[1]])
         found = re.search(_MISMATCH, message)
         if found is not None:
             return RuntimeError(
@@ -320,14 +401,18 @@ class TensorFlowWorkers(WorkerCollectives):
         if found is None:
             return None
         exception, text = found.groups()
-        rows = _decode_rows(text, self.size)
-        name = self._names[rows[self.rank][0]]
+        numbers = [int(number) for number in re.findall(r"-?\d+", text)]
+        keys: list[int] = []
+        layouts: list[list[Any]] = []
+        for first in range(0, self.size * _COMPARED_WIDTH, _COMPARED_WIDTH):
+            key, dtype, rank, *dims = numbers[first : first + _COMPARED_WIDTH]
+            keys.append(key)
+            layouts.append([dims[:rank], tf.as_dtype(dtype).name])
+        name = self._names[keys[self.rank]]
         calls = [name]
-        if len({key for key, _ in rows}) > 1:
+        if len(set(keys)) > 1:
             calls = self.cluster.exchange("the comparison of what is sent", name)
-        return self.calls_differ_error(
-            name, calls, [layout for _, layout in rows], exception or ""
-        )
+        return self.calls_differ_error(name, calls, layouts, exception or "")
 
 
 _connected: TensorFlowWorkers | None = None
@@ -339,29 +424,6 @@ def connect(cluster: Cluster) -> TensorFlowWorkers:
     if _connected is None:
         _connected = TensorFlowWorkers(cluster, connection.start(cluster))
     return _connected
-
-
-def sum_over_workers(
-    workers: TensorFlowWorkers,
-    name: str,
-    values: Sequence[Any],
-    verify: Verify = Verify.BEFORE,
-) -> list[Any]:
-    """Return the sums over the workers of tensors and `tf.IndexedSlices`."""
-    results = list(values)
-    dense = [i for i, x in enumerate(values) if not isinstance(x, tf.IndexedSlices)]
-    tensors = [tf.convert_to_tensor(values[i]) for i in dense]
-    sums = workers.sum_all(name, tensors, verify)
-    for index, total in zip(dense, sums, strict=True):
-        results[index] = total
-    for index, value in enumerate(values):
-        if isinstance(value, tf.IndexedSlices):
-            results[index] = tf.IndexedSlices(
-                workers.gather(name, value.values, 0)[0],
-                workers.gather(name, value.indices, 0)[0],
-                value.dense_shape,
-            )
-    return results
 
 
 def gather_over_workers(
@@ -386,160 +448,6 @@ def gather_over_workers(
         workers.gather(name, value.values, 0)[0],
         shape,
     )
-
-
-_SUMS_DIFFER = "keras_strategy: the workers add up different things:"
-
-
-class VerifiedCollectives:
-    """Sums of tensors of known shapes, verified by a checksum behind the values.
-
-    Args:
-        rank: This worker's rank.
-        size: The number of workers.
-        host: The device that compares the checksums.
-        launch: Launches a collective: `launch(kind, tensor)`.
-    """
-
-    def __init__(
-        self, rank: int, size: int, host: str, launch: Callable[[str, Any], Any]
-    ):
-        self._rank, self._size, self._host, self._launch = rank, size, host, launch
-        self._calls: dict[str, tuple[str, list[Any]]] = {}
-
-    def can_verify(self, tensors: Sequence[Any]) -> bool:
-        """Return True if tensors of one dtype can carry a checksum."""
-        shapes_are_known = all(tensor.shape.is_fully_defined() for tensor in tensors)
-        is_exact = tensors[0].dtype in _EXACT_DTYPES
-        return shapes_are_known and is_exact and self._size <= MAX_CHECKSUM_WORKERS
-
-    def all_reduce(self, name: str, tensors: Sequence[Any]) -> list[Any]:
-        """Return the sums over the workers of tensors that `can_verify` accepts."""
-        key, checksum = self._checksum(name, tensors)
-        flat = tf.concat([*(tf.reshape(x, [-1]) for x in tensors), checksum], 0)
-        sizes = [tensor.shape.num_elements() for tensor in tensors]
-        *sums, received = tf.split(
-            self._launch("reduce", flat), [*sizes, CHECKSUM_TAIL]
-        )
-        with tf.control_dependencies(self._verify(key, checksum, received)):
-            return [
-                tf.reshape(total, tensor.shape)
-                for total, tensor in zip(sums, tensors, strict=True)
-            ]
-
-    def reduce_scatter(
-        self, name: str, tensors: Sequence[Any], shares: Sequence[FlatShards]
-    ) -> list[Any]:
-        """Return this worker's flat shards of the sums of the workers' tensors.
-
-        Each worker sends the others their shards and adds up what it receives, which
-        is half of what an all-reduce sends. TensorFlow has no reduce-scatter for CPUs.
-        """
-        key, checksum = self._checksum(name, tensors)
-        flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
-        sizes = [sum(x.size_of(rank) for x in shares) for rank in range(self._size)]
-        chunks = []
-        for rank, size in enumerate(sizes):
-            pairs = zip(flat, shares, strict=True)
-            chunks += [tensor[slice(*one.bounds[rank])] for tensor, one in pairs]
-            # An all-to-all sends chunks of equal size.
-            chunks += [tf.zeros([max(sizes) - size], checksum.dtype), checksum]
-        sent = tf.reshape(
-            tf.concat(chunks, 0), [self._size, max(sizes) + CHECKSUM_TAIL]
-        )
-        total = tf.reduce_sum(self._launch("exchange", sent), 0)
-        local_sizes = [one.size_of(self._rank) for one in shares]
-        padding = max(sizes) - sizes[self._rank]
-        *sums, _, received = tf.split(total, [*local_sizes, padding, CHECKSUM_TAIL])
-        with tf.control_dependencies(self._verify(key, checksum, received)):
-            return [tf.identity(shard) for shard in sums]
-
-    def find_mismatch(self, message: str) -> tuple[str, list[Any]] | None:
-        """Return the name and layout of this worker's call that an error refers to."""
-        found = re.search(rf"{_SUMS_DIFFER} (\w+)", message)
-        return None if found is None else self._calls[found[1]]
-
-    def _checksum(self, name: str, tensors: Sequence[Any]) -> tuple[str, Any]:
-        """Return the key of a call in error messages, and its checksum."""
-        dtype, shapes = tensors[0].dtype, tuple(tuple(x.shape) for x in tensors)
-        digest = call_checksum(operation_kind(name), shapes, dtype.name)
-        key, layout = digest.hex(), [list(shape) for shape in shapes]
-        self._calls[key] = name, [layout if len(layout) > 1 else layout[0], dtype.name]
-        return key, tf.constant(checksum_tail(digest), dtype)
-
-    def _verify(self, key: str, checksum: Any, received: Any) -> list[Any]:
-        with tf.device(self._host):
-            is_same = tf.reduce_all(received == self._size * checksum)
-            check = tf.debugging.Assert(is_same, [f"{_SUMS_DIFFER} {key}"])
-        return [] if check is None else [check]
-
-
-_MAX_RANK = 12
-_FIRST_DIMENSION = 3
-_COMPARED_WIDTH = _FIRST_DIMENSION + _MAX_RANK
-_SCALAR_WIDTH = 2
-# Dtypes whose sums are exact, for scalars in a row and for checksums behind values.
-_EXACT_DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64)
-
-
-def _encode_row(key: Any, tensor: Any, dtype: tf.DType, scalar: Any = None) -> Any:
-    """Return the layout row of a tensor of known rank.
-
-    `dtype` may differ from the tensor's; `scalar`, if any, is sent within the row.
-    """
-    rank = tensor.shape.rank
-    bits: Any = [0] * _SCALAR_WIDTH
-    if scalar is not None:
-        bits = tf.reshape(tf.bitcast(scalar, tf.int32), [-1])
-        bits = tf.pad(bits, [[0, _SCALAR_WIDTH - scalar.dtype.size // 4]])
-    padding = [-1] * (_MAX_RANK - rank)
-    return tf.concat(
-        [
-            [key, dtype.as_datatype_enum, rank],
-            tf.shape(tensor, tf.int32),
-            padding,
-            bits,
-        ],
-        0,
-    )
-
-
-def _fits_in_row(tensor: Any) -> bool:
-    """Return True if a tensor can be sent within a layout row.
-
-    Depends only on dtype and rank, because a tf.function of one worker may know sizes
-    that another worker's does not.
-    """
-    return tensor.shape.rank == 0 and tensor.dtype in _EXACT_DTYPES
-
-
-def _sum_row_scalars(rows: Any, dtype: tf.DType) -> Any:
-    """Return the sum of the scalars in all workers' rows."""
-    bits = rows[:, _COMPARED_WIDTH:]
-    if dtype.size == 4:
-        bits = bits[:, 0]
-    return tf.ensure_shape(tf.reduce_sum(tf.bitcast(bits, dtype)), ())
-
-
-def _compare_rows(rows: Any, axis: int | None) -> tuple[Any, Any]:
-    """Return the compared columns of all workers' rows, and whether they are equal.
-
-    Sizes along `axis` may differ.
-    """
-    layouts = rows[:, :_COMPARED_WIDTH]
-    column = -1 if axis is None else _FIRST_DIMENSION + axis
-    ignored = tf.range(_COMPARED_WIDTH) == column
-    return layouts, tf.reduce_all((layouts == layouts[:1]) | ignored)
-
-
-def _decode_rows(text: str, workers: int) -> list[tuple[int, list[Any]]]:
-    """Return each worker's key and layout from an error message with compared rows."""
-    numbers = [int(number) for number in re.findall(r"-?\d+", text)]
-    result: list[tuple[int, list[Any]]] = []
-    for first in range(0, workers * _COMPARED_WIDTH, _COMPARED_WIDTH):
-        key, dtype, rank, *dims = numbers[first : first + _COMPARED_WIDTH]
-        result.append((key, [dims[:rank], tf.as_dtype(dtype).name]))
-    return result
 
 
 def _encode(tensor: Any, for_gather: bool = False) -> tuple[Any, Callable[[Any], Any]]:

@@ -16,33 +16,32 @@ are executed.
 """
 
 import contextlib
+import functools
 import itertools
 import numbers
 import operator
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 from keras import tree
 from tensorflow.python.eager.lift_to_graph import UnliftableError
 
-from keras_strategy.backends.tensorflow.native_strategies import ObjectTraceType
-from keras_strategy.backends.tensorflow.replica import GroupState
-from keras_strategy.backends.tensorflow.row_ranges import (
-    batch_argument_indices,
-    restore_batch,
-)
+from keras_strategy.core.step_state import BatchRows
 from keras_strategy.training.compile_cache import (
     MANY_PROGRAMS,
     MAX_PROGRAMS,
-    CompileCache,
+    IdentityKey,
     warn_many_programs,
 )
-from keras_strategy.training.train_step import LOCAL_BATCH_HINT
+from keras_strategy.training.train_step import LOCAL_BATCH_HINT, find_batch_rows
 from keras_strategy.values import DistributedValues, Mirrored, PerReplica, value_key
+
+if TYPE_CHECKING:
+    from keras_strategy.backends.tensorflow.group import TensorFlowGroup
 
 try:
     # The state besides arguments that makes a tf.function trace again.
@@ -56,6 +55,7 @@ _EAGER_TENSOR = tf.__internal__.EagerTensor
 _DISTRIBUTED = (PerReplica, Mirrored)
 # Tensors of these dtypes have a type description besides their shape.
 _HANDLE_DTYPES = (tf.resource, tf.variant)
+_TENSOR = object()  # the place of a tensor in a template
 
 
 class ProgramCache:
@@ -71,7 +71,6 @@ class ProgramCache:
         self._programs: dict[Any, tuple[Any, Callable]] = {}
 
     def trace(self, *arguments: Any) -> None:
-        """Trace the function as for a call, without calling it."""
         self._function.get_concrete_function(arguments, _number_keys(arguments))
 
     def __call__(self, *arguments: Any) -> Any:
@@ -82,22 +81,34 @@ class ProgramCache:
             return concrete._call_flat([*reorder(tensors)], concrete.captured_inputs)
         call = arguments, _number_keys(arguments)
         outputs = self._function(*call)
-        program = None if key is None else _find_program(self._function, call, tensors)
-        if program is not None:
-            if (
-                len(self._programs) >= 4 * MAX_PROGRAMS
-            ):  # one program serves many shapes
-                self._programs.clear()
-            self._programs[key] = program
+        if key is not None:
+            self._add_program(key, call, tensors)
         return outputs
+
+    def _add_program(self, key: Any, call: Any, tensors: Sequence[Any]) -> None:
+        """Remember the program that served a call, and the order of its tensors."""
+        places = {id(tensor): place for place, tensor in enumerate(tensors)}
+        if len(places) < len(tensors):  # a tensor occurs twice: the order is ambiguous
+            return
+        program = self._function.get_concrete_function(*call)
+        if not hasattr(program, "_call_flat"):
+            return
+        types = program.function_type
+        order = [places[id(x)] for x in types.unpack_inputs(types.bind(*call))]
+        is_ordered = order == list(range(len(tensors)))
+        # More than there are programs, since one program serves many shapes.
+        if len(self._programs) >= 4 * MAX_PROGRAMS:
+            self._programs.clear()
+        reorder = list if is_ordered else operator.itemgetter(*order)
+        self._programs[key] = program, reorder
 
 
 def _flatten_call(arguments: Any) -> tuple[Any, list[Any]]:
     """Return the key that a program depends on, and the tensors.
 
-    The key is None if only the tf.function can find the program. This runs in every
-    step, so it is one loop without function calls.
+    The key is None if only the tf.function can find the program.
     """
+    # This runs in every step, so it is one loop without function calls.
     if make_function_context is None or not tf.executing_eagerly():
         return None, []
     tensors, key, pending = [], [make_function_context()], [arguments]
@@ -128,25 +139,6 @@ def _flatten_call(arguments: Any) -> tuple[Any, list[Any]]:
     return tuple(key), tensors
 
 
-def _find_program(
-    function: Any, call: Any, tensors: Sequence[Any]
-) -> tuple[Any, Callable] | None:
-    """Return the program that served a call, and a function that orders its tensors.
-
-    None if the program or the order cannot be determined.
-    """
-    places = {id(tensor): place for place, tensor in enumerate(tensors)}
-    if len(places) < len(tensors):  # a tensor occurs twice: the order is ambiguous
-        return None
-    program = function.get_concrete_function(*call)
-    if not hasattr(program, "_call_flat"):
-        return None
-    types = program.function_type
-    order = [places[id(x)] for x in types.unpack_inputs(types.bind(*call))]
-    is_ordered = order == list(range(len(tensors)))
-    return program, list if is_ordered else operator.itemgetter(*order)
-
-
 def _number_keys(arguments: Any) -> tuple[Any, ...]:
     """Return keys of Python numbers: a tf.function takes 1, True and 1.0 for equal."""
     keys = []
@@ -158,69 +150,50 @@ def _number_keys(arguments: Any) -> tuple[Any, ...]:
     return tuple(keys)
 
 
-class CompiledFunctions:
-    """Compiled functions, which are evicted when their owners are garbage-collected."""
-
-    def __init__(
-        self, call: Callable[[Callable, tuple, dict], Any], group_state: GroupState
-    ):
-        self._functions = CompileCache(lambda: _CompiledFunction(call, group_state))
-
-    def __call__(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        compiled = self._functions.get(fn)
-        traces = compiled.traces
-        result = compiled(fn, args, kwargs)
-        if compiled.traces > traces:
-            self._functions.refresh(fn)
-        return result
-
-
-class _CompiledFunction:
+class CompiledFunction:
     """One function on every replica, as a tf.function.
 
     A tf.function returns only tensors, so a trace stores the structure of the outputs
     with all other values as a template, and the tf.function returns its index as a key.
     """
 
-    def __init__(self, call: Callable, group_state: GroupState):
-        self._call = call
-        self._group_state = group_state
-        self._seeds = group_state.seeds
+    def __init__(self, group: "TensorFlowGroup"):
+        self._group = group
         self._draws = False
         # A cached trace must not keep the function or its owner alive, so each call
         # brings the function.
         self._current = threading.local()
         self.traces = 0
         self._warned = False
-        self._reset()
+        self._discard_traces()
 
-    def _reset(self) -> None:
-        templates: list[Any] = []
-
-        def trace(args, kwargs, batch_indices):
-            restore_batch(args, kwargs, batch_indices)
-            return self._trace(templates, args, kwargs)
-
-        self._templates = templates
-        self._programs = ProgramCache(trace)
+    def _discard_traces(self) -> None:
+        self._templates: list[Any] = []
+        self._programs = ProgramCache(functools.partial(self._trace, self._templates))
 
     def __call__(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         leaves = tree.flatten((args, kwargs))
         if any(map(isinstance, leaves, itertools.repeat(keras.Variable))):
-            # Pass variables as they are, not their current values.
+            # Pass variables as they are: a tf.function would pass their values.
             args, kwargs = tree.map_structure(
-                lambda x: _PassThrough(x) if isinstance(x, keras.Variable) else x,
+                lambda x: IdentityKey(x) if isinstance(x, keras.Variable) else x,
                 (args, kwargs),
             )
-        batch_indices = batch_argument_indices(leaves)
+        batch = find_batch_rows(leaves, {})
+        batch_indices = []  # in a loop: a generator costs a call per item in each step
+        if batch is not None:
+            for index, leaf in enumerate(leaves):
+                if isinstance(leaf, PerReplica) and leaf.batch is batch:
+                    batch_indices.append(index)
+        arguments = args, kwargs, tuple(batch_indices)
         if not self._templates:
-            self._trace_until_built(fn, args, kwargs, batch_indices)
+            self._trace_until_built(fn, arguments)
         programs, templates = self._programs, self._templates
         if self._draws:
-            self._seeds.refresh()
+            self._group.seeds.refresh()
         self._current.fn = fn
         try:
-            ((index, tensors),) = programs(args, kwargs, batch_indices).items()
+            ((index, tensors),) = programs(*arguments).items()
         except tf.errors.OpError as error:
             error.add_note(
                 "TensorFlow writes variables in place: what the replicas assigned "
@@ -234,7 +207,7 @@ class _CompiledFunction:
             self._warned = True
             warn_many_programs(fn, len(templates))
         if len(templates) > MAX_PROGRAMS:
-            self._reset()  # a tf.function never evicts a trace
+            self._discard_traces()  # a tf.function never evicts a trace
         template, tensors = templates[int(index)], iter(tensors)
         if template is _TENSOR:  # the most frequent case
             return next(tensors)
@@ -242,16 +215,14 @@ class _CompiledFunction:
             lambda leaf: next(tensors) if leaf is _TENSOR else leaf, template
         )
 
-    def _trace_until_built(
-        self, fn: Callable[..., Any], args: tuple, kwargs: dict, batch_indices: Any
-    ) -> None:
+    def _trace_until_built(self, fn: Callable[..., Any], arguments: tuple) -> None:
         """Trace the function, and discard the trace if something was built in it."""
-        builds = self._group_state.builds
+        builds = self._group.builds
         self._current.fn = fn
         try:
-            self._programs.trace(args, kwargs, batch_indices)
+            self._programs.trace(*arguments)
         except Exception as error:
-            if self._group_state.builds == builds:
+            if self._group.builds == builds:
                 if isinstance(error, UnliftableError):
                     error.add_note(
                         "The function creates a `tf.Variable`. Create it in the "
@@ -261,44 +232,34 @@ class _CompiledFunction:
                 raise
         finally:
             del self._current.fn
-        if self._group_state.builds != builds:
-            self._reset()
+        if self._group.builds != builds:
+            self._discard_traces()
 
-    def _trace(self, templates, args, kwargs):
-        starts = self._seeds.starts
+    def _trace(self, templates, args, kwargs, batch_indices):
+        if batch_indices:
+            # The tf.function dropped the attribute. Without row counts, because a
+            # program serves any number of rows.
+            leaves, batch = tree.flatten((args, kwargs)), BatchRows()
+            for index in batch_indices:
+                leaves[index].batch = batch
+        starts = self._group.seeds.starts
         args, kwargs = tree.map_structure(
-            lambda x: x.value if isinstance(x, _PassThrough) else x, (args, kwargs)
+            lambda x: x.it if isinstance(x, IdentityKey) else x, (args, kwargs)
         )
-        outputs = self._call(self._current.fn, args, kwargs)
-        self._draws |= self._seeds.starts > starts
-        tensors = [leaf for leaf in tree.flatten(outputs) if _has_tensors(leaf)]
+        outputs = self._group.call(self._current.fn, args, kwargs)
+        self._draws |= self._group.seeds.starts > starts
         self.traces += 1
-        templates.append(
-            tree.map_structure(
-                lambda leaf: _TENSOR if _has_tensors(leaf) else leaf, outputs
-            )
-        )
+        tensors = []
+
+        def take_tensors(leaf):
+            values = leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
+            if not any(map(tf.is_tensor, values)):
+                return leaf
+            tensors.append(leaf)
+            return _TENSOR
+
+        templates.append(tree.map_structure(take_tensors, outputs))
         return {str(len(templates) - 1): tensors}
-
-
-class _PassThrough:
-    """An argument that a `tf.function` would convert to a tensor, passed as it is."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __tf_tracing_type__(self, context: Any) -> ObjectTraceType:
-        return ObjectTraceType(self.value, self)
-
-
-# The place of a tensor in a template.
-_TENSOR = object()
-
-
-def _has_tensors(leaf: Any) -> bool:
-    if isinstance(leaf, DistributedValues):
-        return any(tf.is_tensor(value) for value in leaf.values)
-    return tf.is_tensor(leaf)
 
 
 _MARKER = "keras_strategy refuses this, for reason number"
@@ -306,7 +267,7 @@ _messages: list[str] = []
 
 
 def require(condition: Any, message: str) -> None:
-    """Assert a scalar tensor, see `reraise_failed_checks`."""
+    """Assert a scalar tensor, which `reraise_failed_checks` reports."""
     if message not in _messages:
         _messages.append(message)
     tf.debugging.Assert(condition, [f"{_MARKER} {_messages.index(message)}."])
@@ -357,6 +318,5 @@ class FirstStepCheck:
         tf.cond(self._is_first.read_value(), check, lambda: True)
 
     def end(self) -> None:
-        """End the first step."""
         if self._is_first is not None:
             self._is_first.assign(False)

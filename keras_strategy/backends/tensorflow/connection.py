@@ -31,30 +31,28 @@ def worker_device(rank: int) -> str:
 
 def start(cluster: Cluster) -> list[str]:
     """Start TensorFlow's server, and return the servers' addresses by rank."""
-    if context.context()._context_handle is not None:
+    runtime = context.context()
+    if runtime._context_handle is not None:
         raise RuntimeError(
             "TensorFlow has already initialized its devices, so a strategy of several "
             "workers can no longer use them. Create MultiWorkerMirroredStrategy at "
             "the start of the program, before you create a tensor, a variable, a "
             "dataset or another strategy."
         )
-    addresses = [
-        str(address)
-        for address in cluster.exchange(
-            "the addresses of TensorFlow's servers", _choose_address(cluster)
-        )
-    ]
+    addresses: list[str] = cluster.exchange(
+        "the addresses of TensorFlow's servers", _choose_address(cluster)
+    )
     leader, task = worker_device(0), f"/job:{JOB}/task:{cluster.rank}"
-    context.context().configure_collective_ops(
+    runtime.configure_collective_ops(
         collective_leader=leader,
         scoped_allocator_enabled_ops=("CollectiveReduce",),
         device_filters=(task,),
     )
     # Once one is configured, the native strategy does not request another.
-    context.context().configure_coordination_service(service_type="")
+    runtime.configure_coordination_service(service_type="")
     server = tensorflow_server_pb2.ServerDef(
         cluster=tf.train.ClusterSpec({JOB: addresses}).as_cluster_def(),
-        default_session_config=context.context().config,
+        default_session_config=runtime.config,
         job_name=JOB,
         task_index=cluster.rank,
         protocol="grpc",
@@ -65,10 +63,11 @@ def start(cluster: Cluster) -> list[str]:
     del settings.device_filters[:]
     settings.device_filters.append(task)
     # A proxy in the environment is meant for hosts outside the cluster.
-    os.environ.setdefault("no_grpc_proxy", ",".join(map(_host, addresses)))
-    context.context().enable_collective_ops(server)
+    hosts = [address.rpartition(":")[0] for address in addresses]
+    os.environ.setdefault("no_grpc_proxy", ",".join(hosts))
+    runtime.enable_collective_ops(server)
     try:
-        context.context().ensure_initialized()
+        runtime.ensure_initialized()
     except tf.errors.OpError as error:
         raise RuntimeError(
             f"TensorFlow cannot start its server at {addresses[cluster.rank]}. The "
@@ -87,49 +86,17 @@ def start(cluster: Cluster) -> list[str]:
 def _choose_address(cluster: Cluster) -> str:
     """Return the worker's address if its port is free, else a free one on its host."""
     address = cluster.addresses[cluster.rank] if cluster.addresses else ""
-    host = _host(address) or socket.gethostname()
-    port = address.rpartition(":")[2]
+    host, _, port = address.rpartition(":")
     # Launchers may use the port themselves, for what they call the master.
     preferred = [int(port)] if port.isdecimal() and int(port) > 0 else []
     for candidate in [*preferred, 0]:
         # On every interface, as TensorFlow's server binds it.
         with contextlib.suppress(OSError), socket.create_server(("", candidate)) as s:
-            return f"{host}:{s.getsockname()[1]}"
+            return f"{host or socket.gethostname()}:{s.getsockname()[1]}"
     raise RuntimeError("No port is free for TensorFlow's server.")
-
-
-def _host(address: str) -> str:
-    return address.rpartition(":")[0]
-
-
-def list_devices(device_type: str | None = None) -> list[str]:
-    """Return canonical names such as `cpu:0`, and initialize TensorFlow's devices."""
-    if device_type is None:
-        return list_devices("gpu") or list_devices("cpu")
-    found = tf.config.list_logical_devices(device_type.upper())
-    return [f"{device_type.lower()}:{index}" for index in range(len(found))]
 
 
 def native_name(device: str) -> str:
     """Return TensorFlow's name of a device, such as `/device:CPU:0`."""
     kind, index = device.split(":")
     return f"/device:{kind.upper()}:{index}"
-
-
-def set_logical_devices(device_type: str, count: int) -> None:
-    """Split the first physical device of a type into logical ones."""
-    kind = device_type.upper()
-    physical = tf.config.list_physical_devices(kind)[0]
-    logical = [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
-    try:
-        tf.config.set_logical_device_configuration(physical, logical)
-    except RuntimeError:
-        initialized = len(tf.config.list_logical_devices(kind))
-        if initialized == count:
-            return
-        raise RuntimeError(
-            f"TensorFlow has already initialized {initialized} {device_type} "
-            f"device(s), and cannot change this to {count}. Call "
-            "`set_logical_devices` at the start of the program, before you create a "
-            "tensor, a variable or a strategy. In a notebook, restart the kernel first."
-        ) from None

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_strategy.backends.tensorflow.connection import native_name
 from keras_strategy.backends.tensorflow.group import TensorFlowGroup
-from keras_strategy.backends.tensorflow.row_ranges import common_rows, slice_rows
+from keras_strategy.backends.tensorflow.tensors import common_rows, slice_rows
 from keras_strategy.core import context
 from keras_strategy.core.step_state import BatchRows
 from keras_strategy.data.distributed_dataset import (
@@ -32,26 +32,25 @@ def distribute(
     split: bool,
     options: InputOptions | None,
 ) -> "NativeDataset":
-    """Distribute `tf.data.Dataset`s, see `Engine.distribute_natively`.
-
-    Raises:
-        ValueError: If the elements must be split, and are not batches.
-    """
+    """Distribute `tf.data.Dataset`s, see `Engine.distribute_natively`."""
     if split:
         (dataset,) = datasets
-        datasets = [
-            split_by_rows(
-                dataset,
-                strategy.num_replicas_in_sync,
-                strategy.extended.topology.local_replicas,
-            )
-        ]
+        local = strategy.extended.topology.local_replicas
+        datasets = [split_by_rows(dataset, strategy.num_replicas_in_sync, local)]
     group = strategy.extended.group
     if isinstance(group, TensorFlowGroup):
+        native_options = None
+        if options is not None:
+            mode = options.experimental_replication_mode.name
+            fields = options._replace(
+                experimental_replication_mode=tf.distribute.InputReplicationMode[mode]
+            )
+            # The fields after these are ours.
+            native_options = tf.distribute.InputOptions(*fields[:4])
         native = group.native.distribute_datasets_from_function(
             # Native workers are pipelines, too, and each has a dataset of its own.
             lambda context: datasets[context.input_pipeline_id % len(datasets)],
-            _native_options(options),
+            native_options,
         )
     else:
         (dataset,) = datasets
@@ -66,14 +65,6 @@ def split_by_rows(dataset: Any, replicas: int, local: range) -> Any:
 
     Native tf.distribute splits by rewriting the dataset's graph, which supports only
     datasets that end in certain kinds of `batch`.
-
-    Args:
-        dataset: A dataset of global batches.
-        replicas: The number of replicas of all workers.
-        local: The indices of this worker's replicas.
-
-    Raises:
-        ValueError: If the elements are scalars.
     """
     spec = dataset.element_spec
     shapes = [leaf.shape for leaf in tf.nest.flatten(spec) if hasattr(leaf, "shape")]
@@ -86,11 +77,12 @@ def split_by_rows(dataset: Any, replicas: int, local: range) -> Any:
         )
     if replicas == 1:
         return dataset
-    rows = {shape[0] if shape.rank else None for shape in shapes}
+    rows: set[Any] = {shape[0] if shape.rank else None for shape in shapes}
     # The rows of each replica, if they are known and equal.
-    local_rows = rows.pop() if len(rows) == 1 else None
-    if local_rows is not None:
-        local_rows = None if local_rows % replicas else local_rows // replicas
+    local_rows = None
+    if len(rows) == 1 and None not in rows:
+        quotient, remainder = divmod(rows.pop(), replicas)
+        local_rows = None if remainder else quotient
 
     def split(*element):
         element = element if type(spec) is tuple else element[0]
@@ -126,45 +118,11 @@ def split_by_rows(dataset: Any, replicas: int, local: range) -> Any:
     return result.apply(tf.data.experimental.assert_cardinality(count))
 
 
-def _native_options(options: InputOptions | None) -> Any:
-    if options is None:
-        return None
-    mode = options.experimental_replication_mode.name
-    fields = options._replace(
-        experimental_replication_mode=tf.distribute.InputReplicationMode[mode]
-    )
-    # The fields after these are ours.
-    return tf.distribute.InputOptions(*fields[:4])
-
-
-def _convert_element(strategy: "Strategy", element: Any) -> Any:
-    """Return an element with our `PerReplica` instead of native distributed values."""
-    has_workers = strategy.extended.cluster is not None
-    rows = None if has_workers else BatchRows()
-
-    def convert(leaf):
-        if isinstance(leaf, tf.distribute.DistributedValues):
-            value = PerReplica(leaf.values)
-            value.batch = rows
-            return value
-        # On a worker with one device, native tf.distribute returns plain tensors.
-        return PerReplica([leaf]) if has_workers and tf.is_tensor(leaf) else leaf
-
-    return tf.nest.map_structure(convert, element)
-
-
-def _convert_spec(strategy: "Strategy", spec: Any) -> Any:
-    has_workers = strategy.extended.cluster is not None
-
-    def convert(leaf):
-        components = getattr(leaf, "_value_specs", [leaf] if has_workers else None)
-        return leaf if components is None else PerReplica(components)
-
-    return tf.nest.map_structure(convert, spec)
-
-
 class _Wrapper:
-    """Wrapper of a native object, which tf.function and its loops see through."""
+    """Wrapper of a native object, which tf.function and its loops see through.
+
+    Its elements have our `PerReplica` in place of native distributed values.
+    """
 
     def __init__(self, strategy: "Strategy", native: Any):
         self._strategy = strategy
@@ -177,6 +135,30 @@ class _Wrapper:
     def __tf_unflatten__(cls, metadata: Any, components: Any) -> Any:
         return cls(*metadata, *components)
 
+    def _convert(self, element: Any) -> Any:
+        has_workers = self._strategy.extended.cluster is not None
+        rows = None if has_workers else BatchRows()
+
+        def convert(leaf):
+            if isinstance(leaf, tf.distribute.DistributedValues):
+                value = PerReplica(leaf.values)
+                value.batch = rows
+                return value
+            # On a worker with one device, native tf.distribute returns plain tensors.
+            return PerReplica([leaf]) if has_workers and tf.is_tensor(leaf) else leaf
+
+        return tf.nest.map_structure(convert, element)
+
+    @property
+    def element_spec(self) -> Any:
+        has_workers = self._strategy.extended.cluster is not None
+
+        def convert(leaf):
+            components = getattr(leaf, "_value_specs", [leaf] if has_workers else None)
+            return leaf if components is None else PerReplica(components)
+
+        return tf.nest.map_structure(convert, self._native.element_spec)
+
 
 class NativeDataset(_Wrapper, DistributedDataset, tf.distribute.DistributedDataset):
     """A native distributed dataset whose elements are our `PerReplica`."""
@@ -185,17 +167,11 @@ class NativeDataset(_Wrapper, DistributedDataset, tf.distribute.DistributedDatas
         context.require_cross_replica(self._strategy, "DistributedDataset.__iter__")
         return NativeIterator(self._strategy, iter(self._native))
 
-    @property
-    def element_spec(self) -> Any:
-        return _convert_spec(self._strategy, self._native.element_spec)
-
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         context.require_cross_replica(self._strategy, "DistributedDataset.reduce")
         return self._native.reduce(
             initial_state,
-            lambda state, element: reduce_func(
-                state, _convert_element(self._strategy, element)
-            ),
+            lambda state, element: reduce_func(state, self._convert(element)),
         )
 
 
@@ -205,7 +181,7 @@ class NativeIterator(_Wrapper, DistributedIterator, tf.distribute.DistributedIte
     def __next__(self) -> Any:
         context.require_cross_replica(self._strategy, "DistributedIterator.__next__")
         try:
-            return _convert_element(self._strategy, self._native.get_next())
+            return self._convert(self._native.get_next())
         except tf.errors.OutOfRangeError:
             raise StopIteration from None
 
@@ -215,10 +191,6 @@ class NativeIterator(_Wrapper, DistributedIterator, tf.distribute.DistributedIte
         )
         return NativeOptional(self._strategy, self._native.get_next_as_optional())
 
-    @property
-    def element_spec(self) -> Any:
-        return _convert_spec(self._strategy, self._native.element_spec)
-
 
 class NativeOptional(_Wrapper, OptionalElement):
     """A native optional element; inside a tf.function `has_value()` is symbolic."""
@@ -227,4 +199,4 @@ class NativeOptional(_Wrapper, OptionalElement):
         return self._native.has_value()
 
     def get_value(self) -> Any:
-        return _convert_element(self._strategy, self._native.get_value())
+        return self._convert(self._native.get_value())

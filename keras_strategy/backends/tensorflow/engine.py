@@ -3,19 +3,23 @@
 import contextlib
 import json
 import operator
+import os
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
+from tensorflow.python.eager import context
 
-from keras_strategy.backends.tensorflow import connection
 from keras_strategy.backends.tensorflow.connection import native_name
+from keras_strategy.backends.tensorflow.random import DRAW_FUNCTIONS
 from keras_strategy.devices import canonical_device
 from keras_strategy.keras_patches.random import dry_running, map_rows
 from keras_strategy.keras_patches.variables_optimizers import stored_value
 from keras_strategy.training.random import EndOfDryRun
+from keras_strategy.training.saving import raise_if_any_failed
 from keras_strategy.values import DistributedValues, raise_not_a_tensor
 
 if TYPE_CHECKING:
@@ -28,8 +32,10 @@ if TYPE_CHECKING:
     from keras_strategy.training.cross_device_ops import CrossDeviceOps
 
 
-# Lets tf.nest and tf.function see the tensors inside distributed values, so that the
-# user's tf.functions take and return them.
+# tf.distribute's name, so that its checkpoints are found.
+_STEPS = "checkpointed_runs"
+
+# tf.nest sees the tensors inside, so tf.functions take and return distributed values.
 _protocol: Any = DistributedValues
 _protocol.__tf_flatten__ = lambda self: ((), self.values)
 _protocol.__tf_unflatten__ = classmethod(lambda cls, _, values: cls(values))  # pyright: ignore
@@ -42,7 +48,10 @@ class TensorFlowEngine:
     name = "tensorflow"
 
     def list_devices(self, device_type: str | None = None) -> list[str]:
-        return connection.list_devices(device_type)
+        if device_type is None:
+            return self.list_devices("gpu") or self.list_devices("cpu")
+        found = tf.config.list_logical_devices(device_type.upper())
+        return [f"{device_type.lower()}:{index}" for index in range(len(found))]
 
     def sharding_unsupported_reason(self, shard: str) -> str | None:
         if shard == "optimizer":
@@ -65,7 +74,22 @@ class TensorFlowEngine:
         return []  # TPUStrategy is refused before it needs them
 
     def set_logical_devices(self, device_type: str, count: int) -> None:
-        connection.set_logical_devices(device_type, count)
+        kind = device_type.upper()
+        physical = tf.config.list_physical_devices(kind)[0]
+        logical = [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
+        try:
+            tf.config.set_logical_device_configuration(physical, logical)
+        except RuntimeError:
+            initialized = len(tf.config.list_logical_devices(kind))
+            if initialized == count:
+                return
+            raise RuntimeError(
+                f"TensorFlow has already initialized {initialized} {device_type} "
+                f"device(s), and cannot change this to {count}. Call "
+                "`set_logical_devices` at the start of the program, before you create "
+                "a tensor, a variable or a strategy. In a notebook, restart the kernel "
+                "first."
+            ) from None
 
     def device_scope(self, device: str) -> AbstractContextManager[Any]:
         return tf.device(native_name(device))
@@ -88,8 +112,6 @@ class TensorFlowEngine:
     def draw_slice(
         self, name: str, given: dict[str, Any], begin: Any, seed: Callable[[], Any]
     ) -> Any:
-        from keras_strategy.backends.tensorflow.random import DRAW_FUNCTIONS
-
         draw = DRAW_FUNCTIONS.get(name)
         return None if draw is None else draw(begin=begin, seed=seed(), **given)
 
@@ -136,7 +158,24 @@ class TensorFlowEngine:
     def value_and_grad(
         self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
     ) -> Callable[..., Any]:
-        return value_and_grad(fn, variables, has_aux)
+        def compute(*args, **kwargs):
+            with tf.GradientTape() as tape:
+                for variable in variables:
+                    if not variable.trainable:
+                        tape.watch(stored_value(variable))
+                result = fn(*args, **kwargs)
+                value, aux = result if has_aux else (result, None)
+                value = tf.convert_to_tensor(value)
+            if value.shape.rank not in (0, None):
+                raise ValueError(
+                    "The function passed to `value_and_grad` must return a scalar. "
+                    f"Received a tensor of the shape {value.shape}."
+                )
+            sources = [_tape_source(variable) for variable in variables]
+            gradients = tape.gradient(value, sources)
+            return ((value, aux) if has_aux else value), gradients
+
+        return compute
 
     def patch_modules(self) -> Sequence[ModuleType]:
         from keras_strategy.backends.tensorflow import patches, patches_sharding
@@ -146,17 +185,21 @@ class TensorFlowEngine:
         return [patches, patches_sharding, slot_patches, patches_sharded_update]
 
     def random_state(self, seeded: bool = True) -> bytes | None:
-        from keras_strategy.backends.tensorflow import random
-
-        if not (seeded or random.has_seed()):
-            return None
-        return json.dumps(random.random_state()).encode()
+        if context.global_seed() is None:
+            if not seeded:
+                return None
+            # Without a seed, operations draw theirs from the machine, which no other
+            # worker can reproduce.
+            tf.random.set_seed(int.from_bytes(os.urandom(4)))
+        # The seed, and the state of the seeds that are drawn from it.
+        state = context.global_seed(), context.context()._rng.getstate()
+        return json.dumps(state).encode()
 
     def set_random_state(self, state: bytes) -> None:
-        from keras_strategy.backends.tensorflow import random
-
         seed, (version, numbers, gauss) = json.loads(state)
-        random.set_random_state(seed, (version, tuple(numbers), gauss))
+        if context.global_seed() != seed:
+            tf.random.set_seed(seed)
+        context.context()._rng.setstate((version, tuple(numbers), gauss))
 
     def native_strategy(self, devices: tuple[str, ...]) -> Any:
         names = [native_name(device) for device in devices]
@@ -189,9 +232,22 @@ class TensorFlowEngine:
         return distribute(strategy, datasets, split, options)
 
     def checkpoints(self, thing: Any, folder: Any, cluster: "Cluster | None") -> Any:
-        from keras_strategy.backends.tensorflow.checkpoints import checkpoints
-
-        return checkpoints(thing, folder, cluster)
+        if isinstance(thing, tf.train.CheckpointManager):
+            return _TensorFlowCheckpoints(thing, thing, cluster)
+        if not isinstance(thing, tf.train.Checkpoint):
+            return None
+        if folder is None:
+            raise ValueError(
+                "A tf.train.Checkpoint needs a folder: argument `checkpoint_dir`. "
+                "Received: None"
+            )
+        manager = tf.train.CheckpointManager(thing, os.fspath(folder), max_to_keep=1)
+        writer = manager
+        if cluster is not None and not cluster.is_chief:
+            scratch = tempfile.TemporaryDirectory()
+            writer = tf.train.CheckpointManager(thing, scratch.name, max_to_keep=1)
+            writer.scratch = scratch  # removes the folder with the manager
+        return _TensorFlowCheckpoints(manager, writer, cluster)
 
     def count_operations(self, train: Any, steps: int) -> tuple[int, int, int, int]:
         from keras_strategy.backends.tensorflow import profiling
@@ -229,31 +285,6 @@ class TensorFlowEngine:
         return TensorFlowGroup(strategy, devices, cross_device_ops, connected)
 
 
-def value_and_grad(
-    fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
-) -> Callable[..., Any]:
-    """Return a function of the value and the gradients of `fn`."""
-
-    def compute(*args, **kwargs):
-        with tf.GradientTape() as tape:
-            for variable in variables:
-                if not variable.trainable:
-                    tape.watch(stored_value(variable))
-            result = fn(*args, **kwargs)
-            value, aux = result if has_aux else (result, None)
-            value = tf.convert_to_tensor(value)
-        if value.shape.rank not in (0, None):
-            raise ValueError(
-                "The function passed to `value_and_grad` must return a scalar. "
-                f"Received a tensor of the shape {value.shape}."
-            )
-        sources = [_tape_source(variable) for variable in variables]
-        gradients = tape.gradient(value, sources)
-        return ((value, aux) if has_aux else value), gradients
-
-    return compute
-
-
 def _tape_source(variable: Any) -> Any:
     """Return the tensor that a tape reads: in cross-replica context the first one."""
     value = stored_value(variable)
@@ -261,3 +292,50 @@ def _tape_source(variable: Any) -> Any:
     if is_mirrored and tf.distribute.in_cross_replica_context():
         return tf.distribute.get_strategy().experimental_local_results(value)[0]
     return value
+
+
+class _TensorFlowCheckpoints:
+    """Checkpoints of `tf.train.CheckpointManager`s, which may save elsewhere.
+
+    All workers save, because reading the variables may need all of them.
+    """
+
+    def __init__(
+        self,
+        reader: tf.train.CheckpointManager,
+        writer: tf.train.CheckpointManager,
+        cluster: "Cluster | None",
+    ):
+        self._reader, self._writer, self._cluster = reader, writer, cluster
+        if not hasattr(reader.checkpoint, _STEPS):
+            steps = tf.Variable(tf.zeros((), tf.int64), trainable=False, name=_STEPS)
+            setattr(reader.checkpoint, _STEPS, steps)
+        self._steps = getattr(reader.checkpoint, _STEPS)
+
+    def restore(self) -> int:
+        """Restore the last checkpoint, if any, and return its number of steps."""
+        path = self._reader.restore_or_initialize()
+        steps = int(self._steps.numpy())
+        restored = [None if path is None else os.path.basename(path), steps]
+        if self._cluster is not None:
+            by_worker = self._cluster.exchange("what is restored", restored)
+            if any(other != restored for other in by_worker):
+                raise ValueError(
+                    "All workers must restore the same checkpoint of "
+                    f"{self._reader.directory}: "
+                    f"{self._cluster.format_by_worker(by_worker)}."
+                )
+        return steps
+
+    def save(self, steps: int, *args: Any, **kwargs: Any) -> None:
+        """Save, and wait until all workers have saved."""
+        self._steps.assign(steps)
+        error: Exception | None = None
+        try:
+            self._writer.save(*args, **kwargs)
+        except Exception as caught:
+            error = caught
+        if self._cluster is not None:
+            raise_if_any_failed(self._cluster, "a checkpoint", error)
+        elif error is not None:
+            raise error

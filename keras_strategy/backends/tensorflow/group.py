@@ -9,6 +9,7 @@ per step, and checks before values are combined.
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -17,55 +18,52 @@ import numpy as np
 import tensorflow as tf
 from keras import tree
 
+from keras_strategy.backends.tensorflow import tensors
 from keras_strategy.backends.tensorflow.collectives import (
     TensorFlowWorkers,
     gather_over_workers,
-    sum_over_workers,
 )
 from keras_strategy.backends.tensorflow.compile_cache import (
-    CompiledFunctions,
+    CompiledFunction,
     reraise_failed_checks,
 )
 from keras_strategy.backends.tensorflow.connection import native_name
-from keras_strategy.backends.tensorflow.cross_device_ops import (
-    concat_values,
-    native_cross_device_ops,
-    reduce_values,
-    sum_values,
-)
 from keras_strategy.backends.tensorflow.native_strategies import (
     NativeMirroredStrategy,
     NativeMultiWorkerStrategy,
 )
+from keras_strategy.backends.tensorflow.random import SeedGenerators
 from keras_strategy.backends.tensorflow.replica import (
-    GroupState,
     RunState,
     TensorFlowReplica,
+    gather_shards,
+    local_shard,
     regroup_outputs,
 )
-from keras_strategy.backends.tensorflow.row_ranges import step_states
-from keras_strategy.backends.tensorflow.sharding import gather_shards, local_shard
 from keras_strategy.backends.threads.patches_sharding import shard_adopted_slot
 from keras_strategy.backends.threads.pool import propagate_interrupts
 from keras_strategy.core import context
 from keras_strategy.core.context import ReplicaContext
 from keras_strategy.core.per_replica_attributes import GroupAttributes
 from keras_strategy.core.registry import get_engine
+from keras_strategy.core.step_state import RowRange, StepState, row_ranges
 from keras_strategy.core.variable_components import update_components
 from keras_strategy.devices import ReplicaTopology
-from keras_strategy.keras_patches.random import global_generator
+from keras_strategy.keras_patches.random import (
+    dry_run_layer,
+    global_generator,
+    layer_draws,
+)
 from keras_strategy.keras_patches.variables_optimizers import (
     byte_count,
     initialize,
     stored_dtype,
     stored_value,
 )
+from keras_strategy.training import reduction, train_step, variable_sync
+from keras_strategy.training.compile_cache import CompileCache
+from keras_strategy.training.random import BatchDimCache
 from keras_strategy.training.sharding import FlatShards, flat_shards_of, set_flat_shards
-from keras_strategy.training.variable_sync import (
-    is_sync_on_read,
-    local_contribution,
-    split_for_local_replicas,
-)
 from keras_strategy.values import (
     DistributedValues,
     Mirrored,
@@ -94,21 +92,21 @@ class TensorFlowGroup:
         workers: TensorFlowWorkers | None = None,
     ):
         self.devices = devices
+        self._first_device = native_name(devices[0])  # combines the replicas' values
         self.strategy = strategy
         self.workers = workers
         self.topology = ReplicaTopology(devices, workers)
         self.native: Any
         if workers is None:
             self.native = NativeMirroredStrategy(
-                devices,
-                native_cross_device_ops(cross_device_ops, devices),
-                strategy.parameter_device,
+                devices, cross_device_ops, strategy.parameter_device
             )
         else:
             self.native = NativeMultiWorkerStrategy(devices, workers)
-        self.state = GroupState(strategy, self.native, self.topology, workers)
+        self.seeds = SeedGenerators(self.call_outside, workers)
+        self.builds = 0  # how often a replica has created or built something
         self._attributes = GroupAttributes(len(devices), tf.is_tensor)
-        self._compiled = CompiledFunctions(self.call, self.state)
+        self._functions = CompileCache(lambda: CompiledFunction(self))
 
     def scope(self):
         return self.native.scope()
@@ -122,25 +120,27 @@ class TensorFlowGroup:
                 initialize(variable, lambda value=value: tf.convert_to_tensor(value))
                 # Optimizers look up the variables of `build` by this id.
                 self.stored_components(variable)[0]._unique_id = value._unique_id
-                if is_sync_on_read(variable):
+                if variable_sync.is_sync_on_read(variable):
                     self.split_initial_value(variable)
                 shard_adopted_slot(self.strategy, variable)
 
     def share(self, variable: Any, shares: FlatShards) -> None:
-        """Shard an initialized variable over the replicas."""
         with tf.init_scope(), self.scope():
             full = tf.convert_to_tensor(self.stored_components(variable)[0])
             local = self.topology.local_replicas
             shards = [local_shard(full, shares, replica) for replica in local]
-            with self.native.extended.initial_shards(shards):
+            self.native.extended.shards = shards
+            try:
                 initialize(variable, lambda: shards[0])
+            finally:
+                self.native.extended.shards = None
         set_flat_shards(variable, shares)
 
     def full_value(self, variable: Any) -> Any:
         """Return the value of a sharded variable; all workers must call it."""
         shares, name = flat_shards_of(variable), f"the value of '{variable.path}'"
         assert shares is not None
-        with self.collective_scope(name), tf.device(native_name(self.devices[0])):
+        with self.collective_scope(name), tf.device(self._first_device):
             components = self.stored_components(variable)
             shards = [[tf.convert_to_tensor(shard)] for shard in components]
             return gather_shards(shards, [shares], self.workers, name)[0]
@@ -194,13 +194,13 @@ class TensorFlowGroup:
         return PerReplica(self.components(variable))
 
     def worker_contribution(self, variable: Any) -> Any:
-        """Return this worker's contribution to an on_read variable's value."""
         components = [tf.convert_to_tensor(c) for c in self.components(variable)]
-        return local_contribution(variable, components, self.topology, sum_values)
+        return variable_sync.local_contribution(
+            variable, components, self.topology, tensors.sum_values
+        )
 
     def assign(self, variable: Any, value: Any) -> None:
-        """Assign a value in cross-replica context."""
-        parts = split_for_local_replicas(variable, value, self.topology)
+        parts = variable_sync.split_for_local_replicas(variable, value, self.topology)
         self.assign_components(variable, parts)
 
     def split_initial_value(self, variable: Any) -> None:
@@ -241,13 +241,36 @@ class TensorFlowGroup:
             if tf.inside_function() or tf.config.functions_run_eagerly():
                 return self.call(fn, args, kwargs)
             with self.collective_scope("strategy.run"):
-                return self._compiled(fn, args, kwargs)
+                compiled = self._functions.get(fn)
+                traces = compiled.traces
+                result = compiled(fn, args, kwargs)
+                if compiled.traces > traces:
+                    self._functions.refresh(fn)
+                return result
 
     def collective_scope(self, name: str) -> AbstractContextManager[Any]:
         """Context manager that runs collectives, see `TensorFlowWorkers`."""
         if self.workers is None:
             return contextlib.nullcontext()
         return self.workers.collective_scope(name)
+
+    def call_outside(self, fn: Callable[[], Any], in_scope: bool = True) -> Any:
+        """Call `fn` eagerly in cross-replica context while the replicas wait.
+
+        A variable that one replica's thread creates would have to be created by all
+        threads together. Here it exists on all devices when the first replica
+        continues, and the other replicas find it.
+        """
+        policy = keras.config.dtype_policy()
+
+        def call():
+            keras.config.set_dtype_policy(policy)
+            no_scope = context.cross_replica_scope(None)
+            with self.strategy.scope() if in_scope else no_scope:
+                return fn()
+
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            return pool.submit(call).result()
 
     def call(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Call `fn` on every replica, without compiling it."""
@@ -266,14 +289,13 @@ class TensorFlowGroup:
         attributes = self._attributes.begin()
         run_state = RunState([None] * replicas, global_generator(), attributes)
         threads: list[threading.Thread] = []
-        has_workers = self.workers is not None
-        steps = step_states(fn, args, kwargs, replicas, has_workers)
+        steps = self._step_states(fn, args, kwargs)
 
         @tf.autograph.experimental.do_not_convert
         def replica_fn(args, kwargs):
             keras.config.set_dtype_policy(policy)  # Keras stores it per thread
             threads.append(threading.current_thread())
-            replica = TensorFlowReplica(self.state, run_state)
+            replica = TensorFlowReplica(self, run_state)
             if steps is not None:
                 replica.step = steps[replica.index]
             with (
@@ -293,9 +315,8 @@ class TensorFlowGroup:
                     "The function was not compiled: what the replicas assigned to "
                     "variables before this error stays assigned."
                 )
-            if "made a different number of replica_context().merge_call()" in str(
-                error
-            ):
+            calls_differ = "a different number of replica_context().merge_call()"
+            if calls_differ in str(error):
                 # An earlier replica's Python code changes what a later one finds.
                 error.add_note(
                     "All replicas must take the same branches. They run in turns, so "
@@ -306,34 +327,84 @@ class TensorFlowGroup:
             raise
         self._attributes.commit(attributes)
         if run_state.has_drawn:
-            seeds = self.state.seeds
-            seeds.finish(self.components(seeds.replicas.state)[0])
+            self.seeds.finish(self.components(self.seeds.replicas.state)[0])
         return regroup_outputs(outputs)
 
-    def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
-        replicas = self.topology.num_replicas
-        with (
-            self.collective_scope("strategy.reduce"),
-            tf.device(native_name(self.devices[0])),
-        ):
-            return reduce_values(
-                reduce_op, value.values, axis, replicas, self._sum_over_workers
-            )
-
-    def _sum_over_workers(self, total: Any) -> Any:
+    def _step_states(
+        self, fn: Callable[..., Any], args: tuple, kwargs: dict
+    ) -> list[StepState] | None:
+        """Return the replicas' step states if the arguments are rows of a batch."""
+        batch = train_step.find_batch_rows(args, kwargs)
+        if batch is None:
+            return None
         if self.workers is None:
-            return total
-        return sum_over_workers(self.workers, "strategy.reduce", [total])[0]
+            values = filter(train_step.has_batch_rows, tree.flatten((args, kwargs)))
+            values = [x for x in values if x.values[0].shape.rank != 0]
+            if not values:
+                return None
+            # Use numbers where a trace knows them, as it knows the shapes of what is
+            # drawn.
+            counts: list[Any] = [
+                tensors.rows_of_tensor(part) if part.shape[0] is None else part.shape[0]
+                for part in values[0].values
+            ]
+            total = sum(counts)
+            rows = [
+                RowRange(sum(counts[:replica]), count, total)
+                for replica, count in enumerate(counts)
+            ]
+        elif batch.counts is not None:
+            last = batch.first + len(self.devices)
+            rows = row_ranges(batch.counts)[batch.first : last]
+        else:
+            return None
+        if not tf.inside_function():
+            return [
+                StepState(rows=row_range, draws=layer_draws, dry_run=dry_run_layer)
+                for row_range in rows
+            ]
+        draws = BatchDimCache()
+        return [
+            train_step.traced_run_state(fn, (args, kwargs), row_range, index, draws)
+            for index, row_range in enumerate(rows)
+        ]
+
+    def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
+        name, workers = "strategy.reduce", self.workers
+
+        def sum_over_workers(local):
+            return local if workers is None else workers.sum_all(name, [local])[0]
+
+        with self.collective_scope(name), tf.device(self._first_device):
+            values: list[Any] = [
+                x if isinstance(x, tf.IndexedSlices) else reduction.cast_for_sum(x)
+                for x in map(tensors.as_reducible, value.values)
+            ]
+            if axis is None:
+                # Also sparse ones and those of unknown rank.
+                tensors.check_same_layout(values)
+                total = sum_over_workers(tensors.sum_values(values))
+                if reduce_op is ReduceOp.SUM:
+                    return total
+                return tensors.divide(total, self.topology.num_replicas)
+            axes = reduction.axes_to_reduce(axis, [x.shape for x in values])
+            reduction.check_same_dtype(values)
+            total = tensors.sum_values([tf.reduce_sum(x, axes) for x in values])
+            total = sum_over_workers(total)
+            if reduce_op is ReduceOp.SUM:
+                return total
+            is_static = all(x.shape[i] is not None for x in values for i in axes)
+            shapes = [x.shape if is_static else tf.shape(x) for x in values]
+            counts = [reduction.num_entries(shape, axes) for shape in shapes]
+            return tensors.divide(total, sum_over_workers(sum(counts)))
 
     def gather(self, values: Sequence[Any], axis: int) -> Any:
-        with (
-            self.collective_scope("strategy.gather"),
-            tf.device(native_name(self.devices[0])),
-        ):
-            local = concat_values(values, axis)
+        name = "strategy.gather"
+        with self.collective_scope(name), tf.device(self._first_device):
+            local = tensors.concat_values(values, axis)
             if self.workers is None:
                 return local
-            return gather_over_workers(self.workers, "strategy.gather", local, axis)
+            return gather_over_workers(self.workers, name, local, axis)
 
     def place(self, parts: Sequence[Any], alike: bool | None = None) -> PerReplica:
         values = []

@@ -6,14 +6,14 @@ convert to NumPy or Python numbers as a `tf.Variable` of one device does, and a
 `tf.function` takes one container for another of the same shape.
 """
 
-import contextlib
-import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.core.function.trace_type.default_types import Literal
 from tensorflow.python.distribute.collective_all_reduce_strategy import (
     CollectiveAllReduceExtended,
 )
@@ -27,62 +27,50 @@ from tensorflow.python.distribute.values import (
 from keras_strategy.backends.tensorflow import connection
 from keras_strategy.backends.tensorflow.collectives import TensorFlowWorkers
 from keras_strategy.backends.tensorflow.connection import native_name
-from keras_strategy.backends.tensorflow.cross_device_ops import divide, sum_values
+from keras_strategy.backends.tensorflow.tensors import divide, sum_values
+from keras_strategy.core.registry import get_engine
+from keras_strategy.devices import resolve_devices
+from keras_strategy.training import cross_device_ops as choices
+from keras_strategy.training.compile_cache import IdentityKey
 
 
-class ObjectTraceType(tf.types.experimental.TraceType):
+class _ObjectTraceType(Literal):
     """Trace type that specializes a `tf.function` on the identity of an argument."""
 
-    def __init__(self, value: Any, placeholder: Any):
-        self.value = value
-        self._placeholder = placeholder
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, ObjectTraceType) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def is_subtype_of(self, other: Any) -> bool:
-        return self == other
-
-    def most_specific_common_supertype(self, others: Any) -> "ObjectTraceType | None":
-        return self if all(self == other for other in others) else None
+    def __init__(self, value: Any):
+        super().__init__(IdentityKey(value))
 
     def placeholder_value(self, placeholder_context: Any) -> Any:
-        return self._placeholder
-
-    def to_tensors(self, value: Any) -> list[Any]:
-        return []
+        return self.value.it
 
     def cast(self, value: Any, casting_context: Any) -> Any:
         return value
 
 
-class _ReadableVariable:
+# The base of mixins: a native class, which has no annotations.
+_Native: Any = object
+
+
+class _ReadableVariable(_Native):
     """Conversions that a `tf.Variable` of one device supports."""
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        return np.array(_tensor(self).__array__(), dtype=dtype)
+        return np.array(tf.convert_to_tensor(self).__array__(), dtype=dtype)
 
     def __bool__(self) -> bool:
-        return bool(_tensor(self))
+        return bool(tf.convert_to_tensor(self))
 
     def __complex__(self) -> complex:
-        return complex(_tensor(self))
+        return complex(tf.convert_to_tensor(self))
 
     def __float__(self) -> float:
-        return float(_tensor(self))
+        return float(tf.convert_to_tensor(self))
 
     def __int__(self) -> int:
-        return int(_tensor(self))
+        return int(tf.convert_to_tensor(self))
 
-    def __tf_tracing_type__(self, context: Any) -> ObjectTraceType:
-        return ObjectTraceType(self, self)
-
-
-def _tensor(variable: Any) -> Any:
-    return tf.convert_to_tensor(variable)
+    def __tf_tracing_type__(self, context: Any) -> _ObjectTraceType:
+        return _ObjectTraceType(self)
 
 
 class _ReadableMirrored(_ReadableVariable, MirroredVariable):
@@ -99,33 +87,17 @@ _READABLE = {
 }
 
 
-# The base of the mixins: native strategy classes, which have no annotations.
-_NativeExtended: Any = object
+class _VariablesMixin(_Native):
+    """Native strategy with readable variables and initial shards."""
 
-
-class ReadableVariablesMixin(_NativeExtended):
-    """Native strategy whose variables convert to NumPy and Python numbers."""
+    # The next variable's initial value on each local replica; None if they are equal.
+    shards: Sequence[Any] | None = None
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
         variable = super()._create_variable(next_creator, **kwargs)
         # The native method has no parameter for the classes.
         variable.__class__ = _READABLE.get(type(variable), type(variable))
         return variable
-
-
-class InitialShardsMixin(_NativeExtended):
-    """Native strategy that can give each local replica an initial value of its own."""
-
-    shards: Sequence[Any] | None = None
-
-    @contextlib.contextmanager
-    def initial_shards(self, shards: Sequence[Any]) -> Iterator[None]:
-        """Context manager that creates a variable from one value for each replica."""
-        self.shards = shards
-        try:
-            yield
-        finally:
-            self.shards = None
 
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any
@@ -144,6 +116,34 @@ _local_keys = itertools.count(100_000, 10_000)
 _worker_keys = itertools.count(10_000_000, 10_000)
 
 
+def _native_cross_device_ops(
+    choice: choices.CrossDeviceOps | None, devices: Sequence[str]
+) -> Any:
+    """Return native tf.distribute's class for the user's choice, or None."""
+    on_cpu = all(device.startswith("cpu:") for device in devices)
+    if choice is None:
+        # On CPUs, collectives cost more than they save, and they do not work in the
+        # loop of steps_per_execution.
+        return tf.distribute.ReductionToOneDevice() if on_cpu else None
+    if isinstance(choice, choices.ReductionToOneDevice):
+        device = choice.reduce_to_device
+        if device is not None:
+            engine = get_engine()
+            available = [*engine.list_devices(), *engine.list_devices("cpu")]
+            device = native_name(resolve_devices([device], available)[0])
+        return tf.distribute.ReductionToOneDevice(device)
+    if isinstance(choice, choices.NcclAllReduce):
+        if on_cpu:
+            raise ValueError(
+                "NcclAllReduce needs GPUs. Omit `cross_device_ops` to let TensorFlow "
+                f"choose. Received: cross_device_ops={choice!r} for the devices "
+                f"{list(devices)}"
+            )
+        return tf.distribute.NcclAllReduce(choice.num_packs)
+    assert isinstance(choice, choices.HierarchicalCopyAllReduce)
+    return tf.distribute.HierarchicalCopyAllReduce(choice.num_packs)
+
+
 class NativeMirroredStrategy(tf.distribute.MirroredStrategy):
     """Native strategy over the devices of this process.
 
@@ -153,34 +153,29 @@ class NativeMirroredStrategy(tf.distribute.MirroredStrategy):
     def __init__(
         self,
         devices: Sequence[str],
-        cross_device_ops: Any,
-        parameter_device: str | None = None,
+        cross_device_ops: choices.CrossDeviceOps | None,
+        parameter_device: str | None,
     ):
         self._collective_key_base = next(_local_keys)
         names = [native_name(device) for device in devices]
         # As MirroredStrategy.__init__ does, with our Extended class.
-        extended = _MirroredExtended(self, names, cross_device_ops)
+        chosen = _native_cross_device_ops(cross_device_ops, devices)
+        extended = _MirroredExtended(self, names, chosen)
         if parameter_device is not None:
             extended.parameter_device = native_name(parameter_device)
         tf.distribute.Strategy.__init__(self, extended)
 
 
-class _MirroredExtended(InitialShardsMixin, ReadableVariablesMixin, MirroredExtended):
+class _MirroredExtended(_VariablesMixin, MirroredExtended):
     parameter_device: str | None = None
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
         if self.parameter_device is not None and kwargs.get("colocate_with") is None:
-            # One component for each replica, but all of them on one device.
+            # One component for each replica, but all of them on one device. Native
+            # tf.distribute reads no other attribute of `colocate_with`.
             devices = (self.parameter_device,) * len(self._devices)
-            kwargs["colocate_with"] = _Colocation(devices)
+            kwargs["colocate_with"] = types.SimpleNamespace(_devices=devices)
         return super()._create_variable(next_creator, **kwargs)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Colocation:
-    """The attribute that native tf.distribute reads of `colocate_with`."""
-
-    _devices: tuple[str, ...]
 
 
 class NativeMultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
@@ -197,9 +192,7 @@ class NativeMultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         tf.distribute.Strategy.__init__(self, extended)
 
 
-class _MultiWorkerExtended(
-    InitialShardsMixin, ReadableVariablesMixin, CollectiveAllReduceExtended
-):
+class _MultiWorkerExtended(_VariablesMixin, CollectiveAllReduceExtended):
     # `connection.start` started the server, and our watchdog checks the workers.
     _std_server_started = True
     _enable_check_health = False
@@ -235,16 +228,15 @@ class _MultiWorkerExtended(
 
     def _reduce_to(self, reduce_op, value, destinations, options):
         # Native tf.distribute reads an on_read variable by this, among others.
-        replicas = self._container_strategy().num_replicas_in_sync
-        mean = reduce_op is not tf.distribute.ReduceOp.SUM
-        if not isinstance(destinations, str) or not hasattr(value, "values"):
-            return super()._reduce_to(reduce_op, value, destinations, options)
-        if isinstance(value, Mirrored):
+        is_per_replica = hasattr(value, "values") and not isinstance(value, Mirrored)
+        if not isinstance(destinations, str) or not is_per_replica:
             return super()._reduce_to(reduce_op, value, destinations, options)
         total = sum_values([tf.convert_to_tensor(part) for part in value.values])
         with self._ks_workers.collective_scope("tf.distribute.Strategy.reduce"):
             total = self._ks_workers.sum("tf.distribute.Strategy.reduce", total)
-        return divide(total, replicas) if mean else total
+        if reduce_op is tf.distribute.ReduceOp.SUM:
+            return total
+        return divide(total, self._container_strategy().num_replicas_in_sync)
 
     def _get_variable_creator_initial_value(
         self, replica_id, device, primary_var, **kwargs

@@ -5,6 +5,7 @@ which reads and assigns as one tensor. Keras needs more of a variable: gradients
 update in an optimizer, slots beside it, and conversion to an array.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,26 +35,28 @@ class _ShardedGradient(CompositeTensorGradient):
     def replace_gradient_components(
         self, value: "KerasShardedVariable", component_grads: Sequence[Any]
     ) -> Any:
-        found, begin = [], 0
-        for shard, gradient in zip(value.variables, component_grads, strict=True):
-            if gradient is not None:
-                found.append((begin, shard, gradient))
-            begin += shard.shape[0]
-        if not found:
+        present = [g for g in component_grads if g is not None]
+        if not present:
             return None
-        if all(isinstance(gradient, tf.IndexedSlices) for *_, gradient in found):
+        pairs = list(zip(value.variables, component_grads, strict=True))
+        if all(isinstance(gradient, tf.IndexedSlices) for gradient in present):
             # Keep repeated rows, as for an unsharded variable: Keras squares each of
             # its slices.
+            rows = [shard.shape[0] for shard, _ in pairs]
+            begins = itertools.accumulate(rows, initial=0)
+            indices = [
+                gradient.indices + begin
+                for begin, (_, gradient) in zip(begins, pairs, strict=False)
+                if gradient is not None
+            ]
             return tf.IndexedSlices(
-                tf.concat([gradient.values for *_, gradient in found], axis=0),
-                tf.concat([g.indices + begin for begin, _, g in found], axis=0),
+                tf.concat([gradient.values for gradient in present], axis=0),
+                tf.concat(indices, axis=0),
                 tf.constant(value.shape.as_list()),
             )
         parts = [
-            tf.zeros(shard.shape, shard.dtype)
-            if gradient is None
-            else tf.convert_to_tensor(gradient)
-            for shard, gradient in zip(value.variables, component_grads, strict=True)
+            tf.zeros(shard.shape, shard.dtype) if g is None else tf.convert_to_tensor(g)
+            for shard, g in pairs
         ]
         return tf.concat(parts, axis=0)
 
@@ -65,8 +68,7 @@ class KerasShardedVariable(ShardedVariable):
 
     @property
     def handle(self) -> "KerasShardedVariable":
-        """The object that a tape watches, which stands for all shards."""
-        return self
+        return self  # a tape watches the container, which stands for all shards
 
     def __array__(self, dtype: Any = None) -> np.ndarray:
         return np.asarray(self.numpy(), dtype)
@@ -114,7 +116,15 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     """
 
     def __init__(self, cluster_resolver: Any, variable_partitioner: Any = None):
-        resolver = _native_resolver(cluster_resolver)
+        resolver = cluster_resolver
+        natives = tf.distribute.cluster_resolver
+        if not isinstance(resolver, natives.ClusterResolver):
+            resolver = natives.SimpleClusterResolver(
+                tf.train.ClusterSpec(resolver.cluster_spec().as_dict()),
+                task_type=resolver.task_type,
+                task_id=resolver.task_id,
+                rpc_layer=resolver.rpc_layer or "grpc",
+            )
         super().__init__(resolver, variable_partitioner)
         # Replaces the native one, whose shards Keras cannot train.
         extended = ShardedVariableExtended(self, resolver, variable_partitioner)
@@ -154,14 +164,3 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
                 "MultiWorkerMirroredStrategy."
             )
         return super().experimental_distribute_dataset(dataset, options)
-
-
-def _native_resolver(resolver: Any) -> Any:
-    if isinstance(resolver, tf.distribute.cluster_resolver.ClusterResolver):
-        return resolver
-    return tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec(resolver.cluster_spec().as_dict()),
-        task_type=resolver.task_type,
-        task_id=resolver.task_id,
-        rpc_layer=resolver.rpc_layer or "grpc",
-    )

@@ -7,17 +7,18 @@ inside their update.
 """
 
 import logging
+import operator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_strategy.backends.tensorflow.training import (
-    DatasetElements,
+    MappedBatches,
     TrainingStrategy,
-    WorkerBatches,
-    sync_worker_predictions,
-    sync_worker_steps,
+    as_traceable,
+    sync_workers,
+    without_optionals,
 )
 from keras_strategy.core.context import distributed_replica
 from keras_strategy.core.per_replica_attributes import set_on_all_replicas
@@ -146,15 +147,15 @@ def _value(original, self):
     strategy = strategy_of_variable(self)
     if strategy is None:
         return original(self)
+    is_sharded = flat_shards_of(self) is not None and not in_stateless_scope()
     replica: Any = in_replica()
     if replica is not None:
         if self.aggregation == "sum":
             replica.step.sum_variables_read.add(id(self))
-        shares = flat_shards_of(self)
-        if shares is not None and not in_stateless_scope():
-            check_sync_on_read_owner(replica.group_state.strategy, self)
-            return self._maybe_autocast(replica.full_value(self, shares))
-        running = replica.group_state.strategy
+        running = replica.group.strategy
+        if is_sharded:
+            check_sync_on_read_owner(running, self)
+            return self._maybe_autocast(replica.full_value(self))
         if strategy is not running and not in_stateless_scope():
             if is_sync_on_read(self):
                 check_sync_on_read_owner(running, self)
@@ -162,32 +163,26 @@ def _value(original, self):
                 # The variable has fewer components, which are all equal.
                 return self._maybe_autocast(strategy.extended.group.components(self)[0])
         return original(self)
-    if flat_shards_of(self) is not None and not in_stateless_scope():
-        value = overridden_value(self)
-        if value is None:
-            value = strategy.extended.group.full_value(self)
-        return self._maybe_autocast(tf.convert_to_tensor(value))
-    if not is_sync_on_read(self):
+    if not is_sharded and not is_sync_on_read(self):
         return original(self)
-    if self.aggregation == "none":
+    if not is_sharded and self.aggregation == "none":
         value = original(self)
         if isinstance(value, tf.distribute.DistributedValues):
             raise no_value_error(self)
         return value
+    group: Any = strategy.extended.group
     value = overridden_value(self)
-    if value is not None:
-        return self._maybe_autocast(value)
-    if (
-        strategy.extended.cluster is None
-        or self.aggregation != "only_first_replica"
-        or in_stateless_scope()
-    ):
-        return original(self)
-    group = strategy.extended.group
-    name = f"the value of '{self.path}'"
-    with group.collective_scope(name):
-        part = group.worker_contribution(self)
-        return self._maybe_autocast(group.workers.sum(name, part))
+    if value is None and is_sharded:
+        value = group.full_value(self)
+    elif value is None:
+        is_first_only = self.aggregation == "only_first_replica"
+        if group.workers is None or not is_first_only or in_stateless_scope():
+            return original(self)
+        name = f"the value of '{self.path}'"
+        with group.collective_scope(name):
+            part = group.worker_contribution(self)
+            value = group.workers.sum(name, part)
+    return self._maybe_autocast(tf.convert_to_tensor(value))
 
 
 @hook(keras.Variable, "handle", None)
@@ -283,14 +278,9 @@ def _make_function(original, strategy, self, force=False):
     previous = getattr(self, attribute)
     original(self, force)
     function = getattr(self, attribute)
-    extended = strategy.extended
-    if extended.cluster is None or function is previous:
-        return
-    if kind == "predict":
-        function = sync_worker_predictions(function, extended.group)
-    else:
-        function = sync_worker_steps(function, extended.group, self, kind)
-    setattr(self, attribute, function)
+    if strategy.extended.cluster is not None and function is not previous:
+        function = sync_workers(function, strategy.extended.group, self, kind)
+        setattr(self, attribute, function)
 
 
 @model_hook("get_metrics_result", "(self)", when=in_step)
@@ -309,13 +299,17 @@ def _get_iterator(original, strategy, self):
     is_distributed = strategy.num_replicas_in_sync > 1
     if has_local_batches(self):
         local = len(strategy.extended.worker_devices)
-        batches = DatasetElements(original(self))
+        batches = MappedBatches(without_optionals, original(self))
         batches = join_batches(self, batches, cluster, local, same_shapes=False)
-        return WorkerBatches(batches if is_distributed else batches.as_read())
+        return MappedBatches(
+            as_traceable, batches if is_distributed else batches.as_read()
+        )
     if not hasattr(self, _LOCAL_ROWS):
         # Only once, because the shuffling of arrays continues from epoch to epoch.
         local_rows = is_distributed and read_local_rows(
-            self.data_adapter, local_bounds_fn(strategy), _tf_dataset
+            self.data_adapter,
+            local_bounds_fn(strategy),
+            operator.methodcaller("get_tf_dataset"),
         )
         setattr(self, _LOCAL_ROWS, local_rows or None)
     local_rows = getattr(self, _LOCAL_ROWS)
@@ -323,14 +317,11 @@ def _get_iterator(original, strategy, self):
     batches = original(self) if local_rows is None else read_ahead(self, local_rows)
     counts = array_batch_counts(self.data_adapter)
     pauses = prefetch_pauses(self, batches)
-    elements = DatasetElements(batches)
-    return WorkerBatches(
-        SynchronizedBatches(elements, cluster, counts, pauses, warn_full_reads=True)
+    elements = MappedBatches(without_optionals, batches)
+    return MappedBatches(
+        as_traceable,
+        SynchronizedBatches(elements, cluster, counts, pauses, warn_full_reads=True),
     )
-
-
-def _tf_dataset(adapter: Any) -> Any:
-    return adapter.get_tf_dataset()
 
 
 @model_hook(
@@ -351,7 +342,8 @@ def _maybe_symbolic_build(original, strategy, self, iterator=None, data_batch=No
         # which a single device does not do here.
         spec = iterator._distributed_dataset.element_spec
         data_batch = keras.tree.map_structure(_present, spec)
-        if any(leaf.shape.rank is None for leaf in _leaves(data_batch)):
+        specs = [leaf for leaf in keras.tree.flatten(data_batch) if leaf is not None]
+        if any(leaf.shape.rank is None for leaf in specs):
             with building(iterator):
                 for _, _, batches in iterator:
                     data_batch = next(batches)
@@ -366,18 +358,13 @@ def _maybe_symbolic_build(original, strategy, self, iterator=None, data_batch=No
 
 
 def _present(leaf: Any) -> Any:
-    if leaf is None or isinstance(leaf, tf.experimental.Optional | tf.NoneTensorSpec):
-        return None
-    if isinstance(leaf, tf.OptionalSpec):
+    absent = tf.experimental.Optional, tf.OptionalSpec, tf.NoneTensorSpec
+    if leaf is None or isinstance(leaf, absent):
         return None
     if isinstance(leaf, tf.distribute.DistributedValues):
         return leaf.values[0]
     # Native tf.distribute has no public name for the spec of a distributed value.
     return getattr(leaf, "_value_specs", (leaf,))[0]
-
-
-def _leaves(structure: Any) -> list[Any]:
-    return [leaf for leaf in keras.tree.flatten(structure) if leaf is not None]
 
 
 # --- random numbers
@@ -441,23 +428,17 @@ def _assign_component(original, strategy, self, variable, value):
     a tensor.
     """
     replica: Any = distributed_replica()
-    if in_stateless_scope() or _is_sharded(variable) or _writes_conditionally(replica):
+    is_conditional = replica is not None and replica.write_condition is not None
+    is_variable = isinstance(variable, keras.Variable)
+    is_sharded = is_variable and flat_shards_of(variable) is not None
+    if in_stateless_scope() or is_conditional or is_sharded:
         if isinstance(value, tf.IndexedSlices):
             value = tf.convert_to_tensor(value)
         return getattr(_NeutralOptimizer, original.__name__)(self, variable, value)
     if replica is None:
         return original(self, variable, value)
-    if isinstance(variable, keras.Variable):
-        variable = variable.value
-    return original(self, replica.component(variable), value)
-
-
-def _is_sharded(variable: Any) -> bool:
-    return isinstance(variable, keras.Variable) and flat_shards_of(variable) is not None
-
-
-def _writes_conditionally(replica: Any) -> bool:
-    return replica is not None and not replica.writes_unconditionally
+    stored = variable.value if is_variable else variable
+    return original(self, replica.component(stored), value)
 
 
 @hook(
@@ -472,10 +453,13 @@ def _tf_apply(original, replica, self, grads, trainable_variables=None):
     With a sharded optimizer, replicas run collectives while they apply gradients,
     which is impossible inside a tf.cond.
     """
-    if replica.group_state.strategy.shard is None:
+    if replica.group.strategy.shard is None:
         return self._common_apply(grads, trainable_variables)
     finite = self.check_finite(grads)
-    with replica.write_where(finite):
+    replica.write_condition = finite
+    try:
         self._stateful_handle_finite_grads(grads, trainable_variables)
+    finally:
+        replica.write_condition = None
     keras.ops.cond(finite, lambda: None, self._stateful_handle_non_finite_grads)
     return None

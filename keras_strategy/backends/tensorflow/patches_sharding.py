@@ -7,11 +7,10 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from keras_strategy.backends.tensorflow.replica import TensorFlowReplica
-from keras_strategy.backends.tensorflow.sharding import (
-    gradient_shard,
+from keras_strategy.backends.tensorflow.replica import (
+    SHARD,
+    TensorFlowReplica,
     local_shard,
-    replace_shard,
 )
 from keras_strategy.backends.threads.patches_sharded_update import (
     ShardedUpdateScope,
@@ -56,23 +55,23 @@ class _VariableShard:
         if not self._is_slot:
             component = self._replica.component(stored_value(self._variable))
             full = tf.convert_to_tensor(component)
-            value = replace_shard(full, value, self.shares, self._replica.id)
+            if value.shape != full.shape:
+                begin, end = self.shares.bounds[self._replica.id]
+                flat = tf.reshape(full, [-1])
+                pieces = [flat[:begin], tf.reshape(value, [-1]), flat[end:]]
+                value = tf.reshape(tf.concat(pieces, 0), full.shape)
         self._replica.write_component(self._variable, value)
 
 
 class _ReplicaShardsScope(ShardedUpdateScope):
-    """Scope in which an optimizer updates a replica's shards.
-
-    `norms` holds the squared norms of the replica's gradients, and their sum over all
-    gradients; None unless the optimizer clips by norms.
-    """
+    """Scope in which an optimizer updates a replica's shards."""
 
     def __init__(
         self,
         replica: TensorFlowReplica,
         shards: dict[int, _VariableShard],
         variables: Sequence[Any],
-        norms: tuple[list[Any], Any] | None,
+        norms: Any,
     ):
         super().__init__(None, shards, variables)
         self._replica, self._norms = replica, norms
@@ -90,7 +89,6 @@ class _ReplicaShardsScope(ShardedUpdateScope):
             shard.write(value)
 
     def squared_norms(self, squares: Sequence[Any]) -> tuple[list[Any], Any]:
-        assert self._norms is not None
         return self._norms
 
 
@@ -120,13 +118,22 @@ def _apply_gradients(original, sharding, self, grads, trainable_variables):
         shards[id(variable)] = _VariableShard(replica, variable, shares, True)
     indices = sharding.gradient_indices(replica.id, trainable_variables)
     local_weights = [trainable_variables[index] for index in indices]
-    gradients = [
-        gradient_shard(grads[index], shards[id(weight)].shares, replica.id)
-        for index, weight in zip(indices, local_weights, strict=True)
-    ]
+    gradients = []
+    for index, weight in zip(indices, local_weights, strict=True):
+        gradient = getattr(grads[index], SHARD, None)
+        if gradient is None:
+            shares = shards[id(weight)].shares
+            gradient = local_shard(grads[index], shares, replica.id)
+        gradients.append(gradient)
     norms = None
     if self.clipnorm or self.global_clipnorm:
-        clipped = _clipped_gradients(self, gradients, local_weights, shards)
+        clipped = gradients
+        if steps := self.gradient_accumulation_steps:
+            # It clips the mean of the accumulated gradients, inside a tf.cond, where
+            # replicas cannot run collectives.
+            places = [self._get_variable_index(weight) for weight in local_weights]
+            sums = [shards[id(self._accumulated_gradients[i])].read() for i in places]
+            clipped = [(g + x) / steps for g, x in zip(gradients, sums, strict=True)]
         norms = _squared_norms(replica, clipped, indices, grads)
         # Keras takes the norms first, then adds up repeated rows when it clips.
         gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
@@ -153,42 +160,16 @@ def _var_key(original, scope, self, variable):
     return original(self, stored_value(variable))
 
 
-def _clipped_gradients(
-    optimizer: Any,
-    gradients: list[Any],
-    weights: list[Any],
-    shards: dict[int, _VariableShard],
-) -> list[Any]:
-    """Return what the optimizer clips: gradients, or the mean of accumulated ones.
-
-    The mean is computed in every step, because replicas cannot run collectives inside
-    a tf.cond.
-    """
-    steps = optimizer.gradient_accumulation_steps
-    if not steps:
-        return gradients
-    accumulated = [
-        shards[
-            id(optimizer._accumulated_gradients[optimizer._get_variable_index(weight)])
-        ].read()
-        for weight in weights
-    ]
-    return [(g + acc) / steps for g, acc in zip(gradients, accumulated, strict=True)]
-
-
 def _squared_norms(
     replica: TensorFlowReplica,
-    gradients: list[Any],
+    local_shards: list[Any],
     indices: list[int],
     grads: list[Any],
 ) -> tuple[list[Any], Any]:
-    """Return the squared norms of `grads[indices]`, and their sum over all `grads`.
-
-    `gradients` are the replica's shards of `grads[indices]`.
-    """
+    """Return the squared norms of `grads[indices]`, and their sum over all `grads`."""
     dtype = max((gradient.dtype for gradient in grads), key=lambda dtype: dtype.size)
     squares = [tf.zeros((), dtype)] * len(grads)
-    for index, gradient in zip(indices, gradients, strict=True):
+    for index, gradient in zip(indices, local_shards, strict=True):
         # By Keras's functions, for its treatment of repeated rows.
         squares[index] = ops.cast(ops.sum(ops.square(gradient)), dtype)
     norms = replica.all_reduce(ReduceOp.SUM, tf.stack(squares))

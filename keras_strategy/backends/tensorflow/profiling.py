@@ -5,10 +5,9 @@ it. Each executed function counts as often as it runs, with the operations of it
 and of the functions that it calls. A loop inside a graph counts as one iteration.
 """
 
-import collections
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,109 +15,86 @@ import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
 from tensorflow.python.framework import func_graph, op_callbacks
 
-HOST = "CPU:0"
+_HOST = "CPU:0"
 # Operations whose outputs have the shape of their operands.
 _ELEMENTWISE = {"Identity", "Add", "AddV2", "Sub", "Mul", "Square", "RealDiv", "Cast"}
 
 
 @dataclass
-class GraphCounts:
-    """Counts of one execution of a graph.
+class _GraphCounts:
+    """Counts of one execution of a graph."""
 
-    Attributes:
-        collectives: Sums over the devices, by the name of their operation.
-        bytes: The bytes that one device contributes to them.
-        transfers: Tensors that one device computes and another one reads.
-        outputs: The devices of the graph's results.
-    """
+    collectives: int = 0  # sums over the devices
+    bytes: int = 0  # what one device contributes to them
+    transfers: int = 0  # tensors that one device computes and another one reads
+    outputs: list[str] = field(default_factory=list)  # devices of the results
 
-    collectives: collections.Counter[str] = field(default_factory=collections.Counter)
-    bytes: int = 0
-    transfers: int = 0
-    outputs: list[str] = field(default_factory=list)
+    def add_sum(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Count a sum over several devices."""
+        self.collectives += 1
+        shape: Any = _static_shape([inputs[0], *outputs])
+        self.bytes += math.prod(shape) * inputs[0].dtype.size
 
 
 def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]:
-    """Count what training does, see `Engine.count`.
+    """Count what training does, see `Engine.count_operations`.
 
     Each trace of a tf.function counts as a compilation, except for tf.data's own
     functions. Batches that tf.data copies to the devices do not count as transfers.
     """
-    executed, traced = [], []
-    with _record_executions(executed):
-        # Recording replaces functions that a step may read, after which `run` traces
-        # the step again.
-        train(1)
-        executed.clear()
-        with _record_traces(traced):
-            train(steps)
-    return (
-        sum(sum(counts.collectives.values()) for counts in executed),
-        sum(counts.bytes for counts in executed),
-        len(traced),
-        sum(counts.transfers for counts in executed),
-    )
-
-
-@contextlib.contextmanager
-def _record_executions(executed: list[GraphCounts]) -> Iterator[None]:
-    """Context manager that records this thread's functions and eager operations."""
+    executed: list[_GraphCounts] = []
+    traced: list[str] = []
+    cache: dict[Any, _GraphCounts] = {}
     call_flat: Any = AtomicFunction.call_flat
-    cache: dict[Any, GraphCounts] = {}
+    trace: Any = func_graph.func_graph_from_py_func
 
     def record_call(self, *args):
         if tf.executing_eagerly():
             devices = [_short_name(arg.device) for arg in args]
             key = (self, *devices)
             if key not in cache:
-                cache[key] = count_graph(self.graph, devices)
+                cache[key] = _count_graph(self.graph, devices)
             executed.append(cache[key])
         return call_flat(self, *args)
 
     def record_op(op_type, inputs, attrs, outputs, op_name=None, graph=None):
         if graph is None and op_type == "AddN":
             # From `strategy.reduce`: a function's outputs are on the first device.
-            executed.append(_count_sum(op_type, inputs, outputs, ["each", "several"]))
-
-    op_callbacks.add_op_callback(record_op)
-    try:
-        with _replaced(AtomicFunction, "call_flat", record_call):
-            yield
-    finally:
-        op_callbacks.remove_op_callback(record_op)
-
-
-@contextlib.contextmanager
-def _record_traces(traced: list[str]) -> Iterator[None]:
-    original: Any = func_graph.func_graph_from_py_func
+            counts = _GraphCounts()
+            counts.add_sum(inputs, outputs)
+            executed.append(counts)
 
     def record_trace(name, *args, **kwargs):
         if not name.startswith("Dataset"):
             traced.append(name)
-        return original(name, *args, **kwargs)
+        return trace(name, *args, **kwargs)
 
-    with _replaced(func_graph, "func_graph_from_py_func", record_trace):
-        yield
+    with contextlib.ExitStack() as stack:
+
+        def replace(owner, name, value):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+
+        op_callbacks.add_op_callback(record_op)
+        stack.callback(op_callbacks.remove_op_callback, record_op)
+        replace(AtomicFunction, "call_flat", record_call)
+        # Recording replaces functions that a step may read, after which `run` traces
+        # the step again.
+        train(1)
+        executed.clear()
+        replace(func_graph, "func_graph_from_py_func", record_trace)
+        train(steps)
+    return (
+        sum(counts.collectives for counts in executed),
+        sum(counts.bytes for counts in executed),
+        len(traced),
+        sum(counts.transfers for counts in executed),
+    )
 
 
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
-def count_graph(graph: Any, arguments: Sequence[str]) -> GraphCounts:
-    """Count the operations of a graph.
-
-    Args:
-        graph: The graph of a concrete function.
-        arguments: The devices of its arguments, such as "CPU:1".
-    """
-    result = GraphCounts()
+def _count_graph(graph: Any, arguments: Sequence[str]) -> _GraphCounts:
+    """Count the operations of a graph whose arguments are on certain devices."""
+    result = _GraphCounts()
     places = {
         tensor.name: device
         for tensor, device in zip(graph.inputs, arguments, strict=True)
@@ -126,9 +102,9 @@ def count_graph(graph: Any, arguments: Sequence[str]) -> GraphCounts:
     transfers = set()
     for op in graph.get_operations():
         inputs = [places[tensor.name] for tensor in op.inputs]
-        callee = _called_graph(graph, op)
-        if callee is not None:
-            counts = count_graph(callee, inputs)
+        if op.type in ("PartitionedCall", "StatefulPartitionedCall"):
+            callee = graph._get_function(op.get_attr("f").name).graph
+            counts = _count_graph(callee, inputs)
             result.collectives += counts.collectives
             result.bytes += counts.bytes
             result.transfers += counts.transfers
@@ -136,34 +112,22 @@ def count_graph(graph: Any, arguments: Sequence[str]) -> GraphCounts:
             continue
         if op.type == "Placeholder":
             continue
-        place = _place(op, inputs)
+        sources = list(zip(op.inputs, inputs, strict=True))
+        # The placer colocates an operation with its variables.
+        variables = [device for x, device in sources if x.dtype == tf.resource]
+        place = variables[0] if variables else _short_name(op.device)
         places |= {tensor.name: place for tensor in op.outputs}
         transfers |= {
             (tensor.name, place)
-            for tensor, source in zip(op.inputs, inputs, strict=True)
+            for tensor, source in sources
             if source != place and tensor.dtype not in (tf.resource, tf.variant)
         }
-        if op.type == "AddN":
-            total = _count_sum(op.type, op.inputs, op.outputs, inputs)
-        elif op.type.startswith(("Collective", "Nccl")) and place == HOST:
-            total = _count_sum(op.type, op.inputs, op.outputs, ["each", "several"])
-        else:
-            continue
-        result.collectives += total.collectives
-        result.bytes += total.bytes
+        is_collective = op.type.startswith(("Collective", "Nccl")) and place == _HOST
+        if is_collective or op.type == "AddN" and len(set(inputs)) > 1:
+            result.add_sum(op.inputs, op.outputs)
     result.transfers += len(transfers)
     result.outputs = [places[tensor.name] for tensor in graph.outputs]
     return result
-
-
-def _count_sum(
-    kind: str, inputs: Sequence[Any], outputs: Sequence[Any], devices: Sequence[str]
-) -> GraphCounts:
-    if len(set(devices)) < 2:
-        return GraphCounts()
-    shape: Any = _static_shape([inputs[0], *outputs])
-    size = math.prod(shape) * inputs[0].dtype.size
-    return GraphCounts(collections.Counter([kind]), size)
 
 
 def _static_shape(tensors: list[Any]) -> tf.TensorShape:
@@ -180,19 +144,6 @@ def _static_shape(tensors: list[Any]) -> tf.TensorShape:
     raise ValueError(f"The shapes of {tensors} are not known.")
 
 
-def _called_graph(graph: Any, op: Any) -> Any:
-    if op.type not in ("PartitionedCall", "StatefulPartitionedCall"):
-        return None
-    return graph._get_function(op.get_attr("f").name).graph
-
-
-def _place(op: Any, inputs: Sequence[str]) -> str:
-    """Return the device of an operation; the placer colocates it with its variables."""
-    for tensor, device in zip(op.inputs, inputs, strict=True):
-        if tensor.dtype == tf.resource:
-            return device
-    return _short_name(op.device)
-
-
 def _short_name(device: str) -> str:
-    return ":".join(device.split("/")[-1].split(":")[-2:]).upper() if device else HOST
+    """Return a device's name such as "CPU:1"."""
+    return ":".join(device.split("/")[-1].split(":")[-2:]).upper() if device else _HOST

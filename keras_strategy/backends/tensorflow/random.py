@@ -12,27 +12,27 @@ In each run the replicas start from the former's state, and it continues from th
 in which they end.
 """
 
-import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.eager import context
 
-from keras_strategy.backends.tensorflow.collectives import TensorFlowWorkers
 from keras_strategy.keras_patches.random import global_generator, set_global_generator
 from keras_strategy.keras_patches.variables_optimizers import stored_value
 
+if TYPE_CHECKING:
+    from keras_strategy.backends.tensorflow.collectives import TensorFlowWorkers
+
 # tf.random.Algorithm.PHILOX, which CPUs and GPUs choose.
 _PHILOX = 1
+_UNIFORM: Any = tf.raw_ops.StatelessRandomUniformV2
 
 
 def _uniform(
     shape: Any, begin: Any, seed: Any, minval: Any = 0.0, maxval: Any = 1.0, dtype=None
 ) -> Any:
-    op = tf.raw_ops.StatelessRandomUniformV2
-    numbers = _draw_rows(begin, op, shape, seed, dtype or keras.config.floatx())
+    numbers = _draw_rows(begin, _UNIFORM, shape, seed, dtype)
     low, high = tf.cast(minval, numbers.dtype), tf.cast(maxval, numbers.dtype)
     return numbers * (high - low) + low
 
@@ -41,14 +41,13 @@ def _normal(
     shape: Any, begin: Any, seed: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype=None
 ) -> Any:
     op = tf.raw_ops.StatelessRandomNormalV2
-    numbers = _draw_rows(begin, op, shape, seed, dtype or keras.config.floatx())
+    numbers = _draw_rows(begin, op, shape, seed, dtype)
     deviation = tf.convert_to_tensor(stddev, numbers.dtype)
     return numbers * deviation + tf.convert_to_tensor(mean, numbers.dtype)
 
 
 def _dropout_mask(shape: Any, begin: Any, seed: Any, rate: float, dtype: Any) -> Any:
-    op = tf.raw_ops.StatelessRandomUniformV2
-    return _draw_rows(begin, op, shape, seed, dtype) >= rate
+    return _draw_rows(begin, _UNIFORM, shape, seed, dtype) >= rate
 
 
 DRAW_FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -65,7 +64,7 @@ def _draw_rows(
 
     `seed` is the result of Keras's `draw_seed`; `op` takes a key and a counter.
     """
-    dtype = tf.as_dtype(dtype)
+    dtype = tf.as_dtype(dtype or keras.config.floatx())
     # As Keras converts its seed for TensorFlow.
     pair = tf.cast(tf.math.floormod(seed, tf.int32.max - 1), tf.int32)
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(
@@ -89,27 +88,16 @@ def _draw_rows(
 
 
 class SeedGenerators:
-    """Seed generators of one strategy.
-
-    Args:
-        call_outside: Calls a function eagerly while the replicas wait:
-            `call_outside(fn, in_scope=True)`.
-        workers: The workers, or None.
-
-    Attributes:
-        process: The process's generator; None until a replica draws.
-        replicas: The replicas' generator; None until a replica draws.
-        starts: How often a run has begun to draw.
-    """
+    """The process's and the replicas' generator; None until a replica draws."""
 
     def __init__(
-        self, call_outside: Callable[..., Any], workers: TensorFlowWorkers | None
+        self, call_outside: Callable[..., Any], workers: "TensorFlowWorkers | None"
     ):
         self._call_outside = call_outside
         self._workers = workers
         self.process: Any = None
         self.replicas: Any = None
-        self.starts = 0
+        self.starts = 0  # how often a run has begun to draw
 
     def refresh(self) -> None:
         """Follow `set_random_seed`, before a compiled program draws."""
@@ -147,26 +135,3 @@ class SeedGenerators:
         if self.process is None:
             self.process = keras.random.SeedGenerator(0, name="seed_generator")
         stored_value(self.process.state).assign(state)
-
-
-def has_seed() -> bool:
-    """Return True if the process has a global seed, which tf.data shuffles by."""
-    return context.global_seed() is not None
-
-
-def random_state() -> tuple[int, tuple]:
-    """Return TensorFlow's global seed and the state of the seeds drawn from it.
-
-    A process without a global seed gets one. Otherwise its operations would draw their
-    seeds from the machine, which no other worker can reproduce.
-    """
-    if not has_seed():
-        tf.random.set_seed(int.from_bytes(os.urandom(4)))
-    return context.global_seed(), context.context()._rng.getstate()
-
-
-def set_random_state(seed: int, drawn: tuple) -> None:
-    """Restore a state that `random_state` returned."""
-    if context.global_seed() != seed:
-        tf.random.set_seed(seed)
-    context.context()._rng.setstate(drawn)

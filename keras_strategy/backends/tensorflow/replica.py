@@ -1,100 +1,50 @@
 """One replica while a function runs on it, in a thread of native tf.distribute."""
 
-import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import keras
 import tensorflow as tf
 from keras import tree
 
-from keras_strategy.backends.tensorflow.collectives import (
-    TensorFlowWorkers,
-    Verify,
-    sum_over_workers,
-)
-from keras_strategy.backends.tensorflow.cross_device_ops import (
+from keras_strategy.backends.tensorflow.collectives import TensorFlowWorkers, Verify
+from keras_strategy.backends.tensorflow.tensors import (
     check_same_layout,
     concat_values,
     divide,
     sum_values,
 )
-from keras_strategy.backends.tensorflow.random import SeedGenerators
-from keras_strategy.backends.tensorflow.sharding import (
-    attach_shard,
-    gather_shards,
-    local_shard,
-    reduce_scatter_shares,
-)
 from keras_strategy.core import context
 from keras_strategy.core.per_replica_attributes import ReplicaAttributes
 from keras_strategy.core.step_state import StepState
-from keras_strategy.devices import ReplicaTopology
 from keras_strategy.keras_patches.variables_optimizers import stored_value
 from keras_strategy.training import row_weights
 from keras_strategy.training.reduction import cast_for_sum
-from keras_strategy.training.sharding import FlatShards, flat_shards_of
+from keras_strategy.training.sharding import (
+    OPTIMIZER_SHARDING,
+    FlatShards,
+    flat_shards_of,
+    gradient_shards,
+)
 from keras_strategy.values import ReduceOp, regroup, select_replica
 
 if TYPE_CHECKING:
-    from keras_strategy.core.protocols import Strategy
+    from keras_strategy.backends.tensorflow.group import TensorFlowGroup
 
 
-@dataclasses.dataclass
-class GroupState:
-    """State that all replicas of a strategy share.
-
-    Attributes:
-        seeds: The seed generators for functions without a seed.
-        builds: How often a replica has created or built something.
-    """
-
-    strategy: "Strategy"
-    native: tf.distribute.Strategy
-    topology: ReplicaTopology
-    workers: TensorFlowWorkers | None
-    seeds: SeedGenerators = dataclasses.field(init=False)
-    builds: int = 0
-
-    def __post_init__(self):
-        self.seeds = SeedGenerators(self.call_outside, self.workers)
-
-    def call_outside(self, fn: Callable[[], Any], in_scope: bool = True) -> Any:
-        """Call `fn` eagerly in cross-replica context while the replicas wait.
-
-        A variable that one replica's thread creates would have to be created by all
-        threads together. Here it exists on all devices when the first replica
-        continues, and the other replicas find it.
-        """
-        policy = keras.config.dtype_policy()
-
-        def call():
-            keras.config.set_dtype_policy(policy)
-            no_scope = context.cross_replica_scope(None)
-            with self.strategy.scope() if in_scope else no_scope:
-                return fn()
-
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            return pool.submit(call).result()
+# The attribute of a gradient that holds the replica's shard of its sum.
+SHARD = "_ks_shard"
 
 
-@dataclasses.dataclass
+@dataclass
 class RunState:
-    """State that the replicas of one run share. They take turns, replica 0 first.
+    """State that the replicas of one run share. They take turns, replica 0 first."""
 
-    Attributes:
-        merge_values: For each replica, its argument of a merge; then the result.
-        generator: Keras's global seed generator in the thread that called `run`.
-        attributes: For each replica, the attributes that it sets on layers.
-        has_drawn: Whether a replica has drawn from the global seed generator.
-    """
-
-    merge_values: list[Any]
-    generator: Any
-    attributes: list[ReplicaAttributes]
-    has_drawn: bool = False
+    merge_values: list[Any]  # each replica's argument of a merge; then the results
+    generator: Any  # Keras's global seed generator in the thread that called `run`
+    attributes: list[ReplicaAttributes]  # what each replica sets on layers
+    has_drawn: bool = False  # from the global seed generator
 
 
 def regroup_outputs(outputs: Sequence[Any]) -> Any:
@@ -102,12 +52,54 @@ def regroup_outputs(outputs: Sequence[Any]) -> Any:
     return regroup(outputs, tf.is_tensor, always_distributed=True)
 
 
-def _to_component(leaf: Any) -> Any:
-    return tf.convert_to_tensor(leaf) if isinstance(leaf, tf.Variable) else leaf
+def local_shard(full: Any, shares: FlatShards, replica: int) -> Any:
+    """Return a replica's shard of a tensor or of `tf.IndexedSlices`."""
+    begin, end = shares.bounds[replica]
+    if not isinstance(full, tf.IndexedSlices):
+        flat = tf.reshape(full, [-1])[begin:end]
+        return tf.reshape(flat, shares.shape_of(replica))
+    if shares.shape_of(replica) == shares.shape:
+        return full
+    # Repeated rows are not added up, because Keras's optimizers square each of them.
+    width = math.prod(shares.shape[1:])
+    rows = tf.cast(full.indices, tf.int64)[:, None]
+    elements = tf.reshape(rows * width + tf.range(width, dtype=tf.int64), [-1])
+    is_local = (begin <= elements) & (elements < end)
+    return tf.IndexedSlices(
+        tf.boolean_mask(tf.reshape(full.values, [-1]), is_local),
+        tf.boolean_mask(elements, is_local) - begin,
+        tf.constant([end - begin], tf.int64),
+    )
+
+
+def gather_shards(
+    shards: Sequence[Sequence[Any]],
+    shares: Sequence[FlatShards],
+    workers: TensorFlowWorkers | None,
+    name: str,
+) -> list[Any]:
+    """Return full tensors from each local replica's shard of each tensor."""
+    flat = [[tf.reshape(shard, [-1]) for shard in replica] for replica in shards]
+    by_tensor: list[Any] = list(zip(*flat, strict=True))
+    if workers is not None:
+        replicas = range(len(shares[0].bounds))
+        # One collective per dtype.
+        for dtype in dict.fromkeys(shard.dtype for shard in flat[0]):
+            indices = [i for i, shard in enumerate(flat[0]) if shard.dtype == dtype]
+            local = tf.concat([replica[i] for replica in flat for i in indices], 0)
+            gathered, _ = workers.gather(name, local, 0)
+            sizes = [shares[i].size_of(rank) for rank in replicas for i in indices]
+            pieces = tf.split(gathered, sizes)
+            for place, i in enumerate(indices):
+                by_tensor[i] = pieces[place :: len(indices)]
+    return [
+        tf.reshape(tf.concat(pieces, 0), one.shape)
+        for pieces, one in zip(by_tensor, shares, strict=True)
+    ]
 
 
 def _weighted(tensor: Any, weight: Any) -> Any:
-    """Weight a tensor as `row_weights.weighted` does; for floats in one operation."""
+    """Return `apply_row_weight`; for floats in one operation."""
     if weight is None or not tensor.dtype.is_floating:
         return row_weights.apply_row_weight(tensor, weight)
     return tf.math.multiply_no_nan(tensor, tf.cast(weight, tensor.dtype))
@@ -116,26 +108,24 @@ def _weighted(tensor: Any, weight: Any) -> Any:
 class TensorFlowReplica:
     """One replica, see `keras_strategy.core.protocols.Replica`."""
 
-    def __init__(self, group_state: GroupState, run_state: RunState):
-        self.group_state = group_state
+    def __init__(self, group: "TensorFlowGroup", run_state: RunState):
+        self.group = group
         self._run_state = run_state
         self._has_drawn = False
-        self._write_condition: Any = None
+        # If set, writes keep the old value unless it holds. It takes the place of a
+        # tf.cond, in which replicas cannot run collectives.
+        self.write_condition: Any = None
         self.step = StepState()
         self._native = tf.distribute.get_replica_context()
         # TensorFlow gives a constant tensor while it traces.
         self.id = int(tf.get_static_value(self._native.replica_id_in_sync_group))
-        self.index = self.id - group_state.topology.first_local_replica
-        self.devices = (group_state.topology.devices[self.index],)
-        self.attributes = run_state.attributes[self.index]
-        self._swap_attributes_in_merge_calls()
-
-    def _swap_attributes_in_merge_calls(self) -> None:
-        """Wrap the native `merge_call`, in which the replica's turn ends."""
-        attributes, native_merge_call = self.attributes, self._native.merge_call
+        self.index = self.id - group.topology.first_local_replica
+        self.devices = (group.devices[self.index],)
+        attributes = run_state.attributes[self.index]
+        native_merge_call = self._native.merge_call
 
         def merge_call(*args, **kwargs):
-            attributes.swap_out()
+            attributes.swap_out()  # the replica's turn ends here
             result = native_merge_call(*args, **kwargs)
             attributes.swap_in()
             return result
@@ -149,7 +139,7 @@ class TensorFlowReplica:
             total = self._differentiable_sum(cast_for_sum(value))
         if reduce_op is ReduceOp.SUM:
             return total
-        return divide(total, self.group_state.topology.num_replicas)
+        return divide(total, self.group.topology.num_replicas)
 
     def all_gather(self, value: Any, axis: int) -> Any:
         ragged: Any = tf.RaggedTensor  # TensorFlow's annotations lack its methods
@@ -159,8 +149,8 @@ class TensorFlowReplica:
                 [self.all_gather(n, 0) for n in value.nested_row_lengths()],
             )
         sum_gradients = self._gradient_of_sum("gradient of all_gather")
-        workers = self.group_state.workers
-        replicas = self.group_state.topology.num_replicas
+        workers = self.group.workers
+        replicas = self.group.topology.num_replicas
 
         @tf.custom_gradient
         def gather(x):
@@ -183,7 +173,7 @@ class TensorFlowReplica:
         return gather(tf.convert_to_tensor(value))
 
     def merge_call(self, merge_fn: Callable[..., Any], args: tuple, kwargs: dict):
-        strategy = self.group_state.strategy
+        strategy = self.group.strategy
 
         def merge(*parts):
             args, kwargs = regroup_outputs(parts)
@@ -191,17 +181,21 @@ class TensorFlowReplica:
                 return merge_fn(strategy, *args, **kwargs)
 
         # In the replica a variable reads as its component, in `merge_fn` as all.
-        merged = self._merge(merge, tree.map_structure(_to_component, (args, kwargs)))
-        replicas = len(self.group_state.topology.devices)
+        components = tree.map_structure(
+            lambda x: tf.convert_to_tensor(x) if isinstance(x, tf.Variable) else x,
+            (args, kwargs),
+        )
+        merged = self._merge(merge, components)
+        replicas = len(self.group.devices)
         return select_replica(merged, self.index, replicas, "merge_call")
 
     def once(self, fn: Callable[[], Any]) -> Any:
-        self.group_state.builds += 1
-        return self.group_state.call_outside(fn)
+        self.group.builds += 1
+        return self.group.call_outside(fn)
 
     def seed_generator(self) -> Any:
         """Return the replica's stand-in for Keras's global seed generator."""
-        seeds = self.group_state.seeds
+        seeds = self.group.seeds
         if not self._run_state.has_drawn:
             self._run_state.has_drawn = True
             seeds.start(self._run_state.generator)
@@ -211,25 +205,50 @@ class TensorFlowReplica:
         return seeds.replicas
 
     def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
-        def apply_weight(tensor):
+        terms: list[Any] = []
+        for tensor in tensors:
             if isinstance(tensor, tf.IndexedSlices):
                 values = _weighted(tensor.values, weight)
-                return tf.IndexedSlices(values, tensor.indices, tensor.dense_shape)
-            return _weighted(tf.convert_to_tensor(tensor), weight)
-
-        terms, name = [apply_weight(tensor) for tensor in tensors], "optimizer.apply"
-        workers, shares = self.group_state.workers, None
-        if len(self.group_state.topology.devices) == 1:
-            shares = reduce_scatter_shares(self.step, terms, workers)
+                parts = values, tensor.indices, tensor.dense_shape
+                terms.append(tf.IndexedSlices(*parts))
+            else:
+                terms.append(_weighted(tf.convert_to_tensor(tensor), weight))
+        name, workers = "optimizer.apply", self.group.workers
+        shares = None if workers is None else self._gradient_shares(terms, workers)
         if workers is None or shares is None:
             return self._sum(terms, name, Verify.INLINE)
         shards = self._merge(
             lambda terms: workers.reduce_scatter(name, terms, shares), terms
         )
-        return [
-            attach_shard(term, shard, one, self.id)
-            for term, shard, one in zip(terms, shards, shares, strict=True)
-        ]
+        totals = []
+        for term, shard, one in zip(terms, shards, shares, strict=True):
+            # Only the shard is known; code that reads the full gradient finds NaN.
+            total = tf.fill(term.shape, tf.constant(math.nan, term.dtype))
+            setattr(total, SHARD, tf.reshape(shard, one.shape_of(self.id)))
+            totals.append(total)
+        return totals
+
+    def _gradient_shares(
+        self, gradients: Sequence[Any], workers: TensorFlowWorkers
+    ) -> list[FlatShards] | None:
+        """Return the elements of each gradient that each worker's one replica needs.
+
+        None if gradients must be summed in full on each replica.
+        """
+        optimizer = self.step.optimizer
+        if optimizer is None or len(self.group.devices) > 1:
+            return None
+        if workers.uses_accelerators:  # not measured there
+            return None
+        sharding = vars(optimizer).get(OPTIMIZER_SHARDING)
+        # An all-to-all sends chunks of equal size, so shards must be even.
+        if sharding is None or not sharding.elementwise:
+            return None
+        if any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
+            return None
+        if not all(workers.can_verify([gradient]) for gradient in gradients):
+            return None
+        return gradient_shards(optimizer, gradients, self.step.reducing_gradients_of)
 
     def draw_once(
         self, what: Any, draw: Callable[[], Any], skip: Callable[[], Any]
@@ -238,58 +257,40 @@ class TensorFlowReplica:
 
     def write(self, variable: Any, value: Any) -> None:
         shares = flat_shards_of(variable)
-        self.write_component(
-            variable, value if shares is None else local_shard(value, shares, self.id)
-        )
+        if shares is not None:
+            value = local_shard(value, shares, self.id)
+        self.write_component(variable, value)
 
     def write_component(self, variable: Any, value: Any) -> None:
         """Write what this replica stores of a variable: its component or shard."""
         component = self.component(stored_value(variable))
         value = tf.cast(value, component.dtype)
-        if self._write_condition is not None:
-            value = tf.where(self._write_condition, value, component)
+        if self.write_condition is not None:
+            value = tf.where(self.write_condition, value, component)
         component.assign(value)
-
-    @property
-    def writes_unconditionally(self) -> bool:
-        """True outside `write_where`."""
-        return self._write_condition is None
-
-    @contextlib.contextmanager
-    def write_where(self, condition: Any) -> Iterator[None]:
-        """Context manager in which writes keep the old value unless `condition` holds.
-
-        Takes the place of `tf.cond`, in which replicas cannot run collectives.
-        """
-        self._write_condition = condition
-        try:
-            yield
-        finally:
-            self._write_condition = None
 
     def gather_shards(
         self, shards: Sequence[Any], shares: Sequence[FlatShards]
     ) -> list[Any]:
-        """Return full tensors from the replicas' shards."""
-        workers = self.group_state.workers
+        workers = self.group.workers
 
         def merge(*replicas):
             return gather_shards(replicas, shares, workers, "optimizer.apply")
 
         return list(self._merge(merge, list(shards)))
 
-    def full_value(self, variable: Any, shares: FlatShards) -> Any:
+    def full_value(self, variable: Any) -> Any:
         """Return the value of a sharded variable; all replicas must call it."""
+        shares: Any = flat_shards_of(variable)
         shard = tf.convert_to_tensor(self.component(stored_value(variable)))
         return self.gather_shards([shard], [shares])[0]
 
     def component(self, variable: Any) -> Any:
-        """Return this replica's component of a native variable."""
-        components = self.group_state.native.experimental_local_results(variable)
-        if len(components) != len(self.group_state.topology.devices):
+        components = self.group.native.experimental_local_results(variable)
+        if len(components) != len(self.group.devices):
             raise ValueError(
                 f"The variable '{variable.name}' was created outside the scope of "
-                f"{self.group_state.strategy!r} and is assigned in `strategy.run`. "
+                f"{self.group.strategy!r} and is assigned in `strategy.run`. "
                 "Create it inside `with strategy.scope():`."
             )
         return components[self.index]
@@ -323,7 +324,7 @@ class TensorFlowReplica:
         self, tensors: Sequence[Any], name: str, verify: Verify = Verify.BEFORE
     ) -> list[Any]:
         """Sum over the replicas; over local ones as native tf.distribute does."""
-        workers = self.group_state.workers
+        workers = self.group.workers
 
         def merge_over_workers(*parts):
             assert workers is not None
@@ -331,7 +332,7 @@ class TensorFlowReplica:
             for values in zip(*parts, strict=True):
                 check_same_layout(values)
                 totals.append(sum_values(values))
-            return sum_over_workers(workers, name, totals, verify)
+            return workers.sum_all(name, totals, verify)
 
         def merge_natively(native, *values):
             for value in values:

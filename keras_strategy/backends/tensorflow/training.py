@@ -14,7 +14,7 @@ import functools
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,7 @@ from keras import tree
 from keras_strategy.backends.tensorflow.collectives import Verify, gather_over_workers
 from keras_strategy.backends.tensorflow.compile_cache import FirstStepCheck, require
 from keras_strategy.backends.tensorflow.group import TensorFlowGroup
-from keras_strategy.backends.tensorflow.row_ranges import (
-    as_tensor,
+from keras_strategy.backends.tensorflow.tensors import (
     common_rows,
     rows_of_tensor,
     slice_rows,
@@ -62,7 +61,7 @@ class TrainingStrategy:
     def __init__(self, strategy: "Strategy", model: keras.Model):
         group = strategy.extended.group
         assert isinstance(group, TensorFlowGroup)
-        self._group = group
+        self._group: TensorFlowGroup = group
         self._model = model
 
     def __getattr__(self, name: str) -> Any:
@@ -74,13 +73,14 @@ class TrainingStrategy:
     def run(self, step: Callable[[Any], Any], args: tuple = ()) -> Any:
         """Run a step on a global batch; return merged logs or all rows' predictions."""
         (data,) = args
-        group = self._group
-        shards, weights, row_ranges = split_batch(data, group)
-        model = self._model
+        group, workers, model = self._group, self._group.workers, self._model
+        shards, counts, total, row_ranges = _split_batch(data, group)
+        total = tf.cast(total, "float32")
+        weights = [tf.cast(count, "float32") / total for count in counts]
         kinds = {model.train_step: "train", model.test_step: "test"}
         kind = kinds.get(step, "predict")
         has_metrics = returns_only_metrics(model, kind)
-        check = FirstStepCheck(group.state.call_outside)
+        check = FirstStepCheck(group.call_outside)
         if not tf.executing_eagerly():
             _first_step_checks.setdefault(model, []).append(check)
         replica_step = make_weighted_step(
@@ -98,51 +98,41 @@ class TrainingStrategy:
         )
         check.end()
         if has_metrics:
-            return metrics_result(model, group)
+            if workers is None:
+                return model.get_metrics_result()  # from the states on all replicas
+            sum_all = functools.partial(workers.sum_all, "logs", verify=Verify.NEVER)
+            return merge_worker_metrics(model, group.worker_contribution, sum_all)
         if kind != "predict":
-            return mean_outputs(outputs, group, weights)
+            means = average_logs(outputs, weights)
+            if workers is None:
+                return means
+            leaves = workers.sum_all("logs", tree.flatten(means), Verify.NEVER)
+            return tree.pack_sequence_as(means, leaves)
 
         def merge_rows(value):
             if not isinstance(value, DistributedValues):
                 return value
-            rows = concat_predictions(value, weights)
-            if group.workers is None or getattr(data, "worker_rows", None) is not None:
+            parts = [  # without stand-in rows
+                slice_rows(part, (0, tf.where(weight > 0, rows_of_tensor(part), 0)))
+                for part, weight in zip(value.values, weights, strict=True)
+            ]
+            is_sparse = isinstance(parts[0], tf.SparseTensor)
+            rows = tf.sparse.concat(0, parts) if is_sparse else tf.concat(parts, 0)
+            if workers is None or getattr(data, "worker_rows", None) is not None:
                 return rows  # each worker predicts only what it has read
-            return gather_over_workers(group.workers, "the predictions", rows)
+            return gather_over_workers(workers, "the predictions", rows)
 
         return tree.map_structure(merge_rows, outputs)
 
 
-def metrics_result(model: keras.Model, group: TensorFlowGroup) -> dict[str, Any]:
-    """Return `get_metrics_result`, from the metrics' states on all replicas."""
-    if group.workers is None:
-        return model.get_metrics_result()
-    sum_all = functools.partial(group.workers.sum_all, "logs", verify=Verify.NEVER)
-    return merge_worker_metrics(model, group.worker_contribution, sum_all)
-
-
-def mean_outputs(outputs: Any, group: TensorFlowGroup, weights: Sequence[Any]) -> Any:
-    """Return the means of the replicas' outputs by their row weights."""
-    local = average_logs(outputs, weights)
-    if group.workers is None:
-        return local
-    means = group.workers.sum_all("logs", tree.flatten(local), Verify.NEVER)
-    return tree.pack_sequence_as(local, means)
-
-
-def split_batch(
+def _split_batch(
     data: Any, group: TensorFlowGroup
-) -> tuple[list[Any], list[Any], list[RowRange | None]]:
-    """Split a global batch by rows.
+) -> tuple[list[Any], list[Any], Any, list[RowRange | None]]:
+    """Return the replicas' shards of a batch, row counts, all rows, and row ranges.
 
-    Args:
-        data: A structure of tensors or arrays, None where something is absent; or of
-            native distributed values, which are split already; or an `LocalRows`.
-        group: The replicas.
-
-    Returns:
-        The local replicas' batches, each of at least one row, their row weights, and
-        their row ranges, None if they are unknown.
+    The batch is a structure of tensors or arrays, None where something is absent; or
+    of native distributed values, which are split already; or a `LocalRows`. Each
+    shard has at least one row. Row ranges are None if they are unknown.
     """
     local_batch = data if isinstance(data, LocalRows) else None
     if local_batch is not None:
@@ -152,7 +142,9 @@ def split_batch(
         raise ValueError("A batch must hold at least one array. Received none.")
     if isinstance(leaves[0], tf.distribute.DistributedValues):
         return _unwrap_batch(data, leaves[0], group)
-    data = tree.map_structure(as_tensor, data)
+    data = tree.map_structure(
+        lambda x: x if x is None or tf.is_tensor(x) else tf.convert_to_tensor(x), data
+    )
     leaves = [leaf for leaf in tree.flatten(data) if leaf is not None]
     local_rows = common_rows(leaves)
     if local_batch is None:
@@ -168,22 +160,18 @@ def split_batch(
         # kernels abort the process on tensors without rows.
         begin = tf.maximum(tf.minimum(begin, first_row + local_rows - 1), 0)
         end = tf.maximum(end, begin + 1)
-        rows = functools.partial(
+        local = functools.partial(
             slice_rows, bounds=(begin - first_row, end - first_row)
         )
         row_ranges.append(RowRange(tf.minimum(begin, total - 1), end - begin, total))
-        shards.append(tree.map_structure(rows, data))
+        shards.append(tree.map_structure(local, data))
     static_rows = leaves[0].shape[0] if local_batch is None else None
     if static_rows is not None:  # then use numbers instead of tensors
         row_ranges = [
             RowRange(min(begin, static_rows - 1), max(end - begin, 1), static_rows)
             for begin, end in _local_bounds(group, static_rows)
         ]
-    return (
-        shards,
-        _row_weights([end - begin for begin, end in bounds], total),
-        row_ranges,
-    )
+    return shards, [end - begin for begin, end in bounds], total, row_ranges
 
 
 def _local_bounds(group: TensorFlowGroup, rows: Any, *minimum: Any) -> list[Any]:
@@ -194,45 +182,25 @@ def _local_bounds(group: TensorFlowGroup, rows: Any, *minimum: Any) -> list[Any]
 
 def _unwrap_batch(
     data: Any, first_leaf: Any, group: TensorFlowGroup
-) -> tuple[list[Any], list[Any], list[RowRange | None]]:
-    """Split a batch of native distributed values, as `split_batch` does."""
-    local = range(len(group.devices))
-    shards = [
-        tree.map_structure(
-            lambda leaf, replica=replica: (
-                leaf if leaf is None else leaf.values[replica]
-            ),
-            data,
+) -> tuple[list[Any], list[Any], Any, list[RowRange | None]]:
+    """Split a batch of native distributed values, as `_split_batch` does."""
+
+    def select_shard(replica):
+        return tree.map_structure(
+            lambda leaf: None if leaf is None else leaf.values[replica], data
         )
-        for replica in local
-    ]
+
+    local = range(len(group.devices))
     counts = [rows_of_tensor(first_leaf.values[replica]) for replica in local]
     total = tf.add_n(counts)
+    row_ranges: list[RowRange | None] = [None] * len(counts)
     if group.workers is not None:
         total = group.workers.sum("the rows of a batch", total)
-        return shards, _row_weights(counts, total), [None] * len(counts)
-    begins = [tf.add_n(counts[:replica] or [0 * total]) for replica in local]
-    row_ranges: list[RowRange | None] = [
-        RowRange(begin, count, total)
-        for begin, count in zip(begins, counts, strict=True)
-    ]
-    return shards, _row_weights(counts, total), row_ranges
-
-
-def _row_weights(counts: Sequence[Any], total: Any) -> list[Any]:
-    total = tf.cast(total, "float32")
-    return [tf.cast(count, "float32") / total for count in counts]
-
-
-def concat_predictions(value: DistributedValues, weights: Sequence[Any]) -> Any:
-    """Return this worker's predictions in row order, without stand-in rows."""
-    parts = [
-        slice_rows(part, (0, tf.where(weight > 0, rows_of_tensor(part), 0)))
-        for part, weight in zip(value.values, weights, strict=True)
-    ]
-    if isinstance(parts[0], tf.SparseTensor):
-        return tf.sparse.concat(0, parts)
-    return tf.concat(parts, 0)
+    else:
+        begins = [tf.add_n(counts[:replica] or [0 * total]) for replica in local]
+        pairs = zip(begins, counts, strict=True)
+        row_ranges = [RowRange(begin, count, total) for begin, count in pairs]
+    return [select_shard(replica) for replica in local], counts, total, row_ranges
 
 
 _RANDOM_WARNING = (
@@ -244,21 +212,32 @@ _RANDOM_WARNING = (
 )
 
 
-class WorkerBatches:
-    """Batches that all workers take together, as structures that a tf.function takes.
+class MappedBatches:
+    """Batches that a function returns for others.
 
-    Args:
-        batches: `SynchronizedBatches` or `PerWorkerBatches`.
+    Lazy, because the start of an iteration may draw random numbers.
     """
 
-    def __init__(self, batches: Iterable[Any]):
-        self._batches = batches
+    def __init__(self, fn: Callable[[Any], Any], batches: Iterable[Any]):
+        self._fn, self._batches = fn, batches
 
     def __iter__(self) -> Iterator[Any]:
-        return map(_as_traceable, iter(self._batches))
+        for batch in self._batches:
+            yield self._fn(batch)
 
 
-def _as_traceable(batch: Any) -> Any:
+def without_optionals(batch: Any) -> Any:
+    """Return a batch of a `tf.data.Dataset` with None for absent leaves."""
+    if isinstance(batch, LocalRows):
+        # As Keras's own datasets do.
+        return replace(batch, batch=tree.lists_to_tuples(batch.batch))
+    return tree.map_structure(
+        lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch
+    )
+
+
+def as_traceable(batch: Any) -> Any:
+    """Return a batch that a tf.function takes."""
     return TensorLocalRows(**vars(batch)) if isinstance(batch, LocalRows) else batch
 
 
@@ -271,79 +250,43 @@ class TensorLocalRows(LocalRows):
             (self.bounds, self.global_rows),
         )
         leaves = [leaf for leaf in tree.flatten(self.batch) if leaf is not None]
+
+        # TensorFlow retraces for another structure, dtype or rank. Its own search for a
+        # common type of two batches fails for objects with `__tf_flatten__`.
+        def describe(leaf):
+            if leaf is None:
+                return None
+            return f"{tf.as_dtype(leaf.dtype).name} {len(leaf.shape)}"
+
         # The row counts themselves would cause retracing.
         has_worker_rows = self.worker_rows is not None
-        return (_BatchLayout(self.batch), has_worker_rows), (leaves, *numbers)
+        layout = tree.map_structure(describe, self.batch)
+        return (layout, has_worker_rows), (leaves, *numbers)
 
     @classmethod
     def __tf_unflatten__(cls, metadata: Any, components: Any) -> Any:
         (layout, has_worker_rows), (leaves, bounds, global_rows) = metadata, components
-        batch, worker_rows = layout.with_leaves(leaves), () if has_worker_rows else None
+        iterator = iter(leaves)
+        batch = tree.map_structure(
+            lambda kind: None if kind is None else next(iterator), layout
+        )
+        worker_rows = () if has_worker_rows else None
         return cls(batch, bounds, global_rows, worker_rows=worker_rows)
 
 
-class _BatchLayout:
-    """The structure of a batch without the sizes of its arrays.
-
-    TensorFlow retraces for a different layout. Its own search for a common type of two
-    batches fails for objects with `__tf_flatten__`.
-    """
-
-    def __init__(self, batch: Any):
-        self._is_present = tree.map_structure(lambda leaf: leaf is not None, batch)
-        kinds = tree.map_structure(
-            lambda leaf: (
-                leaf is not None and (tf.as_dtype(leaf.dtype).name, len(leaf.shape))
-            ),
-            batch,
-        )
-        self._text = repr(kinds)
-
-    def with_leaves(self, leaves: Iterable[Any]) -> Any:
-        """Return a batch of this layout."""
-        iterator = iter(leaves)
-        return tree.map_structure(
-            lambda is_present: next(iterator) if is_present else None, self._is_present
-        )
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BatchLayout) and self._text == other._text
-
-    def __hash__(self) -> int:
-        return hash(self._text)
-
-
-class DatasetElements:
-    """Elements of a `tf.data.Dataset` or local rows, with None for absent leaves.
-
-    Lazy, because the start of an iteration may draw random numbers.
-    """
-
-    def __init__(self, dataset: Any):
-        self._dataset = dataset
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._dataset:
-            if isinstance(batch, LocalRows):
-                # As Keras's own datasets do.
-                yield replace(batch, batch=tree.lists_to_tuples(batch.batch))
-                continue
-            yield tree.map_structure(
-                lambda leaf: (
-                    None if isinstance(leaf, tf.experimental.Optional) else leaf
-                ),
-                batch,
-            )
-
-
-def sync_worker_steps(
+def sync_workers(
     function: Callable[[Any], Any],
     group: TensorFlowGroup,
     model: keras.Model,
     kind: str,
 ) -> Callable[[Any], Any]:
-    """Wrap the result of `make_train_function` or `make_test_function` for workers."""
+    """Wrap the function that Keras makes for `fit`, `evaluate` or `predict`."""
+    is_chief = group.workers is not None and group.workers.cluster.is_chief
     has_warned = False
+
+    def predict(batches):
+        with group.collective_scope("predict"):
+            return function(batches)
 
     def run_steps(iterator):
         nonlocal has_warned
@@ -352,9 +295,12 @@ def sync_worker_steps(
         try:
             first = next(batches)
         except StopIteration:  # the end of the data is the end of the epoch
-            if kind == "train" and not has_warned:
+            # Eager steps and steps of several batches take a batch before they draw.
+            has_drawn = not model.run_eagerly and model.steps_per_execution == 1
+            if kind == "train" and has_drawn and not has_warned:
                 has_warned = True
-                _warn_of_random_numbers(model, group)
+                if is_chief and seed_generators(all_layers(model)):
+                    logger.warning(_RANDOM_WARNING, model.name)
             raise
         others = itertools.islice(batches, model.steps_per_execution - 1)
         for batch in itertools.chain([first], others):
@@ -362,28 +308,4 @@ def sync_worker_steps(
                 outputs = function(iter([batch]))
         return outputs
 
-    return run_steps
-
-
-def _warn_of_random_numbers(model: keras.Model, group: TensorFlowGroup) -> None:
-    """Warn if Keras's compiled step draws before it finds the end of the data.
-
-    Eager steps and steps of several batches take a batch first.
-    """
-    if model.run_eagerly or model.steps_per_execution > 1:
-        return
-    draws = seed_generators(all_layers(model))
-    if draws and group.workers is not None and group.workers.cluster.is_chief:
-        logger.warning(_RANDOM_WARNING, model.name)
-
-
-def sync_worker_predictions(
-    function: Callable[[Any], Any], group: TensorFlowGroup
-) -> Callable[[Any], Any]:
-    """Wrap the result of `make_predict_function` for workers."""
-
-    def predict(batches):
-        with group.collective_scope("predict"):
-            return function(batches)
-
-    return predict
+    return predict if kind == "predict" else run_steps

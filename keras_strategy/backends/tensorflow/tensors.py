@@ -1,0 +1,131 @@
+"""Operations on replicas' tensors: sums, concatenation, and rows of batches.
+
+Types are checked first, because a collective that fails on unequal shapes makes
+TensorFlow refuse all later ones.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_strategy.training.reduction import check_same_dtype
+from keras_strategy.training.train_step import count_rows
+
+
+def check_same_layout(values: Sequence[Any]) -> None:
+    """Raise `ValueError` if the replicas' tensors differ in dtype or shape."""
+    check_same_dtype(values)
+    if any(isinstance(value, tf.IndexedSlices) for value in values):
+        return
+    first = values[0].shape
+    if not all(first.is_compatible_with(value.shape) for value in values[1:]):
+        raise ValueError(
+            "The replicas' values must have the same shape to be combined "
+            "elementwise. Pass `axis` to combine rows, or use `gather` or "
+            "`all_gather` to concatenate them. Received the shapes "
+            f"{[tuple(value.shape) for value in values]}."
+        )
+
+
+def concat_values(values: Sequence[Any], axis: int) -> Any:
+    """Concatenate the replicas' tensors along `axis`, where their sizes may differ."""
+    values = [as_reducible(value) for value in values]
+    check_same_dtype(values)
+    shapes = [value.shape for value in values]
+    received = f"Received: axis={axis!r} for values of the shapes {shapes}"
+    rank = shapes[0].rank
+    if any(shape.rank != rank for shape in shapes) or not -rank <= axis < rank:
+        raise ValueError(
+            "Only tensors of the same rank can be gathered, along a dimension that "
+            f"they have; scalars cannot. {received}"
+        )
+    axis %= rank
+    for i in range(rank):
+        sizes = {shape[i] for shape in shapes if shape[i] is not None}
+        if i != axis and len(sizes) > 1:
+            raise ValueError(
+                f"Tensors that are gathered along axis {axis} must have the same "
+                f"sizes in all other dimensions. {received}"
+            )
+    return tf.concat(values, axis)
+
+
+def divide(total: Any, count: Any) -> Any:
+    """Divide a sum by a count; the mean of integers is a float."""
+    if isinstance(total, tf.IndexedSlices):
+        values = divide(total.values, count)
+        return tf.IndexedSlices(values, total.indices, total.dense_shape)
+    if not total.dtype.is_floating and not total.dtype.is_complex:
+        total = tf.cast(total, tf.float64)
+    return total / tf.cast(count, total.dtype)
+
+
+def sum_values(values: Sequence[Any]) -> Any:
+    """Return the sum of the replicas' tensors or `tf.IndexedSlices`."""
+    if not isinstance(values[0], tf.IndexedSlices):
+        if not values[0].dtype.is_numeric:
+            raise ValueError(
+                "Only numbers can be combined over the replicas. Received tensors of "
+                f"the dtype {values[0].dtype.name}."
+            )
+        return tf.add_n(values)
+    return tf.IndexedSlices(
+        tf.concat([value.values for value in values], 0),
+        tf.concat([value.indices for value in values], 0),
+        values[0].dense_shape,
+    )
+
+
+def as_reducible(value: Any) -> Any:
+    """Return a tensor or `tf.IndexedSlices`, or raise `ValueError`."""
+    if isinstance(value, tf.IndexedSlices):
+        return value
+    try:
+        return tf.convert_to_tensor(value)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            "Only tensors and numbers can be combined over the replicas. "
+            f"Received: {value!r} of type {type(value).__name__}"
+        ) from error
+
+
+def rows_of_tensor(value: Any) -> Any:
+    """Return the row count of a dense, ragged or sparse tensor as a scalar tensor."""
+    if isinstance(value, tf.RaggedTensor):
+        return tf.cast(value.nrows(), tf.int32)
+    if isinstance(value, tf.SparseTensor):
+        return tf.cast(value.dense_shape[0], tf.int32)
+    if value.shape.rank == 0:
+        raise ValueError(
+            "A batch must be made of arrays whose first dimension is its rows. "
+            "Received a scalar."
+        )
+    return tf.shape(value)[0]
+
+
+def common_rows(leaves: Sequence[Any]) -> Any:
+    """Return the rows of a batch as a tensor, after a check that all arrays agree."""
+    if all(leaf.shape.rank and leaf.shape[0] is not None for leaf in leaves):
+        count_rows(leaves)
+        return rows_of_tensor(leaves[0])
+    rows, *others = [rows_of_tensor(leaf) for leaf in leaves]
+    message = "The arrays of a batch must have the same number of rows."
+    checks = [tf.debugging.assert_equal(rows, other, message) for other in others]
+    with tf.control_dependencies(checks):
+        return tf.identity(rows)  # nothing is computed from the batch before
+
+
+def slice_rows(value: Any, bounds: tuple[Any, Any]) -> Any:
+    """Return rows of a dense, ragged or sparse tensor; None for None."""
+    begin, end = bounds
+    if value is None:
+        return None
+    if not isinstance(value, tf.SparseTensor):
+        return value[begin:end]
+    shape = value.dense_shape
+    begin, rows = tf.cast(begin, shape.dtype), tf.cast(end - begin, shape.dtype)
+    start = tf.concat([[begin], tf.zeros_like(shape[1:])], 0)
+    part = tf.sparse.slice(value, start, tf.concat([[rows], shape[1:]], 0))
+    part.set_shape([None, *value.shape[1:]])
+    return part
