@@ -12,9 +12,19 @@ if keras.backend.backend() != "torch":
     pytest.skip("for the torch backend", allow_module_level=True)
 
 from keras_strategy.backends.torch.collective_check import CollectiveVerifier  # noqa: E402
-from keras_strategy.core.collectives import CHECKSUM_BYTES  # noqa: E402
+from keras_strategy.core.collectives import (  # noqa: E402
+    CHECKSUM_BYTES,
+    CHECKSUM_TAIL,
+)
 
 WORKERS = 3
+
+
+class Done:
+    """A collective that has ended."""
+
+    def wait(self):
+        """There is nothing to wait for."""
 
 
 class Collectives:
@@ -26,7 +36,7 @@ class Collectives:
         self.count = 0
 
     def all_reduce(self, rank):
-        def all_reduce(tensor, op):
+        def all_reduce(tensor, op=torch.distributed.ReduceOp.SUM, *, async_op=False):
             self.given[rank] = (tensor.clone(), op)
             if self.barrier.wait() == 0:
                 self.count += 1
@@ -37,6 +47,7 @@ class Collectives:
             largest = op == torch.distributed.ReduceOp.MAX
             tensor.copy_(stacked.amax(0) if largest else stacked.sum(0))
             self.barrier.wait()
+            return Done()
 
         return all_reduce
 
@@ -66,12 +77,13 @@ def of_all(act):
 
 
 def add(verifier, size, rank=0, dtype="float32", kind="sum"):
-    flat = torch.full((size,), rank + 1, dtype=getattr(torch, dtype))
+    buffer = torch.full((size + CHECKSUM_TAIL,), rank + 1, dtype=getattr(torch, dtype))
     text = f"{kind} {size} {dtype}".encode()
     digest = hashlib.blake2b(text, digest_size=CHECKSUM_BYTES).digest()
     if kind != "sum":
         return verifier.verify(digest, torch.device("cpu"))
-    return verifier.sum(digest, flat)
+    same = verifier.sum_in_place(digest, buffer)
+    return buffer[:-CHECKSUM_TAIL] if same else None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64"])

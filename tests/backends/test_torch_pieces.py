@@ -10,12 +10,12 @@ if keras.backend.backend() != "torch":
     pytest.skip("for the torch backend", allow_module_level=True)
 
 from keras_strategy.backends.torch.collective_check import (  # noqa: E402
-    BucketPlan,
+    BucketedAllReduce,
     CollectiveVerifier,
 )
+from keras_strategy.backends.torch.collectives import TorchWorkers  # noqa: E402
 from keras_strategy.backends.torch.gradient_buckets import (  # noqa: E402
     FlatBufferPool,
-    OverlappedAllReduce,
 )
 from keras_strategy.core.collectives import CHECKSUM_TAIL, call_checksum  # noqa: E402
 from keras_strategy.core.step_state import StepState  # noqa: E402
@@ -24,11 +24,20 @@ from tests.backends.test_torch_announcing import WORKERS, of_all  # noqa: E402
 SIZE = 5
 
 
-class Done:
-    """A collective that has ended."""
+class Pieces(BucketedAllReduce):
+    """Pieces that tell a `Sums` whether all workers would send them."""
 
-    def wait(self):
-        """There is nothing to wait for."""
+    def __init__(self, sums):
+        super().__init__(sums.sizes, "")
+        self.sums = sums
+
+    def agree(self, *args):
+        super().agree(*args)
+        self.sums.pieces = self
+
+    def drop(self):
+        self.sums.pieces = None
+        self.sums.given_up += 1
 
 
 class Sums:
@@ -44,21 +53,9 @@ class Sums:
         self.verifier, self.rank, self.sizes = verifier, rank, sizes
         self.pieces, self.given_up = None, 0
 
-    def plan(self):
-        """Return the bucket plan of this worker."""
-        if not self.sizes:
-            return None
-        plan = BucketPlan(self.sizes, "")
-        plan.on_agreed, plan.on_dropped = self.take, self.give_up
-        return plan
-
-    def take(self, pieces):
-        """All workers would."""
-        self.pieces = pieces
-
-    def give_up(self):
-        """They do not any more."""
-        self.pieces, self.given_up = None, self.given_up + 1
+    def split(self):
+        """Return the pieces of this worker."""
+        return Pieces(self) if self.sizes else None
 
     def send(self, parts):
         """Sends so many pieces; returns whether they are due."""
@@ -67,8 +64,8 @@ class Sums:
         if not self.pieces.sent:
             self.pieces.begin(torch.empty(self.pieces.buffer_size))
         for _ in range(parts):
-            self.pieces.values(self.pieces.sent).fill_(self.rank + 1)
-            self.pieces.send()
+            size = self.sizes[self.pieces.sent]
+            self.pieces.send([torch.full((size,), self.rank + 1.0)], None)
         return True
 
     def add(self, early=0):
@@ -83,7 +80,7 @@ class Sums:
         """The sum in one piece; None if the workers are in different ones."""
         both = torch.full((size + CHECKSUM_TAIL,), float(self.rank + 1))
         digest = call_checksum("sum", (size,), "float32")
-        same = self.verifier.sum_in_place(digest, both, self.plan)
+        same = self.verifier.sum_in_place(digest, both, self.split)
         return both[:-CHECKSUM_TAIL].tolist() if same else None
 
 
@@ -91,13 +88,7 @@ def of_sums(act, sizes=lambda rank: (2, 3), least=0):
     """Return each worker's result of `act(sums)`, and the collectives."""
 
     def with_sums(verifier, rank):
-        all_reduce = verifier._all_reduce
-
-        def start(tensor):
-            all_reduce(tensor, torch.distributed.ReduceOp.SUM)
-            return Done()
-
-        verifier = CollectiveVerifier(WORKERS, all_reduce, start, least)
+        verifier = CollectiveVerifier(WORKERS, verifier.all_reduce, least)
         return act(Sums(verifier, rank, sizes(rank)))
 
     return of_all(with_sums)
@@ -222,18 +213,19 @@ MANY, FEW = 600, 100  # 1.4 MB and 40 kB of float32 in a square
     ],
 )
 def test_when_gradients_leave_during_backward(most, is_local, own_step, side, leave):
-    during_backward = OverlappedAllReduce(
-        CollectiveVerifier(2, lambda *_: None), most, is_local
+    options = SimpleNamespace(bytes_per_pack=most)
+    workers = TorchWorkers(
+        SimpleNamespace(rank=0, size=2, options=options, is_local=is_local)
     )
     step = StepState(logs_are_metrics=not own_step)
-    during_backward.replica = SimpleNamespace(step=step, buffers=FlatBufferPool())
+    workers.replica = SimpleNamespace(step=step, buffers=FlatBufferPool())
     variables = [keras.Variable(torch.ones(side, side)) for _ in range(2)]
     sum((v.value * v.value).sum() for v in variables).backward()
     gradients = [v.value.grad for v in variables]
-    plan = during_backward.plan(gradients, variables)
-    assert (plan is not None) == leave
-    assert plan is None or list(plan.sizes) == [side * side] * 2
+    pieces = workers.split_gradients(gradients, variables)
+    assert (pieces is not None) == leave
+    assert pieces is None or list(pieces.sizes) == [side * side] * 2
     # Of gradients that backward left nowhere, nothing tells when they are there.
     others = [gradient.clone() for gradient in gradients]
-    assert during_backward.plan(others, variables) is None
-    assert during_backward.plan(gradients, None) is None
+    assert workers.split_gradients(others, variables) is None
+    assert workers.split_gradients(gradients, None) is None

@@ -50,7 +50,7 @@ def test_in_keras_order(shuffle, monkeypatch):
 
 @pytest.mark.skipif(BACKEND != "torch", reason="of torch's adapter")
 def test_tensors_of_arrays_are_as_keras_makes_them():
-    from keras_strategy.backends.torch.devices import cpu_tensor
+    from keras_strategy.backends.torch.group import cpu_tensor
 
     for kind in ["?", "b", "B", "h", "H", "i", "I", "l", "f", "d", "F", "D"]:
         array = np.ones((3, 2), kind)

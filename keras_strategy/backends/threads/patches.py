@@ -30,33 +30,36 @@ _SEED = "global_seed_generator"
 
 
 class ThreadState:
-    """The calling thread's Keras settings, for the threads that work for it.
+    """A copy of the calling thread's Keras settings, for threads that work for it.
 
     `keras.src.backend.common.global_state` is thread-local. Without this a replica
     would have another dtype policy, name scope and seed generator.
     """
 
-    def __init__(self, trackers: list[tuple[str, dict[str, Any]]]):
-        self._trackers = trackers
+    def __init__(self, settings: dict[str, dict[str, Any]]):
+        self._settings = settings
 
     @classmethod
     def capture(cls) -> "ThreadState":
-        """Copy the calling thread's settings."""
-        trackers = []
+        """Copy the settings of this thread."""
         # Keras 3.16 has no tracker for settings.
-        for name in ("GLOBAL_STATE_TRACKER", "GLOBAL_SETTINGS_TRACKER"):
-            if hasattr(global_state, name):
-                attributes = vars(getattr(global_state, name)).items()
-                trackers.append(
-                    (name, {k: v for k, v in attributes if k not in _NOT_INHERITED})
-                )
-        return cls(trackers)
+        trackers = ("GLOBAL_STATE_TRACKER", "GLOBAL_SETTINGS_TRACKER")
+        return cls(
+            {
+                tracker: {
+                    name: value
+                    for name, value in vars(getattr(global_state, tracker)).items()
+                    if name not in _NOT_INHERITED
+                }
+                for tracker in trackers
+                if hasattr(global_state, tracker)
+            }
+        )
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Context manager in which this thread has the settings."""
         saved = []
-        for name, attributes in self._trackers:
+        for name, attributes in self._settings.items():
             tracker = vars(getattr(global_state, name))
             saved.append((tracker, dict(tracker)))
             tracker.clear()
@@ -79,7 +82,7 @@ def keep_global_seed_generator(generator: Any) -> None:
 
 @contextlib.contextmanager
 def no_stateless_scope() -> Iterator[None]:
-    """Context manager in which this thread creates initialized variables."""
+    """Let this thread create initialized variables."""
     scope = global_state.get_global_attribute("stateless_scope")
     global_state.set_global_attribute("stateless_scope", None)
     try:

@@ -15,12 +15,9 @@ get_stateless_scope = find_module(
 
 
 class ShardedUpdateScope(keras.StatelessScope):
-    """The variables of an optimizer that updates a replica's shard.
+    """The variables of an optimizer that updates a replica's shard of them.
 
-    Args:
-        parent: The scope of all other variables.
-        shards: What the replica updates, by the variables' `id`.
-        variables: These variables.
+    `shards` has the shards by the variables' `id`; `parent` is the scope of all others.
     """
 
     def __init__(self, parent: Any, shards: dict[int, Any], variables: Sequence[Any]):
@@ -44,37 +41,31 @@ class ShardedUpdateScope(keras.StatelessScope):
         raise NotImplementedError
 
     def squared_norms(self, squares: Sequence[Any]) -> tuple[list[Any], Any]:
-        """Return the squared norms of the full gradients, and the sum over all of them.
+        """Return the squared norms of the full gradients, given those of the shards.
 
-        Args:
-            squares: The squared norms of the replica's gradient shards.
+        The second result is the sum over the gradients of all replicas.
         """
         raise NotImplementedError
 
     @contextlib.contextmanager
-    def shapes(self) -> Iterator[None]:
-        """Context manager in which the variables have the shapes of the shards."""
-        shapes = [tuple(self.shards[id(v)].shape) for v in self._variables]
-        with self._with_shapes(shapes):
-            yield
+    def shapes(self, full: bool = False) -> Iterator[None]:
+        """Give the variables the shapes of the shards.
 
-    def full_shapes(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager for collectives, in which other replicas take their turns."""
-        return self._with_shapes(self._full_shapes)
+        In a collective, in which other replicas take their turns, they are to be full.
+        """
 
-    @contextlib.contextmanager
-    def _with_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Iterator[None]:
+        def set_shapes(shapes):
+            for variable, shape in zip(self._variables, shapes, strict=True):
+                variable._shape, variable._ndim = shape, len(shape)
+
         # The variables are the same objects for all replicas of this process.
         saved = [variable._shape for variable in self._variables]
+        shards = [tuple(self.shards[id(v)].shape) for v in self._variables]
         try:
-            self._set_shapes(shapes)
+            set_shapes(self._full_shapes if full else shards)
             yield
         finally:
-            self._set_shapes(saved)
-
-    def _set_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        for variable, shape in zip(self._variables, shapes, strict=True):
-            variable._shape, variable._ndim = shape, len(shape)
+            set_shapes(saved)
 
 
 @multi_replica_only

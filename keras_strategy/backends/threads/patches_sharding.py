@@ -1,5 +1,6 @@
 """Patches of optimizers whose slots are sharded over the replicas."""
 
+import functools
 import logging
 from typing import Any
 
@@ -21,11 +22,8 @@ from keras_strategy.training.sharding import (
 logger = logging.getLogger("keras_strategy")
 
 _SLOT_OF = "_ks_slot_of"
-
-
 # Slots that Keras creates without a reference to the weight, in the weights' order.
 _WITHOUT_REFERENCE = ("_r", "_c")
-_warned: set[type] = set()
 
 
 @hook(
@@ -53,11 +51,7 @@ def _add_from_reference(original, self, reference_variable, *args, **kwargs):
 
 
 def shard_adopted_slot(strategy: Any, slot: Any) -> bool:
-    """Shard a variable if it is a slot created outside of scopes.
-
-    Returns:
-        True if it is sharded now.
-    """
+    """Shard a slot created outside of scopes; return True if it is sharded now."""
     optimizer, weight = vars(slot).pop(_SLOT_OF, (None, None))
     return optimizer is not None and _shard(strategy, optimizer, slot, weight)
 
@@ -65,17 +59,8 @@ def shard_adopted_slot(strategy: Any, slot: Any) -> bool:
 def _shard(strategy: Any, optimizer: Any, slot: Any, weight: Any) -> bool:
     if strategy.shard is None or strategy.num_replicas_in_sync == 1:
         return False
-    kind = type(optimizer)
     if not is_elementwise(optimizer) and not is_per_weight(optimizer):
-        if kind not in _warned:
-            _warned.add(kind)
-            logger.warning(
-                "shard='optimizer': the state of the optimizer %s is not sharded. It "
-                "is not one of Keras's optimizers, so the update of a weight may "
-                "depend on other weights. KERAS_BACKEND=jax shards the state of any "
-                "optimizer.",
-                kind.__name__,
-            )
+        _warn_of_no_sharding(type(optimizer))
         return False
     if weight.overwrite_with_gradient:  # each replica overwrites all of it
         return False
@@ -88,6 +73,16 @@ def _shard(strategy: Any, optimizer: Any, slot: Any, weight: Any) -> bool:
     strategy.extended.group.share(slot, sharding.shards_for(weight, slot.shape))
     sharding.slots.append(slot)
     return True
+
+
+@functools.cache  # once
+def _warn_of_no_sharding(optimizer_class: type) -> None:
+    logger.warning(
+        "shard='optimizer': the state of the optimizer %s is not sharded. It is not "
+        "one of Keras's optimizers, so the update of a weight may depend on other "
+        "weights. KERAS_BACKEND=jax shards the state of any optimizer.",
+        optimizer_class.__name__,
+    )
 
 
 @multi_replica_only

@@ -24,7 +24,7 @@ _INTERRUPT_TIMEOUT = 3.0
 _threads: "list[_Thread]" = []
 
 
-def interrupt(threads: Iterable[threading.Thread]) -> None:
+def _interrupt(threads: Iterable[threading.Thread]) -> None:
     """Raise KeyboardInterrupt in threads, when they next run Python."""
     for thread in threads:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
@@ -34,12 +34,9 @@ def interrupt(threads: Iterable[threading.Thread]) -> None:
 
 @contextlib.contextmanager
 def propagate_interrupts(threads: Iterable[threading.Thread]) -> Iterator[None]:
-    """Context manager in which Ctrl-C interrupts threads that the main thread awaits.
+    """Let Ctrl-C interrupt threads that the main thread awaits.
 
-    Python interrupts the main thread only.
-
-    Args:
-        threads: The threads, iterated when it happens.
+    Python interrupts the main thread only. The threads are iterated when it happens.
     """
     if (
         threading.current_thread() is not threading.main_thread()
@@ -49,7 +46,7 @@ def propagate_interrupts(threads: Iterable[threading.Thread]) -> Iterator[None]:
         return
 
     def interrupt_all(number, frame):
-        interrupt(threads)
+        _interrupt(threads)
         signal.default_int_handler(number, frame)
 
     signal.signal(signal.SIGINT, interrupt_all)
@@ -67,25 +64,17 @@ class Pool:
     """
 
     def __init__(self, names: Sequence[str]):
-        self._threads = [_Thread(name) for name in names]
+        self.threads = [_Thread(name) for name in names]
         _threads[:] = [thread for thread in _threads if thread.is_alive()]
-        for thread in self._threads:
+        for thread in self.threads:
             thread.start()
             _threads.append(thread)
-        weakref.finalize(self, _stop, self._threads).atexit = False
+        weakref.finalize(self, _stop, self.threads).atexit = False
 
     def submit(self, calls: Sequence[Callable[[], None]]) -> None:
         """Start one call in each thread; calls must not raise."""
-        for thread, call in zip(self._threads, calls, strict=True):
+        for thread, call in zip(self.threads, calls, strict=True):
             thread.calls.put(call)
-
-    def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in every thread, when it next runs Python."""
-        interrupt(self._threads)
-
-    def abandon(self) -> None:
-        """Abandon threads that hang; the interpreter does not wait for them."""
-        _threads[:] = [thread for thread in _threads if thread not in self._threads]
 
 
 class _Thread(threading.Thread):
@@ -138,7 +127,7 @@ class TurnScheduler:
         self._names = [""] * replicas
         self._values: list[Any] = [None] * replicas
         self._result: Any = None
-        self._failed = False
+        self.has_failed = False  # True to stop every replica at its next turn
         # All wait at their gates, except for the first one.
         self._gates = [threading.Lock() for _ in range(replicas)]
         for gate in self._gates:
@@ -150,46 +139,32 @@ class TurnScheduler:
         self._all_ended.acquire()
         self.seed_generator: Any = None
 
-    def begin(self, replica: int) -> None:
-        """Wait for a replica's first turn.
-
-        Raises:
-            ReplicaStopped: If another one has failed before.
-        """
-        if replica > 0:
-            self._wait(replica, "its first turn")
-
     def exchange(
-        self,
-        replica: int,
-        name: str,
-        value: Any,
-        combine: Callable[[list[Any]], Any],
+        self, replica: int, name: str, value: Any, combine: Callable[[list[Any]], Any]
     ) -> Any:
         """End a replica's turn, and return the combination of all replicas' values.
 
         The first replica calls `combine`, and all share its result. The name of the
         operation must be equal for all.
-
-        Raises:
-            ReplicaStopped: If another replica failed.
-            RuntimeError: If the replicas are in different operations.
         """
         if len(self._values) == 1:
             return combine([value])
         self._names[replica], self._values[replica] = name, value
         self._start_next(replica)
-        self._wait(replica, f"`{name}`")
+        self.wait(replica, f"`{name}`")
         if replica == 0:
-            self._check_names()
+            if len(set(self._names)) > 1:
+                names = ", ".join(f"{i}: {name}" for i, name in enumerate(self._names))
+                raise RuntimeError(
+                    "All replicas must make the same calls in the same order. They are "
+                    f"in different ones ({names}). A collective, `optimizer.apply` or "
+                    "an assignment to an aggregated variable must not depend on the "
+                    "replica."
+                )
             # Release the values before the replicas continue.
             values, self._values = self._values, [None] * len(self._values)
             self._result = combine(values)
         return self._result
-
-    def fail(self) -> None:
-        """Stop every replica at its next turn."""
-        self._failed = True
 
     def end(self, replica: int) -> None:
         """End a replica, which may have been interrupted in another one's turn."""
@@ -203,9 +178,10 @@ class TurnScheduler:
         """Wait until all replicas have ended; return False after a timeout."""
         return self._all_ended.acquire(timeout=seconds)
 
-    def _wait(self, replica: int, before: str) -> None:
+    def wait(self, replica: int, before: str) -> None:
+        """Wait for a replica's turn."""
         self._gates[replica].acquire()
-        if self._failed:
+        if self.has_failed:
             raise ReplicaStopped(f"another replica failed before {before}")
 
     def _start_next(self, replica: int) -> None:
@@ -218,23 +194,9 @@ class TurnScheduler:
             gate = self._gates[self._current]
         gate.release()
 
-    def _check_names(self) -> None:
-        if len(set(self._names)) > 1:
-            names = ", ".join(f"{i}: {name}" for i, name in enumerate(self._names))
-            raise RuntimeError(
-                "All replicas must make the same calls in the same order. They are "
-                f"in different ones ({names}). A collective, `optimizer.apply` or an "
-                "assignment to an aggregated variable must not depend on the "
-                "replica."
-            )
-
 
 class ReplicaThreads:
-    """The threads of a group's replicas.
-
-    Args:
-        devices: Canonical names of the replicas' devices.
-    """
+    """The threads of a group's replicas, given the canonical names of their devices."""
 
     def __init__(self, devices: Sequence[str]):
         self._names = [f"keras_strategy {name}" for name in devices[1:]]
@@ -245,49 +207,39 @@ class ReplicaThreads:
     ) -> list[Any]:
         """Make one call for each replica, in turns, and return the results.
 
-        Raises:
-            BaseException: The error of one of them, when all have ended.
+        Raise the error of one of them when all have ended.
         """
-        if self._pool is None:
-            self._pool = Pool(self._names)
+        pool = self._pool = self._pool or Pool(self._names)
         results: list[Any] = [None] * len(calls)
         errors: list[BaseException | None] = [None] * len(calls)
 
         def run_replica(replica):
             try:
-                turns.begin(replica)
+                if replica > 0:
+                    turns.wait(replica, "its first turn")
                 results[replica] = calls[replica]()
             except BaseException as error:
                 errors[replica] = error
-                turns.fail()
+                turns.has_failed = True
             finally:
                 turns.end(replica)
 
-        self._pool.submit(
-            [
-                functools.partial(run_replica, replica)
-                for replica in range(1, len(calls))
-            ]
-        )
+        pool.submit([functools.partial(run_replica, r) for r in range(1, len(calls))])
         try:
             run_replica(0)
             if isinstance(errors[0], KeyboardInterrupt):
                 raise errors[0]
             turns.wait_for_all()
         except KeyboardInterrupt:
-            turns.fail()
-            self._interrupt(turns)
+            turns.has_failed = True
+            self._pool = None
+            _interrupt(pool.threads)
+            if not turns.wait_for_all(_INTERRUPT_TIMEOUT):
+                # They hang. The interpreter does not wait for them.
+                _threads[:] = [t for t in _threads if t not in pool.threads]
             raise
         raised = [error for error in errors if error is not None]
         if raised:
             causes = [e for e in raised if not isinstance(e, ReplicaStopped)]
             raise causes[0] if causes else raised[0]
         return results
-
-    def _interrupt(self, turns: TurnScheduler) -> None:
-        """End the remaining replicas after this thread was interrupted."""
-        assert self._pool is not None
-        pool, self._pool = self._pool, None
-        pool.interrupt()
-        if not turns.wait_for_all(_INTERRUPT_TIMEOUT):
-            pool.abandon()

@@ -24,14 +24,7 @@ from keras_strategy.values import regroup, select_replica
 
 
 class ThreadReplica:
-    """The base class of replicas that are threads.
-
-    Args:
-        index: The replica's index on this worker.
-        topology: The placement of all replicas.
-        turns: The scheduler of this worker's replicas.
-        attributes: What this replica sets on layers.
-    """
+    """The base class of replicas that are threads."""
 
     scope: ReplicaScope
 

@@ -34,10 +34,7 @@ class ReplicaScope(keras.StatelessScope):
 class MergedScope(keras.StatelessScope):
     """The variables as a `merge_call` sees them: those of all replicas.
 
-    Args:
-        scopes: The replicas' scopes.
-        aggregate: Returns a sync-on-read variable's value, given the local replicas'.
-        topology: The placement of all replicas.
+    `aggregate` returns a sync-on-read variable's value, given the local replicas'.
     """
 
     def __init__(
@@ -47,9 +44,7 @@ class MergedScope(keras.StatelessScope):
         topology: ReplicaTopology,
     ):
         super().__init__(initialize_variables=False)
-        self._scopes = scopes
-        self._aggregate = aggregate
-        self._topology = topology
+        self._scopes, self._aggregate, self._topology = scopes, aggregate, topology
 
     def components(self, variable: Any) -> list[Any]:
         """Return each replica's value of a variable."""
@@ -69,9 +64,8 @@ class MergedScope(keras.StatelessScope):
         return values[0]
 
     def add_update(self, update: tuple[Any, Any]) -> None:
-        variable, value = update
-        parts = split_for_local_replicas(variable, value, self._topology)
-        self.assign_components(variable, parts)
+        parts = split_for_local_replicas(*update, self._topology)
+        self.assign_components(update[0], parts)
 
 
 def unbuilt_variable_error(variable: Any) -> RuntimeError:

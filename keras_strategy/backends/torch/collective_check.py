@@ -18,9 +18,9 @@ the same on all of them.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,9 +35,9 @@ from keras_strategy.core.collectives import (
 # Checksums are summed exactly in these dtypes.
 _EXACT_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
 _BUCKET_DTYPES = (torch.float32, torch.float64)
-# How often a sum must have come before the workers compare bucket plans. They do so
-# again later, since another model may have a plan.
-_COMPARE_PLANS_AT, _COMPARE_PLANS_EVERY = (2, 16), 128
+# How often a sum must have come before the workers compare their buckets. They do so
+# again later, since another model may have buckets.
+_COMPARE_AT, _COMPARE_EVERY = (2, 16), 128
 # Two in a row are discarded where one `fit` ends and another begins.
 _MAX_DISCARDED_IN_A_ROW = 3
 # A larger sum takes longer than a comparison, and costs more if it is discarded.
@@ -45,220 +45,145 @@ _MAX_EXPECTED_BYTES = 16 << 20
 _MAX_REMEMBERED = 1024
 
 
-class Work(Protocol):
-    """A collective that was started."""
-
-    def wait(self) -> Any:
-        """Wait for its end, and raise its error."""
-        ...
-
-
-class BucketPlan:
-    """Split of a sum into buckets.
-
-    Args:
-        sizes: The number of elements of each bucket, in sending order; two or more.
-        layout: A description of the contents, equal on workers with equal plans.
-    """
-
-    def __init__(self, sizes: Sequence[int], layout: str):
-        self.sizes, self.layout = list(sizes), layout
-
-    def checksum(self, bucket: int | None = None) -> bytes:
-        """Return bytes that identify the plan or one bucket; never all zeros."""
-        text = f"{bucket}|{self.sizes}|{self.layout}".encode()
-        return hashlib.blake2b(text, digest_size=CHECKSUM_BYTES - 1).digest() + b"\1"
-
-    def on_agreed(self, all_reduce: "BucketedAllReduce") -> None:
-        """Start to use the plan, which all workers have."""
-
-    def on_dropped(self) -> None:
-        """Stop to use the plan."""
+def scale_in_place(values: torch.Tensor, weight: float | None) -> None:
+    """Multiply by a row weight; 0 selects zeros, so that a NaN cannot leak."""
+    if weight == 0:
+        values.zero_()
+    elif weight is not None:
+        values.mul_(weight)
 
 
 class BucketedAllReduce:
-    """An all-reduce in buckets, with a plan that all workers have.
+    """A sum that is sent in buckets when all workers have agreed to it.
 
-    Args:
-        checksum: The checksum of the sum as one collective.
-        plan: The buckets.
-        like: A tensor of its dtype, on its device.
-        workers: The number of workers.
-        start: Starts to sum a tensor over the workers, in place.
-
-    Attributes:
-        discarded: How many times in a row the result was discarded.
+    `sizes` are the numbers of elements of two or more buckets, in sending order. The
+    text `layout` describes the contents and is equal on workers with equal buckets.
     """
 
-    def __init__(
-        self,
-        checksum: bytes,
-        plan: BucketPlan,
-        like: torch.Tensor,
-        workers: int,
-        start: Callable[[torch.Tensor], Work],
-    ):
-        self.checksum, self.plan, self.discarded = checksum, plan, 0
-        self.buffer_size = sum(plan.sizes) + CHECKSUM_TAIL * len(plan.sizes)
-        self._like = like.new_empty(0)
-        self._start = start
-        tails = [checksum_tail(plan.checksum(i)) for i in range(len(plan.sizes))]
+    def __init__(self, sizes: Sequence[int], layout: str):
+        self.sizes, self._layout = list(sizes), layout
+        self.buffer_size = sum(sizes) + CHECKSUM_TAIL * len(sizes)
+        self.sent = 0  # how many buckets of the current sum were sent
+        self.discarded = 0  # how many times in a row the result was discarded
+        self._buckets: tuple[torch.Tensor, ...] = ()
+        self._works: list[Any] = []
+
+    def layout_checksum(self, bucket: int | None = None) -> bytes:
+        """Return bytes that identify all buckets or one of them; never all zeros."""
+        text = f"{bucket}|{self.sizes}|{self._layout}".encode()
+        return hashlib.blake2b(text, digest_size=CHECKSUM_BYTES - 1).digest() + b"\1"
+
+    def agree(self, verifier: Any, checksum: bytes, like: torch.Tensor) -> None:
+        """Start using the buckets, given the checksum of the sum as one collective."""
+        self.checksum = checksum
+        self._empty = like.new_empty(0)
+        self._all_reduce, workers = verifier.all_reduce, verifier.workers
+        tails = [checksum_tail(self.layout_checksum(i)) for i in range(len(self.sizes))]
         self._tails = [like.new_tensor(tail) for tail in tails]
         self._tail_sums = [workers * number for tail in tails for number in tail]
-        self._buckets: tuple[torch.Tensor, ...] = ()
-        self._works: list[Work] = []
 
-    @property
-    def sent(self) -> int:
-        """The number of buckets that were sent."""
-        return len(self._works)
-
-    @property
-    def last(self) -> int:
-        """The index of the last bucket."""
-        return len(self.plan.sizes) - 1
+    def drop(self) -> None:
+        """Stop using the buckets."""
 
     def begin(self, buffer: torch.Tensor) -> None:
         """Set the memory of the buckets, of `buffer_size` elements."""
-        sizes = [size + CHECKSUM_TAIL for size in self.plan.sizes]
-        self._buckets = buffer.split(sizes)
+        self._buckets = buffer.split([size + CHECKSUM_TAIL for size in self.sizes])
 
-    def values(self, bucket: int) -> torch.Tensor:
-        """Return a bucket without its checksum."""
-        return self._buckets[bucket][:-CHECKSUM_TAIL]
-
-    def send(self) -> None:
-        """Send the next bucket, whose values were written."""
+    def send(self, tensors: Sequence[torch.Tensor], weight: float | None) -> None:
+        """Send the next bucket: weighted tensors, and a checksum."""
         bucket = self._buckets[self.sent]
+        values = bucket[:-CHECKSUM_TAIL]
+        torch.cat([tensor.reshape(-1) for tensor in tensors], out=values)
+        scale_in_place(values, weight)
         bucket[-CHECKSUM_TAIL:].copy_(self._tails[self.sent])
-        self._works.append(self._start(bucket))
+        self._works.append(self._all_reduce(bucket, async_op=True))
+        self.sent += 1
 
     def end(self) -> list[torch.Tensor] | None:
-        """Send zeros for the remaining buckets, and wait for all of them.
+        """Send zeros for the remaining buckets, and return the sums of all of them.
 
-        Returns:
-            The sums; None on all workers if one of them did not send all buckets.
+        Return None on all workers if one of them did not send all buckets.
         """
         if not self._buckets:
-            self.begin(self._like.new_empty(self.buffer_size))
+            self.begin(self._empty.new_empty(self.buffer_size))
         try:
             for bucket in self._buckets[self.sent :]:
-                self._works.append(self._start(bucket.zero_()))
+                self._works.append(self._all_reduce(bucket.zero_(), async_op=True))
             for work in self._works:
                 work.wait()
             tails = torch.cat([b[-CHECKSUM_TAIL:] for b in self._buckets]).tolist()
             sums = [bucket[:-CHECKSUM_TAIL] for bucket in self._buckets]
             return sums if tails == self._tail_sums else None
         finally:
-            self._buckets, self._works = (), []
+            self._buckets, self._works, self.sent = (), [], 0
 
 
-@dataclass(frozen=True)
 class _ExpectedSum:
-    """A sum that all workers made.
+    """A sum that all workers made."""
 
-    Attributes:
-        tail: The checksum that each worker sends behind the values.
-        tail_sum: The sum of all workers' checksums if they are equal.
-    """
-
-    checksum: bytes
-    size: int
-    dtype: torch.dtype
-    device: torch.device
-    tail: torch.Tensor
-    tail_sum: list[int]
+    def __init__(self, checksum: bytes, buffer: torch.Tensor, workers: int):
+        tail = checksum_tail(checksum)
+        self.checksum, self.size = checksum, buffer.numel()
+        self.tail = buffer.new_tensor(tail)  # what each worker sends behind the values
+        self.tail_sum = [workers * number for number in tail]
+        # True if another operation came last time, such as an epoch's logs.
+        self.was_missed = False
 
 
 class CollectiveVerifier:
     """Sums of tensors that detect workers in different operations.
 
-    Args:
-        workers: The number of workers.
-        all_reduce: Reduces a tensor of the same size on all workers, in place.
-        start: Starts to sum a tensor of the same size on all workers, in place.
-        min_bucketed_bytes: Smallest buffer that may be sent in buckets; the same on all
-            workers, None for never.
-
-    Attributes:
-        pending: The bucketed sum that all workers send next, or None. After it was
-            discarded it is not pending until another operation has come.
+    A buffer of `min_bucketed_bytes`, equal on all workers, may be sent in buckets.
     """
 
     def __init__(
         self,
         workers: int,
-        all_reduce: Callable[[torch.Tensor, dist.ReduceOp.RedOpType], object],
-        start: Callable[[torch.Tensor], Work] | None = None,
-        min_bucketed_bytes: int | None = None,
+        # In place, as `torch.distributed.all_reduce`.
+        all_reduce: Callable[..., Any],
+        min_bucketed_bytes: float = math.inf,
     ):
-        self._workers = workers
-        self._all_reduce = all_reduce
-        self._start, self._min_bucketed_bytes = start, min_bucketed_bytes
+        self.workers, self.all_reduce = workers, all_reduce
+        self._min_bucketed_bytes = min_bucketed_bytes
+        # The bucketed sum that all workers send next. After it was discarded it is not
+        # pending until another operation has come.
         self.pending: BucketedAllReduce | None = None
         self._previous = b""  # the checksum of the last operation
         # By the checksum of the operation before.
         self._bucketed: dict[bytes, BucketedAllReduce] = {}
         self._expected: dict[bytes, _ExpectedSum] = {}
-        # After these another operation came last time, such as an epoch's logs.
-        self._missed: set[bytes] = set()
         self._occurrences: dict[tuple[bytes, bytes], int] = {}
 
     def verify(self, checksum: bytes, device: torch.device) -> bool:
         """Return True if all workers are about to run the same operation."""
         if self.pending is not None:
             self.finish_pending()
-        previous = self._previous
-        expected = self._expected.get(previous)
+        expected = self._expected.get(self._previous)
         if expected is None:
             same = self._all_equal(int.from_bytes(checksum), device)
         else:
-            zeros = torch.zeros(
-                expected.size + CHECKSUM_TAIL,
-                dtype=expected.dtype,
-                device=expected.device,
-            )
-            same = self._sum_and_check(zeros, self._expect(checksum, zeros))
-            if same and previous in self._missed:  # the second time in a row
-                del self._expected[previous]
-                self._missed.remove(previous)
+            zeros = expected.tail.new_zeros(expected.size)
+            sent = _ExpectedSum(checksum, zeros, self.workers)
+            same = self._sum_and_check(zeros, sent)
+            if same and expected.was_missed:  # the second time in a row
+                del self._expected[self._previous]
             elif same:
-                self._missed.add(previous)
+                expected.was_missed = True
         if same:
             self._previous = checksum
-            self.pending = self._bucketed.get(self._previous)
+            self.pending = self._bucketed.get(checksum)
         return same
-
-    def sum(self, checksum: bytes, flat: torch.Tensor) -> torch.Tensor | None:
-        """Sum a flat tensor over the workers.
-
-        Args:
-            checksum: Identifies the operation, size and dtype, see `call_checksum`.
-            flat: A tensor of one dimension.
-
-        Returns:
-            A new tensor; None if the workers are about to run different operations.
-        """
-        buffer = flat.new_empty(flat.numel() + CHECKSUM_TAIL)
-        values = buffer[:-CHECKSUM_TAIL].copy_(flat)
-        return values if self.sum_in_place(checksum, buffer) else None
 
     def sum_in_place(
         self,
         checksum: bytes,
         buffer: torch.Tensor,
-        plan: Callable[[], BucketPlan | None] | None = None,
+        split: Callable[[], BucketedAllReduce | None] = lambda: None,
     ) -> bool:
-        """Sum a buffer over the workers, in place.
+        """Sum a flat buffer, whose last `CHECKSUM_TAIL` elements are free, in place.
 
-        Args:
-            checksum: See `sum`.
-            buffer: A tensor of one dimension, whose last `CHECKSUM_TAIL` elements are
-                free.
-            plan: Returns this worker's bucket plan for it, or None.
-
-        Returns:
-            False if the workers are about to run different operations.
+        Return False if the workers are about to run different operations. `split`
+        returns the buckets that this worker would send.
         """
         if self.pending is not None:
             self.finish_pending()
@@ -267,62 +192,53 @@ class CollectiveVerifier:
         if expected is not None and expected.checksum == checksum:
             same = self._sum_and_check(buffer, expected)
             if same:
-                self._missed.discard(previous)
+                expected.was_missed = False
                 self._previous = checksum
-                self.pending = self._bucketed.get(self._previous)
+                self.pending = self._bucketed.get(checksum)
         else:
             same = self.verify(checksum, buffer.device)
             if same:
-                self._all_reduce(buffer[:-CHECKSUM_TAIL], dist.ReduceOp.SUM)
+                self.all_reduce(buffer[:-CHECKSUM_TAIL], dist.ReduceOp.SUM)
                 self._expect_after(previous, checksum, buffer)
-        least = self._min_bucketed_bytes
-        if same and least is not None and buffer.nbytes >= least:
-            self._compare_plans(previous, checksum, buffer, plan)
+        if same and buffer.nbytes >= self._min_bucketed_bytes:
+            self._compare_buckets(previous, checksum, buffer, split)
         return same
 
     def finish_pending(self) -> list[torch.Tensor] | None:
-        """Finish the pending sum.
+        """Finish the pending sum, and return its buckets, or None if it is discarded.
 
-        Returns:
-            The sums of its buckets. None on all workers if it was discarded; the sum
-            is then sent as one collective.
+        All workers discard it, and it is then sent as one collective.
         """
-        previous = self._previous
-        bucketed = self._bucketed[previous]
+        bucketed = self._bucketed[self._previous]
         sums = bucketed.end()
         if sums is not None:
             bucketed.discarded = 0
             self._previous = bucketed.checksum
-            self.pending = self._bucketed.get(self._previous)
+            self.pending = self._bucketed.get(bucketed.checksum)
             return sums
         self.pending = None
         bucketed.discarded += 1
         if bucketed.discarded == _MAX_DISCARDED_IN_A_ROW:
-            del self._bucketed[previous]
-            bucketed.plan.on_dropped()
+            self._bucketed.pop(self._previous).drop()
         return None
 
     def _all_equal(self, number: int, device: torch.device) -> bool:
         # The maxima of n and of -n are each other's negative if all n are equal.
         maxima = torch.tensor([number, -number], device=device)
-        self._all_reduce(maxima, dist.ReduceOp.MAX)
+        self.all_reduce(maxima, dist.ReduceOp.MAX)
         return int(maxima[0]) == -int(maxima[1])
 
-    def _compare_plans(
+    def _compare_buckets(
         self,
         previous: bytes,
         checksum: bytes,
         values: torch.Tensor,
-        plan: Callable[[], BucketPlan | None] | None,
+        split: Callable[[], BucketedAllReduce | None],
     ) -> None:
-        """Send a sum in buckets from now on, if all workers have the same plan.
-
-        Workers without a plan take part, too.
-        """
+        """Send a sum in buckets from now on, if all workers have the same ones."""
         if (
-            self._start is None
-            or values.dtype not in _BUCKET_DTYPES
-            or self._workers > MAX_CHECKSUM_WORKERS
+            values.dtype not in _BUCKET_DTYPES
+            or self.workers > MAX_CHECKSUM_WORKERS
             or previous in self._bucketed
             or len(self._bucketed) >= _MAX_REMEMBERED
         ):
@@ -331,20 +247,15 @@ class CollectiveVerifier:
             self._occurrences.clear()
         key = previous, checksum
         times = self._occurrences[key] = self._occurrences.get(key, 0) + 1
-        if times not in _COMPARE_PLANS_AT and times % _COMPARE_PLANS_EVERY:
+        if times not in _COMPARE_AT and times % _COMPARE_EVERY:
             return
-        local = plan() if plan is not None else None
-        number = 0 if local is None else int.from_bytes(local.checksum())
-        if not self._all_equal(number, values.device) or local is None:
-            return
-        self._expected.pop(previous, None)
-        self._missed.discard(previous)
-        bucketed = BucketedAllReduce(
-            checksum, local, values, self._workers, self._start
-        )
-        self._bucketed[previous] = bucketed
-        self.pending = self._bucketed.get(self._previous)
-        local.on_agreed(bucketed)
+        local = split()  # workers without buckets take part, too
+        number = 0 if local is None else int.from_bytes(local.layout_checksum())
+        if self._all_equal(number, values.device) and local is not None:
+            self._expected.pop(previous, None)
+            self._bucketed[previous] = local
+            self.pending = self._bucketed.get(self._previous)
+            local.agree(self, checksum, values)
 
     def _expect_after(
         self, previous: bytes, checksum: bytes, buffer: torch.Tensor
@@ -353,28 +264,16 @@ class CollectiveVerifier:
             previous in self._expected
             or previous in self._bucketed
             or buffer.dtype not in _EXACT_DTYPES
-            or self._workers > MAX_CHECKSUM_WORKERS
+            or self.workers > MAX_CHECKSUM_WORKERS
             or buffer[:-CHECKSUM_TAIL].nbytes > _MAX_EXPECTED_BYTES
         ):
             return
         if len(self._expected) >= _MAX_REMEMBERED:
             self._expected.clear()
-            self._missed.clear()
-        self._expected[previous] = self._expect(checksum, buffer)
-
-    def _expect(self, checksum: bytes, buffer: torch.Tensor) -> _ExpectedSum:
-        tail = checksum_tail(checksum)
-        return _ExpectedSum(
-            checksum,
-            buffer.numel() - CHECKSUM_TAIL,
-            buffer.dtype,
-            buffer.device,
-            buffer.new_tensor(tail),
-            [self._workers * number for number in tail],
-        )
+        self._expected[previous] = _ExpectedSum(checksum, buffer, self.workers)
 
     def _sum_and_check(self, buffer: torch.Tensor, expected: _ExpectedSum) -> bool:
         tail = buffer[-CHECKSUM_TAIL:]
         tail.copy_(expected.tail)
-        self._all_reduce(buffer, dist.ReduceOp.SUM)
+        self.all_reduce(buffer, dist.ReduceOp.SUM)
         return tail.tolist() == expected.tail_sum

@@ -1,20 +1,26 @@
 """Collectives between the processes of a cluster, by torch.distributed."""
 
+import datetime
 import functools
+import os
+import socket
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from keras_strategy.backends.torch import connection
-from keras_strategy.backends.torch.collective_check import CollectiveVerifier
+from keras_strategy.backends.torch.collective_check import (
+    CollectiveVerifier,
+    scale_in_place,
+)
 from keras_strategy.backends.torch.gradient_buckets import (
     FIRST_BUCKET_BYTES,
     MAX_BUCKET_BYTES,
     FlatBufferPool,
-    OverlappedAllReduce,
-    scale_in_place,
+    GradientBuckets,
     split_by_bytes,
     unflatten,
 )
@@ -25,27 +31,30 @@ from keras_strategy.core.collectives import (
     call_checksum,
     operation_kind,
 )
+from keras_strategy.keras_patches.variables_optimizers import stored_value
+from keras_strategy.options import CommunicationImplementation
 from keras_strategy.training.sharding import FlatShards
+
+# The operation that updates variables.
+_APPLY = "optimizer.apply"
 
 
 class TorchWorkers(WorkerCollectives):
-    """Collectives that are verified before or while they run, see `collective_check`.
+    """Collectives that are verified before or while they run."""
 
-    Attributes:
-        overlapped: The gradient sums that are sent during backward.
-    """
+    replica: Any = None  # the running one
 
     def __init__(self, cluster: Cluster):
         super().__init__(cluster)
-        bucket_bytes = cluster.options.bytes_per_pack
-        self._verifier = CollectiveVerifier(
+        # The most bytes of a bucket, for any workers and steps; 0 for the best value,
+        # in Keras's own `train_step`. The user's step may change a gradient by its
+        # `data`, which torch does not notice.
+        self._bucket_bytes = cluster.options.bytes_per_pack
+        self.verifier = CollectiveVerifier(
             self.size,
-            lambda tensor, op: dist.all_reduce(tensor, op=op),
-            _start_all_reduce,
-            bucket_bytes or FIRST_BUCKET_BYTES,
-        )
-        self.overlapped = OverlappedAllReduce(
-            self._verifier, bucket_bytes, cluster.is_local
+            # Looked up in each call, since `profiling` replaces it.
+            lambda *args, **kwargs: dist.all_reduce(*args, **kwargs),
+            self._bucket_bytes or FIRST_BUCKET_BYTES,
         )
 
     def sum(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -54,52 +63,72 @@ class TorchWorkers(WorkerCollectives):
         if tensor.dtype == torch.bool:
             self._verify(name, tensor, shape)
             raise TypeError(f"`{name}` adds numbers. Received a tensor of booleans.")
-        checksum = _checksum(name, tensor, shape)
+        buffer = tensor.new_empty(tensor.numel() + CHECKSUM_TAIL)
+        total = buffer[:-CHECKSUM_TAIL].copy_(tensor.reshape(-1))
         with self.track_operation(name):
-            total = self._verifier.sum(checksum, tensor.reshape(-1))
-        if total is None:
+            same = self.verifier.sum_in_place(_checksum(name, tensor, shape), buffer)
+        if not same:
             raise self._mismatch(name, tensor, shape)
         return total.view(shape)
 
+    def can_overlap(self, gradients: Sequence[torch.Tensor]) -> bool:
+        """Return True if gradients of Keras's own step are sent during backward."""
+        # Workers on the CPUs of one machine would use the cores that compute.
+        is_local = self.cluster.is_local
+        return bool(self._bucket_bytes) or not is_local or gradients[0].is_cuda
+
+    def split_gradients(
+        self, gradients: Sequence[torch.Tensor], variables: Sequence[Any] | None
+    ) -> GradientBuckets | None:
+        """Return the buckets of gradients, or None if they are not to be split."""
+        if variables is None or self.replica is None:
+            return None
+        max_bytes = self._bucket_bytes
+        if not max_bytes:
+            if not (self.can_overlap(gradients) and self.replica.step.logs_are_metrics):
+                return None
+            max_bytes = MAX_BUCKET_BYTES
+        parameters = [stored_value(variable) for variable in variables]
+        if not all(
+            parameter is not None and parameter.is_leaf and parameter.grad is gradient
+            for parameter, gradient in zip(parameters, gradients, strict=True)
+        ):
+            return None  # no hook reports when they are computed
+        limits = [min(FIRST_BUCKET_BYTES, max_bytes), max_bytes]
+        buckets: list[list[int]] = dist._compute_bucket_assignment_by_size(  # pyright: ignore
+            parameters, limits
+        )[0][::-1]
+        return GradientBuckets(self, parameters, buckets) if len(buckets) > 1 else None
+
     def all_reduce_weighted(
         self,
-        name: str,
         tensors: Sequence[torch.Tensor],
         weight: float | None,
         buffers: FlatBufferPool,
         variables: Sequence[Any] | None,
     ) -> list[torch.Tensor]:
-        """Sum the workers' weighted tensors.
-
-        Args:
-            name: What they are for.
-            tensors: Tensors of one dtype and device.
-            weight: See `Replica.weighted_sum`.
-            buffers: Where to take a flat buffer from.
-            variables: The variables whose gradients they are; None for other tensors.
-        """
-        with self.track_operation(name):
-            if self._verifier.pending is not None:
-                sums = self.overlapped.weighted_sums(tensors, weight)
+        """Sum the workers' weighted tensors: the gradients of variables if given."""
+        with self.track_operation(_APPLY):
+            if self.verifier.pending is not None:
+                pending = cast(GradientBuckets, self.verifier.pending)
+                sums = pending.weighted_sums(tensors, weight)
                 if sums is not None:
                     return sums
             buffer = buffers.concatenate(tensors)
             flat = buffer[:-CHECKSUM_TAIL]
-            if weight == 0:
-                flat.zero_()
-            elif weight is not None:
-                flat.mul_(weight)
+            scale_in_place(flat, weight)
             shape = tuple(flat.shape)
-            plan = functools.partial(self.overlapped.plan, tensors, variables)
-            checksum = _checksum(name, flat, shape)
-            same = self._verifier.sum_in_place(checksum, buffer, plan)
+            same = self.verifier.sum_in_place(
+                _checksum(_APPLY, flat, shape),
+                buffer,
+                functools.partial(self.split_gradients, tensors, variables),
+            )
         if not same:
-            raise self._mismatch(name, flat, shape)
+            raise self._mismatch(_APPLY, flat, shape)
         return unflatten(flat, tensors)
 
     def reduce_scatter_weighted(
         self,
-        name: str,
         tensors: Sequence[torch.Tensor],
         weight: float | None,
         shards: Sequence[FlatShards],
@@ -108,36 +137,30 @@ class TorchWorkers(WorkerCollectives):
 
         Each worker sends the others their shards and adds up what it receives, half the
         traffic of an all-reduce. gloo's `reduce_scatter` sends as much as that.
-
-        Args:
-            name: What they are for.
-            tensors: Tensors of one dtype and device.
-            weight: See `Replica.weighted_sum`.
-            shards: For each tensor, the elements of each worker.
         """
         shape = (sum([tensor.numel() for tensor in tensors]),)
-        self._verify(f"{name} (shares)", tensors[0], shape)
-        pairs = [(t.reshape(-1), spec) for t, spec in zip(tensors, shards, strict=True)]
+        self._verify(f"{_APPLY} (shares)", tensors[0], shape)
         results: list[torch.Tensor] = []
-        for group in split_by_bytes(pairs, lambda pair: pair[0], MAX_BUCKET_BYTES):
-            bounds = [[spec.bounds[r] for _, spec in group] for r in range(self.size)]
+        for part in split_by_bytes(tensors, MAX_BUCKET_BYTES):
+            flats = [tensor.reshape(-1) for tensor in tensors[part]]
+            bounds = [[s.bounds[r] for s in shards[part]] for r in range(self.size)]
             sizes = [[end - begin for begin, end in of_rank] for of_rank in bounds]
             sent = torch.cat(
                 [
-                    tensor[begin:end]
+                    flat[begin:end]
                     for of_rank in bounds
-                    for (tensor, _), (begin, end) in zip(group, of_rank, strict=True)
+                    for flat, (begin, end) in zip(flats, of_rank, strict=True)
                 ]
             )
             scale_in_place(sent, weight)
             local = sizes[self.rank]
             received = sent.new_empty(self.size * sum(local))
-            with self.track_operation(name):
+            with self.track_operation(_APPLY):
                 dist.all_to_all_single(
                     received, sent, [sum(local)] * self.size, list(map(sum, sizes))
                 )
             sums = received.view(self.size, sum(local)).sum(0).split(local)
-            for shard, (_, spec) in zip(sums, group, strict=True):
+            for shard, spec in zip(sums, shards[part], strict=True):
                 results.append(shard.view(spec.shape_of(self.rank)))
         return results
 
@@ -158,31 +181,23 @@ class TorchWorkers(WorkerCollectives):
         counts = [int(s) for s in sizes]
         # Move the axis to the front: what is sent is padded to the longest.
         rows = tensor.movedim(axis, 0)
-        is_bool = rows.dtype == torch.bool
+        if rows.dtype == torch.bool:
+            rows = rows.to(torch.uint8)
         padded = rows.new_zeros((max(counts), *rows.shape[1:]))
         padded[: rows.shape[0]] = rows
-        if is_bool:
-            padded = padded.to(torch.uint8)
         received = [torch.empty_like(padded) for _ in range(self.size)]
         with self.track_operation(name):
             dist.all_gather(received, padded)
         pairs = zip(received, counts, strict=True)
         joined = torch.cat([part[:count] for part, count in pairs])
-        if is_bool:
-            joined = joined.to(torch.bool)
-        return joined.movedim(0, axis), counts
+        return joined.to(tensor.dtype).movedim(0, axis), counts
 
-    def all_gather_flat(
-        self, name: str, tensor: torch.Tensor, sizes: Sequence[int]
+    def gather_updates(
+        self, tensor: torch.Tensor, sizes: Sequence[int]
     ) -> torch.Tensor:
         """Join the workers' flat tensors, whose sizes all workers know.
 
-        It verifies nothing: the operation before has shown that all workers are here.
-
-        Args:
-            name: What it is for.
-            tensor: This worker's.
-            sizes: Each worker's number of elements, by rank.
+        It verifies nothing: the sum of the gradients has shown that all are here.
         """
         longest = max(sizes)
         sent = tensor
@@ -190,7 +205,7 @@ class TorchWorkers(WorkerCollectives):
             sent = tensor.new_zeros(longest)
             sent[: len(tensor)] = tensor
         received = sent.new_empty(longest * self.size)
-        with self.track_operation(name):
+        with self.track_operation(_APPLY):
             dist.all_gather_into_tensor(received, sent)
         parts = zip(received.split(longest), sizes, strict=True)
         return torch.cat([part[:size] for part, size in parts])
@@ -214,7 +229,7 @@ class TorchWorkers(WorkerCollectives):
     ) -> None:
         checksum = _checksum(name, tensor, shape)
         with self.track_operation(name):
-            same = self._verifier.verify(checksum, tensor.device)
+            same = self.verifier.verify(checksum, tensor.device)
         if not same:
             raise self._mismatch(name, tensor, shape, which)
 
@@ -222,10 +237,6 @@ class TorchWorkers(WorkerCollectives):
         self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], which: str = ""
     ) -> Exception:
         return self.mismatch_error(name, [list(shape), str(tensor.dtype)], which)
-
-
-def _start_all_reduce(tensor: torch.Tensor) -> Any:
-    return dist.all_reduce(tensor, async_op=True)
 
 
 def _checksum(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> bytes:
@@ -256,6 +267,65 @@ def connect(cluster: Cluster) -> TorchWorkers:
     """Connect this process with the others of a cluster, once."""
     global _connected
     if _connected is None:
-        connection.connect(cluster)
+        if not dist.is_initialized():
+            _initialize(cluster)
+        if (dist.get_rank(), dist.get_world_size()) != (cluster.rank, cluster.size):
+            raise RuntimeError(
+                "torch.distributed was initialized for another cluster: it has rank "
+                f"{dist.get_rank()} of {dist.get_world_size()}, but the cluster "
+                f"resolver returns rank {cluster.rank} of {cluster.size}. Let the "
+                "strategy initialize it, or initialize it for the same workers."
+            )
         _connected = TorchWorkers(cluster)
     return _connected
+
+
+def _initialize(cluster: Cluster) -> None:
+    timeout = datetime.timedelta(seconds=cluster.client.timeout_seconds + 60)
+    implementation = cluster.options.implementation
+    gpus = torch.cuda.is_available()
+    if implementation is CommunicationImplementation.NCCL and not gpus:
+        raise ValueError(
+            "CommunicationImplementation.NCCL needs GPUs, but torch finds none. Use "
+            "AUTO or RING."
+        )
+    nccl = gpus and implementation is not CommunicationImplementation.RING
+    if cluster.is_local:
+        # By default gloo listens on the interface of the host's name.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    excepthook = sys.excepthook
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if nccl else "gloo",
+        store=_store(cluster, timeout),
+        rank=cluster.rank,
+        world_size=cluster.size,
+        timeout=timeout,
+    )
+    # torch's hook prints the other hooks' output only after they return. Ours ends the
+    # process.
+    sys.excepthook = excepthook
+    # torch aborts the process if its threads outlive it.
+    cluster.client.on_leave(_disconnect)
+
+
+def _store(cluster: Cluster, timeout: datetime.timedelta) -> TCPStore:
+    host, listener = "127.0.0.1", None
+    if cluster.is_chief:
+        address = (host if cluster.is_local else "", 0)
+        listener = socket.create_server(address, backlog=cluster.size + 16)
+    elif not cluster.is_local:
+        host = cluster.addresses[0].rpartition(":")[0].strip("[]")
+    port = None if listener is None else listener.getsockname()[1]
+    return TCPStore(
+        host,
+        int(cluster.exchange("address of torch's store", port)[0]),
+        is_master=cluster.is_chief,
+        master_listen_fd=None if listener is None else listener.detach(),
+        wait_for_workers=False,
+        timeout=timeout,
+    )
+
+
+def _disconnect() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

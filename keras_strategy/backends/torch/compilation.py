@@ -40,23 +40,14 @@ class UnsupportedInGraph(Exception):
 
 
 class GraphScope(keras.StatelessScope):
-    """The variables as the graph reads and writes them.
-
-    Args:
-        values: Each variable's value, by `id`.
-        generators: The indices of the layers' seed generators, by `id`.
-
-    Attributes:
-        written: The assigned values, by `id`.
-        losses: The layers and the losses that they added.
-    """
+    """The variables as the graph reads and writes them, by `id`."""
 
     def __init__(self, values: dict[int, torch.Tensor], generators: dict[int, int]):
         super().__init__(initialize_variables=False)
         self.values = values
-        self.written: dict[int, torch.Tensor] = {}
-        self.losses: list[tuple[Any, Any]] = []
-        self._generators = generators
+        self.written: dict[int, torch.Tensor] = {}  # what was assigned
+        self.losses: list[tuple[Any, Any]] = []  # with the layers that added them
+        self._generators = generators  # the indices of the layers' seed generators
         self._drawn: dict[int, torch.Tensor] = {}
         self._draws = 0
 
@@ -94,14 +85,6 @@ class GraphScope(keras.StatelessScope):
         if seed is None and shape is None and not random.settings.exact:
             return inputs * scales  # as the replica does eagerly
         return torch.where(scales != 0, inputs / (1.0 - rate), 0)
-
-
-def is_graph_readable(variable: Any) -> bool:
-    """Return True if a graph may read a variable.
-
-    Reads of sums are recorded, and metrics depend on the replica's rows.
-    """
-    return variable.aggregation != "sum" and not is_sync_on_read(variable)
 
 
 @multi_replica_only
@@ -145,8 +128,6 @@ class _Unsupported:
 
 
 class _AnyReplica(_Unsupported):
-    """The replica that a graph is traced for."""
-
     step = _Step()
 
 
@@ -161,7 +142,7 @@ class _AnyContext(_Unsupported):
 
 
 class _NoAttributes(_Unsupported):
-    """The substitute for `ReplicaAttributes` while a graph is traced."""
+    """The substitute for `ReplicaAttributes`."""
 
     def set(self, layer: Any, name: str, value: Any) -> None:
         raise UnsupportedInGraph(f"it sets {type(layer).__name__}.{name}")
@@ -170,54 +151,28 @@ class _NoAttributes(_Unsupported):
         raise UnsupportedInGraph("it changes a list, dict or set of a layer")
 
 
-class _Execution(threading.local):
-    """The replica and its attributes that this thread executes a graph for."""
-
-    replica: tuple[Any, Any] = (None, None)
-    generators: Sequence[Any] = ()
-
-
-_execution = _Execution()
+# The replica and its attributes that this thread executes a graph for, and the
+# generators of the graph's layers.
+_execution = threading.local()
 _no_attributes: Any = _NoAttributes()
 
 
-class GraphTracing:
-    """The replica context while graphs are traced or executed."""
-
-    def __init__(self, strategy: Any):
-        self._context: Any = _AnyContext(strategy)
-
-    @contextlib.contextmanager
-    def entered(self, generators: Sequence[Any]) -> Iterator[None]:
-        """Context manager in which a replica's thread traces or executes a graph.
-
-        Args:
-            generators: The layers' seed generators.
-        """
-        replica = thread_state.replica, current_turn.attributes
-        _execution.replica, _execution.generators = replica, generators
-        thread_state.replica, current_turn.attributes = self._context, _no_attributes
-        # Keras would wrap each call to improve its error messages.
-        is_filtering = keras.config.is_traceback_filtering_enabled()
-        keras.config.disable_traceback_filtering()
-        try:
-            yield
-        finally:
-            if is_filtering:
-                keras.config.enable_traceback_filtering()
-            thread_state.replica, current_turn.attributes = replica
-            del _execution.replica, _execution.generators
-
-
 @contextlib.contextmanager
-def _outside_graph() -> Iterator[None]:
-    """Context manager that restores the replica while a graph is executed."""
-    in_graph = thread_state.replica, current_turn.attributes
-    thread_state.replica, current_turn.attributes = _execution.replica
+def _graph_context(any_context: Any, generators: Sequence[Any]) -> Iterator[None]:
+    """Let a replica's thread trace or execute a graph, whose layers have generators."""
+    replica = thread_state.replica, current_turn.attributes
+    _execution.replica, _execution.generators = replica, generators
+    thread_state.replica, current_turn.attributes = any_context, _no_attributes
+    # Keras would wrap each call to improve its error messages.
+    is_filtering = keras.config.is_traceback_filtering_enabled()
+    keras.config.disable_traceback_filtering()
     try:
         yield
     finally:
-        thread_state.replica, current_turn.attributes = in_graph
+        if is_filtering:
+            keras.config.enable_traceback_filtering()
+        thread_state.replica, current_turn.attributes = replica
+        del _execution.replica, _execution.generators
 
 
 @torch.library.custom_op("keras_strategy::scales", mutates_args=())
@@ -231,20 +186,19 @@ def _scales(
 ) -> torch.Tensor:
     """Apply dropout to ones, drawn by the replica that executes the graph.
 
-    Args:
-        inputs: The inputs of the dropout.
-        rate: The fraction to drop.
-        noise_shape: See `keras.random.dropout`; -1 instead of None.
-        generator: The index of the seed generator; -1 for the process's.
-        previous: What the same generator drew before, to fix the order.
-        draw: A unique number, so that no two draws are merged.
+    The index of the process's seed generator is -1. What the same generator drew before
+    fixes the order, and a unique number of the draw keeps torch from merging two.
     """
     shape = None
     if noise_shape is not None:
         shape = [None if size == -1 else size for size in noise_shape]
     seed = None if generator == -1 else _execution.generators[generator]
-    with _outside_graph():
+    in_graph = thread_state.replica, current_turn.attributes
+    thread_state.replica, current_turn.attributes = _execution.replica
+    try:
         return keras_random.dropout(torch.ones_like(inputs), rate, shape, seed)
+    finally:
+        thread_state.replica, current_turn.attributes = in_graph
 
 
 @_scales.register_fake
@@ -253,7 +207,6 @@ def _fake_scales(inputs, rate, noise_shape, generator, previous, draw) -> torch.
 
 
 logger = logging.getLogger("keras_strategy")
-BACKEND = "KERAS_STRATEGY_TORCH_COMPILE_BACKEND"
 INDUCTOR = "inductor"
 # For one forward pass on one device; torch's default.
 _MAX_GRAPHS = 8
@@ -262,21 +215,25 @@ _logged: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
 class CompiledModel:
-    """Context manager in which the forward passes of a model and its submodels compile.
-
-    Args:
-        model: The model, with `jit_compile`.
-    """
+    """Context manager in which a model and its submodels compile their calls."""
 
     def __init__(self, model: keras.Model, strategy: Any):
         self._model = model
-        self._backend = _backend(strategy)
+        self.strategy = strategy
+        devices = strategy.extended.worker_devices
+        # On CPUs "eager" runs torch's kernels: results are rounded as without a graph,
+        # and no C++ compiler is needed.
+        on_cpu = all(":cpu:" in f":{device}".lower() for device in devices)
+        self.backend = os.environ.get("KERAS_STRATEGY_TORCH_COMPILE_BACKEND") or (
+            "eager" if on_cpu else INDUCTOR
+        )
+        self.max_graphs = _MAX_GRAPHS * len(devices)
+        self.has_news = False  # True if a pass has become a graph or was refused
         models = [model, *(x for x in all_layers(model) if isinstance(x, keras.Model))]
         self._passes = [
-            ForwardPass(submodel, strategy, self._backend)
+            ForwardPass(submodel, self)
             for submodel in {id(submodel): submodel for submodel in models}.values()
         ]
-        self._changes = 0
 
     def __enter__(self) -> None:
         for forward in self._passes:
@@ -285,9 +242,8 @@ class CompiledModel:
     def __exit__(self, *error: Any) -> None:
         for forward in self._passes:
             forward.restore()
-        changes = sum([forward.changes for forward in self._passes])
-        if changes != self._changes:
-            self._changes = changes
+        if self.has_news:
+            self.has_news = False
             self._log()
 
     def _log(self) -> None:
@@ -298,7 +254,7 @@ class CompiledModel:
         if graphs:
             parts.append(
                 f"the forward pass of {' and of '.join(graphs)} is one graph of "
-                f"torch.compile, backend '{self._backend}'"
+                f"torch.compile, backend '{self.backend}'"
             )
         if eager:
             parts.append(
@@ -317,33 +273,19 @@ class CompiledModel:
 
 
 class ForwardPass:
-    """The `call` of a model, compiled if possible.
+    """The `call` of a model, compiled if possible."""
 
-    Args:
-        layer: The model.
-        backend: The backend of torch.compile.
-
-    Attributes:
-        called: The replacement of the model's `call`.
-        has_graph: True if there is a graph.
-        refused: Reasons for eager calls, in order of appearance.
-        changes: How often the last two changed.
-    """
-
-    def __init__(self, layer: keras.Model, strategy: Any, backend: str):
+    def __init__(self, layer: keras.Model, compiled: CompiledModel):
         self.layer = layer
-        self.has_graph = False
-        self.refused: list[str] = []
-        self.changes = 0
+        self.has_graph = False  # True if a graph was executed
+        self.refused: list[str] = []  # reasons for eager calls
+        self._compiled = compiled
         self._instance_call = vars(layer).get("call")
         self._eager_call = layer.call
-        self._tracing = GraphTracing(strategy)
-        self._is_built = False
+        self._context = _AnyContext(compiled.strategy)
         self._variables: list[Any] = []
         self._generators: list[Any] = []
         self._eager_kinds: set[Any] = set()
-        self._backend = backend
-        self._max_graphs = _MAX_GRAPHS * len(strategy.extended.worker_devices)
         self._graph: Callable[..., Any] | None = None
 
         @functools.wraps(self._eager_call)
@@ -356,7 +298,7 @@ class ForwardPass:
                 return self._eager_call(*args, **kwargs)
             return self._call(replica, args, kwargs)
 
-        self.called = called
+        self.called = called  # the replacement of the model's `call`
 
     def restore(self) -> None:
         """Restore the model's `call`."""
@@ -366,51 +308,64 @@ class ForwardPass:
             vars(self.layer)["call"] = self._instance_call
 
     def _call(self, replica: Any, args: tuple, kwargs: dict) -> Any:
-        if not self._is_ready() or (
+        if self._graph is None and all(x.built for x in all_layers(self.layer)):
+            self._graph = self._compile()
+        if self._graph is None or (
             self._eager_kinds and _kind(args, kwargs) in self._eager_kinds
         ):
             return self._eager_call(*args, **kwargs)
-        if _has_mask(args) or _has_mask(kwargs):
+        leaves = tree.flatten((args, kwargs))
+        if any(keras_masking.get_keras_mask(x) is not None for x in leaves):
             return self._refuse("its inputs have masks", args, kwargs)
         values = list(map(replica.scope.get_current_value, self._variables))
         try:
-            with self._tracing.entered(self._generators):
-                assert self._graph is not None
+            with _graph_context(self._context, self._generators):
                 results = self._graph(values, args, kwargs)
         except Exception as error:
             # If it is the model's own error, the eager call raises it again.
             return self._refuse(_why(error), args, kwargs)
         if not self.has_graph:
-            self.has_graph = True
-            self.changes += 1
+            self.has_graph = self._compiled.has_news = True
         return self._apply_results(*results)
 
-    def _is_ready(self) -> bool:
-        """Return True if all layers are built, and create the graph function."""
-        if not self._is_built:
-            self._is_built = all(layer.built for layer in all_layers(self.layer))
-            if self._is_built:
-                self._variables = [
-                    v for v in self.layer.variables if is_graph_readable(v)
-                ]
-                self._generators = seed_generators(all_layers(self.layer))
-                self._graph = torch.compile(  # pyright: ignore[reportCallIssue]
-                    graph_function(self._eager_call, self._variables, self._generators),
-                    fullgraph=True,
-                    backend=self._backend,
-                    # Compile processes hang in a forked process.
-                    options={"compile_threads": 1} if self._backend == INDUCTOR else {},
-                    recompile_limit=self._max_graphs,
-                    isolate_recompiles=True,
-                )
-        return self._is_built
+    def _compile(self) -> Callable[..., Any]:
+        """Return the forward pass as a function of the variables' values."""
+        # Reads of sums are recorded, and metrics depend on the replica's rows.
+        variables = self._variables = [
+            variable
+            for variable in self.layer.variables
+            if variable.aggregation != "sum" and not is_sync_on_read(variable)
+        ]
+        self._generators = seed_generators(all_layers(self.layer))
+        numbers = {id(generator): i for i, generator in enumerate(self._generators)}
+        call, backend = self._eager_call, self._compiled.backend
+
+        def forward(values, args, kwargs):
+            by_id = {}
+            for variable, value in zip(variables, values):  # noqa: B905, is compiled
+                by_id[id(variable)] = value
+            scope = GraphScope(by_id, numbers)
+            with scope:
+                outputs = call(*args, **kwargs)
+            masks = [keras_masking.get_keras_mask(x) for x in tree.flatten(outputs)]
+            return outputs, masks, scope.written, scope.losses
+
+        return torch.compile(  # pyright: ignore[reportCallIssue]
+            forward,
+            fullgraph=True,
+            backend=backend,
+            # Compile processes hang in a forked process.
+            options={"compile_threads": 1} if backend == INDUCTOR else {},
+            recompile_limit=self._compiled.max_graphs,
+            isolate_recompiles=True,
+        )
 
     def _refuse(self, why: str, args: tuple, kwargs: dict) -> Any:
         outputs = self._eager_call(*args, **kwargs)
         self._eager_kinds.add(_kind(args, kwargs))
         if why not in self.refused:
             self.refused.append(why)
-            self.changes += 1
+            self._compiled.has_news = True
         return outputs
 
     def _apply_results(
@@ -432,41 +387,6 @@ class ForwardPass:
         return outputs
 
 
-def graph_function(
-    call: Callable[..., Any], variables: Sequence[Any], generators: Sequence[Any]
-) -> Callable[..., Any]:
-    """Return the forward pass as a function of the variables' values.
-
-    Returns:
-        A function of the values, and of the arguments of `call` as a tuple and a dict.
-        It returns the outputs, their masks, the assigned values by the variables' `id`,
-        and the added losses with their layers.
-    """
-    numbers = {id(generator): number for number, generator in enumerate(generators)}
-
-    def forward(values, args, kwargs):
-        by_id = {}
-        for variable, value in zip(variables, values):  # noqa: B905, is compiled
-            by_id[id(variable)] = value
-        scope = GraphScope(by_id, numbers)
-        with scope:
-            outputs = call(*args, **kwargs)
-        masks = [keras_masking.get_keras_mask(x) for x in tree.flatten(outputs)]
-        return outputs, masks, scope.written, scope.losses
-
-    return forward
-
-
-def _backend(strategy: Any) -> str:
-    """Return the backend of torch.compile, unless the environment names one.
-
-    On CPUs it is "eager", which runs torch's kernels: results are rounded as without a
-    graph, and no C++ compiler is needed.
-    """
-    on_cpu = all(":cpu:" in f":{d}".lower() for d in strategy.extended.worker_devices)
-    return os.environ.get(BACKEND) or ("eager" if on_cpu else INDUCTOR)
-
-
 def _kind(*parts: Any) -> Any:
     """Return what graphs are specialized for: shapes, dtypes and Python values."""
     return torch.is_grad_enabled(), tuple(map(_kind_of, parts))
@@ -480,14 +400,6 @@ def _kind_of(part: Any) -> Any:
     if isinstance(part, list | tuple):
         return tuple(map(_kind_of, part))
     return part if isinstance(part, bool | int | float | str) else type(part)
-
-
-def _has_mask(part: Any) -> bool:
-    if isinstance(part, torch.Tensor):
-        return keras_masking.get_keras_mask(part) is not None
-    if isinstance(part, dict):
-        return any(map(_has_mask, part.values()))
-    return isinstance(part, list | tuple) and any(map(_has_mask, part))
 
 
 def _why(error: Exception) -> str:

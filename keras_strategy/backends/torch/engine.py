@@ -1,4 +1,8 @@
-"""The torch backend: the devices of this process in turns."""
+"""The torch backend: the devices of this process in turns.
+
+torch has one CPU device with all cores. A logical CPU is a name for one more thread on
+it: replicas on several of them share the cores.
+"""
 
 import contextlib
 import threading
@@ -14,63 +18,18 @@ from keras_strategy.backends.threads import patches as thread_patches
 from keras_strategy.backends.threads import patches_sharded_update, patches_sharding
 from keras_strategy.backends.torch import (
     collectives,
-    devices,
     patches,
     patches_compiled,
     patches_optimizers,
 )
-from keras_strategy.backends.torch.group import TorchGroup
+from keras_strategy.backends.torch.group import TorchGroup, torch_device
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core.context import DryRun
 from keras_strategy.devices import canonical_device
 from keras_strategy.keras_patches.random import dry_running, map_rows
 from keras_strategy.values import DistributedValues, raise_not_a_tensor
 
-
-class _ThreadState(threading.local):
-    is_differentiating = False
-
-
-_thread_state = _ThreadState()
-
-
-def value_and_grad(
-    fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
-) -> Callable[..., Any]:
-    """Return the backend's `keras_strategy.value_and_grad`."""
-
-    def value_and_gradients(*args, **kwargs):
-        # The result of a nested call, such as a penalty, is differentiated, too.
-        is_nested = _thread_state.is_differentiating
-        _thread_state.is_differentiating = True
-        try:
-            with torch.enable_grad():
-                output = fn(*args, **kwargs)
-                value = output[0] if has_aux else output
-                if not isinstance(value, torch.Tensor) or value.numel() != 1:
-                    raise ValueError(
-                        "Argument `fn` must return a scalar tensor to differentiate"
-                        + (", and auxiliary outputs after it" if has_aux else "")
-                        + f". Received: {value!r}"
-                    )
-                gradients = torch.autograd.grad(
-                    value,
-                    [v.value for v in variables],
-                    create_graph=is_nested,
-                    allow_unused=True,
-                )
-        finally:
-            _thread_state.is_differentiating = is_nested
-
-        def detach(x):
-            return x.detach() if isinstance(x, torch.Tensor) else x
-
-        if not is_nested:
-            output = tree.map_structure(detach, output)
-        return output, list(gradients)
-
-    return value_and_gradients
-
+_thread_state = threading.local()
 
 # Keras converts unknown objects with NumPy.
 _protocol: Any = DistributedValues
@@ -81,9 +40,16 @@ class TorchEngine:
     """The torch backend."""
 
     name = "torch"
+    _logical_cpus = 1
+    _is_in_use = False  # by a strategy, so that the number of devices is final
 
     def list_devices(self, device_type: str | None = None) -> list[str]:
-        return devices.list_devices(device_type)
+        counts = {
+            "gpu": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+            "cpu": self._logical_cpus,
+        }
+        kind = (device_type or ("gpu" if counts["gpu"] else "cpu")).lower()
+        return [f"{kind}:{index}" for index in range(counts.get(kind, 0))]
 
     def sharding_unsupported_reason(self, shard: str) -> str | None:
         if shard == "optimizer":
@@ -103,10 +69,17 @@ class TorchEngine:
         return []  # `TPUStrategy` is refused before
 
     def set_logical_devices(self, device_type: str, count: int) -> None:
-        devices.set_logical_cpus(count)
+        if count != self._logical_cpus and self._is_in_use:
+            raise RuntimeError(
+                "set_logical_devices must be called before a strategy is created. "
+                f"There are {self._logical_cpus} logical CPU devices now; received "
+                f"{count}. Call it at the start of the program, or restart the "
+                "notebook's kernel."
+            )
+        self._logical_cpus = count
 
     def device_scope(self, device: str):
-        return keras.device(devices.torch_device(device))
+        return keras.device(torch_device(device))
 
     def is_tensor(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor)
@@ -124,11 +97,6 @@ class TorchEngine:
         back = sorted(range(len(shape)), key=order.__getitem__)
         sizes = [int(shape[axis]) for axis in order]
         return torch.ones(sizes, dtype=like.dtype, device=like.device).permute(back)
-
-    def draw_slice(
-        self, name: str, given: dict[str, Any], begin: Any, seed: Callable[[], Any]
-    ) -> None:
-        return None
 
     def dry_run(
         self, fn: Callable[..., Any], args: tuple, kwargs: dict, rows: int
@@ -165,7 +133,7 @@ class TorchEngine:
                     x.data.copy_(copy)
 
     def copy_to(self, value: Any, device: str) -> torch.Tensor:
-        target = devices.torch_device(device)
+        target = torch_device(device)
         with keras.device(target):
             return keras.ops.convert_to_tensor(value).to(target)
 
@@ -178,7 +146,35 @@ class TorchEngine:
     def value_and_grad(
         self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
     ) -> Callable[..., Any]:
-        return value_and_grad(fn, variables, has_aux)
+        def value_and_gradients(*args, **kwargs):
+            # The result of a nested call, such as a penalty, is differentiated, too.
+            is_nested = getattr(_thread_state, "is_differentiating", False)
+            _thread_state.is_differentiating = True
+            try:
+                with torch.enable_grad():
+                    output = fn(*args, **kwargs)
+                    value = output[0] if has_aux else output
+                    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+                        raise ValueError(
+                            "Argument `fn` must return a scalar tensor to differentiate"
+                            + (", and auxiliary outputs after it" if has_aux else "")
+                            + f". Received: {value!r}"
+                        )
+                    gradients = torch.autograd.grad(
+                        value,
+                        [v.value for v in variables],
+                        create_graph=is_nested,
+                        allow_unused=True,
+                    )
+            finally:
+                _thread_state.is_differentiating = is_nested
+            if not is_nested:
+                output = tree.map_structure(
+                    lambda x: x.detach() if isinstance(x, torch.Tensor) else x, output
+                )
+            return output, list(gradients)
+
+        return value_and_gradients
 
     def patch_modules(self) -> Sequence[ModuleType]:
         return [
@@ -190,28 +186,12 @@ class TorchEngine:
             patches_sharded_update,
         ]
 
-    def random_state(self, seeded: bool = True) -> None:
-        return None  # the core reads torch's state on every backend
+    def _none(self, *args: Any, **kwargs: Any) -> None:
+        """Return None: torch has none of these, and the core keeps its random state."""
 
-    def set_random_state(self, state: bytes) -> None:
-        """Do nothing: the core has set it."""
-
-    def native_strategy(self, names: tuple[str, ...]) -> None:
-        return None  # Keras has none on torch
-
-    def native(self, name: str) -> None:
-        return None
-
-    def native_components(self, value: Any) -> None:
-        return None
-
-    def distribute_natively(
-        self, strategy: Any, datasets: Sequence[Any], split: bool, options: Any
-    ) -> None:
-        return None  # a DataLoader is an iterable like others
-
-    def checkpoints(self, thing: Any, folder: Any, cluster: Any) -> None:
-        return None  # torch has none
+    draw_slice = random_state = set_random_state = _none
+    native_strategy = native = native_components = distribute_natively = _none
+    checkpoints = require_eager_loop = _none
 
     def count_operations(self, train: Any, steps: int) -> tuple[int, int, int, int]:
         from keras_strategy.backends.torch import profiling
@@ -225,9 +205,6 @@ class TorchEngine:
 
         return profiling.shares(train, steps)
 
-    def require_eager_loop(self) -> None:
-        """Do nothing: torch compiles no Python source."""
-
     def connect(self, cluster: Cluster) -> None:
         collectives.connect(cluster)
 
@@ -240,6 +217,6 @@ class TorchEngine:
     ) -> TorchGroup:
         if cross_device_ops is not None:
             cross_device_ops.log_no_effect("torch")
-        devices.use()
+        self._is_in_use = True
         workers = None if cluster is None else collectives.connect(cluster)
         return TorchGroup(strategy, names, workers)

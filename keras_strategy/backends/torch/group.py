@@ -8,8 +8,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
+import numpy as np
 import torch
 
+from keras_strategy.backends.single import arrays_to_tensors
 from keras_strategy.backends.threads.patches import (
     ThreadState,
     current_stateless_scope,
@@ -19,7 +21,6 @@ from keras_strategy.backends.threads.patches_sharding import shard_adopted_slot
 from keras_strategy.backends.threads.pool import ReplicaThreads, TurnScheduler
 from keras_strategy.backends.threads.scopes import MergedScope
 from keras_strategy.backends.torch.collectives import TorchWorkers
-from keras_strategy.backends.torch.devices import array_converter, torch_device
 from keras_strategy.backends.torch.gradient_buckets import FlatBufferPool
 from keras_strategy.backends.torch.replica import (
     PARTIAL_UPDATE_NOTE,
@@ -28,20 +29,18 @@ from keras_strategy.backends.torch.replica import (
     TorchReplica,
     returned_variable,
 )
-from keras_strategy.backends.torch.sharding import ShardedComponents
 from keras_strategy.backends.torch.state import (
     Layout,
+    ShardedComponents,
     find_components,
     get_or_create_components,
     sum_tensors,
 )
-from keras_strategy.backends.torch.training import detect_log_readers
+from keras_strategy.backends.torch.training import LogReaderDetector
 from keras_strategy.core import context
-from keras_strategy.core.per_replica_attributes import (
-    GroupAttributes,
-    ReplicaAttributes,
-)
+from keras_strategy.core.per_replica_attributes import GroupAttributes
 from keras_strategy.core.registry import get_engine
+from keras_strategy.core.step_state import BatchRows
 from keras_strategy.core.variable_components import update_components
 from keras_strategy.devices import ReplicaTopology
 from keras_strategy.keras_patches.variables_optimizers import byte_count, stored_value
@@ -61,18 +60,16 @@ from keras_strategy.values import (
     PerReplica,
     ReduceOp,
     is_numeric_array,
+    map_leaves,
     regroup,
     select_replica,
 )
 
 
 class TorchGroup:
-    """The local replicas of a strategy.
+    """The local replicas of a strategy, one on each device."""
 
-    Args:
-        devices: Canonical names of its local devices, one replica each.
-        workers: The processes of the cluster; None for one process.
-    """
+    update = update_components
 
     def __init__(
         self, strategy: Any, devices: tuple[str, ...], workers: TorchWorkers | None
@@ -86,11 +83,15 @@ class TorchGroup:
             else functools.partial(torch.cuda.device, device)
             for device in self.torch_devices
         ]
-        self.arrays_to_tensors = array_converter(self.torch_devices)
+        self.arrays_to_tensors: Callable[[Any], Any] = (
+            functools.partial(map_leaves, cpu_tensor)
+            if set(self.torch_devices) == {"cpu"}
+            else arrays_to_tensors
+        )
         self.workers = workers
         self.topology = ReplicaTopology(devices, workers)
         central = strategy.parameter_device
-        home = None if central is None else torch_device(central)
+        home = central and torch_device(central)
         # The device of new variables, and of the results of cross-replica calls.
         self._device = home or self.torch_devices[0]
         self.layout = Layout(self.torch_devices, workers, self.topology, home)
@@ -124,8 +125,14 @@ class TorchGroup:
     def trainer_scope(
         self, model: Any, method: str, arguments: dict[str, Any]
     ) -> AbstractContextManager[Any]:
-        if method in ("fit", "evaluate"):
-            detect_log_readers(self.strategy, method, arguments)
+        callbacks = arguments.get("callbacks")
+        # The creator of a `CallbackList` may read the logs.
+        is_list = isinstance(callbacks, keras.callbacks.CallbackList)
+        if method in ("fit", "evaluate") and not is_list:
+            listed = list(keras.tree.flatten(callbacks or []))
+            is_shown = arguments.get("verbose", "auto") != 0
+            detector = LogReaderDetector(self.strategy, listed, is_shown)
+            arguments["callbacks"] = [*listed, detector]
         return contextlib.nullcontext()
 
     def check_cross_replica_apply(self) -> None:
@@ -163,22 +170,12 @@ class TorchGroup:
     def per_replica_value(self, variable: Any) -> PerReplica:
         return PerReplica(self.components(variable))
 
-    def part_of_this_worker(self, variable: Any) -> torch.Tensor:
-        """Return what this worker adds to a sync-on-read variable's value."""
-        components = get_or_create_components(variable, self.layout)
-        return components.worker_contribution(variable)
-
     def assign_components(self, variable: Any, values: Sequence[torch.Tensor]) -> None:
         scope = current_stateless_scope()
         if isinstance(scope, MergedScope):
             scope.assign_components(variable, values)
         else:
             get_or_create_components(variable, self.layout).assign_each(values)
-
-    def update(
-        self, variable: Any, fn: Callable[..., Any], args: tuple, kwargs: dict
-    ) -> Any:
-        return update_components(self, variable, fn, args, kwargs)
 
     def mirror(self, value: Any) -> Mirrored:
         return Mirrored([get_engine().copy_to(value, name) for name in self.devices])
@@ -193,88 +190,66 @@ class TorchGroup:
     ) -> Any:
         # One run at a time: that of another Python thread waits.
         with scope(), self._lock:
+            batch = find_batch_rows(args, kwargs)
             if len(self.devices) == 1:
-                return InPlaceReplica(self).run(fn, args, kwargs)
-            return self._run(fn, args, kwargs)
+                return InPlaceReplica(self, batch).run(fn, args, kwargs)
+            return self._run_in_turns(fn, args, kwargs, batch)
 
-    def _run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    def _run_in_turns(
+        self, fn: Callable[..., Any], args: tuple, kwargs: dict, batch: BatchRows | None
+    ) -> Any:
         count = len(self.devices)
-        run, turns = RunState(count), TurnScheduler(count)
+        run, turns = RunState(), TurnScheduler(count)
         attributes = self._attributes.begin()
         replicas = [
-            TorchReplica(self, index, turns, attributes[index], run)
+            TorchReplica(self, index, turns, attributes[index], run, batch)
             for index in range(count)
         ]
-        batch = find_batch_rows(args, kwargs)
-        for replica in replicas:
-            replica.set_rows(batch)
+        # Replicas have this thread's settings.
+        state, gradients = ThreadState.capture(), torch.is_grad_enabled()
+
+        def run_replica(replica, arguments):
+            index = replica.index
+            device = self.torch_devices[index]
+            with (
+                state.applied(),
+                torch.set_grad_enabled(gradients),
+                self.device_scopes[index](),
+                keras.device(device),
+                context.replica_scope(replica.context),
+                replica.scope,
+                attributes[index].in_turn(),
+            ):
+                local_args, local_kwargs = self.arrays_to_tensors(arguments)
+                # No replica writes before all of them have reached this point.
+                outputs = replica.exchange(
+                    "the end of the function",
+                    fn(*local_args, **local_kwargs),
+                    lambda outputs: regroup(
+                        outputs,
+                        torch.is_tensor,
+                        always_distributed=True,
+                        join_variables=functools.partial(returned_variable, replicas),
+                    ),
+                )
+            replica.scope.commit()
+            return outputs
+
         calls = [
             functools.partial(
-                self._run_replica,
-                replicas,
-                replica,
-                attributes[replica.index],
-                fn,
-                select_replica((args, kwargs), replica.index, count),
+                run_replica, replica, select_replica((args, kwargs), index, count)
             )
-            for replica in replicas
+            for index, replica in enumerate(replicas)
         ]
         try:
-            outputs = self._in_turns(turns, calls)
+            outputs = self._threads.call(turns, calls)
+            keep_global_seed_generator(turns.seed_generator)
         except BaseException as error:
             self._roll_back(error, replicas)
             raise
         self._attributes.commit(attributes)
         replicas[0].scope.record_versions()
         return outputs[0]
-
-    def _in_turns(
-        self, turns: TurnScheduler, calls: Sequence[Callable[[], Any]]
-    ) -> list[Any]:
-        """Make one call for each replica, with this thread's settings."""
-        state, gradients = ThreadState.capture(), torch.is_grad_enabled()
-
-        def with_settings(call):
-            with state.applied(), torch.set_grad_enabled(gradients):
-                return call()
-
-        outputs = self._threads.call(
-            turns, [functools.partial(with_settings, call) for call in calls]
-        )
-        keep_global_seed_generator(turns.seed_generator)
-        return outputs
-
-    def _run_replica(
-        self,
-        replicas: Sequence[TorchReplica],
-        replica: TorchReplica,
-        attributes: ReplicaAttributes,
-        fn: Callable[..., Any],
-        arguments: tuple[tuple, dict],
-    ) -> Any:
-        device = self.torch_devices[replica.index]
-        with (
-            self.device_scopes[replica.index](),
-            keras.device(device),
-            context.replica_scope(replica.context),
-            replica.scope,
-            attributes.in_turn(),
-        ):
-            args, kwargs = self.arrays_to_tensors(arguments)
-            output = fn(*args, **kwargs)
-            # No replica writes before all of them have reached this point.
-            outputs = replica.exchange(
-                "the end of the function",
-                output,
-                lambda outputs: regroup(
-                    outputs,
-                    torch.is_tensor,
-                    always_distributed=True,
-                    join_variables=functools.partial(returned_variable, replicas),
-                ),
-            )
-        replica.scope.commit()
-        return outputs
 
     def _roll_back(
         self, error: BaseException, replicas: Sequence[TorchReplica]
@@ -285,25 +260,25 @@ class TorchGroup:
             changed.update(replica.scope.changed_in_place)
         for variable in changed.values():
             components = get_or_create_components(variable, self.layout)
-            if components.shards is not None:
-                continue
-            with torch.no_grad():
-                for tensor in components.tensors[1:]:
-                    tensor.copy_(components.first)
-            components.version = components.first._version
+            if components.shards is None:
+                components.version = -1  # unknown
+                components.refresh(variable)
         if changed:
             error.add_note(PARTIAL_UPDATE_NOTE)
 
     def reduce(
         self, reduce_op: ReduceOp, value: DistributedValues, axis: Any
     ) -> torch.Tensor:
-        device = self._device
-        if not all(_is_number(component) for component in value.values):
+        if not all(
+            isinstance(component, torch.Tensor | int | float)
+            or is_numeric_array(component)
+            for component in value.values
+        ):
             raise ValueError(
                 "Only tensors and numbers can be reduced. Received a PerReplica value "
                 f"of other types: {value!r}"
             )
-        values = [cast_for_sum(v).to(device) for v in value.values]
+        values = [cast_for_sum(v).to(self._device) for v in value.values]
         check_same_dtype(values)
         axes = axes_to_reduce(axis, [v.shape for v in values])
         total = self._sum(sum_tensors([v.sum(dim=axes) if axes else v for v in values]))
@@ -320,9 +295,10 @@ class TorchGroup:
         return self.workers.sum("strategy.reduce", tensor)
 
     def gather(self, values: Sequence[Any], axis: int) -> torch.Tensor:
-        device = self._device
-        tensors = [keras.ops.convert_to_tensor(value).to(device) for value in values]
-        joined = torch.cat(tensors, dim=axis)
+        joined = torch.cat(
+            [keras.ops.convert_to_tensor(value).to(self._device) for value in values],
+            dim=axis,
+        )
         if self.workers is None:
             return joined
         return self.workers.gather("strategy.gather", joined, axis)[0]
@@ -334,6 +310,31 @@ class TorchGroup:
                 for part, device in zip(parts, self.torch_devices, strict=True)
             ]
         )
+
+
+def torch_device(name: str) -> str:
+    """Return torch's name for a canonical device name."""
+    kind, index = name.split(":")
+    # torch would copy a tensor from "cpu" to "cpu:1", and a copy of a Parameter
+    # has no gradient.
+    return "cpu" if kind == "cpu" else f"cuda:{index}"
+
+
+def cpu_tensor(leaf: Any) -> Any:
+    """Convert a numeric array to a new tensor, without Keras's slow checks."""
+    if type(leaf) is np.ndarray and _keeps_dtype(leaf.dtype):
+        # A copy, as Keras makes, since a step may write to it.
+        return torch.from_numpy(np.array(leaf))
+    return keras.ops.convert_to_tensor(leaf) if is_numeric_array(leaf) else leaf
+
+
+@functools.cache
+def _keeps_dtype(dtype: np.dtype) -> bool:
+    """Return True if Keras converts an array of this dtype to a tensor of it."""
+    if dtype.kind not in "biufc":
+        return False
+    tensor = keras.ops.convert_to_tensor(np.zeros(1, dtype))
+    return tensor.dtype == getattr(torch, dtype.name, None)
 
 
 def _copy_to(part: Any, device: str) -> torch.Tensor:
@@ -348,9 +349,3 @@ def _copy_to(part: Any, device: str) -> torch.Tensor:
     if device == "cpu" or not on_host or part.is_pinned():
         return part.to(device, copy=True)
     return part.pin_memory().to(device, non_blocking=True)
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, torch.Tensor | int | float):
-        return True
-    return is_numeric_array(value)

@@ -5,6 +5,7 @@ one replica; `backends/threads/patches.py` has those that do not depend on torch
 """
 
 import functools
+import inspect
 from typing import Any
 
 import keras
@@ -18,17 +19,13 @@ from keras_strategy.backends.threads.patches import (
     current_stateless_scope,
     global_state,
 )
-from keras_strategy.backends.torch import sharding, state
+from keras_strategy.backends.torch import state
 from keras_strategy.backends.torch.replica import (
     InPlaceReplica,
     TorchReplica,
     in_place_replica,
 )
-from keras_strategy.backends.torch.training import (
-    BatchLogs,
-    distributed_function,
-    metrics_of_workers,
-)
+from keras_strategy.backends.torch.training import BatchFunction
 from keras_strategy.core.context import distributed_replica, thread_state
 from keras_strategy.data.indexed_dataset import LoaderRowReader
 from keras_strategy.data.local_rows import local_bounds_fn
@@ -62,60 +59,17 @@ from keras_strategy.options import GLOBAL
 from keras_strategy.training import ownership
 from keras_strategy.training.ownership import strategy_of_model
 from keras_strategy.training.saving import overridden_value
-
-
-def call_module(
-    replica: TorchReplica,
-    module: torch.nn.Module,
-    variables: list[Any],
-    args: tuple,
-    kwargs: dict[str, Any],
-) -> Any:
-    """Call a torch module, whose tensors are the first replica's, with a replica's.
-
-    Raises:
-        ValueError: If the call changes a buffer other than the statistics of torch's
-            batch normalizations; or if these are to be of the global batch.
-    """
-    if module.training and replica.context.strategy.batch_statistics == GLOBAL:
-        _check_no_batch_norm(module)
-    values = {id(stored_value(variable)): variable.value for variable in variables}
-    parameters = {
-        name: values.get(id(parameter), parameter)
-        for name, parameter in module.named_parameters()
-    }
-    buffers = {
-        name: buffer.detach().to(replica.scope.device, copy=True)
-        for name, buffer in module.named_buffers()
-    }
-    outputs = functional_call(module, parameters | buffers, args, kwargs)
-    if module.training and buffers:
-        _sync_batch_norm_buffers(replica, module, buffers)
-    return outputs
-
-
-def _check_no_batch_norm(module: torch.nn.Module) -> None:
-    for name, part in module.named_modules():
-        if isinstance(part, _BatchNorm):
-            raise ValueError(
-                f"The strategy has batch_statistics='global', but the submodule "
-                f"'{name}' of a {type(module).__name__} is torch's "
-                f"{type(part).__name__}, which normalizes with each replica's rows. "
-                "Use `keras.layers.BatchNormalization`, or omit `batch_statistics`."
-            )
+from keras_strategy.training.train_step import merge_worker_metrics
 
 
 @torch.no_grad()
-def _sync_batch_norm_buffers(
-    replica: TorchReplica, module: torch.nn.Module, buffers: dict[str, torch.Tensor]
+def _sync_buffers(
+    replica: TorchReplica,
+    module: torch.nn.Module,
+    buffers: dict[str, torch.Tensor],
+    statistics: set[str],
 ) -> None:
-    """Write the mean of the replicas' updated buffers to the module."""
-    statistics = {
-        f"{name}.{buffer}" if name else buffer
-        for name, part in module.named_modules()
-        if isinstance(part, _BatchNorm)
-        for buffer, _ in part.named_buffers(recurse=False)
-    }
+    """Write the mean of the replicas' updated batch statistics to a module."""
     for name, buffer in module.named_buffers():
         if name not in statistics and not torch.equal(
             buffer, buffers[name].to(buffer.device)
@@ -128,17 +82,20 @@ def _sync_batch_norm_buffers(
                 "device."
             )
     # A mean weighted by rows, like that of Keras's own layer.
-    names = [name for name in buffers if name in statistics]
-    means = [name for name in names if buffers[name].is_floating_point()]
+    means = [
+        name
+        for name, buffer in buffers.items()
+        if name in statistics and buffer.is_floating_point()
+    ]
     weight = replica.step.row_weight
     if weight is None:
         weight = 1 / replica.topology.num_replicas
     sums = replica.weighted_sum([buffers[name] for name in means], weight)
     if replica.index == 0:  # it continues first, and no replica needs the old values
-        new = {**buffers, **dict(zip(means, sums, strict=True))}
+        buffers.update(zip(means, sums, strict=True))
         for name, buffer in module.named_buffers():
             if name in statistics:
-                buffer.copy_(new[name])
+                buffer.copy_(buffers[name])
 
 
 keras_random = find_module("dropout", "keras.src.backend.torch.random")
@@ -173,7 +130,9 @@ def _dropout(original, replica, inputs, rate, noise_shape=None, seed=None):
         or not 0 < rate < 1
     ):
         return original(inputs, rate, noise_shape, seed)
-    return inputs * replica.dropout_mask(inputs, 1.0 - rate)
+    keep, generator = 1.0 - rate, replica.generator(inputs.device)
+    mask = torch.empty_like(inputs, requires_grad=False)
+    return inputs * mask.bernoulli_(keep, generator=generator).div_(keep)
 
 
 # --- variables
@@ -203,7 +162,7 @@ def _value(original, self):
     components = self.__dict__.get(state.COMPONENTS)
     if components is not None and components.shards is not None:
         device = getattr(global_state.GLOBAL_STATE_TRACKER, "torch_device", None)
-        full = None if device == "meta" else sharding.full_value(self, components)
+        full = None if device == "meta" else components.current_value(self)
         return original(self) if full is None else self._maybe_autocast(full)
     running = thread_state.replica
     if running is not None and isinstance(running._replica, InPlaceReplica):
@@ -238,11 +197,9 @@ def _value(original, self):
     if (
         components is None
         or not components.on_read
+        or components.first is not stored_value(self)
         or current_stateless_scope() is not None
     ):
-        return original(self)
-    components = state.find_components(self)
-    if components is None:
         return original(self)
     value = overridden_value(self)
     if value is None:
@@ -323,7 +280,38 @@ def _zero_grad(original, replica, self, set_to_none=True):
 def _call_module(original, replica, self, *args, training=None, **kwargs):
     """Compute with this replica's Parameters instead of the first replica's."""
     self.train(training is not False)
-    return call_module(replica, self.module, self.variables, args, kwargs)
+    module = self.module
+    norms = [(n, m) for n, m in module.named_modules() if isinstance(m, _BatchNorm)]
+    if (
+        norms
+        and module.training
+        and replica.context.strategy.batch_statistics == GLOBAL
+    ):
+        name, norm = norms[0]
+        raise ValueError(
+            f"The strategy has batch_statistics='global', but the submodule "
+            f"'{name}' of a {type(module).__name__} is torch's "
+            f"{type(norm).__name__}, which normalizes with each replica's rows. "
+            "Use `keras.layers.BatchNormalization`, or omit `batch_statistics`."
+        )
+    values = {id(stored_value(variable)): variable.value for variable in self.variables}
+    parameters = {
+        name: values.get(id(parameter), parameter)
+        for name, parameter in module.named_parameters()
+    }
+    buffers = {
+        name: buffer.detach().to(replica.scope.device, copy=True)
+        for name, buffer in module.named_buffers()
+    }
+    outputs = functional_call(module, parameters | buffers, args, kwargs)
+    if module.training and buffers:
+        statistics = {
+            f"{name}.{buffer}" if name else buffer
+            for name, norm in norms
+            for buffer, _ in norm.named_buffers(recurse=False)
+        }
+        _sync_buffers(replica, module, buffers, statistics)
+    return outputs
 
 
 # --- the trainer
@@ -338,17 +326,23 @@ def _make_function(original, self, force=False):
     kind = original.__name__.split("_")[1]
     before = getattr(self, f"{kind}_function")
     original(self, force)
-    logs = BatchLogs.of(before)
-    if logs is not None:
-        logs.reset()  # until a loop with callbacks begins
+    function = inspect.unwrap(before)
+    if isinstance(function, BatchFunction):
+        function.expect_readers()
     strategy = strategy_of_model(self)
     if strategy is None:
         return
-    _check_not_wrapped(self)
+    for name, value in vars(self).items():
+        if isinstance(value, DistributedDataParallel):
+            raise keras_changed_error(
+                "Model.make_train_function",
+                f"wraps a model in DistributedDataParallel (Model.{name}), although "
+                "the strategy distributes it",
+            )
     if strategy.num_replicas_in_sync == 1:
         return
     if getattr(self, f"{kind}_function") is not before:
-        setattr(self, f"{kind}_function", distributed_function(self, kind, strategy))
+        setattr(self, f"{kind}_function", BatchFunction(self, kind, strategy))
 
 
 @multi_replica_only
@@ -383,7 +377,10 @@ def _get_iterator(original, strategy, self):
         if batches is not None and not isinstance(
             batches, LoaderRowReader | RowsOfArrays
         ):
-            batches = _as_loader(batches)
+            # torch's generator advances as by Keras's own loader.
+            batches = DataLoader(
+                _Stream(batches), batch_size=None, collate_fn=lambda batch: batch
+            )
     batches = prefetch(original(self) if batches is None else batches)
     counts = array_batch_counts(self.data_adapter)
     pauses = prefetch_pauses(self, batches)
@@ -399,17 +396,18 @@ class _HostBatches:
         self._batches = adapter.get_torch_dataloader()
 
     def __iter__(self):
-        # Not lazily: the loader draws from torch's generator when it starts.
-        return _read_on_host(iter(self._batches))
+        # Not in `read`: the loader draws from torch's generator when it starts.
+        batches = iter(self._batches)
 
+        def read():
+            while True:
+                with keras.device("cpu"):
+                    batch = next(batches, None)
+                if batch is None:
+                    return
+                yield batch
 
-def _read_on_host(batches):
-    while True:
-        with keras.device("cpu"):
-            batch = next(batches, None)
-        if batch is None:
-            return
-        yield batch
+        return read()
 
 
 class _Stream(IterableDataset):
@@ -418,11 +416,6 @@ class _Stream(IterableDataset):
 
     def __iter__(self):
         return iter(self._batches)
-
-
-def _as_loader(batches):
-    """Wrap batches so that torch's generator advances as by Keras's own loader."""
-    return DataLoader(_Stream(batches), batch_size=None, collate_fn=lambda batch: batch)
 
 
 # --- Keras's own distribution
@@ -456,7 +449,15 @@ def _get_metrics_result(original, strategy, self):
         or current_stateless_scope() is not None
     ):
         return _base_metrics_result(self)
-    return metrics_of_workers(self, strategy)
+    group = strategy.extended.group
+
+    def contribution(variable):
+        components = state.get_or_create_components(variable, group.layout)
+        return components.worker_contribution(variable)
+
+    sum_all = functools.partial(group.workers.sum_all, "logs")
+    with torch.no_grad():
+        return merge_worker_metrics(self, contribution, sum_all)
 
 
 # The backend-independent method, which torch's trainer overrides since Keras 3.16.
@@ -465,14 +466,3 @@ _base_metrics_result = [
     for cls in keras.Model.__mro__
     if "get_metrics_result" in vars(cls)
 ][-1]
-
-
-def _check_not_wrapped(model: keras.Model) -> None:
-    """Raise if Keras has wrapped a model of ours in DistributedDataParallel."""
-    for name, value in vars(model).items():
-        if isinstance(value, DistributedDataParallel):
-            raise keras_changed_error(
-                "Model.make_train_function",
-                f"wraps a model in DistributedDataParallel (Model.{name}), although "
-                "the strategy distributes it",
-            )

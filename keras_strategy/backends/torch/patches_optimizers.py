@@ -5,7 +5,7 @@ over all of them; torch's fused kernel makes one.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import torch
@@ -19,14 +19,14 @@ from keras_strategy.backends.threads.patches_sharding import (
     apply_outside_replicas_error,
     optimizer_sharding_of,
 )
-from keras_strategy.backends.torch.replica import TorchReplica
-from keras_strategy.backends.torch.sharding import (
-    ShardedUpdate,
-    gather_updated_weights,
-    gradient_shard,
-    shard_of,
+from keras_strategy.backends.torch.gradient_buckets import (
+    MAX_BUCKET_BYTES,
+    split_by_bytes,
 )
+from keras_strategy.backends.torch.replica import TorchReplica
+from keras_strategy.backends.torch.state import gradient_shard, shard_of
 from keras_strategy.keras_patches.patch import find_module, hook, in_replica
+from keras_strategy.training.sharding import FlatShards
 from keras_strategy.values import ReduceOp
 
 # The kernel of `torch.optim.Adam(fused=True)`, for all tensors at once.
@@ -35,73 +35,17 @@ _adam: Callable[..., Any] = torch._fused_adam_  # pyright: ignore
 _NO_CORRECTION = float("inf")
 
 
-def kernel_accepts(
-    gradients: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
-) -> bool:
-    """Return True if the kernel accepts one or more gradients and what they update."""
-    first, every = gradients[0], [*gradients, *tensors]
-    return (
-        first.is_floating_point()
-        and first.layout is torch.strided
-        and len({(t.dtype, t.device, t.layout) for t in every}) == 1
-        and all([t.is_contiguous() for t in every])
-    )
-
-
-def fused_adam_step(
-    tensors: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-    rate: torch.Tensor,
-    step: torch.Tensor,
-    betas: tuple[float, float],
-    epsilon: float,
-) -> None:
-    """Update variables and their Adam slots in place.
-
-    The formula is Keras's, from Kingma and Ba, 2014, before their section 2.1:
-    variable -= alpha * momentum / (sqrt(velocity) + epsilon), where alpha is
-    rate * sqrt(1 - beta_2**step) / (1 - beta_1**step). torch's kernel corrects the
-    slots instead and uses epsilon differently, so its correction is disabled, and its
-    learning rate is alpha.
-
-    Args:
-        tensors: The variables' tensors, their momentums, their velocities, and with
-            amsgrad the maxima of these, all in the variables' order.
-        gradients: The variables' gradients.
-        rate: The learning rate, a scalar of the variables' dtype.
-        step: The step's number, from 1 on, of the same dtype.
-        betas: beta_1 and beta_2.
-        epsilon: See the formula.
-    """
-    # In the variables' dtype, as in Keras, since it rounds 0.999.
-    alpha = rate * torch.sqrt(1 - torch.pow(betas[1], step))
-    alpha = alpha / (1 - torch.pow(betas[0], step))
-    count = len(gradients)
-    number = torch.full((), _NO_CORRECTION, device=step.device)
-    _adam(
-        list(tensors[:count]),
-        list(gradients),
-        list(tensors[count : 2 * count]),
-        list(tensors[2 * count : 3 * count]),
-        list(tensors[3 * count :]),
-        [number] * count,
-        lr=alpha,
-        beta1=betas[0],
-        beta2=betas[1],
-        weight_decay=0.0,
-        eps=epsilon,
-        amsgrad=len(tensors) > 3 * count,
-        maximize=False,
-    )
-
-
 Adam: Any = find_module("Adam", "keras.src.backend.torch.optimizers.torch_adam").Adam
 
 
 def _fused_update(adam, tensors_of, grads, variables, learning_rate) -> bool:
     """Do Adam's step with torch's kernel, and return False if it does not apply.
 
-    `tensors_of` returns the tensors of variables that are about to be written.
+    The formula is Keras's, from Kingma and Ba, 2014, before their section 2.1:
+    variable -= alpha * momentum / (sqrt(velocity) + epsilon), where alpha is
+    rate * sqrt(1 - beta_2**step) / (1 - beta_1**step). torch's kernel corrects the
+    slots instead and uses epsilon differently, so its correction is disabled, and its
+    learning rate is alpha.
     """
     slot_lists = [adam._momentums, adam._velocities]
     if adam.amsgrad:
@@ -109,13 +53,38 @@ def _fused_update(adam, tensors_of, grads, variables, learning_rate) -> bool:
     indices = [adam._get_variable_index(variable) for variable in variables]
     slots = [slot[index] for slot in slot_lists for index in indices]
     tensors = tensors_of([*variables, *slots])
-    if not kernel_accepts(grads, tensors):
+    every = [*grads, *tensors]
+    if (
+        not grads[0].is_floating_point()
+        or grads[0].layout is not torch.strided
+        or len({(t.dtype, t.device, t.layout) for t in every}) > 1
+        or not all([t.is_contiguous() for t in every])
+    ):
         return False
+    # In the variables' dtype, as in Keras, since it rounds 0.999.
     dtype = variables[0].dtype
     step = keras.ops.cast(keras.ops.convert_to_tensor(adam.iterations) + 1, dtype)
-    rate = keras.ops.cast(learning_rate, dtype)
-    fused_adam_step(
-        tensors, grads, rate, step, (adam.beta_1, adam.beta_2), adam.epsilon
+    alpha = keras.ops.cast(learning_rate, dtype)
+    alpha = alpha * torch.sqrt(1 - torch.pow(adam.beta_2, step))
+    alpha = alpha / (1 - torch.pow(adam.beta_1, step))
+    count = len(grads)
+    params, momentums, velocities, *maxima = [
+        list(tensors[i : i + count]) for i in range(0, len(tensors), count)
+    ]
+    _adam(
+        params,
+        list(grads),
+        momentums,
+        velocities,
+        maxima[0] if maxima else [],
+        [torch.full((), _NO_CORRECTION, device=step.device)] * count,
+        lr=alpha,
+        beta1=adam.beta_1,
+        beta2=adam.beta_2,
+        weight_decay=0.0,
+        eps=adam.epsilon,
+        amsgrad=adam.amsgrad,
+        maximize=False,
     )
     return True
 
@@ -158,10 +127,7 @@ def _update(original, replica, self, grads, variables, learning_rate):
 class _TorchShardedUpdateScope(ShardedUpdateScope):
     """The scope of a replica's sharded update.
 
-    Args:
-        shards: What the replica updates, by the variables' `id`.
-        indices: The indices of the replica's gradients among those of all replicas.
-        count: The number of gradients of all replicas.
+    `indices` are those of the replica's gradients among the `count` of all replicas.
     """
 
     def __init__(
@@ -182,9 +148,37 @@ class _TorchShardedUpdateScope(ShardedUpdateScope):
         norms: Any = torch.zeros(self._count, device=self._replica.scope.device)
         if squares:
             norms[list(self._indices)] = torch.stack(list(squares)).to(norms)
-        with self.full_shapes():
+        with self.shapes(full=True):
             norms = self._replica.all_reduce(ReduceOp.SUM, norms)
         return [norms[index] for index in self._indices], torch.sum(norms)
+
+
+class _ShardedUpdate(NamedTuple):
+    """A weight of which each replica has updated its shard."""
+
+    tensor: torch.Tensor  # the replica's copy of the weight
+    shard: torch.Tensor
+    shards: FlatShards
+
+
+def _gather_updated_weights(
+    replica: TorchReplica, updates: Sequence[_ShardedUpdate]
+) -> None:
+    """Write the other replicas' updated shards to this replica's weights."""
+    for part in split_by_bytes([u.tensor for u in updates], MAX_BUCKET_BYTES):
+        group = updates[part]
+        sizes = [
+            sum([update.shards.size_of(r) for update in group])
+            for r in range(len(group[0].shards.bounds))
+        ]
+        local = torch.cat([update.shard.reshape(-1) for update in group])
+        gathered = replica.gather_updates(local, sizes).split(sizes)
+        by_replica = [
+            flat.split([update.shards.size_of(r) for update in group])
+            for r, flat in enumerate(gathered)
+        ]
+        for update, *shards in zip(group, *by_replica, strict=True):
+            update.tensor.copy_(torch.cat(shards).view(update.shards.shape))
 
 
 @hook(
@@ -214,7 +208,7 @@ def _apply_gradients(original, sharding, self, grads, trainable_variables):
     for weight in weights:
         tensor, spec = shards[id(weight)], sharding.shards_for(weight, weight.shape)
         shards[id(weight)] = shard_of(tensor, spec, replica.id)
-        updates[id(weight)] = ShardedUpdate(tensor, shards[id(weight)], spec)
+        updates[id(weight)] = _ShardedUpdate(tensor, shards[id(weight)], spec)
     indices = sharding.gradient_indices(replica.id, trainable_variables)
     local_weights = [trainable_variables[index] for index in indices]
     local_grads = [
@@ -226,4 +220,4 @@ def _apply_gradients(original, sharding, self, grads, trainable_variables):
         with scope, scope.shapes(), replica.updating(scope):
             original(self, local_grads, local_weights)
         changed = weights if self.ema_overwrite_frequency else trainable_variables
-        gather_updated_weights(replica, [updates[id(weight)] for weight in changed])
+        _gather_updated_weights(replica, [updates[id(weight)] for weight in changed])

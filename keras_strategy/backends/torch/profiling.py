@@ -22,19 +22,49 @@ _COLLECTIVES = (
 def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]:
     """Count collectives, their bytes, compilations and device copies.
 
-    Returns:
-        The collectives are calls of torch.distributed and sums over threads, and their
-        bytes those of this process, or of one thread. Compilations are 0. Copies
-        between devices are 0 on CPUs, which are one device for torch.
+    The collectives are calls of torch.distributed and sums over threads, and their
+    bytes those of this process, or of one thread. torch's CPUs are one device.
     """
-    seen = [0, 0, 0]
+    collectives = data = copies = 0
+
+    def count_collective(sent):
+        nonlocal collectives, data
+        collectives += 1
+        data += sum(t.nbytes for t in sent if isinstance(t, torch.Tensor))
+
+    def counting_collective(original):
+        def counted(*args, **kwargs):
+            # The first argument of a gather or an exchange is the output.
+            is_in_place = original.__name__ in ("all_reduce", "broadcast")
+            values = [*args, *kwargs.values()]
+            count_collective(values if is_in_place else values[1:])
+            return original(*args, **kwargs)
+
+        return counted
+
+    def counting_add(original):
+        def add(replica, tensors):  # one of each thread
+            if len(tensors) > 1:
+                count_collective(tensors[:1])
+            return original(replica, tensors)
+
+        return add
+
+    def counting_copy(original):
+        def to(tensor, *args, **kwargs):
+            nonlocal copies
+            result = original(tensor, *args, **kwargs)
+            copies += result.device != tensor.device
+            return result
+
+        return to
+
     with contextlib.ExitStack() as patches:
         for name in _COLLECTIVES:
-            patches.enter_context(_counting(dist, name, seen))
-        patches.enter_context(_counting(TorchReplica, "add", seen))
-        patches.enter_context(_counting_copies(seen))
+            patches.enter_context(_wrapped(dist, name, counting_collective))
+        patches.enter_context(_wrapped(TorchReplica, "add", counting_add))
+        patches.enter_context(_wrapped(torch.Tensor, "to", counting_copy))
         train(steps)
-    collectives, data, copies = seen
     return collectives, data, 0, copies
 
 
@@ -56,7 +86,8 @@ def shares(train: Callable[[int], None], steps: int) -> tuple[float, float] | No
     profiling: Any = torch.profiler
     everywhere = profiling._ExperimentalConfig(profile_all_threads=True)
     profiler = profiling.profile(activities=activities, experimental_config=everywhere)
-    with _named(TorchReplica, "add", _ADDS), profiler:
+    named = torch.profiler.record_function(_ADDS)
+    with _wrapped(TorchReplica, "add", named), profiler:
         train(steps)
     events: Any = profiler.events()
     wanted = "CUDA" if on_gpus else "CPU"
@@ -78,55 +109,14 @@ def _is_collective(event: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _named(owner: Any, name: str, event: str) -> Iterator[None]:
-    """Context manager in which torch's profiler records calls of a function."""
-    original = getattr(owner, name)
-
-    def named(*args, **kwargs):
-        with torch.profiler.record_function(event):
-            return original(*args, **kwargs)
-
-    setattr(owner, name, named)
+def _wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace a function or method for a while."""
+    original, is_inherited = getattr(owner, name), name not in vars(owner)
+    setattr(owner, name, wrap(original))
     try:
         yield
     finally:
-        setattr(owner, name, original)
-
-
-@contextlib.contextmanager
-def _counting(owner: Any, name: str, seen: list[int]) -> Iterator[None]:
-    original = getattr(owner, name)
-
-    def counted(*args, **kwargs):
-        values = [*args, *kwargs.values()]
-        if owner is TorchReplica:  # (self, one tensor of each thread)
-            if len(args[1]) == 1:
-                return original(*args, **kwargs)
-            values = args[1][:1]
-        elif name.startswith("all_gather") or name == "all_to_all_single":
-            values = values[1:]  # the first one is the output
-        seen[0] += 1
-        seen[1] += sum(t.nbytes for t in values if isinstance(t, torch.Tensor))
-        return original(*args, **kwargs)
-
-    setattr(owner, name, counted)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
-@contextlib.contextmanager
-def _counting_copies(seen: list[int]) -> Iterator[None]:
-    def to(tensor, *args, **kwargs):
-        result = original(tensor, *args, **kwargs)
-        seen[2] += result.device != tensor.device
-        return result
-
-    tensor_class: Any = torch.Tensor
-    original = tensor_class.to
-    tensor_class.to = to
-    try:
-        yield
-    finally:
-        del tensor_class.to  # the base class defines it
+        if is_inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)

@@ -22,24 +22,24 @@ from keras_strategy.backends.threads.pool import TurnScheduler
 from keras_strategy.backends.threads.replica import ThreadReplica
 from keras_strategy.backends.threads.scopes import WritesInPlace, unbuilt_variable_error
 from keras_strategy.backends.torch.collectives import map_flattened
-from keras_strategy.backends.torch.sharding import shard_only_gradient
 from keras_strategy.backends.torch.state import (
     COMPONENTS,
     Components,
     StagedWriteScope,
-    full_values,
+    find_components,
     get_or_create_components,
+    shard_of,
+    shard_only_gradient,
     sum_tensors,
 )
 from keras_strategy.core import context
 from keras_strategy.core.per_replica_attributes import ReplicaAttributes
-from keras_strategy.core.step_state import row_ranges
+from keras_strategy.core.step_state import BatchRows, row_ranges
 from keras_strategy.keras_patches.patch import multi_replica_only
 from keras_strategy.keras_patches.random import dry_run_layer, layer_draws
 from keras_strategy.keras_patches.variables_optimizers import stored_value
 from keras_strategy.training.reduction import cast_for_sum, check_same_dtype
 from keras_strategy.training.sharding import OPTIMIZER_SHARDING, gradient_shards
-from keras_strategy.training.train_step import find_batch_rows
 from keras_strategy.values import (
     PerReplica,
     ReduceOp,
@@ -62,58 +62,14 @@ _clone_all: Callable[..., Any] = torch._foreach_clone  # pyright: ignore
 class RunState:
     """State that the replicas of one `strategy.run` share."""
 
-    def __init__(self, replicas: int = 1) -> None:
-        self._replicas = replicas
-        self._seed: int | None = None
+    def __init__(self) -> None:
+        self.seed: int | None = None
         # What the first replica drew, and how many others still have to take it.
-        self._drawn: dict[Any, list[Any]] = {}
-
-    def draw_once(
-        self,
-        index: int,
-        key: Any,
-        draw: Callable[[], torch.Tensor],
-        skip: Callable[[], Any],
-    ) -> torch.Tensor:
-        """Draw a tensor that is equal on all replicas, once if they share memory.
-
-        The key identifies the draw in the run. Replica 0 comes first, and the others
-        call `skip`.
-        """
-        entry = self._drawn.get(key)
-        if index == 0 or entry is None:
-            tensor = draw()
-            if index == 0 and self._replicas > 1 and tensor.device.type == "cpu":
-                self._drawn[key] = [self._replicas - 1, tensor]
-            return tensor
-        skip()
-        entry[0] -= 1
-        if entry[0] == 0:
-            del self._drawn[key]
-        return entry[1]
-
-    def generator(self, replica_id: int, device: torch.device) -> torch.Generator:
-        """Return a replica's substitute for torch's process-wide generator.
-
-        It is seeded by the process's, whose state is equal on all workers and advances
-        only if a replica draws.
-        """
-        if self._seed is None:
-            self._seed = int(torch.randint(2**62, ()))
-        generator = torch.Generator(device=device)
-        return generator.manual_seed((self._seed + replica_id * _SEED_STRIDE) % 2**63)
+        self.drawn: dict[Any, list[Any]] = {}
 
 
 class TorchReplica(ThreadReplica):
-    """A replica that is a thread and stages what it writes.
-
-    Args:
-        group: The group of replicas.
-        index: Its index on this worker.
-        turns: The scheduler of this worker's replicas.
-        attributes: What this replica sets on layers.
-        run: The state of the run.
-    """
+    """A replica that is a thread and stages what it writes."""
 
     def __init__(
         self,
@@ -122,24 +78,20 @@ class TorchReplica(ThreadReplica):
         turns: TurnScheduler,
         attributes: ReplicaAttributes,
         run: RunState,
+        batch: BatchRows | None,
     ):
         super().__init__(group.strategy, index, group.topology, turns, attributes)
-        self._group = group
-        self.scope = self.make_scope(group, index, run)
-        self._run = run
+        self._group, self._run = group, run
+        self.scope = self.make_scope()
         self._generators: dict[torch.device, torch.Generator] = {}
         self._draws = 0
         self._updating: Any = None
-
-    def make_scope(self, group: Any, index: int, run: RunState) -> Any:
-        """Return the scope through which the replica sees the variables."""
-        return StagedWriteScope(self, index, group.layout, run)
-
-    def set_rows(self, batch: Any) -> None:
-        """Set which rows of the global batch the step has, if they are known."""
         if batch is not None and batch.counts is not None:
-            self.step.rows = row_ranges(batch.counts)[batch.first + self.index]
+            self.step.rows = row_ranges(batch.counts)[batch.first + index]
             self.step.draws, self.step.dry_run = layer_draws, dry_run_layer
+
+    def make_scope(self) -> Any:
+        return StagedWriteScope(self, self._group.layout, self._run)
 
     def sees_replica_variables(self) -> bool:
         """Return True if this thread reads and writes the replica's own tensors."""
@@ -152,23 +104,15 @@ class TorchReplica(ThreadReplica):
 
     @contextlib.contextmanager
     def updating(self, scope: Any) -> Iterator[None]:
-        """Context manager in which the optimizer sees variables through a scope."""
+        """Let the optimizer see variables through a scope."""
         self._updating = scope
         try:
             yield
         finally:
             self._updating = None
 
-    def gather_shards(
-        self, name: str, shard: torch.Tensor, sizes: Sequence[int]
-    ) -> torch.Tensor:
-        """Join the replicas' flat tensors; the result must not be modified.
-
-        Args:
-            name: What they are for.
-            shard: This replica's.
-            sizes: Each replica's number of elements; the same list on all of them.
-        """
+    def gather_updates(self, shard: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """Join the replicas' flat tensors of given sizes; do not modify the result."""
         workers = self._group.workers
 
         def combine(shards):
@@ -177,9 +121,9 @@ class TorchReplica(ThreadReplica):
                 return joined
             local = len(shards)
             by_worker = [sum(sizes[i : i + local]) for i in range(0, len(sizes), local)]
-            return workers.all_gather_flat(name, joined, by_worker)
+            return workers.gather_updates(joined, by_worker)
 
-        return self.here(self.exchange(name, shard, combine))
+        return self.here(self.exchange("optimizer.apply", shard, combine))
 
     def here(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.scope.device)
@@ -201,7 +145,7 @@ class TorchReplica(ThreadReplica):
 
     def all_reduce(self, reduce_op: ReduceOp, value: Any) -> torch.Tensor:
         tensor = cast_for_sum(value)
-        total = _AllReduce.apply(tensor, self, self.step.row_weight)
+        total = _AllReduce.apply(tensor, self, self.step.row_weight, None)
         if reduce_op is ReduceOp.MEAN:
             return total / self._group.topology.num_replicas
         return total
@@ -236,20 +180,34 @@ class TorchReplica(ThreadReplica):
     def draw_once(
         self, what: Any, draw: Callable[[], Any], skip: Callable[[], Any]
     ) -> Any:
-        number, self._draws = self._draws, self._draws + 1
-        return self._run.draw_once(self.index, (number, what), draw, skip)
+        # Replica 0 comes first. Replicas that share memory take its numbers.
+        drawn, key = self._run.drawn, (self._draws, what)
+        self._draws += 1
+        entry = drawn.get(key)
+        if self.index == 0 or entry is None:
+            tensor = draw()
+            others = len(self._group.devices) - 1
+            if self.index == 0 and others and tensor.device.type == "cpu":
+                drawn[key] = [others, tensor]
+            return tensor
+        skip()
+        entry[0] -= 1
+        if entry[0] == 0:
+            del drawn[key]
+        return entry[1]
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """Return this replica's substitute for torch's process-wide generator."""
-        if device not in self._generators:
-            self._generators[device] = self._run.generator(self.id, device)
-        return self._generators[device]
+        """Return this replica's substitute for torch's process-wide generator.
 
-    def dropout_mask(self, inputs: torch.Tensor, keep: float) -> torch.Tensor:
-        """Draw the factors of dropout: 0, or 1 / keep with probability `keep`."""
-        mask = torch.empty_like(inputs, requires_grad=False)
-        generator = self.generator(inputs.device)
-        return mask.bernoulli_(keep, generator=generator).div_(keep)
+        It is seeded by the process's, whose state is equal on all workers and advances
+        only if a replica draws.
+        """
+        if device not in self._generators:
+            if self._run.seed is None:
+                self._run.seed = int(torch.randint(2**62, ()))
+            seed = (self._run.seed + self.id * _SEED_STRIDE) % 2**63
+            self._generators[device] = torch.Generator(device).manual_seed(seed)
+        return self._generators[device]
 
 
 def returned_variable(
@@ -259,48 +217,44 @@ def returned_variable(
     pairs = zip(replicas, variables, strict=True)
     values = [replica.scope.get_current_value(variable) for replica, variable in pairs]
     values = [value.detach().clone() for value in values if value is not None]
-    return PerReplica(full_values(variables[0], values))
+    components = find_components(variables[0])
+    return PerReplica(values if components is None else components.full_values(values))
 
 
 class _AllReduce(torch.autograd.Function):
-    """All-reduce whose gradient is all-reduced as well."""
+    """All-reduce of values, or of the gradients of such a result.
 
-    @staticmethod
-    def forward(ctx: Any, tensor, replica: TorchReplica, weight: float | None):
-        ctx.replica, ctx.weight = replica, weight
-        return replica.sum("all_reduce", tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        name = "gradient of all_reduce"
-        total = _GradientOfSum.apply(gradients[0], ctx.replica, name, ctx.weight)
-        return total, None, None
-
-
-class _GradientOfSum(torch.autograd.Function):
-    """All-reduce of the gradients of an all-reduced value.
-
-    In a training step the optimizer multiplies by the row weight w_r afterwards, so the
-    result is (sum over s of w_s * g_s) / w_r. Its gradient is an `_AllReduce`, by the
-    same rule.
+    In a training step the optimizer multiplies gradients by the row weight w_r
+    afterwards, so their sum is (sum over s of w_s * g_s) / w_r. By the same rule each
+    of the two is the gradient of the other.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, gradient, replica: TorchReplica, name: str, weight: float | None
+        ctx: Any,
+        tensor,
+        replica: TorchReplica,
+        weight: float | None,
+        gradient_of: str | None,
     ):
-        ctx.replica, ctx.weight = replica, weight
+        ctx.replica, ctx.weight, ctx.is_gradient = replica, weight, bool(gradient_of)
+        if gradient_of is None:
+            return replica.sum("all_reduce", tensor)
+        name = f"gradient of {gradient_of}"
         if weight is None:
-            return replica.sum(name, gradient)
-        weighted = gradient * weight if weight > 0 else torch.zeros_like(gradient)
+            return replica.sum(name, tensor)
+        weighted = tensor * weight if weight > 0 else torch.zeros_like(tensor)
         total = replica.sum(name, weighted)
         return total / weight if weight > 0 else torch.zeros_like(total)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        has_rows = ctx.weight is None or ctx.weight > 0
-        gradient = gradients[0] if has_rows else torch.zeros_like(gradients[0])
-        return _AllReduce.apply(gradient, ctx.replica, ctx.weight), None, None, None
+        (gradient,) = gradients
+        if ctx.is_gradient and ctx.weight is not None and ctx.weight <= 0:
+            gradient = torch.zeros_like(gradient)
+        name = None if ctx.is_gradient else "all_reduce"
+        total = _AllReduce.apply(gradient, ctx.replica, ctx.weight, name)
+        return total, None, None, None
 
 
 class _AllGather(torch.autograd.Function):
@@ -336,49 +290,39 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        name = "gradient of all_gather"
-        total: Any = _GradientOfSum.apply(gradients[0], ctx.replica, name, ctx.weight)
+        total: Any = _AllReduce.apply(
+            gradients[0], ctx.replica, ctx.weight, "all_gather"
+        )
         local = total.split(ctx.sizes, dim=ctx.axis)[ctx.replica.id]
         return local, None, None, None
 
 
-class InPlaceScope:
-    """The variables of an `InPlaceReplica`, for a `merge_call`."""
+class InPlaceReplica(WritesInPlace, TorchReplica):
+    """The only replica of a process, which writes the variables in place."""
 
-    def __init__(self, replica: "InPlaceReplica", device: str):
-        self.device = device
-        self._replica = replica
+    scope: Any
+
+    def __init__(self, group: Any, batch: BatchRows | None):
+        super().__init__(
+            group, 0, TurnScheduler(1), ReplicaAttributes({}), RunState(), batch
+        )
+        self.layout, self.device = group.layout, group.torch_devices[0]
+        self.buffers = group.buffers
+        # What was overwritten and copies of the old values, by `id`.
+        self.overwritten: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # True if a training step, which keeps no copies, has begun to update variables.
+        self.is_partly_updated = False
+
+    def make_scope(self) -> "InPlaceReplica":
+        return self  # as the scope of a `merge_call`
 
     def get_current_value(self, variable: Any) -> torch.Tensor | None:
         if stored_value(variable) is None:
             return None
-        return self._replica.note_read(variable).first
+        return self.note_read(variable).first
 
     def add_update(self, update: tuple[Any, torch.Tensor]) -> None:
-        self._replica.assign(*update)
-
-
-class InPlaceReplica(WritesInPlace, TorchReplica):
-    """The only replica of a process, which writes the variables in place.
-
-    Attributes:
-        overwritten: The tensors that were overwritten and copies of their old values,
-            by `id`.
-        is_partly_updated: True if a training step has begun to update the variables, of
-            which it keeps no copies.
-    """
-
-    scope: Any
-
-    def __init__(self, group: Any):
-        super().__init__(group, 0, TurnScheduler(1), ReplicaAttributes({}), RunState())
-        self.layout, self.device = group.layout, group.torch_devices[0]
-        self.buffers = group.buffers
-        self.overwritten: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.is_partly_updated = False
-
-    def make_scope(self, group: Any, index: int, run: RunState) -> InPlaceScope:
-        return InPlaceScope(self, group.torch_devices[index])
+        self.assign(*update)
 
     def note_read(self, variable: Any) -> Components:
         """Record that the replica reads a variable, and return its components."""
@@ -391,7 +335,6 @@ class InPlaceReplica(WritesInPlace, TorchReplica):
         return components
 
     def assign(self, variable: Any, value: torch.Tensor) -> None:
-        """Assign a value to a variable."""
         tensor = stored_value(variable)
         if tensor is None:
             raise unbuilt_variable_error(variable)
@@ -404,7 +347,7 @@ class InPlaceReplica(WritesInPlace, TorchReplica):
             # Which first splits a sum over the replicas.
             components = get_or_create_components(variable, self.layout)
         if components.shards is not None:
-            value = components.local_shard(value, 0)
+            value = shard_of(value, components.shards, self.id)
         if id(tensor) not in self.overwritten:
             self._save([tensor])
         with torch.no_grad():
@@ -450,33 +393,29 @@ class InPlaceReplica(WritesInPlace, TorchReplica):
         kind = kinds.pop() if len(kinds) == 1 else None
         if kind is None or not kind[0].is_floating_point:
             return super().weighted_sum(tensors, weight)
-        workers, name = self._group.workers, "optimizer.apply"
+        workers = self._group.workers
         variables, optimizer = self.step.reducing_gradients_of, self.step.optimizer
         shards = None
         if (
             optimizer is not None
             and OPTIMIZER_SHARDING in vars(optimizer)
             and self.sees_replica_variables()
-            and not workers.overlapped.can_overlap(tensors)
+            and not workers.can_overlap(tensors)
         ):
             shards = gradient_shards(optimizer, tensors, variables)
         with torch.no_grad():
             if shards is None:
                 return workers.all_reduce_weighted(
-                    name, tensors, weight, self.buffers, variables
+                    tensors, weight, self.buffers, variables
                 )
-            sums = workers.reduce_scatter_weighted(name, tensors, weight, shards)
+            sums = workers.reduce_scatter_weighted(tensors, weight, shards)
             return list(map(shard_only_gradient, tensors, sums))
 
     def run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Call a function, and undo all of its effects if it fails."""
-        batch = find_batch_rows(args, kwargs)
-        if batch is not None and batch.counts is not None:
-            self.step.rows = row_ranges(batch.counts)[batch.first]
-            self.step.draws, self.step.dry_run = layer_draws, dry_run_layer
-        overlapped = self._group.workers.overlapped
+        workers = self._group.workers
         try:
-            overlapped.replica = self
+            workers.replica = self
             with self._group.device_scopes[0](), context.replica_scope(self.context):
                 self._attributes.swap_in()
                 args, kwargs = self._group.arrays_to_tensors(
@@ -494,15 +433,22 @@ class InPlaceReplica(WritesInPlace, TorchReplica):
                 error.add_note(PARTIAL_UPDATE_NOTE)
             raise
         finally:
-            overlapped.replica = None
+            workers.replica = None
             self.overwritten.clear()  # the replica is part of a reference cycle
 
     def _outputs(self, output: Any) -> Any:
-        if self.overwritten:
-            written = {_memory(tensor) for tensor, _ in self.overwritten.values()}
-            output = map_leaves(functools.partial(_copy_if_in, written), output)
+        """Return what `run` returns, copied where later runs write to its memory."""
+        written = {_memory(tensor) for tensor, _ in self.overwritten.values()}
+
+        def copy(leaf):
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+                return leaf.clone() if _memory(leaf) in written else leaf
+            if isinstance(leaf, np.ndarray) and not leaf.flags.owndata:
+                return leaf.copy()  # it may be a view of a tensor
+            return leaf
+
         return regroup(
-            [output],
+            [map_leaves(copy, output) if written else output],
             torch.is_tensor,
             always_distributed=True,
             join_variables=functools.partial(returned_variable, [self]),
@@ -511,15 +457,6 @@ class InPlaceReplica(WritesInPlace, TorchReplica):
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _copy_if_in(written: set[int], leaf: Any) -> Any:
-    """Copy a returned value if later runs will write to its memory."""
-    if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-        return leaf.clone() if _memory(leaf) in written else leaf
-    if isinstance(leaf, np.ndarray) and not leaf.flags.owndata:
-        return leaf.copy()  # it may be a view of a tensor
-    return leaf
 
 
 @multi_replica_only

@@ -6,25 +6,36 @@ cross-replica context, saved or passed to torch code is an ordinary one.
 Keras sends every read and assignment in a replica to the thread's `StatelessScope`.
 Ours reads the replica's component, stages what is assigned, and commits it when all
 replicas have succeeded.
+
+Of an optimizer's variable each replica may store a shard only, since it updates only
+its shard of the weights.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import torch
 
-from keras_strategy.backends.threads.patches import current_stateless_scope
-from keras_strategy.backends.threads.scopes import ReplicaScope, unbuilt_variable_error
+from keras_strategy.backends.threads.patches import (
+    current_stateless_scope,
+    current_thread_replica,
+)
+from keras_strategy.backends.threads.scopes import (
+    MergedScope,
+    ReplicaScope,
+    unbuilt_variable_error,
+)
 from keras_strategy.backends.torch.collectives import TorchWorkers
 from keras_strategy.core import context
-from keras_strategy.core.protocols import Replica
 from keras_strategy.devices import ReplicaTopology
 from keras_strategy.errors import MirrorError
-from keras_strategy.keras_patches.variables_optimizers import stored_value
+from keras_strategy.keras_patches.variables_optimizers import initialize, stored_value
 from keras_strategy.training import ownership
-from keras_strategy.training.ownership import check_sync_on_read_owner
-from keras_strategy.training.sharding import FlatShards
+from keras_strategy.training.saving import overridden_value
+from keras_strategy.training.sharding import FlatShards, set_flat_shards
 from keras_strategy.training.variable_sync import (
     is_sync_on_read,
     local_contribution,
@@ -33,76 +44,53 @@ from keras_strategy.training.variable_sync import (
 )
 
 COMPONENTS = "_ks_components"
+_LOCAL_SHARD = "_ks_local_shard"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Placement of a strategy's replicas.
-
-    Attributes:
-        devices: torch's names of the local replicas' devices.
-        workers: The processes of the cluster; None for one process.
-        topology: The replicas' ids.
-        home: torch's name of the device that stores the variables; None if each
-            replica's device has a copy.
-    """
+    """Placement of a strategy's replicas; devices have torch's names."""
 
     devices: tuple[str, ...]
     workers: TorchWorkers | None
     topology: ReplicaTopology
-    home: str | None = None
+    home: str | None  # the device that stores all variables, if one does
 
 
 class Components:
-    """The tensors of one variable, and the version of the first.
+    """The tensors of one variable, and the version of the first."""
 
-    Attributes:
-        shards: The elements that each replica stores; None if each stores all.
-        is_central: True if one device stores the variable for all replicas.
-        is_tracked: True if replicas record their reads, see `StepState`.
-    """
-
-    shards: FlatShards | None = None
-    is_central = False
+    shards: FlatShards | None = None  # what each replica stores; None for all
+    is_central = False  # True if one device stores the variable for all replicas
+    run: object = None  # the last one that has used them
 
     def __init__(self, variable: Any, layout: Layout):
         self.layout = layout
         self.on_read = is_sync_on_read(variable)
+        # True if replicas record their reads, see `StepState`.
         self.is_tracked = variable.aggregation == "sum" and not self.on_read
         self.first = stored_value(variable)
         self.tensors = [self.first]
-        self._run: object = None
         # One for all replicas. Each works on a copy while it runs.
         self.is_central = layout.home is not None and not self.on_read
         if self.is_central:
             self.tensors *= len(layout.devices)
             self.version = 0
             return
-        for device in layout.devices[1:]:
-            with torch.no_grad():
-                tensor = self.first.detach().to(device, copy=True)
-            self.tensors.append(
-                torch.nn.Parameter(tensor, requires_grad=self.first.requires_grad)
-            )
+        first, requires_grad = self.first.detach(), self.first.requires_grad
+        self.tensors += [
+            torch.nn.Parameter(first.to(device, copy=True), requires_grad)
+            for device in layout.devices[1:]
+        ]
         self.version = self.first._version
         if self.on_read:
             # The replicas' values must aggregate to the initial one.
-            self.assign(variable, self.first.detach().clone())
-
-    def refresh_once(self, variable: Any, run: object) -> None:
-        """Refresh the components at their first use in a run.
-
-        Later the first component may be ahead because its replica is.
-        """
-        if self._run is not run:
-            self.refresh(variable)
-            self._run = run
+            self.assign(variable, first.clone())
 
     def refresh(self, variable: Any) -> None:
         """Copy the first component to the others if other code wrote to it.
 
-        A torch optimizer, or an in-place operation on `variable.value`, knows no
-        replicas and writes to the first component only.
+        A torch optimizer, or code that modifies `variable.value`, knows no others.
         """
         if self.first._version == self.version or self.on_read or self.is_central:
             return
@@ -129,10 +117,8 @@ class Components:
 
     def assign(self, variable: Any, value: torch.Tensor) -> None:
         """Assign a value in cross-replica context."""
-        value = value.detach()
-        self.assign_each(
-            split_for_local_replicas(variable, value, self.layout.topology)
-        )
+        topology = self.layout.topology
+        self.assign_each(split_for_local_replicas(variable, value.detach(), topology))
 
     def assign_each(self, values: Sequence[torch.Tensor]) -> None:
         """Assign one value per local replica, in cross-replica context."""
@@ -141,27 +127,10 @@ class Components:
                 tensor.copy_(value)
         self.version = self.first._version
 
-    def replica_copy(self, index: int) -> torch.Tensor:
-        """Return a replica's Parameter for a central variable while it runs.
-
-        It collects this replica's gradient. On the home device it shares the memory,
-        since a replica writes when all have succeeded; to others it is copied.
-        """
-        with torch.no_grad():
-            value = self.first.detach().to(self.layout.devices[index])
-        return torch.nn.Parameter(value, requires_grad=self.first.requires_grad)
-
-    def local_shard(self, value: torch.Tensor, index: int) -> torch.Tensor:
-        """Return what a local replica stores of an assigned value."""
-        return value
-
     def full_values(self, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return the variable's value for each local replica.
+        """Return the variable's value for each local replica, given what each stores.
 
         If it is sharded, all workers have to call this.
-
-        Args:
-            parts: What each local replica stores.
         """
         return parts
 
@@ -185,6 +154,94 @@ class Components:
             )
 
 
+class ShardedComponents(Components):
+    """The shards of a variable that this worker's replicas store.
+
+    The tensor of the variable is replaced by the shard of the first of them.
+    """
+
+    shards: FlatShards
+
+    def __init__(self, variable: Any, layout: Layout, shards: FlatShards):
+        full, self.shards, self.layout = stored_value(variable).detach(), shards, layout
+        self.path, self.on_read = variable.path, False
+        self.is_tracked = True  # reads need the full value
+        self.tensors = [
+            torch.nn.Parameter(
+                shard_of(full, shards, replica).to(device, copy=True),
+                requires_grad=False,
+            )
+            for replica, device in zip(
+                layout.topology.local_replicas, layout.devices, strict=True
+            )
+        ]
+        self.first = self.tensors[0]
+        self.version = self.first._version
+        set_flat_shards(variable, shards)
+        initialize(variable, self.first)
+        vars(variable)[COMPONENTS] = self
+
+    def refresh(self, variable: Any) -> None:
+        """Do nothing: no replica stores what another one does."""
+
+    def assign_each(self, values: Sequence[torch.Tensor]) -> None:
+        replicas = self.layout.topology.local_replicas
+        pairs = zip(values, replicas, strict=True)
+        super().assign_each([shard_of(value, self.shards, r) for value, r in pairs])
+
+    def full_values(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        flat = torch.cat([part.detach().reshape(-1).to(self.first) for part in parts])
+        if self.layout.workers is not None:
+            name = f"the value of '{self.path}'"
+            flat, _ = self.layout.workers.gather(name, flat, 0)
+        full = flat.view(self.shards.shape)
+        return [full.to(device) for device in self.layout.devices]
+
+    def current_value(self, variable: Any) -> torch.Tensor | None:
+        """Return the full value; all replicas and workers call this.
+
+        Return None if the current scope has a value of its own: while the optimizer
+        updates its shard, and in a scope with the user's values.
+        """
+        scope, replica = current_stateless_scope(), current_thread_replica()
+        if isinstance(scope, MergedScope):
+            return self.full_values(scope.components(variable))[0]
+        if replica is not None:
+            shard = replica.scope.get_current_value(variable).detach().reshape(-1)
+            with torch.no_grad():
+                return replica.all_gather(shard, 0).view(self.shards.shape)
+        if scope is not None and scope.get_current_value(variable) is not None:
+            return None
+        override = overridden_value(variable)
+        if override is not None:
+            return keras.ops.convert_to_tensor(override)
+        return self.full_values(self.tensors)[0]
+
+
+def shard_of(full: torch.Tensor, shards: FlatShards, replica: int) -> torch.Tensor:
+    """Return a replica's shard of a tensor, as a view if possible."""
+    begin, end = shards.bounds[replica]
+    return full.reshape(-1)[begin:end].view(shards.shape_of(replica))
+
+
+def shard_only_gradient(gradient: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    """Return a stand-in for a gradient's sum of which only the local shard is known.
+
+    Its elements are NaN, for code that reads it without `gradient_shard`.
+    """
+    full = gradient.new_full((), math.nan).expand(gradient.shape)
+    setattr(full, _LOCAL_SHARD, shard)
+    return full
+
+
+def gradient_shard(
+    gradient: torch.Tensor, shards: FlatShards, replica: int
+) -> torch.Tensor:
+    """Return a replica's shard of a gradient's sum, see `shard_only_gradient`."""
+    shard = vars(gradient).get(_LOCAL_SHARD)
+    return shard_of(gradient, shards, replica) if shard is None else shard
+
+
 def sum_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Sum tensors of several devices, on the first one's."""
     total = tensors[0].detach().clone()
@@ -202,12 +259,6 @@ def find_components(variable: Any) -> Components | None:
     return components
 
 
-def full_values(variable: Any, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return a variable's value for each local replica, given what each stores."""
-    components = find_components(variable)
-    return parts if components is None else components.full_values(parts)
-
-
 def get_or_create_components(variable: Any, layout: Layout) -> Components:
     """Return a variable's components, created when a replica first uses it.
 
@@ -220,7 +271,7 @@ def get_or_create_components(variable: Any, layout: Layout) -> Components:
         if components.layout is layout or components.layout == layout:
             return components
         if components.on_read or components.shards is not None:
-            check_sync_on_read_owner(context.get_strategy(), variable)
+            ownership.check_sync_on_read_owner(context.get_strategy(), variable)
             return components
     if current_stateless_scope() is None:
         ownership.broadcast_pending_values()  # before it is copied
@@ -231,16 +282,13 @@ def get_or_create_components(variable: Any, layout: Layout) -> Components:
 class StagedWriteScope(ReplicaScope):
     """The variables as one replica reads and writes them.
 
-    Args:
-        index: Its index on this worker.
-        layout: The placement of all replicas.
-        run: Identifies the run; the same object for all its replicas.
+    `run` identifies the run; it is the same object for all its replicas.
     """
 
-    def __init__(self, replica: Replica, index: int, layout: Layout, run: object):
+    def __init__(self, replica: Any, layout: Layout, run: object):
         super().__init__(replica)
-        self.device = layout.devices[index]
-        self._index = index
+        self.device = layout.devices[replica.index]
+        self._index = replica.index
         self._layout = layout
         self._run = run
         self._variables: dict[int, Any] = {}
@@ -254,17 +302,24 @@ class StagedWriteScope(ReplicaScope):
         components = self._components.get(id(variable))
         if components is None:
             components = get_or_create_components(variable, self._layout)
-            components.refresh_once(variable, self._run)
+            if components.run is not self._run:
+                # Later the first component may be ahead because its replica is.
+                components.refresh(variable)
+                components.run = self._run
             self._components[id(variable)] = components
             self._variables[id(variable)] = variable
             if variable.aggregation == "sum":
                 self.replica.step.sum_variables_read.add(id(variable))
+        first = components.first
         if components.is_central:
             copy = self._copies.get(id(variable))
             if copy is None:
-                copy = self._copies[id(variable)] = components.replica_copy(self._index)
+                # It collects this replica's gradient. On the home device it shares the
+                # memory, since a replica writes when all have succeeded.
+                copy = first.detach().to(self.device)
+                copy = torch.nn.Parameter(copy, first.requires_grad)
+                self._copies[id(variable)] = copy
             return copy
-        first = components.first
         if self._index == 0:
             return first
         tensor = components.tensors[self._index]
@@ -298,7 +353,7 @@ class StagedWriteScope(ReplicaScope):
         component = self._component(variable)
         components = self._components[id(variable)]
         if components.shards is not None:
-            value = components.local_shard(value, self._index)
+            value = shard_of(value, components.shards, self.replica.id)
         if id(variable) in self.changed_in_place:
             with torch.no_grad():
                 component.copy_(value)

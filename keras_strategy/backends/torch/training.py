@@ -5,8 +5,8 @@ worker, reads them.
 """
 
 import contextlib
-import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,45 +30,6 @@ from keras_strategy.values import (
     select_replica,
 )
 
-_ATTRIBUTE = "_ks_batch_logs"
-
-
-class BatchLogs:
-    """The logs that a train or test function returns.
-
-    Keras's loop passes them to the callbacks. It ends the epoch with the metrics'
-    results if all logs are named after metrics.
-
-    Attributes:
-        are_read: True if a callback may read them.
-        metric_names: The model's metrics; None until a batch was merged.
-    """
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Assume that the logs are read."""
-        self.are_read = True
-        self.metric_names: set[str] | None = None
-
-    def of_metrics(self, model: keras.Model) -> dict[str, Any]:
-        """Return the logs of a step that returns only the model's metrics."""
-        return model.get_metrics_result() if self.are_read else _UnreadLogs(model)
-
-    def are_needed(self, logs: Any) -> bool:
-        """Return True if the logs of the user's step must be merged."""
-        return (
-            self.are_read
-            or not isinstance(logs, dict)
-            or self.metric_names != set(logs)
-        )
-
-    @staticmethod
-    def of(function: Any) -> "BatchLogs | None":
-        """Return the logs of a train or test function of ours."""
-        return getattr(function, _ATTRIBUTE, None)
-
 
 class _UnreadLogs(dict):
     """A model's metrics, of which only the names are read, without a collective.
@@ -85,33 +46,124 @@ class _UnreadLogs(dict):
             return self._model.get_metrics_result().keys()
 
 
-def may_read(callback: keras.callbacks.Callback, kind: str) -> bool:
-    """Return True if a callback may read the logs of a "train" or "test" batch."""
-    return not isinstance(callback, LogFreeCallback) and listens(callback, kind)
+class BatchFunction:
+    """A train, test or predict function, called by Keras for a list of batches.
 
-
-def detect_log_readers(strategy: Any, method: str, arguments: dict[str, Any]) -> None:
-    """Add a callback that detects whether a loop's logs are read.
-
-    The arguments of "fit" or "evaluate" are changed in place. The user's loop, or the
-    creator of a `CallbackList`, may read the logs.
+    The list has more than one with `steps_per_execution`, which Keras supports on torch
+    since 3.16. Keras passes the logs to the callbacks, and ends the epoch with the
+    metrics' results if all logs are named after metrics.
     """
-    callbacks = arguments.get("callbacks")
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        return  # that of `fit` has a detector already
-    listed = list(keras.tree.flatten(callbacks or []))
-    # Keras adds a progress bar, which reads them.
-    is_shown = arguments.get("verbose", "auto") != 0
-    arguments["callbacks"] = [*listed, _LogReaderDetector(strategy, listed, is_shown)]
+
+    def __init__(self, model: keras.Model, kind: str, strategy: Any):
+        self._model, self._kind, self._strategy = model, kind, strategy
+        self._group = strategy.extended.group
+        self._returns_metrics = rules.returns_only_metrics(model, kind)
+        is_training = kind == "train"
+        self._audit = RowAudit(model, user_code(model, kind), is_training, _warn_unless)
+        self._weighted_step = rules.make_weighted_step(
+            getattr(model, f"{kind}_step"),
+            self._returns_metrics,
+            lambda: all_layers(model),
+            _check,
+            self._audit,
+            (lambda tensor: tensor.shape[0]) if kind == "predict" else None,
+        )
+        self._compiled: Any = contextlib.nullcontext()
+        if model.jit_compile and not model.run_eagerly:
+            self._compiled = CompiledModel(model, strategy)
+        self.expect_readers()
+
+    def expect_readers(self) -> None:
+        """Assume that a callback reads the logs, until a loop with callbacks begins."""
+        self.logs_are_read = True
+        self._metric_names: set[str] | None = None  # set when logs were merged
+
+    def __call__(self, batches: Sequence[Any]) -> Any:
+        with self._compiled:
+            outputs = [self._run_batch(batch) for batch in batches]
+        self._audit.active = False
+        if self._kind == "predict" and len(outputs) > 1:
+            return tree.map_structure(lambda *parts: torch.cat(parts), *outputs)
+        return outputs[-1]
+
+    def _run_batch(self, batch: Any) -> Any:
+        local_batches = _split(batch, self._strategy)
+        weights = [local.weight for local in local_batches]
+        args = (PerReplica(local_batches),)
+        if self._kind == "train":
+            return self._merge_logs(self._strategy.run(self._step, args=args), weights)
+        with torch.no_grad():
+            if self._kind == "predict":
+                self._build(batch.batch if isinstance(batch, LocalRows) else batch)
+            outputs = self._strategy.run(self._step, args=args)
+            if self._kind == "test":
+                return self._merge_logs(outputs, weights)
+        is_global = not (isinstance(batch, LocalRows) and batch.worker_rows)
+        return self._join_predictions(outputs, weights, is_global)
+
+    def _step(self, local: "_LocalBatch") -> Any:
+        data = local.data
+        if local.has_arrays:
+            data = self._group.arrays_to_tensors(data)
+        return self._weighted_step(data, local.weight, local.rows)
+
+    def _merge_logs(self, logs: Any, weights: list[float]) -> Any:
+        model, names, workers = self._model, self._metric_names, self._group.workers
+        with torch.no_grad():
+            if self._returns_metrics:
+                is_read = self.logs_are_read
+                return model.get_metrics_result() if is_read else _UnreadLogs(model)
+            if not self.logs_are_read and isinstance(logs, dict) and names == set(logs):
+                return select_replica(logs, 0, len(weights))
+            if names is None:
+                self._metric_names = set(model.get_metrics_result())
+            local = rules.average_logs(logs, weights)
+            if workers is None:
+                return local
+            means = workers.sum_all("logs", tree.flatten(local))
+            return tree.pack_sequence_as(local, means)
+
+    def _build(self, batch: Any) -> None:
+        """Build an untrained model, once for all replicas."""
+        if all(layer.built for layer in all_layers(self._model)):
+            return
+
+        def symbolic(array):
+            dtype = keras.backend.standardize_dtype(array.dtype)
+            return keras.KerasTensor(array.shape, dtype)
+
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        self._model(tree.map_structure(symbolic, x))
+
+    def _join_predictions(
+        self, outputs: Any, weights: list[float], is_global: bool
+    ) -> Any:
+        """Join the predictions of all workers' rows, or of this worker's."""
+
+        def gather(value):
+            if not isinstance(value, PerReplica):
+                return value
+            pairs = zip(value.values, weights, strict=True)
+            values = [component for component, weight in pairs if weight > 0]
+            # A worker without rows takes part in the gather, too.
+            values = values or [value.values[0][:0]]
+            if is_global:
+                return self._group.gather(values, axis=0)
+            device = self._group.torch_devices[0]
+            return torch.cat([value.to(device) for value in values])
+
+        return tree.map_structure(gather, outputs)
 
 
-class _LogReaderDetector(keras.callbacks.Callback):
-    """Detects whether the logs of batches are read, when a loop begins."""
+class LogReaderDetector(keras.callbacks.Callback):
+    """Detects whether the logs of batches are read, when a loop begins.
+
+    `callbacks` are the other ones. A progress bar, which Keras adds, reads the logs.
+    """
 
     def __init__(self, strategy: Any, callbacks: list[Any], is_shown: bool):
         super().__init__()
-        self._strategy = strategy
-        self._callbacks = callbacks
+        self._strategy, self._callbacks = strategy, callbacks
         self._is_shown = is_shown
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -121,115 +173,33 @@ class _LogReaderDetector(keras.callbacks.Callback):
         self._detect("test", "evaluate")
 
     def _detect(self, kind: str, loop: str) -> None:
-        batch_logs = BatchLogs.of(getattr(self.model, f"{kind}_function"))
-        if batch_logs is None:
+        # The warning of a slow first step wraps it.
+        function = inspect.unwrap(getattr(self.model, f"{kind}_function"))
+        if not isinstance(function, BatchFunction):
             return
         are_read = (
             getattr(type(self.model), loop) is not getattr(keras.Model, loop)
             or self._is_shown
-            or any(may_read(callback, kind) for callback in self._callbacks)
+            or any(
+                not isinstance(callback, LogFreeCallback) and listens(callback, kind)
+                for callback in self._callbacks
+            )
         )
         cluster = self._strategy.extended.cluster
         if cluster is not None:
             operation = "whether the logs of batches are read"
             are_read = any(cluster.exchange(operation, are_read))
-        batch_logs.are_read = are_read
-
-
-def distributed_function(model: keras.Model, kind: str, strategy: Any) -> Callable:
-    """Return the function that Keras's loop calls for a list of batches.
-
-    The list has more than one with `steps_per_execution`, which Keras supports on torch
-    since 3.16. `kind` is "train", "test" or "predict".
-    """
-    returns_metrics = rules.returns_only_metrics(model, kind)
-    audit = RowAudit(model, user_code(model, kind), kind == "train", _warn_unless)
-    weighted_step = rules.make_weighted_step(
-        getattr(model, f"{kind}_step"),
-        returns_metrics,
-        lambda: all_layers(model),
-        _check,
-        audit,
-        (lambda tensor: tensor.shape[0]) if kind == "predict" else None,
-    )
-    batch_logs = BatchLogs()
-    compiled: Any = contextlib.nullcontext()
-    if model.jit_compile and not model.run_eagerly:
-        compiled = CompiledModel(model, strategy)
-
-    arrays_to_tensors = strategy.extended.group.arrays_to_tensors
-
-    def step(shard):
-        data = arrays_to_tensors(shard.data) if shard.has_arrays else shard.data
-        return weighted_step(data, shard.weight, shard.rows)
-
-    def merge_logs(outputs, weights):
-        with torch.no_grad():
-            if returns_metrics:
-                return batch_logs.of_metrics(model)
-            if not batch_logs.are_needed(outputs):
-                return select_replica(outputs, 0, len(weights))
-            if batch_logs.metric_names is None:
-                batch_logs.metric_names = set(model.get_metrics_result())
-            return _mean_logs(outputs, strategy, weights)
-
-    def run_batch(batch):
-        local_batches = _split(batch, strategy)
-        weights = [local.weight for local in local_batches]
-        if kind == "train":
-            outputs = strategy.run(step, args=(PerReplica(local_batches),))
-            return merge_logs(outputs, weights)
-        with torch.no_grad():
-            if kind == "predict":
-                _build(model, batch.batch if isinstance(batch, LocalRows) else batch)
-            outputs = strategy.run(step, args=(PerReplica(local_batches),))
-            if kind == "test":
-                return merge_logs(outputs, weights)
-        is_global = not (isinstance(batch, LocalRows) and batch.worker_rows)
-        return _predictions(outputs, strategy, weights, is_global)
-
-    def function(batches):
-        with compiled:
-            outputs = [run_batch(batch) for batch in batches]
-        audit.active = False
-        if kind == "predict" and len(outputs) > 1:
-            return tree.map_structure(lambda *parts: torch.cat(parts), *outputs)
-        return outputs[-1]
-
-    setattr(function, _ATTRIBUTE, batch_logs)
-    return function
-
-
-def _build(model: keras.Model, batch: Any) -> None:
-    """Build an untrained model, once for all replicas."""
-    if all(layer.built for layer in all_layers(model)):
-        return
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-    model(
-        tree.map_structure(
-            lambda a: keras.KerasTensor(
-                a.shape, keras.backend.standardize_dtype(a.dtype)
-            ),
-            x,
-        )
-    )
+        function.logs_are_read = are_read
 
 
 @dataclass(frozen=True)
 class _LocalBatch:
-    """The local batch of a replica; a leaf for Keras's trees.
-
-    Attributes:
-        data: The batch with the replica's rows of each array.
-        weight: The row weight.
-        rows: The range of the rows.
-        has_arrays: True if some of the data are NumPy arrays.
-    """
+    """The local batch of a replica; a leaf for Keras's trees."""
 
     data: Any
     weight: float
     rows: RowRange
-    has_arrays: bool
+    has_arrays: bool  # some of the data are NumPy arrays
 
 
 def _split(batch: Any, strategy: Any) -> list[_LocalBatch]:
@@ -248,28 +218,26 @@ def _split(batch: Any, strategy: Any) -> list[_LocalBatch]:
     total = rows if local is None else local.global_rows
     bounds = local_bounds_fn(strategy)(total) if local is None else local.bounds
     first = 0 if local is None else bounds[0][0]
-
-    def rows_of(array, begin, end):
-        if array is None:
-            return None
-        # Slices of one tensor share autograd's version counter, so a replica's in-place
-        # change would fail the others' backward pass. `data` has its own.
-        data = array.data if isinstance(array, torch.Tensor) else array
-        return data[begin:end] if end > begin else data[:1]
-
     has_arrays = any(map(is_numeric_array, arrays))
-    return [
-        _LocalBatch(
-            map_leaves(
-                lambda array, b=begin, e=end: rows_of(array, b - first, e - first),
-                batch,
-            ),
+
+    def local_batch(begin, end):
+        part = slice(begin - first, end - first) if end > begin else slice(1)
+
+        def rows_of(array):
+            if array is None:
+                return None
+            # Slices of one tensor share autograd's version counter, so a replica's
+            # in-place change would fail the others' backward pass. `data` has its own.
+            return (array.data if isinstance(array, torch.Tensor) else array)[part]
+
+        return _LocalBatch(
+            map_leaves(rows_of, batch),
             (end - begin) / total,
             RowRange(min(begin, total - 1), max(end - begin, 1), total),
             has_arrays,
         )
-        for begin, end in bounds
-    ]
+
+    return [local_batch(begin, end) for begin, end in bounds]
 
 
 def _check(condition: Any, message: str) -> None:
@@ -283,42 +251,3 @@ def _warn_unless(holds: Callable[[], Any], warn: Callable[[], None]) -> None:
     with torch.random.fork_rng(cuda), torch.no_grad():
         if not holds():
             warn()
-
-
-def _mean_logs(logs: Any, strategy: Any, weights: list[float]) -> Any:
-    """Return the row-weighted means of what the replicas returned."""
-    local = rules.average_logs(logs, weights)
-    workers = strategy.extended.group.workers
-    if workers is None:
-        return local
-    means = workers.sum_all("logs", tree.flatten(local))
-    return tree.pack_sequence_as(local, means)
-
-
-def metrics_of_workers(model: keras.Model, strategy: Any) -> dict[str, Any]:
-    """Return `get_metrics_result` of all workers, in one collective."""
-    group = strategy.extended.group
-    sum_all = functools.partial(group.workers.sum_all, "logs")
-    with torch.no_grad():
-        return rules.merge_worker_metrics(model, group.part_of_this_worker, sum_all)
-
-
-def _predictions(
-    outputs: Any, strategy: Any, weights: list[float], is_global: bool
-) -> Any:
-    """Join the predictions of all workers' rows, or of this worker's."""
-    group = strategy.extended.group
-
-    def gather(value):
-        if not isinstance(value, PerReplica):
-            return value
-        pairs = zip(value.values, weights, strict=True)
-        values = [component for component, weight in pairs if weight > 0]
-        # A worker without rows takes part in the gather, too.
-        values = values or [value.values[0][:0]]
-        if not is_global:
-            device = group.torch_devices[0]
-            return torch.cat([value.to(device) for value in values])
-        return group.gather(values, axis=0)
-
-    return tree.map_structure(gather, outputs)
