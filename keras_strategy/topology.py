@@ -157,19 +157,18 @@ class Topology:
     def serialized(self) -> bytes:
         """Return the topology as a serialized `TopologyProto`."""
         if self._serialized is None:
-            numbers = {TASKS: self.num_tasks, PER_TASK: self.num_tpus_per_task}
-            scalars = [
-                encode_varint(field << 3 | NUMBER) + encode_varint(number)
-                for field, number in numbers.items()
-                if number
-            ]
-            self._serialized = b"".join(
-                [
-                    encode_packed(MESH_SHAPE, self._mesh_shape),
-                    *scalars,
-                    encode_packed(COORDINATES, self._device_coordinates.flatten()),
-                ]
+            fields = [encode_packed(MESH_SHAPE, self._mesh_shape)]
+            for field, number in (
+                (TASKS, self.num_tasks),
+                (PER_TASK, self.num_tpus_per_task),
+            ):
+                if number:
+                    key = encode_varint(field << 3 | NUMBER)
+                    fields.append(key + encode_varint(number))
+            fields.append(
+                encode_packed(COORDINATES, self._device_coordinates.flatten())
             )
+            self._serialized = b"".join(fields)
         return self._serialized
 
 
@@ -406,19 +405,39 @@ class DeviceAssignment:
         rank = topology.mesh_rank
         shape = _positive_vector("computation_shape", computation_shape, rank)
         stride = _positive_vector("computation_stride", computation_stride, rank)
-        blocks = _Blocks(topology.mesh_shape, shape, stride, num_replicas)
+        mesh, footprint = topology.mesh_shape, shape * stride
+        if (footprint > mesh).any():
+            raise ValueError(
+                f"computation footprint {footprint} does not fit in TPU topology shape "
+                f"{mesh}"
+            )
+        # Along each dimension; other blocks fit between the cores of one with a stride.
+        counts = mesh // footprint * stride
+        max_replicas = int(np.prod(counts))
+        if num_replicas > max_replicas:
+            raise ValueError(
+                f"requested {num_replicas} replicas but only {max_replicas} replicas "
+                f"with shape {shape} and computation_stride {stride} fit in a TPU mesh "
+                f"of shape {mesh}"
+            )
         if topology.missing_devices.size:
-            return cls(topology, _task_order_coordinates(topology, blocks))
-        rings = blocks.can_be_rings
-        if device_order_mode == DeviceOrderMode.RING and not rings:
+            return cls(topology, _task_order(topology, shape, stride, num_replicas))
+        can_be_rings = (
+            shape[-1] == mesh[-1]
+            and (stride == 1).all()
+            and num_replicas == max_replicas
+        )
+        if device_order_mode == DeviceOrderMode.RING and not can_be_rings:
             raise ValueError(
                 "device_order_mode=DeviceOrderMode.RING is not compatible with the "
                 "3D tiling of this topology: each replica must use all cores of its "
                 "chips without a stride, and the replicas together must use the "
                 "whole TPU. Use device_order_mode=DeviceOrderMode.AUTO."
             )
-        as_rings = rings and device_order_mode != DeviceOrderMode.MESH
-        return cls(topology, blocks.rings() if as_rings else blocks.meshes())
+        grid = _replica_grid(counts, num_replicas)
+        if can_be_rings and device_order_mode != DeviceOrderMode.MESH:
+            return cls(topology, _ring_order(shape, grid))
+        return cls(topology, _mesh_order(shape, stride, grid)[:num_replicas])
 
 
 def _positive_vector(name: str, value: Any, rank: int) -> np.ndarray:
@@ -435,132 +454,89 @@ def _positive_vector(name: str, value: Any, rank: int) -> np.ndarray:
     return value
 
 
-class _Blocks:
-    """The blocks of the replicas in a complete mesh.
+def _replica_grid(counts: np.ndarray, replicas: int) -> list[int]:
+    """Return the number of replicas along each dimension, close to a cube.
 
-    Args:
-        mesh: The mesh shape.
-        shape: The shape of a block, in cores.
-        stride: The distance of its cores.
-        replicas: The number of replicas.
+    The dimension with the least room comes first; ties are broken in the order core, x,
+    y, z.
     """
-
-    def __init__(
-        self, mesh: np.ndarray, shape: np.ndarray, stride: np.ndarray, replicas: int
-    ):
-        self.mesh, self.shape, self.stride = mesh, shape, stride
-        self.replicas = replicas
-        footprint = shape * stride
-        if (footprint > mesh).any():
-            raise ValueError(
-                f"computation footprint {footprint} does not fit in TPU topology shape "
-                f"{mesh}"
-            )
-        self.footprint = footprint
-        # Other blocks fit between the cores of a block with a stride.
-        self.counts = mesh // footprint * stride
-        self.max_replicas = int(np.prod(self.counts))
-        if replicas > self.max_replicas:
-            raise ValueError(
-                f"requested {replicas} replicas but only {self.max_replicas} replicas "
-                f"with shape {shape} and computation_stride {stride} fit in a TPU mesh "
-                f"of shape {mesh}"
-            )
-
-    @property
-    def can_be_rings(self) -> bool:
-        """True if blocks consist of whole chips and fill the mesh."""
-        return bool(
-            self.shape[-1] == self.mesh[-1]
-            and (self.stride == 1).all()
-            and self.replicas == self.max_replicas
-        )
-
-    def _grid(self) -> list[int]:
-        """Return the number of replicas along each dimension, close to a cube.
-
-        The dimension with the least room comes first; ties are broken in the order
-        core, x, y, z.
-        """
-        grid = [0] * len(self.mesh)
-        remaining, dimensions = self.replicas, len(self.mesh)
-        if not remaining:
-            return grid
-        by_room = sorted(
-            (int(room), (i + 1) % dimensions, i) for i, room in enumerate(self.counts)
-        )
-        for room, _, i in by_room:
-            grid[i] = min(math.ceil(remaining ** (1.0 / dimensions)), room)
-            remaining = -(-remaining // grid[i])
-            dimensions -= 1
+    grid = [0] * len(counts)
+    remaining, dimensions = replicas, len(counts)
+    if not remaining:
         return grid
+    by_room = sorted(
+        (int(room), (i + 1) % dimensions, i) for i, room in enumerate(counts)
+    )
+    for room, _, i in by_room:
+        grid[i] = min(math.ceil(remaining ** (1.0 / dimensions)), room)
+        remaining = -(-remaining // grid[i])
+        dimensions -= 1
+    return grid
 
-    def meshes(self) -> np.ndarray:
-        """Return the coordinates in mesh order, the cores of a chip first."""
-        grid = self._grid()
-        # Grid position of each replica; the core index changes fastest, then x.
-        positions = np.array(
-            [(x, y, z, c) for z, y, x, c in np.ndindex(*grid[2::-1], grid[3])]
-        ).reshape(-1, 4)[: self.replicas]
-        offsets = positions // self.stride * self.footprint + positions % self.stride
-        steps = [
-            np.arange(0, size * step, step)
-            for size, step in zip(self.shape, self.stride, strict=True)
-        ]
-        cores = np.stack(np.meshgrid(*steps, indexing="ij"), axis=-1).reshape(-1, 4)
-        return cores + offsets[:, None, :]
 
-    def rings(self) -> np.ndarray:
-        """Return the coordinates with replicas, and the chips of each, in rings."""
-        inner, outer = _ring(*map(int, self.shape[:3])), _ring(*self._grid()[:3])
-        return np.array(
+def _mesh_order(shape: np.ndarray, stride: np.ndarray, grid: list[int]) -> np.ndarray:
+    """Return blocks of cores in mesh order, the cores of a chip first."""
+    # Grid position of each replica; the core index changes fastest, then x.
+    positions = np.array(
+        [(x, y, z, c) for z, y, x, c in np.ndindex(*grid[2::-1], grid[3])]
+    ).reshape(-1, 4)
+    offsets = positions // stride * (shape * stride) + positions % stride
+    cores = np.array(list(np.ndindex(*shape))) * stride
+    return cores + offsets[:, None, :]
+
+
+def _ring_order(shape: np.ndarray, grid: list[int]) -> np.ndarray:
+    """Return blocks of chips with the blocks, and the chips of each, in rings."""
+    *chips, cores = map(int, shape)
+    inner, outer = _ring(*chips), _ring(*grid[:3])
+    return np.array(
+        [
             [
-                [
-                    [*(np.array(position) * self.shape[:3] + chip), core]
-                    for chip in inner
-                    for core in range(self.mesh[-1])
-                ]
-                for position in outer
+                [*(np.array(position) * chips + chip), core]
+                for chip in inner
+                for core in range(cores)
             ]
-        )
+            for position in outer
+        ]
+    )
 
 
-def _task_order_coordinates(topology: Topology, blocks: _Blocks) -> np.ndarray:
-    """Return the coordinates task by task, for a mesh with missing devices."""
-    if (blocks.stride != 1).any():
+def _task_order(
+    topology: Topology, shape: np.ndarray, stride: np.ndarray, replicas: int
+) -> np.ndarray:
+    """Return cores task by task, for a mesh with missing devices."""
+    if (stride != 1).any():
         raise ValueError(
             "computation_stride must be 1 if devices of the TPU mesh are missing. "
-            f"Received: computation_stride={blocks.stride}"
+            f"Received: computation_stride={stride}"
         )
-    cores = int(np.prod(blocks.shape))
+    cores = int(np.prod(shape))
     devices = topology.device_coordinates.reshape(-1, topology.mesh_rank)
-    if blocks.replicas * cores > len(devices):
+    if replicas * cores > len(devices):
         raise ValueError(
-            f"requested {blocks.replicas} replicas of {cores} cores, but the TPU has "
+            f"requested {replicas} replicas of {cores} cores, but the TPU has "
             f"{len(devices)} cores: devices of its mesh are missing"
         )
-    used = devices[: blocks.replicas * cores]
-    return used.reshape(blocks.replicas, cores, topology.mesh_rank)
+    used = devices[: replicas * cores]
+    return used.reshape(replicas, cores, topology.mesh_rank)
 
 
-def _ring(x: int, y: int, z: int) -> list[tuple[int, int, int]]:
+def _ring(*sizes: int) -> list[tuple[int, ...]]:
     """Return the chips of a mesh in an order in which consecutive ones are adjacent."""
-    sizes = (x, y, z)
-    if sum(size > 1 for size in sizes) <= 1 or any(s > 1 and s % 2 for s in sizes):
+    x, y, z = sizes
+    sides = [i for i in range(3) if sizes[i] > 1]
+    if len(sides) <= 1 or any(sizes[i] % 2 for i in sides):
         # A line, or a mesh with an odd side, which has no ring.
         return [(i, j, k) for k, j, i in np.ndindex(z, y, x)]
-    first = [(0, 0, 0)]
-    if z == 1:
-        return first + [(i, j, 0) for i, j in _plane_ring(x, y)]
-    if y == 1:
-        return first + [(i, 0, k) for i, k in _plane_ring(x, z)]
-    if x == 1:
-        return first + [(0, j, k) for j, k in _plane_ring(y, z)]
-    ring = first
+    if len(sides) == 2:
+        ring = np.zeros((x * y * z, 3), int)
+        ring[1:, sides] = _plane_ring(*(sizes[i] for i in sides))
+        return list(map(tuple, ring.tolist()))
+    chips = [(0, 0, 0)]
     for k in range(z):
         plane = [(i, j, k) for i, j in _plane_ring(x, y)]
-        ring += plane if k % 2 == 0 else plane[::-1]
-    return ring + [(0, 0, k) for k in range(z - 1, 0, -1)]
+        chips += plane if k % 2 == 0 else plane[::-1]
+    return chips + [(0, 0, k) for k in range(z - 1, 0, -1)]
 
 
 def _plane_ring(width: int, height: int) -> list[tuple[int, int]]:

@@ -2,17 +2,19 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
 
 from keras_strategy.core import context
 from keras_strategy.core.context import ReplicaContext
+from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.step_state import StepState
 from keras_strategy.core.variable_components import VariableComponent, unwrap_variables
 from keras_strategy.keras_patches.variables_optimizers import byte_count
+from keras_strategy.options import RunOptions
 from keras_strategy.training.reduction import cast_for_sum
 from keras_strategy.values import (
     DistributedValues,
@@ -24,16 +26,9 @@ from keras_strategy.values import (
     select_replica,
 )
 
-if TYPE_CHECKING:
-    from keras_strategy.core.protocols import Strategy
-    from keras_strategy.options import RunOptions
-
 
 def arrays_to_tensors(structure: Any) -> Any:
-    """Convert the numeric NumPy arrays of a structure to tensors.
-
-    Not every backend can mix NumPy arrays with its tensors.
-    """
+    """Convert NumPy arrays, which not every backend can mix with its tensors."""
     return map_leaves(
         lambda leaf: (
             keras.ops.convert_to_tensor(leaf) if is_numeric_array(leaf) else leaf
@@ -47,7 +42,7 @@ class SingleReplica:
 
     id = 0
 
-    def __init__(self, strategy: "Strategy", devices: tuple[str, ...]):
+    def __init__(self, strategy: Strategy, devices: tuple[str, ...]):
         self._strategy = strategy
         self.devices = devices
         self.step = StepState()
@@ -84,7 +79,7 @@ class SingleReplicaGroup:
 
     workers = None
 
-    def __init__(self, strategy: "Strategy", devices: tuple[str, ...]):
+    def __init__(self, strategy: Strategy, devices: tuple[str, ...]):
         self.devices = devices
         self._strategy = strategy
         self.context = ReplicaContext(strategy, SingleReplica(strategy, devices))
@@ -135,7 +130,7 @@ class SingleReplicaGroup:
         fn: Callable[..., Any],
         args: tuple,
         kwargs: dict,
-        options: "RunOptions",
+        options: RunOptions,
         scope: Callable[[], contextlib.AbstractContextManager[Any]],
     ) -> Any:
         with scope():

@@ -77,7 +77,28 @@ class TPUNode:
 
     def addresses(self) -> list[str]:
         """Return the current hosts of the node."""
-        node = self._fetch()
+
+        def not_found(reason: str) -> ValueError:
+            return ValueError(
+                f"Could not lookup TPU metadata from name '{self.name}' (project "
+                f"'{self.project}', zone '{self.zone}'). Please doublecheck the tpu "
+                f"argument in the TPUClusterResolver constructor. Exception: {reason}"
+            )
+
+        full_name = f"projects/{self.project}/locations/{self.zone}/nodes/{self.name}"
+        try:
+            # New each time, since an old connection times out.
+            service = self.service or google_api.build_service(
+                *("tpu", "v1", self.credentials, "tpu", "TPUClusterResolver"),
+                self.discovery_url,
+            )
+            node = service.projects().locations().nodes().get(name=full_name).execute()
+        except ImportError:
+            raise
+        except Exception as error:
+            raise not_found(google_api.summarize(error)) from None
+        if not isinstance(node, dict):
+            raise not_found("the answer is not a node")
         if node.get("state") != "READY":
             raise RuntimeError(
                 f'TPU "{self.name}" is not yet ready; state: "{node.get("state")}". '
@@ -91,32 +112,8 @@ class TPUNode:
         except (KeyError, TypeError, ValueError):
             pairs = []
         if not pairs or not all(isinstance(host, str) and host for host, _ in pairs):
-            raise self._not_found("the answer has no addresses")
+            raise not_found("the answer has no addresses")
         return [join_host_port(*pair) for pair in pairs]
-
-    def _fetch(self) -> dict[str, Any]:
-        full_name = f"projects/{self.project}/locations/{self.zone}/nodes/{self.name}"
-        try:
-            # New each time, since an old connection times out.
-            service = self.service or google_api.build_service(
-                *("tpu", "v1", self.credentials, "tpu", "TPUClusterResolver"),
-                self.discovery_url,
-            )
-            node = service.projects().locations().nodes().get(name=full_name).execute()
-        except ImportError:
-            raise
-        except Exception as error:
-            raise self._not_found(google_api.summarize(error)) from None
-        if not isinstance(node, dict):
-            raise self._not_found("the answer is not a node")
-        return node
-
-    def _not_found(self, reason: str) -> ValueError:
-        return ValueError(
-            f"Could not lookup TPU metadata from name '{self.name}' (project "
-            f"'{self.project}', zone '{self.zone}'). Please doublecheck the tpu "
-            f"argument in the TPUClusterResolver constructor. Exception: {reason}"
-        )
 
 
 def locate_tpu(
@@ -145,7 +142,13 @@ def locate_tpu(
         return None
     if name.startswith("grpc://"):
         return _listed(name, "`tpu`")
-    url = _checked_discovery_url(discovery_url)
+    url = os.environ.get(TPU_DISCOVERY_URL) or discovery_url or None
+    if url and urlsplit(url).scheme.lower() != "https":
+        is_ours = not os.environ.get(TPU_DISCOVERY_URL)
+        source_name = "`discovery_url`" if is_ours else TPU_DISCOVERY_URL
+        raise ValueError(
+            f"Expected {source_name} to begin with https://. Received: {url!r}"
+        )
     project = project or _from_metadata("project", "project/project-id", _PROJECT)
     zone = zone or _from_metadata("zone", "instance/zone", _ZONE)
     return TPUNode(name, project, zone, credentials, service, url).addresses
@@ -191,21 +194,22 @@ def _tpu_config() -> dict[str, str]:
 
 
 def _listed(text: str, source_name: str) -> AddressSource:
-    addresses = [_endpoint(part.strip(), source_name) for part in text.split(",")]
+    """Return the source of listed addresses, whose ports may be left out."""
+    addresses = []
+    for part in map(str.strip, text.split(",")):
+        address = part.removeprefix("grpc://")
+        host, colon, port = address.rpartition(":")
+        is_ipv6 = ":" in host and not host.endswith("]")
+        if not colon or address.endswith("]") or is_ipv6:
+            host, port = address, str(TPU_PORT)
+        if not host or "/" in host:
+            raise ValueError(
+                f'Expected {source_name} to be addresses "grpc://host:port" separated '
+                f"by commas. Received: {part!r}"
+            )
+        number = port_number(port, f"the port in {source_name}")
+        addresses.append(join_host_port(host, number))
     return functools.partial(list, addresses)
-
-
-def _endpoint(text: str, source_name: str) -> str:
-    address = text.removeprefix("grpc://")
-    host, colon, port = address.rpartition(":")
-    if not colon or address.endswith("]") or (":" in host and not host.endswith("]")):
-        host, port = address, str(TPU_PORT)
-    if not host or "/" in host:
-        raise ValueError(
-            f'Expected {source_name} to be addresses "grpc://host:port" separated by '
-            f"commas. Received: {text!r}"
-        )
-    return join_host_port(host, port_number(port, f"the port in {source_name}"))
 
 
 def _this_machine(empty: bool) -> AddressSource:
@@ -240,17 +244,6 @@ def _from_metadata(argument: str, path: str, pattern: re.Pattern[str]) -> str:
             f"{value[:100]!r}; pass `{argument}`"
         )
     return value
-
-
-def _checked_discovery_url(argument: str | None) -> str | None:
-    from_environment = os.environ.get(TPU_DISCOVERY_URL)
-    url = from_environment or argument
-    if url and urlsplit(url).scheme.lower() != "https":
-        source_name = TPU_DISCOVERY_URL if from_environment else "`discovery_url`"
-        raise ValueError(
-            f"Expected {source_name} to begin with https://. Received: {url!r}"
-        )
-    return url or None
 
 
 class TPUSystemMetadata(NamedTuple):
@@ -477,10 +470,8 @@ class TPUClusterResolver(ClusterResolver):
             number = google_api.get_metadata("instance/attributes/agent-worker-number")
             return as_int(number, "agent-worker-number of the metadata server")
         addresses = self._source() if self._source else []
-        for index, address in enumerate(addresses):
-            if _is_local_address(address.rpartition(":")[0].strip("[]")):
-                return index
-        return 0
+        hosts = [address.rpartition(":")[0].strip("[]") for address in addresses]
+        return next((i for i, host in enumerate(hosts) if _is_local_address(host)), 0)
 
 
 def _is_local_address(host: str) -> bool:

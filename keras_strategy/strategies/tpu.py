@@ -27,6 +27,11 @@ from keras_strategy.strategies.multi_worker import check_workers_agree, connect_
 from keras_strategy.topology import DeviceAssignment, Topology
 from keras_strategy.training.sharding import VariableLayouts
 
+logger = logging.getLogger("keras_strategy")
+
+# For each host, and each of its replicas, the names of the replica's devices.
+Devices = tuple[tuple[tuple[str, ...], ...], ...]
+
 
 @dataclass(frozen=True)
 class TPUSystem:
@@ -40,36 +45,11 @@ class TPUSystem:
     topology: Topology
     device_names: tuple[str, ...]
 
-    @property
-    def hosts(self) -> int:
-        """The number of hosts."""
-        return self.topology.num_tasks
-
-    def device_at(self, coordinates: Sequence[int]) -> tuple[int, str]:
-        """Return the host of the core at `coordinates`, and its name there."""
-        ordinal = self.topology.tpu_device_ordinal_at_coordinates(coordinates)
-        if ordinal < 0:
-            raise ValueError(
-                f"The TPU has no core at {[int(x) for x in coordinates]}, which an "
-                "assignment uses."
-            )
-        host = self.topology.task_ordinal_at_coordinates(coordinates)
-        return int(host), self.device_names[ordinal]
-
 
 def find_tpu_system(resolver: Any) -> tuple[TPUSystem, Cluster | None]:
     """Return a resolver's TPU, or this machine's, and its hosts if there are several.
 
     All hosts must call it: they connect, and exchange the coordinates of their cores.
-
-    Args:
-        resolver: A resolver with a `tpu_system`, as of a simulated TPU; or one for a
-            TPU; or None.
-
-    Raises:
-        TypeError: If it is not a resolver.
-        ValueError: If there is no TPU here, or its hosts have different numbers of
-            cores.
     """
     if resolver is not None and not hasattr(resolver, "cluster_spec"):
         raise TypeError(
@@ -159,9 +139,6 @@ def shutdown_tpu_system(cluster_resolver: Any = None) -> None:
         ValueError: If there is no TPU.
     """
     find_tpu_system(cluster_resolver)
-
-
-logger = logging.getLogger("keras_strategy")
 
 
 class TPUStrategy(Strategy):
@@ -329,7 +306,7 @@ class TPUStrategy(Strategy):
                 f"`partition_dimensions`={parts}, and their product is "
                 f"{math.prod(parts)}."
             )
-        return self._group.shard_tensor(tensor, parts)
+        return self._split(tensor, parts)
 
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
         """Replicate a replica's tensor on each of its logical devices.
@@ -346,7 +323,7 @@ class TPUStrategy(Strategy):
             ValueError: If it is the symbolic input of a functional model.
         """
         shape = _shape(tensor, "experimental_replicate_to_logical_devices")
-        return self._group.shard_tensor(tensor, [1] * len(shape))
+        return self._split(tensor, [1] * len(shape))
 
     def experimental_assign_to_logical_device(
         self, tensor: Any, logical_device_id: int
@@ -389,9 +366,8 @@ class TPUStrategy(Strategy):
             )
         return tensor
 
-    @property
-    def _group(self) -> LogicalGroup:
-        return cast(LogicalGroup, self.extended.group)
+    def _split(self, tensor: Any, parts: Sequence[int]) -> Any:
+        return cast(LogicalGroup, self.extended.group).shard_tensor(tensor, parts)
 
     @property
     def _logical_count(self) -> int:
@@ -427,16 +403,12 @@ def _shape(tensor: Any, method: str) -> tuple[int, ...]:
     return tuple(keras.ops.shape(tensor))
 
 
-# For each host, and each of its replicas, the names of the replica's devices.
-Devices = tuple[tuple[tuple[str, ...], ...], ...]
-
-
 def _devices(system: TPUSystem, assignment: Any, per_replica: Any) -> Devices:
     """Return the names of each replica's devices."""
     if assignment is not None:
         return _assigned_devices(system, assignment, per_replica)
     count = 1 if per_replica is None else per_replica
-    names = system.device_names
+    names, hosts = system.device_names, system.topology.num_tasks
     if (
         isinstance(count, bool)
         or not isinstance(count, int)
@@ -445,11 +417,11 @@ def _devices(system: TPUSystem, assignment: Any, per_replica: Any) -> Devices:
     ):
         raise ValueError(
             "Argument `devices_per_replica` must be an integer that divides the "
-            f"number of {'each host' if system.hosts > 1 else 'the TPU'}'s cores, "
+            f"number of {'each host' if hosts > 1 else 'the TPU'}'s cores, "
             f"which is {len(names)}. Received: devices_per_replica={per_replica!r}"
         )
     replicas = tuple(names[i : i + count] for i in range(0, len(names), count))
-    return (replicas,) * system.hosts
+    return (replicas,) * hosts
 
 
 def _assigned_devices(system: TPUSystem, assignment: Any, per_replica: Any) -> Devices:
@@ -478,9 +450,21 @@ def _assigned_devices(system: TPUSystem, assignment: Any, per_replica: Any) -> D
             "Argument `experimental_device_assignment` must give each replica its own "
             f"cores. Received: core_assignment={cores.tolist()}"
         )
-    places = [list(map(system.device_at, replica)) for replica in cores]
+
+    def locate(coordinates):
+        """Return the host of a core, and its name there."""
+        ordinal = system.topology.tpu_device_ordinal_at_coordinates(coordinates)
+        if ordinal < 0:
+            raise ValueError(
+                f"The TPU has no core at {[int(x) for x in coordinates]}, which an "
+                "assignment uses."
+            )
+        host = system.topology.task_ordinal_at_coordinates(coordinates)
+        return int(host), system.device_names[ordinal]
+
+    places = [list(map(locate, replica)) for replica in cores]
     hosts = [sorted({host for host, _ in replica}) for replica in places]
-    each, rest = divmod(len(places), system.hosts)
+    each, rest = divmod(len(places), system.topology.num_tasks)
     if rest or hosts != [[replica // each] for replica in range(len(places))]:
         raise ValueError(
             "Argument `experimental_device_assignment` must give each replica "

@@ -9,7 +9,7 @@ if keras.backend.backend() != "jax":
 
 import jax
 
-from keras_strategy.backends.jax.values import ShardedPerReplica
+from keras_strategy.backends.jax.collectives import ShardedPerReplica
 
 
 def test_components_of_one_shape_are_one_array(two):

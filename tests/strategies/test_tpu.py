@@ -455,7 +455,7 @@ def test_the_devices_of_a_true_tpu(monkeypatch):
 
     import jax
 
-    from keras_strategy.backends.jax import devices
+    from keras_strategy.backends.jax import connection
 
     found = [
         SimpleNamespace(coords=[x, 4, 0], core_on_chip=core)
@@ -463,7 +463,7 @@ def test_the_devices_of_a_true_tpu(monkeypatch):
         for core in (0, 1)
     ]
     monkeypatch.setattr(jax, "local_devices", lambda backend: found)
-    assert devices.tpu_coordinates()[1] == (2, 4, 0, 1)
+    assert connection.tpu_coordinates()[1] == (2, 4, 0, 1)
     topology = ks.tpu.experimental.initialize_tpu_system()
     assert topology.mesh_shape.tolist() == [2, 1, 1, 2]
     assert topology.tpu_device_ordinal_at_coordinates([1, 0, 0, 1]) == 3

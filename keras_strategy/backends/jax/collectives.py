@@ -1,4 +1,4 @@
-"""Reductions and gathers over replicas and workers, outside of programs.
+"""Collectives between workers, and distributed values as global arrays.
 
 Inside a program, XLA's collectives include the other processes. `JaxWorkers` combines
 values that each process holds by itself.
@@ -10,30 +10,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 from jax.experimental import multihost_utils
 
-from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution, put
-from keras_strategy.backends.jax.replica import Traced
-from keras_strategy.backends.jax.values import (
-    ShardedPerReplica,
-    is_array,
-    to_sharded,
-)
+from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core.collectives import (
     WorkerCollectives,
     describe_layouts,
     operation_kind,
 )
-from keras_strategy.training.reduction import (
-    axes_to_reduce,
-    cast_for_sum,
-    check_same_dtype,
-    normalize_axes,
-    num_entries,
-)
-from keras_strategy.values import DistributedValues, PerReplica, ReduceOp
+from keras_strategy.values import DistributedValues, PerReplica
 
 
 class JaxWorkers(WorkerCollectives):
@@ -53,11 +41,19 @@ class JaxWorkers(WorkerCollectives):
                 f"`{name}` needs values whose shapes and dtypes are the same on every "
                 f"worker. Received: {received}."
             )
+        devices = self._distribution.devices
+
+        def stack(tensor):  # with zeros for all devices but the first
+            zeros = np.zeros((1, *tensor.shape), tensor.dtype)
+            parts = [tensor[None], *[zeros] * (len(devices) - 1)]
+            return self._distribution.join_shards(
+                list(map(jax.device_put, parts, devices))
+            )
+
         with self.track_operation(name):
-            stacked = [self._stack_workers(tensor) for tensor in tensors]
-            totals = _sum_fn(self._distribution.everywhere)(stacked)
+            totals = _sum_fn(self._distribution.everywhere)(list(map(stack, tensors)))
             jax.block_until_ready(totals)
-        return [self._local(total) for total in totals]
+        return [self._distribution.local_shards(total)[0] for total in totals]
 
     def gather(self, name: str, tensor: Any, axis: int) -> tuple[jax.Array, list[int]]:
         tensor = jnp.asarray(tensor)
@@ -83,10 +79,9 @@ class JaxWorkers(WorkerCollectives):
         ]
         with self.track_operation(name):
             split = self._distribution.join_shards(shards)
-            padded = _replicate_fn(self._distribution.everywhere)(split)
-            jax.block_until_ready(padded)
+            padded = jax.block_until_ready(put(split, self._distribution.everywhere))
+        padded = self._distribution.local_shards(padded)[0]
         block = size * len(devices)
-        padded = self._local(padded)
         parts = [
             padded[worker * block : worker * block + count]
             for worker, count in enumerate(counts)
@@ -98,19 +93,6 @@ class JaxWorkers(WorkerCollectives):
             arrays = [np.asarray(tensor) for tensor in tensors]
             return multihost_utils.broadcast_one_to_all(arrays)
 
-    def _stack_workers(self, tensor: jax.Array) -> jax.Array:
-        """Stack the workers' tensors, with zeros for all devices but the first."""
-        first, *others = self._distribution.devices
-        parts = [jax.device_put(tensor[None], first)]
-        if others:
-            zeros = np.zeros((1, *tensor.shape), tensor.dtype)
-            parts += [jax.device_put(zeros, device) for device in others]
-        return self._distribution.join_shards(parts)
-
-    def _local(self, array: jax.Array) -> jax.Array:
-        first = self._distribution.devices[0]
-        return next(s.data for s in array.addressable_shards if s.device == first)
-
 
 @functools.cache
 def _sum_fn(everywhere: Any) -> Any:
@@ -120,140 +102,76 @@ def _sum_fn(everywhere: Any) -> Any:
     return jax.jit(sums, out_shardings=everywhere)
 
 
-@functools.cache
-def _replicate_fn(everywhere: Any) -> Any:
-    return jax.jit(lambda x: x, out_shardings=everywhere)
+class ShardedPerReplica(PerReplica):
+    """PerReplica value whose components are the shards of one global array.
+
+    The array concatenates the replicas' tensors along their first dimension, or stacks
+    scalars, so that each shard is a component. Components are created on demand.
+
+    `total` is the sum of the components on every device, if a program returned it.
+    """
+
+    def __init__(
+        self,
+        array: jax.Array,
+        scalars: bool,
+        distribution: Any,
+        total: jax.Array | None = None,
+    ):
+        self.array = array
+        self.scalars = scalars
+        self.total = total
+        self.count = len(distribution.devices)
+        self.distribution = distribution
+
+    def belongs_to(self, distribution: ReplicaDistribution) -> bool:
+        """Return True if the group's devices hold one component each."""
+        return self.distribution.mesh == distribution.mesh
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        values = self.distribution.local_shards(self.array)
+        return tuple(x.reshape(()) for x in values) if self.scalars else values
+
+    def __repr__(self) -> str:
+        return repr(PerReplica(self.values))
+
+    def __reduce__(self):
+        return PerReplica, (tuple(np.asarray(value) for value in self.values),)
 
 
-def reduce(
-    reduce_op: ReduceOp,
-    value: DistributedValues,
-    axis: Any,
-    distribution: ReplicaDistribution,
-    workers: JaxWorkers | None,
-) -> Any:
-    """Implement `ReplicaGroup.reduce`."""
-    if isinstance(value, Traced):
-        return _reduce_in_program(reduce_op, value.component, axis)
+class UnevenPerReplica(PerReplica):
+    """PerReplica value whose components differ, as all workers know, on some worker."""
+
+
+def shapes_and_dtypes(values: Sequence[Any]) -> list[tuple[tuple[int, ...], str]]:
+    """Return the shapes and JAX dtypes of components."""
+    return [
+        (tuple(np.shape(value)), str(jax.dtypes.result_type(value))) for value in values
+    ]
+
+
+def is_array(value: Any) -> bool:
+    """Return True if a component is a tensor or a number."""
+    if isinstance(value, keras.Variable):
+        return False
+    return isinstance(value, jax.Array | np.ndarray | np.generic | int | float)
+
+
+def to_sharded(
+    value: DistributedValues, distribution: ReplicaDistribution
+) -> ShardedPerReplica:
+    """Put components of equal shape and dtype on their devices, as one array."""
     if isinstance(value, ShardedPerReplica) and value.belongs_to(distribution):
-        if workers is None:
-            return _reduce_global(reduce_op, value, axis, distribution)
-        # All workers know its shape, so they need not compare it.
-        with workers.track_operation("strategy.reduce"):
-            total = _reduce_global(reduce_op, value, axis, distribution)
-            return jax.block_until_ready(total)
-    values = value.values
-    if not all(is_array(component) for component in values):
-        types = sorted({type(component).__name__ for component in values})
-        raise ValueError(
-            "Only tensors and numbers can be reduced. Received a PerReplica value of "
-            f"{', '.join(types)}: {value!r}"
-        )
-    shapes = [tuple(np.shape(value)) for value in values]
-    axes = axes_to_reduce(axis, shapes)
-    counts = [num_entries(shape, axes) for shape in shapes]
-    # Each replica reduces its own tensor first, so little data crosses devices.
-    values = [cast_for_sum(v) for v in values]
-    check_same_dtype(values)
-    parts = [jnp.sum(v, axis=axes) if axes else v for v in values]
-    if workers is not None:
-        return _reduce_over_workers(reduce_op, parts, counts, distribution, workers)
-    sharded = to_sharded(PerReplica(parts), distribution)
-    total = _reduce_global(ReduceOp.SUM, sharded, None, distribution)
-    # Divided by the number of entries, which may differ between replicas.
-    return total / sum(counts) if reduce_op is ReduceOp.MEAN else total
-
-
-def _reduce_global(
-    reduce_op: ReduceOp,
-    value: ShardedPerReplica,
-    axis: Any,
-    distribution: ReplicaDistribution,
-) -> jax.Array:
-    """Reduce components of equal shape by one program."""
-    replicas = distribution.replicas
-    rows, *others = value.array.shape
-    shape = () if value.scalars else (rows // replicas, *others)
-    axes = normalize_axes(axis, [shape] * replicas)
-    if value.total is not None:
-        mean = reduce_op is ReduceOp.MEAN
-        return value.total / replicas if mean else value.total
-    reduce_fn = _reduce_fn(
-        reduce_op is ReduceOp.MEAN, (replicas, *shape), axes, distribution.everywhere
-    )
-    return reduce_fn(value.array)
-
-
-@functools.lru_cache(maxsize=128)
-def _reduce_fn(
-    mean: bool, shape: tuple[int, ...], axes: tuple[int, ...], everywhere: Any
-) -> Any:
-    """Return the program that reduces components of equal shape.
-
-    Args:
-        mean: Return the mean instead of the sum.
-        shape: The number of replicas and the shape of a component.
-        axes: The axes of a component to reduce as well.
-        everywhere: The sharding of the result.
-    """
-    count = shape[0] * num_entries(shape[1:], axes)
-
-    def fn(array):
-        parts = cast_for_sum(jnp.reshape(array, shape))
-        # Reduce within each replica first, so little data crosses devices.
-        if axes:
-            parts = jnp.sum(parts, axis=tuple(1 + i for i in axes))
-        total = jnp.sum(parts, axis=0)
-        return total / count if mean else total
-
-    return jax.jit(fn, out_shardings=everywhere)
-
-
-def _reduce_over_workers(
-    reduce_op: ReduceOp,
-    parts: Sequence[Any],
-    counts: Sequence[int],
-    distribution: ReplicaDistribution,
-    workers: JaxWorkers,
-) -> Any:
-    first = distribution.devices[0]
-    total, *others = [jax.device_put(jnp.asarray(part), first) for part in parts]
-    for other in others:
-        total = total + other
-    (total,) = workers.sum_all("strategy.reduce", [total])
-    if reduce_op is ReduceOp.MEAN:
-        total = total / sum(
-            workers.cluster.exchange("strategy.reduce: rows", sum(counts))
-        )
-    return put(total, distribution.everywhere)
-
-
-def gather(
-    values: Sequence[Any],
-    axis: int,
-    distribution: ReplicaDistribution,
-    workers: JaxWorkers | None,
-) -> Any:
-    """Implement `ReplicaGroup.gather`.
-
-    The result is replicated, so it can be combined with variables and results of
-    `reduce`.
-    """
-    normalize_axes(axis, [tuple(np.shape(value)) for value in values])
-    first = distribution.devices[0]
-    result = jnp.concatenate([jax.device_put(v, first) for v in values], axis=axis)
-    if workers is not None:
-        result, _ = workers.gather("strategy.gather", result, axis)
-    return put(result, distribution.everywhere)
-
-
-def _reduce_in_program(reduce_op: ReduceOp, component: Any, axis: Any) -> Any:
-    """Reduce inside of `merge_call`, by a collective of the replicas' program."""
-    axes = normalize_axes(axis, [tuple(component.shape)])
-    component = cast_for_sum(component)
-    if axes:
-        combine = jnp.sum if reduce_op is ReduceOp.SUM else jnp.mean
-        component = combine(component, axis=axes)
-    if reduce_op is ReduceOp.SUM:
-        return jax.lax.psum(component, AXIS)
-    return jax.lax.pmean(component, AXIS)
+        return value
+    values = list(value.values)
+    scalars = np.ndim(values[0]) == 0
+    if scalars:
+        values = [jnp.reshape(jnp.asarray(v), (1,)) for v in values]
+    dtype = jnp.result_type(*values)
+    # Converted first: NumPy's int64 becomes JAX's default integer.
+    shards = [
+        jax.device_put(jnp.asarray(v, dtype=dtype), device)
+        for v, device in zip(values, distribution.devices, strict=True)
+    ]
+    return ShardedPerReplica(distribution.join_shards(shards), scalars, distribution)

@@ -9,7 +9,7 @@ next one passes it.
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -19,14 +19,14 @@ import numpy as np
 from keras import tree
 
 from keras_strategy.backends.jax import patches_state as keras_state
-from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
-from keras_strategy.backends.jax.values import (
+from keras_strategy.backends.jax.collectives import (
     ShardedPerReplica,
     UnevenPerReplica,
     is_array,
     shapes_and_dtypes,
     to_sharded,
 )
+from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
 from keras_strategy.keras_patches.variables_optimizers import stored_dtype
 from keras_strategy.training import random
 from keras_strategy.training.compile_cache import (
@@ -39,7 +39,6 @@ from keras_strategy.training.random import BatchDimCache
 from keras_strategy.training.train_step import find_batch_rows, has_batch_rows
 from keras_strategy.values import (
     DistributedValues,
-    PerReplica,
     is_numeric_array,
     is_same,
     value_key,
@@ -65,13 +64,10 @@ class Constant:
 class Tensor:
     """A leaf that is an input or output of the program.
 
-    Compared by identity, which is fast: arguments use the four instances below.
-
-    Attributes:
-        split: Each replica has a component.
-        scalar: The component is a scalar.
-        is_batch: The component is rows of a distributed dataset.
-        total: The index of an output's sum among the program's sums over replicas.
+    `split` means that each replica has a component, `scalar` that it is a scalar, and
+    `is_batch` that it is rows of a distributed dataset. `total` is the index of an
+    output's sum among the program's sums over replicas. Compared by identity, which is
+    fast: arguments use the four instances below.
     """
 
     split: bool
@@ -88,14 +84,11 @@ _SCALARS = Tensor(split=True, scalar=True)
 
 @dataclass(slots=True)
 class Arguments:
-    """The arguments of one call.
+    """The arguments of one call: a structure with Constant and Tensor leaves.
 
-    Attributes:
-        structure: The structure of `(args, kwargs)` with Constant and Tensor leaves.
-        arrays: The global arrays of the Tensor leaves, in order.
-        key: The cache key: equal for calls that one program can serve.
-        is_global: True if this worker knows the other workers' distributed values,
-            such as a program's outputs or a dataset's elements.
+    `arrays` are the global arrays of the Tensor leaves. Calls with equal keys can use
+    one program. With `is_global` this worker knows the others' distributed values, such
+    as a program's outputs or a dataset's elements.
     """
 
     structure: Any
@@ -115,19 +108,28 @@ class Arguments:
 
         return tree.map_structure(leaf, self.structure)
 
+    def describe(self) -> list[Any]:
+        """Return, as JSON values, what must be equal on all workers for one program."""
+        remaining = iter(self.arrays)
+
+        def leaf(x):
+            if isinstance(x, Tensor):
+                array = next(remaining)
+                return [x.split, x.scalar, str(array.dtype), list(array.shape)]
+            if x.value is None or isinstance(x.value, bool | int | float | str):
+                return repr(x.value)
+            return type(x.value).__name__
+
+        return [leaf(x) for x in tree.flatten(self.structure)]
+
 
 def flatten_arguments(
     args: tuple, kwargs: dict, distribution: ReplicaDistribution
 ) -> Arguments:
     """Separate arrays, which are placed on the devices, from constants.
 
-    Python numbers are constants, as in tf.function: a function may use them as a
-    range or a shape. A number that changes with every step should be an array.
-
-    Raises:
-        DifferentReplicas: If the components of a value differ in shape or dtype, or in
-            a constant.
-        ValueError: If a value has a wrong number of components.
+    Python numbers are constants, as in tf.function: a function may use them as a range
+    or a shape. Raise `DifferentReplicas` if the components of a value differ.
     """
     if not kwargs:
         # Fast path for a dataset's values. The general path dominates a step's cost.
@@ -194,57 +196,12 @@ def _flatten_general(arguments: Any, distribution: ReplicaDistribution) -> Argum
     remaining = iter(arrays)
     for x in leaves:
         if isinstance(x, Constant):
-            key.append(_constant_key(x.value))
+            value = value_key(x.value)
+            key.append(IdentityKey(x.value) if value is None else value)
         else:
             aval = next(remaining).aval
             key += (x, aval.shape, aval.dtype, aval.weak_type)
     return Arguments(structure, arrays, tuple(key), is_global)
-
-
-def describe_arguments(arguments: Any, distribution: ReplicaDistribution) -> list[Any]:
-    """Return, as JSON values, what must be equal on all workers for one program."""
-
-    def leaf(x):
-        if isinstance(x, ShardedPerReplica) and x.belongs_to(distribution):
-            return ["global", str(x.array.dtype), list(x.array.shape)]
-        if isinstance(x, DistributedValues):
-            if not all(map(is_array, x.values)):
-                return ["objects", *(_json_value(value) for value in x.values)]
-            types = shapes_and_dtypes(x.values)
-            return ["components", [[list(shape), dtype] for shape, dtype in types]]
-        if isinstance(x, jax.Array) or is_numeric_array(x):
-            return ["replicated", str(x.dtype), list(np.shape(x))]
-        return ["constant", _json_value(x)]
-
-    return [leaf(x) for x in tree.flatten(arguments)]
-
-
-def is_uneven(arguments: Any) -> bool:
-    """Return True if all workers know that one program cannot serve all replicas."""
-    return any(isinstance(x, UnevenPerReplica) for x in tree.flatten(arguments))
-
-
-def _json_value(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
-        return repr(value)
-    return type(value).__name__
-
-
-def repeat_first_replica(arguments: Any, replicas: int) -> Any:
-    """Return the arguments with the first replica's components for all replicas."""
-    return tree.map_structure(
-        lambda x: (
-            PerReplica([x.values[0]] * replicas)
-            if isinstance(x, DistributedValues)
-            else x
-        ),
-        arguments,
-    )
-
-
-def _constant_key(value: Any) -> Any:
-    key = value_key(value)
-    return IdentityKey(value) if key is None else key
 
 
 class RunScope(keras.StatelessScope):
@@ -275,20 +232,15 @@ class NewVariables(Exception):
 
 
 class Function:
-    """A function, the variables that it uses and its compiled programs.
-
-    Attributes:
-        seed: The state of Keras's global seed generator, if the function uses it.
-        is_traced: True once a trace has met all variables.
-    """
+    """A function, the variables that it uses and its compiled programs."""
 
     def __init__(self):
         self.variables: dict[int, Any] = {}
         self.written: set[int] = set()
-        self.seed: Any = None
+        self.seed: Any = None  # the state of the global seed, if it uses that
         self.programs: OrderedDict[Any, Program] = OrderedDict()
         self.draws = BatchDimCache()
-        self.is_traced = False
+        self.is_traced = False  # a trace has met all variables
         self._warned = False
 
     def assigned(self) -> list[Any]:
@@ -310,10 +262,7 @@ class Function:
         return before != (len(self.variables), len(self.written))
 
     def renew_seed(self) -> None:
-        """Use the current global seed generator.
-
-        `keras.utils.set_random_seed` replaces the previous one.
-        """
+        """Use the global seed that `keras.utils.set_random_seed` may have replaced."""
         if self.seed is None or keras_state.is_global_seed(self.seed):
             return
         self.variables.pop(id(self.seed))
@@ -333,14 +282,10 @@ class Function:
 
 
 class Outputs(NamedTuple):
-    """A function's outputs, as its program returns them.
+    """A function's outputs: a structure with Constant and Tensor leaves, and arrays.
 
-    JAX traces a program again if JAX's settings change and caches each trace. The
-    structure is part of the outputs, because it may differ between traces.
-
-    Attributes:
-        structure: The structure with Constant and Tensor leaves.
-        arrays: The arrays of the Tensor leaves, in order.
+    The program returns the structure, because JAX may trace it again after a change of
+    its settings, and caches each trace.
     """
 
     structure: IdentityKey
@@ -354,43 +299,12 @@ jax.tree_util.register_pytree_node(
 
 @dataclass(eq=False)
 class Program:
-    """One compiled program and the variables that it passes.
-
-    Attributes:
-        name: The function's name.
-        written: The mirrored variables that it assigns.
-        read: The mirrored variables that it only reads.
-        local: The sync-on-read variables.
-        foreign: The mirrored variables that belong to other strategies.
-        seed: The global seed's state, if the function uses it.
-    """
+    """One compiled program and the variables that it passes."""
 
     name: str
-    written: list[Any]
-    read: list[Any]
-    local: list[Any]
-    foreign: list[Any]
-    seed: InitVar[Any]
-    call: Callable[..., Any] = field(init=False)
-
-    def __post_init__(self, seed: Any):
-        indices = (i for i, v in enumerate(self.written) if v is seed)
-        self._seed_index = next(indices, None)
-
-    def covers(self, scope: RunScope) -> bool:
-        """Return True if it passes all variables that a trace used and assigned."""
-        assignable = {id(v) for v in (*self.written, *self.local)}
-        readable = assignable.union(map(id, self.read))
-        return scope.written.keys() <= assignable and scope.used.keys() <= readable
-
-    def renew_seed(self) -> None:
-        """Use the current global seed generator, see `Function.renew_seed`."""
-        i = self._seed_index
-        if i is not None and not keras_state.is_global_seed(self.written[i]):
-            self.written[i] = keras_state.ensure_global_seed()
-
-    def release_seed(self) -> None:
-        """Detach the global seed's state from the strategy's devices after a call."""
-        if self._seed_index is not None:
-            seed = self.written[self._seed_index]
-            keras_state.release(seed, keras_state.array_of(seed))
+    call: Callable[..., Any]
+    written: list[Any]  # mirrored variables that it assigns
+    read: list[Any]  # other mirrored variables
+    local: list[Any]  # sync-on-read variables
+    foreign: list[Any]  # mirrored variables of other strategies
+    seed_index: int | None  # of the global seed's state in `written`

@@ -1,11 +1,11 @@
-"""Connection of a cluster's processes by `jax.distributed`."""
+"""Devices of this process, and its connection to others by `jax.distributed`."""
 
 import atexit
 import contextlib
-import functools
 import os
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.extend.backend
@@ -22,18 +22,22 @@ _SHUTDOWN_TIMEOUT_SECONDS = 7 * 24 * 3600
 
 
 def connect(cluster: Cluster) -> None:
-    """Connect this process to the other processes of a cluster, once.
-
-    Raises:
-        RuntimeError: If JAX is initialized already, or for a different cluster.
-        ValueError: If NCCL is requested without GPUs.
-    """
+    """Connect this process to the other processes of a cluster, once."""
     if jax.distributed.is_initialized():
-        _check_same_cluster(cluster)
+        rank, size = jax.process_index(), jax.process_count()
+        if (rank, size) != (cluster.rank, cluster.size):
+            raise RuntimeError(
+                "jax.distributed was initialized for a different cluster: this is "
+                f"process {rank} of {size}, but the cluster resolver reports rank "
+                f"{cluster.rank} of {cluster.size}. Leave the initialization to the "
+                "strategy, or initialize it for the same workers."
+            )
         return
     # Before JAX creates devices, which would be of this process only.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    _disable_preemption_service()
+    # JAX's preemption service would keep the worker running until it is killed.
+    if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
+        jax.config.update("jax_enable_preemption_service", False)
     with _port(cluster) as port:
         host = "127.0.0.1"
         if not (cluster.is_local or cluster.is_chief):
@@ -75,23 +79,10 @@ def connect(cluster: Cluster) -> None:
 
 @atexit.register
 def _shut_down() -> None:
-    """Wait for the other processes, which JAX would end otherwise.
-
-    Registered before this process joins a cluster, so it runs after this worker has
-    reported to the coordinator that it ends.
-    """
+    """Wait for the other processes, which JAX would end otherwise."""
+    # Registered before this process joins a cluster, so it runs after this worker has
+    # reported to the coordinator that it ends.
     jax.distributed.shutdown()
-
-
-def _check_same_cluster(cluster: Cluster) -> None:
-    rank, size = jax.process_index(), jax.process_count()
-    if (rank, size) != (cluster.rank, cluster.size):
-        raise RuntimeError(
-            "jax.distributed was initialized for a different cluster: this is process "
-            f"{rank} of {size}, but the cluster resolver reports rank {cluster.rank} "
-            f"of {cluster.size}. Leave the initialization to the strategy, or "
-            "initialize it for the same workers."
-        )
 
 
 @contextlib.contextmanager
@@ -110,33 +101,28 @@ def _port(cluster: Cluster) -> Iterator[int]:
         yield port
 
 
-def _disable_preemption_service() -> None:
-    """Prevent JAX from catching SIGTERM, unless the environment enables its service.
-
-    JAX's preemption service would keep the worker running until it is killed. See
-    `BackupAndRestore`.
-    """
-    if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
-        with contextlib.suppress(AttributeError):  # a JAX without this setting
-            jax.config.update("jax_enable_preemption_service", False)
-
-
 def _bind_gloo_to_loopback() -> None:
     """Make gloo listen on the loopback interface instead of the host's address.
 
-    JAX has no public setting for this. If its private modules have moved, gloo listens
-    on the host's address.
+    JAX has no public setting for this. Without its private modules nothing changes.
     """
     try:
         from jax._src import distributed, xla_bridge
         from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
-        make_client = functools.partial(
-            _cpu_client,
-            xla_bridge.make_cpu_client,
-            _jax.make_gloo_tcp_collectives,
-            distributed.global_state.client,
-        )
+        client = distributed.global_state.client
+        make_cpu_client = xla_bridge.make_cpu_client
+        make_collectives = _jax.make_gloo_tcp_collectives
+
+        def make_client():
+            try:
+                loopback = make_collectives(
+                    distributed_client=client, hostname="127.0.0.1"
+                )
+            except TypeError:
+                return make_cpu_client()
+            return make_cpu_client(collectives=loopback)
+
         jax.extend.backend.register_backend_factory(
             "cpu", make_client, priority=0, fail_quietly=False
         )
@@ -144,9 +130,60 @@ def _bind_gloo_to_loopback() -> None:
         pass
 
 
-def _cpu_client(make, collectives, client):
+def list_devices(device_type: str | None = None) -> list[str]:
+    """Return the canonical names of the local devices: of accelerators for None."""
+    kind = (device_type or jax.default_backend()).lower()
     try:
-        loopback = collectives(distributed_client=client, hostname="127.0.0.1")
-    except TypeError:
-        return make()
-    return make(collectives=loopback)
+        devices = jax.local_devices(backend=kind)
+    except RuntimeError:  # JAX has no devices of that kind
+        return []
+    # Not the device's id, which counts the devices of all processes.
+    return [f"{_kind_of(device)}:{i}" for i, device in enumerate(devices)]
+
+
+def tpu_coordinates() -> list[tuple[int, int, int, int]]:
+    """Return the mesh coordinates of the local TPU devices: x, y, z and core."""
+    try:
+        devices: list[Any] = jax.local_devices(backend="tpu")
+    except RuntimeError:
+        return []
+    return [(*device.coords, device.core_on_chip) for device in devices]
+
+
+def device_named(name: str, worker: int | None = None) -> Any:
+    """Return the device with a canonical name, of this worker or the one of a rank."""
+    kind, _, index = name.partition(":")
+    devices = jax.local_devices(worker, backend=kind)
+    if int(index) < len(devices):
+        return devices[int(index)]
+    raise ValueError(
+        f"There is no device '{name}'. Available devices: {list_devices(kind)}"
+    )
+
+
+def name_of(device: Any) -> str:
+    """Return the canonical name of a local device."""
+    kind = _kind_of(device)
+    return f"{kind}:{jax.local_devices(backend=kind).index(device)}"
+
+
+def set_logical_devices(count: int) -> None:
+    """Split the CPU into `count` devices before JAX initializes its devices."""
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError as error:
+        current = len(list_devices("cpu"))
+        if current == count:
+            return
+        raise RuntimeError(
+            f"The CPU cannot be split into {count} logical devices, because JAX is "
+            f"already initialized with {current}. Call set_logical_devices before "
+            "you create the first tensor, variable or strategy (in a notebook, restart "
+            "the kernel), or set the environment variable "
+            f"KERAS_STRATEGY_LOGICAL_CPUS={count} before Python starts."
+        ) from error
+
+
+def _kind_of(device: Any) -> str:
+    platform = str(device.platform)
+    return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)

@@ -9,7 +9,7 @@ a value, and collectives of different numbers of rows.
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,13 @@ from jax.core import Tracer
 from keras import tree
 
 from keras_strategy.backends.jax import patches_state as keras_state
-from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
+from keras_strategy.backends.jax.distribution import ReplicaDistribution
 from keras_strategy.backends.jax.state import (
     forbid_donation,
     no_value_error,
-    replica_values,
+    read_components,
     set_components,
 )
-from keras_strategy.backends.jax.values import local_shards
 from keras_strategy.backends.threads.patches import (
     ThreadState,
     keep_global_seed_generator,
@@ -39,7 +38,7 @@ from keras_strategy.core.per_replica_attributes import (
     GroupAttributes,
     ReplicaAttributes,
 )
-from keras_strategy.core.protocols import Replica
+from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.step_state import StepState, row_ranges
 from keras_strategy.core.variable_components import unwrap_variables
 from keras_strategy.keras_patches.variables_optimizers import adopt, stored_dtype
@@ -51,42 +50,17 @@ from keras_strategy.training.train_step import find_batch_rows, traced_run_state
 from keras_strategy.training.variable_sync import is_sync_on_read
 from keras_strategy.values import ReduceOp, is_numeric_array, regroup, select_replica
 
-if TYPE_CHECKING:
-    from keras_strategy.core.protocols import Strategy
-
-
-class InitialValues:
-    """The replicas' values of variables at the start of a run."""
-
-    def __init__(self, strategy: "Strategy", distribution: ReplicaDistribution):
-        self._strategy = strategy
-        self._distribution = distribution
-        self._values: dict[int, tuple[jax.Array, ...]] = {}
-
-    def get(self, variable: Any) -> tuple[jax.Array, ...]:
-        """Return the arrays of a variable, one for each replica."""
-        if id(variable) not in self._values:
-            self._values[id(variable)] = self._read(variable)
-        return self._values[id(variable)]
-
-    def _read(self, variable: Any) -> tuple[jax.Array, ...]:
-        distribution = self._distribution
-        if is_sync_on_read(variable):
-            check_sync_on_read_owner(self._strategy, variable)
-            stacked = replica_values(variable, distribution)
-            return tuple(x[0] for x in local_shards(stacked, distribution))
-        forbid_donation(variable)  # the function may return its shard
-        array = keras_state.array_of(variable)
-        return local_shards(put(array, distribution.everywhere), distribution)
-
 
 class ThreadScope(ReplicaScope):
-    """Scope with one replica's values of variables."""
+    """Scope with one replica's values of variables.
 
-    def __init__(self, replica: Replica, index: int, initial_values: InitialValues):
+    `initial_values` has the components of variables by their `id`, for all replicas.
+    """
+
+    def __init__(self, replica: "EagerReplica", initial_values: dict[int, tuple]):
         super().__init__(replica)
-        self._index = index
         self.written: dict[int, Any] = {}
+        self._replica = replica
         self._initial_values = initial_values
 
     def get_current_value(self, variable: Any) -> jax.Array:
@@ -95,7 +69,11 @@ class ThreadScope(ReplicaScope):
         staged = self.state_mapping.get(id(variable))
         if staged is not None:
             return staged
-        return self._initial_values.get(variable)[self._index]
+        components = self._initial_values.get(id(variable))
+        if components is None:
+            components = self._replica.read_components(variable)
+            self._initial_values[id(variable)] = components
+        return components[self._replica.index]
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         self.written[id(update[0])] = update[0]
@@ -107,17 +85,50 @@ class EagerReplica(ThreadReplica):
 
     def __init__(
         self,
-        strategy: "Strategy",
+        strategy: Strategy,
         index: int,
         distribution: ReplicaDistribution,
         turns: TurnScheduler,
         attributes: ReplicaAttributes,
-        initial_values: InitialValues,
+        initial_values: dict[int, tuple],
     ):
         super().__init__(strategy, index, distribution.topology, turns, attributes)
         self.device = distribution.devices[index]
-        self.scope: ThreadScope = ThreadScope(self, index, initial_values)
+        self.scope: ThreadScope = ThreadScope(self, initial_values)
+        self._distribution = distribution
         self._workers = distribution.workers
+
+    def read_components(self, variable: Any) -> tuple[jax.Array, ...]:
+        """Return the local replicas' values of a variable at the start of the run."""
+        if is_sync_on_read(variable):
+            check_sync_on_read_owner(self._strategy, variable)
+        forbid_donation(variable)  # the function may return its shard
+        return read_components(variable, self._distribution)
+
+    def call(
+        self, fn: Callable[..., Any], args: tuple, kwargs: dict, state: ThreadState
+    ) -> Any:
+        """Call a function on this replica, with the Keras settings of `state`."""
+
+        def place(leaf):
+            if isinstance(leaf, jax.Array) or is_numeric_array(leaf):
+                return self.here(jnp.asarray(leaf))
+            return leaf
+
+        replicas = len(self._distribution.devices)
+        with (
+            state.applied(),
+            jax.default_device(self.device),
+            context.replica_scope(self.context),
+            self.scope,
+            self._attributes.in_turn(),
+        ):
+            selected = select_replica((args, kwargs), self.index, replicas)
+            args, kwargs = tree.map_structure(place, selected)
+            output = unwrap_variables(fn(*args, **kwargs))
+            # Nothing is written before every replica has succeeded.
+            self.exchange("the end of the function", None, lambda _: None)
+            return output
 
     def here(self, tensor: Any) -> jax.Array:
         return jax.device_put(tensor, self.device)
@@ -147,31 +158,16 @@ class EagerReplica(ThreadReplica):
         return super().exchange(name, value, combine)
 
     def all_reduce(self, reduce_op: ReduceOp, value: Any) -> jax.Array:
-        total = self._sum(cast_for_sum(value))
+        total = _call_with_gradient(
+            lambda x: (self.total("all_reduce", x), None),
+            lambda _, gradient: self.total("gradient of all_reduce", gradient),
+            cast_for_sum(value),
+        )
         if reduce_op is ReduceOp.MEAN:
             return total / self.topology.num_replicas
         return total
 
-    def _sum(self, value: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(value.dtype, jnp.inexact):
-            return self.total("all_reduce", value)
-
-        @jax.custom_vjp
-        def total(x):
-            return self.total("all_reduce", x)
-
-        def forward(x):
-            return self.total("all_reduce", x), None
-
-        def backward(_, gradient):
-            return (self.total("gradient of all_reduce", gradient),)
-
-        total.defvjp(forward, backward)
-        return total(value)
-
     def all_gather(self, value: Any, axis: int) -> jax.Array:
-        value = keras.ops.convert_to_tensor(value)
-
         def combine(tensors):
             result, sizes = _concatenate(tensors, axis)
             if self._workers is None:
@@ -184,20 +180,11 @@ class EagerReplica(ThreadReplica):
             result, sizes = self.exchange("all_gather", x, combine)
             return self.here(result), sizes
 
-        if not jnp.issubdtype(value.dtype, jnp.inexact):
-            return gather(value)[0]
-
-        @jax.custom_vjp
-        def gathered(x):
-            return gather(x)[0]
-
         def backward(sizes, gradient):
             total = self.total("gradient of all_gather", gradient)
-            ends = np.cumsum(sizes)[:-1]
-            return (jnp.split(total, ends, axis=axis)[self.id],)
+            return jnp.split(total, np.cumsum(sizes)[:-1], axis=axis)[self.id]
 
-        gathered.defvjp(gather, backward)
-        return gathered(value)
+        return _call_with_gradient(gather, backward, keras.ops.convert_to_tensor(value))
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: tuple, kwargs: dict
@@ -234,8 +221,24 @@ class EagerReplica(ThreadReplica):
     ) -> Any:
         return draw()
 
-    def write(self, variable: Any, value: Any) -> None:
-        keras_state.write(variable, value)
+    write = staticmethod(keras_state.write)
+
+
+def _call_with_gradient(
+    forward: Callable[[Any], tuple[Any, Any]],
+    backward: Callable[[Any, Any], Any],
+    value: jax.Array,
+) -> Any:
+    """Call `forward`, which also returns what `backward` needs for the gradient."""
+    if not jnp.issubdtype(value.dtype, jnp.inexact):
+        return forward(value)[0]
+
+    @jax.custom_vjp
+    def call(x):
+        return forward(x)[0]
+
+    call.defvjp(forward, lambda saved, gradient: (backward(saved, gradient),))
+    return call(value)
 
 
 def _concatenate(tensors: Sequence[Any], axis: int) -> tuple[jax.Array, list[int]]:
@@ -255,7 +258,7 @@ def _concatenate(tensors: Sequence[Any], axis: int) -> tuple[jax.Array, list[int
 class EagerRunner:
     """Runner that calls functions on the replicas of one group in turns."""
 
-    def __init__(self, strategy: "Strategy", distribution: ReplicaDistribution):
+    def __init__(self, strategy: Strategy, distribution: ReplicaDistribution):
         self._strategy = strategy
         self._distribution = distribution
         devices = distribution.topology.devices
@@ -267,36 +270,29 @@ class EagerRunner:
         self, fn: Callable[..., Any], args: tuple, kwargs: dict, draws: BatchDimCache
     ) -> Any:
         """Implement `ReplicaGroup.run`; `draws` are the function's random draws."""
+        distribution = self._distribution
         with self._lock:  # one run at a time
-            initial_values = InitialValues(self._strategy, self._distribution)
-            turns = TurnScheduler(len(self._distribution.devices))
+            turns = TurnScheduler(len(distribution.devices))
             attributes = self._attributes.begin()
+            values: dict[int, tuple] = {}
             replicas = [
-                EagerReplica(
-                    self._strategy,
-                    index,
-                    self._distribution,
-                    turns,
-                    replica_attributes,
-                    initial_values,
-                )
-                for index, replica_attributes in enumerate(attributes)
+                EagerReplica(self._strategy, i, distribution, turns, own, values)
+                for i, own in enumerate(attributes)
             ]
             batch = find_batch_rows(args, kwargs)
             if batch is not None and batch.counts is not None:
                 rows = row_ranges(batch.counts)[batch.first :]
-                for replica in replicas:
-                    index = replica.index
+                for i, replica in enumerate(replicas):
                     replica.step = traced_run_state(
-                        fn, (args, kwargs), rows[index], index, draws
+                        fn, (args, kwargs), rows[i], i, draws
                     )
             state = ThreadState.capture()
             try:
                 outputs = self._threads.call(
                     turns,
                     [
-                        functools.partial(_run_replica, *pair, state, fn, args, kwargs)
-                        for pair in zip(replicas, attributes, strict=True)
+                        functools.partial(replica.call, fn, args, kwargs, state)
+                        for replica in replicas
                     ],
                 )
             finally:
@@ -305,7 +301,7 @@ class EagerRunner:
             self._commit([replica.scope for replica in replicas])
             self._attributes.commit(attributes)
             keep_global_seed_generator(turns.seed_generator)
-        has_workers = self._distribution.workers is not None
+        has_workers = distribution.workers is not None
         return regroup(outputs, keras.ops.is_tensor, always_distributed=has_workers)
 
     def _commit(self, scopes: Sequence[ThreadScope]) -> None:
@@ -313,45 +309,17 @@ class EagerRunner:
         written: dict[int, Any] = {}
         for scope in scopes:
             written.update(scope.written)
-        seeds = [v for v in written.values() if keras_state.is_global_seed(v)]
-        others = [v for v in written.values() if not keras_state.is_global_seed(v)]
-        adopt(self._strategy, others)
-        for variable in seeds:
-            value = scopes[0].get_current_value(variable)
-            keras_state.release(variable, value)
-        for variable in others:
+        adopt(
+            self._strategy,
+            [v for v in written.values() if not keras_state.is_global_seed(v)],
+        )
+        for variable in written.values():
+            if keras_state.is_global_seed(variable):
+                keras_state.release(variable, scopes[0].get_current_value(variable))
+                continue
             dtype = stored_dtype(variable)
             values = [
                 jnp.asarray(scope.get_current_value(variable), dtype)
                 for scope in scopes
             ]
             set_components(variable, values, self._distribution)
-
-
-def _run_replica(
-    replica: EagerReplica,
-    attributes: ReplicaAttributes,
-    state: ThreadState,
-    fn: Callable[..., Any],
-    args: tuple,
-    kwargs: dict,
-) -> Any:
-    def place(leaf):
-        if isinstance(leaf, jax.Array) or is_numeric_array(leaf):
-            return replica.here(jnp.asarray(leaf))
-        return leaf
-
-    with (
-        state.applied(),
-        jax.default_device(replica.device),
-        context.replica_scope(replica.context),
-        replica.scope,
-        attributes.in_turn(),
-    ):
-        replicas = len(replica.topology.devices)
-        selected = select_replica((args, kwargs), replica.index, replicas)
-        args, kwargs = tree.map_structure(place, selected)
-        output = unwrap_variables(fn(*args, **kwargs))
-        # Nothing is written before every replica has succeeded.
-        replica.exchange("the end of the function", None, lambda _: None)
-        return output

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,28 +12,21 @@ import keras
 from jax.core import Tracer
 from keras import tree
 
-from keras_strategy.backends.jax import connection, devices
+from keras_strategy.backends.jax import connection
 from keras_strategy.backends.jax import patches_state as keras_state
 from keras_strategy.backends.jax.distribution import in_program
 from keras_strategy.backends.threads.patches import current_stateless_scope
+from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core.context import DryRun
+from keras_strategy.core.protocols import Engine, Strategy
 from keras_strategy.core.variable_components import unwrap_variables
 from keras_strategy.keras_patches.random import dry_running, map_rows
+from keras_strategy.training.cross_device_ops import CrossDeviceOps
 from keras_strategy.values import DistributedValues, raise_not_a_tensor
-
-if TYPE_CHECKING:
-    from keras_strategy.backends.jax.group import JaxReplicaGroup
-    from keras_strategy.cluster.membership import Cluster
-    from keras_strategy.core.protocols import Strategy
-    from keras_strategy.training.cross_device_ops import CrossDeviceOps
 
 
 class ChildScope(keras.StatelessScope):
-    """StatelessScope that falls back to the enclosing scope.
-
-    Keras's scopes do not nest: a variable whose tracer an outer scope holds would be
-    read as a constant.
-    """
+    """StatelessScope that falls back to the enclosing scope, which Keras's do not."""
 
     def __init__(self, mapping: Iterable[tuple[Any, Any]], parent: Any):
         super().__init__(collect_losses=True, initialize_variables=parent is None)
@@ -52,79 +45,32 @@ class ChildScope(keras.StatelessScope):
         super().add_update(update)
 
 
-def value_and_grad(
-    fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
-) -> Callable[..., Any]:
-    """Implement `keras_strategy.value_and_grad`."""
-
-    def value_and_gradients(*args: Any, **kwargs: Any) -> Any:
-        aux: Any = None
-        written: list[Any] = []
-
-        def functional(values):
-            nonlocal aux, written
-            # Variables that fn creates are initialized outside of the trace.
-            with ChildScope(zip(variables, values, strict=True), scope) as inner:
-                inner.initialize_variables = False
-                result = fn(*args, **kwargs)
-                value, aux = result if has_aux else (result, None)
-                value = keras.ops.convert_to_tensor(value)
-                aux = unwrap_variables(aux)
-            written = list(inner.written.values())
-            # Tensors must leave the trace as outputs.
-            tensors = [x for x in tree.flatten(aux) if keras.ops.is_tensor(x)]
-            return value, (tensors, [inner.state_mapping[id(v)] for v in written])
-
-        scope = current_stateless_scope()
-        try:
-            (value, (tensors, states)), gradients = jax.value_and_grad(
-                functional, has_aux=True
-            )([v.value for v in variables])
-        finally:
-            if scope is None:
-                keras_state.initialize_pending()
-        # Assignments inside fn have been aggregated already.
-        for variable, state in zip(written, states, strict=True):
-            keras_state.write(variable, state)
-        if not has_aux:
-            return value, gradients
-        leaves = iter(tensors)
-        aux = tree.map_structure(
-            lambda x: next(leaves) if keras.ops.is_tensor(x) else x, aux
-        )
-        return (value, aux), gradients
-
-    return value_and_gradients
-
-
 # Keras converts unknown types with NumPy.
 _protocol: Any = DistributedValues
 _protocol.__array__ = raise_not_a_tensor
 
 
-class JaxEngine:
-    """Implementation of `core.protocols.Engine`."""
+class JaxEngine(Engine):
+    """Implementation of `core.protocols.Engine`.
+
+    JAX has nothing to offer or to object in the methods that it inherits, which do
+    nothing and return None.
+    """
 
     name = "jax"
 
     def list_devices(self, device_type: str | None = None) -> list[str]:
-        return devices.list_devices(device_type)
-
-    def sharding_unsupported_reason(self, shard: str) -> None:
-        return None
-
-    def logical_devices_unsupported_reason(self) -> None:
-        return None
+        return connection.list_devices(device_type)
 
     def tpu_coordinates(self) -> list[tuple[int, int, int, int]]:
-        return devices.tpu_coordinates()
+        return connection.tpu_coordinates()
 
     def set_logical_devices(self, device_type: str, count: int) -> None:
-        devices.set_logical_devices(count)
+        connection.set_logical_devices(count)
 
     def device_scope(self, device: str) -> AbstractContextManager[Any]:
         # Given a name, Keras would take a device of the first process.
-        return keras.device(devices.device_named(device))
+        return keras.device(connection.device_named(device))
 
     def is_tensor(self, value: Any) -> bool:
         return keras.ops.is_tensor(value)
@@ -132,16 +78,8 @@ class JaxEngine:
     def static_int(self, value: Any) -> int:
         return int(value)
 
-    def memory_order(self, x: Any) -> None:
-        return None
-
     def ones(self, shape: Sequence[Any], like: Any, order: None) -> Any:
         return jnp.ones(shape, like.dtype)
-
-    def draw_slice(
-        self, name: str, given: dict[str, Any], begin: Any, seed: Callable[[], Any]
-    ) -> None:
-        return None
 
     def dry_run(
         self, fn: Callable[..., Any], args: tuple, kwargs: dict, rows: int
@@ -163,7 +101,7 @@ class JaxEngine:
         return contextlib.nullcontext([])
 
     def copy_to(self, value: Any, device: str) -> Any:
-        target = devices.device_named(device)
+        target = connection.device_named(device)
         if isinstance(value, Tracer):
             return value
         if isinstance(value, jax.Array):
@@ -177,7 +115,7 @@ class JaxEngine:
     def device_of(self, tensor: Any) -> str | None:
         if isinstance(tensor, Tracer):
             return None
-        return devices.name_of(next(iter(jnp.asarray(tensor).devices())))
+        return connection.name_of(next(iter(jnp.asarray(tensor).devices())))
 
     def is_tracing(self) -> bool:
         return in_program()
@@ -185,7 +123,44 @@ class JaxEngine:
     def value_and_grad(
         self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
     ) -> Callable[..., Any]:
-        return value_and_grad(fn, variables, has_aux)
+        def value_and_gradients(*args: Any, **kwargs: Any) -> Any:
+            aux: Any = None
+            written: list[Any] = []
+
+            def functional(values):
+                nonlocal aux, written
+                # Variables that fn creates are initialized outside of the trace.
+                with ChildScope(zip(variables, values, strict=True), scope) as inner:
+                    inner.initialize_variables = False
+                    result = fn(*args, **kwargs)
+                    value, aux = result if has_aux else (result, None)
+                    value = keras.ops.convert_to_tensor(value)
+                    aux = unwrap_variables(aux)
+                written = list(inner.written.values())
+                # Tensors must leave the trace as outputs.
+                tensors = [x for x in tree.flatten(aux) if keras.ops.is_tensor(x)]
+                return value, (tensors, [inner.state_mapping[id(v)] for v in written])
+
+            scope = current_stateless_scope()
+            try:
+                (value, (tensors, states)), gradients = jax.value_and_grad(
+                    functional, has_aux=True
+                )([v.value for v in variables])
+            finally:
+                if scope is None:
+                    keras_state.initialize_pending()
+            # Assignments inside fn have been aggregated already.
+            for variable, state in zip(written, states, strict=True):
+                keras_state.write(variable, state)
+            if not has_aux:
+                return value, gradients
+            leaves = iter(tensors)
+            aux = tree.map_structure(
+                lambda x: next(leaves) if keras.ops.is_tensor(x) else x, aux
+            )
+            return (value, aux), gradients
+
+        return value_and_gradients
 
     def patch_modules(self) -> Sequence[ModuleType]:
         # Imported late, here and below: these modules import this package.
@@ -196,54 +171,33 @@ class JaxEngine:
         # The patches of threads come last, so that they run before ours.
         return [patches, patches_data, thread_patches, patches_sharded_update]
 
-    def random_state(self, seeded: bool = True) -> None:
-        return None
-
-    def set_random_state(self, state: bytes) -> None:
-        pass
-
     def native_strategy(self, devices: tuple[str, ...]) -> Any:
         return keras.distribution.DataParallel(devices=list(devices))
 
-    def native(self, name: str) -> None:
-        return None
-
-    def native_components(self, value: Any) -> None:
-        return None
-
-    def distribute_natively(
-        self, strategy: Any, datasets: Sequence[Any], split: bool, options: Any
-    ) -> None:
-        return None  # JAX has no input pipeline
-
-    def checkpoints(self, thing: Any, folder: Any, cluster: Any) -> None:
-        return None
-
-    def count_operations(self, train: Any, steps: int) -> tuple[int, int, int, int]:
+    def count_operations(
+        self, train: Callable[[int], None], steps: int
+    ) -> tuple[int, int, int, int]:
         from keras_strategy.backends.jax import profiling
 
         return profiling.count_operations(train, steps)
 
     def compute_and_comm_fractions(
-        self, train: Any, steps: int
+        self, train: Callable[[int], None], steps: int
     ) -> tuple[float, float] | None:
         from keras_strategy.backends.jax import profiling
 
         return profiling.compute_and_comm_fractions(train, steps)
 
-    def require_eager_loop(self) -> None:
-        pass
-
-    def connect(self, cluster: "Cluster") -> None:
+    def connect(self, cluster: Cluster) -> None:
         connection.connect(cluster)
 
     def create_group(
         self,
-        strategy: "Strategy",
+        strategy: Strategy,
         devices: tuple[str, ...],
-        cross_device_ops: "CrossDeviceOps | None",
-        cluster: "Cluster | None",
-    ) -> "JaxReplicaGroup":
+        cross_device_ops: CrossDeviceOps | None,
+        cluster: Cluster | None,
+    ) -> Any:
         from keras_strategy.backends.jax.group import JaxReplicaGroup
 
         if cross_device_ops is not None:

@@ -1,9 +1,10 @@
 """The replicas of one strategy on a mesh of JAX devices."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +13,22 @@ import numpy as np
 from keras import tree
 
 from keras_strategy.backends.jax import patches_state as keras_state
-from keras_strategy.backends.jax.collectives import JaxWorkers, gather, reduce
+from keras_strategy.backends.jax.collectives import (
+    JaxWorkers,
+    ShardedPerReplica,
+    UnevenPerReplica,
+    is_array,
+    shapes_and_dtypes,
+    to_sharded,
+)
 from keras_strategy.backends.jax.distribution import (
-    LogicalDistribution,
+    AXIS,
     ReplicaDistribution,
     in_program,
     put,
 )
 from keras_strategy.backends.jax.replica import (
+    Traced,
     TracedMirrored,
     TracedPerReplica,
     component_of,
@@ -28,52 +37,52 @@ from keras_strategy.backends.jax.replica import (
 )
 from keras_strategy.backends.jax.run import Runner
 from keras_strategy.backends.jax.state import (
-    gather_variable,
     no_value_error,
-    replica_values,
+    read_components,
     set_components,
 )
-from keras_strategy.backends.jax.values import ShardedPerReplica, local_shards, place
 from keras_strategy.backends.threads.patches import current_stateless_scope
 from keras_strategy.backends.threads.scopes import MergedScope
+from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core.per_replica_attributes import setattr_hooks
+from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.variable_components import (
     VariableComponent,
     unwrap_variables,
     update_components,
 )
+from keras_strategy.data.local_rows import EvenRows
+from keras_strategy.devices import LogicalDevices
+from keras_strategy.options import RunOptions
 from keras_strategy.training import ownership
-from keras_strategy.training.variable_sync import is_sync_on_read
+from keras_strategy.training.reduction import (
+    axes_to_reduce,
+    cast_for_sum,
+    check_same_dtype,
+    normalize_axes,
+    num_entries,
+)
 from keras_strategy.values import DistributedValues, Mirrored, PerReplica, ReduceOp
-
-if TYPE_CHECKING:
-    from keras_strategy.cluster.membership import Cluster
-    from keras_strategy.core.protocols import Strategy
-    from keras_strategy.options import RunOptions
 
 
 class JaxReplicaGroup:
     """Implementation of `core.protocols.ReplicaGroup`."""
 
     def __init__(
-        self,
-        strategy: "Strategy",
-        devices: tuple[str, ...],
-        cluster: "Cluster | None",
+        self, strategy: Strategy, devices: tuple[str, ...], cluster: Cluster | None
     ):
         self._strategy = strategy
         self.devices = devices
-        self.distribution = (
-            ReplicaDistribution(
-                devices, cluster, strategy.shard, strategy.parameter_device
-            )
-            if strategy.logical_devices is None
-            else LogicalDistribution(strategy.logical_devices, cluster, strategy.shard)
+        size, rank = (1, 0) if cluster is None else (cluster.size, cluster.rank)
+        one_each = tuple((name,) for name in devices)
+        self.distribution = ReplicaDistribution(
+            strategy.logical_devices or LogicalDevices((one_each,) * size, rank),
+            cluster,
+            strategy.shard,
+            strategy.parameter_device,
         )
-        self.workers = (
-            None if cluster is None else JaxWorkers(cluster, self.distribution)
-        )
+        self.workers = cluster and JaxWorkers(cluster, self.distribution)
         self.distribution.workers = self.workers
         self._runner = Runner(strategy, self.distribution)
 
@@ -100,17 +109,22 @@ class JaxReplicaGroup:
         )
         for variable, value in zip(variables, chiefs, strict=False):
             if value is not None:
-                keras_state.set_array(
-                    variable, put(value, self.distribution.everywhere)
-                )
+                array = put(value, self.distribution.everywhere)
+                keras_state.set_arrays([variable], [array])
         return len(chiefs)
 
     @contextlib.contextmanager
     def trainer_scope(
         self, model: Any, method: str, arguments: dict[str, Any]
     ) -> Iterator[None]:
-        if method in ("fit", "train_on_batch"):
-            self._check_no_custom_sums(method)
+        custom_sums = self._strategy.extended.custom_reducer is not None
+        if method in ("fit", "train_on_batch") and custom_sums:
+            raise RuntimeError(
+                f"`{method}` on JAX is one program over all devices, in which XLA sums "
+                "the gradients: your `cross_device_ops` would not be called. Train "
+                "with `strategy.run` (a custom loop), use torch or TensorFlow, or omit "
+                "`cross_device_ops`."
+            )
         if method in ("fit", "evaluate", "predict"):
             setattr_hooks.end()  # replicas take turns in `run` only
         if method == "predict_on_batch":
@@ -125,15 +139,6 @@ class JaxReplicaGroup:
                 keras_state.synchronize_state(model)
             raise
 
-    def _check_no_custom_sums(self, method: str) -> None:
-        if self._strategy.extended.custom_reducer is not None:
-            raise RuntimeError(
-                f"`{method}` on JAX is one program over all devices, in which XLA sums "
-                "the gradients: your `cross_device_ops` would not be called. Train "
-                "with `strategy.run` (a custom loop), use torch or TensorFlow, or omit "
-                "`cross_device_ops`."
-            )
-
     def check_cross_replica_apply(self) -> None:
         pass
 
@@ -144,17 +149,8 @@ class JaxReplicaGroup:
         if isinstance(scope, MergedScope):
             return tuple(scope.components(variable))
         ownership.broadcast_pending_values()
-        if is_sync_on_read(variable):
-            stacked = replica_values(variable, self.distribution)
-            return tuple(x[0] for x in local_shards(stacked, self.distribution))
-        array = keras_state.array_of(variable)
-        if not array.sharding.is_fully_replicated:
-            array = gather_variable(variable, self.distribution)
-            return local_shards(array, self.distribution)
-        if self.distribution.home is not None:
-            array = put(array, self.distribution.everywhere)
         # Copied, because the next step donates the variable's array.
-        return tuple(map(jnp.copy, local_shards(array, self.distribution)))
+        return tuple(map(jnp.copy, read_components(variable, self.distribution)))
 
     def local_bytes(self, variable: Any) -> tuple[int, ...]:
         array = keras_state.array_of(variable)
@@ -222,7 +218,7 @@ class JaxReplicaGroup:
         fn: Callable[..., Any],
         args: tuple,
         kwargs: dict,
-        options: "RunOptions",
+        options: RunOptions,
         scope: Callable[[], AbstractContextManager[Any]],
     ) -> Any:
         compiled = options.compile is not False
@@ -240,17 +236,129 @@ class JaxReplicaGroup:
         return tree.map_structure(unwrap, result)
 
     def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
-        result = reduce(reduce_op, value, axis, self.distribution, self.workers)
-        return self.distribution.to_home(result)  # next to the variables
+        distribution, workers = self.distribution, self.workers
+        is_mean = reduce_op is ReduceOp.MEAN
+        if isinstance(value, Traced):  # in a `merge_call` of the replicas' program
+            component = cast_for_sum(value.component)
+            axes = normalize_axes(axis, [tuple(component.shape)])
+            if axes:
+                component = (jnp.mean if is_mean else jnp.sum)(component, axis=axes)
+            return (jax.lax.pmean if is_mean else jax.lax.psum)(component, AXIS)
+        if isinstance(value, ShardedPerReplica) and value.belongs_to(distribution):
+            if workers is None:
+                return distribution.to_home(self._reduce_global(value, is_mean, axis))
+            # All workers know its shape, so they need not compare it.
+            with workers.track_operation("strategy.reduce"):
+                return jax.block_until_ready(self._reduce_global(value, is_mean, axis))
+        values = value.values
+        if not all(map(is_array, values)):
+            types = sorted({type(component).__name__ for component in values})
+            raise ValueError(
+                "Only tensors and numbers can be reduced. Received a PerReplica value "
+                f"of {', '.join(types)}: {value!r}"
+            )
+        shapes = [tuple(np.shape(component)) for component in values]
+        axes = axes_to_reduce(axis, shapes)
+        count = sum(num_entries(shape, axes) for shape in shapes)
+        # Each replica reduces its own tensor first, so little data crosses devices.
+        values = [cast_for_sum(component) for component in values]
+        check_same_dtype(values)
+        parts = [jnp.sum(v, axis=axes) if axes else v for v in values]
+        if workers is not None:
+            first = distribution.devices[0]
+            total, *others = [jax.device_put(part, first) for part in parts]
+            for other in others:
+                total = total + other
+            total = workers.sum("strategy.reduce", total)
+            if is_mean:
+                counts = workers.cluster.exchange("strategy.reduce: rows", count)
+                total = total / sum(counts)
+            return put(total, distribution.everywhere)
+        sharded = to_sharded(PerReplica(parts), distribution)
+        total = self._reduce_global(sharded, False, None)
+        # Divided by the number of entries, which may differ between replicas.
+        return distribution.to_home(total / count if is_mean else total)
+
+    def _reduce_global(
+        self, value: ShardedPerReplica, is_mean: bool, axis: Any
+    ) -> jax.Array:
+        replicas = self.distribution.replicas
+        rows, *others = value.array.shape
+        shape = () if value.scalars else (rows // replicas, *others)
+        axes = normalize_axes(axis, [shape] * replicas)
+        if value.total is not None:
+            return value.total / replicas if is_mean else value.total
+        everywhere = self.distribution.everywhere
+        return _reduce_fn(is_mean, (replicas, *shape), axes, everywhere)(value.array)
 
     def gather(self, values: Sequence[Any], axis: int) -> Any:
-        result = gather(values, axis, self.distribution, self.workers)
-        return self.distribution.to_home(result)
+        normalize_axes(axis, [tuple(np.shape(value)) for value in values])
+        first = self.distribution.devices[0]
+        result = jnp.concatenate([jax.device_put(v, first) for v in values], axis=axis)
+        if self.workers is not None:
+            result, _ = self.workers.gather("strategy.gather", result, axis)
+        # Next to the variables, so that it can be combined with them.
+        return put(result, self.distribution.home or self.distribution.everywhere)
 
     def place(self, parts: Sequence[Any], alike: bool | None = None) -> Any:
-        result = place(parts, self.distribution, alike)
+        result = self._place(parts, alike)
         return result if self.distribution.replicas > 1 else self._unwrap_single(result)
 
+    def _place(self, parts: Sequence[Any], alike: bool | None) -> PerReplica:
+        distribution = self.distribution
+        canonical = jax.dtypes.canonicalize_dtype
+        # Copied in NumPy: JAX may keep using the memory of the caller's array.
+        if isinstance(parts, EvenRows) and type(parts.array) is np.ndarray:
+            rows = np.array(parts.array, canonical(parts.array.dtype), copy=True)
+            array = jax.make_array_from_callback(
+                rows.shape, distribution.split, rows.__getitem__
+            )
+            return ShardedPerReplica(array, False, distribution)
+        first = parts[0]
+        if distribution.cluster is None and all(
+            isinstance(part, np.ndarray)
+            and part.shape == first.shape
+            and part.dtype == first.dtype
+            for part in parts
+        ):
+            join = np.concatenate if first.ndim else np.stack
+            rows = join(parts, dtype=canonical(first.dtype), casting="unsafe")
+            array = jax.device_put(rows, distribution.split)
+            return ShardedPerReplica(array, first.ndim == 0, distribution)
+        arrays = [
+            p
+            if isinstance(p, jax.Array)
+            else np.array(p, canonical(p.dtype), copy=True)
+            for p in parts
+        ]
+        arrays = list(map(jax.device_put, arrays, distribution.devices))
+        if distribution.cluster is None:
+            alike = len(set(shapes_and_dtypes(arrays))) == 1
+        if alike:
+            return to_sharded(PerReplica(arrays), distribution)
+        # The workers compare arrays that they do not know at each use.
+        return PerReplica(arrays) if alike is None else UnevenPerReplica(arrays)
+
     def shard_tensor(self, tensor: Any, parts: Sequence[int]) -> Any:
-        assert isinstance(self.distribution, LogicalDistribution)
         return self.distribution.constrain(tensor, parts)
+
+
+@functools.lru_cache(maxsize=128)
+def _reduce_fn(
+    is_mean: bool, shape: tuple[int, ...], axes: tuple[int, ...], everywhere: Any
+) -> Any:
+    """Return the program that reduces components of equal shape.
+
+    `shape` begins with the number of replicas; `axes` are those of a component.
+    """
+    count = shape[0] * num_entries(shape[1:], axes)
+
+    def reduce(array):
+        parts = cast_for_sum(jnp.reshape(array, shape))
+        # Reduce within each replica first, so little data crosses devices.
+        if axes:
+            parts = jnp.sum(parts, axis=tuple(1 + i for i in axes))
+        total = jnp.sum(parts, axis=0)
+        return total / count if is_mean else total
+
+    return jax.jit(reduce, out_shardings=everywhere)

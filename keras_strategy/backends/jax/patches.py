@@ -65,19 +65,6 @@ def _all_variables(model: Any) -> list[Any]:
     return variables
 
 
-def _home_step(step: Callable, distribution: Any) -> Callable:
-    """Wrap Keras's step function for variables on one home device.
-
-    Keras's program takes variables on all devices, so copy them there and back.
-    """
-
-    def function(state, iterator):
-        outputs, state = step(distribution.from_home(state), iterator)
-        return outputs, distribution.to_home(state)
-
-    return function
-
-
 # The names in different versions of Keras.
 _STATE_SHARDING_METHODS = tuple(
     name
@@ -136,7 +123,7 @@ def _get_jax_state(
     for variable in _all_variables(self):
         other = seen.setdefault(id(variable._value), variable)
         if other is not variable and variable._value is not None:
-            variable._value = jax.numpy.copy(variable._value)
+            variable._value = jnp.copy(variable._value)
     state = original(self, purge_model_variables=purge_model_variables, **included)
     if purge_model_variables:
         names = (name for name, is_included in included.items() if is_included)
@@ -161,12 +148,18 @@ def _make_function(original, distribution, self, force=False):
     result = original(self, force)
     function = getattr(self, f"{kind}_function")
     if function is not before:
-        if distribution.home is None:
-            step = _multi_worker_step(function, kind, distribution)
-        else:
-            step = _home_step(function, distribution)
-        setattr(self, f"{kind}_function", step)
+        wrap = _multi_worker_step if distribution.home is None else _home_step
+        setattr(self, f"{kind}_function", wrap(function, kind, distribution))
     return result
+
+
+def _home_step(step: Callable, kind: str, distribution: Any) -> Callable:
+    def function(state, iterator):
+        # Keras's program takes variables on all devices.
+        outputs, state = step(distribution.from_home(state), iterator)
+        return outputs, distribution.to_home(state)
+
+    return function
 
 
 def _multi_worker_step(step: Callable, kind: str, distribution: Any) -> Callable:
@@ -232,26 +225,21 @@ def _distribute_tensor(original, tensor, layout):
     # Also applies outside of the scope, where a variable may be assigned.
     is_ours = _is_strategy_sharding(sharding)
     if is_ours and not sharding.is_fully_addressable:
-        return put(_chief_value(tensor, sharding), sharding)
+        is_local = getattr(tensor, "is_fully_addressable", True)
+        if is_local and not sharding.is_fully_replicated:  # take the chief's value
+            workers = distribution_of_sharding(sharding).workers
+            (chiefs,) = workers.broadcast_if_different(
+                "the value of a sharded variable", [tensor]
+            )
+            tensor = tensor if chiefs is None else chiefs
+        return put(tensor, sharding)
     result = original(tensor, layout)
     if result is tensor or isinstance(tensor, Tracer):
         return result
-    if isinstance(tensor, jax.Array) and (
+    may_share = isinstance(tensor, jax.Array) and (
         is_ours or _is_strategy_sharding(tensor.sharding)
-    ):
-        return jax.numpy.copy(result)
-    return result
-
-
-def _chief_value(tensor: Any, sharding: Any) -> Any:
-    """Return the chief's value of a tensor to shard."""
-    if sharding.is_fully_replicated or not getattr(tensor, "is_fully_addressable", 1):
-        return tensor
-    workers = distribution_of_sharding(sharding).workers
-    (value,) = workers.broadcast_if_different(
-        "the value of a sharded variable", [tensor]
     )
-    return tensor if value is None else value
+    return jnp.copy(result) if may_share else result
 
 
 def _is_strategy_sharding(sharding: Any) -> bool:
@@ -319,14 +307,12 @@ def _common_apply(original, replica, self, grads, trainable_variables=None):
     Keras's code would assign variables inside of a `lax.cond`, which JAX forbids. The
     gradients are already summed here.
     """
-    variables = self.variables
     trainable = list(trainable_variables or self._trainable_variables)
     values, states = self.stateless_apply(
-        [v.value for v in variables], list(grads), [v.value for v in trainable]
+        [v.value for v in self.variables], list(grads), [v.value for v in trainable]
     )
-    for variable, value in zip(
-        [*trainable, *variables], [*values, *states], strict=True
-    ):
+    updated = [*trainable, *self.variables]
+    for variable, value in zip(updated, [*values, *states], strict=True):
         keras_state.write(variable, value)
 
 
@@ -356,8 +342,8 @@ def _global_seed_generator(original, distribution):
 @multi_replica_only
 def _slot_sharding_distribution() -> Any:
     """Return the current distribution if it shards optimizer slots."""
-    distribution = keras.distribution.distribution()
-    return None if getattr(distribution, "shard", None) is None else distribution
+    distribution = current_distribution()
+    return distribution if distribution is not None and distribution.shard else None
 
 
 @multi_replica_only
@@ -402,20 +388,15 @@ def _array(original, distribution, self, dtype=None, copy=None):
     override = overridden_value(self)
     if override is not None:
         return np.array(override, dtype)
-    array = gather_variable(self, distribution)
-    first = distribution.devices[0]
-    local = next(s.data for s in array.addressable_shards if s.device == first)
+    local, *_ = distribution.local_shards(gather_variable(self, distribution))
     return np.array(local, dtype)  # always a copy
 
 
 class _ShardsScope(ShardedUpdateScope):
     """Scope in which an optimizer updates one replica's shards.
 
-    Args:
-        shards: The local shards of the trace.
-        dims: The sharded dimension of each variable, keyed by `id`.
-        variables: The sharded variables.
-        gradient_dims: The sharded dimension of each gradient; None if not sharded.
+    `dims` has the sharded dimension of each variable by its `id`; `gradient_dims` that
+    of each gradient, or None if it is not sharded.
     """
 
     def __init__(

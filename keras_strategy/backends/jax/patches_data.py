@@ -9,13 +9,11 @@ import numpy as np
 from jax.experimental.sparse import JAXSparse
 from keras import tree
 
-from keras_strategy.backends.jax.collectives import JaxWorkers
 from keras_strategy.backends.jax.distribution import (
     ReplicaDistribution,
     current_distribution,
     put,
 )
-from keras_strategy.backends.jax.values import local_shards
 from keras_strategy.data.local_rows import LocalRows
 from keras_strategy.data.worker_batches import SynchronizedBatches
 from keras_strategy.errors import WorkerInputError
@@ -35,9 +33,8 @@ logger = logging.getLogger("keras_strategy")
 class GlobalBatches:
     """Iterator of global batches that are made of each worker's local rows.
 
-    If all workers have equally many rows, and their devices divide them, each worker
-    puts its rows on its own devices. Otherwise the rows are gathered, because an XLA
-    program has one shape on all devices.
+    Workers with equally many rows, which their devices divide, put them on their own
+    devices. Otherwise the rows are gathered: an XLA program has one shape everywhere.
     """
 
     def __init__(self, batches: Iterable[LocalRows], distribution: ReplicaDistribution):
@@ -60,8 +57,17 @@ class GlobalBatches:
         assert rows.worker_rows is not None and cluster is not None
         if _is_even(rows, self._distribution):
             return self._distribution.place_batch(rows)
-        self._distribution.warn_gathered_rows(rows.worker_rows)
-        workers = JaxWorkers(cluster, self._distribution)
+        if not self._distribution.warned_gathered:
+            self._distribution.warned_gathered = True
+            logger.warning(
+                "The rows of a step that the workers have read are sent to all workers "
+                "(%s): a JAX program needs equally many rows on each device. The "
+                "result is correct. To avoid the transfer, give each worker batches of "
+                "the same number of rows, a multiple of %d.",
+                cluster.format_by_worker(rows.worker_rows),
+                len(self._distribution.devices),
+            )
+        workers = self._distribution.workers
         count = rows.worker_rows[workers.rank]
 
         def gather(leaf):
@@ -89,10 +95,7 @@ def local_predictions(
 ) -> Any:
     """Return the predictions of this worker's rows.
 
-    Args:
-        distribution: The distribution of all replicas.
-        batches: The predicted batches.
-        predictions: The predictions of all rows, batch after batch.
+    `predictions` are those of all rows, batch after batch.
     """
     total = sum(rows.global_rows for rows in batches)
     if not hasattr(predictions, "shape") or predictions.shape[:1] != (total,):
@@ -103,7 +106,7 @@ def local_predictions(
             f"{getattr(predictions, 'shape', ())} for {total} rows."
         )
     if len(batches) == 1 and _is_even(batches[0], distribution):
-        parts = local_shards(put(predictions, distribution.split), distribution)
+        parts = distribution.local_shards(put(predictions, distribution.split))
         return np.concatenate(list(map(np.asarray, parts)))
     predictions = np.asarray(put(predictions, distribution.everywhere))
     parts, offset = [], 0
@@ -173,10 +176,7 @@ else:
 
 
 def _prefetch_one(batches: Iterator[Any]) -> Iterator[Any]:
-    """Start moving a batch to the devices while they compute the previous one.
-
-    Keras's equivalent has different names in different versions.
-    """
+    """Start moving a batch to the devices while they compute the previous one."""
     pending = []
     for batch in batches:
         pending.append(batch)

@@ -1,7 +1,6 @@
 """Access to private state of Keras on JAX. Nothing is patched here."""
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -26,32 +25,19 @@ SEED = "global_seed_generator"
 def synchronize_state(model: keras.Model) -> None:
     """Write the values that Keras's loop holds back to the variables."""
     # Renamed in Keras 3.16.
-    method = getattr(model, "state_sync", None) or getattr(
-        model, "jax_state_sync", None
+    for name in ("state_sync", "jax_state_sync"):
+        if hasattr(model, name):
+            getattr(model, name)()
+            return
+    raise keras_changed_error(
+        "Model.jax_state_sync", "is gone, and so is Model.state_sync"
     )
-    if method is None:
-        raise keras_changed_error(
-            "Model.jax_state_sync", "is gone, and so is Model.state_sync"
-        )
-    method()
 
 
 def initialize_pending() -> None:
     """Initialize variables that a trace created; call it outside of the trace."""
     with keras.StatelessScope():
         pass
-
-
-@contextlib.contextmanager
-def outside_trace() -> Iterator[None]:
-    """Context manager in which traced code creates variables with concrete values."""
-    scope = current_stateless_scope()
-    global_state.set_global_attribute("stateless_scope", None)
-    try:
-        with jax.ensure_compile_time_eval():
-            yield
-    finally:
-        global_state.set_global_attribute("stateless_scope", scope)
 
 
 def write(variable: Any, value: Any) -> None:
@@ -63,24 +49,12 @@ def write(variable: Any, value: Any) -> None:
         scope.add_update((variable, value))
 
 
-def traced_value(variable: Any) -> Any:
-    """Return the value of a variable in the current trace."""
-    scope = current_stateless_scope()
-    value = None if scope is None else scope.get_current_value(variable)
-    return variable._value if value is None else value
-
-
 array_of = stored_value
 
 
 def arrays_of(variables: Iterable[Any]) -> list[Any]:
     """Return the arrays of variables."""
     return list(map(array_of, variables))
-
-
-def set_array(variable: Any, array: Any) -> None:
-    """Set the variable's array, which has its sharding already."""
-    variable._value = array
 
 
 def set_arrays(variables: Iterable[Any], arrays: Iterable[Any]) -> None:

@@ -5,7 +5,6 @@ of that program contains the number of bytes.
 """
 
 import collections
-import contextlib
 import gc
 import math
 import re
@@ -36,15 +35,23 @@ def count_operations(
 
     A copy is counted once for each device that receives a part of an array, and once
     for each array that the host reads.
-
-    Raises:
-        RuntimeError: If the profiled program cannot be identified.
     """
     counts = _count(train, steps)
     if counts is None:
-        with _without_caches():
+        # Again without the programs of other models. A program from the disk cache has
+        # lost the operation names that the profile uses.
+        gc.collect()  # objects that hold a program
+        jax.clear_caches()
+        config: Any = jax.config
+        enabled = config.jax_enable_compilation_cache
+        config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # or it ignores the new setting
+        try:
             train(steps)
             counts = _count(train, steps)
+        finally:
+            config.update("jax_enable_compilation_cache", enabled)
+            compilation_cache.reset_cache()
     if counts is None:
         raise RuntimeError(
             "Could not identify the compiled program that the steps ran: none, or "
@@ -52,26 +59,6 @@ def count_operations(
             "Count the steps in a separate process."
         )
     return counts
-
-
-@contextlib.contextmanager
-def _without_caches() -> Iterator[None]:
-    """Context manager that clears JAX's compilation caches and disables the disk cache.
-
-    This removes the programs of other models. A program from the disk cache has lost
-    the operation names that the profile uses.
-    """
-    gc.collect()  # objects that hold a program
-    jax.clear_caches()
-    config: Any = jax.config
-    enabled = config.jax_enable_compilation_cache
-    config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # or it ignores the new setting
-    try:
-        yield
-    finally:
-        config.update("jax_enable_compilation_cache", enabled)
-        compilation_cache.reset_cache()
 
 
 def _count(
@@ -148,13 +135,10 @@ def _profile(
 def _collective_bytes(
     module: str, ops: set[str], devices: int
 ) -> dict[str, int] | None:
-    """Return the bytes that one replica sends in each collective of a program.
+    """Return the bytes that one replica sends in each collective of a program, or None.
 
-    An executable does not report the profiler's program id, so the program is
-    identified by its name, which others may share, and its operations.
-
-    Returns:
-        None if not exactly one result fits, such as for two models of different sizes.
+    An executable does not report the profiler's program id. Its name, which others may
+    share, and its operations identify the program, if exactly one result fits.
     """
     candidates = []
     for executable in jax.devices()[0].client.live_executables():
@@ -171,7 +155,8 @@ def _input_bytes(operation: str, devices: int) -> int:
     """Return the bytes of one replica's input of a collective, given its HLO text."""
     result, name = re.split(r" (?=[a-z-]+\()", operation, maxsplit=1)
     size = sum(
-        math.prod(map(int, filter(None, dimensions.split(",")))) * _item_size(dtype)
+        math.prod(map(int, filter(None, dimensions.split(","))))
+        * (1 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0]) // 8)
         for dtype, dimensions in _SHAPE.findall(result)
     )
     if name.startswith("all-gather"):
@@ -179,12 +164,6 @@ def _input_bytes(operation: str, devices: int) -> int:
     if name.startswith("reduce-scatter"):
         return size * devices
     return size
-
-
-def _item_size(dtype: str) -> int:
-    if dtype == "pred":
-        return 1
-    return int(re.findall(r"\d+", dtype)[0]) // 8
 
 
 def _listen(event: str, duration_secs: float, **kwargs: Any) -> None:

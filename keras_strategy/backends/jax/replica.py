@@ -4,7 +4,7 @@ One trace serves all replicas: it is the body of a shard_map.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,32 +14,30 @@ from keras import tree
 from keras_strategy.backends.jax import patches_state as keras_state
 from keras_strategy.backends.jax.distribution import AXIS
 from keras_strategy.backends.jax.state import LocalShards, aggregate
-from keras_strategy.backends.threads.patches import current_stateless_scope
+from keras_strategy.backends.threads.patches import (
+    current_stateless_scope,
+    no_stateless_scope,
+)
 from keras_strategy.core import context
 from keras_strategy.core.per_replica_attributes import set_on_all_replicas
+from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.step_state import StepState
 from keras_strategy.training.reduction import cast_for_sum
 from keras_strategy.training.row_weights import apply_row_weight
 from keras_strategy.training.variable_sync import is_sync_on_read, split_assigned_value
 from keras_strategy.values import DistributedValues, Mirrored, PerReplica, ReduceOp
 
-if TYPE_CHECKING:
-    from keras_strategy.core.protocols import Strategy
-
 
 class JaxReplica:
     """Implementation of `core.protocols.Replica` for all replicas of a program.
 
-    `id` is a traced scalar, and `devices` are those of all replicas.
-
-    Attributes:
-        shards: The local shards of the trace if the strategy shards optimizer slots.
-        is_training: True once the trace has summed gradients.
+    `id` is a traced scalar, and `devices` are those of all replicas. `shards` are the
+    local shards of the trace if the strategy shards optimizer slots.
     """
 
     def __init__(
         self,
-        strategy: "Strategy",
+        strategy: Strategy,
         devices: tuple[str, ...],
         shards: LocalShards | None = None,
     ):
@@ -47,7 +45,7 @@ class JaxReplica:
         self.shards = shards
         self.devices = devices
         self.step = StepState()
-        self.is_training = False
+        self.is_training = False  # the trace has summed gradients
 
     @property
     def id(self) -> Any:
@@ -84,7 +82,11 @@ class JaxReplica:
         return tree.map_structure(local_component, result)
 
     def once(self, fn: Callable[[], Any]) -> Any:
-        with set_on_all_replicas(), keras_state.outside_trace():
+        with (
+            set_on_all_replicas(),
+            no_stateless_scope(),
+            jax.ensure_compile_time_eval(),
+        ):
             return fn()
 
     def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
@@ -99,8 +101,7 @@ class JaxReplica:
     ) -> Any:
         return draw()
 
-    def write(self, variable: Any, value: Any) -> None:
-        keras_state.write(variable, value)
+    write = staticmethod(keras_state.write)
 
 
 class TracedMergedScope(keras.StatelessScope):
@@ -108,20 +109,11 @@ class TracedMergedScope(keras.StatelessScope):
 
     def __init__(self, replicas: int):
         super().__init__(initialize_variables=False)
-        self._parent = current_stateless_scope()
+        self.replica_scope = current_stateless_scope()
         self._replicas = replicas
 
-    def component(self, variable: Any) -> Any:
-        """Return the traced replica's value of a variable."""
-        value = self._parent.get_current_value(variable)
-        return keras_state.array_of(variable) if value is None else value
-
-    def write(self, variable: Any, value: Any) -> None:
-        """Set the traced replica's value of a variable."""
-        self._parent.add_update((variable, value))
-
     def get_current_value(self, variable: Any) -> Any:
-        value = self.component(variable)
+        value = _value_in(self.replica_scope, variable)
         if is_sync_on_read(variable) and variable.aggregation != "none":
             return aggregate(variable, value)
         return value
@@ -130,33 +122,34 @@ class TracedMergedScope(keras.StatelessScope):
         variable, value = update
         first, other = split_assigned_value(variable, value, self._replicas)
         if first is not other:
-            other = jax.numpy.where(jax.lax.axis_index(AXIS) == 0, first, other)
-        self.write(variable, other)
+            other = jnp.where(jax.lax.axis_index(AXIS) == 0, first, other)
+        self.replica_scope.add_update((variable, other))
+
+
+def _value_in(scope: Any, variable: Any) -> Any:
+    value = None if scope is None else scope.get_current_value(variable)
+    return keras_state.array_of(variable) if value is None else value
 
 
 def component_of(variable: Any) -> Any:
     """Return the traced replica's value of a variable."""
     scope = current_stateless_scope()
     if isinstance(scope, TracedMergedScope):
-        return scope.component(variable)
-    return keras_state.traced_value(variable)
+        scope = scope.replica_scope
+    return _value_in(scope, variable)
 
 
 def write_component(variable: Any, value: Any) -> None:
     """Set the traced replica's value of a variable."""
     scope = current_stateless_scope()
     if isinstance(scope, TracedMergedScope):
-        scope.write(variable, value)
+        scope.replica_scope.add_update((variable, value))
     else:
         keras_state.write(variable, value)
 
 
 class Traced(DistributedValues):
-    """Distributed value inside of the replicas' program.
-
-    Args:
-        component: The traced replica's component.
-    """
+    """Distributed value inside of the replicas' program."""
 
     def __init__(self, component: Any):
         self.component = component
@@ -179,7 +172,7 @@ def local_component(leaf: Any) -> Any:
     if isinstance(leaf, Traced):
         return leaf.component
     if isinstance(leaf, DistributedValues):
-        stacked = jax.numpy.stack([jax.numpy.asarray(v) for v in leaf.values])
+        stacked = jnp.stack(list(map(jnp.asarray, leaf.values)))
         # The components of this worker's replicas; every worker has as many.
         return stacked[jax.lax.axis_index(AXIS) % len(stacked)]
     return leaf

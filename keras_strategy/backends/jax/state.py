@@ -3,17 +3,13 @@
 A compiled program computes new values in the memory of the old ones (JAX donation),
 which deletes the arrays it received. It may donate an array only if a program created
 it for that variable and nobody has read it since: a reader of `variable.value` may keep
-the array, or something that shares its memory, such as a shard or a result of
-`jax.device_put`. Every other array is copied first. That happens once, since the
-program's output can be donated again. `ArrayNote` records this.
+the array, or something that shares its memory. Every other array is copied first. That
+happens once, since the program's output can be donated again. `ArrayNote` records this.
 
-A sync-on-read variable holds the aggregated value, so reading it outside of replicas
-returns that. The replicas' values are kept beside it as one array with a leading
-replica dimension, until the variable is assigned outside of replicas: then
-`split_assigned_value` derives them from the assigned value. A variable with aggregation
-"none" reads as replica 0's value (tf.distribute refuses to read it).
-
-`training.sharding` decides which variables are sharded, and along which dimension.
+A sync-on-read variable holds the aggregated value. The replicas' values are kept beside
+it as one array with a leading replica dimension, until the variable is assigned outside
+of replicas: then `split_assigned_value` derives them from the assigned value. With
+aggregation "none" the variable reads as replica 0's value.
 """
 
 import functools
@@ -38,28 +34,25 @@ _NOTE, _REPLICA_VALUES = "_ks_array_note", "_ks_replica_values"
 _get_note: Callable[[Any], Any] = attrgetter(_NOTE)
 
 # A reference that equals no array.
-no_array: Callable[[], Any] = object
+_no_array: Callable[[], Any] = object
 
 
 class ArrayNote:
     """Facts about the array that a variable holds.
 
-    Weak references, which do not match an array that the variable received later.
-
-    Attributes:
-        placed: Returns the array if it has the sharding that programs need.
-        donatable: Returns the array if a program may donate it.
+    `placed` returns the array if it has the sharding that programs need, `donatable` if
+    a program may donate it. They are weak references, which do not match an array that
+    the variable received later.
     """
 
     __slots__ = ("donatable", "placed")
 
     def __init__(self):
-        self.donatable: Callable[[], Any] = no_array
-        self.placed: Callable[[], Any] = no_array
+        self.donatable: Callable[[], Any] = _no_array
+        self.placed: Callable[[], Any] = _no_array
 
 
-def array_notes(variables: Sequence[Any]) -> list[ArrayNote]:
-    """Return the notes of variables."""
+def _array_notes(variables: Sequence[Any]) -> list[ArrayNote]:
     try:
         return list(map(_get_note, variables))
     except AttributeError:  # a variable without a note
@@ -70,7 +63,7 @@ def forbid_donation(variable: Any) -> None:
     """Record that other code may hold the variable's array or a part of it."""
     note = vars(variable).get(_NOTE)
     if note is not None:
-        note.donatable = no_array
+        note.donatable = _no_array
 
 
 def discard_note(variable: Any) -> None:
@@ -79,32 +72,29 @@ def discard_note(variable: Any) -> None:
 
 
 def donatable_arrays(
-    variables: Sequence[Any], sharding_of: Callable[[Any], Any]
+    variables: Sequence[Any], distribution: ReplicaDistribution
 ) -> list[jax.Array]:
-    """Return the arrays of distinct variables, which the program may delete.
-
-    `sharding_of` returns the sharding that the program was compiled for.
-    """
+    """Return the arrays of distinct variables, for a program that may delete them."""
     arrays = keras_state.arrays_of(variables)
     # No function call per variable, here and below: there may be hundreds.
-    for i, note in enumerate(array_notes(variables)):
+    for i, note in enumerate(_array_notes(variables)):
         array = arrays[i]
         if array is None or note.donatable() is not array:
-            arrays[i] = jnp.copy(_placed(variables[i], array, sharding_of))
+            arrays[i] = jnp.copy(_placed(variables[i], array, distribution))
     return arrays
 
 
 def readable_arrays(
-    variables: Sequence[Any], sharding_of: Callable[[Any], Any]
+    variables: Sequence[Any], distribution: ReplicaDistribution
 ) -> list[jax.Array]:
     """Return the arrays of variables that a program only reads."""
     arrays = keras_state.arrays_of(variables)
-    for i, note in enumerate(array_notes(variables)):
+    for i, note in enumerate(_array_notes(variables)):
         array = arrays[i]
         if array is None or note.placed() is not array:
-            placed = _placed(variables[i], array, sharding_of)
+            placed = _placed(variables[i], array, distribution)
             if placed is array:
-                note.placed, note.donatable = weakref.ref(placed), no_array
+                note.placed, note.donatable = weakref.ref(placed), _no_array
             arrays[i] = placed
     return arrays
 
@@ -112,19 +102,16 @@ def readable_arrays(
 def set_program_outputs(variables: Sequence[Any], arrays: Sequence[jax.Array]) -> None:
     """Set variables to the arrays that a program created for them."""
     keras_state.set_arrays(variables, arrays)
-    for note, array in zip(array_notes(variables), arrays, strict=True):
+    for note, array in zip(_array_notes(variables), arrays, strict=True):
         note.donatable = note.placed = weakref.ref(array)
 
 
 def without_weak_type(array: Any) -> Any:
-    """Return the array with a strong dtype.
-
-    A variable made from a Python number has a weak dtype. The program would be traced
-    again when the first step has replaced it.
-    """
-    if not array.weak_type:
-        return array
-    return jax.lax.convert_element_type(array, array.dtype)
+    """Return an array with a strong dtype, so that no step is traced again for it."""
+    # A variable made from a Python number has a weak dtype, a program's output has not.
+    if array.weak_type:
+        return jax.lax.convert_element_type(array, array.dtype)
+    return array
 
 
 def no_value_error(variable: Any) -> RuntimeError:
@@ -136,16 +123,12 @@ def no_value_error(variable: Any) -> RuntimeError:
     )
 
 
-def _placed(
-    variable: Any, value: jax.Array | None, sharding_of: Callable[[Any], Any]
-) -> jax.Array:
-    if value is None:
+def _placed(variable: Any, array: Any, distribution: ReplicaDistribution) -> jax.Array:
+    if array is None:
         raise no_value_error(variable)
-    array: jax.Array = without_weak_type(value)
-    sharding = sharding_of(variable)
-    if array.sharding.is_equivalent_to(sharding, array.ndim):
-        return array
-    return put(array, sharding)
+    array, sharding = without_weak_type(array), distribution.sharding_of(variable)
+    is_placed = array.sharding.is_equivalent_to(sharding, array.ndim)
+    return array if is_placed else put(array, sharding)
 
 
 def replica_values(variable: Any, distribution: ReplicaDistribution) -> jax.Array:
@@ -172,12 +155,8 @@ def set_replica_values(
 def set_components(
     variable: Any, values: Sequence[Any], distribution: ReplicaDistribution
 ) -> None:
-    """Set the components of a variable on this worker's replicas.
-
-    `values` must not be arrays that other code may donate.
-    """
-    pairs = zip(values, distribution.devices, strict=True)
-    values = [jax.device_put(value, device) for value, device in pairs]
+    """Set a variable's components to arrays that no other code may donate."""
+    values = list(map(jax.device_put, values, distribution.devices))
     if is_sync_on_read(variable):
         stacked = distribution.join_shards([x[None] for x in values])
         value = _aggregate_fn(distribution.everywhere)(stacked, variable.aggregation)
@@ -185,8 +164,8 @@ def set_components(
         return
     everywhere = distribution.everywhere
     array = distribution.global_array(tuple(variable.shape), everywhere, values)
-    array = put(array, distribution.stored_sharding(variable))
-    keras_state.set_array(variable, array)
+    array = put(array, distribution.home or distribution.sharding_of(variable))
+    keras_state.set_arrays([variable], [array])
 
 
 def aggregate(variable: Any, value: Any) -> Any:
@@ -232,9 +211,6 @@ class LocalShards:
 
     Code that the trace calls sees whole tensors. If it asks for the shard of a gathered
     tensor, it gets the original shard, and XLA drops the unused all-gather.
-
-    Args:
-        replicas: The number of replicas over all workers.
     """
 
     def __init__(self, replicas: int):
@@ -277,12 +253,7 @@ class LocalShards:
 
 
 def assemble_locally(array: jax.Array) -> np.ndarray | None:
-    """Assemble a sharded array without communication.
-
-    Returns:
-        The array; None unless every process holds all of its shards. If only some do,
-        all processes have to gather it.
-    """
+    """Assemble an array of which every process holds all shards; None otherwise."""
     by_process: dict[int, set[str]] = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():
         by_process.setdefault(device.process_index, set()).add(str(index))
@@ -295,15 +266,27 @@ def assemble_locally(array: jax.Array) -> np.ndarray | None:
 
 
 def gather_variable(variable: Any, distribution: ReplicaDistribution) -> jax.Array:
-    """Gather a variable on every device, outside of programs.
-
-    A collective, unless each worker holds all shards of the variable.
-    """
+    """Gather a variable on every device, outside of programs."""
     array = keras_state.array_of(variable)
     if distribution.cluster is None:
         return put(array, distribution.everywhere)
     local = assemble_locally(array)
-    if local is not None:
+    if local is not None:  # no collective is necessary
         return put(local, distribution.everywhere)
     with distribution.cluster.client.track_operation(f"gathering '{variable.path}'"):
         return jax.block_until_ready(put(array, distribution.everywhere))
+
+
+def read_components(
+    variable: Any, distribution: ReplicaDistribution
+) -> tuple[jax.Array, ...]:
+    """Return the local replicas' values of a variable, which may share its memory."""
+    if is_sync_on_read(variable):
+        stacked = replica_values(variable, distribution)
+        return tuple(x[0] for x in distribution.local_shards(stacked))
+    array = keras_state.array_of(variable)
+    if array.sharding.is_fully_replicated:
+        array = put(array, distribution.everywhere)
+    else:
+        array = gather_variable(variable, distribution)
+    return distribution.local_shards(array)
