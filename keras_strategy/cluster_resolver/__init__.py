@@ -3,19 +3,19 @@
 from keras_strategy.cluster_resolver.base import ClusterResolver
 from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
 from keras_strategy.cluster_resolver.detection import detect
+from keras_strategy.cluster_resolver.environment import (
+    MPIClusterResolver,
+    SageMakerClusterResolver,
+    TFConfigClusterResolver,
+    TorchrunClusterResolver,
+)
 from keras_strategy.cluster_resolver.gce import GCEClusterResolver
 from keras_strategy.cluster_resolver.kubernetes import (
     KubernetesClusterResolver,
     KubernetesExecutableLocation,
 )
-from keras_strategy.cluster_resolver.launchers import (
-    MPIClusterResolver,
-    SageMakerClusterResolver,
-    TorchrunClusterResolver,
-)
 from keras_strategy.cluster_resolver.simple import SimpleClusterResolver, UnionResolver
 from keras_strategy.cluster_resolver.slurm import SlurmClusterResolver
-from keras_strategy.cluster_resolver.tf_config import TFConfigClusterResolver
 from keras_strategy.cluster_resolver.tpu import TPUClusterResolver
 
 __all__ = [

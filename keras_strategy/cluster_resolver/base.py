@@ -40,9 +40,10 @@ class ClusterResolver(abc.ABC):
     ```
     """
 
-    _task_type: str | None
-    _task_id: int | None
-    _rpc_layer: str | None
+    _task_type: str | None = None
+    _task_id: int | None = None
+    _rpc_layer: str | None = None
+    _environment: str | None = ""
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
@@ -108,8 +109,8 @@ class ClusterResolver(abc.ABC):
 
     @property
     def environment(self) -> str | None:
-        """The kind of environment; always `""` outside Google."""
-        return ""
+        """The `environment` that was passed to the resolver, else `""`."""
+        return self._environment
 
     @property
     def task_type(self) -> str | None:
@@ -141,7 +142,7 @@ class ClusterResolver(abc.ABC):
         self._rpc_layer = rpc_layer
 
     def _get(self, name: str) -> Any:
-        value = getattr(self, f"_{name}", None)
+        value = getattr(self, f"_{name}")
         return self._look_up(name) if value is None else value
 
     def _look_up(self, name: str) -> Any:
@@ -150,10 +151,8 @@ class ClusterResolver(abc.ABC):
 
 
 def local_device_kinds() -> list[str]:
-    """Return the kind of each device of this process: "CPU", "GPU" or "TPU".
-
-    The backend is imported only here: a query of the cluster must not start one.
-    """
+    """Return the kind of each device of this process: "CPU", "GPU" or "TPU"."""
+    # Only here: a query of the cluster must not start a backend.
     registry = importlib.import_module("keras_strategy.core.registry")
     kinds = []
     for name in registry.get_engine().list_devices():

@@ -80,25 +80,20 @@ class ClusterSpec:
             )
         self._jobs: dict[str, dict[int, str]] = {}
         for job_name, tasks in cluster.items():
-            name = _text(job_name, "every job name in `cluster`")
-            self._jobs[name] = _tasks(name, tasks)
+            name = _decode(job_name, "every job name in `cluster`")
+            self._jobs[name] = _index_tasks(name, tasks)
 
     def __bool__(self) -> bool:
         return bool(self._jobs)
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, ClusterSpec):
-            return self._jobs == other._jobs
-        return self._jobs == other
+        return self._jobs == (other._jobs if isinstance(other, ClusterSpec) else other)
 
     # Unhashable, like tf.train.ClusterSpec.
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def __repr__(self) -> str:
-        jobs = ", ".join(
-            f"{name!r}: {tasks!r}" for name, tasks in sorted(self.as_dict().items())
-        )
-        return f"ClusterSpec({{{jobs}}})"
+        return f"ClusterSpec({dict(sorted(self.as_dict().items()))})"
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
         """Return the jobs as a dict that `ClusterSpec` accepts.
@@ -149,7 +144,7 @@ class ClusterSpec:
         return self._jobs[job_name]
 
 
-def _tasks(job_name: str, tasks: Any) -> dict[int, str]:
+def _index_tasks(job_name: str, tasks: Any) -> dict[int, str]:
     """Return the tasks of one job by index, in ascending order."""
     if not isinstance(tasks, list | tuple | Mapping):
         raise TypeError(
@@ -165,7 +160,7 @@ def _tasks(job_name: str, tasks: Any) -> dict[int, str]:
                 f"Expected every task index of job {job_name!r} once. Received: "
                 f"{index} twice"
             )
-        result[index] = _text(address, f"the address of task {index} of {job_name!r}")
+        result[index] = _decode(address, f"the address of task {index} of {job_name!r}")
     return dict(sorted(result.items()))
 
 
@@ -178,7 +173,7 @@ def task_index(value: Any, name: str) -> int:
     raise ValueError(f"Expected {name} to be an integer >= 0. Received: {value!r}")
 
 
-def _text(value: Any, name: str) -> str:
+def _decode(value: Any, name: str) -> str:
     if isinstance(value, (bytes, bytearray)):
         return value.decode("utf-8")
     if isinstance(value, str):

@@ -1,8 +1,7 @@
 """`detect`: choice of the resolver from the evidence in this process's environment."""
 
-from __future__ import annotations
-
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -11,33 +10,33 @@ from pathlib import Path
 from keras_strategy.cluster_resolver import tpu
 from keras_strategy.cluster_resolver.base import ClusterResolver
 from keras_strategy.cluster_resolver.cluster_spec import as_int
-from keras_strategy.cluster_resolver.kubernetes import KubernetesClusterResolver
-from keras_strategy.cluster_resolver.launchers import (
+from keras_strategy.cluster_resolver.environment import (
     MPI_LAUNCHERS,
-    SM_CURRENT_HOST,
-    SM_HOSTS,
-    TORCHRUN_VARIABLES,
+    TF_CONFIG,
     MPIClusterResolver,
     SageMakerClusterResolver,
+    TFConfigClusterResolver,
     TorchrunClusterResolver,
 )
+from keras_strategy.cluster_resolver.kubernetes import KubernetesClusterResolver
 from keras_strategy.cluster_resolver.slurm import SlurmClusterResolver
-from keras_strategy.cluster_resolver.tf_config import TF_CONFIG, TFConfigClusterResolver
 from keras_strategy.cluster_resolver.tpu import TPUClusterResolver
 
 _ROOT = Path("/")
-_SLURM_VARIABLES = (
-    *("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-    *("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"),
-)
-
 
 # Whether a kind of cluster was found, and why.
 Evidence = tuple[bool, str]
 
 
-def find_tf_config() -> Evidence:
-    """Check TF_CONFIG, which may have no cluster."""
+def _find_variables(*names: str) -> Evidence:
+    missing = [name for name in names if not os.environ.get(name)]
+    if not missing:
+        return True, f"{', '.join(names)} are set"
+    verb = "is" if len(missing) == 1 else "are"
+    return False, f"{', '.join(missing)} {verb} not set"
+
+
+def _find_tf_config() -> Evidence:
     text = os.environ.get(TF_CONFIG)
     if not text:
         return False, f"{TF_CONFIG} is not set"
@@ -51,13 +50,7 @@ def find_tf_config() -> Evidence:
     return True, f"{TF_CONFIG} is set"
 
 
-def find_torchrun() -> Evidence:
-    """Check the variables of torchrun, which other launchers set as well."""
-    return _all_set(TORCHRUN_VARIABLES)
-
-
-def find_mpi() -> Evidence:
-    """Check the variables of MPI launchers."""
+def _find_mpi() -> Evidence:
     for launcher in MPI_LAUNCHERS:
         if not launcher.is_present:
             continue
@@ -73,14 +66,11 @@ def find_mpi() -> Evidence:
     return False, f"{names} are not set"
 
 
-def find_sagemaker() -> Evidence:
-    """Check the variables of a SageMaker training job."""
-    return _all_set((SM_HOSTS, SM_CURRENT_HOST))
-
-
-def find_slurm() -> Evidence:
-    """Check the variables of a Slurm job step of several tasks."""
-    found, reason = _all_set(_SLURM_VARIABLES)
+def _find_slurm() -> Evidence:
+    found, reason = _find_variables(
+        *("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+        *("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"),
+    )
     if not found and os.environ.get("SLURM_JOB_ID"):
         return False, "a Slurm job, but not a step: start with srun"
     # `srun --pty bash` is a step too, but a shell on one node.
@@ -89,19 +79,26 @@ def find_slurm() -> Evidence:
     return found, reason
 
 
-def find_tpu() -> Evidence:
-    """Check the variables that name a TPU, and the devices of a TPU VM."""
+def _find_tpu() -> Evidence:
     for name in tpu.TPU_VARIABLES:
         if os.environ.get(name):
             return True, f"{name} is set"
     for device in ("dev/accel0", "dev/vfio/0"):
         # Elsewhere /dev/vfio/0 may be a GPU that is passed through.
-        if (_ROOT / device).exists() and _on_compute_engine():
+        if (_ROOT / device).exists() and _is_on_compute_engine():
             return True, f"/{device} exists on a Google Cloud machine"
     return False, f"{tpu.TPU_NAME} is not set, and this is not a TPU VM"
 
 
-def find_kubernetes() -> Evidence:
+def _is_on_compute_engine() -> bool:
+    try:
+        product = (_ROOT / "sys/class/dmi/id/product_name").read_text()
+    except OSError:
+        return False
+    return product.strip() == "Google Compute Engine"
+
+
+def _find_kubernetes() -> Evidence:
     """Check for a pod of an Indexed Job, the only kind with an index."""
     if not os.environ.get("KUBERNETES_SERVICE_HOST"):
         return False, "KUBERNETES_SERVICE_HOST is not set"
@@ -112,13 +109,13 @@ def find_kubernetes() -> Evidence:
             "a KubernetesClusterResolver yourself",
         )
     try:
-        job, index = indexed_job()
+        job, index = _indexed_job()
     except ValueError as error:
         return False, str(error)
     return True, f"this is pod {index} of the Indexed Job {job}"
 
 
-def indexed_job() -> tuple[str, int]:
+def _indexed_job() -> tuple[str, int]:
     """Return the name of this pod's Indexed Job and its index, or raise ValueError."""
     index = as_int(os.environ.get("JOB_COMPLETION_INDEX", ""), "JOB_COMPLETION_INDEX")
     hostname = os.environ.get("HOSTNAME", "")
@@ -132,36 +129,21 @@ def indexed_job() -> tuple[str, int]:
     return job, index
 
 
-def _all_set(names: tuple[str, ...]) -> Evidence:
-    missing = [name for name in names if not os.environ.get(name)]
-    if not missing:
-        return True, f"{', '.join(names)} are set"
-    verb = "is" if len(missing) == 1 else "are"
-    return False, f"{', '.join(missing)} {verb} not set"
-
-
-def _on_compute_engine() -> bool:
-    try:
-        product = (_ROOT / "sys/class/dmi/id/product_name").read_text()
-    except OSError:
-        return False
-    return product.strip() == "Google Compute Engine"
+def _indexed_job_resolver() -> KubernetesClusterResolver:
+    job, index = _indexed_job()
+    resolver = KubernetesClusterResolver({"worker": [f"job-name={job}"]})
+    resolver.task_type, resolver.task_id = "worker", index
+    return resolver
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Result of `detect` for one kind of cluster.
-
-    Attributes:
-        name: The kind of cluster, such as `"torchrun"`.
-        found: Whether the environment belongs to such a cluster.
-        reason: The reason, as text.
-        make_resolver: Makes its resolver. Only this may use the network.
-    """
+    """Result of `detect` for one kind of cluster."""
 
     name: str
     found: bool
     reason: str
+    # Only this may use the network.
     make_resolver: Callable[[], ClusterResolver]
 
     def __str__(self) -> str:
@@ -170,12 +152,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Detection:
-    """Result of `detect`, which is true if there is a cluster.
-
-    Attributes:
-        findings: A `Finding` for every kind of cluster, in the order of
-            precedence.
-    """
+    """Result of `detect` for every kind of cluster; true if there is a cluster."""
 
     findings: tuple[Finding, ...]
 
@@ -185,16 +162,7 @@ class Detection:
         return next((finding for finding in self.findings if finding.found), None)
 
     def resolver(self) -> ClusterResolver | None:
-        """Make the resolver of the chosen kind.
-
-        Returns:
-            A `ClusterResolver`; `None` if no cluster was found.
-
-        Raises:
-            ImportError: If the resolver needs an extra that is not installed.
-            RuntimeError: If the environment is incomplete.
-            ValueError: If the environment cannot be parsed.
-        """
+        """Make the resolver of the chosen kind; return `None` without a cluster."""
         return None if self.chosen is None else self.chosen.make_resolver()
 
     def __bool__(self) -> bool:
@@ -207,15 +175,19 @@ class Detection:
 # In the order of precedence: TF_CONFIG is written for this program; then come the
 # launchers, then the machine. A launcher often runs inside a Slurm step or a pod, never
 # the other way round.
+_find_torchrun = functools.partial(
+    _find_variables, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+)
+_find_sagemaker = functools.partial(_find_variables, "SM_HOSTS", "SM_CURRENT_HOST")
 _Kind = tuple[str, Callable[[], Evidence], Callable[[], ClusterResolver]]
 _KINDS: tuple[_Kind, ...] = (
-    ("TF_CONFIG", find_tf_config, TFConfigClusterResolver),
-    ("torchrun", find_torchrun, TorchrunClusterResolver),
-    ("MPI", find_mpi, MPIClusterResolver),
-    ("SageMaker", find_sagemaker, SageMakerClusterResolver),
-    ("Slurm", find_slurm, SlurmClusterResolver),
-    ("TPU", find_tpu, TPUClusterResolver),
-    ("Kubernetes", find_kubernetes, lambda: _indexed_job_resolver()),
+    ("TF_CONFIG", _find_tf_config, TFConfigClusterResolver),
+    ("torchrun", _find_torchrun, TorchrunClusterResolver),
+    ("MPI", _find_mpi, MPIClusterResolver),
+    ("SageMaker", _find_sagemaker, SageMakerClusterResolver),
+    ("Slurm", _find_slurm, SlurmClusterResolver),
+    ("TPU", _find_tpu, TPUClusterResolver),
+    ("Kubernetes", _find_kubernetes, _indexed_job_resolver),
 )
 
 
@@ -250,11 +222,3 @@ def detect() -> Detection:
     ```
     """
     return Detection(tuple(Finding(name, *find(), make) for name, find, make in _KINDS))
-
-
-def _indexed_job_resolver() -> KubernetesClusterResolver:
-    job, index = indexed_job()
-    resolver = KubernetesClusterResolver({"worker": [f"job-name={job}"]})
-    resolver.task_type = "worker"
-    resolver.task_id = index
-    return resolver

@@ -1,7 +1,5 @@
 """`GCEClusterResolver`: the machines of a Google Compute Engine instance group."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from keras_strategy.cluster_resolver.base import ClusterResolver
@@ -68,11 +66,9 @@ class GCEClusterResolver(ClusterResolver):
         self._task_type = task_type
         self._task_id = task_id
         self._rpc_layer = rpc_layer
-        if service is None:
-            service = build_service(
-                "compute", "v1", credentials, "gce", "GCEClusterResolver"
-            )
-        self._service = service
+        self._service = service or build_service(
+            "compute", "v1", credentials, "gce", "GCEClusterResolver"
+        )
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the machines of the group that run now, as one job.
@@ -80,8 +76,25 @@ class GCEClusterResolver(ClusterResolver):
         Raises:
             RuntimeError: If the API cannot be queried, or its answer is invalid.
         """
+        addresses = []
         try:
-            addresses = self._addresses()
+            groups = self._service.instanceGroups()
+            request = groups.listInstances(
+                **self._location,
+                instanceGroup=self._instance_group,
+                body={"instanceState": "RUNNING"},
+                orderBy="name",
+            )
+            while request is not None:
+                response = request.execute()
+                for item in response.get("items", []):
+                    name = item["instance"].split("/")[-1]
+                    get = self._service.instances().get(**self._location, instance=name)
+                    host = get.execute()["networkInterfaces"][0]["networkIP"]
+                    addresses.append(join_host_port(host, self._port))
+                request = groups.listInstances_next(
+                    previous_request=request, previous_response=response
+                )
         except Exception as error:
             raise RuntimeError(
                 f"Could not look up the instance group {self._instance_group!r} "
@@ -91,27 +104,6 @@ class GCEClusterResolver(ClusterResolver):
             ) from None
         # All machines need the same order.
         return ClusterSpec({str(self.task_type): sorted(addresses)})
-
-    def _addresses(self) -> list[str]:
-        groups = self._service.instanceGroups()
-        request = groups.listInstances(
-            **self._location,
-            instanceGroup=self._instance_group,
-            body={"instanceState": "RUNNING"},
-            orderBy="name",
-        )
-        addresses = []
-        while request is not None:
-            response = request.execute()
-            for item in response.get("items", []):
-                name = item["instance"].split("/")[-1]
-                get = self._service.instances().get(**self._location, instance=name)
-                host = get.execute()["networkInterfaces"][0]["networkIP"]
-                addresses.append(join_host_port(host, self._port))
-            request = groups.listInstances_next(
-                previous_request=request, previous_response=response
-            )
-        return addresses
 
     @property
     def task_type(self) -> str | None:

@@ -1,7 +1,5 @@
 """Google Cloud's API client and metadata server, with time limits and without leaks."""
 
-from __future__ import annotations
-
 import http.client
 import os
 import time
@@ -24,10 +22,9 @@ def build_service(
     user: str,
     discovery_url: str | None = None,
 ) -> Any:
-    """Make the client of an API, such as "tpu" in version "v1".
+    """Make the client of an API; `extra` installs its library for `user`.
 
-    `extra` of this package installs the client library, for `user`. Credentials
-    `"default"` or `None` are the application's default ones.
+    Credentials `"default"` or `None` are the application's default ones.
     """
     discovery = import_extra("googleapiclient.discovery", extra, user)
     if credentials is None or credentials == "default":
@@ -35,19 +32,6 @@ def build_service(
         credentials, _ = google_auth.default(
             scopes=["https://www.googleapis.com/auth/cloud-platform"]
         )
-    options = {} if discovery_url is None else {"discoveryServiceUrl": discovery_url}
-    return discovery.build(
-        name,
-        version,
-        http=_authorized_http(credentials, extra, user),
-        cache_discovery=False,
-        num_retries=0,
-        **options,
-    )
-
-
-def _authorized_http(credentials: Any, extra: str, user: str) -> Any:
-    """Return a connection that sends credentials by https only."""
     httplib2 = import_extra("httplib2", extra, user)
     google_auth_httplib2 = import_extra("google_auth_httplib2", extra, user)
 
@@ -63,7 +47,15 @@ def _authorized_http(credentials: Any, extra: str, user: str) -> Any:
     http = httplib2.Http(timeout=_API_TIMEOUT_SECONDS)
     # A redirect could lead out of https.
     http.follow_redirects = False
-    return HttpsOnly(credentials, http=http)
+    options = {} if discovery_url is None else {"discoveryServiceUrl": discovery_url}
+    return discovery.build(
+        name,
+        version,
+        http=HttpsOnly(credentials, http=http),
+        cache_discovery=False,
+        num_retries=0,
+        **options,
+    )
 
 
 def summarize(error: BaseException) -> str:
@@ -91,11 +83,8 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedire
 
 
 def get_metadata(path: str) -> str:
-    """Return the text at a path below `/computeMetadata/v1/`, or raise MetadataError.
-
-    The server is GCE_METADATA_HOST, or else GCE_METADATA_IP, or else
-    metadata.google.internal, as for Google's own clients.
-    """
+    """Return the text at a path below `/computeMetadata/v1/`."""
+    # As Google's own clients do.
     host = (
         os.environ.get("GCE_METADATA_HOST")
         or os.environ.get("GCE_METADATA_IP")
@@ -113,7 +102,15 @@ def get_metadata(path: str) -> str:
                     "an answer without its header Metadata-Flavor; set "
                     "GCE_METADATA_HOST if it is elsewhere"
                 )
-            body = _read(response)
+            # One time limit for all of the body.
+            deadline = time.monotonic() + _METADATA_TIMEOUT_SECONDS
+            body = b""
+            while chunk := response.read1(_MAX_BYTES):
+                body += chunk
+                if len(body) > _MAX_BYTES:
+                    raise ValueError("the answer is too long")
+                if time.monotonic() > deadline:
+                    raise TimeoutError("timed out")
         return body.decode("utf-8").strip()
     except urllib.error.HTTPError as error:
         error.close()
@@ -133,19 +130,6 @@ def get_metadata(path: str) -> str:
             f"No Google Cloud metadata server at {host} ({reason}); is this a Google "
             "Cloud machine?"
         ) from None
-
-
-def _read(response: http.client.HTTPResponse) -> bytes:
-    """Return the body, with one time limit for all of it."""
-    deadline = time.monotonic() + _METADATA_TIMEOUT_SECONDS
-    body = b""
-    while chunk := response.read1(_MAX_BYTES):
-        body += chunk
-        if len(body) > _MAX_BYTES:
-            raise ValueError("the answer is too long")
-        if time.monotonic() > deadline:
-            raise TimeoutError("timed out")
-    return body
 
 
 def get_metadata_or_none(path: str) -> str | None:

@@ -1,7 +1,5 @@
 """`KubernetesClusterResolver`: the pods that match a label selector."""
 
-from __future__ import annotations
-
 import enum
 import os
 from collections.abc import Mapping, Sequence
@@ -18,7 +16,7 @@ _WHO = "KubernetesClusterResolver"
 _CONNECT_AND_READ_SECONDS = (3.0, 5.0)
 _INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 
-RBAC_RULE = '{apiGroups: [""], resources: ["pods"], verbs: ["list"]}'
+_RBAC_RULE = '{apiGroups: [""], resources: ["pods"], verbs: ["list"]}'
 
 
 class KubernetesExecutableLocation(enum.Enum):
@@ -91,8 +89,9 @@ class KubernetesClusterResolver(ClusterResolver):
             KubernetesExecutableLocation.WITHIN_CLUSTER
         ),
     ) -> None:
-        mapping = job_to_label_mapping or {"worker": ["job-name=tensorflow"]}
-        self._selectors = dict(mapping)
+        self._selectors = dict(
+            job_to_label_mapping or {"worker": ["job-name=tensorflow"]}
+        )
         for job_name, selectors in self._selectors.items():
             # A string would act as a list of one-letter selectors.
             if isinstance(selectors, str):
@@ -126,9 +125,12 @@ class KubernetesClusterResolver(ClusterResolver):
                 "Expected every pod of the cluster to be running. Received: "
                 + ", ".join(waiting)
             )
-        for job_name, found in pods.items():
-            pods[job_name] = [join_host_port(_address(p), self._port) for p in found]
-        return ClusterSpec(pods)
+        return ClusterSpec(
+            {
+                job_name: [join_host_port(_find_ip(pod), self._port) for pod in found]
+                for job_name, found in pods.items()
+            }
+        )
 
     def _pods(self, selector: str) -> list[Any]:
         try:
@@ -136,7 +138,20 @@ class KubernetesClusterResolver(ClusterResolver):
                 label_selector=selector, _request_timeout=_CONNECT_AND_READ_SECONDS
             ).items
         except Exception as error:
-            raise RuntimeError(_explain(error, selector)) from None
+            # The client's own text quotes the server.
+            status = getattr(error, "status", None)
+            if status in (401, 403):
+                raise RuntimeError(
+                    f"The Kubernetes API refused to list the pods of {selector!r} "
+                    f"(HTTP {status}). The service account needs a ClusterRole with "
+                    f"the rule {_RBAC_RULE}, and a ClusterRoleBinding"
+                ) from None
+            detail = f"HTTP {status}" if status else type(error).__name__
+            raise RuntimeError(
+                f"Could not query the Kubernetes API for the pods of {selector!r}: "
+                f"{detail}. Check that it can be reached from this machine, and the "
+                "selector"
+            ) from None
         if not found:
             raise RuntimeError(
                 "Expected `job_to_label_mapping` to have selectors of running pods. "
@@ -185,7 +200,7 @@ def _sort_key(pod: Any) -> tuple[bool, int, str]:
     return True, 0, pod.metadata.name
 
 
-def _address(pod: Any) -> str:
+def _find_ip(pod: Any) -> str:
     # tf.distribute uses the node's address (host_ip), where nothing listens unless the
     # pod uses the node's network; then both are the same.
     for name in ("pod_ip", "host_ip"):
@@ -195,20 +210,4 @@ def _address(pod: Any) -> str:
     raise RuntimeError(
         "Expected a running pod to have an address. Received: pod "
         f'"{pod.metadata.name}" without one'
-    )
-
-
-def _explain(error: Exception, selector: str) -> str:
-    """Return an error text without the client's own, which quotes the server."""
-    status = getattr(error, "status", None)
-    if status in (401, 403):
-        return (
-            f"The Kubernetes API refused to list the pods of {selector!r} (HTTP "
-            f"{status}). The service account needs a ClusterRole with the rule "
-            f"{RBAC_RULE}, and a ClusterRoleBinding"
-        )
-    detail = f"HTTP {status}" if status else type(error).__name__
-    return (
-        f"Could not query the Kubernetes API for the pods of {selector!r}: {detail}. "
-        "Check that it can be reached from this machine, and the selector"
     )

@@ -1,7 +1,5 @@
 """Resolvers without a source of their own: a described cluster, and a union."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from keras_strategy.cluster_resolver.base import ClusterResolver, format_master_url
@@ -86,11 +84,6 @@ class SimpleClusterResolver(ClusterResolver):
 
     def _count_accelerators(self) -> dict[str, int]:
         return {} if self._num_accelerators is None else self._num_accelerators
-
-    @property
-    def environment(self) -> str:
-        """The `environment` that was passed to the resolver."""
-        return self._environment
 
 
 class UnionResolver(ClusterResolver):

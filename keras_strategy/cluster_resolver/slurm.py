@@ -1,13 +1,11 @@
 """`SlurmClusterResolver`: the tasks of a Slurm job step, and each task's GPUs."""
 
-from __future__ import annotations
-
-import dataclasses
 import logging
 import os
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from keras_strategy.cluster_resolver.base import ClusterResolver, import_extra
 from keras_strategy.cluster_resolver.cluster_spec import (
@@ -25,8 +23,7 @@ _NVIDIA_SMI_SECONDS = 10
 logger = logging.getLogger("keras_strategy")
 
 
-def step_variable(name: str) -> str:
-    """Return a variable of the job step; raise RuntimeError outside of one."""
+def _step_variable(name: str) -> str:
     value = os.environ.get(name)
     if not value:
         raise RuntimeError(
@@ -37,18 +34,12 @@ def step_variable(name: str) -> str:
     return value
 
 
-def step_integer(name: str) -> int:
-    """Return a variable of the job step that is an integer."""
-    return as_int(step_variable(name), name)
+def _step_integer(name: str) -> int:
+    return as_int(_step_variable(name), name)
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
-    """Return the hosts of an expression such as "n[1-2],m5,o[03-04,6]", in its order.
-
-    Raises:
-        ValueError: If it is not a host list.
-        ImportError: If the extra `slurm` is not installed.
-    """
+    """Return the hosts of an expression such as "n[1-2],m5,o[03-04,6]", in order."""
     library = import_extra("hostlist", "slurm", "SlurmClusterResolver")
     try:
         # Keep duplicates: without one, the following ranks would shift.
@@ -67,7 +58,7 @@ def expand_hostlist(hostlist: str) -> list[str]:
 
 
 def expand_tasks_per_node(text: str) -> list[int]:
-    """Return the numbers of an expression such as "3(x2),2,1", or raise ValueError."""
+    """Return the numbers of an expression such as "3(x2),2,1"."""
     result: list[int] = []
     for part in text.split(","):
         match = _REPEATED.fullmatch(part)
@@ -82,47 +73,37 @@ def expand_tasks_per_node(text: str) -> list[int]:
 
 # Earlier values of CUDA_VISIBLE_DEVICES, by the values that replaced them: a second
 # resolver in the process must divide the node's GPUs, not those of the first one.
-_previous_devices: dict[str, list[str]] = {}
+_previous_devices: dict[str, Sequence[str]] = {}
 
 
-@dataclasses.dataclass(frozen=True)
-class GpuAssignment:
-    """GPUs of one task.
-
-    Attributes:
-        per_task: The number of GPUs of each task.
-        node: The GPUs that the tasks of this node divide among them.
-        task: This task's GPUs; `None` leaves CUDA_VISIBLE_DEVICES as it is.
-    """
+class _Gpus(NamedTuple):
+    """GPUs of one task."""
 
     per_task: int
-    node: list[str] = dataclasses.field(default_factory=list)
-    task: list[str] | None = None
-
-    def apply(self) -> None:
-        """Set CUDA_VISIBLE_DEVICES to the task's GPUs."""
-        if self.task is None:
-            return
-        value = ",".join(self.task)
-        if os.environ.get(_CUDA) != value:
-            _previous_devices[value] = list(self.node)
-            os.environ[_CUDA] = value
+    # Those that the tasks of this node divide among them.
+    node: Sequence[str] = ()
+    # Those of this task; None leaves CUDA_VISIBLE_DEVICES as it is.
+    task: Sequence[str] | None = None
 
 
-def assign_gpus(
+def _assign_gpus(
     per_node: int | None, per_task: int | None, num_tasks: int, local_rank: int
-) -> GpuAssignment:
-    """Divide a node's GPUs among its tasks.
+) -> _Gpus:
+    """Divide a node's GPUs among its tasks, at most `num_tasks` on a node.
 
-    `None` detects `per_node`, and makes `per_task` an equal part. `num_tasks` is the
-    number of tasks on the node that has most.
+    `None` detects `per_node`, and makes `per_task` an equal part.
     """
-    visible = _visible()
-    if per_node is None and per_task is None and _bound_by_slurm():
-        return GpuAssignment(len(visible or []))
+    value = os.environ.get(_CUDA)
+    if value is None:
+        visible = None
+    elif value in _previous_devices:
+        visible = _previous_devices[value]
+    else:
+        visible = [gpu.strip() for gpu in value.split(",") if gpu.strip()]
+    if per_node is None and per_task is None and _is_bound_by_slurm():
+        return _Gpus(len(visible or []))
     if per_node is None:
-        if visible is None:
-            visible = _installed()
+        visible = _installed_gpus() if visible is None else visible
         per_node = len(visible)
     if per_task is None:
         per_task = per_node // num_tasks
@@ -135,32 +116,22 @@ def assign_gpus(
                     per_node,
                     _CUDA,
                 )
-            return GpuAssignment(0)
+            return _Gpus(0)
     if num_tasks * per_task > per_node:
         raise RuntimeError(
             f"Requested more GPUs per node than available. Expected at most {per_node} "
             f"for {num_tasks} tasks of a node. Received: gpus_per_task={per_task}"
         )
     if not per_node:
-        return GpuAssignment(0)
+        return _Gpus(0)
     # Slurm may have granted this job GPUs 2 and 3.
     if visible is None or len(visible) != per_node:
         visible = [str(index) for index in range(per_node)]
     first = local_rank * per_task
-    return GpuAssignment(per_task, visible, visible[first : first + per_task])
+    return _Gpus(per_task, visible, visible[first : first + per_task])
 
 
-def _visible() -> list[str] | None:
-    """Return the GPUs in CUDA_VISIBLE_DEVICES, or `None` if it is not set."""
-    value = os.environ.get(_CUDA)
-    if value is None:
-        return None
-    if value in _previous_devices:
-        return list(_previous_devices[value])
-    return [gpu.strip() for gpu in value.split(",") if gpu.strip()]
-
-
-def _installed() -> list[str]:
+def _installed_gpus() -> list[str]:
     """Return the GPUs that nvidia-smi lists; none if it fails."""
     try:
         output = subprocess.run(
@@ -177,7 +148,7 @@ def _installed() -> list[str]:
     return [str(index) for index in range(len(lines))]
 
 
-def _bound_by_slurm() -> bool:
+def _is_bound_by_slurm() -> bool:
     """Return True if Slurm itself shows each task only its own GPUs."""
     bind = os.environ.get("SLURM_GPU_BIND")
     if bind:
@@ -249,9 +220,9 @@ class SlurmClusterResolver(ClusterResolver):
         auto_set_gpu: bool = True,
         rpc_layer: str | None = "grpc",
     ) -> None:
-        self._rank = step_integer("SLURM_PROCID")
+        self._rank = _step_integer("SLURM_PROCID")
         if jobs is None:
-            jobs = {"worker": step_integer("SLURM_STEP_NUM_TASKS")}
+            jobs = {"worker": _step_integer("SLURM_STEP_NUM_TASKS")}
         self._port_base = port_number(port_base, "`port_base`")
         self._auto_set_gpu = auto_set_gpu
         self._rpc_layer = rpc_layer
@@ -280,18 +251,15 @@ class SlurmClusterResolver(ClusterResolver):
             first += count
         _, local_rank = self._placement[self._rank]
         self._check_distribution(local_rank)
-        self._gpus = assign_gpus(
+        self._gpus = _assign_gpus(
             gpus_per_node, gpus_per_task, max(nodes.values()), local_rank
         )
 
     def _check_distribution(self, local_rank: int) -> None:
-        """Check that the ranks follow the node list.
-
-        With `srun --distribution=cyclic` every address would be another task's.
-        """
-        if not os.environ.get("SLURM_LOCALID"):
-            return
-        found = step_integer("SLURM_LOCALID")
+        """Check that the ranks follow the node list."""
+        # With `srun --distribution=cyclic` every address would be another task's.
+        text = os.environ.get("SLURM_LOCALID")
+        found = as_int(text, "SLURM_LOCALID") if text else local_rank
         if found != local_rank:
             raise RuntimeError(
                 f"Expected task {self._rank} to be number {local_rank} on its node, by "
@@ -303,8 +271,11 @@ class SlurmClusterResolver(ClusterResolver):
     def cluster_spec(self) -> ClusterSpec:
         """Return the cluster; set CUDA_VISIBLE_DEVICES if `auto_set_gpu` is true."""
         addresses = [join_host_port(h, self._port_base + n) for h, n in self._placement]
-        if self._auto_set_gpu:
-            self._gpus.apply()
+        if self._auto_set_gpu and self._gpus.task is not None:
+            value = ",".join(self._gpus.task)
+            if os.environ.get(_CUDA) != value:
+                _previous_devices[value] = self._gpus.node
+                os.environ[_CUDA] = value
         jobs = {job: addresses[r.start : r.stop] for job, r in self._jobs.items()}
         return ClusterSpec(jobs)
 
@@ -321,10 +292,9 @@ def _count_tasks(tasks_per_node: int | Mapping[str, int] | None) -> dict[str, in
     if isinstance(tasks_per_node, Mapping):
         nodes = dict(tasks_per_node)
     else:
-        hosts = expand_hostlist(step_variable("SLURM_STEP_NODELIST"))
+        hosts = expand_hostlist(_step_variable("SLURM_STEP_NODELIST"))
         if tasks_per_node is None:
-            text = step_variable("SLURM_STEP_TASKS_PER_NODE")
-            counts = expand_tasks_per_node(text)
+            counts = expand_tasks_per_node(_step_variable("SLURM_STEP_TASKS_PER_NODE"))
         else:
             counts = [int(tasks_per_node)] * len(hosts)
         if len(counts) != len(hosts):

@@ -9,9 +9,9 @@ from keras import tree
 
 from keras_strategy.core import context
 from keras_strategy.core.registry import get_engine
-from keras_strategy.data.dataset_state import SourceStates
 from keras_strategy.data.local_rows import EvenParts, ReplicaParts
 from keras_strategy.data.prefetch import Prefetcher
+from keras_strategy.data.sources import SourceStates
 from keras_strategy.values import PerReplica
 
 if TYPE_CHECKING:
@@ -51,14 +51,14 @@ class DistributedDataset:
         self,
         strategy: "Strategy",
         start: Callable[[], Iterator[ReplicaParts | EvenParts]],
-        depth: int = 0,
-        pauses: Sequence[int] = (),
-        sources: SourceStates | None = None,
+        depth: int,
+        pauses: Sequence[int],
+        sources: SourceStates,
     ):
         self._strategy = strategy
         self._start = start
-        self._sources = sources
         self._prefetch = depth, pauses
+        self._sources = sources
         # The iterator that has read the first element for `element_spec`.
         self._peeked: DistributedIterator | None = None
 
@@ -76,7 +76,7 @@ class DistributedDataset:
         get_engine().require_eager_loop()
         iterator, self._peeked = self._peeked, None
         return iterator or DistributedIterator(
-            self._strategy, self._start(), *self._prefetch, self._sources
+            self._strategy, self._start(), *self._prefetch, self._require_sources()
         )
 
     @property
@@ -199,9 +199,9 @@ class DistributedIterator:
         self,
         strategy: "Strategy",
         parts: Iterator[ReplicaParts | EvenParts],
-        depth: int = 0,
-        pauses: Sequence[int] = (),
-        sources: SourceStates | None = None,
+        depth: int,
+        pauses: Sequence[int],
+        sources: SourceStates,
     ):
         self._strategy = strategy
         self._sources = sources
@@ -225,8 +225,7 @@ class DistributedIterator:
         context.require_cross_replica(self._strategy, "DistributedIterator.__next__")
         get_engine().require_eager_loop()
         if self._peeked:
-            if self._sources is not None:
-                self._sources.before_peek = None
+            self._sources.before_peek = None
             return self._peeked.pop()
         return next(self._elements)
 
@@ -258,27 +257,22 @@ class DistributedIterator:
     def element_spec(self) -> Any:
         """The shapes and dtypes, as `DistributedDataset.element_spec` returns them."""
         if self._spec is None:
-            sources = self._sources
-            state = None if sources is None else sources.state()
-            optional = self.get_next_as_optional()
-            if not optional.has_value():
+            positions = self._sources.state()["sources"]
+            try:
+                element = next(self)
+            except StopIteration:
                 raise ValueError(
                     "A distributed dataset reads its first element to find out its "
                     "`element_spec`, and it has no element."
-                )
-            self._peeked.append(optional.get_value())
-            if sources is not None and state is not None:
-                sources.before_peek = state["sources"]
-            self._spec = tree.map_structure(_spec_of, self._peeked[0])
+                ) from None
+            self._peeked.append(element)
+            self._sources.before_peek = positions
+            self._spec = tree.map_structure(_spec_of, element)
         return self._spec
 
 
 class OptionalElement:
-    """Element of a dataset, or none.
-
-    Args:
-        elements: A list of the element, or an empty list.
-    """
+    """Element of a dataset, or none: a list of one, or an empty list."""
 
     def __init__(self, elements: Sequence[Any]):
         self._elements = elements

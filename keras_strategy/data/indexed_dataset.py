@@ -11,10 +11,13 @@ import random
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 from keras import tree
 
@@ -25,13 +28,20 @@ from keras_strategy.data.local_rows import (
     row_order_checksum,
     rows_to_read,
 )
-from keras_strategy.data.sources import EpochOrderedDataset, PyDatasetReader, as_array
+from keras_strategy.data.sources import PyDatasetReader, as_array
 from keras_strategy.data.worker_batches import digest_of
 
 logger = logging.getLogger("keras_strategy")
 
 
-class IndexedDataset(EpochOrderedDataset):
+# The dataset that this thread reads, and the epoch of its row order. Iterations may
+# overlap: a thread may prefetch beyond the end of an epoch, and two loops may read a
+# dataset at once. So each keeps the epoch that it began with.
+_reading: ContextVar[tuple[Any, int]] = ContextVar("reading", default=(None, 0))
+_END = object()
+
+
+class IndexedDataset(keras.utils.PyDataset):
     """Dataset of batches whose rows are read from a source one by one.
 
     A `keras.utils.PyDataset` reads a batch with one call, so every worker reads all of
@@ -74,6 +84,8 @@ class IndexedDataset(EpochOrderedDataset):
     assert len(dataset) == 3 and x.shape == (4, 3) and y.shape == (4,)
     ```
     """
+
+    _epoch = 0
 
     def __init__(
         self,
@@ -123,6 +135,26 @@ class IndexedDataset(EpochOrderedDataset):
         """Read a batch."""
         return self.read(self.rows_of(index))
 
+    @property
+    def epoch(self) -> int:
+        """The epoch of the iteration that asks, else the next one."""
+        dataset, epoch = _reading.get()
+        return epoch if dataset is self else self._epoch
+
+    def iterate_in_epoch_order(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield batches that read this dataset, all in the order of one epoch."""
+        epoch = self._epoch
+        iterator = iter(batches)
+        while True:
+            token = _reading.set((self, epoch))
+            try:
+                batch = next(iterator, _END)
+            finally:
+                _reading.reset(token)
+            if batch is _END:
+                return
+            yield batch
+
     def on_epoch_end(self) -> None:
         """Begin the next epoch, in another order if the dataset shuffles."""
         self._epoch += 1
@@ -167,75 +199,57 @@ class IndexedDataset(EpochOrderedDataset):
         self._epoch = state["epoch"]
 
 
+@dataclass(frozen=True, eq=False)
 class IndexedRowReader:
     """Reader of this worker's rows of an `IndexedDataset`.
 
-    Args:
-        dataset: The dataset to read.
-        local_bounds: Returns this worker's bounds in a global batch.
-        shuffle: Shuffles the batches' indices in place, as Keras's `fit` does; None if
-            they stay in order.
+    `shuffle` shuffles the batches' indices in place, as Keras's `fit` does.
     """
 
-    def __init__(
-        self,
-        dataset: IndexedDataset,
-        local_bounds: LocalBoundsFn,
-        shuffle: Callable[[list[int]], None] | None = None,
-    ):
-        self._dataset = dataset
-        self._local_bounds = local_bounds
-        self._shuffle = shuffle
+    dataset: IndexedDataset
+    local_bounds: LocalBoundsFn
+    shuffle: Callable[[list[int]], None] | None = None
 
     def __iter__(self) -> Iterator[LocalRows]:
         # Like Keras, draw the order when the first batch is requested.
-        indices = list(range(len(self._dataset)))
-        if self._shuffle is not None:
-            self._shuffle(indices)
-        yield from self._dataset.iterate_in_epoch_order(map(self.read, indices))
+        indices = list(range(len(self.dataset)))
+        if self.shuffle is not None:
+            self.shuffle(indices)
+        yield from self.dataset.iterate_in_epoch_order(map(self.read, indices))
 
     def read(self, index: int) -> LocalRows:
         """Read this worker's rows of a batch."""
-        rows = self._dataset.rows_of(index)
-        bounds = self._local_bounds(len(rows))
+        rows = self.dataset.rows_of(index)
+        bounds = self.local_bounds(len(rows))
         first, end = rows_to_read(bounds)
         digest, reread = "", None
-        if not self._dataset.compared:
+        if not self.dataset.compared:
             # All workers read one common row, to detect sources that differ.
             reread = functools.partial(self._digest_rows, rows[:1])
             digest = reread()
-            self._dataset.compared = True
-        batch = self._dataset.read(rows[first:end])
+            self.dataset.compared = True
+        batch = self.dataset.read(rows[first:end])
+        checksum = row_order_checksum(rows)
         return LocalRows(
-            batch,
-            bounds,
-            len(rows),
-            row_order_checksum(rows),
-            digest=digest,
-            reread_digest=reread,
+            batch, bounds, len(rows), checksum, digest=digest, reread_digest=reread
         )
 
     def _digest_rows(self, rows: Sequence[int]) -> str:
-        return digest_of(self._dataset.read(rows))
+        return digest_of(self.dataset.read(rows))
 
 
 def local_rows_start(
     dataset: Any, local_bounds: LocalBoundsFn
 ) -> Callable[..., Iterator[LocalRows]] | None:
-    """Return a function that starts reading local rows, None if `dataset` has no index.
-
-    For distributed datasets: `fit` uses the readers themselves.
-    """
+    """Return a function that starts reading local rows, None if there is no index."""
     if is_indexed(dataset):
         return functools.partial(iter, loader_row_reader(dataset, local_bounds))
     if isinstance(dataset, IndexedDataset):
-        reader = IndexedRowReader(dataset, local_bounds)
-        return PyDatasetReader(dataset, reader.read)
+        return PyDatasetReader(dataset, IndexedRowReader(dataset, local_bounds).read)
     return None
 
 
 # --- torch's DataLoader
-
 
 # Arguments of a loader beside its dataset, its sampler and its functions.
 _LOADER_SETTINGS = (
@@ -255,7 +269,6 @@ _DRAWN_LATER = (
     "reads all rows. Draw for row i from its own generator, such as "
     "`np.random.default_rng([seed, i])`."
 )
-_ALL = slice(None)
 
 
 def is_indexed(loader: Any) -> bool:
@@ -276,10 +289,7 @@ def is_indexed(loader: Any) -> bool:
 
 
 def loader_row_reader(loader: Any, local_bounds: LocalBoundsFn) -> "LoaderRowReader":
-    """Return the row reader of an indexed loader, one for all epochs.
-
-    So its persistent worker processes live on.
-    """
+    """Return the row reader of a loader: one, so that its worker processes live on."""
     if loader not in _readers:
         _readers[loader] = LoaderRowReader(loader, local_bounds)
     _readers[loader].indices.local_bounds = local_bounds
@@ -296,22 +306,22 @@ class LoaderRowReader:
     """
 
     def __init__(self, loader: Any, local_bounds: LocalBoundsFn):
-        functions: dict[str, Any] = {"collate_fn": _CollateAndCheck(loader.collate_fn)}
-        if loader.num_workers:
-            functions["worker_init_fn"] = _InitWorker(loader.worker_init_fn)
+        self.indices = _LocalBatchSampler(loader.batch_sampler, local_bounds)
+        self._is_first = True
         settings = {
             name: getattr(loader, name)
             for name in _LOADER_SETTINGS
             if hasattr(loader, name)
         }
-        self.indices = _LocalBatchSampler(loader.batch_sampler, local_bounds)
-        self._is_first = True
+        if loader.num_workers:
+            init = functools.partial(_init_worker, loader.worker_init_fn)
+            settings["worker_init_fn"] = init
         self._loader = type(loader)(
-            loader.dataset, batch_sampler=self.indices, **settings, **functions
+            loader.dataset,
+            batch_sampler=self.indices,
+            collate_fn=functools.partial(_collate_and_check, loader.collate_fn),
+            **settings,
         )
-
-    def __len__(self) -> int:
-        return len(self.indices)
 
     def __iter__(self) -> Iterator[LocalRows]:
         # In this order: starting draws random numbers, and may read ahead.
@@ -322,24 +332,23 @@ class LoaderRowReader:
         self, batches: Iterator[Any], requested: "deque[_Requested]"
     ) -> Iterator[LocalRows]:
         for data, has_drawn in batches:
-            request = requested.popleft()
-            if has_drawn and not self._is_first and not self.indices.reads_all:
-                logger.warning(_DRAWN_LATER)
-            if self._is_first or has_drawn:
-                self.indices.reads_all = has_drawn
+            rows, bounds, reads_all = requested.popleft()
             digest, reread = "", None
             if self._is_first:
-                digest = digest_of(_arrays(data, _ALL))
+                self.indices.reads_all = has_drawn
+                digest = digest_of(_arrays(data))
                 if not has_drawn:
-                    reread = functools.partial(self._digest_rows, request.rows)
+                    reread = functools.partial(self._digest_rows, rows)
+            elif has_drawn and not self.indices.reads_all:
+                logger.warning(_DRAWN_LATER)
+                self.indices.reads_all = True
             self._is_first = False
-            bounds = request.bounds
-            local = slice(*rows_to_read(bounds)) if request.reads_all else _ALL
+            first, end = rows_to_read(bounds) if reads_all else (0, None)
             yield LocalRows(
-                _arrays(data, local),
+                _arrays(data, first, end),
                 bounds,
-                request.global_rows,
-                request.order_checksum,
+                len(rows),
+                row_order_checksum(rows),
                 digest=digest,
                 reread_digest=reread,
             )
@@ -347,39 +356,30 @@ class LoaderRowReader:
     def _digest_rows(self, rows: list) -> str:
         loader = self._loader
         data, _ = loader.collate_fn([loader.dataset[row] for row in rows])
-        return digest_of(_arrays(data, _ALL))
+        return digest_of(_arrays(data))
 
 
 _readers: weakref.WeakKeyDictionary[Any, LoaderRowReader] = weakref.WeakKeyDictionary()
 
 
 class _Requested(NamedTuple):
-    """A batch whose rows were requested; `rows` only if all of them were."""
+    """A global batch whose rows were requested; this worker may read all of them."""
 
-    bounds: Bounds
-    global_rows: int
-    order_checksum: int
-    reads_all: bool
     rows: list
+    bounds: Bounds
+    reads_all: bool
 
 
 class _LocalBatchSampler:
-    """Batch sampler that yields the indices of the rows that this worker reads.
-
-    Attributes:
-        local_bounds: Returns this worker's bounds in a global batch.
-        reads_all: True if this worker reads all rows of each batch.
-        requested: The batches whose rows have not arrived yet, in order.
-    """
+    """Batch sampler that yields the indices of the rows that this worker reads."""
 
     def __init__(self, batches: Any, local_bounds: LocalBoundsFn):
         self._batches = batches
         self.local_bounds = local_bounds
+        # True if this worker reads all rows of each batch.
         self.reads_all = True
+        # The global batches whose rows have not arrived yet, in order.
         self.requested: deque[_Requested] = deque()
-
-    def __len__(self) -> int:
-        return len(self._batches)
 
     def __iter__(self) -> Iterator[list]:
         self.requested = deque()
@@ -387,24 +387,22 @@ class _LocalBatchSampler:
 
     def _sample(self, requested: deque[_Requested]) -> Iterator[list]:
         for batch in self._batches:
-            batch = list(batch)
-            bounds, reads_all = self.local_bounds(len(batch)), self.reads_all
-            checksum = row_order_checksum(batch)
-            rows = batch if reads_all else []
-            requested.append(_Requested(bounds, len(batch), checksum, reads_all, rows))
-            first, end = (0, len(batch)) if reads_all else rows_to_read(bounds)
+            rows = list(batch)
+            bounds = self.local_bounds(len(rows))
+            requested.append(_Requested(rows, bounds, self.reads_all))
+            first, end = (0, len(rows)) if self.reads_all else rows_to_read(bounds)
             _record_random_states()
-            yield batch[first:end]
+            yield rows[first:end]
 
 
-def _arrays(data: Any, rows: slice) -> Any:
+def _arrays(data: Any, first: int = 0, end: int | None = None) -> Any:
     """Return rows of a batch as arrays or tensors that Keras accepts."""
     data = tuple(data) if isinstance(data, list) else data
 
     def select(leaf):
         if not hasattr(leaf, "shape"):
             return leaf
-        return as_array(leaf, "the DataLoader")[rows]
+        return as_array(leaf, "the DataLoader")[first:end]
 
     return tree.map_structure(select, data)
 
@@ -412,41 +410,28 @@ def _arrays(data: Any, rows: slice) -> Any:
 # --- detection of random draws while reading rows, in this or a loader's process
 
 
-_recorded: list[Any] = [None]
+_recorded: Any = None
 
 
 def _record_random_states() -> None:
-    """Record this process's generator states before rows are read."""
-    _recorded[0] = _random_states()
-
-
-def _random_states() -> tuple:
+    """Record this process's generator states, before rows are read."""
+    global _recorded
     numbers: Any = np.random.get_state(legacy=True)
     _, keys, position, *gauss = numbers
     state = sys.modules["torch"].get_rng_state().numpy().tobytes()
-    return random.getstate(), keys.tobytes(), position, gauss, state
+    _recorded = random.getstate(), keys.tobytes(), position, gauss, state
 
 
-class _CollateAndCheck:
-    """Collate function that also returns whether reading the rows drew numbers."""
-
-    def __init__(self, collate: Callable[[Any], Any]):
-        self._collate = collate
-
-    def __call__(self, rows: Any) -> tuple[Any, bool]:
-        batch = self._collate(rows)
-        before, after = _recorded[0], _random_states()
-        _recorded[0] = after
-        return batch, before != after
+def _collate_and_check(collate: Callable[[Any], Any], rows: Any) -> tuple[Any, bool]:
+    """Return a batch of rows, and True if reading them drew random numbers."""
+    batch = collate(rows)
+    before = _recorded
+    _record_random_states()
+    return batch, before != _recorded
 
 
-class _InitWorker:
-    """`worker_init_fn` that calls the user's and records the random states."""
-
-    def __init__(self, init: Callable[[int], Any] | None):
-        self._init = init
-
-    def __call__(self, worker_id: int) -> None:
-        if self._init is not None:
-            self._init(worker_id)
-        _record_random_states()
+def _init_worker(init: Callable[[int], Any] | None, worker_id: int) -> None:
+    """Call the user's `worker_init_fn`, if any, and record the random states."""
+    if init is not None:
+        init(worker_id)
+    _record_random_states()

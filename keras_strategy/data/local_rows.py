@@ -18,29 +18,19 @@ LocalBoundsFn = Callable[[int], Bounds]
 
 @dataclass(frozen=True, eq=False)
 class LocalRows:
-    """A worker's rows of a global batch, a leaf for `keras.tree`.
+    """A worker's rows of a global batch, a leaf for `keras.tree`."""
 
-    Attributes:
-        batch: The batch with this worker's rows only; one placeholder row where the
-            worker has none.
-        bounds: Begin and end of each local replica's rows in the global batch.
-        global_rows: The number of rows of the global batch.
-        order_checksum: Checksum of the row numbers of the global batch; None where
-            workers cannot differ in them.
-        worker_rows: The number of rows of each worker, by rank, where each reads its
-            own data; None where all workers have the same data.
-        digest: Digest of rows of the first batch that every worker has read, where all
-            should have the same data; else empty.
-        reread_digest: Reads these rows again and returns their digest; None where that
-            would draw from a process-wide random generator.
-    """
-
+    # One placeholder row where the worker has none.
     batch: Any
     bounds: Bounds
     global_rows: int
+    # Of the row numbers of the global batch; None where workers cannot differ in them.
     order_checksum: int | None = None
+    # By rank, where each worker reads its own data; None where all have the same.
     worker_rows: tuple[int, ...] | None = None
+    # Of rows of the first batch that all workers have read and that should be the same.
     digest: str = ""
+    # Reads these rows again; None where that would draw from a process-wide generator.
     reread_digest: Callable[[], str] | None = None
 
 
@@ -67,15 +57,11 @@ def local_bounds_fn(strategy: Any) -> LocalBoundsFn:
 
 
 class ReplicaParts(list[Any]):
-    """One element of a distributed dataset: a list of each local replica's part.
+    """One element of a distributed dataset: a list of each local replica's part."""
 
-    Attributes:
-        alike: True if all replicas of all workers get arrays of the same shapes and
-            dtypes; None if that is not known.
-        rows: The rows of each replica; None if the arrays of a part differ in them.
-    """
-
+    # True if all replicas of all workers get arrays of the same shapes and dtypes.
     alike: bool | None = None
+    # None if the arrays of a part differ in their number of rows.
     rows: BatchRows | None = None
 
     def placed(self, place: Callable[[Sequence[Any]], Any]) -> Any:
@@ -84,31 +70,21 @@ class ReplicaParts(list[Any]):
 
 
 class EvenParts:
-    """A global batch that all replicas, all of them local, share equally.
-
-    It stands for `ReplicaParts`, without slicing the arrays.
-    """
+    """`ReplicaParts` of a batch that local replicas share equally, without slices."""
 
     alike = True
 
-    def __init__(self, batch: Any, arrays: list[Any], replicas: int):
+    def __init__(self, batch: Any, arrays: list[Any], rows: int, replicas: int):
         self._batch = batch
         self._arrays = arrays
         self._replicas = replicas
         self.rows = BatchRows()
-        for array in arrays:
-            if array is not None:
-                self.rows.counts = (array.shape[0] // replicas,) * replicas
-                break
-
-    def __len__(self) -> int:
-        return self._replicas
+        self.rows.counts = (rows // replicas,) * replicas
 
     def placed(self, place: Callable[[Sequence[Any]], Any]) -> Any:
         """Return the element, with each array replaced by `place(its parts)`."""
-        replicas = self._replicas
         leaves = [
-            None if array is None else place(EvenRows(array, replicas))
+            None if array is None else place(EvenRows(array, self._replicas))
             for array in self._arrays
         ]
         return tree.pack_sequence_as(self._batch, leaves)

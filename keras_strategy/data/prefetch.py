@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,6 @@ Scope = Callable[[], AbstractContextManager[Any]]
 
 
 class _ThreadState(threading.local):
-    """Prefetching of the current thread."""
-
     active: "set[Prefetcher] | None" = None
     disabled = False
 
@@ -41,17 +39,12 @@ class Prefetcher(Iterator[Any]):
     """Iterator that reads some items of another iterator ahead, in a thread.
 
     The first item is read in the requesting thread, and with it what begins an epoch,
-    such as drawing its row order. An error of reading an item is raised where the item
-    is requested.
+    such as drawing its row order. After any multiple of one of the epoch lengths
+    `pauses`, the next item is read only when it is requested. An error of reading an
+    item is raised where the item is requested.
 
-    Args:
-        items: The iterator to read.
-        depth: How many items to read ahead, 1 or more.
-        pauses: Epoch lengths: after any multiple of one, the next item is read only
-            when it is requested.
-        scope: Context manager that the thread reads in.
-        sources: The `SourceStates` of the items, which learns the position of each
-            item returned.
+    `sources` are the `SourceStates` of the items, which learn the position of each item
+    returned.
     """
 
     def __init__(
@@ -139,21 +132,17 @@ class Prefetcher(Iterator[Any]):
         return item, None if self._sources is None else self._sources.current()
 
 
+@dataclass(frozen=True, eq=False)
 class PrefetchedBatches:
     """Iterable that reads batches with a new `Prefetcher` in each iteration."""
 
-    def __init__(
-        self,
-        batches: Iterable[Any],
-        depth: int,
-        pauses: Sequence[int] = (),
-        scope: Scope = contextlib.nullcontext,
-    ):
-        self._batches = batches
-        self._arguments = depth, pauses, scope
+    batches: Iterable[Any]
+    depth: int
+    pauses: Sequence[int]
+    scope: Scope
 
     def __iter__(self) -> Iterator[Any]:
-        return Prefetcher(iter(self._batches), *self._arguments)
+        return Prefetcher(iter(self.batches), self.depth, self.pauses, self.scope)
 
 
 @contextlib.contextmanager
@@ -181,14 +170,14 @@ def prefetch_disabled() -> Iterator[None]:
 
 def copy_batch(batch: Any) -> Any:
     """Copy a batch whose source may refill the same arrays."""
-    return tree.map_structure(_copy_leaf, batch)
 
+    def copy(leaf):
+        if isinstance(leaf, np.ndarray):
+            return leaf.copy()
+        if hasattr(leaf, "detach") and hasattr(leaf, "clone"):  # a torch tensor
+            return leaf.detach().clone()
+        if isinstance(leaf, LocalRows):
+            return replace(leaf, batch=copy_batch(leaf.batch))
+        return leaf
 
-def _copy_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, np.ndarray):
-        return leaf.copy()
-    if hasattr(leaf, "detach") and hasattr(leaf, "clone"):  # a torch tensor
-        return leaf.detach().clone()
-    if isinstance(leaf, LocalRows):
-        return replace(leaf, batch=copy_batch(leaf.batch))
-    return leaf
+    return tree.map_structure(copy, batch)

@@ -21,14 +21,10 @@ from keras_strategy.core.registry import get_engine
 def sync_with_chief(cluster: Cluster, digests: Sequence[str] | None = None) -> None:
     """Set Python's, NumPy's and the backend's generators to the chief's state.
 
-    Nothing changes where all workers have called `keras.utils.set_random_seed` with the
-    same seed. `digests` are the workers' `random_state_digest()`, if they have been
-    exchanged already.
+    `digests` are the workers' `random_state_digest()`, if exchanged already.
     """
-    if digests is None:
-        digests = cluster.exchange(
-            "the comparison of random states", random_state_digest()
-        )
+    operation = "the comparison of random states"
+    digests = digests or cluster.exchange(operation, random_state_digest())
     if len(set(digests)) == 1:
         return
     state = get_random_state() if cluster.is_chief else None
@@ -48,7 +44,7 @@ def get_random_state() -> dict[str, Any]:
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     engine = get_engine().random_state()
-    torch = _imported_torch()
+    torch = sys.modules.get("torch")  # on any backend, its DataLoader draws from it
     return {
         "python": [version, list(numbers), gauss],
         "numpy": [
@@ -72,11 +68,6 @@ def set_random_state(state: dict[str, Any]) -> None:
     np.random.set_state((name, keys, *rest))
     if state["engine"] is not None:
         get_engine().set_random_state(base64.b64decode(state["engine"]))
-    torch = _imported_torch()
+    torch = sys.modules.get("torch")
     if torch is not None and state["torch"] is not None:
         torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
-
-
-def _imported_torch() -> Any:
-    # On every backend: torch's DataLoader shuffles with it.
-    return sys.modules.get("torch")

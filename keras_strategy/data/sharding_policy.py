@@ -20,8 +20,8 @@ logger = logging.getLogger("keras_strategy")
 
 # The number of shards, and the index of the one that a dataset gives.
 Shard = list[int]
-# Policies with which a global batch is the concatenation of all workers' batches.
-_PER_WORKER = (AutoShardPolicy.OFF, AutoShardPolicy.FILE, AutoShardPolicy.HINT)
+# With these, a global batch is the concatenation of all workers' batches.
+PER_WORKER_POLICIES = (AutoShardPolicy.OFF, AutoShardPolicy.FILE, AutoShardPolicy.HINT)
 _warned_padding = False
 
 
@@ -66,11 +66,7 @@ def files(
 
 
 def resolve_policy(dataset: Any, options: Any, cluster: Cluster) -> AutoShardPolicy:
-    """Return the policy that options request, or that the dataset declares.
-
-    Raises:
-        ValueError: If the workers' datasets declare shards that do not match.
-    """
+    """Return the policy that options request, or that the dataset declares."""
     if options is not None and options.auto_shard_policy is not AutoShardPolicy.AUTO:
         return options.auto_shard_policy
     if is_tf_dataset(dataset):
@@ -83,17 +79,8 @@ def resolve_policy(dataset: Any, options: Any, cluster: Cluster) -> AutoShardPol
     return AutoShardPolicy.AUTO
 
 
-def is_per_worker_policy(policy: AutoShardPolicy) -> bool:
-    """Return True if each worker reads its own batches under a policy."""
-    return policy in _PER_WORKER
-
-
 def shard_for_worker(dataset: Any, policy: AutoShardPolicy, cluster: Cluster) -> Any:
-    """Return this worker's shard of a dataset under a per-worker policy.
-
-    Raises:
-        ValueError: If it cannot be sharded, or its sampler does not match the workers.
-    """
+    """Return this worker's shard of a dataset under a per-worker policy."""
     sampler = _distributed_sampler(dataset)
     if sampler is not None:
         _check_sampler(sampler, cluster)
@@ -182,9 +169,6 @@ def is_presharded(dataset: Any, cluster: Cluster) -> bool:
 
     It recognises `tf.data.Dataset.shard`, grain's `ShardOptions` and slices, and
     streams of `datasets.distributed.split_dataset_by_node`.
-
-    Raises:
-        ValueError: If the workers' datasets give different shards, but not one each.
     """
     shards = list(declared_shards(dataset))
     if not shards:
@@ -192,10 +176,9 @@ def is_presharded(dataset: Any, cluster: Cluster) -> bool:
     by_worker = cluster.exchange("the shards that a dataset gives", shards)
     if all(other == shards for other in by_worker):
         return False  # all read the same
-    expected = [[cluster.size, rank] for rank in range(cluster.size)]
-    for position in range(min(map(len, by_worker))):
-        if [shards[position] for shards in by_worker] == expected:
-            return True
+    expected = tuple([cluster.size, rank] for rank in range(cluster.size))
+    if expected in zip(*by_worker, strict=False):
+        return True
     raise ValueError(
         f"The dataset of worker r must give shard r of {cluster.size}, or that of all "
         "workers the same rows. Received datasets of these shards (number of shards, "
@@ -208,12 +191,11 @@ def declared_shards(dataset: Any) -> Iterator[Shard]:
     if is_tf_dataset(dataset):
         yield from _tf_shards(dataset)
         return
-    options = None
     grain = sys.modules.get("grain")
     if grain is not None and isinstance(dataset, grain.DataLoader):
         options = getattr(dataset, "_shard_options", None)
-    if options is not None and options.shard_count > 1:
-        yield [options.shard_count, options.shard_index]
+        if options is not None and options.shard_count > 1:
+            yield [options.shard_count, options.shard_index]
     if grain is not None and isinstance(dataset, grain.MapDataset | grain.IterDataset):
         yield from _grain_shards(dataset)
     torch_data = sys.modules.get("torch.utils.data")

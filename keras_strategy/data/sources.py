@@ -1,12 +1,20 @@
-"""Readers of every kind of dataset that `fit` takes, batch by batch.
+"""Readers of every kind of dataset that `fit` takes, and the positions of sources.
+
+A source that can report its position does so itself: by `state_dict` and
+`load_state_dict` (torchdata, Hugging Face), or by `get_state` and `set_state` (grain's
+iterators). A `PyDataset` is restored by batch index. Any other source is read again
+from its beginning up to its position. Prefetched batches do not count as read: see
+`Prefetcher`.
 
 Objects of TensorFlow, torch and other libraries are recognised by their type's name or
 in `sys.modules`: importing a library only to ask would cost seconds and memory.
 """
 
 import itertools
-import threading
+import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -15,69 +23,22 @@ import numpy as np
 from keras_strategy.core.registry import get_engine
 from keras_strategy.data.prefetch import Prefetcher, copy_batch
 
-_END = object()
-
-
-class _ThreadEpoch(threading.local):
-    """The dataset that the current thread reads, and the epoch of its row order."""
-
-    dataset: "EpochOrderedDataset | None" = None
-    epoch = 0
-
-
-_thread = _ThreadEpoch()
-
-
-class EpochOrderedDataset(keras.utils.PyDataset):
-    """Dataset that counts epochs and has another row order in each.
-
-    Iterations may overlap: a thread may prefetch beyond the end of an epoch, and two
-    loops may read the dataset at once. So each keeps the epoch that it began with.
-    """
-
-    _epoch = 0
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the iteration that asks, else the next one."""
-        return _thread.epoch if _thread.dataset is self else self._epoch
-
-    def iterate_in_epoch_order(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield batches that read this dataset, all in the order of one epoch."""
-        epoch = self._epoch
-        iterator = iter(batches)
-        while True:
-            outer = _thread.dataset, _thread.epoch
-            _thread.dataset, _thread.epoch = self, epoch
-            try:
-                batch = next(iterator, _END)
-            finally:
-                _thread.dataset, _thread.epoch = outer
-            if batch is _END:
-                return
-            yield batch
+logger = logging.getLogger("keras_strategy")
+_STATE_PROTOCOLS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
 
 
 def batches_of(dataset: Any, argument: str) -> Callable[[], Iterator[Any]]:
-    """Return a function that starts reading a dataset from its beginning.
-
-    Args:
-        dataset: A `tf.data.Dataset`, `DataLoader`, `PyDataset`, or any other iterable
-            or iterator.
-        argument: The name of the dataset in errors.
-
-    Raises:
-        TypeError: If it is none of these, or is a batch rather than a dataset.
-    """
+    """Return a function that starts reading a dataset from its beginning."""
     if is_tf_dataset(dataset):
         return lambda: iter(dataset.as_numpy_iterator())
     if isinstance(dataset, keras.utils.PyDataset):
         return PyDatasetReader(dataset, dataset.__getitem__)
     if isinstance(dataset, Iterator):
         return OneShotReader(dataset, argument)
-    if not _is_batch(dataset) and (
-        isinstance(dataset, Iterable) or hasattr(dataset, "__getitem__")
-    ):
+    is_batch = isinstance(dataset, str | bytes | tuple | Mapping)
+    is_batch = is_batch or hasattr(dataset, "shape")
+    is_iterable = isinstance(dataset, Iterable) or hasattr(dataset, "__getitem__")
+    if is_iterable and not is_batch:
         return lambda: iter(dataset)
     raise TypeError(
         f"{argument} must be a dataset of batches: a tf.data.Dataset, a torch "
@@ -109,22 +70,14 @@ def has_fixed_shapes(dataset: Any) -> bool:
     """Return True if a dataset declares that all its elements have the same shapes."""
     if not is_tf_dataset(dataset):
         return False
-    specs = keras.tree.flatten(dataset.element_spec)
-    return all(getattr(s, "shape", None) is not None for s in specs) and all(
-        spec.shape.is_fully_defined() for spec in specs
-    )
+    shapes = [
+        getattr(s, "shape", None) for s in keras.tree.flatten(dataset.element_spec)
+    ]
+    return all(shape is not None and shape.is_fully_defined() for shape in shapes)
 
 
 def as_array(leaf: Any, argument: str) -> Any:
-    """Convert a leaf of a batch to a tensor of the backend or a NumPy array.
-
-    Args:
-        leaf: An array, a tensor of any library, a number, or None.
-        argument: The name of the dataset in errors.
-
-    Raises:
-        TypeError: If it is something else.
-    """
+    """Convert a leaf of a batch to a tensor of the backend or a NumPy array."""
     if type(leaf) is np.ndarray:  # the common case
         return leaf
     if leaf is None or get_engine().is_tensor(leaf):
@@ -139,17 +92,13 @@ def as_array(leaf: Any, argument: str) -> Any:
     )
 
 
-def _is_batch(value: Any) -> bool:
-    return isinstance(value, str | bytes | tuple | Mapping) or hasattr(value, "shape")
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 class PyDatasetReader:
-    """Reader that starts a `PyDataset` at any batch.
-
-    Args:
-        dataset: The dataset, whose `on_epoch_begin` and `on_epoch_end` it calls.
-        read: Returns the batch of an index.
-    """
+    """Reader that starts a `PyDataset` at any batch; `read` returns one by index."""
 
     def __init__(self, dataset: keras.utils.PyDataset, read: Callable[[int], Any]):
         self._dataset = dataset
@@ -162,9 +111,9 @@ class PyDatasetReader:
         number = number_of_batches(dataset)
         indices = itertools.count(first) if number is None else range(first, number)
         batches = map(self._read, indices)
-        if isinstance(dataset, EpochOrderedDataset):
-            batches = dataset.iterate_in_epoch_order(batches)
-        yield from batches
+        # Only an `IndexedDataset` has it.
+        in_order = getattr(dataset, "iterate_in_epoch_order", None)
+        yield from batches if in_order is None else in_order(batches)
         dataset.on_epoch_end()
 
     def skip_epochs(self, epochs: Sequence[int | None]) -> None:
@@ -195,11 +144,6 @@ class OneShotReader:
             self._iterator = Prefetcher(map(copy_batch, self._source), self._depth)
 
     def __call__(self) -> Iterator[Any]:
-        """Continue reading.
-
-        Raises:
-            RuntimeError: If the iterator is exhausted.
-        """
         if self._ended:
             raise RuntimeError(
                 f"{self._argument} was an iterator or a generator, which gives its "
@@ -216,6 +160,172 @@ class OneShotReader:
         self._ended = True
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+class SourceStates:
+    """Sources of a distributed dataset, with their positions.
+
+    `turns` batches of each make up an element.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[Any],
+        starts: Sequence[Callable[..., Iterator[Any]]],
+        turns: int = 1,
+    ):
+        self._sources = [_Source(*pair) for pair in zip(datasets, starts, strict=True)]
+        self._turns = turns
+        # Positions after the last element that a loop received, where prefetching has
+        # read further.
+        self.consumed: list[Any] | None = None
+        # Positions before an element that was read for its spec only.
+        self.before_peek: list[Any] | None = None
+
+    @property
+    def has_pending_restore(self) -> bool:
+        """True if a state was loaded and no iteration has started from it yet."""
+        return any(source.restore_from is not None for source in self._sources)
+
+    @property
+    def first_element(self) -> int:
+        """The index of the first element of the latest iteration."""
+        return self._sources[0].first_batch // self._turns
+
+    def start(self) -> list[Iterator[Any]]:
+        """Start reading all sources, from a restored position if there is one."""
+        self.consumed = self.before_peek = None
+        return [source.start() for source in self._sources]
+
+    def current(self) -> list[Any]:
+        """Return the positions, prefetched batches included."""
+        return [source.position() for source in self._sources]
+
+    def state(self) -> dict[str, Any]:
+        """Return the value of `DistributedDataset.state_dict`."""
+        return {"sources": self.before_peek or self.consumed or self.current()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Have the next iteration start from `state`."""
+        positions = state.get("sources") if isinstance(state, dict) else None
+        if not isinstance(positions, list) or len(positions) != len(self._sources):
+            raise ValueError(
+                "Argument `state` must be what `state_dict` returned for the same "
+                f"dataset, which is read from {len(self._sources)} sources. Received: "
+                f"{state!r}"
+            )
+        self.consumed = self.before_peek = None
+        for source, position in zip(self._sources, positions, strict=True):
+            source.restore_from = position
+
+
+@dataclass
+class _Pass:
+    """Progress of one iteration over a source."""
+
+    batches: int
+    ended: bool = False
+
+    def count(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of an iterator, and count them."""
+        for batch in iterator:
+            self.batches += 1
+            yield batch
+        self.ended = True
+
+
+class _Source:
+    """One source and its position."""
+
+    def __init__(self, dataset: Any, start: Callable[..., Iterator[Any]]):
+        self._dataset, self._start = dataset, start
+        # The dataset or its iterator, whichever reports its own position.
+        self._stateful = dataset if has_state(dataset) else None
+        self._passes: list[_Pass] = []
+        # The position at which the next iteration starts; None for the beginning.
+        self.restore_from: dict[str, Any] | None = None
+        # The index of the first batch of the latest iteration.
+        self.first_batch = 0
+
+    def start(self) -> Iterator[Any]:
+        position, self.restore_from = self.restore_from, None
+        if position is not None:
+            iterator = self._resume(position)
+        else:
+            self.first_batch, iterator = 0, self._start()
+            if isinstance(self._start, OneShotReader) and self._passes:
+                return self._passes[-1].count(iterator)
+        if self._stateful is not self._dataset:
+            self._stateful = iterator if has_state(iterator) else None
+        self._passes.append(_Pass(self.first_batch))
+        return self._passes[-1].count(iterator)
+
+    def position(self) -> dict[str, Any]:
+        """Return JSON values, apart from the source's own state."""
+        if self.restore_from is not None:
+            return self.restore_from
+        *before, now = self._passes or [_Pass(0)]
+        passes: list[int | None] = []
+        state = None
+        if self._stateful is None:
+            # The number of batches read in each pass, None for a complete one.
+            past = [*before, now] if now.ended else before
+            passes = [None if each.ended else each.batches for each in past]
+        elif self._stateful is self._dataset or not now.ended:
+            state = _state_methods(self._stateful)[0]()
+        batch = 0 if now.ended else now.batches
+        return {"batch": batch, "passes": passes, "state": state}
+
+    def _resume(self, position: dict[str, Any]) -> Iterator[Any]:
+        start, state = self._start, position["state"]
+        self.first_batch, passes = position["batch"], position["passes"]
+        self._passes = [_Pass(n or 0, ended=n is None) for n in passes]
+        if isinstance(start, OneShotReader):
+            start.reset_prefetch()
+        restores_dataset = has_state(self._dataset) and state is not None
+        if restores_dataset:
+            _state_methods(self._dataset)[1](state)
+        if isinstance(start, PyDatasetReader):
+            if not restores_dataset:
+                start.skip_epochs(passes)
+            return start(self.first_batch)
+        if restores_dataset:
+            return start()
+        if state is None:
+            return self._reread(passes)
+        iterator = start()
+        if not has_state(iterator):
+            raise ValueError(
+                "The state belongs to a dataset that reports its own position, and "
+                "this one does not. Received: a dataset of type "
+                f"{type(self._dataset).__name__}"
+            )
+        _state_methods(iterator)[1](state)
+        return iterator
+
+    def _reread(self, passes: list[int | None]) -> Iterator[Any]:
+        """Read again what was read before the position to resume at."""
+        if passes or self.first_batch:
+            logger.info(
+                "A dataset of type %s resumes at batch %d of pass %d. It does not "
+                "report its position (`state_dict`), so it is read again up to there.",
+                type(self._dataset).__name__,
+                self.first_batch,
+                len(passes),
+            )
+        for count in [*passes, self.first_batch]:
+            iterator = self._start()
+            deque(itertools.islice(iterator, count), maxlen=0)
+        return iterator
+
+
+def has_state(source: Any) -> bool:
+    """Return True if a source can report and restore its position."""
+    return _state_methods(source) is not None
+
+
+def _state_methods(source: Any) -> Any:
+    """Return the methods that get and set a source's state, or None."""
+    for names in _STATE_PROTOCOLS:
+        methods = [getattr(source, name, None) for name in names]
+        if all(map(callable, methods)):
+            return methods
+    return None

@@ -12,8 +12,6 @@ from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core import context
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.step_state import BatchRows
-from keras_strategy.data import worker_batches
-from keras_strategy.data.dataset_state import SourceStates, has_state
 from keras_strategy.data.distributed_dataset import DistributedDataset
 from keras_strategy.data.indexed_dataset import IndexedDataset, local_rows_start
 from keras_strategy.data.local_rows import (
@@ -24,19 +22,26 @@ from keras_strategy.data.local_rows import (
 )
 from keras_strategy.data.prefetch import Prefetcher, copy_batch
 from keras_strategy.data.sharding_policy import (
-    is_per_worker_policy,
+    PER_WORKER_POLICIES,
     resolve_policy,
     shard_for_worker,
 )
 from keras_strategy.data.sources import (
     OneShotReader,
+    SourceStates,
     as_array,
     batches_of,
     has_fixed_shapes,
+    has_state,
     is_tf_dataset,
     number_of_batches,
 )
-from keras_strategy.data.worker_batches import assemble_rounds, synchronize_rounds
+from keras_strategy.data.worker_batches import (
+    FULL_READS,
+    assemble_rounds,
+    synchronize_rounds,
+    warn_once,
+)
 from keras_strategy.errors import WorkerInputError
 from keras_strategy.options import InputContext, InputOptions, InputReplicationMode
 from keras_strategy.training.ownership import strategy_of_model
@@ -54,26 +59,21 @@ _BATCH_FIRST = (
 
 @dataclass
 class BatchesForKeras:
-    """Batches of a distributed dataset for Keras's own loop.
-
-    Attributes:
-        start: Starts to read them.
-        number: The number of batches, None if it is unknown.
-        once: True if they can be read only once.
-        per_worker: True if each worker has its own batches, which concatenate to the
-            global batches; else all workers have the global batches.
-        dataset: The user's dataset, if it gives exactly these batches.
-        depth: The number of batches to prefetch.
-        shortest: True if they end with the first worker that has no more.
-    """
+    """Batches of a distributed dataset for Keras's own loop."""
 
     start: Callable[[], Iterator[Any]]
+    # None if it is unknown.
     number: int | None
+    # True if they can be read only once.
     once: bool
+    # True if each worker has its own batches, which concatenate to the global ones.
     per_worker: bool
+    # The user's dataset, if it gives exactly these batches.
     dataset: Any
+    # How many to prefetch.
     depth: int
-    shortest: bool = False
+    # True if they end with the first worker that has no more.
+    shortest: bool
 
 
 def distribute(
@@ -81,7 +81,8 @@ def distribute(
 ) -> DistributedDataset:
     """Implement `Strategy.experimental_distribute_dataset`."""
     argument = "Argument `dataset`"
-    _check(strategy, "experimental_distribute_dataset", options, dataset, argument)
+    _check_call(strategy, "experimental_distribute_dataset", options)
+    _check_not_distributed(dataset, argument)
     if options and (
         options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
     ):
@@ -94,55 +95,45 @@ def distribute(
     per_worker = False
     if cluster is not None:
         policy = resolve_policy(dataset, options, cluster)
-        per_worker = is_per_worker_policy(policy)
+        per_worker = policy in PER_WORKER_POLICIES
         if per_worker:
             dataset = shard_for_worker(dataset, policy, cluster)
-    start = batches_of(dataset, argument)
-    indexed = None
+    start, local_start = batches_of(dataset, argument), None
     if cluster is not None and not per_worker:
-        indexed = local_rows_start(dataset, local_bounds_fn(strategy))
-        if indexed is None:
-            worker_batches.warn_full_reads(cluster)
-    start = indexed or start
+        local_start = local_rows_start(dataset, local_bounds_fn(strategy))
+        if local_start is None:
+            warn_once(cluster, FULL_READS)
+    start = local_start or start
 
     number = number_of_batches(dataset)
-    if indexed is None or isinstance(dataset, IndexedDataset):
-        depth = prefetch_depth(dataset, options)
-    else:
+    depth, device_depth = _prefetch_depths(strategy, [start], [dataset], options)
+    if local_start is not None and not isinstance(dataset, IndexedDataset):
         depth = 0  # a DataLoader has `num_workers`, and observes random draws
-    depth = _hoist_one_shot_prefetch([start], [dataset], depth)
-    device_depth = depth if _prefetches_to_devices(strategy, options) else 0
     pauses = (number,) if number else ()
     shortest = options is not None and options.end_with_first_worker
     sources = SourceStates([dataset], [start])
     replicas = strategy.num_replicas_in_sync
     local = strategy.extended.topology.local_replicas
-
-    def read() -> Iterator[Any]:
-        (batches,) = sources.start()
-        if depth == device_depth:
-            return batches
-        return Prefetcher(map(copy_batch, batches), depth, pauses, sources=sources)
-
-    def parts() -> Iterator[ReplicaParts | EvenParts]:
-        return (_split(batch, replicas, local, argument) for batch in read())
-
-    def per_worker_parts() -> Iterator[ReplicaParts]:
-        count = len(local)
-        rounds = (_split(batch, count, range(count), argument) for batch in read())
-        assert cluster is not None
-        return synchronize_rounds(map(_sliced, rounds), cluster, not shortest)
-
     if per_worker:
-        result = DistributedDataset(strategy, per_worker_parts, sources=sources)
-    elif indexed is not None:
-        result = DistributedDataset(strategy, parts, sources=sources)
-    else:
-        native = get_engine().distribute_natively(strategy, [dataset], True, options)
-        result = native or DistributedDataset(
-            strategy, parts, device_depth, pauses, sources
-        )
-    if indexed is not None or (is_tf_dataset(dataset) and not per_worker):
+        replicas, local = len(local), range(len(local))
+
+    def parts() -> Iterator[Any]:
+        (batches,) = sources.start()
+        if depth != device_depth:
+            batches = map(copy_batch, batches)
+            batches = Prefetcher(batches, depth, pauses, sources=sources)
+        split = (_split(b, replicas, local, argument, per_worker) for b in batches)
+        if cluster is None or not per_worker:
+            return split
+        return synchronize_rounds(split, cluster, not shortest)
+
+    result = None
+    if not per_worker and local_start is None:
+        result = get_engine().distribute_natively(strategy, [dataset], True, options)
+    result = result or DistributedDataset(
+        strategy, parts, device_depth, pauses, sources
+    )
+    if local_start is not None or (is_tf_dataset(dataset) and not per_worker):
         result._global_batches = dataset
     else:
         once = isinstance(start, OneShotReader)
@@ -164,15 +155,16 @@ def distribute_from_function(
             f"a dataset. Received: dataset_fn={dataset_fn!r} of type "
             f"{type(dataset_fn).__name__}"
         )
-    _check(strategy, "distribute_datasets_from_function", options)
+    _check_call(strategy, "distribute_datasets_from_function", options)
     replicas = strategy.num_replicas_in_sync
     cluster = strategy.extended.cluster
     local = strategy.extended.topology.local_replicas
-    per_replica = options is not None and (
+    # How many batches of each dataset make up an element.
+    turns = len(local)
+    if options is not None and (
         options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
-    )
-    if per_replica:
-        pipelines, local_pipelines = replicas, list(local)
+    ):
+        turns, pipelines, local_pipelines = 1, replicas, list(local)
     elif cluster is None:
         pipelines, local_pipelines = 1, [0]
     else:
@@ -182,44 +174,43 @@ def distribute_from_function(
     ]
     argument = "The return value of `dataset_fn`"
     for dataset in datasets:
-        _check(strategy, "distribute_datasets_from_function", None, dataset, argument)
+        _check_not_distributed(dataset, argument)
     starts = [batches_of(dataset, argument) for dataset in datasets]
     native = get_engine().distribute_natively(strategy, datasets, False, options)
     partial = not all(map(has_fixed_shapes, datasets))
-    depth = min(prefetch_depth(dataset, options) for dataset in datasets)
-    depth = _hoist_one_shot_prefetch(starts, datasets, depth)
-    device_depth = depth if _prefetches_to_devices(strategy, options) else 0
+    depth, device_depth = _prefetch_depths(strategy, starts, datasets, options)
     shortest = options is not None and options.end_with_first_worker
-    sources = SourceStates(datasets, starts, 1 if per_replica else len(local))
+    sources = SourceStates(datasets, starts, turns)
 
-    def local_rounds(iterators: list[Iterator[Any]]) -> Iterator[ReplicaParts]:
-        turns = iterators if per_replica else iterators * len(local)
-        return assemble_rounds(turns, partial, argument)
+    def local_rounds(iterators):
+        return assemble_rounds(iterators * turns, partial, argument)
 
-    def parts() -> Iterator[ReplicaParts]:
+    def parts() -> Iterator[Any]:
         iterators = sources.start()
-        if depth == device_depth:
-            rounds = local_rounds(iterators)
-        else:
-            copies = local_rounds([map(copy_batch, batches) for batches in iterators])
-            rounds = Prefetcher(copies, depth, pauses, sources=sources)
+        if depth != device_depth:
+            iterators = [map(copy_batch, batches) for batches in iterators]
+        rounds = local_rounds(iterators)
+        if depth != device_depth:
+            rounds = Prefetcher(rounds, depth, pauses, sources=sources)
         if cluster is None:
             return rounds
         return synchronize_rounds(rounds, cluster, partial and not shortest)
 
+    number = None
     counts = [number_of_batches(dataset) for dataset in datasets]
     known = [count for count in counts if count is not None]
-    number = None
-    if len(known) == len(counts) and per_replica:
-        number = max(known) if partial else min(known)
-    elif len(known) == len(counts):
-        number = (known[0] + (len(local) - 1 if partial else 0)) // len(local)
+    if len(known) == len(counts):
+        batches = max(known) + turns - 1 if partial else min(known)
+        number = batches // turns
     pauses = (number,) if number else ()
     result = native or DistributedDataset(
         strategy, parts, device_depth, pauses, sources
     )
     result._global_batches = BatchesForKeras(
-        lambda: map(_concatenate, local_rounds([start() for start in starts])),
+        lambda: (
+            parts.placed(_concatenate)
+            for parts in local_rounds([start() for start in starts])
+        ),
         number,
         any(isinstance(start, OneShotReader) for start in starts),
         cluster is not None,
@@ -234,18 +225,7 @@ def keras_dataset(dataset: Any, strategy: "Strategy | None", method: str) -> Any
     """Return what `fit` and the like read instead of a distributed dataset.
 
     They split global batches themselves. Where each worker has its own batches, the
-    workers exchange how many.
-
-    Args:
-        dataset: Any argument of `fit`, returned as it is if it is not distributed.
-        strategy: The strategy of the model, or None.
-        method: "fit" or the like.
-
-    Returns:
-        A `tf.data.Dataset` of global batches, or `BatchesForKeras`.
-
-    Raises:
-        ValueError: If another strategy distributed the dataset.
+    workers exchange how many. Any other argument is returned as it is.
     """
     cluster = None if strategy is None else strategy.extended.cluster
     if strategy is not None and _has_per_worker_policy(dataset, cluster):
@@ -264,11 +244,7 @@ def keras_dataset(dataset: Any, strategy: "Strategy | None", method: str) -> Any
             f"Resume `{method}` with `keras_strategy.callbacks.BackupAndRestore`."
         )
     batches = dataset._global_batches
-    if (
-        cluster is None
-        or not isinstance(batches, BatchesForKeras)
-        or not batches.per_worker
-    ):
+    if cluster is None or not _is_per_worker(batches):
         return batches
     numbers = cluster.exchange("the number of batches of its own", batches.number)
     if 0 in numbers:
@@ -281,18 +257,14 @@ def keras_dataset(dataset: Any, strategy: "Strategy | None", method: str) -> Any
     return replace(batches, number=number)
 
 
-def reads_per_worker_rows(dataset: Any, strategy: "Strategy") -> bool:
-    """Return True if in `fit` and the like each worker reads its own batches."""
-    if isinstance(dataset, DistributedDataset):
-        batches = dataset._global_batches
-        return isinstance(batches, BatchesForKeras) and batches.per_worker
-    return _has_per_worker_policy(dataset, strategy.extended.cluster)
+def _is_per_worker(batches: Any) -> bool:
+    return isinstance(batches, BatchesForKeras) and batches.per_worker
 
 
 def _has_per_worker_policy(dataset: Any, cluster: Cluster | None) -> bool:
-    return cluster is not None and is_per_worker_policy(
-        resolve_policy(dataset, None, cluster)
-    )
+    if cluster is None:
+        return False
+    return resolve_policy(dataset, None, cluster) in PER_WORKER_POLICIES
 
 
 def predict(model: keras.Model, x: Any, gather: bool = False, **kwargs: Any) -> Any:
@@ -328,7 +300,13 @@ def predict(model: keras.Model, x: Any, gather: bool = False, **kwargs: Any) -> 
     """
     predictions = model.predict(x, **kwargs)
     strategy = strategy_of_model(model)
-    if not gather or strategy is None or not reads_per_worker_rows(x, strategy):
+    if not gather or strategy is None:
+        return predictions
+    if isinstance(x, DistributedDataset):
+        per_worker = _is_per_worker(x._global_batches)
+    else:
+        per_worker = _has_per_worker_policy(x, strategy.extended.cluster)
+    if not per_worker:
         return predictions
     workers = strategy.extended.group.workers
 
@@ -352,44 +330,40 @@ def prefetch_depth(dataset: Any, options: InputOptions | None) -> int:
     return 0 if options is None else options.experimental_per_replica_buffer_size
 
 
-def _hoist_one_shot_prefetch(
-    readers: Sequence[Any], datasets: Sequence[Any], depth: int
-) -> int:
-    """Have one-shot readers prefetch for all their iterations, and return 0 then.
+def _prefetch_depths(
+    strategy: "Strategy",
+    readers: Sequence[Any],
+    datasets: Sequence[Any],
+    options: InputOptions | None,
+) -> tuple[int, int]:
+    """Return how many batches to prefetch, and how many of them to the devices.
 
-    Stateful iterators are not prefetched: they do that themselves.
+    One-shot readers prefetch by themselves, for all their iterations; stateful
+    iterators not even that.
     """
-    once = [
-        (reader, dataset)
-        for reader, dataset in zip(readers, datasets, strict=True)
-        if isinstance(reader, OneShotReader)
-    ]
-    for reader, dataset in once:
-        if depth and not has_state(dataset):
-            reader.prefetch(depth)
-    return 0 if once else depth
-
-
-def _prefetches_to_devices(strategy: "Strategy", options: InputOptions | None) -> bool:
+    depth = min(prefetch_depth(dataset, options) for dataset in datasets)
+    if any(isinstance(reader, OneShotReader) for reader in readers):
+        for reader, dataset in zip(readers, datasets, strict=True):
+            if isinstance(reader, OneShotReader) and depth and not has_state(dataset):
+                reader.prefetch(depth)
+        return 0, 0
     # Several workers first have to agree that each of them has a batch.
-    return strategy.extended.cluster is None and (
+    to_devices = strategy.extended.cluster is None and (
         options is None or options.experimental_fetch_to_device
     )
+    return depth, depth if to_devices else 0
 
 
-def _check(
-    strategy: "Strategy",
-    method: str,
-    options: Any,
-    dataset: Any = None,
-    argument: str = "",
-) -> None:
+def _check_call(strategy: "Strategy", method: str, options: Any) -> None:
     context.require_cross_replica(strategy, method)
     if options is not None and not isinstance(options, InputOptions):
         raise TypeError(
             "Argument `options` must be an InputOptions or None. Received: "
             f"options={options!r} of type {type(options).__name__}"
         )
+
+
+def _check_not_distributed(dataset: Any, argument: str) -> None:
     if isinstance(dataset, DistributedDataset):
         raise ValueError(
             f"{argument} has been distributed already. Iterate over it as it is. "
@@ -398,9 +372,12 @@ def _check(
 
 
 def _split(
-    batch: Any, replicas: int, local: range, argument: str
-) -> ReplicaParts | EvenParts:
-    """Split a global batch, or this worker's rows of it, over the local replicas."""
+    batch: Any, replicas: int, local: range, argument: str, slice_now: bool
+) -> Any:
+    """Split a global batch, or this worker's rows of it, over the local replicas.
+
+    Equal parts are sliced when they are placed, unless `slice_now` is set.
+    """
     local_rows = batch if isinstance(batch, LocalRows) else None
     batch = batch if local_rows is None else local_rows.batch
     arrays = [as_array(leaf, argument) for leaf in tree.flatten(batch)]
@@ -410,8 +387,8 @@ def _split(
         raise ValueError(f"{argument}: {error} {_BATCH_FIRST}") from None
     if local_rows is not None:
         rows, first = local_rows.global_rows, local_rows.bounds[0][0]
-    if rows % replicas == 0 and len(local) == replicas:
-        return EvenParts(batch, arrays, replicas)
+    if rows % replicas == 0 and len(local) == replicas and not slice_now:
+        return EvenParts(batch, arrays, rows, replicas)
     batch = tree.pack_sequence_as(batch, arrays)
     bounds = split_rows(rows, replicas)
     parts = ReplicaParts(
@@ -431,22 +408,10 @@ def _split(
     return parts
 
 
-def _sliced(parts: ReplicaParts | EvenParts) -> ReplicaParts:
-    if isinstance(parts, ReplicaParts):
-        return parts
-    return ReplicaParts(
-        parts.placed(lambda rows, i=i: rows[i]) for i in range(len(parts))
-    )
-
-
-def _concatenate(parts: ReplicaParts) -> Any:
-    """Return the global batch of all replicas' parts."""
-
-    def concatenate(*leaves):
-        if leaves[0] is None:
-            return None
-        if isinstance(leaves[0], np.ndarray):
-            return np.concatenate(leaves)
-        return keras.ops.concatenate(leaves)
-
-    return tree.map_structure(concatenate, *parts)
+def _concatenate(leaves: Sequence[Any]) -> Any:
+    """Return the rows of all replicas in one array."""
+    if leaves[0] is None:
+        return None
+    if isinstance(leaves[0], np.ndarray):
+        return np.concatenate(leaves)
+    return keras.ops.concatenate(leaves)

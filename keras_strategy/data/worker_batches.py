@@ -13,6 +13,7 @@ import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from keras import tree
@@ -41,7 +42,7 @@ _DIFFERENT_ROWS = (
     "own data, as if all had the same. To match one device, draw for row i from its "
     "own generator, such as `np.random.default_rng([seed, i])`."
 )
-_FULL_READS = (
+FULL_READS = (
     "Each of the %d workers reads all rows of this data and computes only some: every "
     "row is read %d times. If reading is slow, use rows that can be indexed "
     "(`keras_strategy.IndexedDataset`, or a torch DataLoader of them), of which a "
@@ -51,73 +52,44 @@ _FULL_READS = (
 _warned: set[str] = set()
 
 
-def warn_if_same_rows(cluster: Cluster, digests: Sequence[str]) -> None:
-    """Warn if workers that should read different rows read the same.
-
-    `digests` are those of each worker's first batch, empty where there is none.
-    """
-    if cluster.size > 1 and len(set(digests)) == 1 and digests[0].strip("-"):
-        _warn_once(cluster, _SAME_ROWS)
-
-
-def warn_full_reads(cluster: Cluster) -> None:
-    """Warn that each worker reads complete global batches."""
-    if cluster.size > 1:
-        _warn_once(cluster, _FULL_READS)
-
-
-def _warn_once(cluster: Cluster, message: str) -> None:
-    if cluster.is_chief and message not in _warned:
+def warn_once(cluster: Cluster, message: str) -> None:
+    """Warn on the chief, if there are several workers."""
+    if cluster.size > 1 and cluster.is_chief and message not in _warned:
         _warned.add(message)
         logger.warning(message, cluster.size, cluster.size)
 
 
+def _warn_if_same_rows(cluster: Cluster, digests: Sequence[str]) -> None:
+    if len(set(digests)) == 1 and digests[0].strip("-"):
+        warn_once(cluster, _SAME_ROWS)
+
+
+@dataclass(frozen=True, eq=False)
 class SynchronizedBatches:
-    """Global batches, for as long as every worker has one.
+    """Global batches, for as long as every worker has one."""
 
-    Args:
-        batches: The batches, tuples of arrays or tensors; read anew in each iteration.
-        cluster: The workers.
-        counts: Properties of the batches if they are arrays: the workers compare them
-            once, instead of comparing each batch.
-        pauses: See `read_synchronized`. By default nothing is read ahead.
-        warn_full_reads: Warn if each worker reads complete batches.
-    """
-
-    def __init__(
-        self,
-        batches: Iterable[Any],
-        cluster: Cluster,
-        counts: list | None = None,
-        pauses: Callable[[int], bool] = lambda num_taken: True,
-        warn_full_reads: bool = False,
-    ):
-        self._batches = batches
-        self._cluster = cluster
-        self._counts = counts
-        self._pauses = pauses
-        self._warns_full_reads = warn_full_reads
+    batches: Iterable[Any]
+    cluster: Cluster
+    # Properties of arrays, which the workers compare once, instead of each batch.
+    counts: list | None
+    # See `read_synchronized`.
+    pauses: Callable[[int], bool]
+    warn_full_reads: bool
 
     def __iter__(self) -> Iterator[Any]:
-        """Start reading.
-
-        Raises:
-            WorkerInputError: If the workers' batches differ in their numbers of rows,
-                or another worker could not read its batch.
-        """
         # Now rather than with the first batch: starting may draw random numbers.
-        iterator = iter(self._batches)
-        if self._counts:
+        iterator = iter(self.batches)
+        if self.counts:
             return self._compare_counts_once(iterator)
         return self._compare_each(iterator)
 
     def _compare_counts_once(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        counts = self._cluster.exchange("the start of an epoch", self._counts)
+        counts = self.cluster.exchange("the start of an epoch", self.counts)
         if any(other != counts[0] for other in counts):
             raise WorkerInputError(
                 "All workers must be given the same arrays: each computes on its "
                 "own rows of every batch. Received arrays of different numbers of "
-                f"rows or batches: {self._cluster.format_by_worker(counts)}."
+                f"rows or batches: {self.cluster.format_by_worker(counts)}."
             )
         yield from iterator
 
@@ -133,50 +105,53 @@ class SynchronizedBatches:
             is_first = next(num_read) == 0
             return [count_rows(batch), digest_of(batch) if is_first else ""]
 
-        def accept(batch, answers):
-            if None in answers:
-                self._warn_uneven_end(answers)
-                return None
-            rows = [answer[0] for answer in answers]
-            if len(set(rows)) > 1:
-                raise WorkerInputError(
-                    "All workers must be given the same batches: each computes on its "
-                    "own rows of every batch. Received batches of different numbers "
-                    f"of rows: {self._cluster.format_by_worker(rows)}."
-                )
-            if any(answer[:2] != answers[0][:2] for answer in answers):
-                raise self._different_batches_error(batch, [a[1] for a in answers])
-            if not isinstance(batch, LocalRows):
-                if self._warns_full_reads:
-                    warn_full_reads(self._cluster)
-            elif any(answer != answers[0] for answer in answers):
-                self._check_different_rows(batch, [a[-1] for a in answers])
-            return batch
-
         return read_synchronized(
-            iterator, self._cluster, "the next batch", describe, accept, self._pauses
+            iterator,
+            self.cluster,
+            "the next batch",
+            describe,
+            self._accept,
+            self.pauses,
         )
 
-    def _different_batches_error(self, batch: Any, digests: list) -> WorkerInputError:
-        by_worker = self._cluster.format_by_value(digests)
-        if isinstance(batch, LocalRows):
-            return WorkerInputError(
-                "All workers must read in the same order: each reads its own rows of "
-                "every batch. Received a batch of different rows on some workers "
-                f"(digests of their indices by worker: {by_worker}). If a sampler has "
-                "its own generator, give it the same seed on all workers."
+    def _accept(self, batch: Any, answers: list) -> Any:
+        if None in answers:
+            self._warn_uneven_end(answers)
+            return None
+        rows = [answer[0] for answer in answers]
+        if len(set(rows)) > 1:
+            raise WorkerInputError(
+                "All workers must be given the same batches: each computes on its "
+                "own rows of every batch. Received batches of different numbers "
+                f"of rows: {self.cluster.format_by_worker(rows)}."
             )
-        return WorkerInputError(
-            "All workers must be given the same batches: each computes on its own "
-            "rows of every batch. Received different values in the first one (digests "
-            f"by worker: {by_worker}). If each worker reads different rows, "
-            "distribute its dataset with `AutoShardPolicy.OFF`."
-        )
+        if any(answer[:2] != answers[0][:2] for answer in answers):
+            by_worker = self.cluster.format_by_value(answer[1] for answer in answers)
+            if isinstance(batch, LocalRows):
+                raise WorkerInputError(
+                    "All workers must read in the same order: each reads its own rows "
+                    "of every batch. Received a batch of different rows on some "
+                    f"workers (digests of their indices by worker: {by_worker}). If a "
+                    "sampler has its own generator, give it the same seed on all "
+                    "workers."
+                )
+            raise WorkerInputError(
+                "All workers must be given the same batches: each computes on its own "
+                "rows of every batch. Received different values in the first one "
+                f"(digests by worker: {by_worker}). If each worker reads different "
+                "rows, distribute its dataset with `AutoShardPolicy.OFF`."
+            )
+        if not isinstance(batch, LocalRows):
+            if self.warn_full_reads:
+                warn_once(self.cluster, FULL_READS)
+        elif any(answer != answers[0] for answer in answers):
+            self._check_different_rows(batch, [answer[2] for answer in answers])
+        return batch
 
     def _check_different_rows(self, batch: LocalRows, digests: list) -> None:
         """Raise if the data differs; warn if rows are drawn at random."""
         if batch.reread_digest is not None and batch.reread_digest() == batch.digest:
-            by_worker = self._cluster.format_by_value(digests)
+            by_worker = self.cluster.format_by_value(digests)
             raise WorkerInputError(
                 "All workers must be given the same data: each reads its own rows of "
                 "every batch. Received different values in rows that all of them have "
@@ -185,74 +160,53 @@ class SynchronizedBatches:
                 "distribute it with `AutoShardPolicy.OFF`. If rows are drawn by their "
                 "index, use the same seed on all workers."
             )
-        _warn_once(self._cluster, _DIFFERENT_ROWS)
+        warn_once(self.cluster, _DIFFERENT_ROWS)
 
     def _warn_uneven_end(self, answers: list) -> None:
-        ended = [i for i, answer in enumerate(answers) if answer is None]
-        if len(ended) == len(answers):
-            return
-        names = ", ".join(self._cluster.names[i] for i in ended)
-        warnings.warn(
-            f"The data of some workers ({names}) has ended before that of the others; "
-            "the epoch ends here on all workers.",
-            stacklevel=2,
-        )
+        ended = [
+            name
+            for name, answer in zip(self.cluster.names, answers, strict=True)
+            if answer is None
+        ]
+        if len(ended) < len(answers):
+            warnings.warn(
+                f"The data of some workers ({', '.join(ended)}) has ended before that "
+                "of the others; the epoch ends here on all workers.",
+                stacklevel=2,
+            )
 
 
+@dataclass(frozen=True, eq=False)
 class PerWorkerBatches:
-    """A worker's own batches, as its rows of the global batches.
+    """A worker's own batches, as its rows of the global batches."""
 
-    They end when those of all workers have ended, unless `shortest` is set.
-
-    Args:
-        batches: The worker's batches; read anew in each iteration.
-        cluster: The workers.
-        num_local: The number of this worker's replicas.
-        pause: After any multiple of so many batches, the next one is read only when it
-            is requested; None if only the end of the data ends an epoch.
-        same_shapes: Require that the workers' batches differ in their rows only.
-            Otherwise the other dimensions may differ too.
-        shortest: End with the first worker that has no more batches.
-    """
-
-    def __init__(
-        self,
-        batches: Iterable[Any],
-        cluster: Cluster,
-        num_local: int,
-        pause: int | None,
-        same_shapes: bool,
-        shortest: bool = False,
-    ):
-        self._batches = batches
-        self._cluster = cluster
-        self._num_local = num_local
-        self._pause = pause
-        self._same_shapes = same_shapes
-        self._shortest = shortest
+    batches: Iterable[Any]
+    cluster: Cluster
+    num_local: int
+    # After any multiple of so many batches, the next one is read only on request.
+    pause: int | None
+    # Whether batches may differ in their number of rows only.
+    same_shapes: bool
+    # Whether they end with those of the first worker, instead of those of the last.
+    shortest: bool
 
     def __iter__(self) -> Iterator[LocalRows]:
-        """Start reading.
-
-        Raises:
-            WorkerInputError: If the workers' batches cannot be concatenated, another
-                worker could not read its batch, or has none at all.
-        """
         # Now rather than with the first batch: starting may draw random numbers.
-        return self._read(iter(self._batches))
+        return self._read(iter(self.batches))
 
     def as_read(self) -> Iterator[Any]:
         """Yield this worker's batches alone, while any worker has some."""
         return (rows.batch for rows in self)
 
     def _read(self, iterator: Iterator[Any]) -> Iterator[LocalRows]:
-        cluster, last = self._cluster, None
+        cluster, last = self.cluster, None
 
         def describe(batch):
             if batch is None:
                 return "never" if last is None else "no more"
             digest = digest_of(batch) if last is None else ""
-            return [count_rows(batch), digest, *map(_row_layout, tree.flatten(batch))]
+            leaves = tree.flatten(batch)
+            return [count_rows(batch), digest, *(_layout(leaf, 1) for leaf in leaves)]
 
         def accept(batch, answers):
             nonlocal last
@@ -265,52 +219,49 @@ class PerWorkerBatches:
                     f"The data of '{name}' has no batch, and that of other workers has "
                     "some. Every worker must have one or more."
                 )
-            if self._shortest and len(present) < len(answers):
+            if self.shortest and len(present) < len(answers):
                 return None
             counts = [a[0] if isinstance(a, list) else 0 for a in answers]
             self._check(answers, present, counts)
             if last is None:
-                warn_if_same_rows(cluster, [answer[1] for answer in present])
+                _warn_if_same_rows(cluster, [answer[1] for answer in present])
             last = batch = last if batch is None else batch
             first = sum(counts[: cluster.rank])
             bounds = [
                 (first + begin, first + end)
-                for begin, end in split_rows(counts[cluster.rank], self._num_local)
+                for begin, end in split_rows(counts[cluster.rank], self.num_local)
             ]
             return LocalRows(batch, bounds, sum(counts), worker_rows=tuple(counts))
 
         def pauses(num_taken):
-            return self._pause is not None and num_taken % self._pause == 0
+            return self.pause is not None and num_taken % self.pause == 0
 
         return read_synchronized(
             iterator, cluster, "the next batch of its own", describe, accept, pauses
         )
 
     def _check(self, answers: list, present: list, counts: list[int]) -> None:
-        if 0 in [answer[0] for answer in present]:
+        if any(answer[0] == 0 for answer in present):
             raise WorkerInputError(
                 "A batch must have 1 row or more. Received batches of these numbers of "
-                f"rows: {self._cluster.format_by_worker(counts)}."
+                f"rows: {self.cluster.format_by_worker(counts)}."
             )
-        layouts = [
-            [leaf and [leaf[0] if self._same_shapes else len(leaf[0]), leaf[1]]]
-            for answer in present
-            for leaf in answer[2:]
-        ]
-        num_leaves = len(present[0]) - 2
-        if any(len(answer) - 2 != num_leaves for answer in present) or any(
-            layout != layouts[i % num_leaves] for i, layout in enumerate(layouts)
-        ):
-            by_worker = self._cluster.format_by_worker(a[2:] for a in answers)
+
+        def comparable(leaf):
+            """Return a leaf's layout, or only its rank and dtype."""
+            if leaf is None or self.same_shapes:
+                return leaf
+            shape, dtype = leaf
+            return [len(shape), dtype]
+
+        first, *others = [list(map(comparable, answer[2:])) for answer in present]
+        if any(other != first for other in others):
+            by_worker = self.cluster.format_by_worker(a[2:] for a in answers)
             raise WorkerInputError(
                 "The batches of all workers are concatenated by rows: they must be of "
                 "one structure. Received arrays of these sizes, without the batch "
                 f"dimension, and dtypes: {by_worker}."
             )
-
-
-def _row_layout(leaf: Any) -> list[Any] | None:
-    return None if leaf is None else [list(leaf.shape)[1:], str(leaf.dtype)]
 
 
 def read_synchronized(
@@ -324,10 +275,11 @@ def read_synchronized(
     """Read what all workers read, one item ahead.
 
     Args:
-        iterator: See `_read_and_announce`, as the next two.
+        iterator: This worker's items, none of them None.
         cluster: The workers.
         operation: What they read, for messages.
-        describe: See `_read_and_announce`.
+        describe: Returns JSON values, but no dict, for an item; called with None at the
+            end of the iterator.
         accept: Called with an item and each worker's description of its own; returns
             the item to yield, None at the end. It raises where they do not match.
         pauses: Returns True if after so many items the next one is read only when it
@@ -335,50 +287,19 @@ def read_synchronized(
     """
 
     def read():
-        return _read_and_announce(iterator, cluster, operation, describe)
+        """Read an item and start to exchange its description."""
+        item = error = None
+        try:
+            item = next(iterator, None)
+            description = describe(item)
+        except Exception as caught:
+            error = caught
+            description = {"error": f"{type(caught).__name__}: {caught}"}
+        return item, error, cluster.start_exchange(operation, description)
 
     pending = read()
     for num_taken in itertools.count(1):
-        accepted = accept(*pending())
-        if accepted is None:
-            return
-        is_paused = pauses(num_taken)
-        if not is_paused:
-            pending = read()
-        yield accepted
-        if is_paused:
-            pending = read()
-
-
-def _read_and_announce(
-    iterator: Iterator[Any],
-    cluster: Cluster,
-    operation: str,
-    describe: Callable[[Any], Any],
-) -> Callable[[], tuple[Any, list[Any]]]:
-    """Read an item and start to exchange its description.
-
-    Args:
-        iterator: This worker's items, none of them None.
-        cluster: The workers.
-        operation: What they read, for messages.
-        describe: Returns JSON values, but no dict, for an item; called with None at the
-            end of the iterator.
-
-    Returns:
-        A function that waits for the other workers and returns this worker's item, None
-        at the end, with each worker's description by rank. It raises this worker's
-        error of reading its item, or a WorkerReadError if another could not read.
-    """
-    item = error = None
-    try:
-        item = next(iterator, None)
-        description = describe(item)
-    except Exception as caught:
-        error, description = caught, {"error": f"{type(caught).__name__}: {caught}"}
-    wait_for_answers = cluster.start_exchange(operation, description)
-
-    def finish() -> tuple[Any, list[Any]]:
+        item, error, wait_for_answers = pending
         answers = wait_for_answers()
         if error is not None:
             raise error
@@ -387,9 +308,15 @@ def _read_and_announce(
                 raise WorkerReadError(
                     f"'{name}' could not read {operation}: {answer['error']}"
                 )
-        return item, answers
-
-    return finish
+        accepted = accept(item, answers)
+        if accepted is None:
+            return
+        is_paused = pauses(num_taken)
+        if not is_paused:
+            pending = read()
+        yield accepted
+        if is_paused:
+            pending = read()
 
 
 def digest_of(batch: Any) -> str:
@@ -404,21 +331,12 @@ def synchronize_rounds(
     """Yield a worker's elements for as long as any worker has some.
 
     A worker that has no more continues with empty elements, as replicas without an
-    element in a last round do. Where all elements have one shape, such a round is
-    dropped.
-
-    Args:
-        rounds: This worker's elements, one for each step.
-        cluster: The workers.
-        partial: True if elements may have fewer rows than others.
-
-    Raises:
-        WorkerInputError: If another worker could not read its element, or has none at
-            all, so that its shapes are unknown.
+    element in a last round do. Unless elements may have fewer rows than others
+    (`partial`), such a round is dropped.
     """
     empty = ReplicaParts()
 
-    def describe(parts: ReplicaParts | None) -> Any:
+    def describe(parts):
         if parts is not None:
             layouts = [[_layout(x) for x in tree.flatten(part)] for part in parts]
             return [layouts, "" if empty else digest_of(list(parts))]
@@ -426,12 +344,11 @@ def synchronize_rounds(
             return "none"
         return "empty" if empty else "never"
 
-    operation = "the next element of a distributed dataset"
-    while True:
-        parts, answers = _read_and_announce(rounds, cluster, operation, describe)()
+    def accept(parts, answers):
+        nonlocal empty
         present = [answer[0] for answer in answers if isinstance(answer, list)]
         if not present or "none" in answers:
-            return
+            return None
         if "never" in answers:
             name = cluster.names[answers.index("never")]
             raise WorkerInputError(
@@ -439,7 +356,7 @@ def synchronize_rounds(
                 "have some. Every worker's dataset must have one or more."
             )
         if not empty:
-            warn_if_same_rows(cluster, [answer[1] for answer in answers])
+            _warn_if_same_rows(cluster, [answer[1] for answer in answers])
         if parts is None:
             parts = empty
         else:
@@ -449,57 +366,64 @@ def synchronize_rounds(
         first, *others = [part for layouts in present for part in layouts]
         same = all(other == first for other in others)
         parts.alike = same and len(present) == len(answers)
+        # The parts of a worker without an element count as an array without rows.
         no_rows = [[[[0]]]] * len(parts)
+        layouts = [a[0] if isinstance(a, list) else no_rows for a in answers]
         shapes = [
             [None if leaf is None else leaf[0] for leaf in part]
-            for answer in answers
-            for part in (answer[0] if isinstance(answer, list) else no_rows)
+            for worker in layouts
+            for part in worker
         ]
         parts.rows = _rows_of_parts(shapes, cluster.rank * len(parts))
-        yield parts
+        return parts
+
+    operation = "the next element of a distributed dataset"
+    return read_synchronized(
+        rounds, cluster, operation, describe, accept, pauses=lambda num_taken: True
+    )
 
 
 def assemble_rounds(
     iterators: Sequence[Iterator[Any]], partial: bool, argument: str
 ) -> Iterator[ReplicaParts]:
-    """Yield rounds of elements, one element for each replica.
+    """Yield rounds of elements, one of each replica's iterator; replicas may share one.
 
     In the last round there may be too few. The last replicas then get the first
     element without its rows. As in tf.distribute, the round is dropped instead if all
     elements have one shape (`partial` is False), or an array has no batch dimension.
-
-    Args:
-        iterators: The iterator of each replica; replicas may share one.
-        partial: True if elements may have fewer rows than others.
-        argument: The name of the dataset in errors.
     """
     missing = object()
+
+    def to_array(leaf):
+        return as_array(leaf, argument)
+
     while True:
         elements = [next(iterator, missing) for iterator in iterators]
-        present = [
-            tree.map_structure(lambda leaf: as_array(leaf, argument), element)
-            for element in elements
-            if element is not missing
+        elements = [
+            e if e is missing else tree.map_structure(to_array, e) for e in elements
         ]
+        present = [element for element in elements if element is not missing]
         if not present:
             return
         for element in present[1:]:
-            _require_same_structure(present[0], element, argument)
+            try:
+                tree.assert_same_structure(present[0], element)
+            except (ValueError, TypeError) as error:
+                raise ValueError(
+                    f"{argument} must give elements of one structure. Received "
+                    f"elements of different ones: {error}"
+                ) from error
         if len(present) < len(elements):
             arrays = [leaf for leaf in tree.flatten(present[0]) if leaf is not None]
             if not partial or any(len(leaf.shape) == 0 for leaf in arrays):
                 return
         empty = tree.map_structure(_without_rows, present[0])
-        remaining = iter(present)
-        parts = ReplicaParts(
-            empty if e is missing else next(remaining) for e in elements
-        )
-        parts.rows = _rows_of_parts(
-            [
-                [None if x is None else tuple(x.shape) for x in tree.flatten(part)]
-                for part in parts
-            ]
-        )
+        parts = ReplicaParts(empty if e is missing else e for e in elements)
+        shapes = [
+            [None if leaf is None else tuple(leaf.shape) for leaf in tree.flatten(part)]
+            for part in parts
+        ]
+        parts.rows = _rows_of_parts(shapes)
         yield parts
 
 
@@ -521,19 +445,10 @@ def _rows_of_parts(
     return result
 
 
-def _layout(leaf: Any) -> list[Any] | None:
-    return None if leaf is None else [list(leaf.shape), str(leaf.dtype)]
+def _layout(leaf: Any, first_dim: int = 0) -> list[Any] | None:
+    """Return the shape, from `first_dim` on, and dtype as JSON values."""
+    return None if leaf is None else [list(leaf.shape)[first_dim:], str(leaf.dtype)]
 
 
 def _without_rows(leaf: Any) -> Any:
     return None if leaf is None or len(leaf.shape) == 0 else leaf[:0]
-
-
-def _require_same_structure(first: Any, other: Any, argument: str) -> None:
-    try:
-        tree.assert_same_structure(first, other)
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{argument} must give elements of one structure. Received elements of "
-            f"different ones: {error}"
-        ) from error
