@@ -63,17 +63,18 @@ def row_of(
         The row. Its `noise` is up to 1 where the machine was quiet.
     """
     done = [_start(starter, comparison, case, rounds, seconds) for _ in range(starts)]
-    pairing = sum([start.pairing for start in done], start=Pairing())
+    pairing = Pairing(tuple(round for start in done for round in start.pairing.rounds))
     speeds = pairing.speeds
     used, idle = (sum(parts) for parts in zip(*(s.seconds for s in done), strict=True))
     others = statistics.mean(start.others for start in done)
+    low, high = speeds[CPU].spread
     return {
         "backend": comparison.backend,
         "case": f"{case}: {comparison.name}",
         "peer": comparison.peer,
         "aim": comparison.aim,
         "speeds": {unit: dataclasses.asdict(speed) for unit, speed in speeds.items()},
-        "once_seconds": pairing.once,
+        "once_seconds": fixed_seconds(pairing),
         "first_step_seconds": _medians(start.first_steps for start in done),
         "peak_mb": _medians(start.peaks for start in done),
         "steps": done[-1].steps,
@@ -82,8 +83,17 @@ def row_of(
         # Of what both used, what a side used when it was not its turn.
         "idle": idle / used,
         "load": os.getloadavg()[0],
-        "noise": max(others / OTHERS, speeds[CPU].width / WIDTH),
+        "noise": max(others / OTHERS, (high - low) / WIDTH),
     }
+
+
+def fixed_seconds(pairing: Pairing) -> tuple[float, float]:
+    """Return the fixed seconds of a call of ours, and of the peer."""
+    ours, peers = zip(*pairing.rounds, strict=True)
+    return (
+        statistics.median(fixed for _, fixed in ours),
+        statistics.median(fixed for _, fixed in peers),
+    )
 
 
 def _start(

@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.comparisons import Comparison
 from benchmarks.gpu import engine
 from benchmarks.gpu.cases import EXACT, HALF, REHEARSAL, TIMED
+from benchmarks.measure import fixed_seconds
 from benchmarks.sides import Sided
 from keras_strategy.launch.paired_timing import WALL, compare, warm
 from keras_strategy.testing.warm_starter import start_cold
@@ -194,7 +195,7 @@ def _paired(ours: Sided, peer: Sided, what: str, name: str) -> Row:
         "what": what,
         "peer": name,
         "speeds": {u: dataclasses.asdict(s) for u, s in pairing.speeds.items()},
-        "once_seconds": pairing.once,
+        "once_seconds": fixed_seconds(pairing),
         "first_step_seconds": [ours.first_step, peer.first_step],
         "device_mb": [
             side.ask("call", "gpu.peers:device_megabytes")[0] for side in (ours, peer)

@@ -9,8 +9,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.scaling.fitting import fitted_link
+from benchmarks.scaling.model import Link, Step
 from benchmarks.scaling.published import ANCHORS, ETHERNET_25
-from keras_strategy.launch.scaling import Link, Step
 
 ROOT = Path(__file__).parents[2]
 WORKERS = (1, 2, 4)

@@ -1,6 +1,6 @@
 """The link that explains what was measured."""
 
-from keras_strategy.launch.scaling import Link
+from benchmarks.scaling.model import Link
 
 
 def fitted_link(workers: int, times: dict[int, float]) -> Link:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from keras_strategy.launch.scaling import Link, Step
+from benchmarks.scaling.model import Link, Step
 
 # 25 Gbit/s. A message of NCCL over RoCE takes some 10 us; no publication of the anchors
 # gives it, so it is an assumption.

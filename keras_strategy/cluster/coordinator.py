@@ -1,7 +1,8 @@
 """Coordinator: the chief's thread to which every worker holds one control connection.
 
-It relays small messages and failures. An untrusted client must not harm the workers,
-whatever it sends, and nothing that it sends is shown to the user.
+It relays small messages and failures, and diagnoses why workers wait. An untrusted
+client must not harm the workers, whatever it sends, and nothing that it sends is shown
+to the user.
 """
 
 from __future__ import annotations
@@ -10,27 +11,15 @@ import asyncio
 import contextlib
 import functools
 import json
+import secrets
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keras_strategy.cluster import failure_diagnosis
-from keras_strategy.cluster.transport import (
-    MAX_LINE,
-    PROTOCOL,
-    LoopThread,
-    ProtocolError,
-    configure_socket,
-    detach,
-    encode,
-    handle_messages,
-    is_proof,
-    make_proof,
-    new_nonce,
-    receive,
-)
-from keras_strategy.cluster.watchdog import ANSWER_SECONDS, DEADLOCK_SECONDS
+from keras_strategy.cluster import transport, watchdog
+from keras_strategy.cluster.transport import ProtocolError
+from keras_strategy.cluster.watchdog import WorkerState
 
 # Time for a client to authenticate.
 HANDSHAKE_SECONDS = 5.0
@@ -42,14 +31,11 @@ _ARRIVAL_DELAY = 0.2
 _FLUSH_SECONDS = 1.0
 
 Message = dict[str, Any]
+States = Mapping[int, WorkerState]
 
 
 class Coordinator:
-    """Server that relays messages between the workers and detects failures.
-
-    All its state belongs to its thread. It closes the listeners when all workers have
-    arrived.
-    """
+    """Server that relays messages between workers; its thread owns all its state."""
 
     def __init__(
         self, listeners: Sequence[socket.socket], names: Sequence[str], secret: str
@@ -66,29 +52,25 @@ class Coordinator:
         self._failed = False
         # The exchange in progress, by rank, and each worker's later ones.
         self._pending: dict[int, Message] = {}
-        self._queued: dict[int, deque[Message]] = {
-            r: deque() for r in range(len(names))
-        }
+        ranks = range(len(names))
+        self._queued: dict[int, deque[Message]] = {rank: deque() for rank in ranks}
         # Inquiries of waiting workers, by rank: those of the report in progress, and
         # those of the next one.
         self._inquiries: dict[int, Message] = {}
         self._next_inquiries: dict[int, Message] = {}
         self._report_id = 0
-        self._states: dict[int, failure_diagnosis.WorkerState] = {}
-        self._thread = LoopThread("keras_strategy coordinator")
-        self._servers = [
-            self._thread.run(
-                asyncio.start_server(
-                    self._serve,
-                    sock=listener,
-                    limit=MAX_LINE,
-                    # All workers connect at once; one that finds the backlog full
-                    # tries again after a second.
-                    backlog=_MAX_UNTRUSTED + len(names),
-                )
+        self._states: dict[int, WorkerState] = {}
+        self._thread = transport.LoopThread("keras_strategy coordinator")
+        # All workers connect at once; one that finds the backlog full tries again after
+        # a second.
+        backlog = _MAX_UNTRUSTED + len(names)
+        servers = [
+            asyncio.start_server(
+                self._serve, sock=listener, limit=transport.MAX_LINE, backlog=backlog
             )
             for listener in listeners
         ]
+        self._servers = [self._thread.run(server) for server in servers]
 
     @property
     def address(self) -> tuple[str, int]:
@@ -103,18 +85,17 @@ class Coordinator:
 
     def detach(self) -> None:
         """Close a forked child's copies of the parent's sockets."""
-        detach(*self._listeners, *self._writers.values(), *self._untrusted)
+        transport.detach(*self._listeners, *self._writers.values(), *self._untrusted)
 
     async def _close(self) -> None:
         self._stop_listening()
-        writers = list(self._writers.values())
-        for writer in writers:
+        waits = []
+        for writer in self._writers.values():
             writer.close()
+            waits.append(writer.wait_closed())
+        closed = asyncio.gather(*waits, return_exceptions=True)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_FLUSH_SECONDS):
-                await asyncio.gather(
-                    *(w.wait_closed() for w in writers), return_exceptions=True
-                )
+            await asyncio.wait_for(closed, _FLUSH_SECONDS)
 
     def _stop_listening(self) -> None:
         for server in self._servers:
@@ -126,10 +107,22 @@ class Coordinator:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         with contextlib.closing(writer):
-            rank = await self._admit(reader, writer)
+            self._untrusted[writer] = None
+            if len(self._untrusted) > _MAX_UNTRUSTED + len(self._names):
+                oldest = next(iter(self._untrusted))
+                del self._untrusted[oldest]
+                oldest.transport.abort()
+            rank = None
+            # An untrusted client may send anything.
+            with contextlib.suppress(Exception):
+                transport.configure_socket(writer)
+                async with asyncio.timeout(HANDSHAKE_SECONDS):
+                    rank = await self._admit(reader, writer)
+            self._untrusted.pop(writer, None)
             if rank is None:
                 return
-            why = await handle_messages(reader, functools.partial(self._handle, rank))
+            handle = functools.partial(self._handle, rank)
+            why = await transport.handle_messages(reader, handle)
             if rank not in self._left:
                 self._fail(f"{self._names[rank]} {why}")
 
@@ -137,42 +130,23 @@ class Coordinator:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> int | None:
         """Return the rank of a new client, or None if it is not admitted."""
-        self._untrusted[writer] = None
-        if len(self._untrusted) > _MAX_UNTRUSTED + len(self._names):
-            oldest = next(iter(self._untrusted))
-            del self._untrusted[oldest]
-            oldest.transport.abort()
-        try:
-            configure_socket(writer)
-            async with asyncio.timeout(HANDSHAKE_SECONDS):
-                return await self._authenticate(reader, writer)
-        except Exception:
+        hello = await transport.receive(reader)
+        if hello is None or hello.get("protocol") != transport.PROTOCOL:
             return None
-        finally:
-            self._untrusted.pop(writer, None)
-
-    async def _authenticate(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> int | None:
-        hello = await receive(reader)
-        if hello is None or hello.get("protocol") != PROTOCOL:
-            return None
-        nonce = new_nonce()
-        writer.write(encode({"type": "challenge", "nonce": nonce}))
-        join = await receive(reader)
-        if join is None:
-            return None
+        nonce = secrets.token_hex(16)
+        writer.write(transport.encode({"type": "challenge", "nonce": nonce}))
+        join = await transport.receive(reader) or {}
         claim = {"rank": join.get("rank"), "names": join.get("names")}
         about = hello.get("nonce"), nonce, claim
-        if not is_proof(join.get("proof"), self._secret, "worker", *about):
-            writer.write(encode({"type": "untrusted"}))
+        if not transport.is_proof(join.get("proof"), self._secret, "worker", *about):
+            writer.write(transport.encode({"type": "untrusted"}))
             return None
         refusal = self._refusal(**claim)
-        answer = {"type": "welcome"}
-        if refusal is not None:
-            answer = {"type": "refused", "message": refusal}
-        answer["proof"] = make_proof(self._secret, "chief", *about)
-        writer.write(encode(answer))
+        answer = {"type": "refused", "message": refusal}
+        if refusal is None:
+            answer = {"type": "welcome"}
+        answer["proof"] = transport.make_proof(self._secret, "chief", *about)
+        writer.write(transport.encode(answer))
         if refusal is not None:
             return None
         rank = join["rank"]
@@ -192,7 +166,6 @@ class Coordinator:
         self._broadcast({"type": "arrived", "missing": missing})
 
     def _refusal(self, rank: Any, names: Any) -> str | None:
-        """Return why a worker of this run is not admitted, or None."""
         if not isinstance(names, list) or len(names) != len(self._names):
             count = len(names) if isinstance(names, list) else names
             return (
@@ -219,13 +192,15 @@ class Coordinator:
                 self._request_report()
         elif kind == "state":
             if self._inquiries and message["report"] == self._report_id:
-                self._states[rank] = failure_diagnosis.WorkerState(**message["state"])
+                self._states[rank] = WorkerState(**message["state"])
                 if self._states.keys() >= self._writers.keys() - self._left:
                     self._diagnose(self._report_id)
         elif kind == "leaving":
             self._announce_leaving(rank)
         elif kind == "bye":
-            self._leave(rank)
+            self._left.add(rank)
+            self._announce_leaving(rank)
+            self._writers[rank].close()
         else:
             raise ProtocolError(f"of the unknown type {kind[:40]!r}")
 
@@ -245,7 +220,7 @@ class Coordinator:
             same = len({m["operation"] for m in self._pending.values()}) < 2
         if not same:
             operations = {r: m["operation"] for r, m in self._pending.items()}
-            self._fail(failure_diagnosis.mismatch_message(self._names, operations))
+            self._fail(_mismatch_message(self._names, operations))
         elif self._leaving:
             self._check_leaving()
 
@@ -253,25 +228,18 @@ class Coordinator:
         # Send equal values once: fingerprints are usually the same on all workers.
         texts = [json.dumps(requests[r]["value"]) for r in range(len(self._names))]
         numbers = {text: n for n, text in enumerate(dict.fromkeys(texts))}
-        values = f"[{','.join(numbers)}]"
-        indices = json.dumps([numbers[text] for text in texts])
+        values = f'"values":[{",".join(numbers)}]'
+        if len(numbers) > 1:
+            values += f',"indices":{json.dumps([numbers[text] for text in texts])}'
         for r in requests.keys() - self._left:
-            head = {"type": "reply", "id": requests[r]["id"]}
-            line = f'{json.dumps(head)[:-1]},"values":{values}'
-            if len(numbers) > 1:
-                line += f',"indices":{indices}'
-            self._writers[r].write(line.encode() + b"}\n")
+            head = json.dumps({"type": "reply", "id": requests[r]["id"]})
+            self._writers[r].write(f"{head[:-1]},{values}}}\n".encode())
 
     def _announce_leaving(self, rank: int) -> None:
         if rank not in self._leaving:
             self._leaving.add(rank)
             self._check_leaving()
             self._broadcast({"type": "left", "rank": rank})
-
-    def _leave(self, rank: int) -> None:
-        self._left.add(rank)
-        self._announce_leaving(rank)
-        self._writers[rank].close()
 
     def _check_leaving(self) -> None:
         """Fail if a worker waits for an exchange that another one left without."""
@@ -293,25 +261,21 @@ class Coordinator:
         self._report_id += 1
         self._states = {}
         self._broadcast({"type": "report", "report": self._report_id})
-        self._thread.loop.call_later(ANSWER_SECONDS, self._diagnose, self._report_id)
+        later = watchdog.ANSWER_SECONDS, self._diagnose, self._report_id
+        self._thread.loop.call_later(*later)
 
     def _diagnose(self, report_id: int) -> None:
         if report_id != self._report_id or not self._inquiries:
             return
         inquiries, self._inquiries = self._inquiries, {}
-        failure = failure_diagnosis.diagnose_deadlock(
-            self._names, self._states, DEADLOCK_SECONDS
-        )
+        reports = self._names, self._states
+        failure = _diagnose_deadlock(*reports, watchdog.DEADLOCK_SECONDS)
         for rank, inquiry in inquiries.items():
-            state = self._states.get(rank)
+            state, timeout = self._states.get(rank), inquiry.get("timeout")
             # The worker may have left the operation since its inquiry.
-            if failure or not state or state.entered != inquiry["count"]:
-                continue
-            timeout = inquiry.get("timeout")
-            if state.inside and timeout is not None:
-                failure = failure_diagnosis.diagnose_timeout(
-                    self._names, self._states, timeout
-                )
+            is_inside = state and state.inside and state.entered == inquiry["count"]
+            if is_inside and timeout is not None and failure is None:
+                failure = _diagnose_timeout(*reports, timeout)
         if failure is not None:
             self._fail(*failure)
         elif self._next_inquiries:
@@ -323,7 +287,94 @@ class Coordinator:
             self._broadcast({"type": "failed", "message": message, "details": details})
 
     def _broadcast(self, message: Message) -> None:
-        line = encode(message)
+        line = transport.encode(message)
         # The chief last: a failure may end its process, and this thread with it.
         for rank in sorted(self._writers.keys() - self._left, reverse=True):
             self._writers[rank].write(line)
+
+
+def _mismatch_message(names: Sequence[str], operations: Mapping[int, str]) -> str:
+    by_worker = ", ".join(
+        f"{name}: `{operations[rank]}`" if rank in operations else f"{name}: in neither"
+        for rank, name in enumerate(names)
+    )
+    return (
+        "All workers must make the same calls in the same order. They are in "
+        f"different operations ({by_worker})."
+    )
+
+
+def _diagnose_deadlock(
+    names: Sequence[str], states: States, seconds: float
+) -> tuple[str, str] | None:
+    """Return the error and all stacks if the workers wait for each other forever."""
+    # Then every worker has waited for at least `seconds`, and since their last exchange
+    # their operations differ. One that is merely behind has entered the same operations
+    # as the others so far: it may be at work, such as compiling a step.
+    reports = states.values()
+    is_waiting = all(s.inside and s.seconds >= seconds for s in reports)
+    is_same_place = len({s.exchanges for s in reports}) == 1
+    if len(states) < len(names) or not is_waiting or not is_same_place:
+        return None
+    steps: dict[int, set[str]] = {}
+    for state in states.values():
+        for number, name in enumerate(state.since, start=state.before):
+            # A quoted name inside it, such as a variable's, may count objects made by
+            # one process.
+            steps.setdefault(number, set()).add(name.partition(" '")[0])
+    if all(len(step) == 1 for step in steps.values()):
+        return None
+    inside = {rank: str(state.inside) for rank, state in states.items()}
+    message = _mismatch_message(names, inside)
+    for topic in dict.fromkeys(key for s in states.values() for key in s.notes):
+        notes = [states[rank].notes.get(topic) or "none" for rank in range(len(names))]
+        if len(set(notes)) > 1:
+            by_worker = "; ".join(map(": ".join, zip(names, notes, strict=True)))
+            message += f" Their {topic} differ ({by_worker})."
+    return message, _format_stacks(names, states)
+
+
+def _diagnose_timeout(
+    names: Sequence[str], states: States, timeout_seconds: float
+) -> tuple[str, str] | None:
+    """Return which workers hold up the others, as an error and their stacks.
+
+    Return None if all have arrived, the last one less than `timeout_seconds` ago.
+    """
+    front = max(states.values(), key=lambda state: state.count)
+    reached = front.inside or front.last
+    limit = f"within {timeout_seconds:g} s"
+    causes: list[str] = []
+    late: dict[int, WorkerState] = {}
+    for rank, name in enumerate(names):
+        state = states.get(rank)
+        if state is None:
+            causes.append(
+                f"{name} did not reach `{reached}` {limit} and does not answer: its "
+                "process is stopped, or one long call keeps Python busy"
+            )
+        elif state.count < front.count:
+            late[rank] = state
+            doing = f"is in `{state.inside}`" if state.inside else "is in no operation"
+            further = front.last if state.inside == reached else reached
+            causes.append(
+                f"{name} did not reach `{further}` {limit}; it {doing}; its main "
+                f"thread is in: {state.where}"
+            )
+    if causes:
+        return "; ".join(causes), _format_stacks(names, late)
+    operations = {r: state.inside or state.last for r, state in states.items()}
+    if len(set(operations.values())) > 1:
+        cause = _mismatch_message(names, operations)
+    elif min(s.seconds for s in states.values() if s.inside) < timeout_seconds:
+        return None
+    else:
+        cause = f"all workers reached `{reached}`, and it did not end {limit}"
+    return cause, _format_stacks(names, states)
+
+
+def _format_stacks(names: Sequence[str], states: States) -> str:
+    return "\n".join(
+        f"Main thread of {names[rank]}:\n{state.stack}"
+        for rank, state in sorted(states.items())
+    )

@@ -1,5 +1,6 @@
 """Cluster membership: this process's place among the workers that train together."""
 
+import builtins
 import functools
 import hashlib
 import json
@@ -9,7 +10,6 @@ from typing import Any
 
 from keras_strategy.cluster import process_exit
 from keras_strategy.cluster.client import CoordinatorClient
-from keras_strategy.cluster.process_exit import EXIT_CLUSTER_NOT_FORMED
 from keras_strategy.cluster.rendezvous import all_local, rendezvous_address
 from keras_strategy.cluster_resolver import cluster_spec
 from keras_strategy.errors import ClusterError
@@ -22,15 +22,7 @@ _PARTS, _MAX_NAMED = 64, 8
 
 @dataclass(frozen=True, eq=False)
 class Cluster:
-    """The workers of a cluster, all of which train.
-
-    Attributes:
-        rank: This worker's rank. Worker 0 is the chief.
-        names: The workers' names, by rank: "chief", "worker 0".
-        addresses: "host:port" of each, by rank; empty where it is not known.
-        client: This worker's client of the coordinator.
-        options: The user's communication options.
-    """
+    """The workers of a cluster, all of which train: names and addresses by rank."""
 
     rank: int
     names: tuple[str, ...]
@@ -40,34 +32,27 @@ class Cluster:
 
     @property
     def size(self) -> int:
-        """The number of workers."""
         return len(self.names)
 
     @property
     def is_chief(self) -> bool:
-        """True on the worker that writes files."""
         return self.rank == 0
 
     @functools.cached_property
     def is_local(self) -> bool:
-        """True if all workers are known to be on this machine."""
         return all_local(self.addresses)
 
     def exchange(
         self, operation: str, value: Any, seconds: float | None = None
     ) -> list[Any]:
-        """Exchange a value with all workers; see `CoordinatorClient.exchange`."""
         return self.client.exchange(operation, value, seconds)
 
     def start_exchange(self, operation: str, value: Any) -> Callable[[], list[Any]]:
-        """Start an exchange; see `CoordinatorClient.start_exchange`."""
         return self.client.start_exchange(operation, value)
 
     def values_if_different(self, operation: str, value: Any) -> list[Any] | None:
-        """Return the workers' values by rank if they differ, else None.
-
-        The value may be long: only its digest is exchanged unless the digests differ.
-        """
+        """Return the workers' values by rank if they differ, else None."""
+        # The value may be long: only its digest is exchanged unless the digests differ.
         if len(set(self.exchange(operation, _digest(value)))) == 1:
             return None
         return self.exchange(f"{operation}: what differs", value)
@@ -75,17 +60,13 @@ class Cluster:
     def first_difference(
         self, operation: str, items: Sequence[Any], extra: Any = None
     ) -> tuple[list[Any], tuple[int, list[Any]] | None]:
-        """Return the first item of a list that is not the same on all workers.
+        """Find the first item of a list that is not the same on all workers.
 
-        However long the list is, the messages are short: a digest of it, and where
-        those differ the digests of its parts, until one item is left. `extra` goes with
-        the first digest.
-
-        Returns:
-            The workers' `extra` values by rank; and the index of the item with the
-            workers' items there (None where a list is shorter), or None if all are the
-            same.
+        Return the workers' `extra` values, and the index with the workers' items there
+        (None where a list is shorter), or None if all are the same.
         """
+        # However long the list is, the messages are short: a digest of it, and where
+        # those differ the digests of its parts, until one item is left.
         replies = self.exchange(operation, [_digest(items), len(items), extra])
         extras = [value for *_, value in replies]
         if all(digest == replies[0][0] for digest, *_ in replies):
@@ -108,22 +89,21 @@ class Cluster:
         groups: dict[str, list[str]] = {}
         for name, value in zip(self.names, values, strict=True):
             groups.setdefault(str(value), []).append(name)
-        return "; ".join(f"{_join_names(n)}: {value}" for value, n in groups.items())
+        parts = []
+        for value, names in groups.items():
+            if len(names) > _MAX_NAMED + 1:
+                names = [*names[:_MAX_NAMED], f"{len(names) - _MAX_NAMED} more"]
+            joined = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+            parts.append(f"{joined}: {value}")
+        return "; ".join(parts)
 
     def format_by_worker(self, values: Iterable[Any]) -> str:
-        """Format the workers' values, each with the worker's name."""
         pairs = zip(self.names, values, strict=True)
         return ", ".join(f"{name}: {value}" for name, value in pairs)
 
 
 def _digest(value: Any) -> str:
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
-
-
-def _join_names(names: Sequence[str]) -> str:
-    omitted = len(names) - _MAX_NAMED
-    shown = names if omitted < 2 else [*names[:_MAX_NAMED], f"{omitted} more"]
-    return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
 
 
 _joined: Cluster | None = None
@@ -133,8 +113,7 @@ def join_cluster(resolver: Any, options: CommunicationOptions) -> Cluster | None
     """Join the cluster, once in a process.
 
     Return None where this process trains alone: without a resolver, as the only worker,
-    or as an evaluator. Raise ValueError if this process is one that does not train, and
-    RuntimeError if it has joined another cluster, or is a notebook.
+    or as an evaluator.
     """
     global _joined
     if resolver is None:
@@ -168,7 +147,8 @@ def join_cluster(resolver: Any, options: CommunicationOptions) -> Cluster | None
             "is a worker of one cluster: start another one for "
             f"{list(addresses)}."
         )
-    if _in_notebook():
+    # IPython adds the function to the builtins.
+    if hasattr(getattr(builtins, "get_ipython", lambda: None)(), "kernel"):
         raise RuntimeError(
             "A notebook cannot be one of several workers, which run the same program "
             "at the same time. Write the program to a file and start it with "
@@ -185,9 +165,8 @@ def join_cluster(resolver: Any, options: CommunicationOptions) -> Cluster | None
             all_local=all_local(addresses),
         )
     except ClusterError as error:
-        process_exit.register(
-            process_exit.ExitStatusOnError(error, EXIT_CLUSTER_NOT_FORMED)
-        )
+        status = process_exit.EXIT_CLUSTER_NOT_FORMED
+        process_exit.register(process_exit.ExitStatusOnError(error, status))
         raise
     _joined = Cluster(rank, names, addresses, client, options)
     return _joined
@@ -196,12 +175,3 @@ def join_cluster(resolver: Any, options: CommunicationOptions) -> Cluster | None
 def current_cluster() -> Cluster | None:
     """Return the cluster of this process; None if it trains alone."""
     return _joined
-
-
-def _in_notebook() -> bool:
-    try:
-        # IPython adds it to the builtins.
-        shell = get_ipython()  # pyright: ignore
-    except NameError:
-        return False
-    return hasattr(shell, "kernel")

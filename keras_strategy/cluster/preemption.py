@@ -18,14 +18,9 @@ _MARGIN = 3
 
 
 class TerminationNotice:
-    """Termination notice of this worker.
+    """Termination notice of this worker, which arrived at the monotonic time `since`.
 
-    Args:
-        watch: Polled once a second in a thread. None listens for SIGTERM, in the main
-            thread only, where Python handles signals.
-
-    Attributes:
-        since: When the notice arrived, on the monotonic clock; None until then.
+    `watch` is polled in a thread. None listens for SIGTERM, in the main thread only.
     """
 
     def __init__(self, watch: Callable[[], bool] | None = None):
@@ -35,24 +30,28 @@ class TerminationNotice:
         self._previous_handler: Any = None
 
     def start(self) -> None:
-        """Start to listen."""
-        if self._watch is not None:
-            threading.Thread(target=self._poll, name="preemption", daemon=True).start()
-        elif threading.current_thread() is threading.main_thread():
-            self._previous_handler = signal.signal(signal.SIGTERM, self._record)
+        watch = self._watch
+        if watch is None:
+            if threading.current_thread() is threading.main_thread():
+                self._previous_handler = signal.signal(signal.SIGTERM, self._record)
+            return
+
+        def poll() -> None:
+            while not self._stopped.wait(_POLL_SECONDS):
+                if watch():
+                    return self._record()
+
+        threading.Thread(target=poll, name="preemption", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop listening."""
         self._stopped.set()
-        if threading.current_thread() is not threading.main_thread():
-            return
+        in_main = threading.current_thread() is threading.main_thread()
         # Other code may have installed its own handler since.
-        if signal.getsignal(signal.SIGTERM) == self._record:
+        if in_main and signal.getsignal(signal.SIGTERM) == self._record:
             signal.signal(signal.SIGTERM, self._previous_handler or signal.SIG_DFL)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Context manager in which a notice does not end the process at once."""
         self.start()
         try:
             yield
@@ -62,13 +61,6 @@ class TerminationNotice:
     def _record(self, *_: Any) -> None:
         if self.since is None:
             self.since = time.monotonic()
-
-    def _poll(self) -> None:
-        assert self._watch is not None
-        while not self._stopped.wait(_POLL_SECONDS):
-            if self._watch():
-                self._record()
-                return
 
 
 class NextAction(enum.Enum):
@@ -80,15 +72,7 @@ class NextAction(enum.Enum):
 
 
 class Preemption:
-    """Agreement of all workers, after each step, on when they save and exit.
-
-    Args:
-        config: The user's termination config.
-        exchange: Return what all workers pass to it, by rank.
-
-    Attributes:
-        notice: This worker's termination notice.
-    """
+    """Agreement of all workers, after each step, on when they save and exit."""
 
     def __init__(
         self,
@@ -104,16 +88,23 @@ class Preemption:
         self._step_seconds = self._save_seconds = 0.0
 
     def after_step(self) -> NextAction:
-        """Return the action of all workers after a step."""
-        if not self._ended:
-            self._measure_step()
+        now = time.monotonic()
+        if self._step_start is not None:
+            self._steps += 1
+            seconds = now - self._step_start
+            self._step_seconds += (seconds - self._step_seconds) / self._steps
+        self._step_start = now
         return self.after_epoch()
 
     def after_epoch(self) -> NextAction:
         """Return the action of all workers after an epoch, which is not a step."""
         if self._ended:
             return NextAction.CONTINUE
-        states = self._exchange([self.notice.since is not None, self._is_due()])
+        since, is_due = self.notice.since, False
+        if since is not None:
+            left = since + (self._config.grace_period or 0.0) - time.monotonic()
+            is_due = left <= _MARGIN * (2 * self._step_seconds + self._save_seconds)
+        states = self._exchange([since is not None, is_due])
         if any(due for _, due in states):
             self._ended = True
             return NextAction.SAVE_AND_END
@@ -131,23 +122,7 @@ class Preemption:
         self._save_seconds = self._step_start - begin
 
     def end(self) -> None:
-        """Exit, or call the user's exit function."""
         self.notice.stop()
         if self._config.exit_fn is None:
             sys.exit(EXIT_PREEMPTED)
         self._config.exit_fn()
-
-    def _measure_step(self) -> None:
-        now = time.monotonic()
-        if self._step_start is not None:
-            self._steps += 1
-            seconds = now - self._step_start
-            self._step_seconds += (seconds - self._step_seconds) / self._steps
-        self._step_start = now
-
-    def _is_due(self) -> bool:
-        since = self.notice.since
-        if since is None:
-            return False
-        left = since + (self._config.grace_period or 0.0) - time.monotonic()
-        return left <= _MARGIN * (2 * self._step_seconds + self._save_seconds)

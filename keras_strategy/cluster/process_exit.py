@@ -13,25 +13,21 @@ import threading
 import traceback
 from collections.abc import Callable
 from types import CodeType, TracebackType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
+# The cluster was not formed.
 EXIT_CLUSTER_NOT_FORMED = 69
-"""The cluster was not formed."""
-
+# The worker was asked to stop and saved its state: start it again.
 EXIT_PREEMPTED = 75
-"""The worker was asked to stop and saved its state: start it again."""
-
+# Another worker failed, or all workers wait for each other.
 EXIT_OTHER_WORKER_FAILED = 76
-"""Another worker failed, or all workers wait for each other."""
-
+# SIGINT, Ctrl-C: as in a shell.
 EXIT_INTERRUPTED = 130
-"""The worker was interrupted (SIGINT, Ctrl-C), as in a shell."""
-
 
 _FLUSH_SECONDS = 3.0
 
 
-class ExitHandler(Protocol):
+class ExitHandler:
     """Callbacks for the ways in which this process can end."""
 
     def on_exception(self, error: BaseException, trace: str) -> None:
@@ -63,11 +59,14 @@ def register(handler: ExitHandler) -> None:
 
 
 def unregister(handler: ExitHandler) -> None:
-    """Undo `register`."""
-    if handler in _handlers:
-        _handlers.remove(handler)
-        if not _handlers:
-            _restore()
+    global _wrapped_hook
+    _handlers.remove(handler)
+    if _handlers:
+        return
+    atexit.unregister(_at_exit)
+    # If other code has wrapped our hook, ours stays below it.
+    if _wrapped_hook is not None and sys.excepthook is _excepthook:
+        sys.excepthook, _wrapped_hook = _wrapped_hook, None
 
 
 def exit_now(text: str, status: int) -> NoReturn:
@@ -76,37 +75,29 @@ def exit_now(text: str, status: int) -> NoReturn:
     The interpreter's exit would run the backend's, whose barriers wait for workers
     that may no longer exist.
     """
+
+    def write() -> None:
+        if text:
+            print(text, file=sys.stderr)
+        for stream in (sys.stderr, sys.stdout):
+            stream.flush()
+
     # If nobody reads the pipe any more, writing to it blocks forever.
-    writer = threading.Thread(target=_write, args=(text,), daemon=True)
+    writer = threading.Thread(target=write, daemon=True)
     writer.start()
     writer.join(_FLUSH_SECONDS)
     os._exit(status)
 
 
-class ExitStatusOnError:
+class ExitStatusOnError(ExitHandler):
     """Exit handler that sets the exit status if a certain error ends the process."""
 
     def __init__(self, error: BaseException, status: int):
         self._error, self._status = error, status
 
     def on_exception(self, error: BaseException, trace: str) -> None:
-        """End the process if this is the exception."""
         if error is self._error:
             exit_now("", self._status)
-
-    def leave(self) -> None:
-        """Unregister."""
-        unregister(self)
-
-    def on_fork(self) -> None:
-        """Do nothing: a fork does not raise the exception."""
-
-
-def _write(text: str) -> None:
-    if text:
-        print(text, file=sys.stderr)
-    for stream in (sys.stderr, sys.stdout):
-        stream.flush()
 
 
 def _excepthook(
@@ -114,22 +105,14 @@ def _excepthook(
 ) -> None:
     if _wrapped_hook is not None:
         _wrapped_hook(kind, error, trace)
-    if not _is_fatal():
-        return
-    text = "".join(traceback.format_exception(kind, error, trace))
-    for handler in list(_handlers):
-        handler.on_exception(error, text)
-
-
-def _is_fatal() -> bool:
-    """Return True if the exception that `sys.excepthook` received ends the process.
-
-    C code also calls the hook, with exceptions that it has handled: PyErr_PrintEx in a
-    callback or a destructor. The program's own frames still exist then; when Python
-    itself calls the hook, they are gone.
-    """
+    # C code also calls the hook, with exceptions that it has handled: PyErr_PrintEx in
+    # a callback or a destructor. The program's own frames still exist then; when Python
+    # itself calls the hook for the exception that ends the process, they are gone.
     in_main = threading.current_thread() is threading.main_thread()
-    return in_main and _outermost_code() is not _program
+    if in_main and _outermost_code() is not _program:
+        text = "".join(traceback.format_exception(kind, error, trace))
+        for handler in list(_handlers):
+            handler.on_exception(error, text)
 
 
 def _outermost_code() -> CodeType | None:
@@ -146,19 +129,9 @@ def _at_exit() -> None:
 
 
 def _after_fork() -> None:
-    for handler in _handlers:
+    for handler in list(_handlers):
         handler.on_fork()
-    if _handlers:
-        _handlers.clear()
-        _restore()
-
-
-def _restore() -> None:
-    global _wrapped_hook
-    atexit.unregister(_at_exit)
-    # If other code has wrapped our hook, ours stays below it.
-    if _wrapped_hook is not None and sys.excepthook is _excepthook:
-        sys.excepthook, _wrapped_hook = _wrapped_hook, None
+        unregister(handler)
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -14,22 +14,16 @@ import ipaddress
 import json
 import math
 import os
+import secrets
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from keras_strategy.cluster.transport import (
-    MAX_LINE,
-    PROTOCOL,
-    ProtocolError,
-    configure_socket,
-    encode,
-    is_proof,
-    make_proof,
-    new_nonce,
-    receive,
-)
+from keras_strategy.cluster import transport
+from keras_strategy.cluster.transport import ProtocolError
+from keras_strategy.cluster_resolver.cluster_spec import join_host_port
 from keras_strategy.errors import ClusterError
 
 PORT_VARIABLE = "KERAS_STRATEGY_PORT"
@@ -39,11 +33,10 @@ SECRET_VARIABLE = "KERAS_STRATEGY_SECRET"
 
 
 def rendezvous_address(addresses: Sequence[str]) -> tuple[str, int]:
-    """Return the host and port of the rendezvous: the same on every worker.
+    """Return the host and port of the rendezvous, from the workers' "host:port".
 
     The host is the chief's. The port is KERAS_STRATEGY_PORT, or else the first one
-    after the chief's own that no worker on the chief's host uses. `addresses` has the
-    workers' "host:port", the chief's first; the others may be empty if not known.
+    after the chief's own that no worker on the chief's host uses.
     """
     if not addresses:
         raise ValueError("Expected the address of at least one worker. Received: []")
@@ -64,7 +57,11 @@ def rendezvous_address(addresses: Sequence[str]) -> tuple[str, int]:
         )
     chief = _parse_port(port, f"the port of the chief's address {addresses[0]!r}")
     # Workers on one host often have consecutive ports.
-    used = {p for other, p in map(_split, addresses) if _is_same_host(other, host)}
+    used = {
+        p
+        for other, p in map(_split, addresses)
+        if other == host or (is_loopback(other) and is_loopback(host))
+    }
     for candidate in range(chief + 1, 65536):
         if str(candidate) not in used:
             return host, candidate
@@ -75,27 +72,20 @@ def rendezvous_address(addresses: Sequence[str]) -> tuple[str, int]:
 
 
 def default_timeout_seconds() -> float:
-    """Return KERAS_STRATEGY_TIMEOUT_SECONDS, or else 600."""
     return _seconds_from_environment(TIMEOUT_VARIABLE, 600.0)
 
 
 def save_timeout_seconds(minimum: float) -> float:
-    """Return how long the other workers wait for one that writes files.
-
-    That is KERAS_STRATEGY_SAVE_TIMEOUT_SECONDS, or else 3600 or a greater `minimum`.
-    """
+    """Return how long the other workers wait for one that writes files."""
     return _seconds_from_environment(SAVE_TIMEOUT_VARIABLE, max(3600.0, minimum))
 
 
 def _seconds_from_environment(name: str, default: float) -> float:
-    value = os.environ.get(name)
-    if not value:
-        return default
+    value = os.environ.get(name) or default
     return positive_seconds(value, f"the environment variable {name}")
 
 
 def positive_seconds(value: float | str, name: str) -> float:
-    """Return a positive, finite number of seconds, or raise ValueError."""
     try:
         seconds = float(value)
     except (TypeError, ValueError):
@@ -108,7 +98,6 @@ def positive_seconds(value: float | str, name: str) -> float:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if an address reaches only this machine."""
     if host.lower() in ("localhost", "localhost.localdomain"):
         return True
     try:
@@ -140,11 +129,6 @@ def local_addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
     return addresses
 
 
-def host_port(host: str, port: int) -> str:
-    """Return `host:port`, with the brackets that an IPv6 address needs."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def _split(address: str) -> tuple[str, str]:
     """Return the host without brackets, and the port as text, which may be empty."""
     if address.startswith("["):
@@ -154,10 +138,6 @@ def _split(address: str) -> tuple[str, str]:
         return address, ""
     host, _, port = address.partition(":")
     return host, port
-
-
-def _is_same_host(host: str, other: str) -> bool:
-    return host == other or (is_loopback(host) and is_loopback(other))
 
 
 def _parse_port(text: str, name: str) -> int:
@@ -194,16 +174,18 @@ def open_listeners(
         if is_loopback(host):
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             is_name = host.lower().startswith("localhost")
-            address = "127.0.0.1" if is_name else host
-            return [socket.create_server((address, port), family=family)]
-        local = local_addresses(host)
-        if local and (all_local or not all(is_loopback(name) for _, name in local)):
+            addresses = [(family, "127.0.0.1" if is_name else host)]
+        else:
+            addresses = local_addresses(host)
+            if not all_local and all(is_loopback(name) for _, name in addresses):
+                addresses = []
+        if addresses:
             with contextlib.ExitStack() as opened:
                 listeners = [
                     opened.enter_context(
                         socket.create_server((address, port), family=family)
                     )
-                    for family, address in local
+                    for family, address in addresses
                 ]
                 opened.pop_all()
             return listeners
@@ -220,60 +202,55 @@ def open_listeners(
             raise
         raise OSError(
             errno.EADDRINUSE,
-            f"Address already in use: {host_port(host, port)}, where the workers "
+            f"Address already in use: {join_host_port(host, port)}, where the workers "
             "connect. End the process that listens there (perhaps one of an earlier "
             f"run), or set the environment variable {PORT_VARIABLE} to a free port, "
             "the same on every worker.",
         ) from None
 
 
-def claim_rank(
-    address: tuple[str, int], claim: dict[str, Any], secret: str
-) -> socket.socket | None:
-    """Ensure that no other process of this machine is the same worker.
-
-    The chief listens only until all workers have arrived, so a later duplicate would
-    wait until its timeout. The claim is a name in the kernel's abstract namespace: it
-    has no file, nobody can connect to it, and the end of the process frees it.
-
-    Args:
-        address: The rendezvous address.
-        claim: This worker's `rank`, and the `names` of all.
-        secret: The secret of the run.
-
-    Returns:
-        A socket that holds the claim until it is closed; None where the system has no
-        abstract namespace.
-    """
-    run = json.dumps([*address, claim, secret], sort_keys=True).encode()
-    name = f"\0keras_strategy {hashlib.blake2b(run, digest_size=16).hexdigest()}"
+def reserve_name(name: str) -> socket.socket | None:
+    """Return a socket that holds a name, if there are any; OSError if it is taken."""
+    if sys.platform != "linux":
+        return None
     holder = None
     try:
         holder = socket.socket(socket.AF_UNIX)
-        holder.bind(name)
-        return holder
-    except (AttributeError, OSError) as error:
+        # A name in the kernel's abstract namespace has no file, nobody can connect to
+        # it, and the end of the process frees it.
+        holder.bind(f"\0keras_strategy {name}")
+    except OSError as error:
         if holder is not None:
             holder.close()
-        if getattr(error, "errno", None) != errno.EADDRINUSE:
-            return None
+        if error.errno == errno.EADDRINUSE:
+            raise
+        return None
+    return holder
+
+
+def claim_rank(
+    address: tuple[str, int], claim: dict[str, Any], secret: str
+) -> socket.socket | None:
+    """Ensure that no other process of this machine is the same worker."""
+    # The chief listens only until all workers have arrived, so a later duplicate would
+    # wait until its timeout.
+    run = json.dumps([*address, claim, secret], sort_keys=True).encode()
+    try:
+        return reserve_name(hashlib.blake2b(run, digest_size=16).hexdigest())
+    except OSError:
         worker = claim["names"][claim["rank"]]
         raise ClusterError(
-            f"{worker} cannot join at {host_port(*address)}: another process of this "
-            f"machine has already joined as {worker}"
+            f"{worker} cannot join at {join_host_port(*address)}: another process of "
+            f"this machine has already joined as {worker}"
         ) from None
 
 
 async def connect(
     address: tuple[str, int], claim: dict[str, Any], secret: str, timeout_seconds: float
 ) -> Streams:
-    """Connect to the chief, and wait for it if it has not started yet.
-
-    The arguments are those of `claim_rank`. Raise ClusterError if the chief does not
-    arrive or refuses this worker.
-    """
+    """Connect to the chief, and wait for it if it has not started yet."""
     worker, chief = claim["names"][claim["rank"]], claim["names"][0]
-    where = host_port(*address)
+    where = join_host_port(*address)
     deadline = time.monotonic() + timeout_seconds
     pause = _FIRST_PAUSE
     while True:
@@ -301,22 +278,21 @@ async def _open_connection(
     address: tuple[str, int], claim: dict[str, Any], secret: str, seconds: float
 ) -> Streams:
     # The reply to an exchange has a value of each worker.
-    max_line = MAX_LINE * (len(claim["names"]) + 1)
+    max_line = transport.MAX_LINE * (len(claim["names"]) + 1)
     async with asyncio.timeout(min(seconds, _CONNECT_SECONDS)):
         reader, writer = await asyncio.open_connection(*address, limit=max_line)
     try:
         # Without a listener, TCP can connect a port to itself.
         if writer.get_extra_info("sockname") == writer.get_extra_info("peername"):
             raise OSError("nothing listens there")
-        configure_socket(writer)
-        try:
-            async with asyncio.timeout(min(seconds, _HANDSHAKE_SECONDS)):
-                await _authenticate(reader, writer, claim, secret)
-        except TimeoutError:
-            raise OSError("the server there does not answer") from None
+        transport.configure_socket(writer)
+        async with asyncio.timeout(min(seconds, _HANDSHAKE_SECONDS)):
+            await _authenticate(reader, writer, claim, secret)
         return reader, writer
-    except BaseException:
+    except BaseException as error:
         writer.close()
+        if isinstance(error, TimeoutError):
+            raise OSError("the server there does not answer") from None
         raise
 
 
@@ -326,27 +302,27 @@ async def _authenticate(
     claim: dict[str, Any],
     secret: str,
 ) -> None:
-    nonce = new_nonce()
-    writer.write(encode({"type": "hello", "protocol": PROTOCOL, "nonce": nonce}))
-    challenge = await _receive_reply(reader)
+    async def receive_reply() -> dict[str, Any]:
+        reply = await transport.receive(reader)
+        if reply is None:
+            raise OSError("it closed the connection")
+        return reply
+
+    nonce = secrets.token_hex(16)
+    hello = {"type": "hello", "protocol": transport.PROTOCOL, "nonce": nonce}
+    writer.write(transport.encode(hello))
+    challenge = await receive_reply()
     if challenge["type"] != "challenge":
         raise ProtocolError("no challenge")
     about = nonce, challenge.get("nonce"), claim
-    proof = make_proof(secret, "worker", *about)
-    writer.write(encode({"type": "join", "proof": proof, **claim}))
-    answer = await _receive_reply(reader)
+    proof = transport.make_proof(secret, "worker", *about)
+    writer.write(transport.encode({"type": "join", "proof": proof, **claim}))
+    answer = await receive_reply()
     if answer["type"] == "untrusted":
         raise _RefusedError("the chief there belongs to another run")
-    if not is_proof(answer.get("proof"), secret, "chief", *about):
+    if not transport.is_proof(answer.get("proof"), secret, "chief", *about):
         raise ProtocolError("no proof")
     if answer["type"] == "refused":
         raise _RefusedError(answer.get("message"))
     if answer["type"] != "welcome":
         raise ProtocolError("no welcome")
-
-
-async def _receive_reply(reader: asyncio.StreamReader) -> dict[str, Any]:
-    reply = await receive(reader)
-    if reply is None:
-        raise OSError("it closed the connection")
-    return reply

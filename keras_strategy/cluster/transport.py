@@ -10,7 +10,6 @@ import contextlib
 import hmac
 import json
 import os
-import secrets
 import socket
 import threading
 from collections.abc import Callable, Coroutine
@@ -26,42 +25,21 @@ class ProtocolError(Exception):
     """Received bytes that are not a message."""
 
 
-def new_nonce() -> str:
-    """Return a random text that no proof can have used before."""
-    return secrets.token_hex(16)
-
-
 def make_proof(secret: str, *about: Any) -> str:
-    """Return the HMAC that proves knowledge of `secret`.
-
-    It covers `about`: the sender's role, the nonces of both ends, and claims.
-    """
+    """Return the HMAC that proves knowledge of `secret`; it covers all of `about`."""
     text = json.dumps(about).encode()
     return hmac.new(secret.encode(), text, "sha256").hexdigest()
 
 
 def is_proof(value: Any, secret: str, *about: Any) -> bool:
-    """Return True if a received value equals `make_proof(secret, *about)`."""
-    expected = make_proof(secret, *about)
     return isinstance(value, str) and hmac.compare_digest(
-        value.encode(errors="replace"), expected.encode()
+        value.encode(errors="replace"), make_proof(secret, *about).encode()
     )
 
 
 def encode(message: dict[str, Any]) -> bytes:
     """Return a message as a line; raise TypeError if it has a value not of JSON."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
-
-
-def decode(line: bytes) -> dict[str, Any]:
-    """Return the message of a line, or raise `ProtocolError`."""
-    try:
-        message = json.loads(line)
-    except (ValueError, RecursionError):
-        message = None
-    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
-        raise ProtocolError(f"{len(line)} bytes that are not a message")
-    return message
 
 
 async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
@@ -73,7 +51,15 @@ async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
         line = await reader.readline()
     except ValueError as error:
         raise ProtocolError(f"a line that is too long: {error}") from None
-    return decode(line) if line.endswith(b"\n") else None
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        message = None
+    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+        raise ProtocolError(f"{len(line)} bytes that are not a message")
+    return message
 
 
 async def handle_messages(
@@ -109,12 +95,10 @@ def detach(*owners: socket.socket | asyncio.StreamWriter) -> None:
 
 
 def configure_socket(writer: asyncio.StreamWriter) -> None:
-    """Send small messages at once, and detect within 20 s that a machine is down.
-
-    The kernels of both machines exchange the probes. Pings of our own would also stay
-    unanswered in a healthy process: while one long C call holds the GIL, or after
-    Ctrl-Z.
-    """
+    """Send small messages at once, and detect within 20 s that a machine is down."""
+    # The kernels of both machines exchange the probes. Pings of our own would stay
+    # unanswered in a healthy process, too: while one long C call holds the GIL, or
+    # after Ctrl-Z.
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -149,27 +133,24 @@ class LoopThread:
             self.loop.call_soon_threadsafe(function, *arguments)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the thread and return its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
     def stop(self, seconds: float) -> None:
-        """Stop the thread and wait at most `seconds` for its end."""
         self.call_soon(self._stopped.set)
         self.join(seconds)
 
     def join(self, seconds: float) -> None:
-        """Wait at most `seconds` for the end of the thread."""
         self._thread.join(seconds)
 
     def _run(self) -> None:
+        async def run_until_stopped() -> None:
+            await self._stopped.wait()
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
         # asyncio.Runner may start a thread for its shutdown, which Python refuses
         # while the interpreter exits.
-        self.loop.run_until_complete(self._until_stopped())
+        self.loop.run_until_complete(run_until_stopped())
         self.loop.close()
-
-    async def _until_stopped(self) -> None:
-        await self._stopped.wait()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,12 +1,17 @@
-"""Watchdog: decides when a worker gives up, without a thread, a socket or a clock.
+"""Watchdog of a worker: the trace of its operations, and when it gives up.
 
-Its caller passes in events with their time, and carries out the returned actions.
-Slow operations are logged once for each name.
+`Watchdog` has neither a thread nor a socket nor a clock: its caller passes in events
+with their time, and carries out the returned actions.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
+import threading
+import time
+import traceback
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -22,6 +27,10 @@ RELAY_SECONDS = 2.0
 # Time after which an operation counts as slow.
 SLOW_OPERATION_SECONDS = 10.0
 
+_MAX_FRAMES = 6
+# Operations since the last exchange that a report names.
+_MAX_NAMES = 64
+
 logger = logging.getLogger("keras_strategy")
 
 
@@ -32,6 +41,90 @@ class Operation(NamedTuple):
     name: str
     since: float
     seconds: float | None = None
+
+
+class WorkerState(NamedTuple):
+    """A worker's report of what it is doing."""
+
+    # Operations entered, and the name of the last one.
+    count: int
+    last: str
+    # The current operation, in which nested ones may have ended since, its time, and
+    # the operations entered up to and including it.
+    inside: str | None
+    seconds: float
+    entered: int
+    # The current line of the program, and the main thread's innermost frames.
+    where: str
+    stack: str
+    # Completed exchanges with all workers, and the operations since the last one: the
+    # number that `since` omits, and names.
+    exchanges: int
+    before: int
+    since: list[str]
+    # What else is compared between workers, by topic.
+    notes: dict[str, str]
+
+
+class OperationTrace:
+    """Operations of a worker: written by its main thread, read by its watchdog."""
+
+    def __init__(self) -> None:
+        self.last = ""
+        self.operation: Operation | None = None
+        self.notes: dict[str, str] = {}
+        self._thread_id = threading.get_ident()
+        self._count = 0
+        self._exchanges = self._count_at_exchange = 0
+        self._since: deque[str] = deque(maxlen=_MAX_NAMES)
+
+    def enter(self, name: str, seconds: float | None = None) -> Operation | None:
+        """Enter an operation, with its own time limit if any; return the outer one."""
+        outer = self.operation
+        self._count = count = self._count + 1
+        self.last = name
+        self._since.append(name)
+        self.operation = Operation(count, name, time.monotonic(), seconds)
+        return outer
+
+    def record_exchange(self) -> None:
+        """Record that all workers are at the same place in the program."""
+        self._exchanges += 1
+        self._count_at_exchange = self._count
+        self._since.clear()
+
+    def state(self, watchdog: Watchdog, now: float) -> WorkerState:
+        # The main thread changes the trace meanwhile: read each attribute once.
+        count, last, operation = self._count, self.last, self.operation
+        since = list(self._since)
+        where, stack = self._stack()
+        return WorkerState(
+            count,
+            last,
+            inside=operation and operation.name,
+            seconds=watchdog.waited(operation, now) if operation else 0.0,
+            entered=operation.count if operation else 0,
+            where=where,
+            stack=stack,
+            exchanges=self._exchanges,
+            before=count - self._count_at_exchange - len(since),
+            since=since,
+            notes={**self.notes},
+        )
+
+    def _stack(self) -> tuple[str, str]:
+        """Return the current line of the thread, and its innermost frames."""
+        frame = sys._current_frames().get(self._thread_id)
+        if frame is None:
+            return "a thread that has ended", ""
+        frames = traceback.StackSummary.extract(
+            traceback.walk_stack(frame), limit=_MAX_FRAMES, lookup_lines=True
+        )
+        frames.reverse()
+        last = frames[-1]
+        where = f"{last.name} ({last.filename}, line {last.lineno}"
+        where += f": {last.line})" if last.line else ")"
+        return where, "".join(frames.format())
 
 
 class Send(NamedTuple):
@@ -51,10 +144,7 @@ Actions = list[Send | Fail]
 
 
 class Watchdog:
-    """State machine that turns messages and waiting times into actions.
-
-    All methods take the current time as `now`.
-    """
+    """State machine that turns messages and waiting times into actions, at `now`."""
 
     def __init__(self, rank: int, names: list[str], timeout_seconds: float, now: float):
         self._names, self._name = names, names[rank]
@@ -75,9 +165,10 @@ class Watchdog:
         # A failure that the coordinator has not relayed yet, and its deadline.
         self._reported: tuple[Fail, float] | None = None
         self._disconnected = self._leaving = self._ended = False
+        # Names of the operations that were logged as slow.
+        self._warned: set[str] = set()
 
     def on_message(self, message: Mapping[str, Any], now: float) -> Actions:
-        """Handle a message of the coordinator."""
         self._record_call(now)
         self._last_message = now
         if message["type"] == "left":
@@ -97,7 +188,6 @@ class Watchdog:
         return self._end(self._reported[0] if self._reported else lost)
 
     def report_failure(self, message: str, details: str, now: float) -> Actions:
-        """Have the coordinator relay this worker's failure to all, itself included."""
         failure = Fail(message, details)
         if self._disconnected:
             return self._end(failure)
@@ -106,11 +196,9 @@ class Watchdog:
         return [Send({"type": "failed", **failure._asdict()})]
 
     def leave(self) -> None:
-        """Stop watching: this worker leaves and waits for nobody."""
         self._leaving = True
 
     def check(self, operation: Operation | None, now: float) -> Actions:
-        """Check this worker's current operation."""
         self._record_call(now)
         if self._reported is not None:
             failure, until = self._reported
@@ -141,53 +229,12 @@ class Watchdog:
         """Return the seconds in an operation during which this process ran."""
         return now - max(operation.since, self._awake_since)
 
-    def _record_call(self, now: float) -> None:
-        # Time during which this process was stopped (Ctrl-Z) or its machine asleep
-        # does not count.
-        if now - self._last_call > 3 * self.interval:
-            self._awake_since = now
-        self._last_call = now
-
-    def _inquire(self, operation: Operation, now: float) -> Actions:
-        """Have the coordinator find out who holds up the others."""
-        timeout = operation.seconds or self._timeout
-        inquired, inquired_at = self._inquiry or (None, now)
-        overdue = now - inquired_at > ANSWER_SECONDS
-        # A healthy coordinator asks all workers at once, this one included.
-        answered = self._last_message > inquired_at
-        if inquired is not operation or (overdue and answered):
-            self._inquiry = operation, now
-            question = {"count": operation.count, "timeout": timeout}
-            return [Send({"type": "inquire", **question})]
-        if not overdue:
-            return []
-        return self._end(
-            Fail(
-                f"{self._names[0]} does not answer, and {self._name} has been in "
-                f"`{operation.name}` for more than {timeout:g} s: its process is "
-                "stopped, or one long call keeps Python busy"
-            )
-        )
-
-    def _end(self, failure: Fail) -> Actions:
-        if self._ended:
-            return []
-        self._ended = True
-        return [failure]
-
-
-class SlowOperationWarnings:
-    """Logger of slow operations, once for each name."""
-
-    def __init__(self, name: str, timeout_seconds: float):
-        self._name, self._timeout = name, timeout_seconds
-        self._warned: set[str] = set()
-
-    def check(self, operation: Operation, waited: float) -> None:
-        """Warn if the operation has taken `waited` seconds and that is slow."""
+    def warn_if_slow(self, operation: Operation, now: float) -> None:
+        """Log an operation that is slow, once for each name."""
+        waited = self.waited(operation, now)
+        # By name, since each step is a new operation.
         if waited < SLOW_OPERATION_SECONDS or operation.name in self._warned:
             return
-        # By name, since each step is a new operation.
         self._warned.add(operation.name)
         logger.warning(
             "%s has been in %s for %.0f s, where workers wait for each other. "
@@ -200,7 +247,6 @@ class SlowOperationWarnings:
         )
 
     def warn_missing(self, missing: list[str]) -> None:
-        """Warn that these workers have not arrived yet."""
         logger.warning(
             "%s has waited for %s to arrive for %.0f s. It gives up after %g s.",
             self._name,
@@ -208,3 +254,35 @@ class SlowOperationWarnings:
             SLOW_OPERATION_SECONDS,
             self._timeout,
         )
+
+    def _record_call(self, now: float) -> None:
+        # Time during which this process was stopped (Ctrl-Z) or its machine asleep
+        # does not count.
+        if now - self._last_call > 3 * self.interval:
+            self._awake_since = now
+        self._last_call = now
+
+    def _inquire(self, operation: Operation, now: float) -> Actions:
+        timeout = operation.seconds or self._timeout
+        inquired, inquired_at = self._inquiry or (None, now)
+        overdue = now - inquired_at > ANSWER_SECONDS
+        # A healthy coordinator asks all workers at once, this one included.
+        answered = self._last_message > inquired_at
+        if inquired is not operation or (overdue and answered):
+            self._inquiry = operation, now
+            question = {"count": operation.count, "timeout": timeout}
+            return [Send({"type": "inquire", **question})]
+        if not overdue:
+            return []
+        silence = (
+            f"{self._names[0]} does not answer, and {self._name} has been in "
+            f"`{operation.name}` for more than {timeout:g} s: its process is "
+            "stopped, or one long call keeps Python busy"
+        )
+        return self._end(Fail(silence))
+
+    def _end(self, failure: Fail) -> Actions:
+        if self._ended:
+            return []
+        self._ended = True
+        return [failure]

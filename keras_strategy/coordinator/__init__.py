@@ -9,8 +9,10 @@ if TYPE_CHECKING:
     from keras_strategy.coordinator.cluster_coordinator import (
         ClusterCoordinator as ClusterCoordinator,
     )
-    from keras_strategy.coordinator.values import PerWorkerValue as PerWorkerValue
-    from keras_strategy.coordinator.values import RemoteValue as RemoteValue
+    from keras_strategy.coordinator.cluster_coordinator import (
+        RemoteValue as RemoteValue,
+    )
+    from keras_strategy.coordinator.worker import PerWorkerValue as PerWorkerValue
     from keras_strategy.coordinator.worker import (
         experimental_get_current_worker_index as experimental_get_current_worker_index,
     )
@@ -20,9 +22,9 @@ if TYPE_CHECKING:
 # For each name: its name in tf.distribute, and our module.
 _HOMES = {
     "ClusterCoordinator": ("coordinator.ClusterCoordinator", "cluster_coordinator"),
-    "PerWorkerValue": ("coordinator.PerWorkerValue", "values"),
-    "PerWorkerValues": ("experimental.coordinator.PerWorkerValues", "values"),
-    "RemoteValue": ("coordinator.RemoteValue", "values"),
+    "PerWorkerValue": ("coordinator.PerWorkerValue", "worker"),
+    "PerWorkerValues": ("experimental.coordinator.PerWorkerValues", "worker"),
+    "RemoteValue": ("coordinator.RemoteValue", "cluster_coordinator"),
     "experimental_get_current_worker_index": (
         "coordinator.experimental_get_current_worker_index",
         "worker",

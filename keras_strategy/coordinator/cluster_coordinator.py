@@ -1,26 +1,83 @@
 """`ClusterCoordinator` on JAX and torch: tf.distribute's API on Dask workers."""
 
+import contextlib
+import io
+import logging
+import os
+import subprocess
+import sys
+import tempfile
 import threading
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError
-from typing import TYPE_CHECKING, Any, Self
+from concurrent.futures import CancelledError, Future
+from pathlib import Path
+from typing import Any, Self
 
 import keras
 
-from keras_strategy.coordinator import worker
-from keras_strategy.coordinator.dask_cluster import LocalWorkers, OtherWorkers
-from keras_strategy.coordinator.values import PerWorkerDataset, RemoteValue, Scheduled
+from keras_strategy.cluster_resolver.base import import_extra
+from keras_strategy.coordinator import local_workers, worker
+from keras_strategy.core.registry import get_engine
 from keras_strategy.strategies.base import Strategy
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
-_DEFAULT_WORKERS = 2
+# Classes with variables: changes to a worker's copy would be lost silently.
+_STATEFUL_TYPES = (
+    keras.Variable,
+    keras.Layer,
+    keras.optimizers.Optimizer,
+    keras.metrics.Metric,
+    keras.random.SeedGenerator,
+)
+_SECONDS_TO_STOP = 5
 _coordinators: "weakref.WeakKeyDictionary[Strategy, ClusterCoordinator]" = (
     weakref.WeakKeyDictionary()
 )
+
+
+class RemoteValue:
+    """Future result of a function passed to `ClusterCoordinator.schedule`.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    def first(value: ks.coordinator.RemoteValue):
+        return value.fetch()
+    ```
+    """
+
+    def fetch(self) -> Any:
+        """Wait for the function and return its result, with arrays for tensors.
+
+        Raises:
+            CancelledError: If the function was cancelled because another one failed.
+            Exception: The exception that the function raised.
+        """
+        raise NotImplementedError
+
+    def get(self) -> Any:
+        """Wait for the function and return its result, with tensors for arrays.
+
+        Raises:
+            CancelledError: If the function was cancelled because another one failed.
+            Exception: The exception that the function raised.
+        """
+        return worker.to_tensors(self.fetch())
+
+
+class Scheduled(RemoteValue):
+    """Result of a function that a coordinator has submitted."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.future: Future[Any] = Future()
+
+    def fetch(self) -> Any:
+        """Wait for the result and return it with arrays for tensors."""
+        return self.future.result()
 
 
 class ClusterCoordinator:
@@ -66,13 +123,21 @@ class ClusterCoordinator:
 
     def __new__(cls, strategy: Strategy, cluster: Any = None) -> Self:
         """Return the strategy's coordinator, or create it."""
-        _check_strategy(strategy)
+        if not isinstance(strategy, Strategy):
+            raise TypeError(
+                "Argument `strategy` must be a strategy of this package. Received: "
+                f"strategy={strategy!r} of type {type(strategy).__name__}"
+            )
+        workers = strategy.extended.topology.cluster
+        if workers is not None and workers.size > 1:
+            raise ValueError(
+                "Argument `strategy` must have one process: a coordinator has its own "
+                f"workers. Received: strategy={strategy!r} with {workers.size} workers"
+            )
         existing = _coordinators.get(strategy)
         if existing is None:
-            cluster = _DEFAULT_WORKERS if cluster is None else cluster
-            _check_cluster(cluster)
             created = super().__new__(cls)
-            created._initialize(strategy, cluster)
+            created._initialize(strategy, 2 if cluster is None else cluster)
             _coordinators[strategy] = created
             return created
         if cluster is not None and existing._cluster != cluster:
@@ -87,8 +152,7 @@ class ClusterCoordinator:
         """Do nothing: `__new__` initializes the coordinator once per strategy."""
 
     def _initialize(self, strategy: Strategy, cluster: Any) -> None:
-        local = isinstance(cluster, int)
-        self._workers = LocalWorkers(cluster) if local else OtherWorkers(cluster)
+        self._workers = DaskWorkers(cluster)
         self._strategy = strategy
         self._cluster = cluster
         self._condition = threading.Condition()
@@ -139,11 +203,11 @@ class ClusterCoordinator:
             )
         self._raise_first_error()
         name = getattr(fn, "__name__", type(fn).__name__)
-        serialization = _serialization()
-        arguments = serialization.replace_variables(
-            (list(args or ()), dict(kwargs or {}))
+        arguments = keras.tree.map_structure(
+            lambda x: x.value if isinstance(x, keras.Variable) else x,
+            (list(args or ()), dict(kwargs or {})),
         )
-        call_data = serialization.serialize(name, (fn, *arguments))
+        call_data = _serialize(name, (fn, *arguments))
         value = Scheduled(name)
         with self._condition:
             future = self._workers.client.submit(
@@ -218,7 +282,7 @@ class ClusterCoordinator:
                 f"dataset_fn={dataset_fn!r} of type {type(dataset_fn).__name__}"
             )
         name = getattr(dataset_fn, "__name__", type(dataset_fn).__name__)
-        return PerWorkerDataset(_serialization().serialize(name, dataset_fn))
+        return worker.PerWorkerDataset(_serialize(name, dataset_fn))
 
     def _on_done(self, future: Any) -> None:
         """Record the end of a function; Dask calls this."""
@@ -232,9 +296,9 @@ class ClusterCoordinator:
             if value is None:  # cancelled before
                 return
             if error is None:
-                value.set_result(result)
+                value.future.set_result(result)
             else:
-                value.set_error(error)
+                value.future.set_exception(error)
                 self._error = self._error or error
             self._condition.notify_all()
         # Let Dask drop the result, which it would compute again if the worker dies.
@@ -250,7 +314,7 @@ class ClusterCoordinator:
         if cancelled:
             self._workers.client.cancel([future for _, future in cancelled.values()])
         for value, _ in cancelled.values():
-            value.set_error(
+            value.future.set_exception(
                 CancelledError(
                     f"{value.name} was cancelled because another function failed. "
                     "Schedule it again."
@@ -259,36 +323,181 @@ class ClusterCoordinator:
         raise error
 
 
-def _serialization() -> "ModuleType":
-    # Lazily: it needs the optional extra.
-    from keras_strategy.coordinator import serialization
+def _serialize(name: str, content: Any) -> bytes:
+    """Serialize a function or its arguments, or raise an error about function `name`.
 
-    return serialization
+    It must not contain variables, or a `RemoteValue` without a result.
+    """
+    cloudpickle = import_extra("cloudpickle", "coordinator", "ClusterCoordinator")
+    refusal: Exception | None = None
 
+    class Pickler(cloudpickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            nonlocal refusal
+            if isinstance(obj, _STATEFUL_TYPES):
+                what = f"{type(obj).__name__} {getattr(obj, 'name', '')!r}"
+                refusal = TypeError(
+                    f"{name} uses {what} of the coordinator. Workers get copies, "
+                    "whose changes would be lost. Pass the values as arguments (a "
+                    "variable, or `model.get_weights()`), create the workers' "
+                    "models in the function of `create_per_worker_dataset`, and "
+                    "assign the returned values on the coordinator."
+                )
+                raise refusal
+            if isinstance(obj, RemoteValue):
+                future = obj.future if isinstance(obj, Scheduled) else None
+                if future is None or not future.done() or future.exception():
+                    refusal = ValueError(
+                        f"{name} received a `RemoteValue` that has no value yet. "
+                        "Call `join` or its `fetch` first."
+                    )
+                    raise refusal
+                return worker.to_tensors, (obj.fetch(),)
+            if get_engine().is_tensor(obj):
+                dtype = keras.backend.standardize_dtype(obj.dtype)
+                return worker.to_tensor, (keras.ops.convert_to_numpy(obj), dtype)
+            return super().reducer_override(obj)
 
-def _check_strategy(strategy: Any) -> None:
-    if not isinstance(strategy, Strategy):
+    file = io.BytesIO()
+    try:
+        Pickler(file).dump(content)
+    except Exception as error:
+        if error is refusal:
+            raise
         raise TypeError(
-            "Argument `strategy` must be a strategy of this package. Received: "
-            f"strategy={strategy!r} of type {type(strategy).__name__}"
-        )
-    cluster = strategy.extended.topology.cluster
-    if cluster is not None and cluster.size > 1:
-        raise ValueError(
-            "Argument `strategy` must have one process: a coordinator has its own "
-            f"workers. Received: strategy={strategy!r} with {cluster.size} workers"
-        )
+            f"The function or arguments of {name} cannot be sent to a worker: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return file.getvalue()
 
 
-def _check_cluster(cluster: Any) -> None:
-    is_count = isinstance(cluster, int) and not isinstance(cluster, bool)
-    if is_count and cluster < 1:
-        raise ValueError(
-            "Argument `cluster` must be at least 1 worker, or a Dask cluster. "
-            f"Received: cluster={cluster!r}"
+class DaskWorkers:
+    """Workers that are started here, by their number, or those of a Dask cluster.
+
+    No other user can reach workers of this machine: they listen on the loopback address
+    only, and both sides of a connection present a certificate that was created for
+    this cluster. Dask restarts a dead worker.
+    """
+
+    def __init__(self, cluster: Any):
+        if isinstance(cluster, bool):
+            raise TypeError(
+                "Argument `cluster` must be a number of workers, the address of Dask's "
+                f"scheduler or a `distributed.Client`. Received: cluster={cluster!r}"
+            )
+        if isinstance(cluster, int) and cluster < 1:
+            raise ValueError(
+                "Argument `cluster` must be at least 1 worker, or a Dask cluster. "
+                f"Received: cluster={cluster!r}"
+            )
+        self._distributed: Any = import_extra(
+            "distributed", "coordinator", "ClusterCoordinator"
         )
-    if isinstance(cluster, bool):
-        raise TypeError(
-            "Argument `cluster` must be a number of workers, the address of Dask's "
-            f"scheduler or a `distributed.Client`. Received: cluster={cluster!r}"
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        with contextlib.ExitStack() as stack:
+            connect = self._start if isinstance(cluster, int) else self._find
+            self.client: Any = connect(cluster, stack)
+            self._stack = stack.pop_all()
+
+    def check(self) -> None:
+        """Raise `RuntimeError` if the process that supervises the workers has ended."""
+        status = None if self._supervisor is None else self._supervisor.poll()
+        if status is not None:
+            raise RuntimeError(
+                "The process that supervises the coordinator's workers has ended "
+                f"with exit status {status}. See its output above, and restart the "
+                "program."
+            )
+
+    def close(self) -> None:
+        """Stop the workers and close the client, if they were started here."""
+        with contextlib.suppress(Exception):
+            self._stack.close()
+
+    def _find(self, cluster: Any, stack: contextlib.ExitStack) -> Any:
+        """Return a client of an existing cluster, given it or a scheduler's address."""
+        distributed, address = self._distributed, cluster
+        if isinstance(cluster, distributed.Client):
+            address = cluster.scheduler.address
+        if not str(address).startswith("tls://"):
+            raise ValueError(
+                "Argument `cluster` must be a Dask cluster at an address that starts "
+                "with 'tls://': anyone who can reach another one can run programs on "
+                f"it and on this machine. Received: cluster={cluster!r}, at "
+                f"{address!r}. See "
+                "https://distributed.dask.org/en/stable/tls.html"
+            )
+        if not isinstance(cluster, str):
+            return cluster
+        arguments = distributed.Security().get_connection_args("client")
+        if not arguments.get("ssl_context"):
+            raise ValueError(
+                "Argument `cluster` is an address, so Dask's configuration must "
+                "have its certificates, but has none. Or pass the client, "
+                "`distributed.Client(address, security=distributed.Security(...))`."
+                f" Received: cluster={cluster!r}"
+            )
+        client = distributed.Client(address, set_as_default=False)
+        stack.callback(client.close)
+        return client
+
+    def _start(self, count: int, stack: contextlib.ExitStack) -> Any:
+        """Start a scheduler and workers, and return a client."""
+        distributed = self._distributed
+        dask = import_extra("dask", "coordinator", "ClusterCoordinator")
+        security = distributed.Security.temporary()
+        with dask.config.set({"distributed.scheduler.http.routes": []}):
+            cluster = distributed.LocalCluster(
+                n_workers=0,
+                host="127.0.0.1",
+                protocol="tls://",
+                security=security,
+                dashboard_address=None,
+                scheduler_kwargs={"dashboard_address": local_workers.DASHBOARD_ADDRESS},
+                # `join` and `fetch` raise errors. Functions that still run when the
+                # program ends would be logged as errors.
+                silence_logs=logging.CRITICAL,
+            )
+        stack.enter_context(cluster)
+        directory = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="keras_strategy_coordinator_")
         )
+        for name in local_workers.CERTIFICATES:
+            # Only the owner can read the directory.
+            Path(directory, name).write_text(getattr(security, name))
+        client = stack.enter_context(
+            distributed.Client(cluster, security=security, set_as_default=False)
+        )
+        # A program, because `multiprocessing` would run the user's script again.
+        program = [sys.executable, "-P", local_workers.__file__]
+        # A process must not be forked after a backend has initialized GPUs, nor on
+        # macOS after it has used its frameworks.
+        may_fork = sys.platform == "linux" and not get_engine().list_devices("gpu")
+        preloaded = [worker.__name__] if may_fork else []
+        # Resources that a worker leaves open when it is stopped.
+        warnings = [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"]
+        environment = {
+            **os.environ,
+            "KERAS_BACKEND": keras.backend.backend(),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "PYTHONWARNINGS": ",".join(filter(None, warnings)),
+            # `join` raises the errors of functions, so do not log them, too.
+            "DASK_LOGGING__DISTRIBUTED": "critical",
+            "DASK_DISTRIBUTED__WORKER__HTTP__ROUTES": "[]",
+        }
+        self._supervisor = subprocess.Popen(
+            [*program, cluster.scheduler_address, str(count), directory, *preloaded],
+            env=environment,
+        )
+        stack.callback(_stop, self._supervisor)
+        return client
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    process.terminate()
+    try:
+        process.wait(_SECONDS_TO_STOP)
+    except subprocess.TimeoutExpired:
+        # It may wait for a worker that has not started yet and ends with it.
+        process.kill()
+        process.wait()

@@ -24,13 +24,7 @@ _SECONDS_TO_JOIN = 60
 
 
 async def supervise(scheduler: str, count: int, directory: Path) -> None:
-    """Start workers, and restart dead ones, until SIGTERM.
-
-    Args:
-        scheduler: The address of Dask's scheduler.
-        count: The number of workers.
-        directory: The folder with the certificates.
-    """
+    """Start workers, and restart dead ones, until SIGTERM."""
     distributed: Any = importlib.import_module("distributed")
     stop_requested = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop_requested.set)
@@ -57,10 +51,8 @@ async def supervise(scheduler: str, count: int, directory: Path) -> None:
         await asyncio.gather(*nannies)
         await asyncio.gather(*(nanny.finished() for nanny in nannies))
 
-    tasks = [
-        asyncio.ensure_future(stop_requested.wait()),
-        asyncio.ensure_future(wait_for_workers()),
-    ]
+    waits = stop_requested.wait(), wait_for_workers()
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     await asyncio.gather(*(nanny.close() for nanny in nannies), return_exceptions=True)
     for task in done:

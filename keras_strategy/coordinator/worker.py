@@ -1,18 +1,15 @@
-"""Worker side of a coordinator: calls functions one after the other."""
+"""Worker side of a coordinator: per-worker arguments, and calls one after the other."""
 
+import dataclasses
 import pickle
 import threading
-from collections.abc import Callable
-from typing import Any
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
 import keras
 
 from keras_strategy.cluster_resolver.base import import_extra
-from keras_strategy.coordinator.values import (
-    PerWorkerDataset,
-    PerWorkerIterator,
-    PerWorkerValue,
-)
 from keras_strategy.core.registry import get_engine
 
 # Datasets and iterators of this process, by name. A restarted process recreates them.
@@ -22,21 +19,81 @@ _call_lock = threading.Lock()
 _thread_state = threading.local()
 
 
-def call(name: str, call_data: bytes, backend: str) -> Any:
-    """Call a function.
+class PerWorkerValue:
+    """One value per worker; a scheduled function receives that of its worker.
 
     Args:
-        name: The function's name.
-        call_data: The serialized function and arguments.
-        backend: The Keras backend of the coordinator.
-
-    Returns:
-        Its result, with arrays for tensors and variables.
+        values: One value for each worker, by its index.
 
     Raises:
-        RuntimeError: If this process has another backend, or an iterator has ended.
-        Exception: The exception that the function raises.
+        TypeError: If `values` is not a list or tuple.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    rates = ks.coordinator.PerWorkerValue([0.1, 0.2])
+    ```
     """
+
+    def __init__(self, values: Sequence[Any]):
+        if not isinstance(values, list | tuple):
+            raise TypeError(
+                "Argument `values` must be a list or tuple with a value for each "
+                f"worker. Received: values={values!r} of type {type(values).__name__}"
+            )
+        self._values = tuple(values)
+
+    def of_worker(self, index: int) -> Any:
+        """Return the value of the worker with this index.
+
+        Raises:
+            ValueError: If it has none.
+        """
+        if index >= len(self._values):
+            raise ValueError(
+                f"Received {len(self._values)} values, and none for worker {index}. "
+                "Pass one value per worker to `PerWorkerValue`."
+            )
+        return self._values[index]
+
+
+PerWorkerValues = PerWorkerValue
+
+
+def _unique_name() -> Any:
+    """Return a field for the key under which a worker stores an object."""
+    return dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+
+
+@dataclasses.dataclass(frozen=True)
+class PerWorkerDataset:
+    """A dataset that each worker creates by a serialized function on first use."""
+
+    function: bytes
+    name: str = _unique_name()
+
+    def __iter__(self) -> Iterator[Any]:
+        return PerWorkerIterator(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class PerWorkerIterator(Iterator[Any]):
+    """An iterator over each worker's dataset."""
+
+    dataset: PerWorkerDataset
+    name: str = _unique_name()
+
+    def __next__(self) -> NoReturn:
+        raise NotImplementedError(
+            "Only workers have iterators, not the coordinator. Call `next` in a "
+            "function that receives the iterator through `schedule`."
+        )
+
+
+def call(name: str, call_data: bytes, backend: str) -> Any:
+    """Call a serialized function; return its result with arrays for tensors."""
     if keras.backend.backend() != backend:
         raise RuntimeError(
             f"The coordinator uses the Keras backend {backend!r}, and this worker "
@@ -96,19 +153,15 @@ def _resolve_per_worker(value: Any) -> Any:
     """Replace a per-worker argument by this worker's value."""
     if isinstance(value, PerWorkerValue):
         return value.of_worker(experimental_get_current_worker_index())
-    if isinstance(value, PerWorkerDataset):
-        return _get_or_create(value.name, pickle.loads(value.function))
-    if isinstance(value, PerWorkerIterator):
-        return _get_or_create(
-            value.name, lambda: iter(_resolve_per_worker(value.dataset))
-        )
-    return value
-
-
-def _get_or_create(name: str, create: Callable[[], Any]) -> Any:
-    if name not in _objects:
-        _objects[name] = create()
-    return _objects[name]
+    if not isinstance(value, PerWorkerDataset | PerWorkerIterator):
+        return value
+    if value.name not in _objects:
+        if isinstance(value, PerWorkerDataset):
+            created = pickle.loads(value.function)()
+        else:
+            created = iter(_resolve_per_worker(value.dataset))
+        _objects[value.name] = created
+    return _objects[value.name]
 
 
 def _as_array(value: Any) -> Any:
@@ -116,3 +169,20 @@ def _as_array(value: Any) -> Any:
         # NumPy scalars for arrays without dimensions.
         return keras.ops.convert_to_numpy(value)[()]
     return value
+
+
+def to_tensors(structure: Any) -> Any:
+    """Convert arrays to tensors; keep other values."""
+    return keras.tree.map_structure(
+        lambda value: (
+            keras.ops.convert_to_tensor(value)
+            if hasattr(value, "dtype") and hasattr(value, "shape")
+            else value
+        ),
+        structure,
+    )
+
+
+def to_tensor(array: Any, dtype: str) -> Any:
+    """Convert an array to a tensor, in a worker."""
+    return keras.ops.convert_to_tensor(array, dtype)

@@ -5,8 +5,11 @@ Both train the same model on the same rows with `fit`, in turn, in one process.
 
 import argparse
 import contextlib
+import functools
+import json
 import os
 import platform
+import sys
 import time
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,6 +22,37 @@ from keras_strategy.launch import info
 from keras_strategy.launch.paired_timing import WALL, OtherLoad, Turn, compare, warm
 
 _INPUTS, _CLASSES = 64, 10
+# Other processes' share of the machine from which a measured ratio is unreliable.
+_MAX_OTHER_LOAD = 0.05
+
+
+def main(options: argparse.Namespace) -> int:
+    try:
+        result = measure(options)
+    except (RuntimeError, ValueError) as error:  # no such devices, or no such backend
+        print(f"keras-strategy bench: {error}", file=sys.stderr)
+        return 1
+    if options.json:
+        print(json.dumps(result, indent=2))
+        return 0
+    quartiles = "{:.2f} to {:.2f}".format(*result["quartiles"])
+    devices = ", ".join(result["devices"])
+    is_quiet = result["others"] < _MAX_OTHER_LOAD
+    advice = "" if is_quiet else ": measure again on an idle machine"
+    for line in (
+        f"Keras {result['keras']} on {result['backend']}; {result['machine']}",
+        f"A model of {result['weights']:,} weights ({result['model']}), Adam, "
+        f"{result['batch_size']} rows a step; {result['rounds']} rounds of "
+        f"{result['steps']} steps, in turn",
+        "",
+        f"  Keras alone       {result['keras_alone']:10.1f} steps per second",
+        f"  MirroredStrategy  {result['with_strategy']:10.1f} on {devices}",
+        f"  ratio             {result['ratio']:10.2f} (quartiles {quartiles})",
+        "",
+        f"Other processes took {result['others']:.0%} of the machine{advice}.",
+    ):
+        print(line)
+    return 0
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -28,14 +62,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         ks.config.set_logical_devices("cpu", options.devices)
         devices = [f"cpu:{index}" for index in range(options.devices)]
     strategy = ks.MirroredStrategy(devices)
-    data = _Data(options.batch_size)
     with strategy.scope():
         ours = _model(options.units)
     # Where there are GPUs, Keras alone would otherwise train on one.
     on_cpu = devices is not None
     with _device_scope(on_cpu):
         alone = _model(options.units)
-    turns = _turn(ours, data, False), _turn(alone, data, on_cpu)
+    size = options.batch_size
+    turns = _turn(ours, size, False), _turn(alone, size, on_cpu)
     steps = warm(*turns, options.seconds)
     load, begin = OtherLoad(), time.process_time()
     speed = compare(*turns, steps, options.rounds).speeds[WALL]
@@ -47,7 +81,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "devices": list(strategy.extended.worker_devices),
         "model": f"{_INPUTS} - {options.units} - {options.units} - {_CLASSES}",
         "weights": ours.count_params(),
-        "batch_size": options.batch_size,
+        "batch_size": size,
         "rounds": options.rounds,
         "steps": steps,
         "keras_alone": speed.peer,
@@ -58,21 +92,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-class _Data:
-    """Random inputs and classes, grown to the number of batches requested."""
-
-    def __init__(self, batch_size: int):
-        random = np.random.default_rng(0)
-        self._batch_size = batch_size
-        self._x = random.normal(size=(batch_size, _INPUTS)).astype("float32")
-        self._y = random.integers(0, _CLASSES, batch_size).astype("int32")
-
-    def batches(self, steps: int) -> tuple[np.ndarray, np.ndarray]:
-        count = steps * self._batch_size
-        if len(self._y) < count:
-            index = np.arange(count) % len(self._y)
-            self._x, self._y = self._x[index], self._y[index]
-        return self._x[:count], self._y[:count]
+# A short and a long turn alternate.
+@functools.lru_cache(maxsize=2)
+def _batches(batch_size: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return random inputs and classes, the same batch in every step."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(batch_size, _INPUTS)).astype("float32")
+    y = random.integers(0, _CLASSES, batch_size).astype("int32")
+    return np.tile(x, (steps, 1)), np.tile(y, steps)
 
 
 def _model(units: int) -> keras.Model:
@@ -88,12 +115,12 @@ def _device_scope(on_cpu: bool) -> AbstractContextManager[Any]:
     return keras.device("cpu") if on_cpu else contextlib.nullcontext()
 
 
-def _turn(model: keras.Model, data: _Data, on_cpu: bool) -> Turn:
+def _turn(model: keras.Model, batch_size: int, on_cpu: bool) -> Turn:
     def train(steps: int) -> dict[str, float]:
-        x, y = data.batches(steps)
+        x, y = _batches(batch_size, steps)
         begin = time.perf_counter()
         with _device_scope(on_cpu):
-            model.fit(x, y, batch_size=len(y) // steps, verbose=0)
+            model.fit(x, y, batch_size=batch_size, verbose=0)
         return {WALL: time.perf_counter() - begin}
 
     return train

@@ -1,14 +1,15 @@
 """Command line `keras-strategy`: its parsers, and the subcommand `run`.
 
-The other subcommands are in `commands`, which is imported only for them: `run` must not
-wait for Keras.
+Each other subcommand has a module, which is imported only for it: `run` must not wait
+for Keras.
 """
 
 import argparse
+import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 _EXIT_CODES = """\
@@ -29,6 +30,10 @@ _RUN_EXAMPLES = """\
 examples:
   keras-strategy run --workers 2 train.py --epochs 5
   keras-strategy run --workers 4 --max-restarts 3 -m my_package.train"""
+_DEVICES = "logical CPU devices of each worker (default: the backend's own)"
+_RESTARTS = "how often to restart all workers when one failed or was preempted"
+_GRACE = "time to end after SIGTERM, before SIGKILL"
+_CPU_DEVICES = "number of logical CPU devices (default: all devices of one kind)"
 _INFO_EXAMPLES = """\
 examples:
   keras-strategy info
@@ -76,23 +81,29 @@ _COMPLETION_EXAMPLES = """\
 examples:
   source <(keras-strategy completion bash)
   source <(keras-strategy completion zsh)"""
+_COMPLETION = """\
+_keras_strategy() {{
+    local word=${{COMP_WORDS[COMP_CWORD]}} words
+    case ${{COMP_WORDS[1]}} in
+{cases}
+        *) words="{commands}" ;;
+    esac
+    [ "$COMP_CWORD" -eq 1 ] && words="{commands}"
+    COMPREPLY=($(compgen -W "$words" -- "$word") $(compgen -f -- "$word"))
+}}
+complete -o filenames -F _keras_strategy keras-strategy
+"""
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        args: The arguments after the program's name; None uses this process's.
-
-    Returns:
-        The exit status.
-    """
+    """Run the command line, by default this process's; return the exit status."""
     parser, run_parser = _parsers()
     options = parser.parse_args(args)
     if options.subcommand != "run":
-        from keras_strategy.launch.commands import COMMANDS
-
-        return COMMANDS[options.subcommand](options)
+        if options.subcommand == "completion":
+            return _print_completion(options)
+        module = importlib.import_module(f"keras_strategy.launch.{options.subcommand}")
+        return module.main(options)
 
     if not options.module and not os.path.exists(options.program):
         run_parser.error(
@@ -121,11 +132,12 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     """Return the parser of the command line, and that of `run`."""
+    style: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = argparse.ArgumentParser(
         prog="keras-strategy",
         description="Distributed training for Keras 3.",
         epilog=_EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **style,
     )
     commands = parser.add_subparsers(
         dest="subcommand",
@@ -134,49 +146,24 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     )
 
     def add(name: str, summary: str, description: str, epilog: str, **settings: Any):
-        return commands.add_parser(
-            name,
-            help=summary,
-            description=description,
-            epilog=epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            **settings,
-        )
+        texts = {"help": summary, "description": description, "epilog": epilog}
+        return commands.add_parser(name, **texts, **style, **settings)
 
-    run = add(
-        "run",
-        "start a program in several local workers",
-        _RUN,
-        f"{_RUN_EXAMPLES}\n\n{_EXIT_CODES}",
-        allow_abbrev=False,
-    )
+    epilog = f"{_RUN_EXAMPLES}\n\n{_EXIT_CODES}"
+    summary = "start a program in several local workers"
+    run = add("run", summary, _RUN, epilog, allow_abbrev=False)
     run.add_argument(
         "--workers",
-        type=_positive_int,
+        type=_int_from(1),
         required=True,
         metavar="N",
         help="number of workers to start",
     )
-    run.add_argument(
-        "--devices-per-worker",
-        type=_positive_int,
-        metavar="M",
-        help="logical CPU devices of each worker (default: the backend's own)",
-    )
-    run.add_argument(
-        "--max-restarts",
-        type=_non_negative_int,
-        default=0,
-        metavar="R",
-        help="how often to restart all workers when one failed or was preempted "
-        "(default: 0)",
-    )
-    run.add_argument(
-        "--grace-seconds",
-        type=_seconds,
-        default=30.0,
-        metavar="S",
-        help="time to end after SIGTERM, before SIGKILL (default: 30)",
+    _add_options(
+        run,
+        ("devices-per-worker", _int_from(1), None, "M", _DEVICES),
+        ("max-restarts", _int_from(0), 0, "R", _RESTARTS),
+        ("grace-seconds", _seconds, 30, "S", _GRACE),
     )
     run.add_argument(
         "-m",
@@ -184,22 +171,15 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         action="store_true",
         help="the program is the name of a module, as for python -m",
     )
-    run.add_argument("program", type=str, help="the Python script to run")
-    run.add_argument(
-        "arguments", nargs=argparse.REMAINDER, help="the arguments of the program"
-    )
+    _add_program(run)
 
     shows = "versions, devices and the detected cluster"
     info = add("info", f"show {shows}", f"Shows {shows}.", _INFO_EXAMPLES)
     info.add_argument("--json", action="store_true", help="print JSON")
 
     doctor = add("doctor", "check that training works here", _DOCTOR, _DOCTOR_EXAMPLES)
-    doctor.add_argument(
-        "--timeout-seconds",
-        type=_seconds,
-        default=180.0,
-        metavar="S",
-        help="time limit of each check (default: 180)",
+    _add_options(
+        doctor, ("timeout-seconds", _seconds, 180, "S", "time limit of each check")
     )
 
     scaling = add(
@@ -213,34 +193,24 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         help="the numbers of workers (default: 1,2,4)",
     )
     scaling.add_argument(
-        "--devices-per-worker", type=_positive_int, metavar="M", help="as for run"
+        "--devices-per-worker", type=_int_from(1), metavar="M", help="as for run"
     )
     scaling.add_argument(
         "--png",
         metavar="FILE",
         help="also draw a chart; needs the extra keras-strategy[plot]",
     )
-    scaling.add_argument("program", help="the Python script to run")
-    scaling.add_argument(
-        "arguments", nargs=argparse.REMAINDER, help="the arguments of the program"
-    )
+    _add_program(scaling)
 
     bench = add("bench", "time a strategy against Keras alone", _BENCH, _BENCH_EXAMPLES)
-    for name, kind, default, metavar, description in (
-        ("devices", _positive_int, None, "N", "number of logical CPU devices"),
-        ("units", _positive_int, 256, "U", "width of the model's two hidden layers"),
-        ("batch-size", _positive_int, 1024, "R", "rows of the global batch"),
-        ("rounds", _int_above_one, 9, "K", "how often each is timed"),
+    _add_options(
+        bench,
+        ("devices", _int_from(1), None, "N", _CPU_DEVICES),
+        ("units", _int_from(1), 256, "U", "width of the model's two hidden layers"),
+        ("batch-size", _int_from(1), 1024, "R", "rows of the global batch"),
+        ("rounds", _int_from(2), 9, "K", "how often each is timed"),
         ("seconds", _seconds, 0.25, "S", "approximate time of each"),
-    ):
-        shown = "all devices of one kind" if default is None else default
-        bench.add_argument(
-            f"--{name}",
-            type=kind,
-            default=default,
-            metavar=metavar,
-            help=f"{description} (default: {shown})",
-        )
+    )
     bench.add_argument("--json", action="store_true", help="print JSON")
 
     port = add("port", "print what tf.distribute's names become", _PORT, _PORT_EXAMPLES)
@@ -255,24 +225,50 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     return parser, run
 
 
-def _positive_int(text: str) -> int:
-    return _int_from(text, 1)
-
-
-def _non_negative_int(text: str) -> int:
-    return _int_from(text, 0)
-
-
-def _int_above_one(text: str) -> int:
-    return _int_from(text, 2)
-
-
-def _int_from(text: str, minimum: int) -> int:
-    if not text.isdecimal() or int(text) < minimum:
-        raise argparse.ArgumentTypeError(
-            f"Expected a whole number, {minimum} or more. Received: {text!r}"
+def _add_options(
+    parser: argparse.ArgumentParser,
+    *options: tuple[str, Callable[[str], Any], float | None, str, str],
+) -> None:
+    """Add options, each with its name, parser, default, metavar and help."""
+    for name, kind, default, metavar, text in options:
+        shown = text if default is None else f"{text} (default: {default})"
+        parser.add_argument(
+            f"--{name}", type=kind, default=default, metavar=metavar, help=shown
         )
-    return int(text)
+
+
+def _add_program(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("program", help="the Python script to run")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="the arguments of the program"
+    )
+
+
+def _print_completion(options: argparse.Namespace) -> int:
+    cases = []
+    for name, parser in options.commands.items():
+        # A command's options and the choices of its arguments.
+        words: list[str] = []
+        for action in parser._actions:
+            words += action.option_strings or map(str, action.choices or ())
+        cases.append(f'        {name}) words="{" ".join(words)}" ;;')
+    if options.shell == "zsh":
+        print("autoload -U +X bashcompinit && bashcompinit")
+    commands = " ".join(options.commands)
+    print(_COMPLETION.format(cases="\n".join(cases), commands=commands), end="")
+    return 0
+
+
+def _int_from(minimum: int) -> Callable[[str], int]:
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(
+                f"Expected a whole number, {minimum} or more. Received: {text!r}"
+            )
+        return int(text)
+
+    return parse
 
 
 def _positive_ints(text: str) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """Checks of `keras-strategy doctor`: whether training works here, or how to fix it."""
 
+import argparse
 import dataclasses
 import importlib.util
 import os
@@ -8,6 +9,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+
+from rich.console import Console
+from rich.markup import escape
 
 from keras_strategy.cluster_resolver import detect
 
@@ -20,26 +24,19 @@ _MAX_DIFFERENCE = 1e-5
 _WORKERS = 2
 
 # What a failed program prints, and how to fix it.
-_ADVICE: tuple[tuple[str, str], ...] = (
-    ("KerasVersionError", "install a Keras that docs/keras_versions.md lists"),
-    ("rendezvous", "set NPROC=8 before Python starts"),
-    ("ModuleNotFoundError", "pip install the package that it names"),
-    ("no result within", "allow more time with --timeout-seconds"),
-    ("NCCL", "this torch has no NCCL: install a build with CUDA"),
-    ("Address already in use", "end the program that listens at that port"),
-)
+_ADVICE = {
+    "KerasVersionError": "install a Keras that docs/keras_versions.md lists",
+    "rendezvous": "set NPROC=8 before Python starts",
+    "ModuleNotFoundError": "pip install the package that it names",
+    "no result within": "allow more time with --timeout-seconds",
+    "NCCL": "this torch has no NCCL: install a build with CUDA",
+    "Address already in use": "end the program that listens at that port",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Result of a check.
-
-    Attributes:
-        check: What was checked.
-        ok: True if the check passed.
-        detail: The result, in words.
-        advice: How to fix a failure.
-    """
+    """Result of a check, in words, and how to fix a failure."""
 
     check: str
     ok: bool
@@ -47,21 +44,28 @@ class Finding:
     advice: str = ""
 
 
-def findings(timeout_seconds: float) -> Iterator[Finding]:
-    """Run the checks in order; without a working backend only the first.
+def main(options: argparse.Namespace) -> int:
+    console = Console(soft_wrap=True)
+    status = 0
+    for finding in findings(options.timeout_seconds):
+        mark = "[green]well [/]" if finding.ok else "[red]wrong[/]"
+        detail = f"[bold]{finding.check}[/]: {escape(finding.detail)}"
+        console.print(f"{mark} {detail}", highlight=False)
+        if not finding.ok:
+            console.print(f"      {escape(finding.advice)}", highlight=False)
+            status = 1
+    return status
 
-    Args:
-        timeout_seconds: The time limit of each program that is run.
-    """
+
+def findings(timeout_seconds: float) -> Iterator[Finding]:
+    """Run the checks in order; without a working backend only the first."""
     first = engine()
     yield first
     if not first.ok:
         return
     yield threads()
     gpu_finding = torch_gpus() if first.detail.endswith("torch") else None
-    for finding in (gpu_finding, cluster()):
-        if finding is not None:
-            yield finding
+    yield from filter(None, (gpu_finding, cluster()))
     yield replicas(timeout_seconds)
     yield workers(timeout_seconds)
 
@@ -81,9 +85,8 @@ def engine() -> Finding:
             f"KERAS_BACKEND is {requested!r}, and there is no such package",
             f"pip install {_BACKEND_PACKAGES[requested]}, or choose another backend",
         )
-    output, status = _run(
-        ["-c", "import keras; print(keras.__version__, keras.backend.backend())"], 120
-    )
+    program = "import keras; print(keras.__version__, keras.backend.backend())"
+    output, status = _run(["-c", program], 120)
     if status:
         return Finding(check, False, _last_line(output), "repair the installation")
     version, backend = output.split()[-2:]
@@ -92,7 +95,6 @@ def engine() -> Finding:
 
 
 def threads() -> Finding:
-    """Check that XLA has a thread for each logical device."""
     count = int(os.environ.get("NPROC") or os.cpu_count() or 1)
     devices = int(os.environ.get("KERAS_STRATEGY_LOGICAL_CPUS") or 2)
     return Finding(
@@ -105,9 +107,11 @@ def threads() -> Finding:
 
 
 def torch_gpus() -> Finding | None:
-    """Report how replicas would use the GPUs that torch finds, if there are any."""
-    program = "import torch as t; print(t.cuda.device_count(), t.distributed.is_nccl_"
-    output, status = _run(["-c", program + "available())"], 120)
+    program = (
+        "import torch; print(torch.cuda.device_count(), "
+        "torch.distributed.is_nccl_available())"
+    )
+    output, status = _run(["-c", program], 120)
     words = output.split()[-2:]
     if status or len(words) != 2 or not words[0].isdecimal():
         return None  # the step on two replicas will report what is wrong
@@ -161,9 +165,9 @@ def cluster() -> Finding | None:
 
 
 def replicas(timeout_seconds: float) -> Finding:
-    """Check that a step on two replicas gives one device's weights."""
     check = "a step on two replicas"
-    output, status = _run_isolated(["-m", _PROGRAMS, "replicas"], timeout_seconds)
+    program = ["-m", _PROGRAMS, "replicas"]
+    output, status = _run(program, timeout_seconds, is_isolated=True)
     number = re.search(f"{DIFFERENCE} (\\S+)", output)
     if status or number is None:
         return _failure(check, output, status)
@@ -177,10 +181,10 @@ def replicas(timeout_seconds: float) -> Finding:
 
 
 def workers(timeout_seconds: float) -> Finding:
-    """Check that two local processes find each other and reduce a number."""
     check = f"a sum over {_WORKERS} processes"
     run = ["-m", "keras_strategy", "run", "--workers", str(_WORKERS)]
-    output, status = _run_isolated([*run, "-m", _PROGRAMS, "workers"], timeout_seconds)
+    program = [*run, "-m", _PROGRAMS, "workers"]
+    output, status = _run(program, timeout_seconds, is_isolated=True)
     sums = re.findall(f"{SUM} (\\S+)", output)
     if status or len(sums) != _WORKERS:
         return _failure(check, output, status)
@@ -191,27 +195,19 @@ def _failure(check: str, output: str, status: int) -> Finding:
     errors = re.findall(r"^.*?(\w+(?:Error|Exception): .+)$", output, re.MULTILINE)
     detail = errors[-1] if errors else f"{_last_line(output)} (exit code {status})"
     advice = "keras-strategy info shows the setup; the message names what failed"
-    for text, known_advice in _ADVICE:
-        if text in output:
-            advice = known_advice
-            break
-    return Finding(check, False, detail, advice)
-
-
-def _run_isolated(arguments: list[str], timeout_seconds: float) -> tuple[str, int]:
-    """Run Python without this process's cluster and logical devices."""
-    environment = {"NPROC": "8", **os.environ}
-    for name in ("KERAS_STRATEGY_LOGICAL_CPUS", "TF_CONFIG"):
-        environment.pop(name, None)
-    return _run(arguments, timeout_seconds, environment)
+    known = (fix for text, fix in _ADVICE.items() if text in output)
+    return Finding(check, False, detail, next(known, advice))
 
 
 def _run(
-    arguments: list[str],
-    timeout_seconds: float,
-    environment: dict[str, str] | None = None,
+    arguments: list[str], timeout_seconds: float, is_isolated: bool = False
 ) -> tuple[str, int]:
-    """Run Python; return its output and exit code."""
+    """Run Python, perhaps without this cluster; return its output and exit code."""
+    environment = dict(os.environ)
+    if is_isolated:
+        environment.setdefault("NPROC", "8")
+        for name in ("KERAS_STRATEGY_LOGICAL_CPUS", "TF_CONFIG"):
+            environment.pop(name, None)
     try:
         done = subprocess.run(
             [sys.executable, *arguments],

@@ -15,7 +15,6 @@ from keras_strategy.launch.doctor import DIFFERENCE, SUM
 
 
 def replicas() -> None:
-    """Train an uneven batch on two replicas and on one device."""
     ks.config.set_logical_devices("cpu", 2)
     rows = np.random.default_rng(0).normal(size=(5, 4)).astype("float32")
     weights = []
@@ -35,7 +34,6 @@ def replicas() -> None:
 
 
 def workers() -> None:
-    """Sum 1 over all replicas of all workers."""
     strategy = ks.MultiWorkerMirroredStrategy()
     ones = strategy.run(lambda: keras.ops.ones(()))
     print(SUM, float(strategy.reduce("sum", ones)))

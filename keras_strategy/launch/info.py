@@ -1,10 +1,14 @@
-"""Versions, devices and cluster that `keras-strategy info` shows."""
+"""Subcommand `info`: versions, devices and cluster."""
 
+import argparse
+import json
 import platform
 import sys
 from typing import Any
 
 import keras
+from rich.console import Console
+from rich.markup import escape
 
 import keras_strategy
 from keras_strategy.cluster_resolver import detect
@@ -15,12 +19,23 @@ from keras_strategy.errors import UnsupportedBackendError
 _TEXT_ONLY = {"devices", "cluster", "MirroredStrategy"}
 
 
+def main(options: argparse.Namespace) -> int:
+    if options.json:
+        print(json.dumps(data(), indent=2))
+        return 0
+    console = Console(soft_wrap=True)
+    for name, value in rows():
+        console.print(f"[bold]{name:<18}[/]{escape(value)}", highlight=False)
+    console.print("\nLooked for a cluster:", style="bold")
+    console.print(escape(str(detect())), highlight=False)
+    return 0
+
+
 def data() -> dict[str, Any]:
-    """Return everything as JSON values."""
     detection = detect()
     return {
         **{name: value for name, value in rows() if name not in _TEXT_ONLY},
-        "devices": _default_devices(),
+        "devices": _devices()[0],
         "cluster": {
             "found": detection.chosen and detection.chosen.name,
             "says": _cluster(),
@@ -30,41 +45,28 @@ def data() -> dict[str, Any]:
 
 
 def rows() -> list[tuple[str, str]]:
-    """Return the versions, devices and cluster of this process."""
-    backend, replicas = keras.backend.backend(), len(_default_devices())
+    backend = keras.backend.backend()
     version = getattr(sys.modules.get(backend), "__version__", "unknown")
+    devices, shown = _devices()
+    count = f"{len(devices)} replica{'s' * (len(devices) > 1)} in this process"
     return [
         ("keras_strategy", keras_strategy.__version__),
         ("python", platform.python_version()),
         ("keras", keras.__version__),
         ("backend", f"{backend} {version}"),
-        ("devices", _devices()),
-        (
-            "MirroredStrategy",
-            f"{replicas} replica{'s' * (replicas > 1)} in this process",
-        ),
+        ("devices", shown),
+        ("MirroredStrategy", count),
         ("cluster", _cluster()),
     ]
 
 
-def detection_report() -> str:
-    """Return each kind of cluster, and why this process belongs to it or not."""
-    return str(detect())
-
-
-def _default_devices() -> list[str]:
-    """Return the devices that a strategy uses by default."""
+def _devices() -> tuple[list[str], str]:
+    """Return the devices that a strategy uses by default, and their description."""
     try:
-        return list(get_engine().list_devices())
-    except UnsupportedBackendError:
-        return []
-
-
-def _devices() -> str:
-    try:
-        return ", ".join(get_engine().list_devices())
+        devices = list(get_engine().list_devices())
     except UnsupportedBackendError as error:
-        return f"none: {error}"
+        return [], f"none: {error}"
+    return devices, ", ".join(devices)
 
 
 def _cluster() -> str:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from keras_strategy.cluster.process_exit import EXIT_OTHER_WORKER_FAILED, EXIT_PREEMPTED
 from keras_strategy.launch.local_cluster import LocalCluster, thread_limits
@@ -83,22 +83,15 @@ class Launcher:
         with ReceivedSignals() as signals:
             restarts = failures = 0
             while True:
-                failure = WorkerTeam(
-                    LocalCluster.on_free_ports(
-                        self.workers, devices_per_worker=self.devices_per_worker
-                    ),
-                    self.command,
-                    dict(os.environ),
-                    self.grace_seconds,
-                    signals,
-                ).run()
+                failure = _WorkerTeam(self, signals).run()
                 if failure is None:
                     return 0
                 reason = f"{failure.name} {exit_text(failure.status)}."
+                preempted = failure.status == EXIT_PREEMPTED
                 if signals.all or restarts == self.max_restarts:
                     break
                 # A preempted worker has done its part: it need not wait any longer.
-                failures = 0 if failure.preempted else failures + 1
+                failures = 0 if preempted else failures + 1
                 seconds = _FIRST_WAIT_SECONDS * 2 ** max(0, failures - 1)
                 seconds = min(seconds, _LONGEST_WAIT_SECONDS)
                 restarts += 1
@@ -106,88 +99,43 @@ class Launcher:
                     f"{reason} All workers start again in {seconds:.0f} s "
                     f"(restart {restarts} of {self.max_restarts})."
                 )
-                if not _wait(seconds, signals):
+                until = time.monotonic() + seconds
+                while not signals.all and time.monotonic() < until:
+                    time.sleep(0.05)
+                if signals.all:
                     break
-            if signals.all or failure.preempted:
+            if signals.all or preempted:
                 _print(reason)
+            elif not failure.last_lines:
+                _print(f"{reason} It wrote nothing.")
             else:
-                _print_failure(reason, failure)
+                _print(f"{reason} Its last output:", failure.last_lines)
             # After SIGINT, workers may end in different ways.
-            interrupted = signal.SIGINT in signals.all
-            return 128 + signal.SIGINT if interrupted else failure.exit_code
+            if signal.SIGINT in signals.all:
+                return 128 + signal.SIGINT
+            return failure.status if failure.status > 0 else 128 - failure.status
 
 
-def _wait(seconds: float, signals: ReceivedSignals) -> bool:
-    """Wait; return False if a signal arrived meanwhile."""
-    until = time.monotonic() + seconds
-    while not signals.all and time.monotonic() < until:
-        time.sleep(0.05)
-    return not signals.all
-
-
-def _print_failure(reason: str, failure: "Failure") -> None:
-    if not failure.last_lines:
-        _print(f"{reason} It wrote nothing.")
-        return
-    _print(f"{reason} Its last output:")
-    sys.stderr.buffer.write(b"".join(line + b"\n" for line in failure.last_lines))
+def _print(text: str, lines: Sequence[bytes] = ()) -> None:
+    sys.stdout.flush()
+    print(f"keras-strategy: {text}", file=sys.stderr, flush=True)
+    sys.stderr.buffer.write(b"".join(line + b"\n" for line in lines))
     sys.stderr.buffer.flush()
 
 
-def _print(text: str) -> None:
-    sys.stdout.flush()
-    print(f"keras-strategy: {text}", file=sys.stderr, flush=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """End of the worker that failed first.
-
-    Attributes:
-        name: Its task, such as `"worker 1"`.
-        status: Its exit status, or minus the signal that killed it.
-        last_lines: Its last output.
-    """
+class _Failure(NamedTuple):
+    """End of the worker that failed first; `status` may be minus a signal."""
 
     name: str
     status: int
     last_lines: list[bytes]
 
-    @property
-    def preempted(self) -> bool:
-        """True if it was asked to end, and saved its progress."""
-        return self.status == EXIT_PREEMPTED
 
-    @property
-    def exit_code(self) -> int:
-        """The status as shells return it: 128 and the signal."""
-        return self.status if self.status > 0 else 128 - self.status
+class _WorkerTeam:
+    """Workers of one attempt, which start together and end together."""
 
-
-class WorkerTeam:
-    """Workers of one attempt, which start together and end together.
-
-    Args:
-        cluster: The addresses of the workers.
-        command: The command that each of them runs.
-        environment: The environment that they inherit.
-        grace_seconds: How long they may take to end when they are asked to.
-        signals: The signals to forward to them.
-    """
-
-    def __init__(
-        self,
-        cluster: LocalCluster,
-        command: Sequence[str],
-        environment: dict[str, str],
-        grace_seconds: float,
-        signals: ReceivedSignals,
-    ) -> None:
-        self._cluster = cluster
-        self._command = command
-        self._environment = environment
-        self._grace_seconds = grace_seconds
-        self._signals = signals
+    def __init__(self, launcher: Launcher, signals: ReceivedSignals) -> None:
+        self._launcher, self._signals = launcher, signals
         self._workers: list[WorkerProcess] = []
         self._last_lines: list[LastLines] = []
         self._selector = selectors.DefaultSelector()
@@ -196,13 +144,16 @@ class WorkerTeam:
         self._end_at: float | None = None
         self._watch = ProcessWatch(self._workers)
 
-    def run(self) -> Failure | None:
+    def run(self) -> _Failure | None:
         """Run the workers to their end; return the first failure, if one failed."""
         try:
-            for rank in range(len(self._cluster.ports)):
-                self._start(rank)
+            self._start()
             self._watch.until_all_ended(self._meanwhile, self._on_failure)
-            self._drain()
+            until = time.monotonic() + _DRAIN_SECONDS
+            while self._selector.get_map() and time.monotonic() < until:
+                self._forward_output()
+            for key in self._selector.get_map().values():
+                key.data.finish()
         finally:
             for worker in self._workers:
                 worker.signal(signal.SIGKILL)
@@ -218,33 +169,31 @@ class WorkerTeam:
             return None
         worker = self._workers[failed]
         # Its traceback may have arrived after its end was noticed.
-        return Failure(worker.name, worker.wait(), self._last_lines[failed].reason())
+        return _Failure(worker.name, worker.wait(), self._last_lines[failed].reason())
 
-    def _start(self, rank: int) -> None:
-        name = self._cluster.name(rank)
-        worker = WorkerProcess(
-            name,
-            self._command,
-            {
-                **thread_limits(len(self._cluster.ports)),
-                **self._environment,
-                **self._cluster.variables(rank),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+    def _start(self) -> None:
+        count = self._launcher.workers
+        cluster = LocalCluster.on_free_ports(
+            count, devices_per_worker=self._launcher.devices_per_worker
         )
-        self._guard.add(worker.pid)
-        self._workers.append(worker)
-        last_lines = LastLines()
-        self._last_lines.append(last_lines)
-        for source, target in (
-            (worker.stdout, sys.stdout),
-            (worker.stderr, sys.stderr),
-        ):
-            stream = PrefixedStream(
-                source.fileno(), target.buffer, name, rank, last_lines
+        for rank in range(count):
+            worker = WorkerProcess(
+                cluster.name(rank),
+                self._launcher.command,
+                {**thread_limits(count), **os.environ, **cluster.variables(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
             )
-            self._selector.register(stream.source, selectors.EVENT_READ, stream)
+            self._guard.add(worker.pid)
+            self._workers.append(worker)
+            last_lines = LastLines()
+            self._last_lines.append(last_lines)
+            for source, target in (
+                (worker.stdout.fileno(), sys.stdout.buffer),
+                (worker.stderr.fileno(), sys.stderr.buffer),
+            ):
+                stream = PrefixedStream(source, target, worker.name, rank, last_lines)
+                self._selector.register(source, selectors.EVENT_READ, stream)
 
     def _on_failure(self, status: int) -> None:
         if status in (EXIT_OTHER_WORKER_FAILED, EXIT_PREEMPTED):
@@ -256,7 +205,7 @@ class WorkerTeam:
             self._end_workers(signal.SIGTERM)
 
     def _meanwhile(self) -> None:
-        self._forward_output(_WAKE_SECONDS)
+        self._forward_output()
         if self._end_at is not None and time.monotonic() > self._end_at:
             self._end_at = None
             self._end_workers(signal.SIGTERM)
@@ -268,40 +217,24 @@ class WorkerTeam:
     def _end_workers(self, number: int) -> None:
         for worker in self._workers:
             worker.signal(number)
-        self._watch.let_end(self._grace_seconds)
+        self._watch.let_end(self._launcher.grace_seconds)
 
-    def _forward_output(self, seconds: float) -> None:
-        if not self._selector.get_map():
-            # The workers closed their output and still run.
-            time.sleep(seconds)
-            return
-        for key, _ in self._selector.select(seconds):
+    def _forward_output(self) -> None:
+        # It also waits when the workers have closed their output and still run.
+        for key, _ in self._selector.select(_WAKE_SECONDS):
             if not key.data.read():
                 self._selector.unregister(key.fileobj)
 
-    def _drain(self) -> None:
-        until = time.monotonic() + _DRAIN_SECONDS
-        while self._selector.get_map() and time.monotonic() < until:
-            self._forward_output(_WAKE_SECONDS)
-        for key in self._selector.get_map().values():
-            key.data.finish()
 
-
-class LastLines:
+class LastLines(collections.deque[bytes]):
     """Last lines that a worker wrote, to either of its streams."""
 
     def __init__(self) -> None:
-        self._lines: collections.deque[bytes] = collections.deque(
-            maxlen=_MAX_LAST_LINES
-        )
-
-    def add(self, line: bytes) -> None:
-        """Add a line."""
-        self._lines.append(line)
+        super().__init__(maxlen=_MAX_LAST_LINES)
 
     def reason(self) -> list[bytes]:
         """Return the lines from the first traceback on, or else the last few."""
-        lines = list(self._lines)
+        lines = list(self)
         for number, line in enumerate(lines):
             if line.startswith(b"Traceback (most recent call last)"):
                 return lines[number:]
@@ -327,8 +260,7 @@ class PrefixedStream:
         number: int,
         last_lines: LastLines,
     ) -> None:
-        self.source = source
-        self._target = target
+        self._source, self._target = source, target
         self._prefix = f"{name} | ".encode()
         if target.isatty() and not os.environ.get("NO_COLOR"):
             colour = _COLOURS[number % len(_COLOURS)]
@@ -338,7 +270,7 @@ class PrefixedStream:
 
     def read(self) -> bool:
         """Forward available data; return False when the stream has ended."""
-        data = os.read(self.source, 1 << 16)
+        data = os.read(self._source, 1 << 16)
         if not data:
             self.finish()
             return False
@@ -356,8 +288,7 @@ class PrefixedStream:
             self._rest = b""
 
     def _write(self, lines: list[bytes]) -> None:
-        for line in lines:
-            self._last_lines.add(line)
+        self._last_lines.extend(lines)
         # In one write, so that lines of different workers do not mix.
         self._target.write(b"".join(self._prefix + line + b"\n" for line in lines))
         self._target.flush()

@@ -11,11 +11,12 @@ import random
 import re
 import secrets
 import socket
-import sys
 
-RENDEZVOUS_PORT = "KERAS_STRATEGY_PORT"
-SECRET = "KERAS_STRATEGY_SECRET"
-LOGICAL_CPUS = "KERAS_STRATEGY_LOGICAL_CPUS"
+from keras_strategy.cluster.rendezvous import (
+    PORT_VARIABLE,
+    SECRET_VARIABLE,
+    reserve_name,
+)
 
 _LOWEST_PORT = 10_000
 _EPHEMERAL_PORTS = pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -27,9 +28,8 @@ _PORT_IN_USE = re.compile(
 _random = random.SystemRandom()
 # The process that looks for ports does not open them: the workers that it starts do,
 # after they have imported a backend. Until then other programs would find the same
-# ports. So each port found is reserved by an abstract socket name, which only one
-# process can bind. The latest reservations last as long as this process.
-_RESERVATION = "\0keras_strategy port {}"
+# ports. So each port found is reserved by a name, which only one process can hold. The
+# latest reservations last as long as this process.
 _MAX_RESERVATIONS = 200
 _reservations: collections.deque[socket.socket] = collections.deque()
 
@@ -93,12 +93,12 @@ class LocalCluster:
         task = {"type": task_type, "index": index}
         variables = {
             "TF_CONFIG": json.dumps({"cluster": cluster, "task": task}),
-            RENDEZVOUS_PORT: str(self.rendezvous_port),
-            SECRET: self.secret,
+            PORT_VARIABLE: str(self.rendezvous_port),
+            SECRET_VARIABLE: self.secret,
             **shared_variables(),
         }
         if self.devices_per_worker is not None:
-            variables[LOGICAL_CPUS] = str(self.devices_per_worker)
+            variables["KERAS_STRATEGY_LOGICAL_CPUS"] = str(self.devices_per_worker)
         return variables
 
 
@@ -168,7 +168,12 @@ def free_ports(count: int, among: range | None = None) -> list[int]:
             with contextlib.suppress(OSError):
                 # On every interface: a server on any of them would be in the way.
                 probe.bind(("", port))
-                _reserve(port)
+                # It hides the port from other callers.
+                reservation = reserve_name(f"port {port}")
+                if reservation is not None:
+                    _reservations.append(reservation)
+                if len(_reservations) > _MAX_RESERVATIONS:
+                    _reservations.popleft().close()
                 ports.append(port)
     if len(ports) < count:
         raise OSError(
@@ -181,24 +186,6 @@ def free_ports(count: int, among: range | None = None) -> list[int]:
 def reports_port_in_use(output: str) -> bool:
     """Return True if a program's output reports that a port is in use."""
     return _PORT_IN_USE.search(output) is not None
-
-
-def _reserve(port: int) -> None:
-    """Hide a port from other callers of `free_ports`; OSError if it is reserved."""
-    if sys.platform != "linux":
-        return  # only Linux has abstract socket names
-    try:
-        reservation = socket.socket(socket.AF_UNIX)
-    except OSError:
-        return  # where such sockets are forbidden, nobody reserves
-    try:
-        reservation.bind(_RESERVATION.format(port))
-    except OSError:
-        reservation.close()
-        raise
-    _reservations.append(reservation)
-    if len(_reservations) > _MAX_RESERVATIONS:
-        _reservations.popleft().close()
 
 
 @atexit.register

@@ -28,51 +28,32 @@ _PROC_STAT = Path("/proc/stat")
 
 @dataclass(frozen=True)
 class Speed:
-    """Speeds of ours and the peer, in one unit.
-
-    Attributes:
-        ours: The median of our speeds.
-        peer: The median of the peer's.
-        ratio: The median of the paired ratios, ours / peer: higher is better.
-        spread: Their quartiles.
-    """
+    """Medians of our speeds, the peer's, and the paired ratios (higher is better)."""
 
     ours: float
     peer: float
     ratio: float
+    # The quartiles of the ratios.
     spread: tuple[float, float]
-
-    @property
-    def width(self) -> float:
-        """The distance of the quartiles."""
-        return self.spread[1] - self.spread[0]
 
 
 @dataclass(frozen=True)
 class Pairing:
     """Times of all rounds: in each, ours and the peer's."""
 
-    rounds: tuple[tuple[Times, Times], ...] = ()
-
-    def __add__(self, other: "Pairing") -> "Pairing":
-        return Pairing(self.rounds + other.rounds)
+    rounds: tuple[tuple[Times, Times], ...]
 
     @property
     def speeds(self) -> dict[str, Speed]:
-        """The speeds by unit."""
-        return {
-            unit: _speed([(ours[0][unit], peer[0][unit]) for ours, peer in self.rounds])
-            for unit in self.rounds[0][0][0]
-        }
-
-    @property
-    def once(self) -> tuple[float, float]:
-        """The fixed seconds of a call of ours, and of the peer."""
-        ours, peers = zip(*self.rounds, strict=True)
-        return (
-            statistics.median(fixed for _, fixed in ours),
-            statistics.median(fixed for _, fixed in peers),
-        )
+        speeds = {}
+        for unit in self.rounds[0][0][0]:
+            ours = [own[unit] for (own, _), _ in self.rounds]
+            peer = [theirs[unit] for _, (theirs, _) in self.rounds]
+            ratios = [theirs / own for own, theirs in zip(ours, peer, strict=True)]
+            low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
+            medians = 1 / statistics.median(ours), 1 / statistics.median(peer)
+            speeds[unit] = Speed(*medians, statistics.median(ratios), (low, high))
+        return speeds
 
 
 def warm(ours: Turn, peer: Turn, seconds: float) -> int:
@@ -104,28 +85,13 @@ def _time(turn: Turn, steps: int) -> Times:
     return step, short[WALL] - num_short * step[WALL]
 
 
-def _speed(seconds: list[tuple[float, float]]) -> Speed:
-    ratios = [peer / ours for ours, peer in seconds]
-    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return Speed(
-        ours=1 / statistics.median(ours for ours, _ in seconds),
-        peer=1 / statistics.median(peer for _, peer in seconds),
-        ratio=statistics.median(ratios),
-        spread=(low, high),
-    )
-
-
 class OtherLoad:
-    """Other processes' use of this machine since the creation of the object.
-
-    It counts the time of all processes and the hypervisor (steal), less our own.
-    """
+    """Other processes' use of this machine, hypervisor included, from now on."""
 
     def __init__(self) -> None:
         self._began, self._busy = time.monotonic(), _busy_seconds()
 
     def share(self, own: float) -> float:
-        """Return the share of all cores, 0 to 1, given our own CPU seconds."""
         elapsed = (time.monotonic() - self._began) * (os.cpu_count() or 1)
         return max(0.0, _busy_seconds() - self._busy - own) / elapsed
 

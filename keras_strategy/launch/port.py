@@ -3,26 +3,25 @@
 Names are looked up in the package itself, so the notes report what would happen.
 """
 
+import argparse
 import ast
 import difflib
+import itertools
+import sys
 import types
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import keras_strategy
 from keras_strategy.core.unsupported_names import REASONS
 
 _ALIAS = "ks"
 # Functions of TensorFlow outside of tf.distribute that belong to it.
-_OUTSIDE = {
-    "nn.compute_average_loss": "compute_average_loss",
-    "nn.scale_regularization_loss": "scale_regularization_loss",
-    **{
-        f"tpu.experimental.{name}": f"tpu.experimental.{name}"
-        for name in keras_strategy.tpu.experimental.__all__
-    },
-}
+_OUTSIDE = [
+    "nn.compute_average_loss",
+    "nn.scale_regularization_loss",
+    *(f"tpu.experimental.{name}" for name in keras_strategy.tpu.experimental.__all__),
+]
 # Names that work on TensorFlow only, and their replacements on every backend.
 _BY_HAND = {
     "GradientTape": "use `ks.value_and_grad`",
@@ -44,7 +43,6 @@ _NOTES = {
         "cluster; a function returns the values to assign."
     ),
 }
-_V1 = ["compat", "v1"]
 _V1_NOTE = (
     "tf.compat.v1.distribute is TensorFlow 1's, and is not changed. Port the program "
     "to tf.distribute first."
@@ -52,35 +50,36 @@ _V1_NOTE = (
 _TENSORFLOW_ONLY = "It exists on TensorFlow only; JAX and torch raise an error: {}"
 
 
-@dataclass(frozen=True)
-class Ported:
-    """Translated program.
-
-    Attributes:
-        text: The program with this package's names.
-        notes: What to change by hand or to know, each with its line.
-    """
+class Ported(NamedTuple):
+    """Translated program, and what to change by hand or to know, each with its line."""
 
     text: str
     notes: tuple[str, ...]
 
 
-def port(source: str) -> Ported:
-    """Replace tf.distribute's names in a program by this package's.
+def main(options: argparse.Namespace) -> int:
+    try:
+        with open(options.file, encoding="utf-8", newline="") as file:
+            source = file.read()
+        ported = port(source)
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        message = f"{options.file!r} cannot be read as a Python program: {error}"
+        print(message, file=sys.stderr)
+        return 1
+    print(diff(source, ported, options.file), end="")
+    if ported.text == source:
+        print("No name of tf.distribute changes.", file=sys.stderr)
+    for note in ported.notes:
+        print(note, file=sys.stderr)
+    return 0
 
-    Raises:
-        SyntaxError: If `source` is not a Python program.
-    """
-    program = _Program(source)
-    for node in ast.walk(program.tree):
-        if isinstance(node, ast.ImportFrom) and node.level == 0:
-            program.translate_import_from(node)
-    program.visit(program.tree)
-    return program.ported()
+
+def port(source: str) -> Ported:
+    """Replace tf.distribute's names in a program, or raise SyntaxError."""
+    return _Program(source).ported()
 
 
 def diff(source: str, ported: Ported, name: str) -> str:
-    """Return the changes in the format of `diff -u`, for a file of that name."""
     lines = difflib.unified_diff(
         source.splitlines(keepends=True),
         ported.text.splitlines(keepends=True),
@@ -91,13 +90,9 @@ def diff(source: str, ported: Ported, name: str) -> str:
 
 
 def look_up_name(path: list[str]) -> tuple[bool, str]:
-    """Look up a name of tf.distribute in this package.
+    """Return True if this package has a name of tf.distribute, and a note or "".
 
-    Args:
-        path: The name's parts, as ["experimental", "CentralStorageStrategy"].
-
-    Returns:
-        True if the package has it, and a note, which may be empty.
+    `path` has the name's parts, as ["experimental", "CentralStorageStrategy"].
     """
     value, found = keras_strategy, []
     with warnings.catch_warnings(record=True) as caught:
@@ -124,82 +119,63 @@ def _without_v2(path: list[str]) -> list[str]:
     return path[2:] if path[:2] == ["compat", "v2"] else path
 
 
-@dataclass(frozen=True)
-class _Change:
-    """Replacement of a range of bytes of a program."""
-
-    begin: int
-    end: int
-    text: str
-
-
 class _Program(ast.NodeVisitor):
-    """Program during its translation."""
-
     def __init__(self, source: str):
-        self.source, self.tree = source, ast.parse(source)
-        self._line_starts = [0]
-        for line in source.splitlines(keepends=True):
-            self._line_starts.append(self._line_starts[-1] + len(line.encode()))
-        self._bytes = source.encode()
-        self._changes: list[_Change] = []
+        tree, self._bytes = ast.parse(source), source.encode()
+        lines = source.splitlines(keepends=True)
+        sizes = (len(line.encode()) for line in lines)
+        self._line_starts = [0, *itertools.accumulate(sizes)]
+        # Replacements of ranges of bytes: begin, end and new text.
+        self._changes: list[tuple[int, int, str]] = []
         self._notes: list[tuple[int, str]] = []
         # The path in TensorFlow that each name of the program is bound to.
         self._bindings: dict[str, list[str]] = {}
         self._tf_imports: list[ast.Import | ast.ImportFrom] = []
         # Uses of TensorFlow that remain.
         self._num_uses = 0
-        nodes = list(ast.walk(self.tree))
-        for node in nodes:
-            if isinstance(node, ast.Import):
-                self._record_import(node)
-        used = {node.id for node in nodes if isinstance(node, ast.Name)}
-        imported_as = self._package_import()
+        # The name under which the program imports this package already.
+        imported_as = None
+        used = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name):
+                used.add(node.id)
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                self._translate_import_from(node)
+            elif isinstance(node, ast.Import):
+                for alias in node.names:
+                    if alias.name == keras_strategy.__name__ and imported_as is None:
+                        imported_as = alias.asname or alias.name
+                    self._record_import(node, alias)
         self._is_imported = imported_as is not None
         default = _ALIAS if _ALIAS not in used else keras_strategy.__name__
         self._package_name = imported_as or default
+        self.visit(tree)
 
-    def _record_import(self, node: ast.Import) -> None:
-        for alias in node.names:
-            parts = alias.name.split(".")
-            if parts[0] != "tensorflow":
-                continue
+    def _record_import(self, node: ast.Import, alias: ast.alias) -> None:
+        parts = alias.name.split(".")
+        if parts[0] == "tensorflow":
             # `import tensorflow.distribute` binds `tensorflow`.
             bound = alias.asname or parts[0]
             self._bindings[bound] = _without_v2(parts[1:]) if alias.asname else []
             self._tf_imports.append(node)
 
-    def _package_import(self) -> str | None:
-        """Return the name under which the program imports this package already."""
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    if alias.name == keras_strategy.__name__:
-                        return alias.asname or alias.name
-        return None
-
-    def translate_import_from(self, node: ast.ImportFrom) -> None:
-        """Record or change what is imported from TensorFlow."""
-        parts = (node.module or "").split(".")
-        if parts[0] != "tensorflow":
+    def _translate_import_from(self, node: ast.ImportFrom) -> None:
+        package, *inside = (node.module or "").split(".")
+        if package != "tensorflow":
             return
-        inside = parts[1:]
         if inside[:1] != ["distribute"]:
             for alias in node.names:
                 if _without_v2([*inside, alias.name]) == ["distribute"]:
-                    bound = alias.asname or alias.name
-                    self._bindings[bound] = ["distribute"]
+                    self._bindings[alias.asname or alias.name] = ["distribute"]
                     self._tf_imports.append(node)
             return
         for alias in node.names:
             if not self._exists([*inside[1:], alias.name], node.lineno):
                 return
         begin, end = self._span(node)
-        text = self._bytes[begin:end].decode()
         new = ".".join([keras_strategy.__name__, *inside[1:]])
-        self._changes.append(
-            _Change(begin, end, text.replace(node.module or "", new, 1))
-        )
+        text = self._bytes[begin:end].decode().replace(node.module or "", new, 1)
+        self._changes.append((begin, end, text))
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         links: list[ast.Attribute] = []
@@ -213,7 +189,7 @@ class _Program(ast.NodeVisitor):
         path = [*self._bindings[root.id], *(link.attr for link in links)]
         num_bound = len(self._bindings[root.id])
         self._num_uses += 1
-        if path[:3] == [*_V1, "distribute"]:
+        if path[:3] == ["compat", "v1", "distribute"]:
             self._notes.append((node.lineno, _V1_NOTE))
         if not num_bound:
             v2_path = _without_v2(path)
@@ -222,11 +198,12 @@ class _Program(ast.NodeVisitor):
             if self._exists(path[1:], node.lineno):
                 self._replace(root if num_bound else links[0], self._package_name)
             return
-        for old, new in _OUTSIDE.items():
+        for old in _OUTSIDE:
             parts = old.split(".")
             if path[: len(parts)] == parts and len(parts) > num_bound:
                 last = links[len(parts) - num_bound - 1]
-                self._replace(last, f"{self._package_name}.{new}")
+                new = f"{self._package_name}.{old.removeprefix('nn.')}"
+                self._replace(last, new)
                 return
         for old, instead in _BY_HAND.items():
             if ".".join(path[: old.count(".") + 1]) == old:
@@ -235,7 +212,7 @@ class _Program(ast.NodeVisitor):
 
     def _replace(self, node: ast.expr, text: str) -> None:
         self._num_uses -= 1
-        self._changes.append(_Change(*self._span(node), text))
+        self._changes.append((*self._span(node), text))
 
     def _exists(self, path: list[str], line: int) -> bool:
         exists, note = look_up_name(path)
@@ -251,33 +228,26 @@ class _Program(ast.NodeVisitor):
         )
 
     def ported(self) -> Ported:
-        """Return the translated program."""
-        changes = list(self._changes)
-        if any(change.text.startswith(self._package_name) for change in changes):
-            changes += self._package_imports()
-        text = self._bytes
-        for change in sorted(changes, key=lambda c: c.begin, reverse=True):
-            text = text[: change.begin] + change.text.encode() + text[change.end :]
+        changes = self._changes
+        if any(text.startswith(self._package_name) for _, _, text in changes):
+            changes = [*changes, *self._package_imports()]
+        program = self._bytes
+        for begin, end, text in sorted(changes, key=lambda c: c[0], reverse=True):
+            program = program[:begin] + text.encode() + program[end:]
         notes = tuple(f"line {line}: {note}" for line, note in sorted(self._notes))
-        return Ported(text.decode(), notes)
+        return Ported(program.decode(), notes)
 
-    def _package_imports(self) -> Iterator[_Change]:
-        """Yield imports of this package: in place of TensorFlow's, or after it."""
+    def _package_imports(self) -> list[tuple[int, int, str]]:
+        """Return imports of this package: in place of TensorFlow's, or after it."""
         if self._is_imported or not self._tf_imports:
-            return
-        first = min(self._tf_imports, key=lambda node: node.lineno)
+            return []
         statement = f"import {keras_strategy.__name__}"
         if self._package_name != keras_strategy.__name__:
             statement += f" as {self._package_name}"
-        begin, end = self._span(first)
-        if len(self._tf_imports) == len(first.names) == 1 and not self._num_uses:
-            yield _Change(begin, end, statement)
-            return
+        nodes = sorted(self._tf_imports, key=lambda node: node.lineno)
+        if len(nodes) == len(nodes[0].names) == 1 and not self._num_uses:
+            return [(*self._span(nodes[0]), statement)]
         # An import in a function binds the name in that function only.
-        top_level = [node for node in self._tf_imports if node.col_offset == 0]
-        nodes = self._tf_imports
-        if top_level:
-            nodes = [min(top_level, key=lambda node: node.lineno)]
-        for node in nodes:
-            _, end = self._span(node)
-            yield _Change(end, end, f"\n{' ' * node.col_offset}{statement}")
+        nodes = [node for node in nodes if node.col_offset == 0][:1] or nodes
+        ends = [(self._span(node)[1], node.col_offset) for node in nodes]
+        return [(end, end, f"\n{' ' * indent}{statement}") for end, indent in ends]

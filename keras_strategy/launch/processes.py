@@ -15,8 +15,9 @@ from typing import Any
 from keras_strategy.cluster.process_exit import EXIT_OTHER_WORKER_FAILED, EXIT_PREEMPTED
 
 _FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_GUARD = str(pathlib.Path(__file__).with_name("guard.py"))
-_STARTER = str(pathlib.Path(__file__).with_name("starter.py"))
+_STARTER = pathlib.Path(__file__).with_name("starter.py")
+# A Python program without site packages.
+_START = [sys.executable, "-I", "-S", str(_STARTER)]
 
 
 class Process(abc.ABC):
@@ -111,7 +112,7 @@ class WorkerProcess(Process):
     ) -> None:
         super().__init__(name)
         self._popen = subprocess.Popen(
-            [sys.executable, "-I", "-S", _STARTER, str(os.getpid()), *command],
+            [*_START, str(os.getpid()), *command],
             env=dict(environment),
             stdin=stdin,
             stdout=stdout,
@@ -135,18 +136,17 @@ class WorkerProcess(Process):
         return self._popen.stderr
 
     def _ended(self) -> int | None:
-        if not self._has_ended():
+        if hasattr(os, "waitid"):
+            # The process stays a zombie, so its id, which is the group's as well,
+            # cannot have been reused when the group is killed.
+            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            has_ended = os.waitid(os.P_PID, self.pid, options) is not None
+        else:
+            has_ended = self._popen.poll() is not None
+        if not has_ended:
             return None
         self._signal_group(signal.SIGKILL)
         return self._popen.wait()
-
-    def _has_ended(self) -> bool:
-        if not hasattr(os, "waitid"):
-            return self._popen.poll() is not None
-        # The process stays a zombie, so its id, which is the group's as well, cannot
-        # have been reused when the group is killed.
-        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        return os.waitid(os.P_PID, self.pid, options) is not None
 
     def _signal_group(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -154,17 +154,19 @@ class WorkerProcess(Process):
 
 
 class Guard:
-    """Process that kills process groups when this process is killed: see `guard`."""
+    """Process that kills process groups when this process is killed: see `starter`."""
 
     def __init__(self) -> None:
         self._popen = subprocess.Popen(
-            [sys.executable, "-I", "-S", _GUARD],
+            _START,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
             text=True,
         )
+        assert self._popen.stdin is not None
+        self._stdin = self._popen.stdin
 
     def add(self, group: int) -> None:
         """Have the guard kill a group."""
@@ -176,17 +178,14 @@ class Guard:
 
     def close(self) -> None:
         """End the guard and the remaining groups."""
-        assert self._popen.stdin is not None
         with contextlib.suppress(OSError):
-            self._popen.stdin.close()
+            self._stdin.close()
         self._popen.wait()
 
     def _send(self, line: str) -> None:
-        assert self._popen.stdin is not None
         # The guard itself may have been killed.
         with contextlib.suppress(OSError):
-            self._popen.stdin.write(line + "\n")
-            self._popen.stdin.flush()
+            print(line, file=self._stdin, flush=True)
 
 
 class ProcessWatch:
@@ -205,8 +204,7 @@ class ProcessWatch:
         self.running: set[int] = set()
         self.failed: int | None = None
         self._processes = processes
-        self._kill_at = float("inf")
-        self._ending = False
+        self._kill_at: float | None = None
 
     def until_all_ended(
         self, meanwhile: Callable[[], None], on_failure: Callable[[int], None]
@@ -229,25 +227,21 @@ class ProcessWatch:
                 if status != 0 and (self.failed is None or self._is_cause(status)):
                     self.failed = rank
                     on_failure(status)
-            if time.monotonic() >= self._kill_at:
+            if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 for rank in self.running:
                     self._processes[rank].kill()
 
     def _is_cause(self, status: int) -> bool:
         """Return True if a process failed by itself, and the first failure did not."""
-        assert self.failed is not None
-        first = self._processes[self.failed].poll()
-        is_own = status not in (
-            EXIT_OTHER_WORKER_FAILED,
-            -signal.SIGTERM,
-            -signal.SIGKILL,
-        )
-        return first == EXIT_OTHER_WORKER_FAILED and (is_own or not self._ending)
+        if self._processes[self.failed or 0].poll() != EXIT_OTHER_WORKER_FAILED:
+            return False
+        others = EXIT_OTHER_WORKER_FAILED, -signal.SIGTERM, -signal.SIGKILL
+        return self._kill_at is None or status not in others
 
     def let_end(self, grace_seconds: float) -> None:
         """Give the processes this time to end, counted from the first call."""
-        self._ending = True
-        self._kill_at = min(self._kill_at, time.monotonic() + grace_seconds)
+        kill_at = time.monotonic() + grace_seconds
+        self._kill_at = min(self._kill_at or kill_at, kill_at)
 
 
 class ReceivedSignals:

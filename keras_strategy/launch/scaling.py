@@ -7,6 +7,7 @@ The model: each worker computes its own rows, then a ring all-reduces the gradie
 first takes as long as the device needs, the second as long as the link needs.
 """
 
+import argparse
 import dataclasses
 import importlib
 import importlib.util
@@ -17,6 +18,12 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from keras_strategy.launch import local_cluster
 
 # "29/29 - 0s - 5ms/step - ...", or "29/29 ━━━ 0s 346us/step - ...".
 _EPOCH = re.compile(r"(\d+)/\1\b.*?\b([\d.]+)(s|ms|us)/(?:step|epoch)")
@@ -29,82 +36,12 @@ NOTHING_TO_PREDICT = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
-    """Connection between workers.
-
-    Attributes:
-        latency: Seconds of a message of any size.
-        bandwidth: Bytes per second that a worker sends, and receives at the same time.
-    """
-
-    latency: float
-    bandwidth: float
-
-    def all_reduce(self, workers: int, data: float) -> float:
-        """Return the seconds of a ring all-reduce.
-
-        In each of its 2 (N - 1) rounds a worker passes on 1/N of the data. No algorithm
-        sends less: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms
-        for clusters of workstations", J. Parallel Distrib. Comput. 69 (2009).
-
-        Args:
-            workers: Their number N.
-            data: The bytes of one worker's array.
-        """
-        rounds = 2 * (workers - 1)
-        return rounds * (self.latency + data / workers / self.bandwidth)
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """Data-parallel training step.
-
-    Attributes:
-        compute: Seconds of a step on one worker alone, with that worker's rows.
-        gradients: The bytes of one copy of the gradients.
-        overlap: The share of `compute` that overlaps with the all-reduce: 0 if that
-            starts when all gradients are there; at most 2/3 if each gradient is sent at
-            once, since the backward pass does two thirds of the arithmetic.
-    """
-
-    compute: float
-    gradients: float
-    overlap: float = 0.0
-
-    def seconds(self, workers: int, link: Link, workers_per_device: float = 1) -> float:
-        """Return the seconds of a step, with the same rows for each worker.
-
-        Args:
-            workers: Their number.
-            link: The connection between them.
-            workers_per_device: How many workers share a device, or a core.
-        """
-        share = max(1.0, workers_per_device)
-        compute = self.compute * share
-        # On a shared core, workers that compute keep the others from sending.
-        comm = link.all_reduce(workers, self.gradients) * share
-        return compute + max(0.0, comm - self.overlap * compute)
-
-    def efficiency(
-        self, workers: int, link: Link, workers_per_device: float = 1
-    ) -> float:
-        """Return the speed of each device relative to one alone (weak scaling)."""
-        share = max(1.0, workers_per_device)
-        return self.compute * share / self.seconds(workers, link, workers_per_device)
-
-
-@dataclasses.dataclass(frozen=True)
 class Measured:
-    """Measurement with a number of workers.
-
-    Attributes:
-        workers: The number of workers.
-        step_seconds: The median time of a step over all epochs but the first.
-        steps: The steps of an epoch.
-    """
+    """Median step time with a number of workers, over all epochs but the first."""
 
     workers: int
     step_seconds: float
+    # The steps of an epoch.
     steps: int
 
     @property
@@ -124,11 +61,7 @@ class Prediction:
 
     The time of the few beyond that of their rows is communication. Two measurements do
     not tell latency from bandwidth, so it is taken as all of one and all of the other.
-
-    Attributes:
-        alone: The measurement of one worker.
-        few: The measurement of the next number of workers.
-        cores: How many workers compute in parallel; more take turns.
+    More workers than `cores` take turns.
     """
 
     alone: Measured
@@ -138,29 +71,28 @@ class Prediction:
     @property
     def comm_seconds(self) -> float:
         """The time of a step of the few beyond that of its rows."""
-        share = max(1.0, self.few.workers / self.cores)
-        return max(0.0, self.few.step_seconds / share - self._compute(self.few))
+        step = self.few.step_seconds / self._turns(self.few)
+        return max(0.0, step - self._compute(self.few))
 
     def efficiency(self, measured: Measured) -> tuple[float, float]:
         """Return the lowest and the highest efficiency that the model predicts.
 
         Only the numbers of workers and steps of `measured` count.
         """
-        # One byte of gradients: the bandwidth makes it take the measured time.
-        step = Step(self._compute(measured), gradients=1.0)
-        few, rounds = self.few.workers, 2 * (self.few.workers - 1)
+        # In each of its 2 (N - 1) rounds a worker passes on 1/N of the gradients.
+        rounds = (measured.workers - 1) / (self.few.workers - 1)
+        data = rounds * self.few.workers / measured.workers
         ends = []
-        for latency_only in True, False:
-            if latency_only or not self.comm_seconds:
-                link = Link(self.comm_seconds / rounds, float("inf"))
-            else:
-                link = Link(0.0, rounds / few / self.comm_seconds)
-            seconds = step.seconds(
-                measured.workers, link, measured.workers / self.cores
-            )
+        for growth in rounds, data:
+            step = self._compute(measured) + growth * self.comm_seconds
+            seconds = self._turns(measured) * step
             predicted = dataclasses.replace(measured, step_seconds=seconds)
             ends.append(predicted.efficiency(self.alone))
         return ends[0], ends[1]
+
+    def _turns(self, measured: Measured) -> float:
+        """Return how many workers share a core."""
+        return max(1.0, measured.workers / self.cores)
 
     def _compute(self, measured: Measured) -> float:
         """Return the time that one worker alone needs for a worker's rows of a step."""
@@ -182,12 +114,7 @@ class Prediction:
 
 
 def prediction(measured: Sequence[Measured], cores: int) -> Prediction | None:
-    """Return the model of measurements in order of workers, None if there are too few.
-
-    Args:
-        measured: The measurements.
-        cores: How many workers compute in parallel.
-    """
+    """Return the model of measurements in order of workers, if there are enough."""
     if len(measured) < 3 or measured[0].workers != 1:
         return None
     return Prediction(measured[0], measured[1], cores)
@@ -198,14 +125,9 @@ class NoEpochsError(RuntimeError):
 
 
 def parse_step_time(output: str) -> tuple[float, int]:
-    """Return the median seconds of a step in the first `fit`, and an epoch's steps.
-
-    The first epoch does not count since it compiles, and another `fit` may do something
-    else.
-
-    Raises:
-        NoEpochsError: If the output has fewer than two epochs.
-    """
+    """Return the median seconds of a step in the first `fit`, and an epoch's steps."""
+    # The first epoch does not count since it compiles, and another `fit` may do
+    # something else.
     _, _, fits = output.partition("Epoch 1/")
     fit, _, _ = fits.partition("Epoch 1/")
     epochs = _EPOCH.findall(fit)
@@ -221,17 +143,7 @@ def parse_step_time(output: str) -> tuple[float, int]:
 def measure(
     command: Sequence[str], workers: Sequence[int], devices_per_worker: int | None
 ) -> Iterator[Measured]:
-    """Run a program with each number of workers.
-
-    Args:
-        command: The program and its arguments, as for `keras-strategy run`.
-        workers: The numbers of workers.
-        devices_per_worker: The logical CPU devices of each; None keeps the backend's
-            own.
-
-    Raises:
-        NoEpochsError: If a run fails, or does not print the time of a step.
-    """
+    """Run a program with each number of workers, or raise NoEpochsError."""
     devices = []
     if devices_per_worker is not None:
         devices = ["--devices-per-worker", str(devices_per_worker)]
@@ -249,9 +161,7 @@ def measure(
                 f"With {number} workers the program ended with {done.returncode}:\n"
                 f"{done.stderr[-2000:]}"
             )
-        chief = (
-            line for line in done.stdout.splitlines() if line.startswith("worker 0 ")
-        )
+        chief = re.findall("^worker 0 .*", done.stdout, re.MULTILINE)
         yield Measured(number, *parse_step_time("\n".join(chief)))
 
 
@@ -271,7 +181,6 @@ def png_problem(path: str) -> str:
 def draw_chart(
     path: str, title: str, measured: Sequence[Measured], model: Prediction | None
 ) -> None:
-    """Draw the efficiency over the number of workers into a PNG file."""
     # matplotlib is optional, so import it lazily.
     figure: Any = importlib.import_module("matplotlib.figure").Figure(
         figsize=(6, 4), layout="constrained"
@@ -293,3 +202,43 @@ def draw_chart(
     axes.set(title=title, xlabel="workers", ylabel="efficiency, %")
     axes.legend(frameon=False)
     figure.savefig(path, format="png", dpi=150)
+
+
+def main(options: argparse.Namespace) -> int:
+    if options.png is not None and (problem := png_problem(options.png)):
+        print(f"keras-strategy scaling: argument --png: {problem}", file=sys.stderr)
+        return 2
+    command = [options.program, *options.arguments]
+    devices = options.devices_per_worker
+    try:
+        measured = list(measure(command, options.workers, devices))
+    except NoEpochsError as error:
+        Console(stderr=True, soft_wrap=True).print(escape(str(error)), style="red")
+        return 1
+    cores = local_cluster.available_cores()
+    title = f"{options.program}, {cores} cores"
+    model = prediction(measured, cores)
+    columns = "workers", "ms per step", "steps per second", "efficiency", "predicted"
+    table = Table(*columns, title=escape(title))
+    for index, row in enumerate(measured):
+        predicted = ""
+        if model is not None and index >= 2:
+            low, high = (f"{end:.0%}" for end in model.efficiency(row))
+            predicted = low if low == high else f"{low} to {high}"
+        table.add_row(
+            str(row.workers),
+            f"{1000 * row.step_seconds:.2f}",
+            f"{1 / row.step_seconds:.1f}",
+            f"{row.efficiency(measured[0]):.0%}",
+            predicted,
+        )
+    Console().print(table)
+    text = str(model or NOTHING_TO_PREDICT)
+    Console(soft_wrap=True).print(text, highlight=False, markup=False)
+    if options.png is not None:
+        try:
+            draw_chart(options.png, title, measured, model)
+        except OSError as error:
+            print(f"{options.png!r} cannot be written: {error}", file=sys.stderr)
+            return 1
+    return 0

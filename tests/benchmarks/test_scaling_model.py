@@ -3,8 +3,8 @@
 import pytest
 
 from benchmarks.scaling.fitting import fitted_link
+from benchmarks.scaling.model import Link, Step
 from benchmarks.scaling.published import ANCHORS, ETHERNET_25
-from keras_strategy.launch.scaling import Link, Step
 
 LINK = Link(latency=2e-5, bandwidth=1e9)
 

@@ -9,5 +9,5 @@ def wait_for_others(client: CoordinatorClient, seconds: float) -> None:
     Not from the start: on a busy machine workers arrive seconds after each other.
     """
     client.timeout_seconds = seconds
-    watchdog = client._connection._watchdog
+    watchdog = client._watchdog
     watchdog._timeout, watchdog.interval = seconds, min(1.0, seconds / 4)

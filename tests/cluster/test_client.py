@@ -13,12 +13,10 @@ import pytest
 
 from keras_strategy.cluster import (
     CoordinatorClient,
-    coordinator,
     default_timeout_seconds,
     rendezvous_address,
     watchdog,
 )
-from keras_strategy.cluster.client import Connection
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.cluster.rendezvous import local_addresses, open_listeners
 from keras_strategy.cluster.transport import MAX_LINE, PROTOCOL, encode
@@ -134,8 +132,7 @@ def test_the_same_operation_in_another_order(together):
 
 @pytest.fixture
 def suspicious(monkeypatch):
-    for module in (coordinator, watchdog):
-        monkeypatch.setattr(module, "DEADLOCK_SECONDS", 0.4)
+    monkeypatch.setattr(watchdog, "DEADLOCK_SECONDS", 0.4)
 
 
 def test_workers_that_wait_for_each_other_for_ever(together, suspicious):
@@ -146,7 +143,7 @@ def test_workers_that_wait_for_each_other_for_ever(together, suspicious):
             pass
         if rank == 0:
             with client.track_operation("a save"):
-                client._connection.failed.wait(SOON)
+                client.failed.wait(SOON)
         else:
             client.exchange("the next batch")
 
@@ -177,7 +174,7 @@ def test_a_worker_that_is_behind_is_at_work(together, suspicious, rows):
 def test_a_collective_that_does_not_end(together):
     def work(client, rank):
         with client.track_operation("all_reduce in step 2"):
-            client._connection.failed.wait(SOON)
+            client.failed.wait(SOON)
 
     for error in together(2, work, timeout=2.0):
         assert isinstance(error, WorkerFailedError)
@@ -195,15 +192,15 @@ def test_two_that_ask_at_once_are_both_answered(together, monkeypatch):
     def work(client, rank):
         client.exchange("start")
         if rank == 2:
-            client._connection.failed.wait(SOON)
-            return client._connection.failure
+            client.failed.wait(SOON)
+            return client.failure
         with client.track_operation("step"):
             ready.wait(SOON)
             if rank == 0:
                 client._coordinator._thread.run(
-                    ask(client._coordinator, client._trace.operation)
+                    ask(client._coordinator, client.trace.operation)
                 )
-            client._connection.failed.wait(SOON)
+            client.failed.wait(SOON)
 
     async def ask(coordinator, operation):
         for rank, count in ((0, operation.count - 1), (1, operation.count)):
@@ -223,13 +220,13 @@ def test_two_that_ask_at_once_are_both_answered(together, monkeypatch):
 def test_what_is_long_travels_where_it_differs(together, monkeypatch):
     """Otherwise a digest does, and once for all who say the same."""
     replies = []
-    values = Connection._values
+    values = CoordinatorClient._values
 
     def heard(self, reply):
         replies.append((len(reply["values"]), len(json.dumps(reply))))
         return values(self, reply)
 
-    monkeypatch.setattr(Connection, "_values", heard)
+    monkeypatch.setattr(CoordinatorClient, "_values", heard)
     same = [["weights", "x" * 100] for _ in range(1000)]
 
     def work(client, rank):
@@ -531,10 +528,10 @@ def test_a_message_of_a_member_that_is_none(together, sender, sent):
         client.exchange("start")
         if (sender == "chief") == (rank == 0):
             writer = client._coordinator._writers[1] if rank == 0 else None
-            writer = writer or client._connection._writer
-            client._connection._thread.call_soon(writer.write, encode(sent))
+            writer = writer or client._writer
+            client._thread.call_soon(writer.write, encode(sent))
         with client.track_operation("step"):
-            client._connection.failed.wait(SOON)
+            client.failed.wait(SOON)
 
     for error in together(2, work):
         assert isinstance(error, WorkerFailedError)
@@ -619,7 +616,7 @@ def test_connections_notice_a_machine_that_is_gone(together):
     """Within 20 s, of which one that has gone silent leaves no trace otherwise."""
 
     def work(client, rank):
-        writers = [client._connection._writer]
+        writers = [client._writer]
         writers += client._coordinator._writers.values() if rank == 0 else []
         for writer in writers:
             connection = writer.get_extra_info("socket")

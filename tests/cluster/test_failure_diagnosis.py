@@ -189,7 +189,7 @@ from keras_strategy.errors import WorkerFailedError
 try:
     with client.track_operation("all_reduce in step 12"):
         print("there", flush=True)
-        assert client._connection.failed.wait(30)
+        assert client.failed.wait(30)
 except WorkerFailedError as error:
     assert "worker 0 disconnected without notice" in str(error)
     assert "chief was in `all_reduce in step 12`" in str(error)
@@ -232,7 +232,7 @@ atexit.register(lambda: print("ended in its own way", file=sys.stderr))
 client.exchange("start")
 raise ValueError("no such row")
 """
-    hears = WAIT_AFTER.replace("time.sleep(300)", "client._connection.failed.wait(30)")
+    hears = WAIT_AFTER.replace("time.sleep(300)", "client.failed.wait(30)")
     processes.start([hears, raises], exit_process=False)
     (chief, told), (worker, said) = processes.end(0, 1)
     assert chief == worker == 1

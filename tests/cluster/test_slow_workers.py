@@ -81,13 +81,13 @@ def test_who_has_connected_waits_for_the_others(port, lines):
 
 
 def test_it_is_said_once_of_each_operation(caplog):
-    of_worker = watchdog.SlowOperationWarnings("worker 1", 600)
+    of_worker = watchdog.Watchdog(0, ["worker 1"], 600, 0.0)
     for count in range(3):
-        of_worker.check(Operation(count, "the train step", 0.0), 9.9)
+        of_worker.warn_if_slow(Operation(count, "the train step", 0.0), 9.9)
     assert not caplog.messages
     for count in range(3):
-        of_worker.check(Operation(count, "the train step", 0.0), 12.2)
-    of_worker.check(Operation(4, "`save` to a.keras", 0.0, 60.0), 12.2)
+        of_worker.warn_if_slow(Operation(count, "the train step", 0.0), 12.2)
+    of_worker.warn_if_slow(Operation(4, "`save` to a.keras", 0.0, 60.0), 12.2)
     assert caplog.messages == [
         "worker 1 has been in `the train step` for 12 s, where workers wait for each "
         "other. It gives up after 600 s.",

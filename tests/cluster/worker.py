@@ -5,17 +5,12 @@ import sys
 
 from short import wait_for_others
 
-from keras_strategy.cluster import (
-    CoordinatorClient,
-    coordinator,
-    rendezvous_address,
-    watchdog,
-)
+from keras_strategy.cluster import CoordinatorClient, rendezvous_address, watchdog
 
 # So that tests need not wait for long.
-coordinator.ANSWER_SECONDS = watchdog.ANSWER_SECONDS = 3.0
+watchdog.ANSWER_SECONDS = 3.0
 watchdog.LEFT_SECONDS = 1.0
-coordinator.DEADLOCK_SECONDS = watchdog.DEADLOCK_SECONDS = 1.0
+watchdog.DEADLOCK_SECONDS = 1.0
 
 arguments = json.loads(sys.argv[1])
 rank, names = arguments["rank"], arguments["names"]

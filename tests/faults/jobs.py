@@ -134,12 +134,12 @@ def _interrupt(program: Program) -> None:
 
 
 def _cut(program: Program) -> None:
-    writer = program.client._connection._writer
+    writer = program.client._writer
     writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
 
 
 def _no_message(program: Program) -> None:
-    connection = program.client._connection
+    connection = program.client
     connection._thread.call_soon(connection._writer.write, b"\x80\x04 no message\n")
 
 
