@@ -1,83 +1,28 @@
 """Distributed training for Keras 3, with tf.distribute's API, on any backend.
 
 Names are imported on first use, and Keras and its backend with them, so that processes
-that only start or watch others need neither. Type checkers read `__init__.pyi`.
+that only start or watch others need neither.
 """
 
+import ast
 import importlib
 import os
+import pathlib
 from typing import Any
 
 __version__ = "0.1.0"
 
-# Home module of each public name; the first entry lists modules.
-_HOMES = {
-    "keras_strategy": (
-        "callbacks",
-        "cluster_resolver",
-        "config",
-        "coordinator",
-        "errors",
-        "experimental",
-        "tpu",
-    ),
-    "keras_strategy.core.context": (
-        "ReplicaContext",
-        "experimental_set_strategy",
-        "get_replica_context",
-        "get_strategy",
-        "has_strategy",
-        "in_cross_replica_context",
-    ),
-    "keras_strategy.core.unsupported_names": (
-        "ParameterServerStrategy",
-        "Server",
-    ),
-    "keras_strategy.data.distributed_dataset": (
-        "DistributedDataset",
-        "DistributedIterator",
-    ),
-    "keras_strategy.data.sharding_policy": ("files",),
-    "keras_strategy.data.indexed_dataset": ("IndexedDataset",),
-    "keras_strategy.data.splitting": ("predict",),
-    "keras_strategy.options": (
-        "InputContext",
-        "InputOptions",
-        "InputReplicationMode",
-        "RunOptions",
-    ),
-    "keras_strategy.training.cross_device_ops": (
-        "CrossDeviceOps",
-        "HierarchicalCopyAllReduce",
-        "NcclAllReduce",
-        "ReductionToOneDevice",
-    ),
-    "keras_strategy.training.row_weights": (
-        "compute_average_loss",
-        "scale_regularization_loss",
-        "value_and_grad",
-        "weight_by_rows",
-    ),
-    "keras_strategy.strategies.base": ("Strategy",),
-    "keras_strategy.strategies.extended": ("StrategyExtended",),
-    "keras_strategy.strategies.mirrored": (
-        "MirroredStrategy",
-        "OneDeviceStrategy",
-    ),
-    "keras_strategy.strategies.multi_worker": ("MultiWorkerMirroredStrategy",),
-    "keras_strategy.strategies.inspect": (
-        "profile",
-        "visualize",
-    ),
-    "keras_strategy.strategies.tpu": ("TPUStrategy",),
-    "keras_strategy.values": (
-        "DistributedValues",
-        "Mirrored",
-        "PerReplica",
-        "ReduceOp",
-    ),
+# The stub, which type checkers read, also lists the home module of each name here.
+_STUB = ast.parse(pathlib.Path(__file__).with_suffix(".pyi").read_text())
+_HOME_OF = {
+    alias.name: node.module
+    for node in _STUB.body
+    if isinstance(node, ast.ImportFrom) and node.module != "typing"
+    for alias in node.names
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOME_OF |= dict.fromkeys(
+    ("ParameterServerStrategy", "Server"), "keras_strategy.core.unsupported_names"
+)
 
 __all__ = sorted([*_HOME_OF, "__version__"])  # pyright: ignore
 

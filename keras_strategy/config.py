@@ -8,7 +8,7 @@ from keras_strategy.keras_patches import consistency
 from keras_strategy.training import random
 
 _LOGICAL_CPUS = "KERAS_STRATEGY_LOGICAL_CPUS"
-_logical_devices = {"cpu": 0}
+_logical_cpus = 0
 
 
 def set_logical_devices(device_type: str, count: int) -> None:
@@ -16,9 +16,8 @@ def set_logical_devices(device_type: str, count: int) -> None:
 
     A strategy with several replicas can then run, and be tested, on a machine with one
     device. Call it at the start of the program, before a tensor, a variable or a
-    strategy is created. For CPUs the environment variable `KERAS_STRATEGY_LOGICAL_CPUS`
-    does the same when `keras_strategy` is imported; Keras is then imported at once
-    instead of with the first name that is used.
+    strategy is created. The environment variable `KERAS_STRATEGY_LOGICAL_CPUS` does the
+    same when `keras_strategy` is imported, which then imports Keras at once.
 
     Args:
         device_type: `"cpu"`, the only type that every backend can split.
@@ -47,28 +46,27 @@ def set_logical_devices(device_type: str, count: int) -> None:
             "Argument `count` must be a whole number of devices, 1 or more. "
             f"Received: count={count!r}"
         )
+    global _logical_cpus
     get_engine().set_logical_devices("cpu", count)
-    _logical_devices["cpu"] = count
+    _logical_cpus = count
 
 
 def logical_cpus() -> int:
     """Return the number of logical devices set here for the CPU; 0 if none."""
-    return _logical_devices["cpu"]
+    return _logical_cpus
 
 
 def check_mirrored(enabled: bool = True) -> None:
     """Turn a debug mode on or off that compares mirrored variables.
 
-    A mirrored variable has the same value on every replica. Code that assigns a value
-    that depends on the replica breaks that, and training continues with weights that
-    differ. In this mode the components of all mirrored variables are compared after
-    each `strategy.run` and each batch of `fit`, and an error names the variable and the
-    replica. That copies every variable to the host each time. When off, which is the
-    default, it costs nothing. A `run` inside a function that TensorFlow is tracing is
-    not checked.
+    Code that assigns a value that depends on the replica makes the components of a
+    mirrored variable differ, and training continues with them. In this mode they are
+    compared after each `strategy.run` and each batch of `fit`, and an error names the
+    variable and the replica. That copies every variable to the host each time. A `run`
+    inside a function that TensorFlow is tracing is not checked.
 
     Args:
-        enabled: True to compare.
+        enabled: True to compare. The mode is off by default.
 
     Raises:
         TypeError: If `enabled` is neither True nor False.
@@ -92,13 +90,12 @@ def exact_random(enabled: bool = True) -> None:
     """Choose whether replicas draw the same random numbers as one device.
 
     By default, each replica draws for the global batch in `fit`, `evaluate` and
-    `predict`, and takes the slice of its rows: a model with Dropout, noise or
-    augmentation trains as on one device. The same holds in `strategy.run` for a batch
-    of a distributed dataset. The cost is that every device draws as much as a single
-    device would. When turned off, each replica draws only for its own rows, from its
-    own seed: the noise is as good, and reproducible for the same number of replicas,
-    but differs from one device's. On JAX, `fit` is one program over all devices and
-    draws one device's numbers in either case.
+    `predict`, and in `strategy.run` for a batch of a distributed dataset, and takes the
+    slice of its rows: a model with Dropout, noise or augmentation trains as on one
+    device, but every device draws as much as one would. When turned off, each replica
+    draws only for its own rows, from its own seed: the noise is as good, and
+    reproducible for the same number of replicas, but differs from one device's. On JAX,
+    `fit` is one program over all devices and draws one device's numbers in either case.
 
     Call it before training: compiled programs do not change.
 

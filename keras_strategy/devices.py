@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 # "gpu:0", "GPU:0", "/gpu:0", "/device:GPU:0", "cuda:0" and TensorFlow's full
 # "/job:worker/replica:0/task:0/device:GPU:0" all name the same device.
@@ -17,15 +17,7 @@ _KINDS = {"cuda": "gpu", "rocm": "gpu"}
 
 
 def canonical_device(name: str) -> str:
-    """Return the canonical form of a device name, such as `"gpu:0"`.
-
-    Args:
-        name: A device name in any form that Keras or a backend uses. Without an
-            index it means the first device of its kind.
-
-    Raises:
-        ValueError: If `name` is not a device name.
-    """
+    """Return the canonical form of a device name, such as `"gpu:0"` for `"/GPU"`."""
     match = _DEVICE_NAME.match(name.strip().lower()) if isinstance(name, str) else None
     if match is None:
         raise ValueError(
@@ -37,20 +29,9 @@ def canonical_device(name: str) -> str:
 
 
 def resolve_devices(
-    devices: Iterable[str] | None, available: Sequence[str]
+    devices: Iterable[str], available: Sequence[str]
 ) -> tuple[str, ...]:
-    """Return the canonical names of a strategy's devices, in the given order.
-
-    Args:
-        devices: The user's device names; None means every available device.
-        available: The canonical names of the available devices.
-
-    Raises:
-        ValueError: If `devices` is empty, contains an unavailable device or a
-            duplicate, or mixes kinds.
-    """
-    if devices is None:
-        return tuple(available)
+    """Return the canonical names of a user's devices, which must be of one kind."""
     if isinstance(devices, str):
         raise ValueError(
             "Argument `devices` must be a list of device names, such as "
@@ -97,16 +78,12 @@ def prime_factors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class LogicalDevices:
-    """The devices of each replica and the layouts of variables on them.
+    """The devices of each replica and the layouts of variables on them."""
 
-    Attributes:
-        by_worker: Canonical names, indexed by worker, replica and logical device.
-        rank: The rank of this worker.
-        layouts: The `VariableLayouts`; None if every device holds every variable.
-    """
-
+    # Canonical names, indexed by worker, replica and logical device.
     by_worker: tuple[tuple[tuple[str, ...], ...], ...]
     rank: int = 0
+    # The `VariableLayouts`; None if every device holds every variable.
     layouts: Any = None
 
     @property
@@ -123,16 +100,9 @@ class LogicalDevices:
 def partition_axes(parts: Sequence[int], logical: int) -> list[tuple[int, ...]] | None:
     """Return the mesh axes that split each dimension of a tensor.
 
-    The mesh of the logical devices has one axis for each prime factor of their
-    number, so every possible number of parts is a product of axis sizes.
-
-    Args:
-        parts: The number of parts of each dimension.
-        logical: The number of logical devices.
-
-    Returns:
-        The indices of the axes of each dimension; None if the logical devices cannot
-        be split like that.
+    The mesh of the `logical` devices has one axis for each prime factor of their
+    number, so every possible number of parts is a product of axis sizes. Return None if
+    the devices cannot be split into that many parts of each dimension.
     """
     if logical % math.prod(parts):
         return None
@@ -148,31 +118,14 @@ def partition_axes(parts: Sequence[int], logical: int) -> list[tuple[int, ...]] 
     return axes
 
 
-class RankAndSize(Protocol):
-    """The rank of this worker and the number of workers."""
-
-    @property
-    def rank(self) -> int:
-        """The index of this worker."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """The number of workers."""
-        ...
-
-
 @dataclass(frozen=True)
 class ReplicaTopology:
-    """The replicas of a strategy, numbered worker by worker.
+    """The replicas of a strategy, numbered worker by worker."""
 
-    Attributes:
-        devices: This worker's devices, one replica each. Every worker has as many.
-        cluster: The workers; None for a single process.
-    """
-
+    # This worker's devices, one replica each. Every worker has as many.
     devices: tuple[str, ...]
-    cluster: RankAndSize | None = None
+    # The `Cluster`; None for a single process.
+    cluster: Any = None
 
     @functools.cached_property
     def num_replicas(self) -> int:

@@ -15,17 +15,14 @@ logger = logging.getLogger("keras_strategy")
 class RunOptions(NamedTuple):
     """Options of `strategy.run`.
 
-    The three experimental ones are for TPUs under TensorFlow. They are accepted
-    everywhere and have no effect; a value other than the default is logged.
-
     Attributes:
-        experimental_enable_dynamic_batch_size: Has no effect.
+        experimental_enable_dynamic_batch_size: Has no effect, as the next two: they are
+            for TPUs under TensorFlow. A value other than the default is logged.
         experimental_bucketizing_dynamic_shape: Has no effect.
         experimental_xla_options: Has no effect.
         compile: False runs the function as Python on every call, which is slow but
-            easy to debug; on JAX each replica then runs by itself, so control flow may
-            depend on its id. None and True compile where the backend does: on
-            TensorFlow, and on JAX with several replicas.
+            easy to debug; on JAX its control flow may then depend on the replica's id.
+            None and True compile on TensorFlow, and on JAX with several replicas.
 
     Example:
 
@@ -48,12 +45,7 @@ _DEFAULT = RunOptions()
 
 
 def check_call(fn: Any, args: Any) -> None:
-    """Raise unless `fn` is callable and `args` is a tuple or list.
-
-    Raises:
-        TypeError: If `fn` is not callable.
-        ValueError: If `args` is neither a tuple nor a list.
-    """
+    """Raise unless `fn` is callable and `args` is a tuple or list."""
     if not callable(fn):
         raise TypeError(
             "Argument `fn` must be a function. "
@@ -67,12 +59,7 @@ def check_call(fn: Any, args: Any) -> None:
 
 
 def check_run_options(options: Any) -> RunOptions:
-    """Return the options, or the default ones for None.
-
-    Raises:
-        TypeError: If `options` has another type.
-        ValueError: If an option is invalid.
-    """
+    """Return the options, or the default ones for None; raise if they are invalid."""
     if options is None:
         return _DEFAULT
     if not isinstance(options, RunOptions):
@@ -95,9 +82,7 @@ GLOBAL = "global"
 
 def check_batch_statistics(batch_statistics: Any) -> str | None:
     """Return the argument, or raise ValueError."""
-    if batch_statistics is None or (
-        isinstance(batch_statistics, str) and batch_statistics == GLOBAL
-    ):
+    if batch_statistics is None or batch_statistics == GLOBAL:
         return batch_statistics
     raise ValueError(
         "Argument `batch_statistics` must be 'global', for the statistics of the "
@@ -107,17 +92,9 @@ def check_batch_statistics(batch_statistics: Any) -> str | None:
     )
 
 
-SHARDS = (None, "optimizer", "parameters")
-
-
 def check_shard(shard: Any, engine: Any) -> str | None:
-    """Return the argument if a strategy can use it on this backend.
-
-    Raises:
-        ValueError: If it is invalid.
-        UnsupportedBackendError: If the backend does not support it.
-    """
-    if shard is not None and not (isinstance(shard, str) and shard in SHARDS):
+    """Return the argument; raise if it is invalid, or unsupported by the backend."""
+    if shard not in (None, "optimizer", "parameters"):
         raise ValueError(
             "Argument `shard` must be 'optimizer', to shard the optimizer's slots over "
             "the replicas, 'parameters', to shard the trainable weights as well, or "
@@ -137,8 +114,7 @@ class CommunicationImplementation(enum.Enum):
 
     Attributes:
         AUTO: NCCL between GPUs, otherwise the backend's library for CPUs.
-        RING: The backend's library for CPUs: gloo on torch, rings over gRPC on
-            TensorFlow.
+        RING: The backend's library for CPUs: gloo on torch, gRPC on TensorFlow.
         NCCL: NVIDIA's NCCL, between GPUs only.
 
     Example:
@@ -165,11 +141,10 @@ class CommunicationOptions:
     Args:
         bytes_per_pack: Maximum number of bytes of gradients in one collective; 0 lets
             the backend decide. Must be equal on all workers. Has an effect on
-            TensorFlow; and on torch, where such packs are then reduced while the
-            backward pass still computes, see [Several workers](several_workers.md).
-            There each gradient is in one pack.
-        timeout_seconds: How long workers wait for one that is alive but silent before
-            all of them end, in seconds. None uses the environment variable
+            TensorFlow; and on torch, where packs of whole gradients are then reduced
+            during the backward pass, see [Several workers](several_workers.md).
+        timeout_seconds: Seconds that workers wait for one that is alive but silent
+            before all of them end. None uses the environment variable
             KERAS_STRATEGY_TIMEOUT_SECONDS, or else 600.
         implementation: A `CommunicationImplementation` or its name.
 
@@ -218,11 +193,7 @@ class CommunicationOptions:
 
 
 def check_communication_options(options: Any) -> CommunicationOptions:
-    """Return the options, or the default ones for None.
-
-    Raises:
-        TypeError: If `options` has another type.
-    """
+    """Return the options, or the default ones for None; raise for another type."""
     if options is None:
         return CommunicationOptions()
     if not isinstance(options, CommunicationOptions):
@@ -233,6 +204,8 @@ def check_communication_options(options: Any) -> CommunicationOptions:
     return options
 
 
+# The slots are descriptors, so that a field exists on the class like a property.
+@dataclass(frozen=True, eq=False, slots=True)
 class InputContext:
     """Part of the input that a dataset function creates.
 
@@ -251,39 +224,15 @@ class InputContext:
     ```
     """
 
-    def __init__(
-        self,
-        num_input_pipelines: int = 1,
-        input_pipeline_id: int = 0,
-        num_replicas_in_sync: int = 1,
-    ):
-        self._num_input_pipelines = num_input_pipelines
-        self._input_pipeline_id = input_pipeline_id
-        self._num_replicas_in_sync = num_replicas_in_sync
-
-    @property
-    def num_input_pipelines(self) -> int:
-        """The number of pipelines on all workers."""
-        return self._num_input_pipelines
-
-    @property
-    def input_pipeline_id(self) -> int:
-        """Index of this pipeline, from 0."""
-        return self._input_pipeline_id
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """The number of replicas on all workers."""
-        return self._num_replicas_in_sync
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Return the number of rows of one replica's batch.
+        """Return the rows of one replica: the global ones divided by the replicas.
 
         Args:
             global_batch_size: Rows of the global batch.
-
-        Returns:
-            `global_batch_size` divided by the number of replicas.
 
         Raises:
             ValueError: If it is not a multiple of the number of replicas.
@@ -296,20 +245,13 @@ class InputContext:
         assert ks.InputContext(1, 0, 2).get_per_replica_batch_size(64) == 32
         ```
         """
-        if global_batch_size % self._num_replicas_in_sync:
+        if global_batch_size % self.num_replicas_in_sync:
             raise ValueError(
                 "Argument `global_batch_size` must be a multiple of the "
-                f"{self._num_replicas_in_sync} replicas. Received: "
+                f"{self.num_replicas_in_sync} replicas. Received: "
                 f"global_batch_size={global_batch_size}"
             )
-        return global_batch_size // self._num_replicas_in_sync
-
-    def __repr__(self) -> str:
-        return (
-            f"InputContext(num_input_pipelines={self.num_input_pipelines}, "
-            f"input_pipeline_id={self.input_pipeline_id}, "
-            f"num_replicas_in_sync={self.num_replicas_in_sync})"
-        )
+        return global_batch_size // self.num_replicas_in_sync
 
 
 class InputReplicationMode(enum.Enum):
@@ -335,9 +277,8 @@ class AutoShardPolicy(enum.Enum):
             `keras_strategy.files` and use OFF.
         DATA: Every worker has the same global batches and computes on its own rows of
             them. If the dataset can be indexed, a worker reads only those rows.
-        OFF: Each worker has its own rows. A global batch is the rows of all workers
-            in a step, in rank order. A worker whose data has ended continues without
-            rows.
+        OFF: Each worker has its own rows, none if its data has ended. A global batch
+            is the rows of all workers in a step, in rank order.
         HINT: Global batches of a `tf.data.Dataset` that calls `shard` with
             `tf.data.experimental.SHARD_HINT`, which is replaced by the worker's shard.
     """
@@ -361,14 +302,13 @@ class _Fields(NamedTuple):
 class InputOptions(_Fields):
     """Options for distributing a dataset.
 
-    With options, elements of all kinds of data are prefetched: a thread reads them
-    while the loop computes. Without options, elements are prefetched only where that
-    cannot be observed, see [Distributed input](distributed_input.md).
+    With options, a thread reads elements of all kinds of data while the loop computes.
+    Without options, elements are prefetched only where that cannot be observed, see
+    [Distributed input](distributed_input.md).
 
     Attributes:
-        experimental_fetch_to_device: True to prefetch elements to the replicas'
-            devices rather than to the host. None means True. With several workers
-            they are prefetched to the host.
+        experimental_fetch_to_device: False to prefetch elements to the host rather than
+            to the replicas' devices. Several workers prefetch to the host in any case.
         experimental_replication_mode: An `InputReplicationMode`. PER_REPLICA is for
             `distribute_datasets_from_function`.
         experimental_place_dataset_on_device: True to run the dataset itself on the
@@ -378,9 +318,8 @@ class InputOptions(_Fields):
             for none. An `IndexedDataset` has its own `prefetch`.
         auto_shard_policy: An `AutoShardPolicy`, for several workers. Not needed if the
             options of a `tf.data.Dataset` have a policy other than AUTO.
-        end_with_first_worker: True to end an epoch when the first worker has no more
-            rows, where workers read their own rows. False ends it with the last one,
-            and a worker without rows takes part with none.
+        end_with_first_worker: Where workers read their own rows, True to end an epoch
+            when the first of them has no more; False to continue without rows there.
 
     Raises:
         ValueError: If the options do not fit together.
@@ -453,6 +392,7 @@ class InputOptions(_Fields):
         )
 
 
+@dataclass(eq=False)
 class TerminationConfig:
     """Detection of preemption, and the reaction to it.
 
@@ -480,30 +420,22 @@ class TerminationConfig:
     ```
     """
 
-    def __init__(
-        self,
-        termination_watcher_fn: Callable[[], bool] | None = None,
-        exit_fn: Callable[[], Any] | None = None,
-        grace_period: float | None = None,
-        save_fn: Callable[..., Any] | None = None,
-    ):
-        for name, value in (
-            ("termination_watcher_fn", termination_watcher_fn),
-            ("exit_fn", exit_fn),
-            ("save_fn", save_fn),
-        ):
+    termination_watcher_fn: Callable[[], bool] | None = None
+    exit_fn: Callable[[], Any] | None = None
+    grace_period: float | None = None
+    save_fn: Callable[..., Any] | None = None
+
+    def __post_init__(self):
+        for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
+            value = getattr(self, name)
             if value is not None and not callable(value):
                 raise ValueError(
                     f"Argument `{name}` must be a function or None. Received: "
                     f"{name}={value!r}"
                 )
-        number = isinstance(grace_period, int | float)
-        if grace_period is not None and not (number and grace_period >= 0):
+        period = self.grace_period
+        if period is not None and not (isinstance(period, int | float) and period >= 0):
             raise ValueError(
                 "Argument `grace_period` must be a number of seconds, 0 or more, or "
-                f"None. Received: grace_period={grace_period!r}"
+                f"None. Received: grace_period={period!r}"
             )
-        self.termination_watcher_fn = termination_watcher_fn
-        self.exit_fn = exit_fn
-        self.grace_period = grace_period
-        self.save_fn = save_fn

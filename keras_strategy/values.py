@@ -3,6 +3,7 @@
 import enum
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -14,11 +15,8 @@ _VALUE_TYPES = (type(None), bool, int, str, bytes, type(...), range)
 
 
 def value_key(value: Any) -> Any:
-    """Return a key that only indistinguishable values share, or None.
-
-    `==` is not enough: True, 1 and 1.0 are equal, and so are 0.0 and -0.0. None means
-    that the object is not known to be immutable.
-    """
+    """Return a key that only indistinguishable values share; None if maybe mutable."""
+    # `==` is not enough: True, 1 and 1.0 are equal, and so are 0.0 and -0.0.
     kind: Any = type(value)
     if kind in _VALUE_TYPES or isinstance(value, np.dtype):
         return kind, value
@@ -63,9 +61,6 @@ class ReduceOp(enum.Enum):
 
         Args:
             reduce_op: A `ReduceOp`, or its name in any case.
-
-        Returns:
-            The `ReduceOp`.
 
         Raises:
             ValueError: If `reduce_op` is neither.
@@ -128,11 +123,9 @@ class DistributedValues:
         return f"{type(self).__name__}:{{\n" + ",\n".join(parts) + "\n}"
 
 
+# Each backend installs this as its conversion method.
 def raise_not_a_tensor(value: DistributedValues, *args: Any, **kwargs: Any) -> Any:
-    """Raise TypeError because a distributed value cannot become one tensor.
-
-    Each backend installs this as its conversion method.
-    """
+    """Raise TypeError because a distributed value cannot become one tensor."""
     number = "several" if value.count is None else value.count
     alternative = "convert it to a tensor with its strategy's `reduce` or `gather`"
     if isinstance(value, Mirrored):
@@ -148,8 +141,7 @@ class PerReplica(DistributedValues):
     """A value that may differ from replica to replica.
 
     Attributes:
-        batch: The `BatchRows` of the distributed dataset's element that contains this
-            value; None for any other value.
+        batch: The `BatchRows` of a distributed dataset's element; otherwise None.
     """
 
     batch: Any = None
@@ -159,6 +151,8 @@ class Mirrored(DistributedValues):
     """A value that is the same on every replica."""
 
 
+# The slots are descriptors, so that a field exists on the class like a property.
+@dataclass(frozen=True, eq=False, slots=True)
 class ValueContext:
     """Context of a function that creates the value of one replica.
 
@@ -180,27 +174,8 @@ class ValueContext:
     ```
     """
 
-    def __init__(
-        self, replica_id_in_sync_group: int = 0, num_replicas_in_sync: int = 1
-    ):
-        self._replica_id_in_sync_group = replica_id_in_sync_group
-        self._num_replicas_in_sync = num_replicas_in_sync
-
-    @property
-    def replica_id_in_sync_group(self) -> int:
-        """The replica id, from 0."""
-        return self._replica_id_in_sync_group
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """The number of replicas over all workers."""
-        return self._num_replicas_in_sync
-
-    def __repr__(self) -> str:
-        return (
-            f"ValueContext(replica_id_in_sync_group={self.replica_id_in_sync_group}, "
-            f"num_replicas_in_sync={self.num_replicas_in_sync})"
-        )
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
 
 
 def sum_of_copies_error(value: Any) -> ValueError:
@@ -246,17 +221,7 @@ def wrong_strategy_error(
 def select_replica(
     structure: Any, replica: int, replicas: int, method: str = "run"
 ) -> Any:
-    """Replace distributed values by the component of one local replica.
-
-    Args:
-        structure: Any structure of arguments.
-        replica: The index of the replica on this worker.
-        replicas: The number of local replicas.
-        method: The method to name in the error.
-
-    Raises:
-        ValueError: If a value has a different number of components.
-    """
+    """Replace distributed values by the component of one of the local `replicas`."""
 
     def select(leaf):
         if not isinstance(leaf, DistributedValues):
@@ -279,24 +244,13 @@ def regroup(
     """Join the outputs of the replicas into one structure.
 
     Tensors and NumPy values become distributed values. Distributed values, and Python
-    constants that are equal on all replicas, stay as they are. With one replica, the
-    output is returned unchanged.
-
-    Args:
-        outputs: The output of each replica.
-        is_tensor: Returns True for tensors of the backend.
-        value_type: The type of the distributed values.
-        always_distributed: Distribute the output of a single replica too, because
-            other workers have replicas.
-        join_variables: Converts the replicas' variables, which are mostly the same
-            object; None keeps that object.
-
-    Raises:
-        ValueError: If the replicas returned different structures.
+    constants that are equal on all replicas, stay as they are. The output of a single
+    replica is only distributed if other workers have replicas: `always_distributed`.
+    `join_variables` converts the replicas' variables, which are mostly the same object.
     """
-    if len(outputs) == 1 and not always_distributed:
-        return outputs[0]
     first = outputs[0]
+    if len(outputs) == 1 and not always_distributed:
+        return first
     for replica, output in enumerate(outputs[1:], start=1):
         try:
             tree.assert_same_structure(first, output)
@@ -308,14 +262,13 @@ def regroup(
             ) from error
 
     def join(*leaves):
-        if isinstance(leaves[0], keras.Variable | DistributedValues):
-            if join_variables is not None and isinstance(leaves[0], keras.Variable):
-                return join_variables(leaves)
-            is_same_object = all(x is leaves[0] for x in leaves)
-            return leaves[0] if is_same_object else value_type(leaves)
-        if is_tensor(leaves[0]) or hasattr(leaves[0], "__array__"):
-            return value_type(leaves)
         first = leaves[0]
+        if isinstance(first, keras.Variable | DistributedValues):
+            if join_variables is not None and isinstance(first, keras.Variable):
+                return join_variables(leaves)
+            return first if all(x is first for x in leaves) else value_type(leaves)
+        if is_tensor(first) or hasattr(first, "__array__"):
+            return value_type(leaves)
         if all(map(is_same, leaves, itertools.repeat(first))):
             return first
         # Objects that define their own equality.

@@ -2,8 +2,7 @@
 
 In a compiled program the backend's own collectives connect the processes; these are for
 values that each process holds. Workers first compare what they are about to send, since
-backends hang or abort if it differs. Where a value is summed, a checksum behind it does
-that in the same collective.
+backends hang or abort if it differs; of a sum, by a checksum in the same collective.
 """
 
 import abc
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 Layout = list[Any]
 
 CHECKSUM_BYTES = 7
-# Length of the checksum behind summed values, see `checksum_tail`.
+# Numbers in `checksum_tail`, which follows summed values.
 CHECKSUM_TAIL = 2 * CHECKSUM_BYTES
 # Up to this many workers the checksum's sums are exact in float32.
 MAX_CHECKSUM_WORKERS = 256
@@ -34,14 +33,8 @@ MAX_CHECKSUM_WORKERS = 256
 class WorkerCollectives(abc.ABC):
     """Collectives of a cluster's processes, one call at a time.
 
-    All workers make the same calls in the same order. Messages name calls.
-
-    Args:
-        cluster: The workers.
-
-    Attributes:
-        rank: This worker's index. Worker 0 is the chief.
-        size: The number of workers.
+    All workers make the same calls in the same order, or get a RuntimeError. Messages
+    name calls: `name` says what the tensors are for.
     """
 
     def __init__(self, cluster: "Cluster"):
@@ -52,62 +45,27 @@ class WorkerCollectives(abc.ABC):
     def sum_all(self, name: str, tensors: Sequence[Any]) -> list[Any]:
         """Sum tensors over the workers, in one collective.
 
-        Args:
-            name: What they are for.
-            tensors: Tensors of the same shapes and dtypes on all workers.
-
-        Returns:
-            New tensors.
-
-        Raises:
-            ValueError: If the shapes or dtypes differ.
-            RuntimeError: If the workers make different calls.
+        Raise ValueError if their shapes or dtypes differ between workers.
         """
 
     @abc.abstractmethod
     def gather(self, name: str, tensor: Any, axis: int) -> tuple[Any, Any]:
         """Concatenate the workers' tensors in rank order.
 
-        Args:
-            name: What it is for.
-            tensor: A tensor of rank 1 or more; sizes along `axis` may differ.
-            axis: The dimension to join along.
-
-        Returns:
-            The joined tensor, and each worker's size along `axis`.
-
-        Raises:
-            ValueError: If other sizes, or the dtypes, differ.
-            RuntimeError: If the workers make different calls.
+        Also return each worker's size along `axis`. Raise ValueError if others differ.
         """
 
     @abc.abstractmethod
     def broadcast(self, name: str, tensors: Sequence[Any]) -> list[Any]:
-        """Return the chief's tensors, on every worker.
-
-        Args:
-            name: What they are.
-            tensors: Tensors of the same shapes and dtypes on all workers; see also
-                `broadcast_if_different`.
-        """
+        """Return the chief's tensors, which have the same layouts on all workers."""
 
     def sum(self, name: str, tensor: Any) -> Any:
-        """Sum a tensor over the workers; see `sum_all`."""
         return self.sum_all(name, [tensor])[0]
 
     def broadcast_if_different(self, name: str, tensors: Sequence[Any]) -> list[Any]:
-        """Return the chief's tensors where those of the workers differ.
+        """Return the chief's tensors, with None where all workers have the same bits.
 
-        Args:
-            name: What they are.
-            tensors: This worker's tensors.
-
-        Returns:
-            For each tensor, the chief's, or None if all workers have the same bits. If
-            the numbers of tensors differ, the result is for the smallest of them.
-
-        Raises:
-            ValueError: If the layouts of differing tensors are not the same.
+        If the numbers of tensors differ, the result is for the smallest of them.
         """
         arrays = [keras.ops.convert_to_numpy(tensor) for tensor in tensors]
         layouts = [[list(array.shape), str(array.dtype)] for array in arrays]
@@ -136,32 +94,19 @@ class WorkerCollectives(abc.ABC):
         return self.cluster.client.track_operation(name)
 
     def mismatch_error(self, name: str, layout: Layout, which: str = "") -> Exception:
-        """Ask all workers what they are about to do, and return the error to raise.
-
-        Args:
-            name: This worker's call.
-            layout: This worker's layout.
-            which: See `calls_differ_error`.
-        """
+        """Ask all workers what they are about to do, and return the error to raise."""
         call = [operation_kind(name), *layout]
         received = self.cluster.exchange("the comparison of calls", call)
-        return self.calls_differ_error(
-            name,
-            [call for call, *_ in received],
-            [layout for _, *layout in received],
-            which,
-        )
+        calls = [call for call, *_ in received]
+        layouts = [layout for _, *layout in received]
+        return self.calls_differ_error(name, calls, layouts, which)
 
     def calls_differ_error(
         self, name: str, calls: Sequence[str], layouts: Sequence[Layout], which: str
     ) -> Exception:
-        """Return the error for workers that are about to do different things.
+        """Return the error for workers whose calls or layouts differ.
 
-        Args:
-            name: This worker's call.
-            calls: Each worker's call.
-            layouts: Each worker's layout.
-            which: Words for the sizes that must be equal.
+        `which` says in words which of the sizes must be equal.
         """
         if len(set(calls)) > 1:
             received = self.cluster.format_by_worker(f"`{call}`" for call in calls)
@@ -198,13 +143,9 @@ def array_digest(array: np.ndarray) -> str:
     """Return a digest of an array's shape, dtype and bytes."""
     # SHA-256 has hardware support: 0.25 s for 100 million floats.
     digest = hashlib.sha256(f"{list(array.shape)} {array.dtype}".encode())
-    digest.update(_array_bytes(array).data)
+    # As integers, since some dtypes have no buffer protocol.
+    digest.update(np.ascontiguousarray(array).reshape(-1).view("uint8").data)
     return digest.hexdigest()
-
-
-def _array_bytes(array: np.ndarray) -> np.ndarray:
-    """Return an array's bytes; also for dtypes without a buffer protocol."""
-    return np.ascontiguousarray(array).reshape(-1).view("uint8")
 
 
 def operation_kind(name: str) -> str:

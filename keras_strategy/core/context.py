@@ -6,6 +6,7 @@ in *cross-replica context* and acts for all replicas at once. Inside a function 
 """
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 
 class _ThreadState(threading.local):
-    """Scopes, replica and dry run of this thread."""
-
     def __init__(self):
         self.scopes: list[Strategy | None] = []
         self.replica: ReplicaContext | None = None
@@ -39,6 +38,7 @@ _default: "Strategy | None" = None
 _make_default: "Callable[[], Strategy] | None" = None
 
 
+# Without `functools.cache`, which torch.compile would trace through.
 def default_strategy() -> "Strategy":
     """Return the single-replica strategy that applies outside every scope."""
     global _default
@@ -97,22 +97,12 @@ def replica_or_dry_run() -> "Replica | DryRun | None":
 def cross_replica_scope(strategy: "Strategy | None") -> Iterator[None]:
     """Enter the cross-replica context of `strategy`; None is no strategy."""
     replica, thread_state.replica = thread_state.replica, None
-    enter_scope(strategy)
+    thread_state.scopes.append(strategy)
     try:
         yield
     finally:
-        leave_scope()
+        thread_state.scopes.pop()
         thread_state.replica = replica
-
-
-def enter_scope(strategy: "Strategy | None") -> None:
-    """Enter a scope until `leave_scope`; for threads that run no replica."""
-    thread_state.scopes.append(strategy)
-
-
-def leave_scope() -> None:
-    """Leave the innermost scope."""
-    thread_state.scopes.pop()
 
 
 @contextlib.contextmanager
@@ -129,7 +119,6 @@ def dry_run_scope() -> Iterator[DryRun]:
 
 @contextlib.contextmanager
 def replica_scope(context: "ReplicaContext") -> Iterator[None]:
-    """Enter the replica context `context`."""
     previous, thread_state.replica = thread_state.replica, context
     try:
         yield
@@ -181,11 +170,9 @@ def has_strategy() -> bool:
 
 
 def get_replica_context() -> "ReplicaContext | None":
-    """Return the context of the running replica.
+    """Return the context of the running replica; None in cross-replica context.
 
-    Returns:
-        The `ReplicaContext`; None in cross-replica context; outside every scope the
-        context of the default strategy's only replica.
+    Outside every scope, it is that of the default strategy's only replica.
 
     Example:
 
@@ -261,21 +248,10 @@ def experimental_set_strategy(strategy: "Strategy | None") -> None:
 
 
 def require_cross_replica(strategy: "Strategy", method: str) -> None:
-    """Raise unless this thread may act for all replicas of `strategy`.
-
-    Args:
-        strategy: The strategy whose method was called.
-        method: The method's name.
-
-    Raises:
-        RuntimeError: In a replica, in another strategy's scope, or, for `run`, in
-            `merge_call`.
-    """
-    instead = {
-        "reduce": "get_replica_context().all_reduce()",
-        "gather": "get_replica_context().all_gather()",
-    }.get(method, "get_replica_context().merge_call()")
+    """Raise unless this thread may act for all replicas of `strategy`."""
     if thread_state.replica is not None:
+        methods = {"reduce": "all_reduce", "gather": "all_gather"}
+        instead = f"get_replica_context().{methods.get(method, 'merge_call')}()"
         raise RuntimeError(
             f"`{method}` acts for all replicas and was called inside one. "
             f"Use {instead} there, or call `{method}` outside `strategy.run`."
@@ -298,8 +274,7 @@ class ReplicaContext:
     """Communication with the other replicas, for code that runs on one of them.
 
     Get it with `keras_strategy.get_replica_context()` inside a function that
-    `strategy.run` calls, or inside a layer, loss, metric or `train_step` that
-    such a function calls.
+    `strategy.run` calls, such as a layer, loss, metric or `train_step`.
 
     Example:
 
@@ -374,14 +349,18 @@ class ReplicaContext:
         return tree.map_structure(lambda x: self._all_reduce(op, x), value)
 
     def _all_reduce(self, op: ReduceOp, value: Any) -> Any:
+        all_reduce = self._replica.all_reduce
+        custom = self._strategy.extended.custom_reducer
+        if custom is not None:
+            all_reduce = functools.partial(custom.all_reduce, self._replica)
         weight = self._replica.step.row_weight
         if weight is None or self.num_replicas_in_sync == 1:
-            return self._reduce(op, value)
+            return all_reduce(op, value)
         # A replica without rows computes on a stand-in row, which must not count.
         value = keras.ops.convert_to_tensor(value)
         counts = keras.ops.convert_to_tensor(weight) > 0
         value = keras.ops.where(counts, value, keras.ops.zeros_like(value))
-        total = self._reduce(ReduceOp.SUM, value)
+        total = all_reduce(ReduceOp.SUM, value)
         if op is ReduceOp.SUM:
             return total
         if "float" not in keras.backend.standardize_dtype(total.dtype):
@@ -389,19 +368,12 @@ class ReplicaContext:
         replicas = keras.ops.cast(counts, total.dtype)
         return total / self._replica.all_reduce(ReduceOp.SUM, replicas)
 
-    def _reduce(self, op: ReduceOp, value: Any) -> Any:
-        custom = self._strategy.extended.custom_reducer
-        if custom is None:
-            return self._replica.all_reduce(op, value)
-        return custom.all_reduce(self._replica, op, value)
-
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """Concatenate the replicas' values; every replica gets the result.
 
         Args:
-            value: A structure of tensors of rank 1 or more. Sizes along `axis` may
-                differ between replicas (not inside a program that JAX compiled); all
-                other sizes must be equal.
+            value: A structure of tensors of rank 1 or more. Sizes may differ between
+                replicas along `axis`, except in a program that JAX compiled.
             axis: The dimension along which the values are joined, in replica order.
             options: A `CommunicationOptions`, or None.
 
@@ -440,8 +412,7 @@ class ReplicaContext:
             kwargs: Keyword arguments.
 
         Returns:
-            The output of `merge_fn`, with this replica's component in place of every
-            distributed value.
+            The output of `merge_fn`, with this replica's components.
 
         Raises:
             TypeError: If `merge_fn` is not callable.

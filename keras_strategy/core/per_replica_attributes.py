@@ -2,8 +2,8 @@
 
 The replicas of a process share one Python model and run in turns. What a replica sets
 on a layer (`self.skip = x`) is swapped out when its turn ends and swapped in when its
-next turn begins. So a step reads what it wrote, and a counter (`self.steps += 1`)
-starts from the same number on every replica.
+next turn begins. So a step reads what it wrote, and a counter (`self.steps += 1`) is
+the same on every replica.
 """
 
 import contextlib
@@ -31,12 +31,7 @@ _SHARED = (
 
 
 class DifferingAttribute(PerReplica):
-    """Value of an attribute that replicas have set to different values.
-
-    Args:
-        values: The values, in replica order.
-        name: The attribute's name.
-    """
+    """Value of an attribute that replicas have set to different values."""
 
     def __init__(self, values: Sequence[Any], name: str):
         super().__init__(values)
@@ -65,18 +60,12 @@ class DifferingAttribute(PerReplica):
 class _SetattrHooks:
     """Patches that intercept attribute assignment while replicas take turns.
 
-    They are installed when a turn begins and stay until `end` is called, since the next
-    turn usually begins soon.
-
-    Attributes:
-        lock: Protects the other attributes.
-        turns: Threads in a replica's turn.
-        installed: True while the patches are installed.
+    They stay installed after a turn, until `end`: the next turn usually begins soon.
     """
 
     def __init__(self):
-        self.lock = threading.Lock()
-        self.turns = 0
+        self.lock = threading.Lock()  # protects the other attributes
+        self.turns = 0  # threads in a replica's turn
         self.installed = False
         self._patches: list[tuple[Callable[[], None], Callable[[], None]]] = []
 
@@ -106,8 +95,6 @@ setattr_hooks = _SetattrHooks()
 
 
 class _CurrentTurn(threading.local):
-    """Attributes of the replica whose turn it is in this thread."""
-
     attributes: "ReplicaAttributes | None" = None
 
 
@@ -130,7 +117,7 @@ def set_on_all_replicas() -> Iterator[None]:
 
 
 class _Attribute:
-    """An attribute of a layer."""
+    """Attribute of a layer."""
 
     def __init__(self, owner: Any, name: str):
         self.owner, self.name = owner, name
@@ -159,10 +146,11 @@ class _Contents:
         self._kind: Any = next(kind for kind in kinds if isinstance(owner, kind))
 
     def read(self) -> Any:
-        parts = list(self._parts(self.owner))
+        owner = self.owner
+        parts = list(owner.values() if isinstance(owner, dict) else owner)
         if len(parts) == 1 and isinstance(parts[0], DifferingAttribute):
             return parts[0]
-        return self._kind(self.owner)
+        return self._kind(owner)
 
     def write(self, value: Any) -> None:
         kind = self._kind
@@ -177,24 +165,14 @@ class _Contents:
             for key, part in value.items():
                 kind.__setitem__(self.owner, key, part)
 
-    def _parts(self, contents: Any) -> Any:
-        return contents.values() if isinstance(contents, dict) else contents
-
-
-_Location = _Attribute | _Contents
-
 
 class ReplicaAttributes:
-    """Attributes that one replica sets on layers during a run.
-
-    Args:
-        new_layers: Layers that replicas created in this run.
-    """
+    """Attributes that one replica sets on layers during a run."""
 
     def __init__(self, new_layers: dict[int, Any]):
-        self.new_layers = new_layers
+        self.new_layers = new_layers  # those that replicas created in this run
         # Each place, and its value when the turn changes.
-        self.swapped: dict[Hashable, tuple[_Location, Any]] = {}
+        self.swapped: dict[Hashable, tuple[_Attribute | _Contents, Any]] = {}
         self._in_place = False
 
     def set(self, layer: Any, name: str, value: Any) -> None:
@@ -207,12 +185,7 @@ class ReplicaAttributes:
             self.swapped[key] = place, place.read()
 
     def change(self, container: Any, values: Sequence[Any]) -> None:
-        """Record that the contents of a list, dict or set are about to change.
-
-        Args:
-            container: The list, dict or set.
-            values: New elements, among others.
-        """
+        """Record that a list, dict or set is about to get `values`, among others."""
         shared = any(isinstance(value, _SHARED) for value in values)
         if not shared and id(container) not in self.swapped:
             place = _Contents(container)
@@ -220,7 +193,6 @@ class ReplicaAttributes:
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Context manager around one turn of the replica."""
         self.swap_in()
         try:
             yield
@@ -274,12 +246,7 @@ def discard_attribute_changes() -> Iterator[None]:
 
 
 class GroupAttributes:
-    """Attributes that a group's replicas set on layers, from run to run.
-
-    Args:
-        replicas: The number of local replicas.
-        is_tensor: Recognises tensors of the backend in use.
-    """
+    """Attributes that a group's local replicas set on layers, from run to run."""
 
     def __init__(self, replicas: int, is_tensor: Callable[[Any], bool]):
         self._replicas = replicas
@@ -294,32 +261,27 @@ class GroupAttributes:
             owner = reference()
             if owner is None:
                 continue
-            place = _Contents(owner) if name is None else _Attribute(owner, name)
+            if name is None:
+                key, place = id(owner), _Contents(owner)
+            else:
+                key, place = (id(owner), name), _Attribute(owner, name)
             value = place.read()
-            if not isinstance(value, DifferingAttribute):  # overwritten since
-                continue
-            key = id(owner) if name is None else (id(owner), name)
-            for replica, local in zip(replicas, value.values, strict=True):
-                replica.swapped[key] = place, local
+            if isinstance(value, DifferingAttribute):  # not overwritten since
+                for replica, local in zip(replicas, value.values, strict=True):
+                    replica.swapped[key] = place, local
         return replicas
 
     def commit(self, replicas: Sequence[ReplicaAttributes]) -> None:
         """Write what the replicas have set, once all of them have succeeded."""
-        places = {
-            key: place
-            for replica in replicas
-            for key, (place, _) in replica.swapped.items()
-        }
         self._differing = []
-        for key, place in places.items():
-            current = place.read()
-            first, *others = [
-                replica.swapped.get(key, (place, current))[1] for replica in replicas
-            ]
-            if all(self._same(first, other) for other in others):
-                place.write(first)
+        places = {key: x for replica in replicas for key, x in replica.swapped.items()}
+        for key, (place, _) in places.items():
+            current = place, place.read()
+            values = [replica.swapped.get(key, current)[1] for replica in replicas]
+            if all(self._same(values[0], value) for value in values[1:]):
+                place.write(values[0])
             else:
-                place.write(DifferingAttribute([first, *others], place.description))
+                place.write(DifferingAttribute(values, place.description))
                 self._differing.append((weakref.ref(place.owner), place.name))
 
     def _same(self, a: Any, b: Any) -> bool:

@@ -2,10 +2,8 @@
 
 A backend implements `Engine` once per process, `ReplicaGroup` for the devices of a
 strategy, and `Replica` for one of them while a function runs on it. They contain only
-what cannot be written once for all backends. `core.collectives` has the collectives
-between processes.
+what cannot be written once for all backends.
 """
-# ruff: noqa: D102 (strategies/base.py and extended.py document their methods)
 # pyright: reportReturnType=false
 
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Strategy(Protocol):
-    """The interface of a strategy; `strategies.base.Strategy` documents it."""
+    """Part of `strategies.base.Strategy` that lower layers need."""
 
     @property
     def num_replicas_in_sync(self) -> int: ...
@@ -46,25 +44,11 @@ class Strategy(Protocol):
 
     def scope(self) -> AbstractContextManager[Any]: ...
 
-    def run(
-        self,
-        fn: Callable[..., Any],
-        args: tuple | list = (),
-        kwargs: Any = None,
-        options: "RunOptions | None" = None,
-    ) -> Any: ...
-
-    def reduce(
-        self, reduce_op: ReduceOp | str, value: Any, axis: Any = None
-    ) -> Any: ...
-
-    def gather(self, value: Any, axis: int) -> Any: ...
-
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]: ...
 
 
 class StrategyExtended(Protocol):
-    """The interface of `strategy.extended`."""
+    """Part of `strategy.extended` that lower layers need."""
 
     @property
     def group(self) -> "ReplicaGroup": ...
@@ -87,15 +71,6 @@ class StrategyExtended(Protocol):
     @property
     def worker_devices(self) -> tuple[str, ...]: ...
 
-    def update(
-        self,
-        var: Any,
-        fn: Callable[..., Any],
-        args: tuple | list = (),
-        kwargs: Any = None,
-        group: bool = True,
-    ) -> Any: ...
-
 
 class ReplicaGroup(Protocol):
     """The replicas of one strategy. With one device it adds nothing to Keras."""
@@ -117,27 +92,18 @@ class ReplicaGroup(Protocol):
         """Mirror variables that were created outside the scope; keep their values."""
 
     def sync_initial_values(self, variables: Sequence[Any]) -> int:
-        """Set variables that got their initial values to the chief's.
+        """Set new variables to the chief's values, and return how many, from the first.
 
-        Returns:
-            How many of them, from the first on, are synchronised: the number that all
-            workers have initialised by now.
+        The others are not yet initialised on all workers.
         """
 
     def trainer_scope(
         self, model: Any, method: str, arguments: dict[str, Any]
     ) -> AbstractContextManager[Any]:
-        """Context manager around Keras's own `compile`, `fit`, `*_on_batch` and so on.
-
-        It may change `arguments`, the method's arguments by name, in place.
-        """
+        """Context manager around Keras's `fit` and so on; may change `arguments`."""
 
     def check_cross_replica_apply(self) -> None:
-        """Raise if an optimizer cannot apply gradients in cross-replica context.
-
-        Raises:
-            RuntimeError: If it cannot.
-        """
+        """Raise RuntimeError if an optimizer cannot apply in cross-replica context."""
 
     def components(self, variable: Any) -> tuple[Any, ...]:
         """Return the component of `variable` on each local replica."""
@@ -156,16 +122,8 @@ class ReplicaGroup(Protocol):
     ) -> Any:
         """Call `fn` for each component of `variable`, then write the results.
 
-        Args:
-            variable: A variable of this group.
-            fn: Called with a `VariableComponent` and the arguments.
-            args: Positional arguments. Each component gets its component of distributed
-                values and of variables, which all belong to this group.
-            kwargs: Keyword arguments, likewise.
-
-        Returns:
-            The outputs, with `Mirrored` in place of tensors; with one replica
-            unchanged.
+        Distributed values and variables among the arguments belong to this group. The
+        outputs have `Mirrored` in place of tensors; with one replica as they are.
         """
 
     def mirror(self, value: Any) -> Mirrored:
@@ -179,23 +137,11 @@ class ReplicaGroup(Protocol):
         options: "RunOptions",
         scope: Callable[[], AbstractContextManager[Any]],
     ) -> Any:
-        """Call `fn` on every replica, in replica context.
+        """Call `fn` on every replica, and join the outputs by `values.regroup`.
 
-        Args:
-            fn: The function.
-            args: Positional arguments, each a structure whose `DistributedValues` give
-                every replica its component.
-            kwargs: Keyword arguments, likewise.
-            options: The run options.
-            scope: The strategy's scope, entered while Python runs. A compiled program
-                runs without it.
-
-        Returns:
-            The outputs, joined by `values.regroup`.
-
-        Raises:
-            Exception: As raised by `fn` in one replica. The variables keep their old
-                values, or a note on the exception says that they do not.
+        `scope` is entered while Python runs; a compiled program runs without it. After
+        an exception of `fn` the variables keep their old values, or a note on the
+        exception says that they do not.
         """
 
     def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
@@ -205,19 +151,10 @@ class ReplicaGroup(Protocol):
         """Concatenate tensors of different devices on the first device."""
 
     def place(self, parts: Sequence[Any], alike: bool | None = None) -> Any:
-        """Copy each replica's data to its device.
+        """Copy each replica's array to its device, into a `PerReplica` of tensors.
 
-        Args:
-            parts: One array or tensor for each local replica; the rows may differ. They
-                are copied, so the caller may overwrite them.
-            alike: True if the parts of all replicas have the same shape and dtype;
-                None if unknown.
-
-        Returns:
-            A `PerReplica` of tensors; with one replica the tensor.
-
-        Raises:
-            TypeError: If the backend has no tensors of that dtype; or a ValueError.
+        With one replica, return the tensor. The caller may overwrite `parts`. `alike`
+        tells if they have the same shape and dtype; None if unknown.
         """
 
 
@@ -225,22 +162,14 @@ class LogicalGroup(ReplicaGroup, Protocol):
     """Replica group whose replicas have several devices each."""
 
     def shard_tensor(self, tensor: Any, parts: Sequence[int]) -> Any:
-        """Shard a replica's tensor over its devices, in `parts` per dimension.
-
-        Raises:
-            ValueError: If a dimension cannot be split into that many parts.
-        """
+        """Shard a replica's tensor over its devices, in `parts` per dimension."""
 
 
 class Replica(Protocol):
-    """One replica while a function runs on it.
-
-    Attributes:
-        devices: Canonical names of its devices.
-        step: The state of its current training step.
-    """
+    """One replica while a function runs on it."""
 
     devices: tuple[str, ...]
+    # The state of its current training step.
     step: "StepState"
 
     @property
@@ -261,33 +190,22 @@ class Replica(Protocol):
         """Implement `ReplicaContext.merge_call`."""
 
     def once(self, fn: Callable[[], Any]) -> Any:
-        """Call `fn`, which creates variables, once for all replicas.
-
-        The first replica calls it; later ones get the same result.
-        """
+        """Return the result of `fn`, which creates variables, called by one replica."""
 
     def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
         """Return the sum of weight * tensor over the replicas, without gradients.
 
-        Args:
-            tensors: Tensors of the same shapes on every replica.
-            weight: This replica's row weight; None means 1. A weight of 0 adds zeros,
-                so that a NaN of a replica without rows does not spread.
+        `weight` is this replica's row weight; None means 1. A weight of 0 adds zeros,
+        so that a NaN of a replica without rows does not spread.
         """
 
     def draw_once(
         self, what: Any, draw: Callable[[], Any], skip: Callable[[], Any]
     ) -> Any:
-        """Draw random numbers that are the same on all replicas.
+        """Return the random numbers of `draw`, the same on all replicas.
 
-        Args:
-            what: Identifies the draw, by `==`.
-            draw: Draws the numbers.
-            skip: Advances the generator instead of `draw`, where another replica of
-                this process has drawn and its numbers are copied.
-
-        Returns:
-            The result of `draw`.
+        `what` identifies the draw, by `==`. `skip` advances the generator instead,
+        where another replica of this process has drawn and its numbers are copied.
         """
 
     def write(self, variable: Any, value: Any) -> None:
@@ -300,12 +218,7 @@ class Engine(Protocol):
     name: str
 
     def list_devices(self, device_type: str | None = None) -> list[str]:
-        """Return the canonical names of the local devices.
-
-        Args:
-            device_type: "cpu", "gpu" or "tpu"; None means the accelerators, or the CPUs
-                where there is none.
-        """
+        """Return the local devices of a type; by default accelerators, or else CPUs."""
 
     def sharding_unsupported_reason(self, shard: str) -> str | None:
         """Return why `shard` is unsupported, and what works; None if supported."""
@@ -317,11 +230,7 @@ class Engine(Protocol):
         """Return the mesh coordinates of the local TPU devices, in device order."""
 
     def set_logical_devices(self, device_type: str, count: int) -> None:
-        """Split the machine's device into `count` logical devices.
-
-        Raises:
-            RuntimeError: If devices are already in use.
-        """
+        """Split the machine's device; raise RuntimeError if devices are in use."""
 
     def device_scope(self, device: str) -> AbstractContextManager[Any]:
         """Make Keras place tensors and variables on `device`, a canonical name."""
@@ -343,52 +252,29 @@ class Engine(Protocol):
     ) -> Any:
         """Draw one slice of a random tensor without drawing the rows before it.
 
-        Args:
-            name: The function of `keras.random`.
-            given: Its arguments, with the global shape. For "dropout": the shape of the
-                mask, the rate and the dtype of the input.
-            begin: First row of the slice within the global shape.
-            seed: Draws the seed.
-
-        Returns:
-            The slice, for "dropout" the mask of kept elements; None where the global
-            tensor must be drawn.
+        `name` is a function of `keras.random` and `given` its arguments, with the
+        global shape; for "dropout" the shape of the mask, the rate and the input's
+        dtype, and the slice is the mask of kept elements. It starts at row `begin`.
+        Return None where the global tensor must be drawn.
         """
 
     def dry_run(
         self, fn: Callable[..., Any], args: tuple, kwargs: dict, rows: int
     ) -> "DryRun":
-        """Dry-run a function as one device would run it, with `rows` rows.
-
-        Args:
-            fn: The function.
-            args: Positional arguments, whose tensors have the replica's rows.
-            kwargs: Keyword arguments, likewise.
-            rows: The number of rows to pass instead.
-        """
+        """Dry-run a function as one device would, with `rows` rows in each tensor."""
 
     def gradient_variable_copies(
         self, variables: Sequence[Any], layers: Iterable[Any]
     ) -> AbstractContextManager[list[tuple[Any, Any]]]:
         """Context manager around a dry-run step of which only the gradients are used.
 
-        It undoes what the step writes to the backend's own tensors on layers, or raises
-        where it cannot.
-
-        Args:
-            variables: The variables to differentiate by.
-            layers: The model's layers.
-
-        Yields:
-            Pairs of a variable and a copy of its value, where a backend would write
-            gradients to the variables themselves; otherwise an empty list.
+        It undoes what the step writes to the backend's own tensors on `layers`, or
+        raises where it cannot. Where a backend would write gradients to the variables,
+        it yields pairs of a variable and a copy of its value; otherwise an empty list.
         """
 
     def copy_to(self, value: Any, device: str) -> Any:
-        """Copy a tensor to `device`; return `value` itself if it is there.
-
-        Also returns `value` itself in a program that is compiled for all replicas.
-        """
+        """Copy a tensor to `device`, unless it is there or a program decides it."""
 
     def device_of(self, tensor: Any) -> str | None:
         """Return a tensor's canonical device name; None if a program decides it."""
@@ -405,21 +291,13 @@ class Engine(Protocol):
         """Return the modules that patch Keras for this backend, in install order."""
 
     def random_state(self, seeded: bool = True) -> bytes | None:
-        """Return the state of the process's random generator, if there is one.
-
-        Args:
-            seeded: True to seed an unseeded generator first: without a seed it has no
-                state.
-        """
+        """Return the random generator's state; `seeded` seeds it if it has none."""
 
     def set_random_state(self, state: bytes) -> None:
         """Restore a state that `random_state` returned, on any worker."""
 
     def native_strategy(self, devices: tuple[str, ...]) -> Any:
-        """Return Keras's own multi-device strategy, for comparison, or None.
-
-        It has a `scope()` in which a model is built and trained.
-        """
+        """Return Keras's own multi-device strategy, with a `scope()`, or None."""
 
     def native(self, name: str) -> Any:
         """Return tf.distribute's object of that name, or None on other backends."""
@@ -434,21 +312,17 @@ class Engine(Protocol):
         split: bool,
         options: "InputOptions | None",
     ) -> Any:
-        """Distribute datasets with this backend's own input pipeline.
+        """Return a `DistributedDataset` of this backend's own input pipeline.
 
         `datasets` is one dataset, or one for each replica. With `split` its elements
         are global batches to split by rows; without, the replicas take elements in
-        turn.
-
-        Returns:
-            A `DistributedDataset`; None if a dataset is not of this backend.
+        turn. Return None if a dataset is not of this backend.
         """
 
     def checkpoints(self, thing: Any, folder: Any, cluster: "Cluster | None") -> Any:
-        """Return a handler for this backend's own kind of checkpoint.
+        """Return a handler for this backend's own kind of checkpoint, or None.
 
         It has `restore()`, which returns the number of saved steps, and `save(steps)`.
-        None if `thing` is not such a checkpoint.
         """
 
     def count_operations(
@@ -456,35 +330,22 @@ class Engine(Protocol):
     ) -> tuple[int, int, int, int]:
         """Count this backend's operations while `train(steps)` runs.
 
-        Returns:
-            The collectives, the bytes of one replica in them, the compiled programs,
-            and the copies between host and devices.
+        These are the collectives, the bytes of one replica in them, the compiled
+        programs, and the copies between host and devices.
         """
 
     def compute_and_comm_fractions(
         self, train: Callable[[int], None], steps: int
     ) -> tuple[float, float] | None:
-        """Profile `train(steps)`.
-
-        Returns:
-            The fractions of the time in which a device computes and in which it is in
-            collectives; None if the backend's profiler does not report them.
-        """
+        """Return the shares of computing and collectives in time; None if unknown."""
 
     def require_eager_loop(self) -> None:
-        """Raise where a Python loop over data would be compiled and unrolled.
-
-        Raises:
-            RuntimeError: In such a place.
-        """
+        """Raise RuntimeError where a loop over data would be compiled and unrolled."""
 
     def connect(self, cluster: "Cluster") -> None:
-        """Connect this backend with those of the other workers.
+        """Connect this backend with those of the other workers, or raise RuntimeError.
 
         Called before devices are listed, since the local devices may depend on it.
-
-        Raises:
-            RuntimeError: If the backend is in use already, or connected to others.
         """
 
     def create_group(

@@ -36,8 +36,7 @@ def get_engine() -> Engine:
 def preserve_random_states() -> Iterator[None]:
     """Restore the Python, NumPy and backend generators on exit.
 
-    An unseeded backend generator stays unseeded: with a seed, TensorFlow would shuffle
-    later epochs alike.
+    An unseeded one stays so: with a seed, TensorFlow would shuffle later epochs alike.
     """
     engine = get_engine()
     python_state, numpy_state = random.getstate(), np.random.get_state()

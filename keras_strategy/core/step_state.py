@@ -8,12 +8,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """The rows of the global batch that a replica works on.
+    """The rows of the global batch that a replica works on: numbers or scalar tensors.
 
-    Attributes:
-        begin: Index of the first row. A number or a scalar tensor, like the others.
-        count: The number of rows; 1 for a stand-in row.
-        total: Rows of the global batch.
+    `count` is 1 for a stand-in row.
     """
 
     begin: Any
@@ -25,13 +22,11 @@ class BatchRows:
     """Row counts of one element of a distributed dataset, attached to its values.
 
     One is made for every element; class attributes avoid a call of `__init__`.
-
-    Attributes:
-        counts: Rows of each replica on all workers; None if the values have them.
-        first: Index of this worker's first replica.
     """
 
+    # Rows of each replica on all workers; None if the values have them.
     counts: tuple[int, ...] | None = None
+    # Index of this worker's first replica.
     first: int = 0
 
 
@@ -49,79 +44,58 @@ class StepState:
     """State of one replica's step, which `training` and the patches read and write.
 
     In `strategy.run` the row weight is None, and only `is_applying` is used.
-
-    Attributes:
-        row_weight: Local rows / global rows, a number or a scalar tensor; see
-            `training/row_weights.py`.
-        assigned: Mirrored variables without an aggregation that the step assigned, by
-            `id`.
-        sum_variables_read: Mirrored variables of aggregation "sum" that it read, by
-            `id`.
-        on_read_writes: Sync-on-read variables assigned since the last merge, by `id`.
-        on_read_merged: Values of sync-on-read variables merged over all replicas, by
-            `id`, if read in the step and unchanged since.
-        is_applying: True while an optimizer applies reduced gradients, so that all
-            replicas compute on equal inputs.
-        reducing_gradients_of: Variables whose gradients are being reduced; None while
-            other values are.
-        optimizer: The optimizer that gets these gradients.
-        has_all_rows: True while a loss is computed from the rows of all replicas.
-        logs_are_metrics: True if the step returns `get_metrics_result()`, which is
-            called again when all replicas have finished the step.
-        rows: This replica's rows of the global batch; None if unknown.
-        draws: Batch dimensions of the step's random draws.
-        draw_counts: Number of draws so far, by kind.
-        dry_run: Dry-runs the step with a number of rows.
-        is_drawing: True while a draw is for all rows or for none.
-        warn_unless: Called in the first step of a loop with a function that returns a
-            condition, and one that warns if it is false; None if nothing is to be
-            tested, see `training/audit.py`.
     """
 
+    # Local rows / global rows, a number or scalar tensor; see training/row_weights.py.
     row_weight: Any = None
+    # Mirrored variables without an aggregation that the step assigned, by `id`.
     assigned: dict[int, Any] = field(default_factory=dict)
+    # Mirrored variables of aggregation "sum" that it read, by `id`.
     sum_variables_read: set[int] = field(default_factory=set)
+    # Sync-on-read variables assigned since the last merge, by `id`; and their values
+    # merged over all replicas, if read in the step and unchanged since.
     on_read_writes: dict[int, Any] = field(default_factory=dict)
     on_read_merged: dict[int, Any] = field(default_factory=dict)
+    # An optimizer applies reduced gradients, so all replicas compute on equal inputs.
     is_applying: bool = False
+    # The variables whose gradients are being reduced, and the optimizer that gets them.
     reducing_gradients_of: Sequence[Any] | None = None
     optimizer: Any = None
+    # A loss is computed from the rows of all replicas.
     has_all_rows: bool = False
+    # The step returns `get_metrics_result()`: call it again after all replicas' steps.
     logs_are_metrics: bool = False
+    # This replica's rows of the global batch; None if unknown.
     rows: RowRange | None = None
+    # Batch dimensions of the step's random draws, and the draws so far, by kind.
     draws: Any = None
     draw_counts: dict[Any, int] = field(default_factory=dict)
+    # Dry-runs the step with a number of rows.
     dry_run: Callable[[int], Any] | None = None
+    # A draw is for all rows or for none.
     is_drawing: bool = False
+    # Called in the first step of a loop with a function that returns a condition, and
+    # one that warns if it is false; None if nothing is tested. See training/audit.py.
     warn_unless: Callable[[Callable[[], Any], Callable[[], None]], None] | None = None
 
 
 @dataclass
 class DryRun:
-    """Findings of a dry run of a function, called as on one device.
+    """Findings of a dry run of a function, called as on one device."""
 
-    Attributes:
-        depends_on_replicas: True if the function, or a rule of ours that does not take
-            part in the dry run, depends on the other replicas.
-        drew_random: True if it drew random numbers.
-        row_fraction: Fraction of all rows that it is called with.
-        draws: Its draws, in the dry run of a step.
-        gradients: Gradients passed to optimizers, which do not apply them; None if
-            the dry run ends at the first optimizer.
-        is_drawing: True while it draws.
-        tests_row_independence: True while checking that outputs are row-independent.
-            Keras's own layers are known to be, and are skipped.
-        step: Stands in for the replica's `StepState` where its rows are drawn as on
-            one device.
-    """
-
+    # The function, or a rule of ours without a dry run, depends on the other replicas.
     depends_on_replicas: bool = False
     drew_random: bool = False
+    # Fraction of all rows that it is called with.
     row_fraction: float = 1.0
+    # Its draws, in the dry run of a step.
     draws: list[Any] | None = None
+    # Gradients that optimizers get, but do not apply; None to end at the first one.
     gradients: list[Any] | None = None
     is_drawing: bool = False
+    # Keras's own layers are known to be row-independent, and are skipped.
     tests_row_independence: bool = False
+    # Stands in for the replica's `StepState` where its rows are drawn as on one device.
     step: Any = None
 
     def draw_once(self, what: Any, draw: Callable[[], Any], skip: Any) -> Any:

@@ -13,15 +13,11 @@ from keras_strategy.errors import UnsupportedBackendError
 class UnsupportedName:
     """Class attribute for a tf.distribute name that does not exist here.
 
-    Reading it raises AttributeError, so `hasattr` is False.
-
-    Args:
-        reason: Why it does not exist, and what to use.
+    Reading it raises AttributeError with the reason, so `hasattr` is False.
     """
 
     def __init__(self, reason: str):
         self.reason = reason
-        self._name = ""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -59,31 +55,21 @@ REASONS = {
 
 @functools.cache
 def native_or_unsupported(name: str) -> Any:
-    """Return tf.distribute's object of that name, one of `REASONS`.
-
-    On other backends, return a class whose constructor raises the reason.
-    """
+    """Return tf.distribute's object of that name, one of `REASONS`, or a substitute."""
     found = get_engine().native(name)
     if found is not None:
         return found
-    return _UnsupportedMeta(
-        name.rpartition(".")[2],
-        (_Unsupported,),
-        {"__doc__": REASONS[name], "__module__": __name__},
-    )
+    members = {"__doc__": REASONS[name], "__module__": __name__}
+    return _UnsupportedMeta(name.rpartition(".")[2], (_Unsupported,), members)
 
 
 class _UnsupportedMeta(type):
-    """Metaclass: class attributes, including factory functions, do not exist.
-
-    Reading one raises AttributeError, so `hasattr` is False.
-    """
+    """Metaclass: class attributes, including factory functions, do not exist."""
 
     def __getattr__(cls, name: str) -> NoReturn:
         raise AttributeError(cls.message())
 
     def message(cls) -> str:
-        """Return why the class does not exist, and what to use."""
         return (
             f"`{cls.__name__}` of tf.distribute is not available with the Keras "
             f"backend in use, '{get_engine().name}'. {cls.__doc__}"

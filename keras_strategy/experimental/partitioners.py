@@ -139,11 +139,8 @@ class MaxSizePartitioner(Partitioner):
     def __call__(self, shape: Any, dtype: Any, axis: int = 0) -> list[int]:
         """Return the number of shards along each dimension."""
         sizes = _sizes(shape, axis)
-        row = (
-            math.prod(sizes)
-            / sizes[axis]
-            * _element_size(dtype, self._bytes_per_string)
-        )
+        element_size = _element_size(dtype, self._bytes_per_string)
+        row = math.prod(sizes) / sizes[axis] * element_size
         rows = max(1, math.floor(self._max_shard_bytes / row))
         shards = math.ceil(sizes[axis] / rows)
         return _shard_counts(sizes, axis, min(self._max_shards or shards, shards))

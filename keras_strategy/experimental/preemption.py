@@ -4,19 +4,13 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from keras_strategy.cluster.membership import Cluster, current_cluster
 from keras_strategy.cluster.preemption import NextAction, Preemption, TerminationNotice
 from keras_strategy.core.registry import get_engine
 from keras_strategy.keras_patches.saving import Checkpoint
 from keras_strategy.options import TerminationConfig
-
-
-class _Checkpoints(Protocol):
-    def restore(self) -> int: ...
-
-    def save(self, steps: int, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class PreemptionCheckpointHandler:
@@ -90,17 +84,16 @@ class PreemptionCheckpointHandler:
         self._checkpoints = _checkpoints(
             checkpoint_or_checkpoint_manager, checkpoint_dir, cluster, config.save_fn
         )
-        self._preemption = preemption = Preemption(
-            config,
-            lambda state: (
-                [state]
-                if cluster is None
-                else cluster.exchange("whether to end", state)
-            ),
-        )
+
+        def exchange(state: Any) -> list[Any]:
+            if cluster is None:
+                return [state]
+            return cluster.exchange("whether to end", state)
+
+        self._preemption = Preemption(config, exchange)
         self._run_calls = self._checkpoints.restore() if self._checkpoints else 0
-        preemption.notice.start()
-        weakref.finalize(self, preemption.notice.stop)
+        self._preemption.notice.start()
+        weakref.finalize(self, self._preemption.notice.stop)
 
     @property
     def total_run_calls(self) -> int:
@@ -110,7 +103,7 @@ class PreemptionCheckpointHandler:
     def run(
         self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Run a step; before it, save and exit if a worker was preempted.
+        """Run a step and return its result, or save and exit if a worker was preempted.
 
         Args:
             distributed_train_function: The function, which calls `strategy.run`. It
@@ -118,9 +111,6 @@ class PreemptionCheckpointHandler:
                 save, so a batch among them would be lost.
             *args: Its arguments.
             **kwargs: Its keyword arguments.
-
-        Returns:
-            The return value of `distributed_train_function`.
         """
         self._save_if_preempted()
         result = distributed_train_function(*args, **kwargs)
@@ -197,7 +187,7 @@ class PreemptionWatcher:
 
 
 class _Manager:
-    """The user's checkpoint manager."""
+    """The user's checkpoint manager, which does not record the number of steps."""
 
     def __init__(self, manager: Any):
         self._manager = manager
@@ -229,9 +219,8 @@ def _require_connected(resolver: Any, cluster: Cluster | None) -> None:
         )
 
 
-def _checkpoints(
-    thing: Any, folder: Any, cluster: Cluster | None, save_fn: Any
-) -> _Checkpoints | None:
+def _checkpoints(thing: Any, folder: Any, cluster: Cluster | None, save_fn: Any) -> Any:
+    """Return an object with `restore()` and `save(steps)`, or None."""
     if thing is None:
         if save_fn is None:
             raise ValueError(

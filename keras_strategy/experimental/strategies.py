@@ -1,30 +1,27 @@
 """Central storage, and deprecated names of `tf.distribute.experimental`."""
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
-from keras_strategy.core.registry import get_engine
-from keras_strategy.devices import resolve_devices
 from keras_strategy.options import CommunicationImplementation, CommunicationOptions
 from keras_strategy.strategies import multi_worker, tpu
-from keras_strategy.strategies.base import Strategy
-from keras_strategy.strategies.extended import StrategyExtended
+from keras_strategy.strategies.base import Strategy, warn_deprecated
+from keras_strategy.strategies.extended import StrategyExtended, resolve_local_devices
 
 
 class CentralStorageStrategy(Strategy):
     """Synchronous training on several devices, with variables stored on one device.
 
-    It trains as `MirroredStrategy` does, to the same weights. Between steps, the
-    weights and the optimizer's slots are on the parameter device, by default in host
-    memory. A step copies them to each compute device and copies the results back. So
-    it is slower, and saves device memory between steps only, not within a step.
+    It trains as `MirroredStrategy` does, to the same weights. A step copies the weights
+    and the optimizer's slots from the parameter device, by default the host, to each
+    compute device, and the results back. It is slower, and saves device memory between
+    steps only.
 
     Args:
         compute_devices: A list of device names, one replica each. None for all local
-            accelerators, or for all (logical) CPUs if there are none.
-        parameter_device: The device that stores the variables. None for the CPU, or for
-            the compute device if there is only one.
+            accelerators, or else all (logical) CPUs.
+        parameter_device: The device that stores the variables. None for the CPU, or the
+            only compute device.
 
     Raises:
         ValueError: If a device does not exist or is named twice; or if
@@ -52,19 +49,11 @@ class CentralStorageStrategy(Strategy):
         compute_devices: Iterable[str] | None = None,
         parameter_device: str | None = None,
     ):
-        engine = get_engine()
-        available = [*engine.list_devices(), *engine.list_devices("cpu")]
-        available = list(dict.fromkeys(available))
-        if compute_devices is None:
-            devices = resolve_devices(None, engine.list_devices())
-        else:
-            if not isinstance(compute_devices, str):
-                compute_devices = list(compute_devices)
-            devices = resolve_devices(compute_devices, available)
+        devices = resolve_local_devices(compute_devices)
         if parameter_device is None:
             storage = devices[0] if len(devices) == 1 else "cpu:0"
         else:
-            (storage,) = resolve_devices([parameter_device], available)
+            (storage,) = resolve_local_devices([parameter_device])
         if len(devices) == 1 and storage != devices[0]:
             raise ValueError(
                 "With a single compute device, argument `parameter_device` must be "
@@ -82,12 +71,12 @@ class CentralStorageStrategy(Strategy):
 
 def deprecated(name: str) -> Any:
     """Return the class of a deprecated name, and warn."""
-    new = {
-        "CollectiveCommunication": CommunicationImplementation,
-        "CollectiveHints": CommunicationOptions,
-    }[name]
-    _warn(name, f"keras_strategy.experimental.{new.__name__}", stacklevel=4)
-    return CollectiveHints if name == "CollectiveHints" else new
+    found = new = CommunicationImplementation
+    if name == "CollectiveHints":
+        found, new = CollectiveHints, CommunicationOptions
+    replacement = f"keras_strategy.experimental.{new.__name__}"
+    warn_deprecated(f"experimental.{name}", replacement, stacklevel=4)
+    return found
 
 
 class CollectiveHints(CommunicationOptions):
@@ -115,8 +104,9 @@ class MultiWorkerMirroredStrategy(multi_worker.MultiWorkerMirroredStrategy):
         communication: Any = CommunicationImplementation.AUTO,
         cluster_resolver: Any = None,
     ):
-        _warn(
-            "MultiWorkerMirroredStrategy", "keras_strategy.MultiWorkerMirroredStrategy"
+        warn_deprecated(
+            "experimental.MultiWorkerMirroredStrategy",
+            "keras_strategy.MultiWorkerMirroredStrategy",
         )
         self._communication = communication
         options = CommunicationOptions(implementation=communication)
@@ -136,16 +126,8 @@ class TPUStrategy(tpu.TPUStrategy):
     """
 
     def __init__(self, tpu_cluster_resolver: Any = None, device_assignment: Any = None):
-        _warn("TPUStrategy", "keras_strategy.TPUStrategy")
+        warn_deprecated("experimental.TPUStrategy", "keras_strategy.TPUStrategy")
         super().__init__(tpu_cluster_resolver, device_assignment)
 
     def __reduce__(self):
         return type(self), (self._resolver, self._assignment)
-
-
-def _warn(old: str, new: str, stacklevel: int = 3) -> None:
-    warnings.warn(
-        f"tf.distribute deprecates `experimental.{old}`. Use `{new}`.",
-        DeprecationWarning,
-        stacklevel=stacklevel,
-    )

@@ -1,7 +1,4 @@
-"""Strategy: the interface for users.
-
-It checks arguments and delegates to the replica group of the backend in use.
-"""
+"""Strategy: checks arguments and delegates to the replica group of the backend."""
 
 import contextlib
 import functools
@@ -52,27 +49,25 @@ class StrategyScope(contextlib.AbstractContextManager):
 
     def __enter__(self) -> "Strategy":
         context.require_cross_replica(self._strategy, "scope")
-        context.enter_scope(self._strategy)
+        scopes = context.thread_state.scopes
+        scopes.append(self._strategy)
         try:
             backend_scope = self._strategy.extended.group.scope()
             backend_scope.__enter__()
         except BaseException:
-            context.leave_scope()
+            scopes.pop()
             raise
         self._backend_scopes.append(backend_scope)
         return self._strategy
 
     def __exit__(self, *exception: Any) -> None:
-        if (
-            ownership.pending_values
-            and context.scope_depth() == 1
-            and exception[0] is None
-        ):
+        scopes = context.thread_state.scopes
+        if ownership.pending_values and len(scopes) == 1 and exception[0] is None:
             ownership.broadcast_pending_values()
         try:
             self._backend_scopes.pop().__exit__(*exception)
         finally:
-            context.leave_scope()
+            scopes.pop()
 
 
 _SESSIONS = (
@@ -81,20 +76,11 @@ _SESSIONS = (
 )
 
 
-def _warn(old: str, new: str) -> None:
-    warnings.warn(
-        f"tf.distribute deprecates `{old}`. Use `{new}`.",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-
-
 class Strategy(Reports):
     """A way to run one computation on several devices at once.
 
-    Create one of its subclasses, such as `MirroredStrategy`. Objects created in its
-    `scope()` are distributed: variables have a component on each device, and a model
-    that was created there trains on all of them.
+    Create one of its subclasses, such as `MirroredStrategy`. Variables created in its
+    `scope()` have a component on each device; a model trains on all of them.
 
     Args:
         extended: A `StrategyExtended`, which holds the replicas.
@@ -138,8 +124,8 @@ class Strategy(Reports):
     def batch_statistics(self) -> str | None:
         """`"global"` if `BatchNormalization` uses the statistics of the global batch.
 
-        None if it uses those that the backend computes without communication: of the
-        local batch, or in `fit` on JAX of the global batch.
+        None if it uses those of the local batch, or in `fit` on JAX, which computes
+        them without extra communication, of the global batch.
         """
         return self._batch_statistics
 
@@ -160,10 +146,7 @@ class Strategy(Reports):
 
     @property
     def cluster_resolver(self) -> Any:
-        """The resolver of the cluster's workers; None for one worker.
-
-        Subclasses may override it.
-        """
+        """The resolver of the cluster's workers; None for one worker."""
         return None
 
     def scope(self) -> contextlib.AbstractContextManager["Strategy"]:
@@ -177,8 +160,7 @@ class Strategy(Reports):
             A context manager that returns the strategy and may be entered again.
 
         Raises:
-            RuntimeError: On entering, inside another strategy's scope or inside
-                a function that `run` calls.
+            RuntimeError: On entering, in another strategy's scope or a replica.
 
         Example:
 
@@ -205,28 +187,24 @@ class Strategy(Reports):
         exception in one propagates unchanged, and the variables keep their old values.
 
         Args:
-            fn: The function. Inside it, `keras_strategy.get_replica_context()`
-                identifies the replica.
-            args: A tuple or list of positional arguments. `PerReplica` values
-                in it give every replica its own component; everything else goes to
-                every replica unchanged. A variable stays a variable, which reads as the
-                replica's component.
+            fn: Called in replica context; see `keras_strategy.get_replica_context`.
+            args: A tuple or list of positional arguments. Every replica gets its own
+                component of the `PerReplica` values in it, and everything else
+                unchanged. A variable stays one, which reads as the replica's component.
             kwargs: A dict of keyword arguments, or None; likewise.
             options: `RunOptions`, or None for the default ones.
 
         Returns:
             The structure that `fn` returned, with a `PerReplica` value in place of each
-            tensor; Python constants and None are unchanged. With one replica, the
-            output of `fn`.
+            tensor, not of Python constants. With one replica, the output of `fn`.
 
         Raises:
             ValueError: If `args` is neither a tuple nor a list, or contains a value of
                 a strategy with another number of replicas.
             TypeError: If `fn` is not callable, or `options` has another type.
-            MirrorError: In the mode of `config.check_mirrored`, if the components of
-                a mirrored variable differ afterwards.
-            RuntimeError: Inside a function that `run` calls, inside `merge_call`, or
-                inside another strategy's scope.
+            MirrorError: In the mode of `config.check_mirrored`, if components differ.
+            RuntimeError: Inside a function that `run` calls, `merge_call`, or another
+                strategy's scope.
 
         Example:
 
@@ -238,9 +216,7 @@ class Strategy(Reports):
             lambda context: context.replica_id_in_sync_group
         )
         doubled = strategy.run(lambda i: i * 2, args=(ids,))
-        assert [int(i) for i in strategy.experimental_local_results(doubled)] == [
-            2 * i for i in range(strategy.num_replicas_in_sync)
-        ]
+        assert int(strategy.experimental_local_results(doubled)[0]) == 0
         ```
         """
         check_call(fn, args)
@@ -271,9 +247,8 @@ class Strategy(Reports):
         Args:
             reduce_op: A `ReduceOp` or its name in any case.
             value: A structure of `PerReplica` values, as `run` returns them, and of
-                variables: one with `synchronization="on_read"` has a value on each
-                    replica,
-                any other the same value on all of them.
+                variables. One with `synchronization="on_read"` has a value on each
+                replica, any other the same value on all of them.
             axis: None to combine the replicas' tensors elementwise; an int or a
                 tuple of ints to also combine these dimensions. The mean over `axis=0`
                 of 4 rows on one replica and 2 on the other divides by 6.
@@ -282,9 +257,8 @@ class Strategy(Reports):
             The structure, with one tensor in place of each value.
 
         Raises:
-            ValueError: If `reduce_op` is invalid, if SUM is requested for a value that
-                is equal on all replicas, or if a value belongs to a strategy with
-                another number of replicas.
+            ValueError: If `reduce_op` is invalid, SUM is requested for a value that is
+                equal on all replicas, or a value has another number of components.
             RuntimeError: Inside a function that `run` calls.
 
         Example:
@@ -313,11 +287,12 @@ class Strategy(Reports):
             ownership.check_component_count(self._extended.topology, "reduce", value)
             reducing = self._extended.custom_reducer or self._extended.group
             return reducing.reduce(op, value, axis)
-        if axis is not None and op is ReduceOp.MEAN:
-            return keras.ops.mean(value, axis=axis)
-        if axis is not None:  # equal on every replica
+        # Equal on every replica.
+        if op is ReduceOp.MEAN:
+            return value if axis is None else keras.ops.mean(value, axis=axis)
+        if axis is not None:
             return keras.ops.sum(value, axis=axis) * self.num_replicas_in_sync
-        if op is ReduceOp.MEAN or self.num_replicas_in_sync == 1:
+        if self.num_replicas_in_sync == 1:
             return value
         raise sum_of_copies_error(value)
 
@@ -326,13 +301,11 @@ class Strategy(Reports):
 
         Args:
             value: A structure of `PerReplica` values, as `run` returns them, and of
-                variables, of rank 1 or more. Sizes along `axis` may differ; all other
-                sizes must be equal.
+                variables, of rank 1 or more. Only sizes along `axis` may differ.
             axis: The dimension along which the values are joined, in replica order.
 
         Returns:
-            The structure, with one tensor in place of each distributed value. A value
-            that is not distributed is returned unchanged.
+            The structure, with one tensor in place of each distributed value.
 
         Raises:
             ValueError: If the values cannot be joined along `axis`, or belong to a
@@ -372,12 +345,11 @@ class Strategy(Reports):
             value: A structure of distributed values and variables.
 
         Returns:
-            A tuple with one element for each local replica. For a value that is
-            not distributed, a tuple of only that value.
+            A tuple with one element for each local replica; for a value that is not
+            distributed, of only that value.
 
         Raises:
-            ValueError: If a value belongs to a strategy with another number of
-                replicas.
+            ValueError: If a value is of a strategy with another number of replicas.
 
         Example:
 
@@ -396,20 +368,22 @@ class Strategy(Reports):
         if isinstance(value, keras.Variable):
             return self._extended.local_components(value)
         method = "experimental_local_results"
+        replicas = 0
 
-        def distributed(x):
+        def distribute(x):
+            nonlocal replicas
             if isinstance(x, keras.Variable):
-                return ownership.per_replica_values(self, method, x) or x
-            components = get_engine().native_components(x)
-            return x if components is None else PerReplica(components)
+                x = ownership.per_replica_values(self, method, x) or x
+            elif (components := get_engine().native_components(x)) is not None:
+                x = PerReplica(components)
+            if isinstance(x, DistributedValues):
+                ownership.check_component_count(self._extended.topology, method, x)
+                replicas = len(x.values)
+            return x
 
-        value = tree.map_structure(distributed, value)
-        leaves = [x for x in tree.flatten(value) if isinstance(x, DistributedValues)]
-        if not leaves:
+        value = tree.map_structure(distribute, value)
+        if not replicas:
             return (value,)
-        for leaf in leaves:
-            ownership.check_component_count(self._extended.topology, method, leaf)
-        replicas = len(leaves[0].values)
         return tuple(
             select_replica(value, replica, replicas, method)
             for replica in range(replicas)
@@ -443,9 +417,8 @@ class Strategy(Reports):
         assert strategy.experimental_local_results(ids) == tuple(range(n))
         ```
         """
-        context.require_cross_replica(
-            self, "experimental_distribute_values_from_function"
-        )
+        method = "experimental_distribute_values_from_function"
+        context.require_cross_replica(self, method)
         replicas = self.num_replicas_in_sync
         local = self.extended.topology.local_replicas
         values = [value_fn(ValueContext(i, replicas)) for i in local]
@@ -463,9 +436,8 @@ class Strategy(Reports):
 
         Args:
             dataset: A `tf.data.Dataset`, a torch `DataLoader`, a
-                `keras.utils.PyDataset`, a list, or any other iterable or iterator of
-                batches. A batch is an array, or a structure of arrays with the same
-                number of rows.
+                `keras.utils.PyDataset`, or any other iterable or iterator of batches.
+                A batch is an array, or a structure of arrays with as many rows.
             options: An `InputOptions`, or None.
 
         Returns:
@@ -474,8 +446,7 @@ class Strategy(Reports):
 
         Raises:
             TypeError: If `dataset` is not a dataset, or `options` has another type.
-            ValueError: If the dataset is distributed already; and on reading, if its
-                elements are not batches.
+            ValueError: If it is distributed already; on reading, if it has no batches.
             RuntimeError: Inside a function that `run` calls, or inside another
                 strategy's scope.
 
@@ -486,10 +457,9 @@ class Strategy(Reports):
         import keras_strategy as ks
 
         strategy = ks.MirroredStrategy()
-        batches = [(np.ones((4, 3), "float32"), np.ones((4,), "float32"))]
-        for x, y in strategy.experimental_distribute_dataset(batches):
-            total = strategy.reduce("SUM", y, axis=0)
-        assert float(total) == 4.0
+        batches = [np.ones((4,), "float32")]
+        for x in strategy.experimental_distribute_dataset(batches):
+            assert float(strategy.reduce("SUM", x, axis=0)) == 4.0
         ```
         """
         return splitting.distribute(self, dataset, options)
@@ -501,24 +471,22 @@ class Strategy(Reports):
     ) -> DistributedDataset:
         """Distribute a dataset of local batches, each for one replica.
 
-        Each worker calls `dataset_fn` for its own dataset, which its replicas read.
-        They take the batches in turn. At the end, replicas without a batch get one of 0
-        rows; where a `tf.data.Dataset` has batches of one fixed shape, the incomplete
-        last round is dropped instead, as in tf.distribute.
+        Each worker calls `dataset_fn` for its own dataset, whose batches its replicas
+        take in turn. At the end, replicas without a batch get one of 0 rows; where a
+        `tf.data.Dataset` has batches of one fixed shape, the incomplete last round is
+        dropped instead, as in tf.distribute.
 
         Args:
             dataset_fn: Called with an `InputContext`, returns a dataset of any type
                 that `experimental_distribute_dataset` accepts. With the option
-                `InputReplicationMode.PER_REPLICA` it is called for each replica, as
-                one of several pipelines.
+                `InputReplicationMode.PER_REPLICA` it is called for each replica.
             options: An `InputOptions`, or None.
 
         Returns:
             A `DistributedDataset`.
 
         Raises:
-            TypeError: If `dataset_fn` is not a function that returns a dataset, or
-                `options` has another type.
+            TypeError: If an argument has another type, or a result is not a dataset.
             RuntimeError: Inside a function that `run` calls, or inside another
                 strategy's scope.
 
@@ -561,19 +529,23 @@ class Strategy(Reports):
 
     def unwrap(self, value: Any) -> tuple[Any, ...]:
         """Return `experimental_local_results(value)`; the old name."""
-        _warn("Strategy.unwrap", "strategy.experimental_local_results")
+        warn_deprecated("Strategy.unwrap", "strategy.experimental_local_results")
         return self.experimental_local_results(value)
 
     def colocate_vars_with(
         self, colocate_with_variable: keras.Variable
     ) -> contextlib.AbstractContextManager[None]:
         """Return `extended.colocate_vars_with(...)`; the old name."""
-        _warn("Strategy.colocate_vars_with", "strategy.extended.colocate_vars_with")
+        warn_deprecated(
+            "Strategy.colocate_vars_with", "strategy.extended.colocate_vars_with"
+        )
         return self.extended.colocate_vars_with(colocate_with_variable)
 
     def experimental_run(self, fn: Callable[..., Any], input_iterator: Any = None):
         """Call `run` with the next element of an iterator; the old name."""
-        _warn("Strategy.experimental_run", "strategy.run(fn, args=(next(iterator),))")
+        warn_deprecated(
+            "Strategy.experimental_run", "strategy.run(fn, args=(next(iterator),))"
+        )
         args = () if input_iterator is None else (next(input_iterator),)
         return self.run(fn, args)
 
@@ -581,8 +553,16 @@ class Strategy(Reports):
         return f"{type(self).__name__}(devices={list(self._extended.worker_devices)})"
 
     def __deepcopy__(self, memo: dict) -> "Strategy":
-        # A copy would use the same devices.
-        return self
+        return self  # a copy would use the same devices
+
+
+def warn_deprecated(old: str, new: str, stacklevel: int = 3) -> None:
+    """Warn of a name that tf.distribute deprecates."""
+    warnings.warn(
+        f"tf.distribute deprecates `{old}`. Use `{new}`.",
+        DeprecationWarning,
+        stacklevel=stacklevel,
+    )
 
 
 def _check_gatherable(value: DistributedValues, axis: int) -> None:

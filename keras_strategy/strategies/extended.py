@@ -13,7 +13,7 @@ from keras_strategy.backends.single import SingleReplicaGroup
 from keras_strategy.core import context
 from keras_strategy.core.protocols import ReplicaGroup
 from keras_strategy.core.registry import get_engine
-from keras_strategy.core.variable_components import ComponentOwners, VariableComponent
+from keras_strategy.core.variable_components import VariableComponent
 from keras_strategy.devices import ReplicaTopology, resolve_devices
 from keras_strategy.keras_patches import installation
 from keras_strategy.options import check_call, check_communication_options
@@ -46,8 +46,7 @@ class StrategyExtended:
         container_strategy: The strategy that this belongs to.
         devices: Canonical names of the local devices, one replica each.
         cross_device_ops: How values are combined, or None.
-        cluster: The workers that train together, each with the same number of
-            devices; None for a single process.
+        cluster: The workers, each with as many devices; None for a single process.
     """
 
     def __init__(
@@ -58,9 +57,9 @@ class StrategyExtended:
         cluster: "Cluster | None" = None,
     ):
         self._strategy = container_strategy
-        self._devices = tuple(devices)
         self.cluster = cluster
-        self.topology = ReplicaTopology(self._devices, cluster)
+        self.topology = ReplicaTopology(tuple(devices), cluster)
+        local = self.topology.devices
         logical = container_strategy.logical_devices
         is_single = self.num_replicas == 1 and logical is None
         installation.install_for(1 if is_single else max(2, self.num_replicas))
@@ -68,12 +67,12 @@ class StrategyExtended:
         self.variables: weakref.WeakValueDictionary[int, keras.Variable] = (
             weakref.WeakValueDictionary()
         )
-        self._containers = ComponentOwners()
+        # Variables by the `id` of their components, while these exist.
+        self._containers: dict[int, weakref.ref[keras.Variable]] = {}
         self.custom_reducer: CustomReducer | None = None
+        self.group: ReplicaGroup
         if is_single:
-            self.group: ReplicaGroup = SingleReplicaGroup(
-                container_strategy, self._devices
-            )
+            self.group = SingleReplicaGroup(container_strategy, local)
             if cross_device_ops is not None:
                 cross_device_ops.log_no_effect("one device")
         else:
@@ -81,14 +80,14 @@ class StrategyExtended:
                 self.custom_reducer = CustomReducer(cross_device_ops)
                 cross_device_ops = None
             self.group = get_engine().create_group(
-                container_strategy, self._devices, cross_device_ops, cluster
+                container_strategy, local, cross_device_ops, cluster
             )
         if cluster is None or cluster.is_chief:
             logger.info(
                 "%s: %d replica(s), on %s%s with the Keras backend '%s'",
                 type(container_strategy).__name__,
                 self.num_replicas,
-                ", ".join(self._devices),
+                ", ".join(local),
                 "" if cluster is None else f" of each of {cluster.size} workers",
                 keras.backend.backend(),
             )
@@ -106,20 +105,17 @@ class StrategyExtended:
     @property
     def worker_devices(self) -> tuple[str, ...]:
         """The devices of this worker's replicas, such as `"gpu:0"`."""
-        return self._devices
+        return self.topology.devices
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
         """The devices of the variables' components."""
         central = self._strategy.parameter_device
-        return self._devices if central is None else (central,)
+        return self.worker_devices if central is None else (central,)
 
     @property
     def experimental_require_static_shapes(self) -> bool:
-        """Always False: batches may have different shapes.
-
-        A backend that compiles for shapes compiles once for each.
-        """
+        """Always False: a backend that compiles for shapes compiles once for each."""
         return False
 
     def variable_created_in_scope(self, v: keras.Variable) -> bool:
@@ -160,20 +156,17 @@ class StrategyExtended:
         Args:
             reduce_op: A `ReduceOp` or its name in any case.
             value: A `PerReplica` value, or a variable with `synchronization="on_read"`.
-                With `"mean"`, or with one replica, also a value that is equal on all
-                replicas.
+                With `"mean"`, or one replica, also a value that all replicas have.
             destinations: A variable or a distributed value, whose devices get the
                 result, or a device's name.
             options: A `CommunicationOptions`, or None.
 
         Returns:
-            A `Mirrored` value, which `update` takes as an argument. One tensor if
-            `destinations` is on one device.
+            A `Mirrored` value, as `update` takes it; a tensor for a single device.
 
         Raises:
-            ValueError: If `reduce_op` is invalid, the value cannot be reduced or
-                belongs to a strategy with another number of replicas, or the device
-                does not exist.
+            ValueError: If `reduce_op` is invalid, the device does not exist, or the
+                value cannot be reduced, as of another number of replicas.
             TypeError: If `destinations` has another type.
             RuntimeError: Inside a function that `run` calls.
 
@@ -194,19 +187,18 @@ class StrategyExtended:
         """
         op = ReduceOp.parse(reduce_op)
         check_communication_options(options)
-        context.require_cross_replica(self._strategy, "reduce_to")
+        strategy = self._strategy
+        context.require_cross_replica(strategy, "reduce_to")
         place = self._destination_fn(destinations)
-        with self._strategy.scope():
+        with strategy.scope():
             if isinstance(value, keras.Variable):
-                value = ownership.cross_replica_value(
-                    self._strategy, "reduce_to", value
-                )
+                value = ownership.cross_replica_value(strategy, "reduce_to", value)
             for item in (value, destinations):
                 if isinstance(item, DistributedValues):
                     ownership.check_component_count(self.topology, "reduce_to", item)
-            if isinstance(value, DistributedValues) and not isinstance(value, Mirrored):
+            if _may_differ(value):
                 value = (self.custom_reducer or self.group).reduce(op, value, None)
-            elif op is ReduceOp.SUM and self._strategy.num_replicas_in_sync > 1:
+            elif op is ReduceOp.SUM and strategy.num_replicas_in_sync > 1:
                 raise sum_of_copies_error(value)
             elif isinstance(value, Mirrored):
                 value = value.values[0]
@@ -260,19 +252,17 @@ class StrategyExtended:
 
     def _destination_fn(self, destinations: Any) -> Callable[[Any], Any]:
         """Return the function that copies a reduced value to `destinations`."""
+        engine = get_engine()
         if isinstance(destinations, str):
-            backend = get_engine()
-            devices = [*backend.list_devices(), *backend.list_devices("cpu")]
-            devices = list(dict.fromkeys([*self.worker_devices, *devices]))
-            (device,) = resolve_devices([destinations], devices)
-            return lambda value: get_engine().copy_to(value, device)
+            (device,) = resolve_local_devices([destinations])
+            return lambda value: engine.copy_to(value, device)
         is_variable = isinstance(destinations, keras.Variable)
         is_distributed = isinstance(destinations, DistributedValues) or (
             is_variable and self.variable_created_in_scope(destinations)
         )
         if is_distributed and self._strategy.num_replicas_in_sync > 1:
             return self.group.mirror
-        if is_distributed or is_variable or get_engine().is_tensor(destinations):
+        if is_distributed or is_variable or engine.is_tensor(destinations):
             return keras.ops.convert_to_tensor
         raise TypeError(
             "Argument `destinations` must be a variable, a distributed value, a tensor "
@@ -296,15 +286,13 @@ class StrategyExtended:
         Args:
             var: A variable that was created in the scope.
             fn: Called as `fn(component, *args, **kwargs)` for the component on each
-                device. The component has `value`, `assign`, `assign_add`,
-                `assign_sub`, `shape`, `dtype`, `name`, `path` and `device`. Inside
-                `merge_call` on JAX it is called once, for the program of all
-                replicas.
+                device; inside `merge_call` on JAX once, for the program of all
+                replicas. The component has `value`, `assign`, `assign_add`,
+                `assign_sub`, `shape`, `dtype`, `name`, `path` and `device`.
             args: Positional arguments. Each component gets its component of a
-                `Mirrored` value and of a variable; all components get everything else.
-                Values that may differ between replicas (`PerReplica` values and
-                variables with `synchronization="on_read"`) are only allowed if `var` is
-                such a variable.
+                `Mirrored` value and of a variable, and everything else unchanged. Only
+                if `var` has `synchronization="on_read"` may values differ between
+                replicas: `PerReplica` values and variables like that.
             kwargs: A dict of keyword arguments, or None; likewise.
             group: True to join the outputs of `fn`.
 
@@ -356,7 +344,9 @@ class StrategyExtended:
             )
         context.require_cross_replica(self._strategy, "update")
         with self._strategy.scope():
-            fn_args, fn_kwargs = self._update_arguments(var, args, kwargs)
+            fn_args, fn_kwargs = tree.map_structure(
+                lambda leaf: self._update_argument(var, leaf), (args, kwargs)
+            )
             result = self.group.update(var, fn, fn_args, fn_kwargs)
             if group:
                 return result
@@ -366,44 +356,39 @@ class StrategyExtended:
                 for replica in range(replicas)
             )
 
-    def _update_arguments(self, var: keras.Variable, args: tuple, kwargs: dict) -> Any:
-        """Return the arguments with values in place of other strategies' variables."""
-
-        def argument(leaf):
-            is_variable = isinstance(leaf, keras.Variable)
-            is_local = is_variable and (
-                ownership.strategy_of_variable(leaf) is self._strategy
+    def _update_argument(self, var: keras.Variable, argument: Any) -> Any:
+        """Return an argument's value, unless it is a variable of this strategy."""
+        value, may_differ = argument, False
+        if isinstance(argument, keras.Variable):
+            is_local = ownership.strategy_of_variable(argument) is self._strategy
+            may_differ = is_local and is_sync_on_read(argument)
+            if isinstance(argument, VariableComponent):
+                value = argument.value
+            elif not is_local:
+                value = ownership.cross_replica_value(
+                    self._strategy, "update", argument
+                )
+        if (may_differ or _may_differ(value)) and not is_sync_on_read(var):
+            raise ValueError(
+                f"`update` of the mirrored variable '{var.path}' needs values that are "
+                "equal on all replicas; one that may differ would make its components "
+                "differ. Reduce it first: strategy.extended.reduce_to('sum', value, "
+                f"destinations=var). Received: {argument!r}"
             )
-            value = leaf
-            if isinstance(leaf, VariableComponent):
-                value = leaf.value
-            elif is_variable and not is_local:
-                value = ownership.cross_replica_value(self._strategy, "update", leaf)
-            may_differ = (is_local and is_sync_on_read(leaf)) or (
-                isinstance(value, DistributedValues) and not isinstance(value, Mirrored)
-            )
-            if may_differ and not is_sync_on_read(var):
-                raise _would_differ(var, leaf)
-            if isinstance(value, DistributedValues):
-                ownership.check_component_count(self.topology, "update", value)
-            return value
-
-        return tree.map_structure(argument, (args, kwargs))
+        if isinstance(value, DistributedValues):
+            ownership.check_component_count(self.topology, "update", value)
+        return value
 
     @contextlib.contextmanager
     def colocate_vars_with(
         self, colocate_with_variable: keras.Variable
     ) -> Iterator[None]:
-        """Place new variables on the devices of another one.
+        """Return a context manager that places new variables like another one.
 
-        All variables of a strategy are on the same devices, so this only checks the
-        variable.
+        All variables of a strategy are on the same devices: it only checks the other.
 
         Args:
             colocate_with_variable: A variable that was created in the scope.
-
-        Returns:
-            A context manager.
 
         Raises:
             TypeError: If it is not a variable.
@@ -441,12 +426,10 @@ class StrategyExtended:
         """Return the variable that a component belongs to.
 
         Args:
-            value: A component from `experimental_local_results(variable)`, or one that
-                `update` passes to its function.
+            value: A component, of `experimental_local_results(variable)` or `update`.
 
         Returns:
-            The variable. A value that is not a component, or whose variable no longer
-            exists, is returned unchanged.
+            The variable; `value` itself if it is not a component of an existing one.
 
         Example:
 
@@ -463,12 +446,15 @@ class StrategyExtended:
         """
         if isinstance(value, VariableComponent):
             return value.container
-        return self._containers.get(value, value)
+        reference = self._containers.get(id(value))
+        variable = None if reference is None else reference()
+        return value if variable is None else variable
 
     def local_components(self, variable: keras.Variable) -> tuple[Any, ...]:
         """Return a variable's component on each local replica.
 
-        A variable without a strategy has one component, its value.
+        Args:
+            variable: The variable. Without a strategy it has one component, its value.
 
         Raises:
             ValueError: If it belongs to a strategy with another number of replicas.
@@ -477,8 +463,24 @@ class StrategyExtended:
             self._strategy, "experimental_local_results", variable
         )
         components = (variable.value,) if parts is None else parts.values
-        self._containers.remember(components, variable)
+        for component in components:
+            key = id(component)
+            if key not in self._containers:
+                self._containers[key] = weakref.ref(variable)
+                weakref.finalize(component, self._containers.pop, key).atexit = False
         return components
+
+
+def resolve_local_devices(devices: Iterable[str] | None) -> tuple[str, ...]:
+    """Return the canonical names of local devices; None means all accelerators.
+
+    CPUs can be named even if there are accelerators.
+    """
+    accelerators = get_engine().list_devices()
+    if devices is None:
+        return tuple(accelerators)
+    available = dict.fromkeys([*accelerators, *get_engine().list_devices("cpu")])
+    return resolve_devices(devices, list(available))
 
 
 def check_variable(argument: str, value: Any) -> None:
@@ -490,10 +492,6 @@ def check_variable(argument: str, value: Any) -> None:
         )
 
 
-def _would_differ(var: keras.Variable, value: Any) -> ValueError:
-    return ValueError(
-        f"`update` of the mirrored variable '{var.path}' needs values that are equal "
-        "on all replicas; one that may differ would make its components differ. Reduce "
-        "it first: strategy.extended.reduce_to('sum', value, destinations=var). "
-        f"Received: {value!r}"
-    )
+def _may_differ(value: Any) -> bool:
+    """Return True if a value may differ between the replicas."""
+    return isinstance(value, DistributedValues) and not isinstance(value, Mirrored)

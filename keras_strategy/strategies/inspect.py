@@ -1,8 +1,10 @@
 """Reports: device placement, memory use, and the profile of a training step."""
 
+import functools
+import html
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,11 +36,9 @@ class MemoryReport:
         others: The model's other variables, such as moving statistics and seeds.
         slots: The optimizers' variables.
         shard: The strategy's `shard` option.
-        whole: Paths of the variables that should be sharded but cannot, since no
-            factor of the number of replicas divides one of their dimensions. Scalars
-            are not listed.
-        partly: Paths of those with fewer shards than replicas, with the number of
-            shards.
+        whole: Paths of the variables that cannot be sharded, since no factor of the
+            number of replicas divides one of their dimensions; without scalars.
+        partly: The number of shards by path, of those with fewer than replicas.
     """
 
     devices: tuple[str, ...]
@@ -68,51 +68,6 @@ class MemoryReport:
             partly = (f"{path} ({shards})" for path, shards in self.partly.items())
             lines.append(f"In fewer parts than devices: {', '.join(partly)}")
         return "\n".join(lines)
-
-
-def _memory_report(strategy: "Strategy", model: keras.Model) -> MemoryReport:
-    """Implement `Strategy.memory_report`."""
-    owner = ownership.strategy_of_model(model)
-    if owner is not strategy:
-        raise ValueError(
-            "`memory_report` needs a model that was created in the strategy's scope. "
-            f"Received: the model '{model.name}' of {owner!r}"
-        )
-    extended = strategy.extended
-    trained = {id(variable) for variable in model.trainable_variables}
-    kinds: dict[str, list[Any]] = {"parameters": [], "others": [], "slots": []}
-    for name, variable in variables_of(model, metrics=False).items():
-        kind = "others" if name.startswith("model/") else "slots"
-        kinds["parameters" if id(variable) in trained else kind].append(variable)
-
-    def on_each_device(variables: Iterable[Any]) -> tuple[int, ...]:
-        sizes = [extended.group.local_bytes(variable) for variable in variables]
-        no_bytes = (0,) * len(extended.worker_devices)
-        return tuple(map(sum, zip(no_bytes, *sizes, strict=True)))
-
-    sharded_kinds = {"optimizer": ("slots",), "parameters": ("slots", "parameters")}
-    single = strategy.num_replicas_in_sync == 1
-    to_shard = () if single else sharded_kinds.get(strategy.shard or "", ())
-    shardable = [variable for kind in to_shard for variable in kinds[kind]]
-    specs = {variable.path: shard_spec_of(variable) for variable in shardable}
-    return MemoryReport(
-        extended.worker_devices,
-        **{kind: on_each_device(variables) for kind, variables in kinds.items()},
-        shard=strategy.shard,
-        whole=tuple(
-            variable.path
-            for variable in shardable
-            if len(variable.shape) and not is_sharded(variable)
-        ),
-        partly={
-            path: spec.num_shards
-            for path, spec in specs.items()
-            if spec is not None and spec.num_shards < spec.replicas
-        },
-    )
-
-
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 @dataclass(frozen=True)
@@ -148,11 +103,12 @@ class Placement:
 
     def _repr_html_(self) -> str:
         def row(cells: Iterable[str], tag: str) -> str:
-            return "".join(f"<{tag}>{_html(cell)}</{tag}>" for cell in cells)
+            texts = (html.escape(cell, quote=False) for cell in cells)
+            return "".join(f"<{tag}>{text}</{tag}>" for text in texts)
 
         body = "".join(f"<tr>{row(cells, 'td')}</tr>" for cells in self.rows)
         return (
-            f"<table><caption>{_html(self.title)}</caption>"
+            f"<table><caption>{html.escape(self.title, quote=False)}</caption>"
             f"<thead><tr>{row(self.columns, 'th')}</tr></thead>"
             f"<tbody>{body}</tbody></table>"
         )
@@ -181,7 +137,9 @@ def visualize(value: Any) -> Placement:
     ```
     """
     if isinstance(value, Reports):
-        return _placement_of_strategy(value)
+        backend = keras.backend.backend()
+        title = f"{type(value).__name__} on {backend}: {_count_replicas(value)} in all"
+        return _by_replica(title, (), value, [()] * _count_components(value))
     if isinstance(value, keras.Model):
         return _placement_of_model(value)
     if isinstance(value, keras.Variable):
@@ -192,52 +150,39 @@ def visualize(value: Any) -> Placement:
     return _placement_of_value(value)
 
 
-def _placement_of_strategy(strategy: Any) -> Placement:
-    replicas = strategy.num_replicas_in_sync
-    title = (
-        f"{type(strategy).__name__} on {keras.backend.backend()}: {replicas} "
-        f"{'replica' if replicas == 1 else 'replicas'} in all"
-    )
-    rows = tuple((str(replica), device) for replica, device in _replicas(strategy))
-    return Placement(title, ("replica", "device"), rows)
-
-
 def _placement_of_model(model: keras.Model) -> Placement:
     strategy = ownership.strategy_of_model(model)
+    owner = "no strategy" if strategy is None else type(strategy).__name__
+    title = f"model {model.name!r} of {owner}"
     optimizer = getattr(model, "optimizer", None)
     groups = {
         "trainable": model.trainable_variables,
         "not trainable": model.non_trainable_variables,
         "optimizer": optimizer.variables if optimizer is not None else [],
     }
-    components = {
-        name: [_components(strategy, variable) for variable in variables]
-        for name, variables in groups.items()
-    }
+
+    def sizes(parts: Iterable[Iterable[Any]]) -> list[str]:
+        sizes = [sum(map(_bytes, group)) for group in parts]
+        return [_in_units(size) for size in (*sizes, sum(sizes))]
+
+    columns = (*groups, "all")
     central = getattr(strategy, "parameter_device", None)
     if central is not None:
-        title = f"model {model.name!r} of {type(strategy).__name__}, kept on one device"
-        sizes = [sum(_bytes(v.value) for v in group) for group in groups.values()]
-        sizes = [_in_units(size) for size in (*sizes, sum(sizes))]
-        return Placement(title, ("device", *groups, "all"), ((central, *sizes),))
-    rows = []
-    for i, (replica, device) in enumerate(_replicas(strategy)):
-        sizes = [
-            sum(_bytes(by_replica[i]) for by_replica in variables)
-            for variables in components.values()
-        ]
-        sizes = [_in_units(size) for size in (*sizes, sum(sizes))]
-        rows.append((str(replica), device, *sizes))
-    owner = type(strategy).__name__ if strategy is not None else "no strategy"
-    columns = ("replica", "device", *groups, "all")
-    return Placement(f"model {model.name!r} of {owner}", columns, tuple(rows))
+        row = (central, *sizes([v.value for v in group] for group in groups.values()))
+        return Placement(f"{title}, kept on one device", ("device", *columns), (row,))
+    components = [
+        [_components(strategy, v) for v in group] for group in groups.values()
+    ]
+    cells = [
+        sizes([parts[i] for parts in group] for group in components)
+        for i in range(_count_components(strategy))
+    ]
+    return _by_replica(title, columns, strategy, cells)
 
 
 def _placement_of_value(value: Any) -> Placement:
     leaves = tree.flatten(value)
-    counts = {
-        len(leaf.values) for leaf in leaves if isinstance(leaf, DistributedValues)
-    }
+    counts = {len(x.values) for x in leaves if isinstance(x, DistributedValues)}
     if len(counts) > 1:
         raise ValueError(
             "Expected values of one strategy. Received values with different numbers "
@@ -246,33 +191,47 @@ def _placement_of_value(value: Any) -> Placement:
     count = counts.pop() if counts else 1
     # A value does not record its strategy: assume the current one.
     strategy = context.get_strategy() if context.has_strategy() else None
-    if strategy is not None and len(strategy.extended.topology.devices) != count:
+    if strategy is not None and _count_components(strategy) != count:
         strategy = None
+    parts = [
+        x.values if isinstance(x, DistributedValues) else [x] * count for x in leaves
+    ]
     if len(leaves) == 1:
-        (leaf,) = leaves
-        parts = leaf.values if isinstance(leaf, DistributedValues) else [leaf]
-        return _placement_of_components(type(leaf).__name__, strategy, parts)
-    rows = []
-    for i, (replica, device) in enumerate(_replicas(strategy, count)):
-        parts = [
-            leaf.values[i] if isinstance(leaf, DistributedValues) else leaf
-            for leaf in leaves
-        ]
-        size = _in_units(sum(map(_bytes, parts)))
-        rows.append((str(replica), device, str(len(parts)), size))
-    columns = ("replica", "device", "values", "bytes")
-    return Placement(f"{len(leaves)} values", columns, tuple(rows))
+        title = type(leaves[0]).__name__
+        return _placement_of_components(title, strategy, parts[0])
+    cells = [
+        (
+            str(len(leaves)),
+            _in_units(sum(_bytes(components[i]) for components in parts)),
+        )
+        for i in range(count)
+    ]
+    return _by_replica(f"{len(leaves)} values", ("values", "bytes"), strategy, cells)
 
 
 def _placement_of_components(title: str, strategy: Any, components: Any) -> Placement:
-    rows = [
-        (str(replica), device, _shape(part), _dtype(part), _in_units(_bytes(part)))
-        for (replica, device), part in zip(
-            _replicas(strategy, len(components)), components, strict=True
-        )
+    cells = [
+        (str(tuple(getattr(x, "shape", ()))), _dtype(x), _in_units(_bytes(x)))
+        for x in components
     ]
-    columns = ("replica", "device", "shape", "dtype", "bytes")
-    return Placement(title, columns, tuple(rows))
+    return _by_replica(title, ("shape", "dtype", "bytes"), strategy, cells)
+
+
+def _by_replica(
+    title: str, columns: Sequence[str], strategy: Any, cells: Sequence[Sequence[str]]
+) -> Placement:
+    """Return a table with the index, the device and the cells of each local replica."""
+    if strategy is None:
+        replicas = range(len(cells))
+        devices = ["this process" if len(cells) == 1 else "unknown"] * len(cells)
+    else:
+        topology = strategy.extended.topology
+        replicas, devices = topology.local_replicas, topology.devices
+    rows = [
+        (str(replica), device, *texts)
+        for replica, device, texts in zip(replicas, devices, cells, strict=True)
+    ]
+    return Placement(title, ("replica", "device", *columns), tuple(rows))
 
 
 def _components(strategy: Any, variable: keras.Variable) -> tuple[Any, ...]:
@@ -281,23 +240,16 @@ def _components(strategy: Any, variable: keras.Variable) -> tuple[Any, ...]:
     if owner is not None:
         return owner.experimental_local_results(variable)
     # Created outside every scope: one value, which all replicas of a strategy read.
-    copies = (
-        len(strategy.extended.topology.local_replicas) if strategy is not None else 1
-    )
-    return (variable.value,) * copies
+    return (variable.value,) * _count_components(strategy)
 
 
-def _replicas(strategy: Any, count: int = 1) -> Iterator[tuple[int, str]]:
-    """Return the index and the device of each local replica."""
-    if strategy is None:
-        devices = ("this process",) if count == 1 else ("unknown",) * count
-        return enumerate(devices)
-    extended = strategy.extended
-    return zip(extended.topology.local_replicas, extended.topology.devices, strict=True)
+def _count_components(strategy: Any) -> int:
+    return 1 if strategy is None else len(strategy.extended.topology.devices)
 
 
-def _shape(part: Any) -> str:
-    return str(tuple(getattr(part, "shape", ())))
+def _count_replicas(strategy: Any) -> str:
+    replicas = strategy.num_replicas_in_sync
+    return f"{replicas} {'replica' if replicas == 1 else 'replicas'}"
 
 
 def _dtype(part: Any) -> str:
@@ -315,15 +267,11 @@ def _bytes(part: Any) -> int:
 
 
 def _in_units(size: float) -> str:
-    for unit in _UNITS:
-        if size < 1000 or unit == _UNITS[-1]:
-            break
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-
-
-def _html(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return f"{size:.1f} TB"
 
 
 # Steps of the shorter of two calls. Their difference excludes the fixed cost of a call.
@@ -341,14 +289,12 @@ class StepProfile:
             Python or with the backend's computation in this thread.
         collectives: Collectives in a step.
         bytes: Bytes that one replica contributes to them in a step.
-        gradient_bytes: Bytes of one copy of the model's gradients; None for a
-            function.
+        gradient_bytes: Bytes of one copy of a model's gradients, or None.
         compilations: Programs that a step compiled again; should be 0.
         copies: Copies between host and devices, and between devices, in a step.
-        computing: Fraction of the time in which a device computed. None if the
-            backend has no profiler that reports it.
+        computing: Fraction of the time in which a device computed, or None if unknown.
         collecting: Fraction in which it was in collectives without computing,
-            including the wait for other replicas. None in the same case.
+            including the wait for other replicas, or None.
     """
 
     title: str
@@ -368,7 +314,7 @@ class StepProfile:
             sent += f" (its gradients are {self.gradient_bytes:,})"
         rows = [
             ("step time", f"{1000 * self.seconds:.2f} ms"),
-            ("calling thread", f"{_percent(self.calling_thread)} at work"),
+            ("calling thread", f"{100 * self.calling_thread:3.0f} % at work"),
             ("collectives", sent),
             ("compiled again", f"{self.compilations:g} programs"),
             ("copies", f"{self.copies:g}"),
@@ -378,15 +324,11 @@ class StepProfile:
         else:
             neither = max(0.0, 1 - self.computing - self.collecting)
             rows += [
-                ("computing", f"{_percent(self.computing)} of the time"),
-                ("in collectives", f"{_percent(self.collecting)}, including waits"),
-                ("neither", f"{_percent(neither)}: Python, input, other threads"),
+                ("computing", f"{100 * self.computing:3.0f} % of the time"),
+                ("in collectives", f"{100 * self.collecting:3.0f} %, including waits"),
+                ("neither", f"{100 * neither:3.0f} %: Python, input, other threads"),
             ]
         return "\n".join([self.title, *(f"  {name:16}{what}" for name, what in rows)])
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:3.0f} %"
 
 
 def profile(
@@ -434,14 +376,15 @@ def profile(
     for name, number in (("batch_size", batch_size), ("steps", steps)):
         if number < 1:
             raise ValueError(f"Expected `{name}` to be positive. Received: {number!r}")
+    strategy = gradient_bytes = None
     if isinstance(model_or_fn, keras.Model):
-        model: Any = model_or_fn
+        model = model_or_fn
         if x is None:
             raise TypeError(
                 "Expected `x`, the rows that the model is trained on, with a model. "
                 "Received: x=None"
             )
-        train = _fit(model, x, y, batch_size)
+        train = functools.partial(_fit, model, x, y, batch_size)
         strategy = ownership.strategy_of_model(model)
         title = f"fit of the model '{model.name}', {batch_size} rows a step"
     else:
@@ -450,12 +393,11 @@ def profile(
                 "Expected a model with `x`, or a function without arguments alone. "
                 f"Received: {model_or_fn!r}, x={type(x).__name__}"
             )
-        model, strategy, train = None, None, _calls(model_or_fn)
+        train = functools.partial(_call, model_or_fn)
         title = f"a call of {getattr(model_or_fn, '__name__', model_or_fn)!r}"
     title += f", with {keras.backend.backend()}"
     if strategy is not None:
-        replicas = strategy.num_replicas_in_sync
-        title += f" on {replicas} {'replica' if replicas == 1 else 'replicas'}"
+        title += f" on {_count_replicas(strategy)}"
 
     train(_SHORT)  # builds and compiles
     train(_SHORT + steps)
@@ -468,14 +410,15 @@ def profile(
     counts = [(b - a) / steps for a, b in zip(short, long, strict=True)]
     collectives, sent, compilations, copies = counts
     shares = engine.compute_and_comm_fractions(train, steps) or (None, None)
-    weights = None if model is None else model.trainable_variables
+    if isinstance(model_or_fn, keras.Model):  # built by now
+        gradient_bytes = sum(map(byte_count, model_or_fn.trainable_variables))
     return StepProfile(
         title,
         seconds=seconds / steps,
         calling_thread=at_work / seconds,
         collectives=collectives,
         bytes=sent,
-        gradient_bytes=None if weights is None else sum(map(byte_count, weights)),
+        gradient_bytes=gradient_bytes,
         compilations=compilations,
         copies=copies,
         computing=shares[0],
@@ -483,31 +426,24 @@ def profile(
     )
 
 
-def _fit(model: Any, x: Any, y: Any, batch_size: int) -> Callable[[int], None]:
-    def train(steps: int) -> None:
-        def rows(array: Any) -> Any:
-            array = np.asarray(array)
-            return array[np.arange(steps * batch_size) % len(array)]
+def _fit(model: Any, x: Any, y: Any, batch_size: int, steps: int) -> None:
+    def rows(array: Any) -> Any:
+        array = np.asarray(array)
+        return array[np.arange(steps * batch_size) % len(array)]
 
-        arrays = tree.map_structure(rows, (x, y) if y is not None else (x,))
-        model.fit(*arrays, batch_size=batch_size, verbose=0)
-
-    return train
+    arrays = tree.map_structure(rows, (x, y) if y is not None else (x,))
+    model.fit(*arrays, batch_size=batch_size, verbose=0)
 
 
-def _calls(fn: Callable[[], Any]) -> Callable[[int], None]:
-    def train(steps: int) -> None:
-        result = None
-        for _ in range(steps):
-            result = fn()
-        # Reading the result waits for the computation.
-        for leaf in tree.flatten(result):
-            parts = leaf.values if isinstance(leaf, DistributedValues) else [leaf]
-            for part in parts:
-                if keras.ops.is_tensor(part):
-                    keras.ops.convert_to_numpy(part)
-
-    return train
+def _call(fn: Callable[[], Any], steps: int) -> None:
+    result = None
+    for _ in range(steps):
+        result = fn()
+    # Reading the result waits for the computation.
+    for leaf in tree.flatten(result):
+        parts = leaf.values if isinstance(leaf, DistributedValues) else [leaf]
+        for part in filter(keras.ops.is_tensor, parts):
+            keras.ops.convert_to_numpy(part)
 
 
 class Reports:
@@ -554,4 +490,42 @@ class Reports:
         assert report.parameters[0] == 16
         ```
         """
-        return _memory_report(self, model)
+        owner = ownership.strategy_of_model(model)
+        if owner is not self:
+            raise ValueError(
+                "`memory_report` needs a model that was created in the strategy's "
+                f"scope. Received: the model '{model.name}' of {owner!r}"
+            )
+        kinds: dict[str, list[Any]] = {"parameters": [], "others": [], "slots": []}
+        trained = {id(variable) for variable in model.trainable_variables}
+        for name, variable in variables_of(model, metrics=False).items():
+            kind = "others" if name.startswith("model/") else "slots"
+            kinds["parameters" if id(variable) in trained else kind].append(variable)
+        extended = self.extended
+
+        def on_each_device(variables: Sequence[Any]) -> tuple[int, ...]:
+            sizes = [extended.group.local_bytes(variable) for variable in variables]
+            no_bytes = (0,) * len(extended.worker_devices)
+            return tuple(map(sum, zip(no_bytes, *sizes, strict=True)))
+
+        shardable = []
+        if self.num_replicas_in_sync > 1 and self.shard is not None:
+            shardable += kinds["slots"]
+            if self.shard == "parameters":
+                shardable += kinds["parameters"]
+        specs = {variable.path: shard_spec_of(variable) for variable in shardable}
+        return MemoryReport(
+            extended.worker_devices,
+            **{kind: on_each_device(variables) for kind, variables in kinds.items()},
+            shard=self.shard,
+            whole=tuple(
+                variable.path
+                for variable in shardable
+                if len(variable.shape) and not is_sharded(variable)
+            ),
+            partly={
+                path: spec.num_shards
+                for path, spec in specs.items()
+                if spec is not None and spec.num_shards < spec.replicas
+            },
+        )

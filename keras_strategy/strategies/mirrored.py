@@ -9,11 +9,14 @@ import keras
 from keras_strategy.backends.single import SingleReplicaGroup
 from keras_strategy.core import context
 from keras_strategy.core.registry import get_engine
-from keras_strategy.core.variable_components import ComponentOwners
 from keras_strategy.devices import ReplicaTopology, canonical_device, resolve_devices
 from keras_strategy.options import check_batch_statistics, check_shard
 from keras_strategy.strategies.base import Strategy
-from keras_strategy.strategies.extended import StrategyExtended, check_variable
+from keras_strategy.strategies.extended import (
+    StrategyExtended,
+    check_variable,
+    resolve_local_devices,
+)
 from keras_strategy.training.cross_device_ops import (
     CrossDeviceOps,
     check_cross_device_ops,
@@ -38,20 +41,14 @@ class DefaultExtended(StrategyExtended):
         self._strategy = container_strategy
         self.cluster = None
         self.custom_reducer = None
-        self._devices = ("",)  # resolved by `worker_devices` on demand
-        self.topology = ReplicaTopology(self._devices)
-        self._containers = ComponentOwners()
+        self.topology = ReplicaTopology(("",))  # `worker_devices` resolves it on demand
+        self._containers = {}
         self.group = DefaultGroup(container_strategy, ())
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
         """The backend's default device."""
         return (get_engine().list_devices()[0],)
-
-    @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        """The backend's default device."""
-        return self.worker_devices
 
     def variable_created_in_scope(self, v: keras.Variable) -> bool:
         """Return True if a variable was created outside every scope."""
@@ -73,8 +70,7 @@ context.register_default_strategy(DefaultStrategy)
 class OneDeviceStrategy(Strategy):
     """Strategy that places variables and computation on one device.
 
-    Use it to develop a program for strategies. `run` returns what the function
-    returned.
+    Use it to develop a program for strategies. `run` returns what its function does.
 
     Args:
         device: A device's name, such as `"cpu:0"` or `"/gpu:1"`.
@@ -104,9 +100,8 @@ class OneDeviceStrategy(Strategy):
 class MirroredStrategy(Strategy):
     """Synchronous training on several devices of one machine.
 
-    Every device has a copy of the variables and computes on its rows of each batch. The
-    gradients are summed before the optimizer changes all copies in the same way. A
-    batch is the global batch, whatever the number of devices.
+    Every device has a copy of the variables and computes on its rows of each (global)
+    batch. The gradients are summed before the optimizer changes all copies alike.
 
     Args:
         devices: A list of device names, such as `["gpu:0", "gpu:1"]`; None for
@@ -117,20 +112,17 @@ class MirroredStrategy(Strategy):
             `CrossDeviceOps`, which is called on every backend.
         batch_statistics: `"global"` makes every `keras.layers.BatchNormalization` of
             models in this scope train with the statistics of the global batch, as on
-            one device, at the cost of one collective per layer and pass. None leaves
-            them to the backend: the local batch on torch and TensorFlow, the global
-            batch in `fit` on JAX.
+            one device, at the cost of one collective per layer and pass. None: those of
+            the local batch on torch and TensorFlow, of the global one in `fit` on JAX.
         shard: What is sharded over the devices, for models that fill a device's
             memory: `"optimizer"` for the optimizer's slots, `"parameters"` for the
-            trainable weights as well. None keeps a copy of everything on each device.
-            The trained weights are the same.
+            trainable weights as well, None for nothing. Results are the same.
 
     Raises:
         TypeError: If `cross_device_ops` is not a `CrossDeviceOps` of this package.
-        ValueError: If `devices` is empty, contains a device that does not exist, one
-            twice, or several types; or if `batch_statistics` or `shard` is invalid.
-        UnsupportedBackendError: If the Keras backend in use cannot train, or does not
-            support the value of `shard`.
+        ValueError: If `devices` is empty, has a device twice, one that does not exist,
+            or several types; or if `batch_statistics` or `shard` is invalid.
+        UnsupportedBackendError: If the backend cannot train, or not with this `shard`.
 
     Example:
 
@@ -159,13 +151,7 @@ class MirroredStrategy(Strategy):
         self._batch_statistics = check_batch_statistics(batch_statistics)
         self._cross_device_ops = cross_device_ops
         self._shard = check_shard(shard, get_engine())
-        available = get_engine().list_devices()
-        if devices is not None and not isinstance(devices, str):
-            # CPUs can be named even if there are accelerators.
-            devices = list(devices)
-            available = [*available, *get_engine().list_devices("cpu")]
-            available = list(dict.fromkeys(available))
-        devices = resolve_devices(devices, available)
+        devices = resolve_local_devices(devices)
         super().__init__(StrategyExtended(self, devices, cross_device_ops))
 
     def __reduce__(self):

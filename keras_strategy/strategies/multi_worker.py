@@ -37,20 +37,18 @@ def check_workers_agree(
 ) -> None:
     """Check that the workers agree on settings, and take the chief's seeds.
 
-    Args:
-        strategy: The strategy, with its arguments set.
-        workers: The cluster to compare with.
-        devices: This worker's devices.
-        chosen: Further settings in JSON types, by their name in messages.
-
-    Raises:
-        RuntimeError: If a setting differs.
+    `chosen` are further settings in JSON types, by their name in messages.
     """
+
+    def version(package: str) -> str:
+        return str(getattr(sys.modules[package], "__version__", None))
+
+    backend = keras.backend.backend()
     settings = {
-        "Keras backend": keras.backend.backend(),
+        "Keras backend": backend,
         "Keras version": keras.__version__,
-        f"{keras.backend.backend()} version": _version(keras.backend.backend()),
-        "keras_strategy version": _version("keras_strategy"),
+        f"{backend} version": version(backend),
+        "keras_strategy version": version("keras_strategy"),
         "number of local devices": len(devices),
         "device type": devices[0].split(":")[0],
         "`batch_statistics`": strategy.batch_statistics,
@@ -69,17 +67,12 @@ def check_workers_agree(
     random.sync_with_chief(workers)
 
 
-def _version(package: str) -> str:
-    return str(getattr(sys.modules[package], "__version__", None))
-
-
 class MultiWorkerMirroredStrategy(Strategy):
     """Synchronous training of several processes, each with its own devices.
 
     All workers run the same program. Every device of every worker has a copy of the
-    variables and computes on its rows of each batch, as with `MirroredStrategy`; the
-    initial values are the chief's. A batch is the global batch: every worker passes
-    the same one to `fit`, and computes on its own rows of it.
+    variables, with the chief's initial values, and computes on its rows of each global
+    batch, as with `MirroredStrategy`: every worker passes the same batch to `fit`.
 
     Create it before any other use of devices. A worker that fails ends all others with
     a message that names it, see `CommunicationOptions`.
@@ -90,17 +83,14 @@ class MultiWorkerMirroredStrategy(Strategy):
             is one worker, and this equals `MirroredStrategy`.
         communication_options: A `CommunicationOptions`, or None.
         batch_statistics: See `MirroredStrategy`. The same on all workers.
-        shard: See `MirroredStrategy`. The same on all workers; shards are distributed
-            over all devices of all workers.
+        shard: See `MirroredStrategy`. The same on all workers, for all their devices.
 
     Raises:
         TypeError: If an argument has another type.
         ValueError: If the cluster cannot train, or does not contain this process; or
             if `batch_statistics` or `shard` is invalid.
-        UnsupportedBackendError: If the Keras backend in use does not support the value
-            of `shard`.
-        RuntimeError: In a notebook, with several workers; or if settings that must be
-            equal differ between workers.
+        UnsupportedBackendError: If the Keras backend in use does not support `shard`.
+        RuntimeError: In a notebook, with several workers; or if their settings differ.
 
     Example:
 
@@ -137,10 +127,9 @@ class MultiWorkerMirroredStrategy(Strategy):
                 f"{type(cluster_resolver).__name__}"
             )
         self._cluster_resolver = cluster_resolver
-        backend = get_engine()
-        self._shard = check_shard(shard, backend)
+        self._shard = check_shard(shard, get_engine())
         workers = connect_workers(cluster_resolver, options)
-        devices = tuple(backend.list_devices())
+        devices = tuple(get_engine().list_devices())
         if workers is not None:
             devices = _local_devices(devices, workers)
             check_workers_agree(self, workers, devices)
@@ -169,10 +158,9 @@ def _local_devices(devices: tuple[str, ...], workers: Cluster) -> tuple[str, ...
         for rank, address in enumerate(workers.addresses)
         if host and address.rpartition(":")[0] == host
     ]
-    count = len(neighbours)
-    if keras.backend.backend() != "torch" or count < 2 or devices[0] == "cpu:0":
+    if keras.backend.backend() != "torch" or not neighbours or devices[0] == "cpu:0":
         return devices
-    share = len(devices) // count
+    share = len(devices) // len(neighbours)
     if share == 0:
         return devices
     first = neighbours.index(workers.rank) * share
