@@ -33,9 +33,6 @@ def check_mirrored_variables(
     """Compare the components of mirrored variables, by default of all in the strategy.
 
     `after` names the call that precedes the check, for the message.
-
-    Raises:
-        MirrorError: If the components of a variable differ.
     """
     if strategy.num_replicas_in_sync == 1 or get_engine().is_tracing():
         return
@@ -50,8 +47,10 @@ def check_mirrored_variables(
             continue
         first, *others = map(keras.ops.convert_to_numpy, components)
         for replica, other in enumerate(others, start=1):
-            if not _same(first, other):
-                drifted.append((variable, replica, _distance(first, other)))
+            both_nan = (first != first) & (other != other)
+            if not np.all((first == other) | both_nan):
+                difference = first.astype("float64") - other.astype("float64")
+                drifted.append((variable, replica, np.nanmax(np.abs(difference))))
                 break
     if not drifted:
         return
@@ -67,16 +66,7 @@ def check_mirrored_variables(
     )
 
 
-def _same(a: np.ndarray, b: np.ndarray) -> bool:
-    both_nan = (a != a) & (b != b)
-    return bool(np.all((a == b) | both_nan))
-
-
-def _distance(a: np.ndarray, b: np.ndarray) -> float:
-    return float(np.nanmax(np.abs(a.astype("float64") - b.astype("float64"))))
-
-
-def mirrored_variables(model: keras.Model) -> list[Any]:
+def _mirrored_variables(model: keras.Model) -> list[Any]:
     """Return the variables of a model that all replicas hold equally."""
     optimizer = getattr(model, "optimizer", None)
     # The optimizer first: a different learning rate also causes different weights.
@@ -105,7 +95,7 @@ class EpochCheck(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Compare the model's variables."""
         check_mirrored_variables(
-            self._strategy, f"fit, epoch {epoch}", mirrored_variables(self.model)
+            self._strategy, f"fit, epoch {epoch}", _mirrored_variables(self.model)
         )
 
 
@@ -131,18 +121,14 @@ def check_same_values(
 ) -> list[Any]:
     """Compare the variables of a model and its optimizer between workers.
 
-    `operation` says when this happens, for the message. Every worker sends `more`.
-
-    Returns:
-        The `more` of each worker, by rank.
-
-    Raises:
-        WorkersDifferError: If workers hold different values.
-        MirrorError: If the replicas of this worker do.
+    `operation` says when this happens, for the message. Every worker sends `more`;
+    return that of each worker, by rank.
     """
     cluster = strategy.extended.cluster
-    variables = mirrored_variables(model)
-    digests = [_digest(strategy, variable) for variable in variables]
+    variables, digests = _mirrored_variables(model), []
+    for variable in variables:
+        component = strategy.extended.group.components(variable)[0]
+        digests.append(array_digest(keras.ops.convert_to_numpy(component))[:12])
     values, difference = cluster.first_difference(operation, digests, more)
     if difference is None:
         check_mirrored_variables(strategy, operation, variables)
@@ -157,8 +143,3 @@ def check_same_values(
         "Some code changed it only on some workers, such as a callback that not "
         "all workers have."
     )
-
-
-def _digest(strategy: Any, variable: Any) -> str:
-    first = strategy.extended.group.components(variable)[0]
-    return array_digest(keras.ops.convert_to_numpy(first))[:12]

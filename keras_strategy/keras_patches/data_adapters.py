@@ -28,30 +28,18 @@ from keras_strategy.data.worker_batches import PerWorkerBatches
 from keras_strategy.keras_patches.patch import find_module, hook
 from keras_strategy.values import map_leaves
 
-ArrayDataAdapter: Any = find_module(
-    "ArrayDataAdapter", "keras.src.trainers.data_adapters.array_data_adapter"
-).ArrayDataAdapter
+keras_adapters: Any = find_module(
+    "ArrayDataAdapter PyDatasetAdapter GeneratorDataAdapter TorchDataLoaderAdapter "
+    "TFDatasetAdapter",
+    "keras.src.trainers.data_adapters",
+)
 array_slicing: Any = find_module(
     "convert_to_sliceable", "keras.src.trainers.data_adapters.array_slicing"
 )
-PyDatasetAdapter: Any = find_module(
-    "PyDatasetAdapter", "keras.src.trainers.data_adapters.py_dataset_adapter"
-).PyDatasetAdapter
-GeneratorDataAdapter: Any = find_module(
-    "GeneratorDataAdapter",
-    "keras.src.trainers.data_adapters.generator_data_adapter",
-).GeneratorDataAdapter
-TorchDataLoaderAdapter: Any = find_module(
-    "TorchDataLoaderAdapter",
-    "keras.src.trainers.data_adapters.torch_data_loader_adapter",
-).TorchDataLoaderAdapter
-TFDatasetAdapter: Any = find_module(
-    "TFDatasetAdapter", "keras.src.trainers.data_adapters.tf_dataset_adapter"
-).TFDatasetAdapter
-class_weight_to_sample_weights: Any = find_module(
+adapter_utils: Any = find_module(
     "class_weight_to_sample_weights",
     "keras.src.trainers.data_adapters.data_adapter_utils",
-).class_weight_to_sample_weights
+)
 # Not sliceable by rows: sparse or ragged.
 _NOT_DENSE = (
     array_slicing.JaxSparseSliceable,
@@ -66,52 +54,51 @@ _INDICES_PER_REQUEST = 4096
 class RowsOfArrays:
     """Batches of arrays of which this worker slices only its local rows.
 
-    Args:
-        arrays: A structure of Keras's sliceable arrays.
-        indices: The row indices, in arrays that hold whole batches.
-        batch_size: The number of rows per batch.
-        shuffled: True if the indices of a batch are not consecutive.
-        local_bounds: Selects this worker's rows of a batch.
-        start_epoch: Called when the first batch of an epoch is requested: the order
-            then depends on the number of epochs that Keras has ended.
+    `arrays` are Keras's sliceable arrays of `adapter`.
     """
 
     def __init__(
         self,
+        adapter: Any,
         arrays: Any,
-        indices: Iterable[Any],
-        batch_size: int,
-        shuffled: bool,
         local_bounds: LocalBoundsFn,
-        start_epoch: Callable[[], None],
+        batches_of: Callable[[Any], Iterable[Any]],
     ):
-        self._arrays = arrays
+        self._adapter, self._arrays = adapter, arrays
+        self._local_bounds = local_bounds
         self._tensors = {
             id(array)
             for array in tree.flatten(arrays)
             if array is not None and get_engine().is_tensor(array.array)
         }
-        self._indices = indices
-        self._batch_size = batch_size
-        self._shuffled = shuffled
-        self._local_bounds = local_bounds
-        self._start_epoch = start_epoch
+        shuffle, batch_size = adapter._shuffle, adapter.batch_size
+        # Keras shuffles either all rows before batching, or the rows of each batch.
+        batches = 1
+        if shuffle != "batch":
+            batches = max(1, _INDICES_PER_REQUEST // batch_size)
+        self._indices = keras_adapters.ArrayDataAdapter(
+            np.arange(adapter._num_samples),
+            batch_size=batches * batch_size,
+            shuffle=shuffle,
+        )
+        self._index_arrays = batches_of(self._indices)
 
     def __iter__(self) -> Iterator[LocalRows]:
         # Not lazily: starting may draw random numbers.
-        return map(self._read, self._index_batches(iter(self._indices)))
+        return map(self._read, self._index_batches(iter(self._index_arrays)))
 
     def _index_batches(self, index_arrays: Iterator[Any]) -> Iterator[np.ndarray]:
-        self._start_epoch()
+        set_epoch(self._indices, epoch_of(self._adapter))
+        batch_size = self._adapter.batch_size
         for indices in map(np.asarray, index_arrays):
-            for first in range(0, len(indices), self._batch_size):
-                yield indices[first : first + self._batch_size]
+            for first in range(0, len(indices), batch_size):
+                yield indices[first : first + batch_size]
 
     def _read(self, indices: np.ndarray) -> LocalRows:
         bounds = self._local_bounds(len(indices))
         first, end = rows_to_read(bounds)
         rows: Any = indices[first:end]
-        if not self._shuffled:
+        if not self._adapter._shuffle:  # consecutive
             rows = slice(int(rows[0]), int(rows[-1]) + 1)  # a view
 
         def slice_rows(array):
@@ -122,39 +109,6 @@ class RowsOfArrays:
             return found if is_tensor else array.convert_to_numpy(found)
 
         return LocalRows(map_leaves(slice_rows, self._arrays), bounds, len(indices))
-
-
-def rows_of_arrays(
-    adapter: Any,
-    local_bounds: LocalBoundsFn,
-    batches_of: Callable[[Any], Iterable[Any]],
-) -> RowsOfArrays | None:
-    """Return this worker's rows of arrays; None if one cannot be sliced by rows.
-
-    Args:
-        adapter: Keras's adapter of the arrays.
-        local_bounds: Selects this worker's rows of a batch.
-        batches_of: Returns the batches of an adapter as the backend reads them.
-    """
-    arrays = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="numpy")
-    if any(isinstance(leaf, _NOT_DENSE) for leaf in tree.flatten(arrays)):
-        return None
-    shuffle, batch_size = adapter._shuffle, adapter.batch_size
-    # Keras shuffles either all rows before batching, or the rows of each batch.
-    batches = 1 if shuffle == "batch" else max(1, _INDICES_PER_REQUEST // batch_size)
-    indices = ArrayDataAdapter(
-        np.arange(adapter._num_samples),
-        batch_size=batches * batch_size,
-        shuffle=shuffle,
-    )
-
-    def start_epoch():
-        set_epoch(indices, epoch_of(adapter))
-
-    order = batches_of(indices)
-    return RowsOfArrays(
-        arrays, order, batch_size, bool(shuffle), local_bounds, start_epoch
-    )
 
 
 def epoch_of(adapter: Any) -> int | None:
@@ -171,7 +125,7 @@ def set_epoch(adapter: Any, epoch: int | None) -> None:
         adapter._epoch = epoch
 
 
-@hook(PyDatasetAdapter, "_get_iterator", "(self)")
+@hook(keras_adapters.PyDatasetAdapter, "_get_iterator", "(self)")
 def _get_iterator(original, self):
     """Keep one order for a pass over an `IndexedDataset`, also when reading ahead.
 
@@ -194,11 +148,8 @@ def for_keras(argument: Any, strategy: Any, method: str) -> Any:
 
 
 def array_batch_counts(adapter: Any) -> list[Any] | None:
-    """Return the numbers of batches, rows per batch and rows of a partial last batch.
-
-    None if the data is not arrays.
-    """
-    if not isinstance(adapter, ArrayDataAdapter):
+    """Return the numbers of batches, rows per batch and rows of a partial batch."""
+    if not isinstance(adapter, keras_adapters.ArrayDataAdapter):
         return None
     return [adapter.num_batches, adapter.batch_size, adapter.partial_batch_size]
 
@@ -210,17 +161,16 @@ def read_local_rows(
 ) -> Iterable[LocalRows] | None:
     """Return this worker's rows of the data of a `fit`, without reading other rows.
 
-    Args:
-        adapter: Keras's adapter of the data.
-        local_bounds: Selects this worker's rows of a batch.
-        batches_of: Returns the batches of an adapter as the backend reads them.
-
-    Returns:
-        None if single rows cannot be selected before they are read.
+    `batches_of` returns the batches of an adapter as the backend reads them. Return
+    None if single rows cannot be selected before they are read.
     """
-    if isinstance(adapter, ArrayDataAdapter):
-        return rows_of_arrays(adapter, local_bounds, batches_of)
-    if isinstance(adapter, TorchDataLoaderAdapter):
+    if isinstance(adapter, keras_adapters.ArrayDataAdapter):
+        inputs = adapter._inputs
+        arrays = array_slicing.convert_to_sliceable(inputs, target_backend="numpy")
+        if any(isinstance(leaf, _NOT_DENSE) for leaf in tree.flatten(arrays)):
+            return None
+        return RowsOfArrays(adapter, arrays, local_bounds, batches_of)
+    if isinstance(adapter, keras_adapters.TorchDataLoaderAdapter):
         loader = adapter.get_torch_dataloader()  # the user's loader on every backend
         if indexed_dataset.is_indexed(loader):
             return indexed_dataset.loader_row_reader(loader, local_bounds)
@@ -242,13 +192,7 @@ def read_ahead(
 ) -> Iterable[Any]:
     """Return what a Keras loop reads, prefetched where this has no visible effect.
 
-    Args:
-        iterator: Keras's iterator.
-        batches: The batches, or values computed from each.
-        scope: The context in which they are read.
-
-    Returns:
-        `batches` unchanged if prefetching is disabled, see `prefetch_depth`.
+    `batches` are of Keras's `iterator`, or values computed from each in `scope`.
     """
     adapter = iterator.data_adapter
     dataset = getattr(adapter, "py_dataset", None)
@@ -259,15 +203,8 @@ def read_ahead(
         depth = prefetch_depth(dataset, None)
     if depth == 0:
         return batches
-    indices = iterator.steps_per_epoch, adapter.num_batches
-    return PrefetchedBatches(
-        batches, depth, [number for number in indices if number], scope
-    )
-
-
-def backend_shuffles(adapter: Any) -> bool:
-    """Return True if the backend shuffles the rows, so that the order depends on it."""
-    return isinstance(adapter, ArrayDataAdapter) and bool(adapter._shuffle)
+    pauses = [n for n in (iterator.steps_per_epoch, adapter.num_batches) if n]
+    return PrefetchedBatches(batches, depth, pauses, scope)
 
 
 def has_local_batches(iterator: Any) -> bool:
@@ -280,16 +217,12 @@ def join_batches(
     iterator: Any, batches: Any, cluster: Any, local: int, same_shapes: bool
 ) -> PerWorkerBatches:
     """Combine the local batches of all workers; see `PerWorkerBatches`."""
-    pause, shortest = steps_of_epoch(iterator), iterator.data_adapter.data.shortest
+    pause, shortest = _steps_of_epoch(iterator), iterator.data_adapter.data.shortest
     return PerWorkerBatches(batches, cluster, local, pause, same_shapes, shortest)
 
 
-def steps_of_epoch(iterator: Any) -> int | None:
-    """Return after how many batches prefetching pauses; None for the end of the data.
-
-    Args:
-        iterator: Keras's iterator of an epoch, or the one that builds the model.
-    """
+def _steps_of_epoch(iterator: Any) -> int | None:
+    """Return after how many batches prefetching pauses; None at the end of the data."""
     if is_building(iterator):
         return 1
     return iterator.steps_per_epoch or iterator.data_adapter.num_batches
@@ -299,14 +232,10 @@ def prefetch_pauses(iterator: Any, batches: Any) -> Callable[[int], bool]:
     """Return a function that is True for batch counts after which prefetching pauses.
 
     The user's Python code could see that more is read.
-
-    Args:
-        iterator: Keras's iterator.
-        batches: The batches that workers read and agree on.
     """
-    steps = steps_of_epoch(iterator)
+    steps = _steps_of_epoch(iterator)
     ahead = isinstance(batches, PrefetchedBatches)
-    ahead = ahead or isinstance(iterator.data_adapter, TFDatasetAdapter)
+    ahead = ahead or isinstance(iterator.data_adapter, keras_adapters.TFDatasetAdapter)
 
     def pauses(num_read: int) -> bool:
         if steps and num_read % steps == 0:
@@ -340,11 +269,7 @@ def is_building(iterator: Any) -> bool:
 
 
 def take_class_weight(fit: Any, model: Any, args: list, kwargs: dict) -> None:
-    """Apply `class_weight` to distributed data, which Keras passes through unchanged.
-
-    Raises:
-        ValueError: If `y` or `sample_weight` is given with distributed data.
-    """
+    """Apply `class_weight` to distributed data, which Keras leaves unchanged."""
     try:
         arguments = inspect.signature(fit).bind(model, *args, **kwargs).arguments
     except TypeError:
@@ -369,7 +294,10 @@ def skip_batches(adapter: Any, count: int) -> Iterator[None]:
     Its batches have indices, in the order in which Keras shuffles them. Batches that
     Keras's threads prefetch are not skipped.
     """
-    if not isinstance(adapter, PyDatasetAdapter) or adapter.enqueuer is not None:
+    if (
+        not isinstance(adapter, keras_adapters.PyDatasetAdapter)
+        or adapter.enqueuer is not None
+    ):
         yield
         return
     dataset = adapter.py_dataset
@@ -403,22 +331,17 @@ class _WeightedRows:
     """Local rows with the sample weights that Keras computes from `class_weight`."""
 
     def __init__(self, adapter: Any, rows: Iterable[LocalRows]):
-        self._adapter = adapter
-        self._rows = rows
+        self._adapter, self._rows = adapter, rows
 
     def __iter__(self) -> Iterator[LocalRows]:
-        return map(self._weighted, iter(self._rows))
-
-    def _weighted(self, rows: LocalRows) -> LocalRows:
-        return replace(rows, batch=self._adapter._standardize_batch(rows.batch))
+        weigh = self._adapter._standardize_batch
+        return (replace(rows, batch=weigh(rows.batch)) for rows in self._rows)
 
 
-class _Batches(GeneratorDataAdapter):
+class _Batches(keras_adapters.GeneratorDataAdapter):
     """Adapter that lets Keras's loop read the batches of a distributed dataset.
 
-    Attributes:
-        data: The batches; every epoch reads them from the start.
-        class_weight: See `Model.fit`.
+    Every epoch reads `data` from the start.
     """
 
     def __init__(self, data: splitting.BatchesForKeras):
@@ -458,7 +381,9 @@ class _Batches(GeneratorDataAdapter):
 
     def get_tf_dataset(self):
         if self.data.per_worker and is_tf_dataset(self.data.dataset):
-            adapter = TFDatasetAdapter(self.data.dataset, self.class_weight)
+            adapter = keras_adapters.TFDatasetAdapter(
+                self.data.dataset, self.class_weight
+            )
             return adapter.get_tf_dataset()
         return super().get_tf_dataset()
 
@@ -478,4 +403,4 @@ class _Batches(GeneratorDataAdapter):
                 "`class_weight` requires batches of inputs and one array of targets, "
                 f"without sample weights. Received: a batch of {len(batch)} elements."
             )
-        return x, y, class_weight_to_sample_weights(y, self.class_weight)
+        return x, y, adapter_utils.class_weight_to_sample_weights(y, self.class_weight)

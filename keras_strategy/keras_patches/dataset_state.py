@@ -49,6 +49,7 @@ class TfDataState:
         self._following: State | None = None
         # The next iterator, if it was created early.
         self._created: tuple[Any, State] | None = None
+        # What the next iterator starts from.
         self._pending: State | None = None
         # Fingerprint of the first iterator, compared between processes.
         self._fingerprint = ""
@@ -61,13 +62,13 @@ class TfDataState:
     def state_at(self, read: int, continues: bool) -> list[Any] | None:
         """Return the state from which the pass can be read again."""
         self._warn_if_unused()
-        state = self._current if read else self._following if continues else None
-        if state is None and not read:
-            if self._created is None:
-                self._created = self._create_iterator()
-                if self._created is None:
-                    return None
-            state = self._created[1]
+        if read:
+            state = self._current
+        else:
+            state = self._following if continues else None
+            if state is None:
+                self._created = self._created or self._create_iterator()
+                state = self._created and self._created[1]
         if state is None:
             return None
         return [0, {"first": self._fingerprint, "begin": state}]
@@ -103,14 +104,9 @@ class TfDataState:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Context manager in which reading the data records its state."""
-        self._data.__class__ = _derived(
-            self._cls, {"__iter__": lambda data: self._iterate()}
-        )
-        try:
+        with _overridden_iter(self._data, lambda data: self._iterate()):
             yield
             self._warn_if_unused()
-        finally:
-            self._data.__class__ = self._cls
 
     def _warn_if_unused(self) -> None:
         """Warn if the state was not restored because other data is read."""
@@ -135,27 +131,20 @@ class TfDataState:
     def _create_iterator(self) -> tuple[Any, State] | None:
         """Return a new iterator and its state; None if it has no state."""
         iterator = self._cls.__iter__(self._data)
-        state = _iterator_state(iterator)
-        if state is None:
-            return None
+        # The files in which tf.data saves an iterator, encoded for JSON.
+        state = {}
+        with _in_memory_folder() as (tf, folder):
+            try:
+                tf.train.Checkpoint(iterator=iterator).write(f"{folder}/state")
+            except tf.errors.OpError:
+                return None  # Python code, or another op with external state
+            for name in sorted(tf.io.gfile.listdir(folder)):
+                with tf.io.gfile.GFile(f"{folder}/{name}", "rb") as file:
+                    state[name] = encode(file.read())
         if not self._fingerprint:
             content = repr(sorted(state.items())).encode()
             self._fingerprint = hashlib.blake2b(content, digest_size=16).hexdigest()
         return iterator, state
-
-
-def _iterator_state(iterator: Any) -> State | None:
-    """Return the files in which tf.data saves an iterator, encoded for JSON."""
-    with _in_memory_folder() as (tf, folder):
-        try:
-            tf.train.Checkpoint(iterator=iterator).write(f"{folder}/state")
-        except tf.errors.OpError:
-            return None  # Python code, or another op with external state
-        contents = {}
-        for name in sorted(tf.io.gfile.listdir(folder)):
-            with tf.io.gfile.GFile(f"{folder}/{name}", "rb") as file:
-                contents[name] = encode(file.read())
-        return contents
 
 
 def _restore_iterator(iterator: Any, state: State) -> None:
@@ -183,12 +172,7 @@ _MAX_PREFETCHED = 256
 
 
 class DataState:
-    """State of the data of one `fit`.
-
-    Args:
-        data: The user's data.
-        each_batch: True to record the state within an epoch.
-    """
+    """State of the data of one `fit`; within an epoch, too, if `each_batch` is True."""
 
     def __init__(self, data: Any, each_batch: bool):
         self._data = data
@@ -207,28 +191,14 @@ class DataState:
             self._start_state = encode(self._data.state_dict())
 
     def state_at(self, read: int, continues: bool) -> list[Any] | None:
-        """Return the state after `read` batches, encoded for JSON.
-
-        Args:
-            read: The number of batches read since the loop started.
-            continues: True if the loop continues a pass.
-
-        Returns:
-            The number of batches and the state; None if there is no state.
-        """
+        """Return the state after `read` batches of the loop, and their number."""
         if self._is_indexed or (self._has_state_dict and not read):
             return [0, self._start_state if read else encode(self._data.state_dict())]
-        for number, state in self._states:
-            if read and number == read:
-                return [number, state]
-        return None
+        states = dict(self._states)
+        return [read, states[read]] if read in states else None
 
     def restore(self, saved: list[Any] | None) -> int:
-        """Restore a state that `state_at` returned, for the data that is read next.
-
-        Returns:
-            The number of batches that need not be read again.
-        """
+        """Restore a state; return the number of batches that need not be read again."""
         if saved is None:
             return 0
         number, state = saved
@@ -246,12 +216,8 @@ class DataState:
             yield
             return
         cls = type(self._data)
-        recording = _derived(cls, {"__iter__": lambda data: self._iterate(data, cls)})
-        object.__setattr__(self._data, "__class__", recording)
-        try:
+        with _overridden_iter(self._data, lambda data: self._iterate(data, cls)):
             yield
-        finally:
-            object.__setattr__(self._data, "__class__", cls)
 
     def _iterate(self, data: Any, cls: Any) -> Any:
         self._states.clear()
@@ -261,52 +227,32 @@ class DataState:
             data.load_state_dict(decode(state))
         iterator = cls.__iter__(data)
         if not self._has_state_dict:
-            if not _has(iterator, "get_state", "set_state"):
+            if not hasattr(iterator, "get_state"):
                 return iterator
             if pending is not None:
                 iterator.set_state(decode(state))
         if not self._each_batch:
             return iterator
-        iterator_class = type(iterator)
+        numbers = itertools.count(number + 1)
 
-        def read(iterator):
-            nonlocal number
-            batch = iterator_class.__next__(iterator)
-            number += 1
-            state = data.state_dict() if self._has_state_dict else iterator.get_state()
-            self._states.append((number, encode(state)))
+        def record(batch, get_state):
+            self._states.append((next(numbers), encode(get_state())))
             return batch
 
         if self._has_state_dict:
-            return _Iteration(iterator, read)
+            return (record(batch, data.state_dict) for batch in iterator)
         # Grain wraps the iterator and uses more than `__next__`.
-        iterator.__class__ = _derived(iterator_class, {"__next__": read})
+        iterator_class = type(iterator)
+
+        def read_next(iterator):
+            return record(iterator_class.__next__(iterator), iterator.get_state)
+
+        iterator.__class__ = _derived(iterator_class, {"__next__": read_next})
         return iterator
 
 
-class _Iteration:
-    """An iterator with another `__next__`."""
-
-    def __init__(self, iterator: Any, read: Any):
-        self._iterator, self._read = iterator, read
-
-    def __iter__(self) -> "_Iteration":
-        return self
-
-    def __next__(self) -> Any:
-        return self._read(self._iterator)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._iterator, name)
-
-
 def dataset_state_of(data: Any, each_batch: bool) -> DataState | TfDataState | None:
-    """Return the state of the data of a `fit`; None for data without state.
-
-    Args:
-        data: The argument `x` of `fit`.
-        each_batch: True to record the state within an epoch.
-    """
+    """Return the state of the argument `x` of `fit`; None for data without state."""
     if is_tf_dataset(data):
         return TfDataState(data)
     grain = sys.modules.get("grain")
@@ -317,15 +263,7 @@ def dataset_state_of(data: Any, each_batch: bool) -> DataState | TfDataState | N
 
 
 def state_of_this_worker(states: list[Any], cluster: Cluster | None) -> Any:
-    """Return this worker's dataset state from a backup.
-
-    Args:
-        states: The state of each worker that wrote the backup.
-        cluster: The workers that resume, or None.
-
-    Raises:
-        ValueError: If the states differ and the number of workers has changed.
-    """
+    """Return this worker's dataset state, from those of the workers of a backup."""
     if all(state == states[0] for state in states):
         return states[0]
     workers = 1 if cluster is None else cluster.size
@@ -340,11 +278,19 @@ def state_of_this_worker(states: list[Any], cluster: Cluster | None) -> Any:
 
 def has_state_dict(thing: Any) -> bool:
     """Return True for objects with `state_dict()` and `load_state_dict(state)`."""
-    return _has(thing, "state_dict", "load_state_dict")
-
-
-def _has(thing: Any, *names: str) -> bool:
+    names = "state_dict", "load_state_dict"
     return all(callable(getattr(thing, name, None)) for name in names)
+
+
+@contextlib.contextmanager
+def _overridden_iter(data: Any, iterate: Any) -> Iterator[None]:
+    """Context manager in which the method `__iter__` of an object is another one."""
+    cls = type(data)
+    object.__setattr__(data, "__class__", _derived(cls, {"__iter__": iterate}))
+    try:
+        yield
+    finally:
+        object.__setattr__(data, "__class__", cls)
 
 
 def _derived(cls: type, members: dict[str, Any]) -> type:

@@ -1,6 +1,7 @@
 """Installation of all patches when the first strategies are created."""
 
 import functools
+import sys
 import threading
 
 from keras_strategy.core.registry import get_engine
@@ -12,7 +13,6 @@ from keras_strategy.keras_patches import (
     random,
     resume,
     saving,
-    slow_operations,
     trainer,
     variables_optimizers,
 )
@@ -20,16 +20,11 @@ from keras_strategy.keras_patches.patch import (
     Patch,
     install,
     install_multi_replica_patches,
+    model_hook,
+    model_on_replicas,
     patches_in,
 )
-
-
-def all_patches() -> list[Patch]:
-    """Return the patches of this process: the common ones, then the backend's."""
-    modules = (trainer, saving, layers, variables_optimizers, losses_metrics)
-    modules += (data_adapters, resume, random, per_replica_attributes)
-    return patches_in(*modules, *get_engine().patch_modules(), slow_operations)
-
+from keras_strategy.training.saving import run_first_step
 
 # Several threads may create strategies at the same time.
 _installing = threading.RLock()
@@ -46,3 +41,37 @@ def install_for(replicas: int) -> None:
 @functools.cache
 def _install_once() -> None:
     install(all_patches())
+
+
+def all_patches() -> list[Patch]:
+    """Return the patches of this process: the common ones, then the backend's."""
+    modules = (trainer, saving, layers, variables_optimizers, losses_metrics)
+    modules += (data_adapters, resume, random, per_replica_attributes)
+    this_module = sys.modules[__name__]
+    return patches_in(*modules, *get_engine().patch_modules(), this_module)
+
+
+# Here, because backends patch the same functions: it is installed after all others.
+@model_hook(
+    ("make_train_function", "make_test_function", "make_predict_function"),
+    "(self, force=False)",
+    when=model_on_replicas,
+)
+def _make_function(original, strategy, self, force=False):
+    """Warn about a slow first step, for example during compilation."""
+    kind = original.__name__.split("_")[1]
+    name = f"{kind}_function"
+    before = getattr(self, name)
+    result = original(self, force)
+    step = getattr(self, name)
+    if step is before:
+        return result
+
+    @functools.wraps(step)
+    def first(*args):
+        setattr(self, name, step)
+        what = f"{kind} step of the model '{self.name}'"
+        return run_first_step(step, what, strategy.extended.cluster, *args)
+
+    setattr(self, name, first)
+    return first if result is step else result

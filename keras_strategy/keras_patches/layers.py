@@ -179,25 +179,26 @@ class _ActivityRegularizer(Patch):
 
     def install(self) -> None:
         """Replace the attribute by a property."""
-        setattr(keras.Layer, self.attribute, property(self._get, self._set))
+        name = self.attribute
 
-    def _get(self, layer: Any) -> Any:
-        if self.attribute not in vars(layer):
-            raise AttributeError(f"{type(layer).__name__} has no {self.attribute} yet")
-        regularizer = vars(layer)[self.attribute]
-        replica = in_step()
-        if regularizer is None or replica is None:
-            return regularizer
+        def read(layer):
+            if name not in vars(layer):
+                raise AttributeError(f"{type(layer).__name__} has no {name} yet")
+            regularizer, replica = vars(layer)[name], in_step()
+            if regularizer is None or replica is None:
+                return regularizer
 
-        def unweighted(outputs):
-            loss = regularizer(outputs)
-            weight = ops.cast(replica.step.row_weight, loss.dtype)
-            return ops.divide_no_nan(loss, weight)
+            def unweighted(outputs):
+                loss = regularizer(outputs)
+                weight = ops.cast(replica.step.row_weight, loss.dtype)
+                return ops.divide_no_nan(loss, weight)
 
-        return unweighted
+            return unweighted
 
-    def _set(self, layer: Any, regularizer: Any) -> None:
-        vars(layer)[self.attribute] = regularizer
+        def write(layer, regularizer):
+            vars(layer)[name] = regularizer
+
+        setattr(keras.Layer, name, property(read, write))
 
 
 _activity_regularizer = _ActivityRegularizer()
@@ -224,8 +225,6 @@ _keras_layers = frozenset(
     # Including base classes.
     for part in (public.__mro__ if isinstance(public, type) else ())
 ) - {keras.layers.Lambda, keras.layers.TFSMLayer}
-
-
 _pure_layers: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
@@ -242,28 +241,23 @@ def is_purely_keras(layer: Any) -> bool:
 def user_code(model: keras.Model, kind: str) -> dict[str, str]:
     """Return the user-written parts of a model that `training.audit` checks.
 
-    `kind` is "train", "test" or "predict"; the last has no loss.
-
-    Returns:
-        The name of each part in warnings, by "call", "compute_loss",
-        "compute_metrics", "train_step", "test_step" and "predict_step".
+    `kind` is "train", "test" or "predict"; the last has no loss. The keys are methods'
+    names, the values names of the parts in warnings.
     """
-    cls, parts = type(model), {}
-    if not has_no_external_state(all_layers(model)):
+    cls, layers, parts = type(model), all_layers(model), {}
+    if not has_no_external_state(layers):
         return parts
-    layers = {type(layer) for layer in all_layers(model)}
-    others = {layer.__name__ for layer in layers - _keras_layers}
+    others = {other.__name__ for other in {*map(type, layers)} - _keras_layers}
     if cls.call not in [keras_class.call for keras_class in _KERAS_MODELS]:
         parts["call"] = f"`{cls.__name__}.call`"
     elif others and cls.call is not keras.Model.call:  # which raises
         parts["call"] = f"the model '{model.name}', with {', '.join(sorted(others))},"
     if cls.compute_loss is not keras.Model.compute_loss and kind != "predict":
         parts["compute_loss"] = f"`{cls.__name__}.compute_loss`"
-    has_own_step = getattr(cls, f"{kind}_step") is not getattr(
-        keras.Model, f"{kind}_step"
-    )
+    step = f"{kind}_step"
+    has_own_step = getattr(cls, step) is not getattr(keras.Model, step)
     if has_own_step:
-        parts[f"{kind}_step"] = f"`{cls.__name__}.{kind}_step`"
+        parts[step] = f"`{cls.__name__}.{step}`"
     has_own_metrics = cls.compute_metrics is not keras.Model.compute_metrics
     if has_own_metrics and not has_own_step and kind != "predict":
         parts["compute_metrics"] = f"`{cls.__name__}.compute_metrics`"

@@ -36,12 +36,10 @@ keras_scopes = find_module(
 _METRIC_CONTAINERS = (keras_compiled.CompileMetrics, keras_compiled.MetricsList)
 
 
-@hook(
-    keras.losses.Loss,
-    "__call__",
-    "(self, y_true, y_pred, sample_weight=None)",
-    when=in_replica_or_dry_run,
-)
+_CALL = "(self, y_true, y_pred, sample_weight=None)"
+
+
+@hook(keras.losses.Loss, "__call__", _CALL, when=in_replica_or_dry_run)
 def _call(original, replica, self, y_true, y_pred, sample_weight=None):
     """Divide a replica's loss by the denominator of the global batch.
 
@@ -50,15 +48,14 @@ def _call(original, replica, self, y_true, y_pred, sample_weight=None):
     equals one device's. The same holds for Circle, the only Keras loss that compares
     rows and returns a value per row.
     """
+    inputs = y_true, y_pred, sample_weight
     if isinstance(replica, DryRun):
-        return _dry_run_loss(replica, original, self, y_true, y_pred, sample_weight)
+        return _dry_run_loss(replica, original, self, *inputs)
     step = replica.step
     if step.has_all_rows:
-        return original(self, y_true, y_pred, sample_weight)
+        return original(self, *inputs)
     if step.row_weight is not None and _is_circle(self):
-        return _call_on_global_batch(
-            replica, original, self, y_true, y_pred, sample_weight
-        )
+        return _call_on_global_batch(replica, original, self, *inputs)
     mask = keras_masking.get_keras_mask(y_pred)
     # Keras's own code up to the reduction of the loss values.
     with keras.name_scope(self.name):
@@ -67,11 +64,13 @@ def _call(original, replica, self, y_true, y_pred, sample_weight=None):
         )
         values = self.call(true, pred)
         if len(ops.shape(values)) > 0 or step.row_weight is None:
-            if step.warn_unless is not None and _is_user_defined(self):
-                audit.audit_loss(step.warn_unless, self, true, pred)
+            if step.warn_unless is not None:
+                function = vars(self).get("fn", type(self))
+                if not (is_keras(function) and is_keras(type(self))):
+                    audit.audit_loss(step.warn_unless, self, true, pred)
             masks = [mask, keras_masking.get_keras_mask(values)]
             return _reduce_loss(self, replica, values, sample_weight, masks)
-    return _call_on_global_batch(replica, original, self, y_true, y_pred, sample_weight)
+    return _call_on_global_batch(replica, original, self, *inputs)
 
 
 def _dry_run_loss(dry_run, original, loss, y_true, y_pred, sample_weight):
@@ -91,18 +90,10 @@ def _is_circle(loss: keras.losses.Loss) -> bool:
     return vars(loss).get("fn") is keras.losses.circle
 
 
-def _is_user_defined(loss: keras.losses.Loss) -> bool:
-    """Return True if the user wrote the function that computes the loss values."""
-    function = vars(loss).get("fn", type(loss))
-    return not (audit.is_keras(function) and audit.is_keras(type(loss)))
+_GET_LOSS = "(identifier, y_true, y_pred)"
 
 
-@hook(
-    keras_compiled,
-    "get_loss",
-    "(identifier, y_true, y_pred)",
-    when=in_distributed_scope,
-)
+@hook(keras_compiled, "get_loss", _GET_LOSS, when=in_distributed_scope)
 def _get_loss(original, strategy, identifier, y_true, y_pred):
     """Compute losses that override `__call__` on the global batch in a step.
 
@@ -115,19 +106,15 @@ def _get_loss(original, strategy, identifier, y_true, y_pred):
 
 
 class _GlobalBatchLoss:
-    """A compiled loss that is called with the global batch."""
-
     def __init__(self, loss: keras.losses.Loss):
-        self.loss = loss
-        self.name = loss.name
+        self.loss, self.name = loss, loss.name
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         replica, inputs = in_step(), (y_true, y_pred, sample_weight)
         if replica is None or replica.step.has_all_rows:
             return self.loss(*inputs)
-        return _call_on_global_batch(
-            replica, type(self.loss).__call__, self.loss, *inputs
-        )
+        call = type(self.loss).__call__
+        return _call_on_global_batch(replica, call, self.loss, *inputs)
 
 
 def _call_on_global_batch(replica, call, loss, y_true, y_pred, sample_weight):
@@ -178,12 +165,10 @@ def _in_step_or_dry_run() -> Any:
     return None if replica is None or replica.step.row_weight is None else replica
 
 
-@hook(
-    keras.metrics.Mean,
-    "update_state",
-    "(self, values, sample_weight=None)",
-    when=_in_step_or_dry_run,
-)
+_UPDATE = "(self, values, sample_weight=None)"
+
+
+@hook(keras.metrics.Mean, "update_state", _UPDATE, when=_in_step_or_dry_run)
 def _update_state(original, replica, self, values, sample_weight=None):
     """Count a scalar for the rows of this replica.
 
@@ -273,7 +258,7 @@ def _audited_update(original: Callable) -> Any:
     def update_state(self, *args, **kwargs):
         replica = _in_step_or_dry_run()
         if isinstance(replica, DryRun):
-            if _has_row_inputs(args, kwargs):
+            if any(map(has_rows, tree.flatten((args, kwargs)))):
                 with DiscardUpdates():  # checked separately
                     return original(self, *args, **kwargs)
         elif replica is not None and replica.step.warn_unless is not None:
@@ -283,10 +268,6 @@ def _audited_update(original: Callable) -> Any:
         return original(self, *args, **kwargs)
 
     return update_state
-
-
-def _has_row_inputs(args: tuple, kwargs: dict) -> bool:
-    return any(map(has_rows, tree.flatten((args, kwargs))))
 
 
 class _AllReplicas(keras.StatelessScope):

@@ -34,15 +34,12 @@ def multi_replica_only(condition: _Function) -> _Function:
 
 
 class Patch:
-    """One patched place of Keras.
+    """One patched place of Keras."""
 
-    Attributes:
-        condition: The function that decides if the patch acts; None if it always does.
-        multi_replica_only: True if the patch does nothing while each strategy has one
-            replica, even if its condition is not marked with `multi_replica_only`.
-    """
-
+    # Decides if the patch acts; None if it always does.
     condition: Callable[..., Any] | None = None
+    # True if the patch does nothing while each strategy has one replica, even if its
+    # condition is not marked with `multi_replica_only`.
     multi_replica_only: bool = False
 
     @property
@@ -62,11 +59,6 @@ class Patch:
         return " ".join(documentation.split("\n\n")[0].split())
 
     @property
-    def waits_for_replicas(self) -> bool:
-        """True if the patch does nothing while each strategy has one replica."""
-        return self.multi_replica_only or hasattr(self.condition, _MULTI_REPLICA_ONLY)
-
-    @property
     def name(self) -> str:
         """A unique name."""
         module = self.definition.__module__.removeprefix("keras_strategy.")
@@ -81,26 +73,12 @@ class Patch:
         raise NotImplementedError
 
     def install(self) -> None:
-        """Install the patch."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class FunctionPatch(Patch):
-    """Patch of one Keras function.
-
-    Attributes:
-        owner: The class or module that has the function.
-        attribute: The function's name in `owner`.
-        signature: The signature that the patch relies on. A string: all parameters, as
-            `inspect.signature` writes them. A tuple: the names of some parameters, for
-            a patch that passes the others through. None: the attribute is a property.
-        function: The replacement, see `hook`.
-        condition: The `when` of `hook`.
-        owner_name: The public name of the owner, if its own name is another one.
-        needed: See `hook`.
-        multi_replica_only: See `hook`.
-    """
+    """Patch of one Keras function; see `hook`, which creates it from its arguments."""
 
     owner: Any
     attribute: str
@@ -113,21 +91,17 @@ class FunctionPatch(Patch):
 
     @property
     def target(self) -> str:
-        """The names of the owner and the function."""
         owner = self.owner_name or getattr(self.owner, "__qualname__", None)
         return f"{owner or self.owner.__name__}.{self.attribute}"
 
     @property
     def definition(self) -> Any:
-        """The replacement."""
         return self.function
 
     def is_needed(self) -> bool:
-        """Return True if this version of Keras needs the patch."""
         return self.needed is None or self.needed()
 
     def check(self) -> None:
-        """Raise `KerasVersionError` unless the function has the known signature."""
         original = inspect.getattr_static(self.owner, self.attribute, None)
         if original is None:
             raise keras_changed_error(self.target, "is gone")
@@ -138,11 +112,10 @@ class FunctionPatch(Patch):
         if self.signature is None:
             raise keras_changed_error(self.target, "is no longer a property")
         # Annotations differ between Keras versions without effect.
+        function = getattr(original, "__func__", original)
         parameters = [
             parameter.replace(annotation=inspect.Parameter.empty)
-            for parameter in inspect.signature(
-                getattr(original, "__func__", original)
-            ).parameters.values()
+            for parameter in inspect.signature(function).parameters.values()
         ]
         if isinstance(self.signature, tuple):
             names = {parameter.name for parameter in parameters}
@@ -159,28 +132,18 @@ class FunctionPatch(Patch):
             )
 
     def install(self) -> None:
-        """Replace the function."""
-        original = inspect.getattr_static(self.owner, self.attribute)
-        replacement: Any
+        original: Any = inspect.getattr_static(self.owner, self.attribute)
+        function = getattr(original, "fget", getattr(original, "__func__", original))
+        replacement: Any = functools.update_wrapper(self._around(function), function)
+        # Keras reads constructors with `getfullargspec`, which ignores wrappers.
+        replacement.__signature__ = inspect.signature(function)
         if isinstance(original, property):
-            assert original.fget is not None
-            replacement = property(
-                self._around(original.fget, functools.partial),
-                original.fset,
-                original.fdel,
-                original.__doc__,
-            )
-        else:
-            function = getattr(original, "__func__", original)
-            replacement = self._around(function, _bound)
-            functools.update_wrapper(replacement, function)
-            # Keras reads constructors with `getfullargspec`, which ignores wrappers.
-            replacement.__signature__ = inspect.signature(function)
-            if isinstance(original, staticmethod):
-                replacement = staticmethod(replacement)
+            replacement = original.getter(replacement)
+        elif isinstance(original, staticmethod):
+            replacement = staticmethod(replacement)
         setattr(self.owner, self.attribute, replacement)
 
-    def _around(self, original: Callable, always: Callable) -> Callable:
+    def _around(self, original: Callable) -> Callable:
         """Return a wrapper that checks the condition at each call.
 
         Keras calls some functions hundreds of times per step, so a call to which the
@@ -188,7 +151,7 @@ class FunctionPatch(Patch):
         """
         function, when = self.function, self.condition
         if when is None:
-            return always(function, original)
+            return lambda *args, **kwargs: function(original, *args, **kwargs)
         if not inspect.signature(when).parameters:
 
             def replacement(*args, **kwargs):
@@ -206,15 +169,6 @@ class FunctionPatch(Patch):
                 return function(original, found, *args, **kwargs)
 
         return replacement
-
-
-def _bound(function: Callable, original: Callable) -> Callable:
-    """Bind `original` as `functools.partial` does, but return a function (a method)."""
-
-    def replacement(*args, **kwargs):
-        return function(original, *args, **kwargs)
-
-    return replacement
 
 
 def hook(
@@ -236,30 +190,25 @@ def hook(
         owner: The class or module that has the function.
         attribute: The function's name in `owner`; or several names that share a
             signature and a replacement, which reads `original.__name__`.
-        signature: See `FunctionPatch`.
+        signature: The signature that the patch relies on. A string: all parameters, as
+            `inspect.signature` writes them. A tuple: the names of some parameters, for
+            a patch that passes the others through. None: the attribute is a property.
         when: The condition, evaluated at each call: a function without parameters, or
             of the call's first argument. If it returns None, only the original runs.
         needed: Evaluated once, before installation: returns True if this Keras needs
             the patch on this backend. Without it, every Keras does.
         multi_replica_only: True if the patch does nothing while each strategy has one
             replica, even if `when` is not marked with `multi_replica_only`.
-        owner_name: See `FunctionPatch`.
-
-    Example:
-
-    ```python
-    @hook(keras.Variable, "assign", "(self, value)", when=in_replica)
-    def _assign(original, replica, self, value):
-        return original(self, replica.all_reduce("SUM", value))
-    ```
+        owner_name: The public name of the owner, if its own name is another one.
     """
     attributes = (attribute,) if isinstance(attribute, str) else attribute
 
     def mark(function: _Function) -> _Function:
+        patches = vars(function).setdefault(_PATCHES, [])
         for name in attributes:
             place = (owner, name, signature, function, when)
             patch = FunctionPatch(*place, owner_name, needed, multi_replica_only)
-            _mark(function, patch)
+            patches.append(patch)
         return function
 
     return mark
@@ -282,16 +231,10 @@ def model_hook(
         for name in attributes:
             mro = keras.Model.__mro__
             owner = next((c for c in mro if name in vars(c)), keras.Model)
-            _mark(
-                function, FunctionPatch(owner, name, signature, function, when, "Model")
-            )
+            hook(owner, name, signature, when, owner_name="Model")(function)
         return function
 
     return mark
-
-
-def _mark(function: Any, patch: FunctionPatch) -> None:
-    vars(function).setdefault(_PATCHES, []).append(patch)
 
 
 def keras_changed_error(target: str, what: str) -> KerasVersionError:
@@ -308,9 +251,6 @@ def find_module(names: str, *modules: str) -> Any:
 
     Modules that moved are recognized by what they provide: version numbers say nothing
     about development versions and forks.
-
-    Raises:
-        KerasVersionError: If no module has all names.
     """
     wanted = names.split()
     missing = wanted
@@ -357,7 +297,7 @@ def install(patches: Iterable[Patch]) -> None:
     nothing until then.
     """
     for patch in select_and_check(patches):
-        if patch.waits_for_replicas:
+        if patch.multi_replica_only or hasattr(patch.condition, _MULTI_REPLICA_ONLY):
             _waiting.append(patch)
         else:
             patch.install()

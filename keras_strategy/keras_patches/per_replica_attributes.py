@@ -27,13 +27,10 @@ class _Noted(Patch):
 
     These functions are called very often, so they are replaced only while replicas take
     turns, and the replacement costs one thread-local lookup outside of a replica.
-
-    Attributes:
-        owner: The class.
-        methods: For each mutating method, a function that wraps the original.
     """
 
     owner: Any
+    # For each mutating method, a function that wraps the original.
     methods: dict[str, Callable[[Callable], Callable]]
     condition: Callable[..., Any] | None = current_attributes
 

@@ -8,13 +8,13 @@ layer that has rows as inputs. Other draws in `run` are independent per replica.
 """
 
 import contextlib
+import functools
 import inspect
 import logging
 import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -55,12 +55,10 @@ keras_seeds = find_module(
 _SEED = "global_seed_generator"
 
 
-@hook(
-    keras.random.SeedGenerator,
-    "next",
-    "(self, ordered=True)",
-    when=in_replica_or_dry_run,
-)
+_NEXT = "(self, ordered=True)"
+
+
+@hook(keras.random.SeedGenerator, "next", _NEXT, when=in_replica_or_dry_run)
 def _next(original, replica, self, ordered=True):
     """Draw independent numbers on each replica, except for those of its rows.
 
@@ -101,9 +99,6 @@ def dry_running() -> Iterator[DryRun]:
     It discards assignments, layer attributes and random states. The dry run ends where
     a variable is created, gradients are applied, or an error is raised, which is
     ignored because some functions accept only some batch sizes.
-
-    Yields:
-        The record of what was drawn until then.
     """
     saved = {name: global_state.get_global_attribute(name) for name in _CALL_STATE}
     with (
@@ -131,10 +126,10 @@ def map_rows(take: Callable[[Any], Any], structure: Any) -> Any:
     )
 
 
+_BACKEND = f"keras.src.backend.{keras.backend.backend()}"
 _FUNCTIONS = "normal uniform truncated_normal randint gamma beta binomial"
 keras_random = find_module(
-    f"dropout categorical shuffle {_FUNCTIONS}",
-    f"keras.src.backend.{keras.backend.backend()}.random",
+    f"dropout categorical shuffle {_FUNCTIONS}", f"{_BACKEND}.random"
 )
 
 
@@ -150,16 +145,12 @@ def draws_for_local_rows() -> Replica | DryRun | None:
     return None if step.draws.for_current_layer(step.rows) is None else replica
 
 
-_KERAS = "keras.random"
-
-
-@hook(
-    keras_random,
-    tuple(_FUNCTIONS.split()),
-    ("shape",),
-    when=draws_for_local_rows,
-    owner_name=_KERAS,
+_random_hook = functools.partial(
+    hook, keras_random, when=draws_for_local_rows, owner_name="keras.random"
 )
+
+
+@_random_hook(tuple(_FUNCTIONS.split()), ("shape",))
 def _draw_shape(original, replica, shape, *args, **kwargs):
     """Draw one device's numbers and keep those of this replica's rows."""
     arguments = dict(inspect.signature(original).bind(shape, *args, **kwargs).arguments)
@@ -173,18 +164,16 @@ def _draw_shape(original, replica, shape, *args, **kwargs):
         if key != "shape" and len(getattr(value, "shape", ())) > 0
     }
     if batch_dim is None:
-        return _draw_identical(replica, original, **arguments)
+        with identical_draws(replica):
+            return original(**arguments)
     for key, parameter_dim in parameters.items():
         if parameter_dim is not None:
             value = ops.convert_to_tensor(arguments[key])
             arguments[key] = gather_rows(replica, value, parameter_dim.axis)
-    numbers = (
-        None
-        if parameters
-        else _draw_local(replica, batch_dim, name, {**arguments, "shape": dims})
-    )
-    if numbers is not None:
-        return numbers
+    if not parameters:
+        numbers = _draw_local(replica, batch_dim, name, {**arguments, "shape": dims})
+        if numbers is not None:
+            return numbers
     arguments["shape"] = global_dims = global_shape(dims, batch_dim, replica.step.rows)
     return _draw_global(
         replica,
@@ -195,13 +184,7 @@ def _draw_shape(original, replica, shape, *args, **kwargs):
     )
 
 
-@hook(
-    keras_random,
-    "dropout",
-    "(inputs, rate, noise_shape=None, seed=None)",
-    when=draws_for_local_rows,
-    owner_name=_KERAS,
-)
+@_random_hook("dropout", "(inputs, rate, noise_shape=None, seed=None)")
 def _dropout(original, replica, inputs, rate, noise_shape=None, seed=None):
     """Draw one device's dropout mask and keep that of this replica's rows."""
     if not isinstance(rate, int | float) or not 0 < rate < 1:
@@ -217,7 +200,8 @@ def _dropout(original, replica, inputs, rate, noise_shape=None, seed=None):
     order = engine.memory_order(inputs)
     batch_dim = _find_batch_dim(replica, "dropout", seed, dims, order)
     if batch_dim is None:
-        return _draw_identical(replica, original, inputs, rate, noise_shape, seed)
+        with identical_draws(replica):
+            return original(inputs, rate, noise_shape, seed)
     arguments = {"shape": dims, "rate": rate, "dtype": inputs.dtype, "seed": seed}
     mask = _draw_local(replica, batch_dim, "dropout", arguments)
     if mask is not None:
@@ -241,35 +225,23 @@ def _dropout(original, replica, inputs, rate, noise_shape=None, seed=None):
     return ops.where(mask, inputs / (1.0 - rate), 0)
 
 
-@hook(
-    keras_random,
-    "categorical",
-    ("logits", "num_samples"),
-    when=draws_for_local_rows,
-    owner_name=_KERAS,
-)
+@_random_hook("categorical", ("logits", "num_samples"))
 def _categorical(original, replica, logits, num_samples, *args, **kwargs):
     """Draw from the gathered probabilities of all rows, as one device does."""
     logits = ops.convert_to_tensor(logits)
-    seed = inspect.signature(original).bind(logits, num_samples, *args, **kwargs)
-    batch_dim = _find_batch_dim(
-        replica, "categorical", seed.arguments.get("seed"), _dims(ops.shape(logits))
-    )
+    call = inspect.signature(original).bind(logits, num_samples, *args, **kwargs)
+    seed, dims = call.arguments.get("seed"), _dims(ops.shape(logits))
+    batch_dim = _find_batch_dim(replica, "categorical", seed, dims)
     if batch_dim is None or batch_dim.axis > 0:
-        return _draw_identical(replica, original, logits, num_samples, *args, **kwargs)
+        with identical_draws(replica):
+            return original(logits, num_samples, *args, **kwargs)
     logits = gather_rows(replica, logits, 0)
     with identical_draws(replica):
         numbers = original(logits, num_samples, *args, **kwargs)
     return local_slice(numbers, batch_dim, replica.step.rows)
 
 
-@hook(
-    keras_random,
-    "shuffle",
-    "(x, axis=0, seed=None)",
-    when=draws_for_local_rows,
-    owner_name=_KERAS,
-)
+@_random_hook("shuffle", "(x, axis=0, seed=None)")
 def _shuffle(original, replica, x, axis=0, seed=None):
     """Shuffle each row as one device does, but not rows among each other.
 
@@ -280,7 +252,8 @@ def _shuffle(original, replica, x, axis=0, seed=None):
         replica.depends_on_replicas = True  # it warns when the rows are known
     batch_dim = _find_batch_dim(replica, "shuffle", seed, _dims(ops.shape(x)))
     if batch_dim is None:
-        return _draw_identical(replica, original, x, axis, seed)
+        with identical_draws(replica):
+            return original(x, axis, seed)
     if batch_dim.axis == axis % len(x.shape):
         replica.step.draws.for_current_layer(replica.step.rows).warn_shuffled_rows(seed)
         return original(x, axis, seed)
@@ -304,13 +277,6 @@ def identical_draws(replica: Replica | DryRun) -> Iterator[None]:
         yield
     finally:
         state.is_drawing = False
-
-
-def _draw_identical(
-    replica: Any, original: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    with identical_draws(replica):
-        return original(*args, **kwargs)
 
 
 def _draw_global(
@@ -375,21 +341,14 @@ def _find_batch_dim(
     return cache.batch_dim(drawn, count, rows, step.dry_run)
 
 
-_BACKEND = f"keras.src.backend.{keras.backend.backend()}"
 keras_image = find_module(
     "elastic_transform", f"{_BACKEND}.image", f"{_BACKEND}.ops.image"
 )
+_CALL = "(self, data, training=True)"
 
 
-@hook(
-    keras.layers.MixUp, "call", "(self, data, training=True)", when=draws_for_local_rows
-)
-@hook(
-    keras.layers.CutMix,
-    "call",
-    "(self, data, training=True)",
-    when=draws_for_local_rows,
-)
+@hook(keras.layers.MixUp, "call", _CALL, when=draws_for_local_rows)
+@hook(keras.layers.CutMix, "call", _CALL, when=draws_for_local_rows)
 def _mix_rows(original, replica, self, data, training=True):
     """Mix rows with the gathered rows of all replicas."""
     images = data["images"] if isinstance(data, dict) else data
@@ -403,19 +362,7 @@ def _mix_rows(original, replica, self, data, training=True):
         return _local_slices(replica, original(self, data, training=training))
 
 
-@dataclass(frozen=True)
-class _PythonRandomState:
-    """A state of Python's `random`."""
-
-    state: Any
-
-
-@hook(
-    keras.layers.AugMix,
-    "call",
-    "(self, data, training=True)",
-    when=draws_for_local_rows,
-)
+@hook(keras.layers.AugMix, "call", _CALL, when=draws_for_local_rows)
 def _aug_mix(original, replica, self, data, training=True):
     """Apply the same augmentation chains on all replicas, to the gathered rows.
 
@@ -425,11 +372,11 @@ def _aug_mix(original, replica, self, data, training=True):
     images = data["images"] if isinstance(data, dict) else data
     if isinstance(replica, DryRun) or not training or len(ops.shape(images)) < 4:
         return original(self, data, training=training)
-    initial = replica.merge_call(
-        lambda strategy: _PythonRandomState(random.getstate()), (), {}
+    restore_state = replica.merge_call(
+        lambda strategy: functools.partial(random.setstate, random.getstate()), (), {}
     )
     data = _gather_rows(replica, data)
-    random.setstate(initial.state)
+    restore_state()
     with identical_draws(replica):
         return _local_slices(replica, original(self, data, training=training))
 
@@ -444,9 +391,8 @@ def _equalize(original, replica, self, images, *args, **kwargs):
     """Compute one histogram from all rows."""
     if isinstance(replica, DryRun) or len(ops.shape(images)) < 4:
         return original(self, images, *args, **kwargs)
-    return _local_slices(
-        replica, original(self, _gather_rows(replica, images), *args, **kwargs)
-    )
+    images = _gather_rows(replica, images)
+    return _local_slices(replica, original(self, images, *args, **kwargs))
 
 
 @hook(
@@ -462,13 +408,11 @@ def _elastic_transform(original, replica, images, *args, **kwargs):
     if isinstance(replica, DryRun) or len(images.shape) < 4:
         return original(images, *args, **kwargs)
     images = _gather_rows(replica, images)
-
-    def skip():
-        """Do nothing: only the other backends draw a seed."""
-
     with identical_draws(replica):
         transformed = replica.draw_once(
-            "elastic_transform", lambda: original(images, *args, **kwargs), skip
+            "elastic_transform",
+            lambda: original(images, *args, **kwargs),
+            lambda: None,  # only the other backends draw a seed
         )
     if transformed.shape[0] == 1:
         # Keras returns one row if TensorFlow does not know the batch size.
@@ -478,8 +422,7 @@ def _elastic_transform(original, replica, images, *args, **kwargs):
 
 def _gather_rows(replica: Any, structure: Any) -> Any:
     return tree.map_structure(
-        lambda x: gather_rows(replica, ops.convert_to_tensor(x), 0),
-        structure,
+        lambda x: gather_rows(replica, ops.convert_to_tensor(x), 0), structure
     )
 
 
@@ -490,52 +433,24 @@ def _local_slices(replica: Any, structure: Any) -> Any:
 
 
 # The frame of a layer call has the arguments as Keras completed them.
-_CALL = inspect.unwrap(keras.Layer.__call__).__code__
-
-_layer_caches: weakref.WeakKeyDictionary[Any, BatchDimCache] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A call of a Keras layer.
-
-    Attributes:
-        layer: The layer.
-        leaves: The flattened arguments.
-        structure: The structure of the arguments.
-        rows: The indices in `leaves` of tensors with the replica's rows.
-    """
-
-    layer: Any
-    leaves: list[Any]
-    structure: Any
-    rows: list[int]
-
-    def dry_run(self, num_rows: int) -> DryRun:
-        def call(*tensors):
-            leaves = list(self.leaves)
-            for index, tensor in zip(self.rows, tensors, strict=True):
-                leaves[index] = tensor
-            args, kwargs = tree.pack_sequence_as(self.structure, leaves)
-            self.layer(*args, **kwargs)
-
-        tensors = tuple(self.leaves[index] for index in self.rows)
-        return get_engine().dry_run(call, tensors, {}, num_rows)
+_LAYER_CALL = inspect.unwrap(keras.Layer.__call__).__code__
 
 
 class LayerDraws:
     """Batch dimensions of the draws of layers in `run`."""
+
+    def __init__(self) -> None:
+        self._caches = weakref.WeakKeyDictionary[Any, BatchDimCache]()
 
     def for_current_layer(self, rows: RowRange) -> BatchDimCache | None:
         """Return the cache of the outermost Keras layer that is running, or None."""
         call = _outermost_call(rows.count)
         if call is None:
             return None
-        cache = _layer_caches.get(call.layer)
+        layer, _ = call
+        cache = self._caches.get(layer)
         if cache is None:
-            cache = _layer_caches[call.layer] = BatchDimCache(repeated=True)
+            cache = self._caches[layer] = BatchDimCache(repeated=True)
         return cache
 
 
@@ -546,28 +461,45 @@ def dry_run_layer(num_rows: int) -> DryRun:
     """Run the layer that is drawing again, as a dry run."""
     replica = context.distributed_replica()
     assert replica is not None and replica.step.rows is not None
-    call = _outermost_call(replica.step.rows.count)
-    if call is None or replica.step.rows.count == 0:
+    rows = replica.step.rows.count
+    call = _outermost_call(rows)
+    if call is None or rows == 0:
         return DryRun(draws=[])
-    return call.dry_run(num_rows)
+    layer, arguments = call
+    leaves = tree.flatten(arguments)
+    indices = [index for index, leaf in enumerate(leaves) if _has_rows(leaf, rows)]
+
+    def call_layer(*tensors):
+        for index, tensor in zip(indices, tensors, strict=True):
+            leaves[index] = tensor
+        args, kwargs = tree.pack_sequence_as(arguments, leaves)
+        layer(*args, **kwargs)
+
+    tensors = tuple(leaves[index] for index in indices)
+    return get_engine().dry_run(call_layer, tensors, {}, num_rows)
 
 
-def _outermost_call(rows: int) -> _Call | None:
-    """Return the outermost Keras layer call, or None if it gets no rows."""
+def _outermost_call(rows: int) -> tuple[Any, Any] | None:
+    """Return the outermost running Keras layer and its arguments.
+
+    Return None if it gets no tensor with the replica's rows.
+    """
     frame, found = sys._getframe(1), None
     while frame is not None:
-        if frame.f_code is _CALL:
+        if frame.f_code is _LAYER_CALL:
             if not is_purely_keras(frame.f_locals["self"]):
                 break
             found = frame.f_locals
         frame = frame.f_back
     if found is None:
         return None
-    structure = found["args"], found["kwargs"]
-    leaves = tree.flatten(structure)
-    row_indices = [
-        index
-        for index, leaf in enumerate(leaves)
-        if len(getattr(leaf, "shape", ())) > 0 and leaf.shape[0] == rows
-    ]
-    return _Call(found["self"], leaves, structure, row_indices) if row_indices else None
+    arguments = found["args"], found["kwargs"]
+    for leaf in tree.flatten(arguments):
+        # `_has_rows` inlined: this runs in every draw.
+        if len(getattr(leaf, "shape", ())) > 0 and leaf.shape[0] == rows:
+            return found["self"], arguments
+    return None
+
+
+def _has_rows(leaf: Any, rows: int) -> bool:
+    return len(getattr(leaf, "shape", ())) > 0 and leaf.shape[0] == rows

@@ -1,7 +1,7 @@
 """Backup and resume of `fit`, also within an epoch, with the counters of callbacks.
 
-`back_up_fit` finds BackupAndRestore among the callbacks. `EpochReader` tracks what
-Keras's epoch iterator reads, so that a resumed `fit` continues with the next batch.
+`back_up_fit` finds BackupAndRestore among the callbacks. `_Fit` tracks what Keras's
+epoch iterator reads, so that a resumed `fit` continues with the next batch.
 """
 
 import contextlib
@@ -16,23 +16,14 @@ from keras import ops
 
 from keras_strategy.core.registry import get_engine
 from keras_strategy.data import random
-from keras_strategy.keras_patches import consistency
-from keras_strategy.keras_patches.data_adapters import (
-    array_batch_counts,
-    backend_shuffles,
-    epoch_of,
-    set_epoch,
-    skip_batches,
+from keras_strategy.keras_patches import (
+    consistency,
+    data_adapters,
+    dataset_state,
+    saving,
 )
-from keras_strategy.keras_patches.dataset_state import (
-    DataState,
-    TfDataState,
-    dataset_state_of,
-    has_state_dict,
-    state_of_this_worker,
-)
+from keras_strategy.keras_patches.dataset_state import DataState, TfDataState
 from keras_strategy.keras_patches.patch import find_module, hook
-from keras_strategy.keras_patches.saving import SavedVariables, read_on_chief
 from keras_strategy.keras_patches.variables_optimizers import variables_of
 from keras_strategy.training import ownership
 from keras_strategy.training.callbacks import BackupAndRestore
@@ -51,81 +42,69 @@ _COUNTERS: dict[type, tuple[str, ...]] = {
 _BEST_WEIGHTS = "best_weights"
 
 
-class CallbackStates:
-    """State of the callbacks of one `fit` that count.
-
-    These are `EarlyStopping`, `ReduceLROnPlateau`, `ModelCheckpoint`, and those with
-    `state_dict()` and `load_state_dict(state)`.
-    """
-
-    def __init__(self, callbacks: Sequence[Any]):
-        self._callbacks = [c for c in callbacks if _counter_names(c) is not None]
-
-    def read(self) -> tuple[list[Any], dict[str, np.ndarray]]:
-        """Return the states as JSON values, and arrays by name."""
-        states, arrays = [], {}
-        for number, callback in enumerate(self._callbacks):
-            names = _counter_names(callback)
-            if names:
-                state = {n: getattr(callback, n) for n in names if hasattr(callback, n)}
-            else:
-                state = callback.state_dict()
-            weights = (names and getattr(callback, _BEST_WEIGHTS, None)) or []
-            specs = [[list(w.shape), str(w.dtype)] for w in map(np.asarray, weights)]
-            states.append([type(callback).__name__, encode(state), specs])
-            for index, value in enumerate(weights):
-                arrays[f"callbacks/{number}/{index}"] = np.asarray(value)
-        return states, arrays
-
-    def set(
-        self, states: list[Any], arrays: dict[str, np.ndarray], workers: Any
-    ) -> None:
-        """Restore what `read` returned; all workers call it.
-
-        Raises:
-            ValueError: If the callbacks differ.
-        """
-        names = [type(callback).__name__ for callback in self._callbacks]
-        before = [name for name, *_ in states]
-        if names != before:
-            raise ValueError(
-                "The training must resume with the callbacks of the interrupted run, "
-                f"in the same order: {', '.join(before) or 'none'}. Received: "
-                f"{', '.join(names) or 'none'}."
-            )
-        for number, (callback, saved_state) in enumerate(
-            zip(self._callbacks, states, strict=True)
-        ):
-            _, state, specs = saved_state
-            if not _counter_names(callback):
-                callback.load_state_dict(decode(state))
-                continue
-            for name, value in decode(state).items():
-                setattr(callback, name, value)
-            if specs:
-                weights = [
-                    arrays.get(f"callbacks/{number}/{index}", np.zeros(shape, dtype))
-                    for index, (shape, dtype) in enumerate(specs)
-                ]
-                setattr(callback, _BEST_WEIGHTS, _broadcast_weights(weights, workers))
-
-
-def _broadcast_weights(weights: list[np.ndarray], workers: Any) -> list[np.ndarray]:
-    if workers is None:
-        return weights
-    tensors = [ops.convert_to_tensor(value) for value in weights]
-    tensors = workers.broadcast("a backup's best weights", tensors)
-    return [np.array(ops.convert_to_numpy(tensor)) for tensor in tensors]
-
-
 def _counter_names(callback: Any) -> tuple[str, ...] | None:
     """Return the attributes a callback counts with; none if it is stateful itself."""
-    if has_state_dict(callback):
+    if dataset_state.has_state_dict(callback):
         return ()
     for kind, names in _COUNTERS.items():
         if isinstance(callback, kind):
             return names
     return None
+
+
+def _read_callbacks(callbacks: list[Any]) -> tuple[list[Any], dict[str, np.ndarray]]:
+    """Return the states of callbacks as JSON values, and arrays by name."""
+    states, arrays = [], {}
+    for number, callback in enumerate(callbacks):
+        names = _counter_names(callback)
+        if names:
+            state = {n: getattr(callback, n) for n in names if hasattr(callback, n)}
+        else:
+            state = callback.state_dict()
+        weights = (names and getattr(callback, _BEST_WEIGHTS, None)) or []
+        weights = [np.asarray(value) for value in weights]
+        specs = [[list(value.shape), str(value.dtype)] for value in weights]
+        states.append([type(callback).__name__, encode(state), specs])
+        for index, value in enumerate(weights):
+            arrays[f"callbacks/{number}/{index}"] = value
+    return states, arrays
+
+
+def _restore_callbacks(
+    callbacks: list[Any],
+    states: list[Any],
+    arrays: dict[str, np.ndarray],
+    workers: Any,
+) -> None:
+    """Restore what `_read_callbacks` returned; all workers call it."""
+    names = [type(callback).__name__ for callback in callbacks]
+    before = [name for name, *_ in states]
+    if names != before:
+        raise ValueError(
+            "The training must resume with the callbacks of the interrupted run, "
+            f"in the same order: {', '.join(before) or 'none'}. Received: "
+            f"{', '.join(names) or 'none'}."
+        )
+    for number, (callback, (_, encoded, specs)) in enumerate(
+        zip(callbacks, states, strict=True)
+    ):
+        state = decode(encoded)
+        if not _counter_names(callback):
+            callback.load_state_dict(state)
+            continue
+        for name, value in state.items():
+            setattr(callback, name, value)
+        if not specs:
+            continue
+        weights = [
+            arrays.get(f"callbacks/{number}/{index}", np.zeros(shape, dtype))
+            for index, (shape, dtype) in enumerate(specs)
+        ]
+        if workers is not None:
+            tensors = [ops.convert_to_tensor(value) for value in weights]
+            tensors = workers.broadcast("a backup's best weights", tensors)
+            weights = [np.array(ops.convert_to_numpy(tensor)) for tensor in tensors]
+        setattr(callback, _BEST_WEIGHTS, weights)
 
 
 EpochIterator: Any = find_module(
@@ -134,34 +113,29 @@ EpochIterator: Any = find_module(
 
 
 class _ThreadState(threading.local):
-    """The reader of the next batches in this thread."""
+    """The backed-up `fit` that reads the next batches in this thread."""
 
-    expected: "EpochReader | None" = None
+    expected: "_Fit | None" = None
 
 
 _thread_state = _ThreadState()
 
 
-def _expected_reader() -> "EpochReader | None":
+def _expected_reader() -> "_Fit | None":
     """Return the backed-up `fit` that is about to read an epoch's batches, or None."""
     return _thread_state.expected
 
 
 @hook(EpochIterator, "__iter__", "(self)", when=_expected_reader)
-def _iter(original, reader, self):
+def _iter(original, fit, self):
     """Continue an interrupted epoch with its next batch."""
     _thread_state.expected = None
-    reader.start_epoch(self, original)
+    fit.start_epoch(self, original)
     return self
 
 
-def forget_reader() -> None:
-    """Reset the expected `fit` of this thread."""
-    _thread_state.expected = None
-
-
 @dataclass(frozen=True)
-class Position:
+class _Position:
     """Position of a training in its data, as JSON values.
 
     Attributes:
@@ -188,131 +162,6 @@ def _continues_pass(iterator: Any) -> bool:
     )
 
 
-class EpochReader:
-    """Tracks what one `fit` reads of its data.
-
-    Args:
-        random_state: Returns the state of all random generators.
-        set_random_state: Restores it.
-        data: The state of its data, if any.
-
-    Attributes:
-        iterator: Keras's iterator, once the loop reads.
-    """
-
-    def __init__(
-        self,
-        random_state: Callable[[], Any],
-        set_random_state: Callable[[Any], None],
-        data: DataState | TfDataState | None = None,
-    ):
-        self._random_state = random_state
-        self._set_random_state = set_random_state
-        self.iterator: Any = None
-        self._before: Any = None
-        self._order: int | None = None
-        self._begun = False
-        self._resumed: Position | None = None
-        self._restore: Callable[[Any], None] | None = None
-        self._data, self._saved_state = data, None
-
-    def expect(self) -> None:
-        """Expect this `fit` to be the next that reads in this thread."""
-        _thread_state.expected = self
-
-    def resume(
-        self, position: Position, restore: Callable[[Any], None], dataset_state: Any
-    ) -> None:
-        """Make the next epoch continue at a position.
-
-        `restore` is called with Keras's iterator before its first batch is read.
-        """
-        self._resumed, self._restore = position, restore
-        self._saved_state = dataset_state
-
-    def position(self, batch: int) -> Position:
-        """Return the position before a batch of the epoch."""
-        iterator = self.iterator
-        continues = _continues_pass(iterator)
-        read = iterator._steps_seen if batch or continues else 0
-        begun = self._begun if read else continues
-        orders = self._order, epoch_of(iterator.data_adapter)
-        return Position(batch, read, self._before, begun, self._random_state(), orders)
-
-    def dataset_state(self, position: Position) -> Any:
-        """Return the dataset state at a position, or None."""
-        if self._data is None:
-            return None
-        return self._data.state_at(position.read, position.begun)
-
-    def start_epoch(self, iterator: Any, original: Callable[[Any], Any]) -> None:
-        """Start an epoch.
-
-        Args:
-            iterator: Keras's iterator; continues a pass if `steps_per_epoch` is set.
-            original: Its method that starts a pass.
-        """
-        self.iterator = iterator
-        position, self._resumed = self._resumed, None
-        if position is not None:
-            self._continue_epoch(iterator, original, position)
-            return
-        continues = _continues_pass(iterator)
-        if not (continues and iterator._steps_seen):
-            self._before, self._begun = self._random_state(), continues
-            self._order = epoch_of(iterator.data_adapter)
-            if self._data is not None:
-                self._data.start_pass(continues)
-        original(iterator)
-
-    def _continue_epoch(
-        self, iterator: Any, original: Callable[[Any], Any], position: Position
-    ) -> None:
-        assert self._restore is not None
-        self._restore(iterator)
-        steps, rest = divmod(position.batch, iterator.steps_per_execution)
-        if rest:
-            raise ValueError(
-                f"The backup was written after {position.batch} batches of an epoch, "
-                "which must be a multiple of `steps_per_execution`. Received: "
-                f"steps_per_execution={iterator.steps_per_execution}"
-            )
-        self._before, self._begun = position.before, position.begun
-        (self._order, order), adapter = position.orders, iterator.data_adapter
-        set_epoch(adapter, self._order if position.read else order)
-        to_read = position.read
-        if self._data is not None:
-            to_read -= self._data.restore(self._saved_state)
-        if position.read:
-            self._set_random_state(position.before)
-        if iterator.steps_per_epoch is not None and (position.begun or position.read):
-            iterator._current_iterator = iter(iterator._get_iterator())
-            if position.begun and position.read:
-                self._set_random_state(position.before)
-        original(iterator)
-        with skip_batches(adapter, to_read):
-            self._read_up_to(iterator, steps, to_read)
-        iterator._steps_seen = position.read
-        set_epoch(adapter, order)
-        self._set_random_state(position.now)
-
-    def _read_up_to(self, iterator: Any, steps: int, count: int) -> None:
-        """Read up to the batch where the epoch continues."""
-        batches = iterator._current_iterator
-        for _ in range(steps):
-            *_, batches = next(iterator._epoch_iterator)
-        for number in range(count):
-            if next(batches, None) is None:
-                raise ValueError(
-                    f"The backup was written after {count} batches of the data, which "
-                    f"now has {number}. The training must resume with the data of the "
-                    "interrupted run."
-                )
-
-
-_KERAS = keras.callbacks.BackupAndRestore
-
-
 @contextlib.contextmanager
 def back_up_fit(
     strategy: Any, model: keras.Model, arguments: dict[str, Any]
@@ -326,11 +175,15 @@ def back_up_fit(
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callback_list, callbacks = callbacks, callbacks.callbacks
     callbacks = list(keras.tree.flatten(callbacks or []))
+    of_keras = keras.callbacks.BackupAndRestore
     if strategy.num_replicas_in_sync > 1:
         callbacks = [
-            _replace_callback(c) if type(c) is _KERAS else c for c in callbacks
+            BackupAndRestore(c.backup_dir, c.save_freq, c.delete_checkpoint)
+            if type(c) is of_keras
+            else c
+            for c in callbacks
         ]
-    others = [type(c).__name__ for c in callbacks if isinstance(c, _KERAS)]
+    others = [type(c).__name__ for c in callbacks if isinstance(c, of_keras)]
     if others and strategy.extended.cluster is not None:
         raise ValueError(
             "With several workers only the chief writes backups, so your callbacks "
@@ -348,35 +201,25 @@ def back_up_fit(
     (backup,) = found
     # Backups at the end of an epoch need no state within it.
     each_batch = backup.save_freq != "epoch" or bool(backup.save_before_preemption)
-    data = dataset_state_of(arguments.get("x"), each_batch)
-    folder = BackupFolder(backup.backup_dir)
-    states = CallbackStates(callbacks)
-    training = _Fit(strategy, model, folder, data, states)
-    saver = backup.saver(training)
+    data = dataset_state.dataset_state_of(arguments.get("x"), each_batch)
+    fit = _Fit(strategy, model, BackupFolder(backup.backup_dir), data, callbacks)
+    saver = backup.saver(fit)
     callbacks.append(saver)
     if callback_list is None:
         arguments["callbacks"] = callbacks
     else:
         callback_list.callbacks = callbacks
         callback_list.set_model(model)
-    backup.attach(training)
+    backup.attach(fit)
     listening = getattr(saver, "listening", contextlib.nullcontext)
+    recording = contextlib.nullcontext if data is None else data.recording
     try:
-        with (
-            listening(),
-            contextlib.nullcontext() if data is None else data.recording(),
-        ):
+        with listening(), recording():
             yield
     finally:
         backup.attach(None)
-        forget_reader()
+        _thread_state.expected = None
         model._initial_epoch = None  # or the next `fit` would start there
-
-
-def _replace_callback(callback: Any) -> BackupAndRestore:
-    return BackupAndRestore(
-        callback.backup_dir, callback.save_freq, callback.delete_checkpoint
-    )
 
 
 class _Fit:
@@ -392,18 +235,21 @@ class _Fit:
         model: keras.Model,
         folder: BackupFolder,
         data: DataState | TfDataState | None,
-        callbacks: CallbackStates,
+        callbacks: list[Any],
     ):
         self._strategy, self._model, self._folder = strategy, model, folder
-        self._callbacks = callbacks
         self._cluster, self._data = strategy.extended.cluster, data
-        self._reader = EpochReader(
-            random.get_random_state, random.set_random_state, data
-        )
-        self._variables = SavedVariables(strategy)
-        self._found = read_on_chief(self._cluster, folder)
-        self._resumed: BackupContents | None = None
+        self._callbacks = [c for c in callbacks if _counter_names(c) is not None]
         self.batch = 0
+        self._iterator: Any = None
+        # `before`, `begun` and the first of `orders` in the next backup's position.
+        self._before: Any = None
+        self._begun = False
+        self._order: int | None = None
+        # The backup from which `restore` has resumed, until its epoch starts.
+        self._resumed: BackupContents | None = None
+        self._saved_data: Any = None
+        self._found = saving.read_on_chief(self._cluster, folder)
         if self._found is not None:
             random.set_random_state(self._found.facts["begin"])
         elif self._cluster is not None:
@@ -413,55 +259,34 @@ class _Fit:
     def restore(self) -> None:
         """Make `fit` continue where the backup was written, if there is one."""
         found, self._found = self._found, None
+        self._resumed = found
         if found is None:
             return
-        position = Position(**found.facts["position"])
-        self._model._initial_epoch = found.facts["epoch"]
+        facts = found.facts
+        position = _Position(**facts["position"])
+        self._model._initial_epoch = facts["epoch"]
         self.batch = position.batch
         self._build()
-        self._variables.assign(found, variables_of(self._model, False), _is_metrics)
+        variables = variables_of(self._model, metrics=False)
+        saving.assign_variables(self._strategy, found, variables, has_metrics=False)
         random.set_random_state(position.now)
-
-        def check_and_assign(iterator):
-            adapter, before = iterator.data_adapter, found.facts["engine"]
-            counts = array_batch_counts(adapter)
-            others = before != get_engine().name
-            others |= (position.orders[1] is None) != (epoch_of(adapter) is None)
-            if position.read and others and backend_shuffles(adapter):
-                raise ValueError(
-                    f"{found.file} was written within an epoch of shuffled rows, whose "
-                    f"order {before} has drawn. Resume with that backend and version "
-                    "of Keras, or shuffle a PyDataset, whose order is the same on "
-                    "every backend."
-                )
-            if position.read and counts != found.facts["counts"]:
-                raise ValueError(
-                    "The training must resume within an epoch with the data of the "
-                    "interrupted run. Received: batches, rows per batch and rows of "
-                    f"the last batch: {counts}, but {found.file} was written with "
-                    f"{found.facts['counts']}."
-                )
-            if position.batch:
-                # Callbacks have already handled the start of the epoch.
-                self._build(iterator)
-                self._variables.assign(found, variables_of(self._model))
-
-        state = state_of_this_worker(found.facts["data"], self._cluster)
-        alone = len(found.facts["data"]) == 1, self._cluster is None
-        other = found.facts["engine"] != get_engine().name or len(set(alone)) > 1
-        if other and state is not None and isinstance(self._data, TfDataState):
+        states = facts["data"]
+        self._saved_data = dataset_state.state_of_this_worker(states, self._cluster)
+        differs = facts["engine"] != get_engine().name
+        differs |= (len(states) == 1) != (self._cluster is None)
+        if differs and self._saved_data and isinstance(self._data, TfDataState):
             self._data.warn_other_reads()
-        self._reader.resume(position, check_and_assign, state)
-        self._resumed = found
 
     def begin(self) -> None:
         """Restore the counters of callbacks, which have been reset."""
-        found, self._resumed = self._resumed, None
+        found = self._resumed
         if found is not None:
             workers = self._strategy.extended.group.workers
-            self._callbacks.set(found.facts["callbacks"], found.arrays, workers)
+            states = found.facts["callbacks"]
+            _restore_callbacks(self._callbacks, states, found.arrays, workers)
 
     def _build(self, iterator: Any = None) -> None:
+        """Build what the backup has values of: metrics, too, if `iterator` is given."""
         model = self._model
         if not model.built:
             raise ValueError(
@@ -478,37 +303,105 @@ class _Fit:
             iterator.reset()
 
     def expect(self) -> None:
-        """Expect the loop to read its batches next."""
+        """Expect the loop to read its batches next, in this thread."""
         self.batch = 0
-        self._reader.expect()
+        _thread_state.expected = self
+
+    def start_epoch(self, iterator: Any, original: Callable[[Any], Any]) -> None:
+        """Start an epoch of Keras's iterator; `original` starts a pass."""
+        self._iterator = iterator
+        found, self._resumed = self._resumed, None
+        if found is not None:
+            self._continue_epoch(found, iterator, original)
+            return
+        continues = _continues_pass(iterator)
+        if not (continues and iterator._steps_seen):
+            self._before, self._begun = random.get_random_state(), continues
+            self._order = data_adapters.epoch_of(iterator.data_adapter)
+            if self._data is not None:
+                self._data.start_pass(continues)
+        original(iterator)
+
+    def _continue_epoch(
+        self, found: BackupContents, iterator: Any, original: Callable[[Any], Any]
+    ) -> None:
+        position = _Position(**found.facts["position"])
+        adapter = iterator.data_adapter
+        if position.read:
+            _check_same_data(found, adapter, position)
+        if position.batch:
+            # Callbacks have already handled the start of the epoch.
+            self._build(iterator)
+            saving.assign_variables(self._strategy, found, variables_of(self._model))
+        steps, rest = divmod(position.batch, iterator.steps_per_execution)
+        if rest:
+            raise ValueError(
+                f"The backup was written after {position.batch} batches of an epoch, "
+                "which must be a multiple of `steps_per_execution`. Received: "
+                f"steps_per_execution={iterator.steps_per_execution}"
+            )
+        self._before, self._begun = position.before, position.begun
+        self._order, order = position.orders
+        data_adapters.set_epoch(adapter, self._order if position.read else order)
+        to_read = position.read
+        if self._data is not None:
+            to_read -= self._data.restore(self._saved_data)
+        if position.read:
+            random.set_random_state(position.before)
+        if iterator.steps_per_epoch is not None and (position.begun or position.read):
+            iterator._current_iterator = iter(iterator._get_iterator())
+            if position.begun and position.read:
+                random.set_random_state(position.before)
+        original(iterator)
+        with data_adapters.skip_batches(adapter, to_read):
+            batches = iterator._current_iterator
+            for _ in range(steps):
+                *_, batches = next(iterator._epoch_iterator)
+            for number in range(to_read):
+                if next(batches, None) is None:
+                    raise ValueError(
+                        f"The backup was written after {to_read} batches of the data, "
+                        f"which now has {number}. The training must resume with the "
+                        "data of the interrupted run."
+                    )
+        iterator._steps_seen = position.read
+        data_adapters.set_epoch(adapter, order)
+        random.set_random_state(position.now)
 
     def save(self, epoch: int, batch: int) -> None:
-        """Write a backup."""
-        if self._cluster is not None:
-            consistency.check_same_values(
-                self._strategy, self._model, operation="the backup"
-            )
-        position = self._reader.position(batch)
-        iterator = self._reader.iterator
-        states = [self._reader.dataset_state(position)]
-        if self._cluster is not None and self._data is not None:
-            states = self._cluster.exchange("the dataset state", states[0])
+        """Write a backup from which training continues at this epoch and batch."""
+        strategy, cluster, iterator = self._strategy, self._cluster, self._iterator
+        if cluster is not None:
+            consistency.check_same_values(strategy, self._model, operation="the backup")
+        continues = _continues_pass(iterator)
+        read = iterator._steps_seen if batch or continues else 0
+        position = _Position(
+            batch,
+            read,
+            self._before,
+            self._begun if read else continues,
+            random.get_random_state(),
+            (self._order, data_adapters.epoch_of(iterator.data_adapter)),
+        )
+        data_states = [None]
+        if self._data is not None:
+            data_states = [self._data.state_at(read, position.begun)]
+            if cluster is not None:
+                data_states = cluster.exchange("the dataset state", data_states[0])
         variables = variables_of(self._model, metrics=batch > 0)
-        facts, arrays = self._variables.read(variables, self._folder.spill)
-        counters, best_weights = self._callbacks.read()
-        arrays |= best_weights
+        facts, arrays = saving.read_variables(strategy, variables, self._folder.spill)
+        counters, best_weights = _read_callbacks(self._callbacks)
         facts |= {
             "callbacks": counters,
             "epoch": epoch,
             "engine": get_engine().name,
             "position": asdict(position),
-            "data": states,
+            "data": data_states,
             "begin": self._begin,
-            "counts": array_batch_counts(iterator.data_adapter),
+            "counts": data_adapters.array_batch_counts(iterator.data_adapter),
         }
-        run_on_chief(
-            self._cluster, "the backup", lambda: self._folder.write(facts, arrays)
-        )
+        arrays |= best_weights
+        run_on_chief(cluster, "the backup", lambda: self._folder.write(facts, arrays))
 
     def clear(self) -> None:
         """Remove the backups."""
@@ -520,5 +413,20 @@ class _Fit:
         return [says] if cluster is None else cluster.exchange("whether to end", says)
 
 
-def _is_metrics(key: str) -> bool:
-    return key.startswith("metrics/")
+def _check_same_data(found: BackupContents, adapter: Any, position: _Position) -> None:
+    """Raise unless an interrupted epoch's batches and their order are as before."""
+    before, counts = found.facts["engine"], data_adapters.array_batch_counts(adapter)
+    differs = before != get_engine().name
+    differs |= (position.orders[1] is None) != (data_adapters.epoch_of(adapter) is None)
+    if differs and counts is not None and adapter._shuffle:
+        raise ValueError(
+            f"{found.file} was written within an epoch of shuffled rows, whose order "
+            f"{before} has drawn. Resume with that backend and version of Keras, or "
+            "shuffle a PyDataset, whose order is the same on every backend."
+        )
+    if counts != found.facts["counts"]:
+        raise ValueError(
+            "The training must resume within an epoch with the data of the interrupted "
+            "run. Received: batches, rows per batch and rows of the last batch: "
+            f"{counts}, but {found.file} was written with {found.facts['counts']}."
+        )

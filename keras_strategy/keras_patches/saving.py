@@ -11,16 +11,11 @@ import numpy as np
 from keras import ops
 
 from keras_strategy.data import random
-from keras_strategy.keras_patches import consistency
-from keras_strategy.keras_patches.dataset_state import (
-    has_state_dict,
-    state_of_this_worker,
-)
+from keras_strategy.keras_patches import consistency, dataset_state
 from keras_strategy.keras_patches.patch import find_module, hook, model_on_workers
 from keras_strategy.keras_patches.random import global_generator, keras_seeds
 from keras_strategy.keras_patches.variables_optimizers import variables_of
 from keras_strategy.training import ownership
-from keras_strategy.training.ownership import strategy_of_variable
 from keras_strategy.training.resume import (
     ArraySpill,
     BackupContents,
@@ -61,8 +56,20 @@ def _save(original, strategy, self, filepath, *args, **kwargs):
     operation = f"`{original.__name__}` to {os.path.basename(path)}"
     consistency.check_same_values(strategy, self, operation=operation)
     cluster = strategy.extended.cluster
-    with _spill_beside(path) if cluster.is_chief else ArraySpill(None) as spill:
-        values = _read_on_all_workers(self, spill, cluster.is_chief)
+    beside = path
+    if "://" in path:
+        beside = os.path.join(tempfile.gettempdir(), f"keras_strategy-{os.getpid()}")
+    to_disk = ArraySpill.next_to(pathlib.Path(beside))
+    with to_disk if cluster.is_chief else ArraySpill(None) as spill:
+        # Of variables that differ between replicas. Sharded ones are spilled to disk:
+        # together they may exceed the chief's memory.
+        values = []
+        for variable in variables_of(self).values():
+            if is_sharded(variable):
+                values.append((variable, spill.add(ops.convert_to_numpy(variable))))
+            elif is_sync_on_read(variable) and variable.aggregation != "none":
+                value = ops.convert_to_numpy(variable)
+                values.append((variable, ops.convert_to_tensor(value)))
 
         def write() -> Any:
             spill.check()
@@ -84,156 +91,102 @@ def _get_attr_skipset(original, skipset, obj_type):
     return skipset
 
 
-def _spill_beside(path: str) -> ArraySpill:
-    """Return where the chief keeps values until it writes them."""
-    if "://" in path:
-        path = os.path.join(tempfile.gettempdir(), f"keras_strategy-{os.getpid()}")
-    return ArraySpill.next_to(pathlib.Path(path))
-
-
-def _read_on_all_workers(
-    model: keras.Model, spill: ArraySpill, is_chief: bool
-) -> list[tuple[Any, Any]]:
-    """Return the values of variables that differ between replicas.
-
-    Only the chief keeps sharded variables, and spills them to disk: together they may
-    exceed its memory.
-    """
-    values = []
-    for variable in variables_of(model).values():
-        if is_sharded(variable):
-            value = keras.ops.convert_to_numpy(variable)
-            if is_chief:
-                values.append((variable, spill.add(value)))
-        elif is_sync_on_read(variable) and variable.aggregation != "none":
-            value = keras.ops.convert_to_numpy(variable)
-            values.append((variable, keras.ops.convert_to_tensor(value)))
-    return values
-
-
 _PER_REPLICA = "/replicas"
-Spill = Callable[[np.ndarray], np.ndarray]
 
 
-class SavedVariables:
-    """Reads and sets a strategy's variables by names equal on all workers."""
+def read_variables(
+    strategy: Any,
+    variables: Mapping[str, Any],
+    spill: Callable[[np.ndarray], np.ndarray],
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return what a file stores of variables; all workers call it.
 
-    def __init__(self, strategy: Any):
-        self._strategy = strategy
-        self._cluster = strategy.extended.cluster
-
-    def read(
-        self, variables: Mapping[str, Any], spill: Spill
-    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Return what a file stores of variables; all workers call it.
-
-        Args:
-            variables: The variables, by names that all backends have.
-            spill: Stores sharded values until they are written.
-
-        Returns:
-            JSON values, and on the chief the arrays.
-        """
-        ownership.broadcast_pending_values()  # needs all workers
-        arrays: dict[str, np.ndarray] = {}
-        for key, variable in variables.items():
-            arrays |= self._arrays(key, variable, spill)
-        generator = global_generator()
-        facts = {
-            "seed": None if generator is None else generator.state.numpy().tolist(),
-            "variables": {key: v.path for key, v in variables.items()},
-            "shapes": {key: array.shape for key, array in arrays.items()},
-        }
-        return facts, arrays
-
-    def _arrays(self, key: str, variable: Any, spill: Spill) -> dict[str, np.ndarray]:
-        """Return a variable's value, and each replica's value where they differ."""
-        arrays = {}
+    These are JSON values, and on the chief the arrays: each variable's value, and every
+    replica's where they differ. `spill` stores sharded values until they are written.
+    """
+    ownership.broadcast_pending_values()  # needs all workers
+    cluster, group = strategy.extended.cluster, strategy.extended.group
+    is_writer = cluster is None or cluster.is_chief
+    arrays: dict[str, np.ndarray] = {}
+    for key, variable in variables.items():
         if is_sync_on_read(variable):
-            extended = self._strategy.extended
-            values = np.stack([*map(_numpy, extended.group.components(variable))])
-            workers = extended.group.workers
-            if workers is not None:
+            values = np.stack([*map(_numpy, group.components(variable))])
+            if group.workers is not None:
                 local_values = ops.convert_to_tensor(values)
-                values, _ = workers.gather("a backup's metrics", local_values, 0)
+                values, _ = group.workers.gather("a backup's metrics", local_values, 0)
             arrays[key + _PER_REPLICA] = _numpy(values)
             if variable.aggregation != "none":
                 arrays[key] = _numpy(variable.value)
-        else:
-            is_writer = self._cluster is None or self._cluster.is_chief
-            if is_sharded(variable):
-                value = variable.numpy()  # gathers the shards of all workers
-                if is_writer:
-                    arrays[key] = spill(value)
-            elif is_writer:
-                arrays[key] = _numpy(variable)
-        return arrays
-
-    def assign(
-        self,
-        found: BackupContents,
-        variables: Mapping[str, Any],
-        is_optional: Callable[[str], bool] = lambda name: False,
-    ) -> None:
-        """Assign the values that the chief has read; all workers call it.
-
-        Args:
-            found: What the chief has read; only its facts, on other workers.
-            variables: The variables by name.
-            is_optional: Selects names in the file that `variables` may lack.
-        """
-        _compare(found, variables, is_optional)
-        replicas = self._strategy.num_replicas_in_sync
-        local = self._strategy.extended.local_replicas
-        shapes, wanted = found.facts["shapes"], {}
-        for key, variable in variables.items():
-            (before, *_) = shapes.get(key + _PER_REPLICA, (0,))
-            is_per_replica = before == replicas > 1
-            if not is_per_replica and key not in shapes:
-                raise ValueError(
-                    f"Each replica has its own value of '{variable.path}', so the "
-                    "training must resume with the same number of replicas. "
-                    f"Received: {replicas} replicas, but {found.file} was written "
-                    f"with {before}."
-                )
-            wanted[key + _PER_REPLICA if is_per_replica else key] = variable
-        tensors = self._broadcast(found, wanted)
-        for (key, variable), tensor in zip(wanted.items(), tensors, strict=True):
-            if key.endswith(_PER_REPLICA):
-                values = [tensor[replica] for replica in local]
-                self._strategy.extended.group.assign_components(variable, values)
-            else:
-                variable.assign(tensor)
-        seed = found.facts["seed"]
-        if seed is not None:
-            with ownership.suspend_implicit_scope(None):  # the process's generator
-                generator = global_generator() or keras_seeds.global_seed_generator()
-            generator.state.assign(np.array(seed, generator.state.dtype))
-
-    def _broadcast(self, found: BackupContents, wanted: dict[str, Any]) -> list[Any]:
-        """Return the arrays of the file as tensors, on all workers."""
-        shapes, tensors = found.facts["shapes"], []
-        for key, variable in wanted.items():
-            array = found.arrays.get(key)
-            if array is None:
-                array = np.zeros(shapes[key], variable.dtype)
-            tensors.append(ops.convert_to_tensor(array.astype(variable.dtype)))
-        workers = self._strategy.extended.group.workers
-        return tensors if workers is None else workers.broadcast("a backup", tensors)
+        elif is_sharded(variable):
+            value = variable.numpy()  # gathers the shards of all workers
+            if is_writer:
+                arrays[key] = spill(value)
+        elif is_writer:
+            arrays[key] = _numpy(variable)
+    generator = global_generator()
+    facts = {
+        "seed": None if generator is None else generator.state.numpy().tolist(),
+        "variables": {key: v.path for key, v in variables.items()},
+        "shapes": {key: array.shape for key, array in arrays.items()},
+    }
+    return facts, arrays
 
 
-def _compare(
+def assign_variables(
+    strategy: Any,
     found: BackupContents,
     variables: Mapping[str, Any],
-    is_optional: Callable[[str], bool],
+    has_metrics: bool = True,
 ) -> None:
-    """Raise unless a file and a model have the same variables."""
+    """Assign the values that the chief has read; all workers call it.
+
+    If `has_metrics` is False, `variables` lack the metrics that the file may have.
+    """
+    _check_same_variables(found, variables, has_metrics)
+    extended, replicas = strategy.extended, strategy.num_replicas_in_sync
+    shapes = found.facts["shapes"]
+    wanted, tensors = {}, []
+    for key, variable in variables.items():
+        (before, *_) = shapes.get(key + _PER_REPLICA, (0,))
+        is_per_replica = before == replicas > 1
+        if not is_per_replica and key not in shapes:
+            raise ValueError(
+                f"Each replica has its own value of '{variable.path}', so the "
+                "training must resume with the same number of replicas. "
+                f"Received: {replicas} replicas, but {found.file} was written "
+                f"with {before}."
+            )
+        key += _PER_REPLICA if is_per_replica else ""
+        wanted[key] = variable
+        array = found.arrays.get(key)
+        if array is None:
+            array = np.zeros(shapes[key], variable.dtype)
+        tensors.append(ops.convert_to_tensor(array.astype(variable.dtype)))
+    workers = extended.group.workers
+    if workers is not None:
+        tensors = workers.broadcast("a backup", tensors)
+    for (key, variable), tensor in zip(wanted.items(), tensors, strict=True):
+        if key.endswith(_PER_REPLICA):
+            values = [tensor[replica] for replica in extended.local_replicas]
+            extended.group.assign_components(variable, values)
+        else:
+            variable.assign(tensor)
+    seed = found.facts["seed"]
+    if seed is not None:
+        with ownership.suspend_implicit_scope(None):  # the process's generator
+            generator = global_generator() or keras_seeds.global_seed_generator()
+        generator.state.assign(np.array(seed, generator.state.dtype))
+
+
+def _check_same_variables(
+    found: BackupContents, variables: Mapping[str, Any], has_metrics: bool
+) -> None:
     saved, shapes = found.facts["variables"], found.facts["shapes"]
     missing = [v.path for key, v in variables.items() if key not in saved]
     unexpected = [
         path
         for key, path in saved.items()
-        if key not in variables and not is_optional(key)
+        if key not in variables and (has_metrics or not key.startswith("metrics/"))
     ]
     if missing or unexpected:
         raise ValueError(
@@ -268,14 +221,9 @@ def _numpy(tensor: Any) -> np.ndarray:
 class Checkpoint:
     """Checkpoint of a custom training loop, including its random states.
 
-    Args:
-        things: A model; or by name: objects with `variables` (models, layers,
-            optimizers, metrics), variables, and data with `state_dict()` and
-            `load_state_dict(state)`.
-        path: The folder.
-
-    Raises:
-        ValueError: If `things` has another kind of object, or nothing of a strategy.
+    `things` is a model; or by name: objects with `variables` (models, layers,
+    optimizers, metrics), variables, and data with `state_dict()` and
+    `load_state_dict(state)`.
     """
 
     def __init__(self, things: Any, path: str | os.PathLike):
@@ -284,7 +232,7 @@ class Checkpoint:
         self._data = {
             name: thing
             for name, thing in things.items()
-            if not isinstance(thing, types) and has_state_dict(thing)
+            if not isinstance(thing, types) and dataset_state.has_state_dict(thing)
         }
         self._things = {n: things[n] for n in things if n not in self._data}
         for name, thing in self._things.items():
@@ -294,16 +242,15 @@ class Checkpoint:
                     "variables and data with `state_dict()`. Received: "
                     f"{name!r} of type {type(thing).__name__}"
                 )
-        strategies = map(strategy_of_variable, self._variables().values())
-        strategy = next(filter(None, strategies), None)
-        if strategy is None:
+        strategies = map(ownership.strategy_of_variable, self._variables().values())
+        self._strategy: Any = next(filter(None, strategies), None)
+        if self._strategy is None:
             found = [name or type(t).__name__ for name, t in self._things.items()]
             raise ValueError(
                 "A checkpoint requires objects that were created in the scope of a "
                 f"strategy and have variables. Received: {', '.join(found)}"
             )
-        self._saved = SavedVariables(strategy)
-        self._cluster = strategy.extended.cluster
+        self._cluster = self._strategy.extended.cluster
         self._folder = BackupFolder(path)
 
     def restore(self) -> int:
@@ -311,8 +258,8 @@ class Checkpoint:
         found = read_on_chief(self._cluster, self._folder)
         if found is None:
             return 0
-        self._saved.assign(found, self._variables())
-        state = state_of_this_worker(found.facts["data"], self._cluster)
+        assign_variables(self._strategy, found, self._variables())
+        state = dataset_state.state_of_this_worker(found.facts["data"], self._cluster)
         for name, data in self._data.items():
             data.load_state_dict(decode(state[name]))
         random.set_random_state(found.facts["random"])
@@ -320,7 +267,8 @@ class Checkpoint:
 
     def save(self, steps: int) -> None:
         """Save; all workers call it, and the chief writes."""
-        facts, arrays = self._saved.read(self._variables(), self._folder.spill)
+        variables, spill = self._variables(), self._folder.spill
+        facts, arrays = read_variables(self._strategy, variables, spill)
         states = [
             {name: encode(data.state_dict()) for name, data in self._data.items()}
         ]

@@ -13,11 +13,7 @@ from keras_strategy.core.per_replica_attributes import setattr_hooks
 from keras_strategy.data import random
 from keras_strategy.data.prefetch import prefetch_disabled, stop_prefetchers_on_exit
 from keras_strategy.keras_patches import consistency as mirror_consistency
-from keras_strategy.keras_patches.data_adapters import (
-    building,
-    for_keras,
-    take_class_weight,
-)
+from keras_strategy.keras_patches import data_adapters
 from keras_strategy.keras_patches.patch import hook, in_scope, model_hook
 from keras_strategy.keras_patches.resume import back_up_fit
 from keras_strategy.keras_patches.variables_optimizers import (
@@ -70,19 +66,14 @@ def _select_batch_callbacks(callbacks: keras.callbacks.CallbackList, kind: str) 
             continue
         listeners = [c for c in callbacks.callbacks if listens(c, kind, time)]
         if all(isinstance(callback, LogFreeCallback) for callback in listeners):
-            vars(callbacks)[name] = (
-                _call_without_logs(listeners, name) if listeners else _NO_OP
-            )
+            methods = [getattr(callback, name) for callback in listeners]
+            call_all = functools.partial(_call_without_logs, methods)
+            vars(callbacks)[name] = call_all if methods else _NO_OP
 
 
-def _call_without_logs(listeners: list[LogFreeCallback], name: str) -> Callable:
-    methods = [getattr(callback, name) for callback in listeners]
-
-    def call_all(batch: int, logs: Any = None) -> None:
-        for method in methods:
-            method(batch)
-
-    return call_all
+def _call_without_logs(methods: list[Callable], batch: int, logs: Any = None) -> None:
+    for method in methods:
+        method(batch)
 
 
 def listens(callback: keras.callbacks.Callback, kind: str, time: str = "end") -> bool:
@@ -97,13 +88,11 @@ def listens(callback: keras.callbacks.Callback, kind: str, time: str = "end") ->
         if isinstance(callback, _SAVING_CALLBACKS) and callback.save_freq == "epoch":
             base_classes += _SAVING_CALLBACKS
             names.append("_should_save_on_batch")
-    return not all(_inherits_method(callback, name, base_classes) for name in names)
-
-
-def _inherits_method(callback: Any, name: str, owners: list[type]) -> bool:
-    """Return True if a callback inherits a method from one of some classes."""
-    function = getattr(getattr(callback, name, None), "__func__", None)
-    return function in [vars(owner).get(name, _NO_OP) for owner in owners]
+    for name in names:
+        function = getattr(getattr(callback, name, None), "__func__", None)
+        if function not in [vars(cls).get(name, _NO_OP) for cls in base_classes]:
+            return True
+    return False
 
 
 _LOOPS = ("fit", "evaluate", "predict")
@@ -115,33 +104,29 @@ def _entry_point(original, self, *args, **kwargs):
     """Run the method in the scope of the model's strategy, on distributed data."""
     name = original.__name__
     strategy = strategy_of_model(self)
-    args = [for_keras(x, strategy, name) for x in args]
-    kwargs = {k: for_keras(x, strategy, name) for k, x in kwargs.items()}
+    args = [data_adapters.for_keras(x, strategy, name) for x in args]
+    kwargs = {k: data_adapters.for_keras(x, strategy, name) for k, x in kwargs.items()}
     if name == "fit":
-        take_class_weight(original, self, args, kwargs)
+        data_adapters.take_class_weight(original, self, args, kwargs)
     prefetch_scope = (
         stop_prefetchers_on_exit() if name in _LOOPS else contextlib.nullcontext()
     )
     with prefetch_scope, ownership.suspend_implicit_scope(strategy):
         if strategy is None:
-            _require_no_scope(self, name)
+            current = context.current_scope()
+            if current is not None:
+                raise ValueError(
+                    f"`{name}` was called in the scope of {current!r} on the model "
+                    f"'{self.name}', which was created outside of it. Create the model "
+                    f"in `with strategy.scope():`, or call `{name}` outside the scope "
+                    "to work on one device."
+                )
             return original(self, *args, **kwargs)
         context.require_cross_replica(strategy, name)
         with ownership.enter_implicit_scope(strategy):
             if name != "compile":  # which the user's `compile` may call
                 adopt_variables(strategy, self)
             return _call_with_strategy(strategy, original, self, args, kwargs)
-
-
-def _require_no_scope(model: keras.Model, name: str) -> None:
-    current = context.current_scope()
-    if current is not None:
-        raise ValueError(
-            f"`{name}` was called in the scope of {current!r} on the model "
-            f"'{model.name}', which was created outside of it. Create the model in "
-            f"`with strategy.scope():`, or call `{name}` outside the scope to "
-            "work on one device."
-        )
 
 
 def _call_with_strategy(
@@ -186,10 +171,14 @@ def _call_with_replicas(
                 _create_training_sync, strategy, model, call.arguments
             )
             prepare_fit_arguments(name, call.arguments, cluster, create_sync)
-    if name == "fit" and mirror_consistency.check_each_batch:
-        add_callback(call.arguments, mirror_consistency.BatchCheck(strategy))
-    elif name == "fit" and cluster is None:
-        add_callback(call.arguments, mirror_consistency.EpochCheck(strategy))
+    callbacks = call.arguments.get("callbacks")
+    if name == "fit" and not isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = keras.tree.flatten(callbacks or [])
+        if mirror_consistency.check_each_batch:
+            callbacks.append(mirror_consistency.BatchCheck(strategy))
+        elif cluster is None:
+            callbacks.append(mirror_consistency.EpochCheck(strategy))
+        call.arguments["callbacks"] = callbacks
     with strategy.extended.group.trainer_scope(model, name, call.arguments):
         result = original(*call.args, **call.kwargs)
     if mirror_consistency.check_each_batch:
@@ -200,19 +189,6 @@ def _call_with_replicas(
 _signature = functools.cache(inspect.signature)
 
 
-def add_callback(arguments: dict[str, Any], callback: keras.callbacks.Callback) -> bool:
-    """Append a callback to the arguments of `fit`, `evaluate` or `predict`.
-
-    Returns:
-        False if the user passed a `CallbackList`, which is not changed.
-    """
-    callbacks = arguments.get("callbacks")
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        return False
-    arguments["callbacks"] = [*keras.tree.flatten(callbacks or []), callback]
-    return True
-
-
 def _create_training_sync(
     strategy: Any,
     model: keras.Model,
@@ -221,16 +197,14 @@ def _create_training_sync(
     acts_alone: bool,
 ) -> SyncTrainingState:
     cluster = strategy.extended.cluster
-    signature = consistency.fit_signature(
-        model, compile_arguments(model), arguments, in_step
-    )
+    compiled = getattr(model, "_compile_config", None)  # not if the model overrides it
+    settings = {} if compiled is None else compiled.config
+    signature = consistency.fit_signature(model, settings, arguments, in_step)
 
     def sync_variables(model):
         variables = [*model.variables, *model.optimizer.variables]
-        ownership.broadcast_from_chief(
-            strategy,
-            [variable for variable in variables if stored_value(variable) is not None],
-        )
+        created = [v for v in variables if stored_value(v) is not None]
+        ownership.broadcast_from_chief(strategy, created)
 
     def set_epoch(model, epoch):
         model._initial_epoch = epoch
@@ -246,16 +220,10 @@ def _create_training_sync(
     )
 
 
-def compile_arguments(model: keras.Model) -> dict[str, Any]:
-    """Return the arguments of `compile`; none if the model overrides it."""
-    config = getattr(model, "_compile_config", None)
-    return {} if config is None else config.config
-
-
 @model_hook("_symbolic_build", "(self, iterator=None, data_batch=None)", when=in_scope)
 def _symbolic_build(original, strategy, self, iterator=None, data_batch=None):
     """Adopt metrics from outside the scope when `fit` builds the model."""
-    with prefetch_disabled(), building(iterator):
+    with prefetch_disabled(), data_adapters.building(iterator):
         result = original(self, iterator, data_batch)
     adopt_variables(strategy, self)
     ownership.broadcast_pending_values()

@@ -1,7 +1,7 @@
 """Patches of `keras.Variable` and optimizers, and access to their private state."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -9,28 +9,17 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_strategy.core.context import (
-    DryRun,
-    current_scope,
-    distributed_replica,
-    thread_state,
-)
+from keras_strategy.core import context
 from keras_strategy.keras_patches.patch import (
     before_apply,
     hook,
     in_distributed_scope,
     multi_replica_only,
 )
+from keras_strategy.training import variable_sync
 from keras_strategy.training.ownership import set_owner, strategy_of_variable
 from keras_strategy.training.random import EndOfDryRun
 from keras_strategy.training.sharding import creating_slots
-from keras_strategy.training.variable_sync import (
-    aggregate,
-    aggregate_assignment,
-    aggregate_central_assignment,
-    aggregates_assign_add,
-    is_central_without_aggregation,
-)
 
 # `attrgetter` avoids a Python call; these are read in every step.
 stored_value: Callable[[Any], Any] = attrgetter("_value")
@@ -46,13 +35,13 @@ _assign_as_is = keras.Variable.assign
 @hook(keras.Variable, "__init__", ())
 def _init(original, self, *args, **kwargs):
     """Record the scope in which a variable is created as its strategy."""
-    dry_run = thread_state.dry_run
+    dry_run = context.thread_state.dry_run
     if dry_run is not None and (
         dry_run.tests_row_independence or dry_run.draws is not None
     ):
         raise EndOfDryRun("a variable is created")
     original(self, *args, **kwargs)
-    strategy = current_scope()
+    strategy = context.current_scope()
     if strategy is not None:
         set_owner(self, strategy)
 
@@ -61,9 +50,12 @@ def _init(original, self, *args, **kwargs):
 def _assign(original, replica, self, value):
     """Aggregate the values that the replicas assign."""
     value = as_stored(self, value)
-    if self.aggregation == "none" and is_central_without_aggregation(self):
-        return original(self, aggregate_central_assignment(replica, self, value))
-    return original(self, aggregate_assignment(replica, self, value))
+    is_unaggregated = self.aggregation == "none"
+    if is_unaggregated and variable_sync.is_central_without_aggregation(self):
+        value = variable_sync.aggregate_central_assignment(replica, self, value)
+    else:
+        value = variable_sync.aggregate_assignment(replica, self, value)
+    return original(self, value)
 
 
 @hook(keras.Variable, ("assign_add", "assign_sub"), "(self, value)", when=before_apply)
@@ -73,17 +65,17 @@ def _assign_add(original, replica, self, value):
     Keras assigns `self + value`; the sum of that over replicas would count the variable
     once per replica.
     """
-    if not aggregates_assign_add(self):
+    if not variable_sync.aggregates_assign_add(self):
         return original(self, value)
-    increment = aggregate(replica, self, as_stored(self, value))
+    increment = variable_sync.aggregate(replica, self, as_stored(self, value))
     sign = -1 if original.__name__ == "assign_sub" else 1
     return _assign_as_is(self, ops.add(self.value, ops.multiply(increment, sign)))
 
 
 def variables_of(model: keras.Model, metrics: bool = True) -> dict[str, Any]:
-    """Return the variables of a model and its optimizers by backend-independent name.
+    """Return the variables of a model, its optimizers and its metrics.
 
-    Those of its metrics are included if `metrics` is True.
+    Their names are equal on all backends.
     """
     groups: dict[str, Any] = {"model": model.variables}
     for name, value in vars(model).items():
@@ -134,7 +126,7 @@ _APPLY = "(self, grads, trainable_variables=None)"
 @multi_replica_only
 def _in_distributed_scope_or_dry_run() -> Any:
     """Return the strategy of several replicas in scope, or the dry run, or None."""
-    return in_distributed_scope() or thread_state.dry_run
+    return in_distributed_scope() or context.thread_state.dry_run
 
 
 _WHEN = _in_distributed_scope_or_dry_run
@@ -148,12 +140,12 @@ def _apply(original, strategy, self, grads, trainable_variables=None):
     Keras then clips, accumulates, scales and applies equal inputs on every replica. The
     outermost optimizer sums: LossScaleOptimizer calls another one.
     """
-    if isinstance(strategy, DryRun):
+    if isinstance(strategy, context.DryRun):
         if strategy.gradients is not None:
             strategy.gradients += grads
             return None
         raise EndOfDryRun("gradients are applied")
-    replica = distributed_replica()
+    replica = context.distributed_replica()
     if replica is None:
         strategy.extended.group.check_cross_replica_apply()
     if replica is None or replica.step.is_applying:
@@ -201,25 +193,16 @@ def adopt_variables(strategy: Any, model: keras.Model) -> None:
     """
     adopt(strategy, [*model.variables, *model.metrics_variables])
     with creating_slots():
-        for optimizer in _optimizers(model):
-            adopt(strategy, optimizer.variables)
-
-
-def _optimizers(model: keras.Model) -> Iterator[keras.optimizers.Optimizer]:
-    """Yield the optimizers of a model, including the user's own attributes."""
-    for value in vars(model).values():
-        values = value.values() if isinstance(value, dict) else value
-        for leaf in values if isinstance(value, dict | list | tuple) else (value,):
-            if isinstance(leaf, keras.optimizers.Optimizer):
-                yield leaf
+        # Including the user's own attributes.
+        for value in vars(model).values():
+            values = value.values() if isinstance(value, dict) else value
+            for leaf in values if isinstance(value, dict | list | tuple) else (value,):
+                if isinstance(leaf, keras.optimizers.Optimizer):
+                    adopt(strategy, leaf.variables)
 
 
 def adopt(strategy: Any, variables: Any) -> None:
-    """Make initialized variables without a strategy belong to `strategy`.
-
-    Raises:
-        RuntimeError: If a variable belongs to another strategy.
-    """
+    """Make initialized variables without a strategy belong to `strategy`."""
     unowned = []
     for variable in variables:
         owner = strategy_of_variable(variable)

@@ -14,12 +14,7 @@ from keras_strategy.topology import Topology
 
 
 class SimulatedTPU(SimpleClusterResolver):
-    """Resolver of a simulated TPU. Made by `simulated_tpu`.
-
-    Args:
-        mesh_shape: Four numbers of cores.
-        hosts: The resolver of its hosts, or None.
-    """
+    """Resolver of a simulated TPU. Made by `simulated_tpu`."""
 
     def __init__(self, mesh_shape: tuple[int, ...], hosts: Any = None):
         spec, task_type, task_id = ClusterSpec({}), None, None

@@ -31,6 +31,8 @@ import warnings
 _STARTER = pathlib.Path(__file__).parents[1] / "launch" / "starter.py"
 _NUMBER = struct.Struct("i")
 _MESSAGE_BYTES = 1 << 20
+# As often as the other end looks for the end of a program.
+_POLL_SECONDS = 0.01
 
 
 def load(names: list[str]) -> None:
@@ -95,27 +97,20 @@ class _Server:
     def __init__(self) -> None:
         self._die_with = runpy.run_path(str(_STARTER))["exit_with_parent"]
         self._requests = socket.socket(fileno=os.dup(0))
-        self._wakeup_reader, self._wakeup_writer = socket.socketpair()
-        self._wakeup_writer.setblocking(False)
         self._programs: dict[int, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._requests, selectors.EVENT_READ)
-        self._selector.register(self._wakeup_reader, selectors.EVENT_READ)
-        # Without a handler, even an empty one, Python writes no wakeup byte.
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(self._wakeup_writer.fileno())
 
     def serve(self) -> dict:
         """Serve until a request arrives; return it, in the new program only."""
         while True:
-            for key, _ in self._selector.select():
-                if key.fileobj is self._wakeup_reader:
-                    self._wakeup_reader.recv(4096)
-                    self._report_ends()
-                elif key.fileobj is not self._requests:
+            timeout = _POLL_SECONDS if self._programs else None
+            for key, _ in self._selector.select(timeout):
+                if key.fileobj is not self._requests:
                     self._pass_on_signal(key.data)
                 elif (program := self._start()) is not None:
                     return program
+            self._report_ends()
 
     def _start(self) -> dict | None:
         message, descriptors, _, _ = socket.recv_fds(self._requests, _MESSAGE_BYTES, 3)
@@ -128,8 +123,14 @@ class _Server:
         parent = os.getpid()
         program = socket.socket(fileno=connection)
         if not (pid := _fork()):
-            self._become_program(parent, stdout, stderr)
-            program.close()
+            os.setpgid(0, 0)
+            self._die_with(parent)
+            self._selector.close()
+            for own_socket in (self._requests, program, *self._programs.values()):
+                own_socket.close()
+            for source, target in (stdout, 1), (stderr, 2):
+                os.dup2(source, target)
+                os.close(source)
             return json.loads(message)
         # Parent and child do this, since either may run first.
         with contextlib.suppress(PermissionError, ProcessLookupError):
@@ -141,24 +142,8 @@ class _Server:
         _send_number(program, pid)
         return None
 
-    def _become_program(self, parent: int, stdout: int, stderr: int) -> None:
-        os.setpgid(0, 0)
-        self._die_with(parent)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        self._selector.close()
-        for own_socket in (self._requests, self._wakeup_reader, self._wakeup_writer):
-            own_socket.close()
-        for connection in self._programs.values():
-            connection.close()
-        for source, target in (stdout, 1), (stderr, 2):
-            os.dup2(source, target)
-            os.close(source)
-
     def _pass_on_signal(self, pid: int) -> None:
-        connection = self._programs.get(pid)
-        if connection is None:
-            return  # its end was reported in this round
+        connection = self._programs[pid]
         try:
             message = connection.recv(_NUMBER.size)
         except ConnectionError:
@@ -199,8 +184,7 @@ def _signal_group(pid: int, number: int) -> None:
 def prepare(program: dict) -> tuple[types.CodeType, dict]:
     """Make this process look as if Python had been started with a script.
 
-    Returns:
-        The code of the script, and the namespace of its `__main__`.
+    Return the code of the script, and the namespace of its `__main__`.
     """
     script = program["script"]
     os.chdir(program["folder"])

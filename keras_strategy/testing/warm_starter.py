@@ -144,7 +144,11 @@ class WarmStarter:
             reply = b""
         if not reply:
             connection.close()
-            raise RuntimeError(self._server_error())
+            status = self._server.kill()
+            self._log.seek(0)
+            output = self._log.read().decode(errors="replace")
+            message = f"{self._server.name} {exit_text(status)}. Its output:\n{output}"
+            raise RuntimeError(message)
         return _WarmProcess(name, _NUMBER.unpack(reply)[0], connection)
 
     def close(self) -> None:
@@ -154,12 +158,6 @@ class WarmStarter:
             self._requests = None
             self._server.wait()
         self._log.close()
-
-    def _server_error(self) -> str:
-        status = self._server.kill()
-        self._log.seek(0)
-        output = self._log.read().decode(errors="replace")
-        return f"{self._server.name} {exit_text(status)}. Its output:\n{output}"
 
 
 class _WarmProcess(Process):

@@ -4,8 +4,6 @@ It is run by its path, since `python -m` would import the whole package before a
 function that may not need it.
 """
 
-import importlib
-import operator
 import os
 import pickle
 import sys
@@ -14,12 +12,10 @@ import sys
 def main(call_file: str, result_file: str) -> None:
     """Call the function that a file describes, and write its result."""
     with open(call_file, "rb") as file:
-        # First the path: arguments may have classes that are importable only with it.
+        # First the path: the function and its arguments are importable only with it.
         existing = set(sys.path)
         sys.path.extend(p for p in pickle.load(file) if p not in existing)
-        module, qualname = pickle.load(file)
-        args, kwargs = pickle.load(file)
-    function = operator.attrgetter(qualname)(importlib.import_module(module))
+        function, args, kwargs = pickle.load(file)
     result = function(*args, **kwargs)
     # Replace the file at once, so that no reader finds half a result.
     with open(result_file + ".part", "wb") as file:

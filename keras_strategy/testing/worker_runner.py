@@ -138,12 +138,10 @@ class WorkerRunner:
                 "Argument `timeout_seconds` must be greater than 0. "
                 f"Received: timeout_seconds={timeout_seconds!r}"
             )
-        self._workers = workers
+        self._workers, self._chief = workers, chief
         self._devices_per_worker = devices_per_worker
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds, self._grace_seconds = timeout_seconds, grace_seconds
         self._environment = dict(environment or {})
-        self._chief = chief
-        self._grace_seconds = grace_seconds
         self._start_script = start_cold if starter is None else starter.start
         self._processes: list[Process] = []
         self._folder: tempfile.TemporaryDirectory | None = None
@@ -204,9 +202,8 @@ class WorkerRunner:
             *args: Its arguments. Those of a script are converted to strings.
             **kwargs: Keyword arguments, for a function only.
         """
-        call = None
         if callable(target):
-            call = (_importable(target), (args, kwargs))
+            _require_importable(target)
         elif kwargs:
             raise ValueError(f"A script has no keyword arguments. Received: {kwargs}")
         elif not os.path.isfile(target):
@@ -216,10 +213,10 @@ class WorkerRunner:
             )
         self.close()
         self._folder = tempfile.TemporaryDirectory(prefix="keras_strategy_")
-        if call is not None:
+        if callable(target):
             with open(self._path("call"), "wb") as file:
-                for part in (sys.path, *call):
-                    pickle.dump(part, file)
+                pickle.dump(sys.path, file)
+                pickle.dump((target, args, kwargs), file)
         cluster = LocalCluster.on_free_ports(
             self._workers, self._chief, self._devices_per_worker
         )
@@ -230,12 +227,14 @@ class WorkerRunner:
                 arguments = [self._path("call"), self._path(f"result{rank}")]
             else:
                 script, arguments = os.fspath(target), list(map(str, args))
+            variables = {**base_environment(), **cluster.variables(rank)}
+            variables |= self._environment
             with open(self._path(f"output{rank}"), "wb") as output:
                 process = self._start_script(
                     cluster.name(rank),
                     script,
                     arguments,
-                    self._variables(cluster.variables(rank)),
+                    {name: v for name, v in variables.items() if v is not None},
                     stdout=output,
                     stderr=output,
                     # A function must not import from this file's folder.
@@ -287,9 +286,8 @@ class WorkerRunner:
         def meanwhile() -> None:
             time.sleep(0.01)
             if time.monotonic() >= self._deadline:
-                running = [
-                    r for r in watch.running if self._processes[r].poll() is None
-                ]
+                processes = self._processes
+                running = [r for r in watch.running if processes[r].poll() is None]
                 if running:
                     self._raise_timeout(running, watch.failed)
 
@@ -301,22 +299,19 @@ class WorkerRunner:
         return watch.failed
 
     def _raise_timeout(self, running: list[int], failed: int | None) -> None:
-        for rank in running:
+        processes = [self._processes[rank] for rank in running]
+        for process in processes:
             # Without a core file from SIGABRT. Only Linux has prlimit.
             with contextlib.suppress(ImportError, AttributeError, OSError):
                 import resource
 
-                resource.prlimit(
-                    self._processes[rank].pid, resource.RLIMIT_CORE, (0, 0)
-                )
+                resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))
             # PYTHONFAULTHANDLER makes Python write its stacks. A worker that a test has
             # stopped must continue for that.
-            self._processes[rank].signal(signal.SIGABRT)
-            self._processes[rank].signal(signal.SIGCONT)
+            process.signal(signal.SIGABRT)
+            process.signal(signal.SIGCONT)
         until = time.monotonic() + _DUMP_SECONDS
-        while time.monotonic() < until:
-            if all(self._processes[rank].poll() is not None for rank in running):
-                break
+        while time.monotonic() < until and any(p.poll() is None for p in processes):
             time.sleep(0.01)
         for process in self._processes:
             process.kill()
@@ -334,10 +329,8 @@ class WorkerRunner:
 
     def _ends(self) -> list[WorkerEnd]:
         return [
-            WorkerEnd(
-                process.name, process.wait(), process.seconds or 0.0, self.output(rank)
-            )
-            for rank, process in enumerate(self._processes)
+            WorkerEnd(p.name, p.wait(), p.seconds or 0.0, self.output(rank))
+            for rank, p in enumerate(self._processes)
         ]
 
     def _result(self, rank: int, ends: list[WorkerEnd]) -> Any:
@@ -353,17 +346,8 @@ class WorkerRunner:
             raise RuntimeError("No workers were started, or they were closed.")
         return os.path.join(self._folder.name, name)
 
-    def _variables(self, cluster: Mapping[str, str]) -> dict[str, str]:
-        variables = {**base_environment(), **cluster}
-        for name, value in self._environment.items():
-            if value is None:
-                variables.pop(name, None)
-            else:
-                variables[name] = value
-        return variables
 
-
-def _importable(function: Callable[..., Any]) -> tuple[str, str]:
+def _require_importable(function: Callable[..., Any]) -> None:
     module = getattr(function, "__module__", None)
     qualname = getattr(function, "__qualname__", None)
     if not module or module == "__main__" or not qualname or "<" in qualname:
@@ -372,17 +356,13 @@ def _importable(function: Callable[..., Any]) -> tuple[str, str]:
             "that workers can import: not a lambda, not a function in a function, "
             f"not one of the main program. Received: function={function!r}"
         )
-    return module, qualname
 
 
 def _failure(failed: int, ends: list[WorkerEnd]) -> str:
     end = ends[failed]
-    others = [
-        f"{other.name} {exit_text(other.exit_status)}."
-        for rank, other in enumerate(ends)
-        if rank != failed
-    ]
-    return "\n".join([f"{end.name} {exit_text(end.exit_status)}.", *others, _tail(end)])
+    listed = [end, *ends[:failed], *ends[failed + 1 :]]
+    lines = [f"{each.name} {exit_text(each.exit_status)}." for each in listed]
+    return "\n".join([*lines, _tail(end)])
 
 
 def _tail(end: WorkerEnd, count: int = _TAIL_LINES) -> str:

@@ -28,14 +28,16 @@ def test_in_keras_order(shuffle, monkeypatch):
 
     def adapter():
         keras.utils.set_random_seed(3)
-        return data_adapters.ArrayDataAdapter(X, Y, batch_size=3, shuffle=shuffle)
+        return data_adapters.keras_adapters.ArrayDataAdapter(
+            X, Y, batch_size=3, shuffle=shuffle
+        )
 
     def share(rows):
         return [(min(1, rows - 1), rows)]
 
     expected = batches(READ(adapter()))
     assert len(expected) == 7
-    own = list(data_adapters.rows_of_arrays(adapter(), share, READ))
+    own = list(data_adapters.read_local_rows(adapter(), share, READ))
     assert [rows.global_rows for rows in own] == [3] * 6 + [2]
     for rows, batch in zip(own, expected, strict=True):
         first = rows.bounds[0][0]

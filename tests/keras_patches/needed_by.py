@@ -41,15 +41,15 @@ _OWN = (
 _LONG = "tests/training/test_slow_operations.py::test_a_first_step_that_takes_long"
 
 NEEDED_BY = {
-    "keras_patches.slow_operations Model.make_train_function": (
+    "keras_patches.installation Model.make_train_function": (
         "torch",
         f"{_LONG}[fit-train]",
     ),
-    "keras_patches.slow_operations Model.make_test_function": (
+    "keras_patches.installation Model.make_test_function": (
         "torch",
         f"{_LONG}[evaluate-test]",
     ),
-    "keras_patches.slow_operations Model.make_predict_function": (
+    "keras_patches.installation Model.make_predict_function": (
         "torch",
         f"{_LONG}[predict-predict]",
     ),
