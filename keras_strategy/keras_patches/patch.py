@@ -134,7 +134,9 @@ class FunctionPatch(Patch):
     def install(self) -> None:
         original: Any = inspect.getattr_static(self.owner, self.attribute)
         function = getattr(original, "fget", getattr(original, "__func__", original))
-        replacement: Any = functools.update_wrapper(self._around(function), function)
+        replacement: Any = functools.update_wrapper(
+            self._around(function, not isinstance(original, property)), function
+        )
         # Keras reads constructors with `getfullargspec`, which ignores wrappers.
         replacement.__signature__ = inspect.signature(function)
         if isinstance(original, property):
@@ -143,15 +145,18 @@ class FunctionPatch(Patch):
             replacement = staticmethod(replacement)
         setattr(self.owner, self.attribute, replacement)
 
-    def _around(self, original: Callable) -> Callable:
+    def _around(self, original: Callable, binds: bool) -> Callable:
         """Return a wrapper that checks the condition at each call.
 
         Keras calls some functions hundreds of times per step, so a call to which the
-        patch does not apply costs only the wrapper and the condition.
+        patch does not apply costs only the wrapper and the condition. The getter of a
+        property need not bind, and a partial saves a Python call.
         """
         function, when = self.function, self.condition
-        if when is None:
+        if when is None and binds:
             return lambda *args, **kwargs: function(original, *args, **kwargs)
+        if when is None:
+            return functools.partial(function, original)
         if not inspect.signature(when).parameters:
 
             def replacement(*args, **kwargs):
