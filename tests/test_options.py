@@ -17,7 +17,7 @@ def results(strategy, value):
     ]
 
 
-def test_run_options_are_a_tuple_of_tf_distributes():
+def test_run_options_match_native_tuple():
     options = ks.RunOptions()
     assert options[:3] == (True, False, None) and options.compile is None
 
@@ -63,7 +63,7 @@ def test_options_without_effect_are_logged(two, caplog):
     assert "experimental_xla_options='x'" in caplog.text
 
 
-def test_options_that_are_refused(two):
+def test_bad_options_are_refused(two):
     for options in (False, {"compile": False}, (True, False, None, None)):
         with pytest.raises(TypeError, match="`options` of `run`"):
             two.run(lambda: 1, options=options)

@@ -80,7 +80,7 @@ WITH_PYTHON = [
 
 
 @pytest.mark.parametrize("name", WITH_PYTHON)
-def test_page(name, as_it_was, monkeypatch):
+def test_page_code_runs(name, as_it_was, monkeypatch):
     program = {"__name__": "page"}
     for block in BLOCKS[name]:
         if not runs_here(block):
@@ -93,14 +93,14 @@ def test_page(name, as_it_was, monkeypatch):
             exec(compile(code, f"<{name}.md>", "exec"), program)
 
 
-def test_what_is_for_one_backend_is_for_one_that_there_is():
+def test_page_marks_name_known_backends():
     backends = {block.backend for blocks in BLOCKS.values() for block in blocks}
     assert backends <= {None, "jax", "torch", "tensorflow"}
 
 
 @ON_TORCH
 @pytest.mark.parametrize("block", in_language("bash", "shell"))
-def test_a_block_of_shell(block, capsys):
+def test_shell_block_runs(block, capsys):
     """It is of the shell's grammar; our command, make and torchrun know its words."""
     read = subprocess.run(["bash", "-n"], input=block.code, text=True, check=False)
     assert read.returncode == 0
@@ -145,20 +145,20 @@ def of_python(words):
 
 @ON_TORCH
 @pytest.mark.parametrize("block", in_language("json"))
-def test_a_block_of_json(block):
+def test_json_block_is_valid(block):
     json.loads(block.code)
 
 
 @ON_TORCH
 @pytest.mark.parametrize("block", in_language("yaml"))
-def test_a_block_of_yaml(block):
+def test_yaml_block_is_valid(block):
     yaml = pytest.importorskip("yaml")
     for document in yaml.safe_load_all(block.code):
         assert {"apiVersion", "kind", "metadata"} <= set(document)
 
 
 @ON_TORCH
-def test_the_drawings_are_what_is_drawn():
+def test_drawings_are_current():
     for name, draw in pictures.DRAWINGS.items():
         assert (ROOT / "docs" / "images" / f"{name}.svg").read_text() == draw(), (
             "run `make pictures`"
@@ -166,7 +166,7 @@ def test_the_drawings_are_what_is_drawn():
 
 
 @ON_TORCH
-def test_lines_of_tables_are_broken_where_parts_of_names_are():
+def test_table_lines_break_between_words():
     cell = "<td>1e-07 <code>test_inputs.py::test_pandas</code> <code>short</code></td>"
     assert site_pages.on_page_content(f"<p>1e-07</p>{cell}") == (
         '<p>1e-07</p><td><span class="number">1e-07</span> <code>test_<wbr>inputs.<wbr>'
@@ -175,7 +175,7 @@ def test_lines_of_tables_are_broken_where_parts_of_names_are():
 
 
 @ON_TORCH
-def test_the_gallery_has_its_programs():
+def test_gallery_shows_its_programs():
     here = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="gallery.md"))
     shown = site_pages.on_page_markdown(PAGES["gallery"].read_text(), page=here)
     programs = {path.name for path in (ROOT / "examples").glob("*.py")}

@@ -88,11 +88,11 @@ def error_of(row):
     return "none"
 
 
-def test_the_page_is_of_the_record():
+def test_page_is_current():
     assert tool.PAGE.read_text() == tool.page(tool.record()), "see `make names`"
 
 
-def test_the_record_is_of_this_tensorflow():
+def test_record_matches_installed_tensorflow():
     if BACKEND != "tensorflow":
         pytest.skip("TensorFlow knows")
     import tensorflow as tf
@@ -103,7 +103,7 @@ def test_the_record_is_of_this_tensorflow():
 
 
 @pytest.mark.parametrize("owner", OWNERS)
-def test_names_that_work_take_its_parameters(owner):
+def test_supported_names_have_native_parameters(owner):
     wrong = {
         row["name"]: difference(row)
         for row, said in rows_of(owner)
@@ -112,28 +112,28 @@ def test_names_that_work_take_its_parameters(owner):
     assert {name: what for name, what in wrong.items() if what} == {}
 
 
-def test_names_that_differ_are_there():
+def test_differing_names_exist():
     for row, said in [pair for owner in OWNERS for pair in rows_of(owner)]:
         if said.word == "differs":
             assert difference(row) != "is not there", row["name"]
             assert said.note
 
 
-def test_refused_names_say_why():
+def test_refused_names_give_a_reason():
     """And what to use."""
     for row, said in [pair for owner in OWNERS for pair in rows_of(owner)]:
         if said.word == "refused":
             assert said.note in error_of(row), row["name"]
 
 
-def test_no_name_is_left_out():
+def test_every_name_is_listed():
     """Each works, works differently or is refused; the tests above show which."""
     words = {said.word for owner in OWNERS for _, said in rows_of(owner)}
     assert words == {"works", "differs", "refused"}
 
 
 @pytest.mark.parametrize("pattern", tool.SAID)
-def test_all_that_is_said_is_of_a_name(pattern):
+def test_every_entry_is_a_native_name(pattern):
     said = [tool.SAID[pattern]]
     if isinstance(said[0], dict):
         said = said[0].values()

@@ -75,7 +75,7 @@ def told_of(topology):
 
 @compared
 @pytest.mark.parametrize("tasks, missing", [(1, 0), (2, 0), (1, 1), (2, 1)])
-def test_a_topology_tells_what_tensorflows_tells(tasks, missing):
+def test_topology_matches_native(tasks, missing):
     for mesh in MESHES[2:]:
         own = topology_of(ours, mesh, tasks, missing)
         other = topology_of(theirs(), mesh, tasks, missing)
@@ -125,7 +125,7 @@ LIBRARIES = []
 
 
 @compared
-def test_blocks_are_tensorflows_in_every_case():
+def test_device_assignment_matches_native():
     LIBRARIES[:] = [ours, theirs()]
     built = 0
     for mesh in MESHES:
@@ -141,7 +141,7 @@ def test_blocks_are_tensorflows_in_every_case():
 
 
 @compared
-def test_parts_of_a_mesh_that_are_missing():
+def test_missing_devices_of_mesh():
     LIBRARIES[:] = [ours, theirs()]
     built = [
         same(mesh, tasks=tasks, missing=1, num_replicas=replicas, **stride)
@@ -180,7 +180,7 @@ def call(library, name, given):
 
 
 @pytest.mark.parametrize("name, given", BAD)
-def test_what_describes_nothing_is_refused(name, given):
+def test_bad_topologies_are_refused(name, given):
     with pytest.raises(ValueError) as raised:
         call(ours, name, given)
     if keras.backend.backend() == "tensorflow":
@@ -189,14 +189,14 @@ def test_what_describes_nothing_is_refused(name, given):
         assert core.rstrip() in str(raised.value)
 
 
-def test_bytes_that_are_no_topology_are_refused():
+def test_bad_serialized_topology_is_refused():
     whole = topology_of(ours, (2, 1, 1, 2)).serialized()
     for broken in (b"\xff", whole[:-1], whole + b"\x0d"):
         with pytest.raises(ValueError, match="serialized|device_coordinates"):
             ours.Topology(broken)
 
 
-def test_an_assignment_goes_through_pickle():
+def test_device_assignment_pickles():
     topology = topology_of(ours, (2, 1, 1, 2))
     built = ours.DeviceAssignment.build(topology, [1, 1, 1, 2], num_replicas=2)
     again = pickle.loads(pickle.dumps(built))

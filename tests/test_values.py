@@ -15,26 +15,26 @@ class Native(enum.Enum):
 
 
 @pytest.mark.parametrize("op", ["SUM", "sum", "Sum", ks.ReduceOp.SUM])
-def test_names_of_reduce_ops(op):
+def test_reduce_op_names(op):
     assert ks.ReduceOp.parse(op) is ks.ReduceOp.SUM
 
 
-def test_tf_distributes_enum_is_understood():
+def test_native_reduce_op_is_accepted():
     assert ks.ReduceOp.parse(Native.MEAN) is ks.ReduceOp.MEAN
 
 
 @pytest.mark.parametrize("op", ["max", None, 3, ""])
-def test_what_is_no_reduce_op(op):
+def test_bad_reduce_op_is_refused(op):
     with pytest.raises(ValueError, match="reduce_op="):
         ks.ReduceOp.parse(op)
 
 
-def test_they_print_what_they_hold():
+def test_repr_shows_values():
     assert repr(ks.PerReplica([1, "a"])) == "PerReplica:{\n  0: 1,\n  1: 'a'\n}"
     assert repr(ks.Mirrored([1])).startswith("Mirrored")
 
 
-def test_values_must_not_be_empty():
+def test_empty_values_are_refused():
     with pytest.raises(ValueError, match="values"):
         ks.PerReplica([])
 
@@ -57,7 +57,7 @@ def test_regroup_refuses_different_structures():
         regroup([[1], {"a": 1}], lambda x: False)
 
 
-def test_where_replicas_are():
+def test_replica_devices():
     alone = ReplicaTopology(("cpu:0", "cpu:1"))
     assert (alone.num_replicas, alone.local_replicas) == (2, range(2))
     third = ReplicaTopology(("cpu:0", "cpu:1"), SimpleNamespace(rank=2, size=3))

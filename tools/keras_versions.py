@@ -39,10 +39,10 @@ SELECTION = [
     *(
         f"tests/core/test_custom_loop.py::{test}"
         for test in (
-            "test_a_loop_equals_one_device[partial last-False-2]",
-            "test_a_loop_equals_one_device[partial first-True-4]",
-            "test_variables_of_uneven_replicas[mean-on_read-3.3333333333333335-components5]",
-            "test_dropout_of_uneven_replicas",
+            "test_custom_loop_equals_one_device[partial last-False-2]",
+            "test_custom_loop_equals_one_device[partial first-True-4]",
+            "test_uneven_replicas_assign_variables[mean-on_read-3.3333333333333335-components5]",
+            "test_dropout_with_uneven_replicas",
         )
     ),
     *(
@@ -50,15 +50,15 @@ SELECTION = [
         for test in (
             "test_kinds_of_models[functional]",
             "test_kinds_of_models[Subclass]",
-            "test_compile_and_fit_inside_and_outside_of_the_scope",
-            "test_an_optimizer_and_a_metric_made_outside_of_the_scope",
-            "test_on_batch",
+            "test_compile_and_fit_inside_and_outside_scope",
+            "test_optimizer_and_metric_from_outside_scope",
+            "test_on_batch_methods",
             "test_evaluate_and_predict",
-            "test_predict_with_a_model_that_was_never_trained[deferred]",
-            "test_calling_the_model",
+            "test_predict_without_training[deferred]",
+            "test_model_call",
             "test_reading_and_setting_weights",
             "test_one_device",
-            "test_several_steps_in_one_execution",
+            "test_steps_per_execution",
         )
     ),
     *(
@@ -85,37 +85,35 @@ SELECTION = [
             "RandomElasticTransform, no seed",
         )
     ),
-    "tests/training/test_per_replica_attributes.py::test_what_a_call_keeps_is_its_own",
+    "tests/training/test_per_replica_attributes.py::test_layer_attributes_are_per_replica",
     # Keras's order of the rows: of a training that goes on, and on each of the workers.
-    "tests/training/test_resume.py::test_a_training_goes_on[2-killed1-2-6]",
+    "tests/training/test_resume.py::test_training_resumes[2-killed1-2-6]",
     "tests/distributed/test_training.py::test_fit_equals_one_device[3x1]",
     # What is kept of an optimizer's variables.
-    "tests/training/test_sharding.py::test_files_hold_whole_variables[optimizer]",
+    "tests/training/test_sharding.py::test_files_hold_full_variables[optimizer]",
     *(
         f"tests/training/test_per_replica_state.py::{test}"
         for test in (
-            "test_random_layers_are_reproducible_and_store_the_seeds_of_one_device",
+            "test_random_layers_are_reproducible_with_one_devices_seeds",
             "test_replicas_draw_different_numbers[Dropout]",
             "test_distributions_are_reproducible[gamma]",
-            "test_statistics_of_unsynchronized_batch_normalization",
-            "test_logs_of_ones_own_are_weighted_by_rows",
+            "test_unsynchronized_batch_normalization_statistics",
+            "test_custom_logs_are_row_weighted",
         )
     ),
     *(
         f"tests/training/test_saving.py::{test}"
         for test in (
-            "test_what_is_saved_is_loaded[True-True-model.keras]",
-            "test_what_is_saved_is_loaded[True-True-model.weights.h5]",
-            "test_training_goes_on_after_loading_on_other_devices",
+            "test_saved_model_loads[True-True-model.keras]",
+            "test_saved_model_loads[True-True-model.weights.h5]",
+            "test_training_continues_on_other_devices",
         )
     ),
 ]
 
 # The adapters' own tests of what differs between versions.
 OF_BACKEND = {
-    "jax": [
-        "tests/backends/test_jax.py::test_batches_that_are_not_divided_are_warned_about"
-    ],
+    "jax": ["tests/backends/test_jax.py::test_indivisible_batches_warn"],
     "torch": ["tests/backends/test_torch.py"],
     "tensorflow": [],
 }

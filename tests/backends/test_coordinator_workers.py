@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_a_coordinator(program):
+def test_coordinator_schedules_functions_on_workers(program):
     pytest.importorskip("distributed")
     end = program(pathlib.Path(coordinator_program.__file__), PYTHONPATH=str(ROOT))
     assert end.exit_status == 0, end.output
@@ -39,7 +39,7 @@ def test_a_coordinator(program):
     assert told["cluster"].startswith("ValueError: Argument `cluster` must be omitted")
 
 
-def test_what_is_refused():
+def test_coordinator_refuses_bad_arguments():
     strategy = ks.OneDeviceStrategy("cpu:0")
     coordinator = ks.coordinator.ClusterCoordinator
     with pytest.raises(TypeError, match="`strategy` must be a strategy.*'x'"):

@@ -46,7 +46,7 @@ if keras.backend.backend() != "tensorflow":
 
 @pytest.mark.parametrize("waits", WAITS)
 @pytest.mark.parametrize("which", [0, 1])
-def test_ctrl_c_ends_a_run_that_waits(which, waits, two):
+def test_ctrl_c_ends_a_waiting_run(which, waits, two):
     begun, over = threading.Event(), threading.Event()
 
     def step():

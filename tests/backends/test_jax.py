@@ -49,14 +49,14 @@ def small_model(optimizer="sgd"):
 # --- fit
 
 
-def test_a_batch_is_split_where_it_can_be(two):
+def test_batch_is_split_where_divisible(two):
     distribution = two.extended.group.distribution
     assert distribution.get_data_layout((8, 3)).axes == ("replica", None)
     assert distribution.get_data_layout((7, 3)).axes == (None, None)
     assert distribution.get_data_layout(()).axes == ()
 
 
-def test_the_rows_behind_the_steps_are_split(two):
+def test_steps_dimension_leaves_batch_dimension_split(two):
     distribution = two.extended.group.distribution
     for rows, axis in ((8, "replica"), (7, None)):
         placed = distribution.place_batch(np.ones((3, rows, 2)), steps_in_front=True)
@@ -66,7 +66,7 @@ def test_the_rows_behind_the_steps_are_split(two):
 
 
 @pytest.mark.parametrize(("batch_size", "warned"), [(8, False), (7, True)])
-def test_batches_that_are_not_divided_are_warned_about(batch_size, warned, two, caplog):
+def test_indivisible_batches_warn(batch_size, warned, two, caplog):
     with two.scope():
         model = small_model()
     with caplog.at_level("WARNING", "keras_strategy"):
@@ -75,7 +75,7 @@ def test_batches_that_are_not_divided_are_warned_about(batch_size, warned, two, 
     assert len(messages) == warned
 
 
-def test_batches_are_moved_one_ahead_to_an_accelerator(two, monkeypatch):
+def test_prefetch_moves_one_batch_ahead(two, monkeypatch):
     def weights(strategy):
         keras.utils.set_random_seed(1)
         with scope(strategy):
@@ -89,7 +89,7 @@ def test_batches_are_moved_one_ahead_to_an_accelerator(two, monkeypatch):
     assert largest(expected, weights(two)) < 2e-5
 
 
-def test_moving_ahead_keeps_the_order_and_waits_for_no_more_than_two():
+def test_prefetch_keeps_order_and_depth():
     read = []
     ahead = patches_data._prefetch_one(read.append(i) or i for i in range(3))
     assert (next(ahead), read) == (0, [0, 1])
@@ -97,7 +97,7 @@ def test_moving_ahead_keeps_the_order_and_waits_for_no_more_than_two():
     assert list(patches_data._prefetch_one(iter(()))) == []
 
 
-def test_the_scope_leaves_no_distribution_behind(two, mirrored):
+def test_scope_resets_keras_distribution(two, mirrored):
     before = keras.distribution.distribution()
     with pytest.raises(KeyError), two.scope():
         raise KeyError
@@ -118,7 +118,7 @@ def test_the_scope_leaves_no_distribution_behind(two, mirrored):
     assert keras.distribution.distribution() is before
 
 
-def test_a_distribution_of_the_user_comes_back(two):
+def test_scope_restores_users_distribution(two):
     theirs = keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"])
     with theirs.scope():
         with two.scope():
@@ -144,7 +144,7 @@ def test_predict_on_batch_is_distributed(two, monkeypatch):
     assert seen[0].spec[0] == "replica"
 
 
-def test_calling_a_model_on_an_array_of_another_device(two, mirrored):
+def test_model_call_accepts_array_of_another_device(two, mirrored):
     with two.scope():
         model = small_model()
     far = jax.device_put(X, jax.devices()[3])
@@ -157,7 +157,7 @@ def test_calling_a_model_on_an_array_of_another_device(two, mirrored):
     assert other(layers.Dense(6)(model(X))).shape == (21, 1)
 
 
-def test_an_average_of_the_weights_shares_no_array_with_them(two):
+def test_ema_shares_no_array_with_weights(two):
     with two.scope():
         model = small_model(keras.optimizers.SGD(0.1, use_ema=True))
     for _ in range(2):
@@ -166,7 +166,7 @@ def test_an_average_of_the_weights_shares_no_array_with_them(two):
         model.train_on_batch(X[:5], Y[:5])
 
 
-def test_the_global_seed_generator_belongs_to_no_strategy(two):
+def test_global_seed_generator_is_not_mirrored(two):
     with two.scope():
         keras.random.normal((2,))
     assert not keras.random.normal((2,)).committed
@@ -177,7 +177,7 @@ def test_the_global_seed_generator_belongs_to_no_strategy(two):
     assert not keras.random.normal((2,)).committed
 
 
-def test_logical_devices_are_settled(two):
+def test_logical_devices_cannot_change_after_use(two):
     ks.config.set_logical_devices("cpu", 4)
     with pytest.raises(RuntimeError, match="split into 3 logical devices"):
         ks.config.set_logical_devices("cpu", 3)
@@ -186,7 +186,7 @@ def test_logical_devices_are_settled(two):
 # --- run
 
 
-def test_a_function_is_compiled_once(two):
+def test_run_compiles_function_once(two):
     with two.scope():
         v = keras.Variable(1.0)
     traces = []
@@ -203,7 +203,7 @@ def test_a_function_is_compiled_once(two):
     assert float(v.value) == 21.0
 
 
-def test_a_program_that_jax_traces_again_finds_its_scope(two):
+def test_retracing_finds_scope(two):
     """JAX does where its settings changed, and the function may do something else."""
     with two.scope():
         first, other = (keras.Variable(1.0, aggregation="sum") for _ in range(2))
@@ -223,7 +223,7 @@ def test_a_program_that_jax_traces_again_finds_its_scope(two):
     assert set(seen) == {(two, True)}
 
 
-def test_an_error_when_jax_traces_again(two):
+def test_retracing_error_is_raised(two):
     """It leaves all as it was, and what the step made by then can be assigned."""
     with two.scope():
         v = keras.Variable(1.0, aggregation="sum")
@@ -247,7 +247,7 @@ def test_an_error_when_jax_traces_again(two):
 
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_run_during_an_epoch_of_fit_is_refused(known, compiled, two):
+def test_run_inside_fit_epoch_is_refused(known, compiled, two):
     """Keras has taken the values out of the variables."""
     with two.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
@@ -269,7 +269,7 @@ def test_run_during_an_epoch_of_fit_is_refused(known, compiled, two):
     assert float(run().values[0]) == float(keras.ops.sum(model(x)))
 
 
-def test_donation_spares_what_others_hold(two):
+def test_donation_skips_referenced_arrays(two):
     with two.scope():
         a = keras.Variable(np.ones(3, "float32"))
         b = keras.Variable(np.zeros(3, "float32"))
@@ -287,7 +287,7 @@ def test_donation_spares_what_others_hold(two):
     assert np.array(held).tolist() == seen.tolist() == [1.0] * 3
 
 
-def test_a_step_computes_in_the_memory_of_the_one_before(two):
+def test_step_reuses_donated_memory(two):
     with two.scope():
         v = keras.Variable(np.zeros(3, "float32"))
 
@@ -328,7 +328,7 @@ SHARING = {
 
 
 @pytest.mark.parametrize("kind", SHARING)
-def test_what_shares_memory_with_a_variable_lasts(two, kind):
+def test_view_of_variable_survives_donation(two, kind):
     with two.scope():
         v = keras.Variable(np.zeros(3, "float32"))
 
@@ -344,7 +344,7 @@ def test_what_shares_memory_with_a_variable_lasts(two, kind):
     assert v.numpy().tolist() == [3.0] * 3
 
 
-def test_a_variable_that_shares_its_array_keeps_its_value(two):
+def test_variables_sharing_an_array_keep_values(two):
     with two.scope():
         v = keras.Variable(np.zeros(3, "float32"))
 
@@ -375,7 +375,7 @@ def test_a_variable_that_shares_its_array_keeps_its_value(two):
     assert third.numpy().tolist() == [6.0] * 3
 
 
-def test_one_tensor_assigned_to_two_variables(two):
+def test_one_tensor_can_be_assigned_to_two_variables(two):
     with two.scope():
         a = keras.Variable(np.zeros(3, "float32"))
         b = keras.Variable(np.zeros(3, "float32"))
@@ -397,7 +397,7 @@ def test_one_tensor_assigned_to_two_variables(two):
     assert given.tolist() == [2.0] * 3
 
 
-def test_a_step_overwrites_all_that_it_assigns_and_nobody_has_read(two):
+def test_step_donates_assigned_unread_variables(two):
     with two.scope():
         model = small_model(keras.optimizers.Adam())
         optimizer = model.optimizer
@@ -430,7 +430,7 @@ def test_a_step_overwrites_all_that_it_assigns_and_nobody_has_read(two):
     assert np.isfinite(np.asarray(held)).all()
 
 
-def test_a_step_that_fails_leaves_the_variables(two):
+def test_failed_step_keeps_variables(two):
     with two.scope():
         v = keras.Variable(np.zeros(3, "float32"))
 
@@ -449,7 +449,7 @@ def test_a_step_that_fails_leaves_the_variables(two):
     assert v.numpy().tolist() == [2.0] * 3
 
 
-def test_what_a_variable_was_assigned_lasts(two):
+def test_assigned_value_survives_donation(two):
     with two.scope():
         v = keras.Variable(np.zeros(3, "float32"))
     two.run(lambda: v.assign_add(np.ones(3, "float32")))
@@ -461,7 +461,7 @@ def test_what_a_variable_was_assigned_lasts(two):
     assert v.numpy().tolist() == [4.0] * 3
 
 
-def test_what_another_strategy_was_assigned_lasts(two, mirrored):
+def test_value_assigned_to_another_strategy_survives_donation(two, mirrored):
     other = mirrored(3)
     with two.scope():
         v = keras.Variable(np.zeros(3, "float32"))
@@ -479,7 +479,7 @@ def test_what_another_strategy_was_assigned_lasts(two, mirrored):
     assert w.numpy().tolist() == [5.0] * 3
 
 
-def test_a_variable_can_be_copied_after_a_step(two):
+def test_variable_can_be_copied_after_step(two):
     with two.scope():
         v = keras.Variable(np.zeros(3, "float32"))
     two.run(lambda: v.assign_add(np.ones(3, "float32")))
@@ -489,7 +489,7 @@ def test_a_variable_can_be_copied_after_a_step(two):
     assert v.numpy().tolist() == [2.0] * 3 and twin.numpy().tolist() == [3.0] * 3
 
 
-def test_steps_of_two_threads(two):
+def test_steps_run_in_two_threads(two):
     with two.scope():
         v = keras.Variable(np.zeros(3, "float32"))
 
@@ -516,7 +516,7 @@ def test_steps_of_two_threads(two):
 
 
 @pytest.mark.parametrize("op", ["sum", "mean"])
-def test_the_sum_of_a_loss_comes_with_the_step(two, op):
+def test_loss_sum_is_part_of_the_step(two, op):
     """And is what `reduce` gives of any other value."""
     with two.scope():
         v = keras.Variable(np.ones((), "float32"))
@@ -543,7 +543,7 @@ def test_the_sum_of_a_loss_comes_with_the_step(two, op):
     assert local(two, total) == [1.0, 4.0]
 
 
-def test_a_branch_on_the_replica_id(two):
+def test_branch_on_replica_id_is_refused(two):
     def step():
         if ks.get_replica_context().replica_id_in_sync_group == 0:
             return 1.0
@@ -554,7 +554,7 @@ def test_a_branch_on_the_replica_id(two):
     assert local(two, two.run(lambda: keras.ops.ones(()))) == [1.0, 1.0]
 
 
-def test_collectives_of_uneven_replicas_stay_out_of_transformed_functions(two):
+def test_uneven_collectives_in_transformed_functions_are_refused(two):
     value = per_replica(two, np.ones(4), np.ones(2))
 
     def step(x):
@@ -565,12 +565,12 @@ def test_collectives_of_uneven_replicas_stay_out_of_transformed_functions(two):
         two.run(step, args=(value,))
 
 
-def test_variables_made_in_every_call(two):
+def test_variables_created_in_every_call_are_refused(two):
     with pytest.raises(ValueError, match="creates new variables every time"):
         two.run(lambda x: layers.Dense(2)(x), args=(np.ones((1, 2), "float32"),))
 
 
-def test_on_read_variables(two):
+def test_on_read_variables_aggregate(two):
     with two.scope():
         v = keras.Variable(0.0, aggregation="sum", synchronization="on_read")
     one_and_three = per_replica(two, 1.0, 3.0)
@@ -584,7 +584,7 @@ def test_on_read_variables(two):
     assert float(v.value) == 14.0
 
 
-def test_the_gradient_of_all_reduce_is_all_reduced(two):
+def test_all_reduce_gradient_is_all_reduced(two):
     with two.scope():
         v = keras.Variable(7.0)
 
@@ -620,7 +620,7 @@ def test_loss_scaling_in_run(two):
     assert float(optimizer.dynamic_scale.value) == 2.0
 
 
-def test_a_step_with_parts_sends_what_an_all_reduce_does():
+def test_sharded_step_sends_as_much_as_all_reduce():
     """Of gradients a replica gets its part, and the new weights are gathered."""
     client = jax.devices()[0].client
 
@@ -660,7 +660,7 @@ def test_a_step_with_parts_sends_what_an_all_reduce_does():
 @pytest.mark.parametrize(
     ("parts", "here"), [([0, 1, 0, 1], True), ([0, 1, 0, 0], False)]
 )
-def test_workers_agree_whether_each_has_all_parts(parts, here):
+def test_workers_agree_on_having_all_shards(parts, here):
     """Where one has them and another has not, both must bring them together."""
     values = np.arange(4.0)
     halves = (slice(0, 2),), (slice(2, 4),)
@@ -676,7 +676,7 @@ def test_workers_agree_whether_each_has_all_parts(parts, here):
     assert np.array_equal(whole, values) if here else whole is None
 
 
-def test_what_an_exception_leaves_behind(two):
+def test_exception_leaves_clean_state(two):
     with two.scope():
         v = keras.Variable(1.0)
 
@@ -700,7 +700,7 @@ class Failing(layers.Layer):
 
 
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
-def test_an_error_in_the_first_step_keeps_the_weights(method, two, monkeypatch):
+def test_error_in_first_step_keeps_weights(method, two, monkeypatch):
     with two.scope():
         model = keras.Sequential([keras.Input((6,)), Failing(), layers.Dense(1)])
         model.compile("sgd", "mse", run_eagerly=True)

@@ -12,7 +12,7 @@ import jax
 from keras_strategy.backends.jax.collectives import ShardedPerReplica
 
 
-def test_components_of_one_shape_are_one_array(two):
+def test_equal_components_form_one_array(two):
     batches = [np.arange(6.0).reshape(6, 1), np.ones((3, 1))]
     even, uneven = two.experimental_distribute_dataset(batches)
     assert isinstance(even, ShardedPerReplica)
@@ -23,7 +23,7 @@ def test_components_of_one_shape_are_one_array(two):
     assert devices == [{jax.devices()[0]}, {jax.devices()[1]}]
 
 
-def test_arrays_that_are_spread_over_the_devices(two):
+def test_sharded_arrays_are_accepted_as_data(two):
     """What `reduce` or a layer returned can be distributed again."""
     (whole,) = two.experimental_distribute_dataset([np.arange(6)])
     (again,) = two.experimental_distribute_dataset([whole.array])

@@ -56,7 +56,7 @@ def test_replicas_of_different_shapes(results):
     equal(gradients, [n * 2 * (i + 1) * i + n for i in range(n)])
 
 
-def test_functions_of_all_replicas(results):
+def test_run_accepts_functions_of_all_replicas(results):
     results = results["merged"]
     n = sum(len(result["local"]) for result in results)
     for result in results:
@@ -66,14 +66,14 @@ def test_functions_of_all_replicas(results):
 
 
 @pytest.mark.parametrize("results", [2], ids=["2x2"], indirect=True)
-def test_what_keras_reads(results):
+def test_keras_reads_local_values(results):
     """One device each fits in the tests of `tests/distributed`."""
     expected = jobs.keras_models(alone=True)
     for result in results["keras_models"]:
         equal(result, expected)
 
 
-def test_devices_that_were_used_before(two_workers):
+def test_used_devices_are_refused(two_workers):
     two_workers.start(jobs.too_late)
     ends = two_workers.wait()
     for end in ends:

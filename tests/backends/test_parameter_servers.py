@@ -168,7 +168,7 @@ def check_shared(told, many):
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="refused elsewhere")
-def test_a_coordinator(program, tmp_path):
+def test_coordinator_trains_with_parameter_servers(program, tmp_path):
     """As tf.distribute's, being that; with a resolver and partitioner of ours."""
     end = program(PROGRAM, ROOT, tmp_path / "checkpoint")
     assert end.exit_status == 0, end.output
@@ -187,7 +187,7 @@ def test_a_coordinator(program, tmp_path):
     assert told["called"] == 5 and not told["not there"]
 
 
-def test_who_has_no_engine_for_it():
+def test_other_backends_refuse_parameter_servers():
     if BACKEND == "tensorflow":
         import tensorflow as tf
 

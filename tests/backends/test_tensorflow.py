@@ -49,7 +49,7 @@ def native_per_replica(native, *values):
 # --- variables of TensorFlow's own
 
 
-def test_components_of_tensorflows_variables(two, native):
+def test_native_variables_have_components(two, native):
     for strategy in (two, native):
         with strategy.scope():
             variable = tf.Variable(1.0)
@@ -64,7 +64,7 @@ def test_components_of_tensorflows_variables(two, native):
         three.experimental_local_results(variable)
 
 
-def test_a_variable_of_tensorflows_own_that_a_run_makes(two):
+def test_native_variable_created_in_run(two):
     with pytest.raises(Exception, match="Unable to lift") as raised:
         two.run(lambda: tf.Variable(1.0).read_value())
     (note,) = raised.value.__notes__
@@ -74,14 +74,14 @@ def test_a_variable_of_tensorflows_own_that_a_run_makes(two):
 # --- devices
 
 
-def test_set_logical_devices_again():
+def test_set_logical_devices_twice():
     ks.MirroredStrategy()
     ks.config.set_logical_devices("cpu", 4)
     with pytest.raises(RuntimeError, match="already initialized 4 cpu"):
         ks.config.set_logical_devices("cpu", 3)
 
 
-def test_devices_of_a_kind_that_is_not_there():
+def test_missing_device_type_is_refused():
     assert get_engine().list_devices("tpu") == []
 
 
@@ -165,7 +165,7 @@ def test_run_compiles_once_per_shape(two):
     assert [len(x) for x in two.experimental_local_results(doubled)] == [3, 2]
 
 
-def test_run_forgets_functions(two):
+def test_run_evicts_functions(two):
     def run_once():
         fn = lambda x: x * 2  # noqa: E731
         two.run(fn, args=(tf.ones(2),))
@@ -176,7 +176,7 @@ def test_run_forgets_functions(two):
     assert [reference() for reference in references] == [None] * 3
 
 
-def test_replica_id_is_a_number(strategy):
+def test_replica_id_is_an_integer(strategy):
     def fn():
         context = ks.get_replica_context()
         assert isinstance(context.replica_id_in_sync_group, int)
@@ -190,7 +190,7 @@ def test_replica_id_is_a_number(strategy):
     )
 
 
-def test_run_inside_a_tf_function_takes_and_gives_distributed_values(strategy):
+def test_run_in_tf_function_passes_distributed_values(strategy):
     n = strategy.num_replicas_in_sync
     x = per_replica(*[tf.ones(i + 1) for i in range(n)])
 
@@ -206,7 +206,7 @@ def test_run_inside_a_tf_function_takes_and_gives_distributed_values(strategy):
     assert float(total) == n * (n + 1)
 
 
-def test_autograph_in_a_users_tf_function(two):
+def test_autograph_works_in_users_tf_function(two):
     def absolute(x):
         if tf.reduce_sum(x) < 0.0:
             x = -x
@@ -220,7 +220,7 @@ def test_autograph_in_a_users_tf_function(two):
     assert [x.numpy().tolist() for x in result.values] == [[1.0], [2.0]]
 
 
-def test_run_a_tf_function(two):
+def test_run_accepts_tf_function(two):
     @tf.function
     def fn(x):
         return ks.get_replica_context().all_reduce("SUM", x)
@@ -229,7 +229,7 @@ def test_run_a_tf_function(two):
     assert [float(x) for x in total.values] == [3.0, 3.0]
 
 
-def test_collectives(strategy):
+def test_collectives_of_workers(strategy):
     n = strategy.num_replicas_in_sync
 
     def fn():
@@ -271,7 +271,7 @@ def test_collectives_are_differentiable(strategy):
         np.testing.assert_allclose(gradient, np.full(gradient.shape, expected))
 
 
-def test_exception_leaves_everything_as_it_was(two):
+def test_exception_rolls_back_state(two):
     with two.scope():
         v = keras.Variable(1.0)
 
@@ -287,7 +287,7 @@ def test_exception_leaves_everything_as_it_was(two):
     assert [float(x) for x in two.run(lambda: v * 3.0).values] == [3.0, 3.0]
 
 
-def test_error_while_running_says_that_state_may_be_half_written(two):
+def test_runtime_error_reports_partial_state(two):
     def fn(x):
         tf.debugging.assert_positive(x)
         return x
@@ -298,7 +298,7 @@ def test_error_while_running_says_that_state_may_be_half_written(two):
     assert not tf.distribute.has_strategy()
 
 
-def test_run_builds_lazily(two):
+def test_run_builds_layers_lazily(two):
     with two.scope():
         layer = keras.layers.Dense(2)
         optimizer = keras.optimizers.Adam(0.1)
@@ -325,7 +325,7 @@ def test_run_builds_lazily(two):
     assert int(optimizer.iterations) == 2
 
 
-def test_a_branch_that_one_replica_takes(two):
+def test_branch_taken_by_one_replica(two):
     """Nothing is compiled, so the replicas ask one after the other."""
     with two.scope():
         layer, sgd = keras.layers.Dense(2), keras.optimizers.SGD()
@@ -345,7 +345,7 @@ def test_a_branch_that_one_replica_takes(two):
     assert "must take the same branches" in caught.value.__notes__[-1]
 
 
-def test_a_tape_outside_the_replicas(two):
+def test_tape_in_cross_replica_context_is_refused(two):
     with two.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
         with tf.GradientTape() as tape:
@@ -354,7 +354,7 @@ def test_a_tape_outside_the_replicas(two):
             tape.gradient(value, model.trainable_variables)
 
 
-def test_apply_outside_the_replicas(two):
+def test_apply_in_cross_replica_context(two):
     with two.scope():
         v = keras.Variable(1.0)
         optimizer = keras.optimizers.SGD(0.1)
@@ -368,7 +368,7 @@ def test_apply_outside_the_replicas(two):
     assert float(plain) == pytest.approx(0.9)
 
 
-def test_value_and_grad_watches_what_is_not_trainable(two):
+def test_value_and_grad_watches_untrainable_variables(two):
     with two.scope():
         v = keras.Variable(3.0, trainable=False)
     compute = ks.value_and_grad(lambda x: (x * v * v, x), [v], has_aux=True)
@@ -383,7 +383,7 @@ def test_value_and_grad_watches_what_is_not_trainable(two):
 # --- variables
 
 
-def test_adopted_variables_keep_value_and_optimizer_slots(two):
+def test_adopted_variables_keep_values_and_slots(two):
     v = keras.Variable([1.0, 2.0])
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     optimizer.apply([tf.ones(2)], [v])
@@ -401,7 +401,7 @@ def test_adopted_variables_keep_value_and_optimizer_slots(two):
 # --- fit
 
 
-def test_batch_normalization_statistics_are_the_same_on_all(strategy):
+def test_batch_normalization_statistics_equal_on_all_replicas(strategy):
     with strategy.scope():
         model = keras.Sequential(
             [
@@ -420,7 +420,7 @@ def test_batch_normalization_statistics_are_the_same_on_all(strategy):
             np.testing.assert_array_equal(part, parts[0])
 
 
-def test_dropout_differs_and_its_state_does_not(two):
+def test_dropout_masks_differ_and_seed_state_does_not(two):
     class Noise(keras.layers.Layer):
         def __init__(self):
             super().__init__()
@@ -440,7 +440,7 @@ def test_dropout_differs_and_its_state_does_not(two):
         np.testing.assert_array_equal(first, second)
 
 
-def test_predict_on_a_model_that_is_not_built(two):
+def test_predict_builds_model(two):
     with two.scope():
         model = keras.Sequential([keras.layers.Dense(2)])
     x = np.random.RandomState(0).randn(5, 3).astype("float32")
@@ -449,7 +449,7 @@ def test_predict_on_a_model_that_is_not_built(two):
     assert len(two.experimental_local_results(model.layers[0].kernel)) == 2
 
 
-def test_a_replica_without_rows_does_not_abort_the_process(strategy):
+def test_empty_replica_does_not_abort(strategy):
     """oneDNN's convolution and pooling do, when they get no row at all."""
     with strategy.scope():
         model = keras.Sequential(
@@ -479,7 +479,7 @@ def test_jit_compile_warns(method, two, caplog):
     assert "jit_compile=True is not used" in caplog.text
 
 
-def test_fit_after_an_exception(two):
+def test_fit_works_after_exception(two):
     with two.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
@@ -492,7 +492,7 @@ def test_fit_after_an_exception(two):
 # --- a native strategy of the user's own
 
 
-def test_users_native_strategy_is_left_alone(two, native):
+def test_users_native_strategy_is_unchanged(two, native):
     """After our hooks are installed, Keras under native tf.distribute is stock."""
     x = np.random.RandomState(0).randn(8, 3).astype("float32")
 
@@ -514,7 +514,7 @@ def test_users_native_strategy_is_left_alone(two, native):
     assert ks.get_strategy().num_replicas_in_sync == 1
 
 
-def test_gathering_ragged_rows(two):
+def test_gather_ragged_rows(two):
     rows = tf.ragged.constant([[1.0], [2.0, 3.0], [], [4.0, 5.0, 6.0]])
     parts = [rows[:1], rows[1:]]
     x = two.experimental_distribute_values_from_function(
@@ -527,7 +527,7 @@ def test_gathering_ragged_rows(two):
         assert value.to_list() == rows.to_list()
 
 
-def test_a_loss_of_ragged_rows_as_a_whole(two):
+def test_loss_of_ragged_global_batch(two):
     """Its gradient passes through the gathering: d sum(w x) / d w = sum(x)."""
     rows = tf.ragged.constant([[1.0], [2.0, 3.0], [4.0]])
 
@@ -553,7 +553,7 @@ def test_a_loss_of_ragged_rows_as_a_whole(two):
     assert found == pytest.approx(0.0, abs=1e-6)
 
 
-def test_a_native_checkpoint_of_what_replicas_share(tmp_path):
+def test_native_checkpoint_of_sharded_state(tmp_path):
     def trained(replicas):
         devices = [f"cpu:{i}" for i in range(replicas)]
         strategy = ks.MirroredStrategy(devices, shard="optimizer")

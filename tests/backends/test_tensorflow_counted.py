@@ -23,7 +23,7 @@ PARTS = [(5, 3, 2, (3,)), (2, 1, 1, (1,)), (21, 11, 10, (5, 13)), (1001, 500, 50
         ("dropout", {}),
     ],
 )
-def test_the_same_bits(name, given, dtype):
+def test_philox_numbers_are_bit_equal(name, given, dtype):
     for rows, begin, count, more in PARTS:
         for seed in (7, 2**31 - 1):
             part = DRAW_FUNCTIONS[name](

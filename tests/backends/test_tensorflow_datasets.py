@@ -42,7 +42,7 @@ def batched(rows, size, **options):
     ],
     ids=["5by3", "3by1", "dropped", "none", "9by4 mapped"],
 )
-def test_rows_are_those_of_native_strategies(make, two, native):
+def test_rows_match_native(make, two, native):
     def from_function(context):
         return make()
 
@@ -66,7 +66,7 @@ def test_rows_are_those_of_native_strategies(make, two, native):
 
 
 @pytest.mark.parametrize("buffer", [0, 2])
-def test_options_are_those_of_native_strategies(buffer, two, native):
+def test_options_match_native(buffer, two, native):
     def options(module):
         return module.InputOptions(
             experimental_fetch_to_device=False,
@@ -87,7 +87,7 @@ def test_options_are_those_of_native_strategies(buffer, two, native):
     assert read(two, mine) == read(native, theirs)
 
 
-def test_types(two):
+def test_element_types_match_native(two):
     dataset = two.experimental_distribute_dataset(batched(9, 4))
     assert isinstance(dataset, ks.DistributedDataset)
     assert isinstance(dataset, tf.distribute.DistributedDataset)
@@ -106,7 +106,7 @@ def test_types(two):
         iterator.get_next()
 
 
-def test_batches_that_are_not_made_by_batch(two):
+def test_batches_without_batch_transformation(two):
     def batches():
         yield np.arange(3)
         yield np.arange(2)
@@ -117,7 +117,7 @@ def test_batches_that_are_not_made_by_batch(two):
     assert read(two, dataset) == [[[0, 1], [2]], [[0], [1]]]
 
 
-def test_ragged_and_sparse_batches(two):
+def test_ragged_and_sparse_batches_are_split(two):
     rows = tf.ragged.constant([[1], [2, 3], []])
     source = tf.data.Dataset.from_tensors((rows, rows.to_sparse()))
     ((ragged, sparse),) = two.experimental_distribute_dataset(source)
@@ -126,7 +126,7 @@ def test_ragged_and_sparse_batches(two):
     assert dense == [[[1, 0], [2, 3]], [[0, 0]]]
 
 
-def test_rows_that_differ(two):
+def test_uneven_rows_are_split(two):
     source = tf.data.Dataset.from_tensors((np.ones(4), np.ones(3)))
     with pytest.raises(ValueError, match="same number of rows"):
         two.experimental_distribute_dataset(source)
@@ -140,7 +140,7 @@ def strategy(request, two):
     return two if request.param == "two" else ks.OneDeviceStrategy("cpu:0")
 
 
-def test_an_epoch_in_a_tf_function_is_not_unrolled(strategy):
+def test_epoch_in_tf_function_is_not_unrolled(strategy):
     rng = np.random.RandomState(3)
     x, y = rng.randn(42, 4).astype("float32"), rng.randn(42, 1).astype("float32")
     source = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
@@ -190,7 +190,7 @@ def test_an_epoch_in_a_tf_function_is_not_unrolled(strategy):
     assert float(again) > float(total)
 
 
-def test_a_loop_in_a_tf_function_draws_one_devices_numbers(two):
+def test_loop_in_tf_function_matches_one_devices_random_numbers(two):
     x = np.random.RandomState(3).randn(9, 4).astype("float32")
     source = tf.data.Dataset.from_tensor_slices(x).batch(4)
 
@@ -212,7 +212,7 @@ def test_a_loop_in_a_tf_function_draws_one_devices_numbers(two):
     np.testing.assert_allclose(total(two), one, rtol=1e-6)
 
 
-def test_datasets_and_iterators_as_arguments(strategy):
+def test_tf_function_accepts_datasets_and_iterators(strategy):
     traces = []
 
     @tf.function
@@ -230,7 +230,7 @@ def test_datasets_and_iterators_as_arguments(strategy):
     assert len(traces) == 2
 
 
-def test_get_next_and_optional_in_a_tf_function(strategy):
+def test_get_next_and_optional_in_tf_function(strategy):
     dataset = strategy.experimental_distribute_dataset(batched(9, 4))
     iterator = iter(dataset)
 
@@ -250,7 +250,7 @@ def test_get_next_and_optional_in_a_tf_function(strategy):
     assert [int(first()), *(int(then()) for _ in range(3))] == [6, 22, 8, -1]
 
 
-def test_element_spec_is_an_input_signature(strategy):
+def test_element_spec_works_as_input_signature(strategy):
     dataset = strategy.experimental_distribute_dataset(batched(9, 4))
     traces = []
 
@@ -263,7 +263,7 @@ def test_element_spec_is_an_input_signature(strategy):
     assert len(traces) == 1
 
 
-def test_python_batches_in_a_tf_function(strategy):
+def test_python_batches_in_tf_function(strategy):
     dataset = strategy.experimental_distribute_dataset([np.ones(4)])
     iterator = iter(dataset)
 
@@ -279,7 +279,7 @@ def test_python_batches_in_a_tf_function(strategy):
 
 @pytest.mark.parametrize("fixed", [True, False])
 @pytest.mark.parametrize("endless", [True, False])
-def test_parts_of_even_batches_are_in_order_and_counted(fixed, endless):
+def test_even_batches_are_split_in_order(fixed, endless):
     dataset = tf.data.Dataset.range(16).map(lambda x: {"x": x, "y": (2 * x,)})
     dataset = dataset.batch(8, drop_remainder=fixed)
     dataset = dataset.repeat() if endless else dataset

@@ -33,7 +33,7 @@ def state_of(model):
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_a_checkpoint_of_two_replicas(two, replicas, tmp_path):
+def test_checkpoint_restores_two_replicas(two, replicas, tmp_path):
     """tf.train.Checkpoint brings weights and slots to any number of replicas."""
     model = model_of(two)
     train(model)
@@ -53,7 +53,7 @@ def test_a_checkpoint_of_two_replicas(two, replicas, tmp_path):
         np.testing.assert_allclose(mine, theirs, atol=1e-6)
 
 
-def test_a_checkpoint_manager(two, tmp_path):
+def test_checkpoint_manager_restores(two, tmp_path):
     model = model_of(two)
     saved = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
     manager = tf.train.CheckpointManager(saved, str(tmp_path), max_to_keep=2)
@@ -68,7 +68,7 @@ def test_a_checkpoint_manager(two, tmp_path):
         np.testing.assert_array_equal(mine, theirs)
 
 
-def test_a_saved_model(two, tmp_path):
+def test_saved_model_serves(two, tmp_path):
     """`tf.saved_model.save` of a model, loaded with no strategy and in a scope."""
     model = model_of(two)
     train(model)
@@ -89,7 +89,7 @@ def test_a_saved_model(two, tmp_path):
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
-def test_losses_of_tf_nn(two):
+def test_losses_of_tf_nn_match_one_device(two):
     """tf.nn.compute_average_loss and tf.nn.scale_regularization_loss, in `run`."""
 
     def losses(x):

@@ -33,14 +33,14 @@ def run(program):
     )
 
 
-def test_the_process_ends_after_its_threads():
+def test_process_ends_after_its_threads():
     # A thread that the interpreter ends while it releases a tensor aborts the process.
     ended = run(SLOW_TO_RELEASE)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split() == ["released", "released"]
 
 
-def test_threads_end_with_their_owner():
+def test_pool_threads_end_with_their_owner():
     ended = run(
         SLOW_TO_RELEASE.replace("time.sleep(0.3)", "goes_on.wait(), time.sleep(0.3)")
         + """
@@ -88,12 +88,12 @@ def ran(*programs):
     return seen, error
 
 
-def test_replicas_run_in_turns_and_in_order():
+def test_replicas_take_turns_in_order():
     expected = ["0 x", "1 x", "2 x", [0, 1, 2], "0 ends", "1 ends", "2 ends"]
     assert ran(["x"], ["x"], ["x"]) == (expected, None)
 
 
-def test_the_first_replica_works_in_the_thread_that_calls():
+def test_first_replica_runs_in_calling_thread():
     threads = []
 
     def call():
@@ -112,13 +112,13 @@ def test_the_first_replica_works_in_the_thread_that_calls():
         ([["x"], ["x"], ["boom"]], ["0 x", "1 x", "2 boom"]),
     ],
 )
-def test_an_error_ends_the_others_and_comes_out_as_itself(programs, seen):
+def test_error_ends_other_replicas_and_is_reraised(programs, seen):
     boom = ArithmeticError("boom")
     programs = [[boom if n == "boom" else n for n in names] for names in programs]
     assert ran(*programs) == (seen, boom)
 
 
-def test_replicas_that_do_different_things_are_told_so():
+def test_differing_collectives_are_reported():
     seen, error = ran(["x"], ["x"], ["y"])
     assert seen == ["0 x", "1 x", "2 y"]
     assert "0: x, 1: x, 2: y" in str(error)

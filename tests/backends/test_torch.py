@@ -49,9 +49,7 @@ def wrapped_in(model):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_keras_does_not_distribute_a_model_of_ours(
-    replicas, process_group, monkeypatch
-):
+def test_keras_does_not_wrap_our_models(replicas, process_group, monkeypatch):
     expected = results(model_of(None))
 
     def all_reduce(*args, **kwargs):
@@ -68,7 +66,7 @@ def test_keras_does_not_distribute_a_model_of_ours(
     assert wrapped_in(model) == []
 
 
-def test_keras_distributes_a_model_of_no_strategy(process_group, two):
+def test_keras_wraps_models_outside_strategies(process_group, two):
     # `two` has installed the hooks, which must leave such a model to Keras.
     model = model_of(None)
     results(model)
@@ -77,7 +75,7 @@ def test_keras_distributes_a_model_of_no_strategy(process_group, two):
     assert wrapped_in(model) == ["ddp_model"]
 
 
-def test_a_model_that_keras_wrapped_is_refused(process_group, two):
+def test_wrapped_model_is_refused(process_group, two):
     model = model_of(two)
     wrapper = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
     vars(model)["parallel_model"] = wrapper
@@ -124,7 +122,7 @@ def model_of_a_module(strategy, normalizes=False, counts=False, own=False):
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_modules_of_torch_train_as_on_one_device(replicas, mirrored):
+def test_torch_modules_match_one_device(replicas, mirrored):
     strategy = mirrored(replicas)
     expected = results(model_of_a_module(None))
     model = model_of_a_module(strategy)
@@ -135,7 +133,7 @@ def test_modules_of_torch_train_as_on_one_device(replicas, mirrored):
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_statistics_of_a_module_are_the_mean_of_the_replicas(own, two):
+def test_module_statistics_are_averaged(own, two):
     model = model_of_a_module(two, normalizes=True, own=own)
     module = (model.body if own else model).layers[0].module
     with torch.no_grad():
@@ -150,13 +148,13 @@ def test_statistics_of_a_module_are_the_mean_of_the_replicas(own, two):
     assert torch.equal(before, statistics.running_mean)
 
 
-def test_a_module_that_counts_is_refused(two):
+def test_counting_module_is_refused(two):
     model = model_of_a_module(two, counts=True)
     with pytest.raises(ValueError, match="The buffer 'calls' of a Residual changes"):
         model.fit(X, Y, verbose=0)
 
 
-def test_memory_that_is_written_again():
+def test_reused_memory_is_copied():
     buffers = FlatBufferPool()
 
     def address(parts):
@@ -178,7 +176,7 @@ def test_memory_that_is_written_again():
         assert address(parts) == again
 
 
-def test_a_module_of_torch_cannot_normalize_by_the_global_batch():
+def test_torch_module_refuses_global_batch_statistics():
     strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"], batch_statistics="global")
     model = model_of_a_module(strategy, normalizes=True)
     with pytest.raises(ValueError, match="'normalize' of a Residual"):
@@ -186,7 +184,7 @@ def test_a_module_of_torch_cannot_normalize_by_the_global_batch():
     model.predict(X, verbose=0)  # by what it keeps
 
 
-def test_a_module_is_not_called_to_find_out_what_is_drawn(two):
+def test_dry_run_does_not_call_torch_modules(two):
     """What it keeps could not be put back."""
     kept = []
     for strategy in (ks.OneDeviceStrategy("cpu:0"), two):
@@ -234,7 +232,7 @@ class OwnOptimizer(keras.Model):
 
 
 @pytest.mark.parametrize("by_rows", [True, False])
-def test_what_is_written_to_tensors_in_a_step(by_rows, two):
+def test_tensor_writes_in_a_step_are_reported(by_rows, two):
     """An optimizer of torch's knows one replica's tensors, and its gradients alone."""
     with two.scope():
         model = OwnOptimizer(by_rows)

@@ -87,7 +87,7 @@ def add(verifier, size, rank=0, dtype="float32", kind="sum"):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64"])
-def test_what_is_repeated_travels_at_once(dtype):
+def test_repeated_collectives_are_sent_at_once(dtype):
     def act(verifier, rank):
         return [add(verifier, 5, rank, dtype).tolist() for _ in range(10)]
 
@@ -96,7 +96,7 @@ def test_what_is_repeated_travels_at_once(dtype):
     assert count == 2 + 2 + 8  # the first two times there is nothing to expect
 
 
-def test_what_alternates_travels_at_once():
+def test_alternating_collectives_are_sent_at_once():
     def act(verifier, rank):
         for _ in range(10):
             add(verifier, 5, rank)
@@ -106,7 +106,7 @@ def test_what_alternates_travels_at_once():
     assert count == 2 * 3 + 17
 
 
-def test_what_comes_once_in_a_while_is_no_new_habit():
+def test_rare_collective_keeps_the_pattern():
     def act(verifier, rank):
         for _ in range(4):
             for _ in range(6):
@@ -119,7 +119,7 @@ def test_what_comes_once_in_a_while_is_no_new_habit():
     assert count == 4 * 7 + 3 + 4
 
 
-def test_a_dtype_that_cannot_hold_a_digest():
+def test_small_dtype_cannot_carry_checksum():
     def act(verifier, rank):
         return [add(verifier, 5, rank, "bfloat16").tolist() for _ in range(3)]
 
@@ -134,7 +134,7 @@ def test_a_dtype_that_cannot_hold_a_digest():
     [(4, "float32", "sum"), (5, "float64", "sum"), (5, "float32", "gather")],
     ids=["size", "dtype", "operation"],
 )
-def test_one_worker_does_something_else(other, odd):
+def test_differing_worker_is_reported(other, odd):
     size, dtype, kind = other
 
     def act(verifier, rank):
@@ -151,7 +151,7 @@ def test_one_worker_does_something_else(other, odd):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_whatever_comes(seed):
+def test_random_collective_sequences_are_verified(seed):
     """Sizes are always the same, and a difference is noticed by all."""
 
     def act(verifier, rank):

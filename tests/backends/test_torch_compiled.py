@@ -117,7 +117,7 @@ def fitted(strategy, build, x=X, y=Y, jit_compile=True, loss="mse", **compiling)
     return [*history.history["loss"], *model.get_weights()]
 
 
-def test_everything_equals_one_device(two, told):
+def test_compiled_model_equals_one_device(two, told):
     def results(strategy):
         keras.utils.set_random_seed(1)
         with scope(strategy):
@@ -165,7 +165,7 @@ def test_everything_equals_one_device(two, told):
         "recurrent",
     ],
 )
-def test_what_is_compiled(build, x, y, two, told):
+def test_forward_pass_is_compiled(build, x, y, two, told):
     """To the last digit what it is without a graph: also what it draws."""
     expected = fitted(two, build, x, y, jit_compile=False)
     assert not told()
@@ -173,7 +173,7 @@ def test_what_is_compiled(build, x, y, two, told):
     assert "is one graph" in told()[0] and "without" not in told()[0]
 
 
-def test_numbers_of_their_own_are_drawn_in_a_graph(two, told):
+def test_per_replica_random_numbers_stay_in_graph(two, told):
     ks.config.exact_random(False)
     try:
         expected = fitted(two, dropping, jit_compile=False)
@@ -197,14 +197,14 @@ def test_numbers_of_their_own_are_drawn_in_a_graph(two, told):
     ],
     ids=["attribute", "branch", "synchronized", "draws"],
 )
-def test_what_is_not_compiled(build, x, why, two, told):
+def test_unsupported_models_are_not_compiled(build, x, why, two, told):
     expected = fitted(two, build, x, jit_compile=False)
     assert largest(fitted(two, build, x), expected) == 0
     (line,) = told()
     assert "without a graph, and with the same results" in line and why in line
 
 
-def test_the_statistics_of_the_global_batch_are_not_compiled(told):
+def test_global_batch_statistics_are_not_compiled(told):
     """By the strategy's wish, of which the layer knows nothing."""
     strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"], batch_statistics="global")
 
@@ -218,7 +218,7 @@ def test_the_statistics_of_the_global_batch_are_not_compiled(told):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_another_backend(backend, two, told, monkeypatch):
+def test_compiler_backend_is_respected(backend, two, told, monkeypatch):
     def build():
         return sequential(layers.BatchNormalization(), layers.Dropout(0.5))
 
@@ -228,7 +228,7 @@ def test_another_backend(backend, two, told, monkeypatch):
     assert f"backend '{backend}'" in told()[0]
 
 
-def test_more_shapes_than_graphs(two, told, monkeypatch):
+def test_graph_limit_falls_back_to_eager(two, told, monkeypatch):
     """Each of the two devices has one: of some rows, and of any number but 1."""
     torch._dynamo.reset()  # it remembers which dimensions changed in other models
     monkeypatch.setattr(compilation, "_MAX_GRAPHS", 1)
@@ -243,7 +243,7 @@ def test_more_shapes_than_graphs(two, told, monkeypatch):
     assert "the limit of torch.compile" in limit and "is one graph" in limit
 
 
-def test_a_compiler_that_fails(two, told, monkeypatch):
+def test_compiler_failure_falls_back_to_eager(two, told, monkeypatch):
     def broken(graph, inputs):
         raise OSError("no compiler")
 
@@ -278,14 +278,14 @@ class Twins(keras.Model):
         return {"loss": loss}
 
 
-def test_parts_of_a_model(two, told):
+def test_submodels_are_compiled(two, told):
     expected = fitted(two, Twins, jit_compile=False, loss=None)
     assert largest(fitted(two, Twins, loss=None), expected) == 0
     (line,) = told()
     assert line.count("'sequential") == 2
 
 
-def test_compiled_again_with_other_variables_frozen(two, told):
+def test_recompiles_after_freezing(two, told):
     def trained(jit_compile):
         keras.utils.set_random_seed(1)
         with two.scope():
@@ -301,7 +301,7 @@ def test_compiled_again_with_other_variables_frozen(two, told):
     assert len(told()) == 1
 
 
-def test_an_error_of_the_model_is_its_own(two, told):
+def test_model_error_is_reraised(two, told):
     class Raises(keras.Model):
         def call(self, x):
             if x.shape[0] == 3:
@@ -317,7 +317,7 @@ def test_an_error_of_the_model_is_its_own(two, told):
     assert "call" not in vars(model)
 
 
-def test_run_eagerly_and_models_outside(two, told, monkeypatch):
+def test_run_eagerly_is_not_compiled(two, told, monkeypatch):
     def compile_(*_, **__):
         raise AssertionError("torch.compile was called")
 

@@ -12,7 +12,7 @@ if keras.backend.backend() != "torch":
 from tests.backends import torch_compiled_jobs as jobs  # noqa: E402
 
 
-def test_one_replica_in_each_process(starter):
+def test_compiled_workers_equal_one_device(starter):
     with WorkerRunner(2, timeout_seconds=280, starter=starter) as runner:
         results = runner.run(jobs.all_of_them)
     for trained, failing, of_a_users_own in results:

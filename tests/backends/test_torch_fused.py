@@ -63,7 +63,7 @@ def trained(strategy, make, dtype="float32", transposed=False):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_as_keras(name, mirrored, calls):
+def test_fused_update_matches_keras(name, mirrored, calls):
     expected = trained(ks.OneDeviceStrategy("cpu:0"), OPTIMIZERS[name])
     assert not calls
     found = trained(mirrored(2), OPTIMIZERS[name])
@@ -73,7 +73,7 @@ def test_as_keras(name, mirrored, calls):
 
 
 @pytest.mark.parametrize("dtype, rtol", [("float64", 1e-12), ("bfloat16", 0.02)])
-def test_other_dtypes(dtype, rtol, mirrored, calls):
+def test_fused_update_supports_other_dtypes(dtype, rtol, mirrored, calls):
     expected = trained(ks.OneDeviceStrategy("cpu:0"), keras.optimizers.Adam, dtype)
     found = trained(mirrored(2), keras.optimizers.Adam, dtype)
     assert calls
@@ -83,7 +83,7 @@ def test_other_dtypes(dtype, rtol, mirrored, calls):
         )
 
 
-def test_memory_in_another_order_is_left_to_keras(mirrored, calls):
+def test_non_contiguous_memory_uses_keras(mirrored, calls):
     make = OPTIMIZERS["adam"]
     expected = trained(ks.OneDeviceStrategy("cpu:0"), make, transposed=True)
     found = trained(mirrored(2), make, transposed=True)
@@ -92,7 +92,7 @@ def test_memory_in_another_order_is_left_to_keras(mirrored, calls):
         np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7)
 
 
-def test_a_keras_with_another_formula_keeps_it(monkeypatch):
+def test_changed_keras_formula_is_kept(monkeypatch):
     assert patches_optimizers._is_keras_adam()
     original = patches_optimizers.Adam._parallel_update_step
 
@@ -103,14 +103,14 @@ def test_a_keras_with_another_formula_keeps_it(monkeypatch):
     assert not patches_optimizers._is_keras_adam()
 
 
-def test_names_are_not_used_up():
+def test_fused_update_keeps_variable_names():
     name = keras.optimizers.Adam().name
     patches_optimizers._is_keras_adam()
     number = int(name.rpartition("_")[2]) if "_" in name else 0
     assert keras.optimizers.Adam().name == f"adam_{number + 1}"
 
 
-def test_in_a_scope_of_ones_own_its_values_are_updated(two, calls):
+def test_fused_update_in_stateless_scope(two, calls):
     with two.scope():
         variable = keras.Variable([1.0])
         adam = keras.optimizers.Adam(0.5)

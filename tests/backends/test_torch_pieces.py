@@ -97,7 +97,7 @@ def of_sums(act, sizes=lambda rank: (2, 3), least=0):
 SUM = [6.0] * SIZE
 
 
-def test_what_all_would_send_in_pieces():
+def test_buckets_are_sent_when_all_workers_agree():
     def act(sums):
         return [sums.add(early) for early in (0, 0, 0, 0, 1, 1, 2)]
 
@@ -117,7 +117,7 @@ def test_what_all_would_send_in_pieces():
     ],
     ids=["one would not", "others", "nobody would"],
 )
-def test_what_not_all_would_send_alike_travels_in_one(sizes):
+def test_disagreement_sends_one_buffer(sizes):
     def act(sums):
         return [sums.in_one() for _ in range(7)], sums.pieces
 
@@ -126,7 +126,7 @@ def test_what_not_all_would_send_alike_travels_in_one(sizes):
     assert count == 2 + 2 + 1 + 5
 
 
-def test_small_sums_travel_in_one():
+def test_small_gradients_use_one_bucket():
     def act(sums):
         return [sums.in_one() for _ in range(7)]
 
@@ -135,7 +135,7 @@ def test_small_sums_travel_in_one():
 
 
 @pytest.mark.parametrize("early", [0, 1])
-def test_one_worker_takes_back_what_it_has_sent(early):
+def test_worker_discards_sent_buckets(early):
     def act(sums):
         found = [sums.add() for _ in range(5)]
         for _ in range(2):
@@ -151,7 +151,7 @@ def test_one_worker_takes_back_what_it_has_sent(early):
     assert results == [([SUM] * 9, 0)] * WORKERS
 
 
-def test_pieces_in_vain_three_times_in_a_row_are_sent_no_more():
+def test_buckets_stop_after_three_failures():
     def act(sums):
         given_up = []
         for in_vain in (2, 2, 3):
@@ -168,7 +168,7 @@ def test_pieces_in_vain_three_times_in_a_row_are_sent_no_more():
 
 @pytest.mark.parametrize("early", [0, 1])
 @pytest.mark.parametrize("rank", range(WORKERS))
-def test_one_worker_does_something_else(rank, early):
+def test_differing_worker_is_reported(rank, early):
     def act(sums):
         for _ in range(5):
             sums.add()
@@ -185,7 +185,7 @@ def test_one_worker_does_something_else(rank, early):
     assert results == [(True, SUM, SUM)] * WORKERS
 
 
-def test_what_alternates():
+def test_alternating_steps_use_buckets():
     def act(sums):
         found = []
         for _ in range(6):
@@ -212,7 +212,7 @@ MANY, FEW = 600, 100  # 1.4 MB and 40 kB of float32 in a square
         (10_000, True, True, 10, False),
     ],
 )
-def test_when_gradients_leave_during_backward(most, is_local, own_step, side, leave):
+def test_buckets_overlap_backward(most, is_local, own_step, side, leave):
     options = SimpleNamespace(bytes_per_pack=most)
     workers = TorchWorkers(
         SimpleNamespace(rank=0, size=2, options=options, is_local=is_local)

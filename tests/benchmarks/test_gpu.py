@@ -18,7 +18,7 @@ def run_of(tmp_path, rehearsal):
     return run
 
 
-def test_a_section_that_fails_is_in_the_result(tmp_path):
+def test_failed_section_is_reported(tmp_path):
     run = run_of(tmp_path, rehearsal=True)
     # No section has these titles.
     run.section(Section("unknown", "gone", 60), "torch")
@@ -33,7 +33,7 @@ def test_a_section_that_fails_is_in_the_result(tmp_path):
     assert "- torch, slow: failed, It took longer" in text
 
 
-def test_an_engine_for_cpus_is_told_as_such(tmp_path):
+def test_cpu_backend_is_reported(tmp_path):
     run = run_of(tmp_path, rehearsal=False)
     run.section(Section("any", "gone", 60), "torch")
     (section,) = run.result["sections"]
@@ -43,7 +43,7 @@ def test_an_engine_for_cpus_is_told_as_such(tmp_path):
 
 
 @pytest.mark.parametrize("equal, verdict", [(True, "equal"), (False, "**differs**")])
-def test_the_table_of_what_equals(tmp_path, equal, verdict):
+def test_equality_table_is_rendered(tmp_path, equal, verdict):
     run = run_of(tmp_path, rehearsal=True)
     row = {"what": "SGD", "difference": [1e-7], "tolerance": [1e-5], "equal": equal}
     section = {"title": "equality", "backend": "torch", "skipped": None}

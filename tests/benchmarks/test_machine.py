@@ -8,7 +8,7 @@ import pytest
 from keras_strategy.launch import paired_timing
 
 
-def test_the_share_of_others(tmp_path, monkeypatch):
+def test_other_processes_cpu_share(tmp_path, monkeypatch):
     """Work and what the machine's owner kept count, idling and waiting do not."""
     second = os.sysconf("SC_CLK_TCK")
     stat = tmp_path / "stat"

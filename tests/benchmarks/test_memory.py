@@ -10,7 +10,7 @@ PROGRAM = """
 """
 
 
-def test_what_each_device_sends():
+def test_bytes_sent_per_device():
     found = {kind: (count, sent) for kind, count, sent in collectives(PROGRAM, 4)}
     assert found == {
         "all-reduce": (1, 2 * 3 / 4 * 4 * (32 + 8)),
@@ -19,5 +19,5 @@ def test_what_each_device_sends():
     }
 
 
-def test_a_program_of_one_device():
+def test_one_device_sends_nothing():
     assert collectives("%x = f32[8]{0} add(f32[8] %a, f32[8] %b)", 1) == []

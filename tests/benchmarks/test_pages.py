@@ -5,14 +5,14 @@ import json
 from benchmarks import pages
 
 
-def test_the_pages_are_of_what_was_kept():
+def test_pages_match_recorded_figures():
     kept = pages.runs()
     assert pages.PAGE.read_text() == pages.history(kept)
     text = pages.RESULTS.read_text()
     assert text == pages.with_results(text, kept[0])
 
 
-def test_a_noisy_row_is_marked():
+def test_noisy_row_is_marked():
     (run, *_) = pages.runs()
     row = run["rows"][0]
     quiet = pages.history([{**run, "rows": [{**row, "noise": 0.9}]}])
@@ -20,7 +20,7 @@ def test_a_noisy_row_is_marked():
     assert (quiet.count(" ~ |"), noisy.count(" ~ |")) == (0, 1)
 
 
-def test_the_home_page_says_what_was_measured():
+def test_home_page_quotes_measured_figures():
     (run, *_) = pages.runs()
     home = " ".join((pages.ROOT / "docs" / "index.md").read_text().split())
     cells = [line.split(" | ") for line in pages.in_short(run).splitlines()]
@@ -33,7 +33,7 @@ def test_the_home_page_says_what_was_measured():
     ) in home
 
 
-def test_rows_that_were_measured_again(tmp_path, monkeypatch):
+def test_remeasured_rows_replace_old_ones(tmp_path, monkeypatch):
     def run(**ratios):
         rows = [
             {"backend": case[:-1], "case": case, "peer": "a peer", "ratio": ratio}

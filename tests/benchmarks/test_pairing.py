@@ -23,7 +23,7 @@ class Machine:
         return turn
 
 
-def test_the_ratio_is_that_of_neighbours():
+def test_ratio_pairs_neighbouring_runs():
     """Though the machine changes its pace by two, the ratio is that of the programs."""
     machine = Machine()
     ours, peer = machine.program("ours", 0.01), machine.program("peer", 0.02)
@@ -32,7 +32,7 @@ def test_the_ratio_is_that_of_neighbours():
     assert speed.spread == pytest.approx((2, 2))
 
 
-def test_what_a_call_costs_once_is_not_in_its_steps():
+def test_fixed_cost_is_not_counted_per_step():
     machine = Machine()
     machine.pace = itertools.repeat(1.0)
     ours, peer = machine.program("ours", 0.01, once=3.0), machine.program("peer", 0.01)
@@ -42,7 +42,7 @@ def test_what_a_call_costs_once_is_not_in_its_steps():
     assert fixed_seconds(pairing) == pytest.approx((3.0, 0.0))
 
 
-def test_both_programs_train_alike():
+def test_paired_programs_train_alike():
     """As many steps and as often, ours first; all that a round is made of."""
     machine = Machine()
     ours, peer = machine.program("ours", 0.01), machine.program("peer", 0.03)
@@ -56,7 +56,7 @@ def test_both_programs_train_alike():
 
 
 @pytest.mark.parametrize("seconds", [0.1, 0.5, 2.0, 30.0])
-def test_both_lengths_are_whole_executions_of_eight_steps(seconds):
+def test_lengths_are_multiples_of_eight_steps(seconds):
     """Where it is fewer than 64, a step is too long for that to matter."""
     machine = Machine()
     machine.pace = itertools.repeat(1.0)

@@ -19,7 +19,7 @@ def comparison():
     return next(c for c in COMPARISONS if c.backend == backend)
 
 
-def test_a_row(starter, comparison):
+def test_row_is_measured(starter, comparison):
     row = row_of(starter, comparison, MLP, rounds=1, seconds=0.01, starts=2)
     assert row["starts"] == 2
     assert set(row["speeds"]) == {"steps/s", "steps/CPU-s"}
@@ -28,7 +28,7 @@ def test_a_row(starter, comparison):
     assert all(megabytes > 50 for megabytes in row["peak_mb"])
 
 
-def test_rows_are_chosen_by_backend_by_name_and_by_having_an_aim():
+def test_rows_are_selected():
     torch = wanted(["torch"])
     assert {comparison.backend for comparison, _ in torch} == {"torch"}
     runs = wanted(["jax", "torch"], "run, 2 processes")
@@ -39,7 +39,7 @@ def test_rows_are_chosen_by_backend_by_name_and_by_having_an_aim():
     assert 0 < len(aimed) < len(torch)
 
 
-def test_a_peer_runs_without_keras_strategy(starter, comparison):
+def test_peer_runs_without_keras_strategy(starter, comparison):
     ours = comparison.programs[0]
     twice = dataclasses.replace(comparison, programs=(ours, ours))
     with (
@@ -49,7 +49,7 @@ def test_a_peer_runs_without_keras_strategy(starter, comparison):
         side.ready()
 
 
-def test_rows_below_their_aims():
+def test_rows_below_aims_are_listed():
     def row(case, aim, ratio):
         speeds = {unit: {"ratio": ratio} for unit in (CPU, WALL)}
         return dict(backend="jax", case=case, peer="P", aim=aim, speeds=speeds)

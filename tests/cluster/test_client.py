@@ -51,7 +51,7 @@ def listening(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_agree_gathers_by_rank(together):
+def test_exchange_gathers_by_rank(together):
     values = [{"rows": 3, "name": "é\n"}, [1.5, None], "x" * 10_000]
 
     def work(client, rank):
@@ -61,7 +61,7 @@ def test_agree_gathers_by_rank(together):
     assert together(3, work) == [expected] * 3
 
 
-def test_what_is_told_ahead(together):
+def test_early_exchange_is_received(together):
     """It is answered when it is asked for, in between or not at all."""
 
     def work(client, rank):
@@ -75,7 +75,7 @@ def test_what_is_told_ahead(together):
     assert together(2, work) == [expected] * 2
 
 
-def test_who_told_all_may_leave(together):
+def test_client_may_leave_after_sending(together):
     """And who waits for what was not told hears of it."""
     # A failure is raised by whatever a client does next, so that both must have read
     # what was told before one of them fails.
@@ -97,7 +97,7 @@ def test_who_told_all_may_leave(together):
     assert together(3, work)[:2] == [[0, 1, 2]] * 2
 
 
-def test_one_worker_alone(together):
+def test_single_worker_needs_no_connection(together):
     def work(client, rank):
         with client.track_operation("fit step"):
             return client.exchange("shapes", 1)
@@ -105,7 +105,7 @@ def test_one_worker_alone(together):
     assert together(1, work) == [[1]]
 
 
-def test_different_operations(together):
+def test_different_operations_are_reported(together):
     def work(client, rank):
         return client.exchange("gather" if rank == 1 else "fit step")
 
@@ -114,7 +114,7 @@ def test_different_operations(together):
         assert "(chief: `fit step`, worker 0: `gather`)" in str(error)
 
 
-def test_the_same_operation_in_another_order(together):
+def test_different_order_is_reported(together):
     """With a timeout that is over before anybody suspects that they never meet."""
 
     def work(client, rank):
@@ -135,7 +135,7 @@ def suspicious(monkeypatch):
     monkeypatch.setattr(watchdog, "DEADLOCK_SECONDS", 0.4)
 
 
-def test_workers_that_wait_for_each_other_for_ever(together, suspicious):
+def test_deadlock_is_reported(together, suspicious):
     def work(client, rank):
         client.notes["callbacks"] = "Saves" if rank == 0 else ""
         client.exchange("start")
@@ -158,7 +158,7 @@ def test_workers_that_wait_for_each_other_for_ever(together, suspicious):
 
 
 @pytest.mark.parametrize("rows", [1, 100], ids=["few", "many"])
-def test_a_worker_that_is_behind_is_at_work(together, suspicious, rows):
+def test_slow_worker_is_no_failure(together, suspicious, rows):
     """One compiles a step that the others have done, and asks nobody meanwhile."""
 
     def work(client, rank):
@@ -171,7 +171,7 @@ def test_a_worker_that_is_behind_is_at_work(together, suspicious, rows):
     assert together(3, work, timeout=60) == [[0, 1, 2]] * 3
 
 
-def test_a_collective_that_does_not_end(together):
+def test_hanging_collective_is_reported(together):
     def work(client, rank):
         with client.track_operation("all_reduce in step 2"):
             client.failed.wait(SOON)
@@ -184,7 +184,7 @@ def test_a_collective_that_does_not_end(together):
         assert "Main thread of worker 0" in str(error)
 
 
-def test_two_that_ask_at_once_are_both_answered(together, monkeypatch):
+def test_concurrent_requests_are_answered(together, monkeypatch):
     """The second one too, when the first has got on meanwhile."""
     # Nobody asks again by itself.
     monkeypatch.setattr(watchdog, "DEADLOCK_SECONDS", 600.0)
@@ -217,7 +217,7 @@ def test_two_that_ask_at_once_are_both_answered(together, monkeypatch):
         )
 
 
-def test_what_is_long_travels_where_it_differs(together, monkeypatch):
+def test_long_descriptions_are_sent_on_difference(together, monkeypatch):
     """Otherwise a digest does, and once for all who say the same."""
     replies = []
     values = CoordinatorClient._values
@@ -247,7 +247,7 @@ def test_what_is_long_travels_where_it_differs(together, monkeypatch):
     assert {count for count, size in replies if size > 10_000} == {2}
 
 
-def test_a_slow_operation_that_gets_on_is_no_failure(together):
+def test_progressing_slow_operation_is_no_failure(together):
     def work(client, rank):
         for step in range(4):
             with client.track_operation(f"step {step}"):
@@ -257,7 +257,7 @@ def test_a_slow_operation_that_gets_on_is_no_failure(together):
     assert together(2, work, timeout=3.0) == [[0, 1]] * 2
 
 
-def test_values_that_cannot_be_sent(together):
+def test_unsendable_values_are_refused(together):
     def work(client, rank):
         with pytest.raises(TypeError, match="`value` in 'step' to be a value of JSON"):
             client.exchange("step", object())
@@ -269,14 +269,14 @@ def test_values_that_cannot_be_sent(together):
     assert together(2, work) == [[0, 1]] * 2
 
 
-def test_large_values(together):
+def test_large_values_are_sent(together):
     def work(client, rank):
         return [len(v) for v in client.exchange("step", "x" * (MAX_LINE - 100))]
 
     assert together(3, work) == [[MAX_LINE - 100] * 3] * 3
 
 
-def test_a_late_worker_is_given_its_time(together):
+def test_late_worker_is_awaited(together):
     """The time of an operation that all have reached starts with the last one."""
 
     def work(client, rank):
@@ -288,7 +288,7 @@ def test_a_late_worker_is_given_its_time(together):
     assert together(2, work, timeout=5.0) == [[0, 1]] * 2
 
 
-def test_nothing_is_left_after_leave(port):
+def test_leave_frees_threads_and_sockets(port):
     # Strategies of earlier tests have threads until they are collected.
     before = set(threading.enumerate())
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -309,7 +309,7 @@ def test_nothing_is_left_after_leave(port):
         client.leave()
 
 
-def test_agreeing_with_one_that_has_left(together):
+def test_exchange_with_departed_worker_is_reported(together):
     def work(client, rank):
         if rank == 1:
             return client.leave()
@@ -321,7 +321,7 @@ def test_agreeing_with_one_that_has_left(together):
         assert "worker 0 ended while" in str(error) and "`fit step`" in str(error)
 
 
-def test_agreeing_with_a_chief_that_has_left(together):
+def test_exchange_with_departed_chief_is_reported(together):
     def work(client, rank):
         if rank == 0:
             return client.leave()
@@ -335,7 +335,7 @@ def test_agreeing_with_a_chief_that_has_left(together):
         assert "chief" in str(error) and "`fit step`" in str(error)
 
 
-def test_who_has_things_to_end_is_not_waited_for(together):
+def test_leaving_worker_is_not_awaited(together):
     """An engine's goodbye may wait for the others, who may wait for this worker."""
     others_know = threading.Event()
 
@@ -356,7 +356,7 @@ def test_who_has_things_to_end_is_not_waited_for(together):
 # Who does not come, and who does not belong.
 
 
-def test_a_worker_that_never_arrives(port):
+def test_missing_worker_is_reported(port):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         errors = list(pool.map(lambda r: outcome(join, port, r, 4, 4.0), (0, 2)))
     for error in errors:
@@ -365,7 +365,7 @@ def test_a_worker_that_never_arrives(port):
     assert not listening(port)
 
 
-def test_a_chief_that_never_arrives(port):
+def test_missing_chief_is_reported(port):
     with pytest.raises(ClusterError) as caught:
         join(port, 1, 2, timeout=0.5)
     assert "chief has not arrived within 0.5 s" in str(caught.value)
@@ -381,7 +381,7 @@ def test_a_chief_that_never_arrives(port):
     ],
     ids=["rank", "count", "run"],
 )
-def test_who_does_not_belong_is_refused_alone(port, rank, count, run, reason):
+def test_foreign_client_is_refused_alone(port, rank, count, run, reason):
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         joining = [pool.submit(join, port, r, 3, secret="a") for r in (0, 1)]
         # As from another machine, which calls the chief's by another name.
@@ -402,7 +402,7 @@ def test_who_does_not_belong_is_refused_alone(port, rank, count, run, reason):
         client.leave()
 
 
-def test_who_comes_when_all_are_there_is_refused_at_once(together, port):
+def test_surplus_client_is_refused_at_once(together, port):
     """The chief does not listen any more."""
 
     def work(client, rank):
@@ -447,7 +447,7 @@ def waiting_chief(port):
     ],
     ids=["http", "binary", "endless", "deep", "no_hello", "garbled", "no_proof"],
 )
-def test_strangers_do_no_harm(waiting_chief, port, sent, capfd):
+def test_untrusted_clients_do_no_harm(waiting_chief, port, sent, capfd):
     with socket.create_connection(("127.0.0.1", port), timeout=SOON) as stranger:
         try:
             stranger.sendall(sent)
@@ -461,7 +461,7 @@ def test_strangers_do_no_harm(waiting_chief, port, sent, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_strangers_who_say_nothing(waiting_chief, port):
+def test_silent_untrusted_clients_do_no_harm(waiting_chief, port):
     """They do not exhaust the files of the chief's process."""
     before = len(os.listdir("/proc/self/fd"))
     with contextlib.ExitStack() as strangers:
@@ -475,7 +475,7 @@ def test_strangers_who_say_nothing(waiting_chief, port):
             time.sleep(0.01)
 
 
-def test_nobody_can_connect_when_all_have_arrived(together, port):
+def test_socket_closes_when_all_have_joined(together, port):
     def work(client, rank):
         client.exchange("start")
         return listening(port)
@@ -483,7 +483,7 @@ def test_nobody_can_connect_when_all_have_arrived(together, port):
     assert together(2, work) == [False, False]
 
 
-def test_the_secret_is_not_said(port):
+def test_secret_is_never_sent(port):
     """A recorded proof does not authenticate another connection."""
     heard = []
 
@@ -523,7 +523,7 @@ def test_the_secret_is_not_said(port):
     ],
     ids=lambda value: value if isinstance(value, str) else value["type"],
 )
-def test_a_message_of_a_member_that_is_none(together, sender, sent):
+def test_malformed_message_is_reported(together, sender, sent):
     def work(client, rank):
         client.exchange("start")
         if (sender == "chief") == (rank == 0):
@@ -538,7 +538,7 @@ def test_a_message_of_a_member_that_is_none(together, sender, sent):
         assert f"{sender} sent a message that cannot be understood (of" in str(error)
 
 
-def test_what_listens_at_the_address_is_not_the_chief():
+def test_other_server_at_address_is_reported():
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer():
@@ -554,14 +554,14 @@ def test_what_listens_at_the_address_is_not_the_chief():
         other.join()
 
 
-def test_what_listens_at_the_address_says_nothing():
+def test_silent_server_at_address_is_reported():
     """Whoever it is: the time for the chief to arrive goes on."""
     server = socket.create_server(("127.0.0.1", 0))
     with server, pytest.raises(ClusterError, match="has not arrived within 1 s"):
         join(server.getsockname()[1], 1, 2, timeout=1.0)
 
 
-def test_a_taken_port():
+def test_port_in_use_is_reported():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(OSError, match="Address already in use") as caught:
@@ -574,7 +574,7 @@ def test_a_taken_port():
     ("host", "local"),
     [("localhost", True), ("127.0.0.2", True), ("::1", True), ("node1", False)],
 )
-def test_where_the_chief_listens(port, host, local):
+def test_chief_listens_on_its_address(port, host, local):
     if host == "::1" and not has_ipv6_loopback():
         pytest.skip("this machine has no IPv6")
     # Nobody but the chief can find a node of this name.
@@ -597,7 +597,7 @@ def test_where_the_chief_listens(port, host, local):
         client.leave()
 
 
-def test_a_name_of_this_machine_opens_its_own_addresses(port):
+def test_local_host_name_listens_locally(port):
     """And not all interfaces."""
     host = socket.gethostname()
     own = [address for _, address in local_addresses(host)]
@@ -612,7 +612,7 @@ def test_a_name_of_this_machine_opens_its_own_addresses(port):
             listener.close()
 
 
-def test_connections_notice_a_machine_that_is_gone(together):
+def test_connections_use_keepalive(together):
     """Within 20 s, of which one that has gone silent leaves no trace otherwise."""
 
     def work(client, rank):
@@ -635,7 +635,7 @@ def test_connections_notice_a_machine_that_is_gone(together):
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
-def test_a_rank_that_is_not_there(rank):
+def test_unknown_rank_is_refused(rank):
     with pytest.raises(ValueError, match=f"from 0 to 1. Received: {rank}"):
         join(1, rank, 2)
 
@@ -660,7 +660,7 @@ def test_coordinator_address(addresses, expected, monkeypatch):
     assert rendezvous_address(addresses) == (expected[0], 9999)
 
 
-def test_addresses_without_a_place_to_meet(monkeypatch):
+def test_address_without_rendezvous_port(monkeypatch):
     monkeypatch.delenv("KERAS_STRATEGY_PORT", raising=False)
     with pytest.raises(ValueError, match="'host:port'. Received: ''"):
         rendezvous_address(["", "10.0.0.2:1"])
@@ -681,7 +681,7 @@ def test_default_timeout(monkeypatch):
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "10 s"])
-def test_a_timeout_that_is_none(monkeypatch, value):
+def test_bad_timeout_is_refused(monkeypatch, value):
     monkeypatch.setenv("KERAS_STRATEGY_TIMEOUT_SECONDS", value)
     with pytest.raises(
         ValueError, match=f"KERAS_STRATEGY_TIMEOUT_SECONDS.*Received: '{value}'"

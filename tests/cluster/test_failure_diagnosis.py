@@ -21,7 +21,7 @@ THREE = ["chief", "worker 0", "worker 1"]
 
 
 @pytest.mark.parametrize("victim", [0, 2], ids=["chief", "worker"])
-def test_a_killed_worker_ends_the_others(processes, victim):
+def test_killed_worker_ends_the_others(processes, victim):
     scripts = [WAIT_AFTER] * 3
     scripts[victim] = BUSY
     processes.start(scripts)
@@ -35,7 +35,7 @@ def test_a_killed_worker_ends_the_others(processes, victim):
 
 
 @pytest.mark.parametrize("victim", [0, 2], ids=["chief", "worker"])
-def test_a_worker_that_raises_ends_the_others(processes, victim):
+def test_raising_worker_ends_the_others(processes, victim):
     scripts = [WAIT_AFTER] * 3
     scripts[victim] = (
         "client.exchange('start')\n"
@@ -54,7 +54,7 @@ def test_a_worker_that_raises_ends_the_others(processes, victim):
 
 
 @pytest.mark.parametrize("victim", [0, 2], ids=["chief", "worker"])
-def test_a_worker_that_hangs_ends_the_others(processes, victim):
+def test_hanging_worker_ends_the_others(processes, victim):
     scripts = [WAIT_AFTER] * 3
     scripts[1] = "client.exchange('start'); client.exchange('all_reduce in step 12')"
     scripts[victim] = BUSY
@@ -68,7 +68,7 @@ def test_a_worker_that_hangs_ends_the_others(processes, victim):
         assert f"Main thread of {THREE[victim]}" in errors
 
 
-def test_a_stopped_worker_ends_the_others(processes):
+def test_stopped_worker_ends_the_others(processes):
     processes.start([WAIT_AFTER, BUSY], timeout=1)
     processes.reached("there", 0)
     processes.signal(1, signal.SIGSTOP)
@@ -80,7 +80,7 @@ def test_a_stopped_worker_ends_the_others(processes):
     assert processes.end(1)[0][0] == EXIT_OTHER_WORKER_FAILED
 
 
-def test_what_has_ended_within_an_operation_does_not_hide_that_it_lasts(processes):
+def test_nested_operation_does_not_hide_a_hang(processes):
     within = """
 import time
 with client.track_operation("step 12"):
@@ -94,7 +94,7 @@ with client.track_operation("step 12"):
         assert "worker 0 did not reach `step 12` within 2 s; it is in no oper" in errors
 
 
-def test_a_stopped_chief_ends_the_others(processes):
+def test_stopped_chief_ends_the_others(processes):
     processes.start([BUSY, WAIT_AFTER], timeout=1)
     processes.reached("there", 1)
     processes.signal(0, signal.SIGSTOP)
@@ -103,7 +103,7 @@ def test_a_stopped_chief_ends_the_others(processes):
     assert "chief does not answer" in errors and "`all_reduce in step 12`" in errors
 
 
-def test_a_job_that_was_stopped_goes_on(processes):
+def test_stopped_job_continues(processes):
     """As by Ctrl-Z: while all are stopped, nobody keeps anybody waiting."""
     slow = """
 import time
@@ -128,7 +128,7 @@ client.exchange("end")
     [(0, "pass"), (2, "import sys; sys.exit(3)")],
     ids=["chief", "worker"],
 )
-def test_a_worker_that_leaves_ends_those_that_wait(processes, victim, script):
+def test_leaving_worker_ends_waiting_workers(processes, victim, script):
     scripts = [WAIT_AFTER] * 3
     scripts[victim] = "client.exchange('start')\n" + script
     processes.start(scripts)
@@ -141,13 +141,13 @@ def test_a_worker_that_leaves_ends_those_that_wait(processes, victim, script):
     assert (status, errors) == (3 if "exit" in script else 0, "")
 
 
-def test_workers_that_finish_end_in_peace(processes):
+def test_finished_workers_exit_cleanly(processes):
     script = "client.exchange('start')\nimport time\n"
     processes.start([script, script + "time.sleep(1)\nprint('done')"])
     assert processes.end(0, 1) == [(0, ""), (0, "")]
 
 
-def test_a_fork_of_a_killed_worker_does_not_hide_its_death(processes):
+def test_fork_does_not_hide_death_of_worker(processes):
     fork = """
 import os, sys, time
 if os.fork() == 0:
@@ -167,7 +167,7 @@ time.sleep(300)
     )
 
 
-def test_what_becomes_of_a_fork_is_its_own_affair(processes):
+def test_failed_fork_does_not_end_worker(processes):
     fork = """
 import os
 if os.fork() == 0:
@@ -183,7 +183,7 @@ client.exchange("after")
         assert "ends." not in errors
 
 
-def test_a_process_that_is_not_ours_is_not_ended(processes):
+def test_unowned_process_is_not_ended(processes):
     waits = """
 from keras_strategy.errors import WorkerFailedError
 try:
@@ -203,7 +203,7 @@ except WorkerFailedError as error:
     assert processes.end(0) == [(5, "")]
 
 
-def test_the_engines_own_error_does_not_hide_the_failure(processes):
+def test_backend_error_does_not_hide_failure(processes):
     engine = """
 from keras_strategy.cluster import client as module
 module._GRACE_SECONDS = 30.0  # a busy machine takes its time to end the other
@@ -220,7 +220,7 @@ with client.track_operation("all_reduce in step 12"):
     assert "worker 0 disconnected without notice" in errors
 
 
-def test_an_exception_in_a_process_that_is_not_ours(processes):
+def test_exception_in_unowned_process(processes):
     raises = """
 import atexit, sys
 hook = sys.excepthook
@@ -241,7 +241,7 @@ raise ValueError("no such row")
     assert said.endswith("ValueError: no such row\nended in its own way\n")
 
 
-def test_a_full_pipe_does_not_keep_a_process(processes):
+def test_full_pipe_does_not_block_exit(processes):
     """Whoever reads the output of a worker may have stopped to do so."""
     writes = """
 import sys
@@ -257,7 +257,7 @@ with client.track_operation("all_reduce in step 12"):
     assert processes.workers[0].wait(SOON) == EXIT_OTHER_WORKER_FAILED
 
 
-def test_an_exception_that_is_handled_ends_nothing(processes):
+def test_handled_exception_ends_nothing(processes):
     """C code prints one by `sys.excepthook`, in a callback or a destructor."""
     prints = """
 import sys, threading
@@ -279,7 +279,7 @@ print("there", flush=True)
     assert told.count("ValueError: dealt with") == 2
 
 
-def test_an_operation_may_have_a_time_of_its_own(processes):
+def test_operation_has_its_own_timeout(processes):
     """A chief that writes for long is at work."""
     waits = "client.exchange('save', None, 60)"
     writes = "import time; time.sleep(3)\n" + waits

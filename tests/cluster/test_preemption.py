@@ -17,7 +17,7 @@ def alone(**config) -> Preemption:
     return Preemption(TerminationConfig(**config), lambda says: [says])
 
 
-def test_it_saves_once_and_ends():
+def test_preemption_saves_once_and_ends():
     preemption = alone()
     assert preemption.after_step() is NextAction.CONTINUE
     preemption.notice.since = time.monotonic()
@@ -26,7 +26,7 @@ def test_it_saves_once_and_ends():
     assert preemption.after_step() is NextAction.CONTINUE
 
 
-def test_a_period_of_grace_is_used():
+def test_grace_period_is_used():
     preemption = alone(grace_period=HOUR)
     preemption.notice.since = time.monotonic()
     assert preemption.after_step() is NextAction.SAVE
@@ -35,7 +35,7 @@ def test_a_period_of_grace_is_used():
     assert preemption.after_step() is NextAction.SAVE_AND_END
 
 
-def test_who_is_not_told_does_as_the_others():
+def test_uninformed_worker_follows():
     told = [[False, False], [True, False]]
     preemption = Preemption(TerminationConfig(), lambda says: told)
     assert preemption.after_step() is NextAction.SAVE
@@ -44,13 +44,13 @@ def test_who_is_not_told_does_as_the_others():
 
 
 @pytest.mark.parametrize(("exit_fn", "code"), [(None, 75), (lambda: exit(3), 3)])
-def test_how_it_ends(exit_fn, code):
+def test_exit_function_is_called(exit_fn, code):
     with pytest.raises(SystemExit) as end:
         alone(exit_fn=exit_fn).end()
     assert end.value.code == code
 
 
-def test_a_signal_is_a_notice_until_nobody_listens():
+def test_signal_handler_is_restored():
     before = signal.getsignal(signal.SIGTERM)
     notice = TerminationNotice()
     with notice.listening():
@@ -60,7 +60,7 @@ def test_a_signal_is_a_notice_until_nobody_listens():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_function_of_the_users_is_asked_in_the_place_of_signals():
+def test_watcher_function_replaces_signals():
     before, asked = signal.getsignal(signal.SIGTERM), threading.Event()
     told = iter([False, True])
 
@@ -81,6 +81,6 @@ def test_a_function_of_the_users_is_asked_in_the_place_of_signals():
 @pytest.mark.parametrize(
     "argument", [{"grace_period": -1}, {"grace_period": "1"}, {"exit_fn": 3}]
 )
-def test_refusals(argument):
+def test_bad_arguments_are_refused(argument):
     with pytest.raises(ValueError, match="Argument `"):
         TerminationConfig(**argument)

@@ -7,7 +7,7 @@ import tracemalloc
 from tests.cluster import scale
 
 
-def test_many_clients_join_agree_and_learn_of_a_failure(port):
+def test_many_clients_join_exchange_and_see_failure(port):
     begun = time.process_time()
     scale.many_clients(port, 512)
     # Of this process alone, however busy the machine is. It takes less than one.
@@ -19,7 +19,7 @@ def _held() -> int:
     return tracemalloc.get_traced_memory()[0]
 
 
-def test_agreements_leave_nothing(port, monkeypatch):
+def test_exchanges_free_memory(port, monkeypatch):
     # What the process has of the system grows with the garbage of other tests, too.
     monkeypatch.setattr(scale, "_resident", _held)
     tracemalloc.start()

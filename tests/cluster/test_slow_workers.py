@@ -41,7 +41,7 @@ def lines(monkeypatch):
     logger.removeHandler(handler)
 
 
-def test_who_has_not_arrived_and_what_is_waited_for(port, lines):
+def test_slow_rendezvous_names_missing_workers(port, lines):
     clients: dict[int, CoordinatorClient] = {}
 
     def worker(rank):
@@ -62,7 +62,7 @@ def test_who_has_not_arrived_and_what_is_waited_for(port, lines):
         clients[rank].leave()
 
 
-def test_who_has_connected_waits_for_the_others(port, lines):
+def test_connected_worker_reports_waiting(port, lines):
     clients: list[CoordinatorClient] = []
 
     def chief():
@@ -80,7 +80,7 @@ def test_who_has_connected_waits_for_the_others(port, lines):
     clients[0].leave()
 
 
-def test_it_is_said_once_of_each_operation(caplog):
+def test_slow_operation_is_reported_once(caplog):
     of_worker = watchdog.Watchdog(0, ["worker 1"], 600, 0.0)
     for count in range(3):
         of_worker.warn_if_slow(Operation(count, "the train step", 0.0), 9.9)

@@ -41,27 +41,27 @@ def asks(count: int = STEP.count) -> Send:
     return Send({"type": "inquire", "count": count, "timeout": TIMEOUT})
 
 
-def test_who_waits_for_nobody_is_left_alone(watchdog):
+def test_idle_worker_is_not_checked(watchdog):
     assert look(watchdog, None, 0, 100) == []
 
 
-def test_the_coordinator_is_asked_once_the_time_is_over(watchdog):
+def test_coordinator_is_queried_after_timeout(watchdog):
     assert look(watchdog, STEP, 0, TIMEOUT + 2) == [(TIMEOUT + 1, asks())]
 
 
-def test_the_coordinator_finds_out_soon_whether_all_wait_for_each_other(watchdog):
+def test_deadlock_is_checked_early(watchdog):
     looked = [now for now in range(10) if watchdog.check(STEP, now) == [SUSPECTS]]
     assert looked == [DEADLOCK_SECONDS + 1]
 
 
-def test_each_operation_has_its_own_time(watchdog):
+def test_operation_has_its_own_timeout(watchdog):
     for count in range(5):
         begin = 0.9 * TIMEOUT * count
         step = STEP._replace(since=begin)
         assert look(watchdog, step, begin, begin + 0.9 * TIMEOUT) == []
 
 
-def test_a_coordinator_that_answers_is_asked_again(watchdog):
+def test_answering_coordinator_is_queried_again(watchdog):
     """All may be there, and the last one have come just now."""
     assert look(watchdog, STEP, 0, 12) == [(11.0, asks())]
     assert watchdog.on_message({"type": "report"}, 11.5) == []
@@ -69,7 +69,7 @@ def test_a_coordinator_that_answers_is_asked_again(watchdog):
     assert look(watchdog, STEP, 12, again + 1) == [(again, asks())]
 
 
-def test_a_coordinator_that_does_not_answer_is_to_blame(watchdog):
+def test_silent_coordinator_is_the_failure(watchdog):
     *_, (when, last) = look(watchdog, STEP, 0, 30)
     assert when == 12 + ANSWER_SECONDS
     assert last.message.startswith(
@@ -77,13 +77,13 @@ def test_a_coordinator_that_does_not_answer_is_to_blame(watchdog):
     )
 
 
-def test_what_was_heard_before_is_no_answer(watchdog):
+def test_earlier_message_is_no_answer(watchdog):
     watchdog.on_message({"type": "report"}, 0.5)
     assert isinstance(look(watchdog, STEP, 1, 30)[-1][1], Fail)
 
 
 @pytest.mark.parametrize("begin", [0.0, 3.0])
-def test_the_others_get_on_for_a_while_without_one_that_left(watchdog, begin):
+def test_departed_worker_has_a_grace_period(watchdog, begin):
     assert look(watchdog, None, 0, 1) == []
     assert watchdog.on_message({"type": "left", "rank": 2}, 1.0) == []
     operation = Operation(7, "step", begin)
@@ -97,7 +97,7 @@ def test_the_others_get_on_for_a_while_without_one_that_left(watchdog, begin):
     assert failure == Fail(why)
 
 
-def test_the_time_while_it_was_stopped_does_not_count(watchdog):
+def test_suspended_time_does_not_count(watchdog):
     assert look(watchdog, STEP, 0, 5) == []
     asleep = 5 + 1000
     assert look(watchdog, STEP, asleep, asleep + TIMEOUT) == []
@@ -107,14 +107,14 @@ def test_the_time_while_it_was_stopped_does_not_count(watchdog):
     ]
 
 
-def test_a_message_that_wakes_it_does_not_hide_that_it_was_stopped(watchdog):
+def test_wake_up_message_does_not_hide_suspension(watchdog):
     look(watchdog, STEP, 0, 5)
     watchdog.on_message({"type": "report"}, 1000.0)
     assert watchdog.waited(STEP, 1000.0) == 0
     assert look(watchdog, STEP, 1000.5, 1005) == []
 
 
-def test_a_failure_is_final_when_the_coordinator_tells_it(watchdog):
+def test_reported_failure_is_final(watchdog):
     told = watchdog.report_failure("worker 0 raised E", "a trace", 3.0)
     message = {"type": "failed", "message": "worker 0 raised E", "details": "a trace"}
     assert told == [Send(message)]
@@ -122,7 +122,7 @@ def test_a_failure_is_final_when_the_coordinator_tells_it(watchdog):
     assert look(watchdog, STEP, 4, 100) == []
 
 
-def test_another_failure_may_come_first(watchdog):
+def test_earlier_failure_wins(watchdog):
     watchdog.report_failure("worker 0 raised E", "", 3.0)
     other = {"type": "failed", "message": "worker 1 raised E", "details": ""}
     assert watchdog.on_message(other, 3.1) == [Fail("worker 1 raised E")]
@@ -130,30 +130,30 @@ def test_another_failure_may_come_first(watchdog):
     assert watchdog.on_disconnect("it ended") == []
 
 
-def test_after_a_failure_nothing_is_asked(watchdog):
+def test_no_query_after_failure(watchdog):
     assert watchdog.on_message({"type": "failed", "message": "E", "details": ""}, 1.0)
     assert look(watchdog, STEP, 1.5, 100) == []
 
 
-def test_the_first_failure_of_its_own_counts(watchdog):
+def test_first_local_failure_counts(watchdog):
     watchdog.report_failure("the first", "", 3.0)
     watchdog.report_failure("the second", "", 4.0)
     until = 3.0 + RELAY_SECONDS
     assert look(watchdog, None, 3.5, until + 2)[0][1] == Fail("the first")
 
 
-def test_a_chief_that_is_gone(watchdog):
+def test_lost_chief_is_reported(watchdog):
     gone = "chief disconnected without notice (its process was killed or crashed)"
     why = "disconnected without notice (its process was killed or crashed)"
     assert watchdog.on_disconnect(why) == [Fail(gone)]
 
 
-def test_a_chief_that_is_gone_before_it_told_a_failure(watchdog):
+def test_lost_chief_before_report(watchdog):
     watchdog.report_failure("worker 0 raised E", "", 3.0)
     assert watchdog.on_disconnect("it ended") == [Fail("worker 0 raised E")]
 
 
-def test_a_chief_that_has_left(watchdog):
+def test_departed_chief_is_reported(watchdog):
     watchdog.on_message({"type": "left", "rank": 0}, 1.0)
     assert watchdog.on_disconnect("it ended") == []
     # Nobody is there to tell it.
@@ -162,7 +162,7 @@ def test_a_chief_that_has_left(watchdog):
     assert failure == Fail("chief ended while worker 0 was waiting for it in `step`")
 
 
-def test_who_leaves_waits_for_nobody(watchdog):
+def test_leaving_worker_does_not_wait(watchdog):
     watchdog.leave()
     assert look(watchdog, STEP, 0, 100) == []
     assert watchdog.on_disconnect("it ended") == []

@@ -36,7 +36,7 @@ def devices(monkeypatch):
         (("tpu:0", "tpu:1"), {"TPU": 2}),
     ],
 )
-def test_the_backend_in_use_is_asked(devices, names, expected):
+def test_active_backend_is_queried(devices, names, expected):
     devices(*names)
     resolver = TFConfigClusterResolver()
     assert resolver.num_accelerators() == expected
@@ -45,19 +45,19 @@ def test_the_backend_in_use_is_asked(devices, names, expected):
 
 
 @pytest.mark.parametrize("name", ["GPU:0", "cuda:0:1", "/gpu:0", "gpu", ""])
-def test_other_names_are_refused(devices, name):
+def test_unknown_device_type_is_refused(devices, name):
     devices("gpu:0", name)
     with pytest.raises(ValueError, match=f"like \"gpu:0\". Received: '{name}'"):
         TFConfigClusterResolver().num_accelerators()
 
 
-def test_what_was_given_is_not_asked_for(devices):
+def test_explicit_count_is_not_queried(devices):
     devices("gpu:0")
     resolver = SimpleClusterResolver(ClusterSpec({}), num_accelerators={"GPU": 8})
     assert resolver.num_accelerators() == {"GPU": 8}
 
 
-def test_tpus(devices):
+def test_tpu_cores_are_counted(devices):
     devices("tpu:0", "tpu:1", "tpu:2", "tpu:3")
     resolver = TPUClusterResolver("grpc://10.0.0.1:1,grpc://10.0.0.2:1")
     assert resolver.num_accelerators() == {"TPU": 4}

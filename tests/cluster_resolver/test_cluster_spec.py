@@ -17,7 +17,7 @@ clusters = st.dictionaries(
 )
 
 
-def test_lists():
+def test_spec_from_lists():
     spec = ClusterSpec({"worker": ["a:1", "b:1"], "ps": ("c:1",)})
     assert spec.jobs == ["worker", "ps"]
     assert spec.num_tasks("worker") == 2
@@ -28,7 +28,7 @@ def test_lists():
     assert repr(spec) == "ClusterSpec({'ps': ['c:1'], 'worker': ['a:1', 'b:1']})"
 
 
-def test_gaps():
+def test_spec_with_gaps():
     spec = ClusterSpec({"worker": {3: "d:1", "1": "b:1"}})
     assert spec.num_tasks("worker") == 2
     assert spec.task_indices("worker") == [1, 3]
@@ -40,13 +40,13 @@ def test_dense_dict_becomes_a_list():
     assert ClusterSpec({"w": {1: "b", 0: "a"}}).as_dict() == {"w": ["a", "b"]}
 
 
-def test_empty():
+def test_empty_spec():
     assert not ClusterSpec({})
     assert ClusterSpec({"worker": []}).as_dict() == {"worker": {}}
     assert ClusterSpec({"worker": []}).job_tasks("worker") == []
 
 
-def test_equality_is_of_tasks():
+def test_specs_with_equal_tasks_are_equal():
     spec = ClusterSpec({"worker": ["a:1"]})
     assert spec == ClusterSpec({"worker": {0: "a:1"}})
     assert spec == {"worker": {0: "a:1"}}
@@ -56,7 +56,7 @@ def test_equality_is_of_tasks():
         hash(spec)
 
 
-def test_a_copy_stands_alone():
+def test_copy_is_independent():
     given_tasks = ["a:1"]
     spec = ClusterSpec({"worker": given_tasks})
     given_tasks.append("b:1")
@@ -64,7 +64,7 @@ def test_a_copy_stands_alone():
     assert ClusterSpec(spec) == spec == {"worker": {0: "a:1"}}
 
 
-def test_other_specs_are_taken_by_their_dict():
+def test_foreign_specs_are_converted():
     class Other:
         def as_dict(self):
             return {"worker": ["a:1"]}
@@ -88,12 +88,12 @@ def test_other_specs_are_taken_by_their_dict():
         ({"worker": {1: "a:1", "1": "b:1"}}, ValueError, "1 twice"),
     ],
 )
-def test_refused(cluster, error, words):
+def test_bad_specs_are_refused(cluster, error, words):
     with pytest.raises(error, match=words):
         ClusterSpec(cluster)
 
 
-def test_questions_about_what_is_not_there():
+def test_unknown_jobs_and_tasks_raise():
     spec = ClusterSpec({"worker": {1: "a:1"}})
     for ask in (spec.num_tasks, spec.task_indices, spec.job_tasks):
         with pytest.raises(ValueError, match=r"No such job.*'ps'.*\['worker'\]"):
@@ -106,7 +106,7 @@ def test_questions_about_what_is_not_there():
 
 @given(clusters)
 @settings(deadline=None)
-def test_round_trip(cluster):
+def test_dict_round_trip(cluster):
     spec = ClusterSpec(cluster)
     assert ClusterSpec(spec.as_dict()) == spec
     for job in spec.jobs:
@@ -117,7 +117,7 @@ def test_round_trip(cluster):
 @on_tensorflow
 @given(clusters)
 @settings(deadline=None, max_examples=50)
-def test_like_tensorflow(cluster):
+def test_matches_tensorflow(cluster):
     import tensorflow as tf
 
     ours, theirs = ClusterSpec(cluster), tf.train.ClusterSpec(cluster)

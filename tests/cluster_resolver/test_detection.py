@@ -67,7 +67,7 @@ def reason(kind):
     return next(f for f in detect().findings if f.name == kind).reason
 
 
-def test_nothing():
+def test_no_cluster_is_detected():
     detection = detect()
     assert [finding.name for finding in detection.findings] == ORDER
     assert not detection
@@ -76,7 +76,7 @@ def test_nothing():
 
 
 @pytest.mark.parametrize("kind", ORDER)
-def test_each_kind_by_itself(trace, kind):
+def test_each_environment_is_detected(trace, kind):
     trace(kind)
     detection = detect()
     assert [f.name for f in detection.findings if f.found] == [kind]
@@ -86,14 +86,14 @@ def test_each_kind_by_itself(trace, kind):
         assert type(detection.resolver()) is RESOLVERS[kind]
 
 
-def test_the_order_decides(trace):
+def test_detection_order(trace):
     for kind in reversed(ORDER):
         trace(kind)
         assert detect().chosen.name == kind
     assert all(finding.found for finding in detect().findings)
 
 
-def test_nothing_is_asked_of_the_network(trace, monkeypatch):
+def test_detection_needs_no_network(trace, monkeypatch):
     def refuse(*args):
         raise AssertionError("the network was asked")
 
@@ -118,7 +118,7 @@ def test_tf_config_without_a_cluster(trace, value, found, words):
     assert words in reason("TF_CONFIG")
 
 
-def test_a_part_of_torchruns_variables_is_not_torchrun(trace):
+def test_partial_torchrun_variables_are_ignored(trace):
     trace(None, RANK="0", WORLD_SIZE="2")
     assert not detect()
     assert reason("torchrun") == "MASTER_ADDR, MASTER_PORT are not set"
@@ -142,7 +142,7 @@ def test_slurm_without_a_cluster(trace):
 
 
 @pytest.mark.parametrize("device", ["accel0", "vfio/0"])
-def test_a_tpu_vm(tmp_path, device):
+def test_tpu_vm_is_detected(tmp_path, device):
     path = tmp_path / "dev" / device
     path.parent.mkdir(parents=True)
     path.touch()
@@ -164,7 +164,7 @@ def test_a_tpu_vm(tmp_path, device):
         ({"JOB_COMPLETION_INDEX": ""}, "not of an Indexed Job"),
     ],
 )
-def test_a_pod_that_does_not_know_its_place(trace, changes, words):
+def test_pod_without_index_is_ignored(trace, changes, words):
     trace("Kubernetes", **changes)
     assert not detect()
     assert re.search(words, reason("Kubernetes"))

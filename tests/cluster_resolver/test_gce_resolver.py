@@ -39,7 +39,7 @@ def machine(server, name, address):
     return {"instance": f"https://host/projects/p/zones/z/instances/{name}"}
 
 
-def test_running_machines_in_order(server, resolver):
+def test_running_machines_are_listed_in_order(server, resolver):
     items = [machine(server, "b", "10.0.0.2"), machine(server, "a", "10.0.0.1")]
     server.answers[GROUP] = json.dumps({"items": items})
     spec = resolver.cluster_spec()
@@ -51,7 +51,7 @@ def test_running_machines_in_order(server, resolver):
     assert resolver.master() == ""
 
 
-def test_several_pages(server, build):
+def test_paged_answer_is_read(server, build):
     pages = [
         json.dumps({"items": [machine(server, "a", "10.0.0.1")], "nextPageToken": "t"}),
         json.dumps({"items": [machine(server, "b", "10.0.0.2")]}),
@@ -66,12 +66,12 @@ def test_several_pages(server, build):
     assert resolver.cluster_spec().num_tasks("worker") == 2
 
 
-def test_an_empty_group(server, resolver):
+def test_empty_group(server, resolver):
     server.answers[GROUP] = "{}"
     assert resolver.cluster_spec().num_tasks("worker") == 0
 
 
-def test_the_task_is_what_was_given(server, build):
+def test_task_is_the_given_one(server, build):
     resolver = GCEClusterResolver(
         "p", "z", "g", 1, "ps", 2, rpc_layer=None, service=build(server.url)
     )
@@ -85,7 +85,7 @@ def test_the_task_is_what_was_given(server, build):
 
 
 @pytest.mark.parametrize("case", ["403", "HANG", "GARBAGE", "no json", "no address"])
-def test_no_answer(server, build, case):
+def test_no_answer_is_reported(server, build, case):
     answer = {
         "403": (403, json.dumps({"error": {"message": "SERVER TEXT"}})),
         "HANG": server.HANG,
@@ -108,12 +108,12 @@ def test_no_answer(server, build, case):
         assert "HTTP 403" in str(caught.value)
 
 
-def test_a_service_of_its_own():
+def test_given_service_is_used():
     credentials = AnonymousCredentials()
     resolver = GCEClusterResolver("p", "z", "g", 1, credentials=credentials)
     assert resolver.task_id == 0
 
 
-def test_refused():
+def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="`port`.*'x'"):
         GCEClusterResolver("p", "z", "g", "x", service=object())

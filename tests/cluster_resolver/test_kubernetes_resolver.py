@@ -55,7 +55,7 @@ def resolver(api):
     )
 
 
-def test_running_pods_in_the_order_of_their_names(server, resolver):
+def test_running_pods_are_sorted_by_name(server, resolver):
     server.answers[PODS] = pods(pod("b", "10.0.0.2"), pod("a", "10.0.0.1"))
     spec = resolver.cluster_spec()
     assert spec.as_dict() == {"worker": ["10.0.0.1:8470", "10.0.0.2:8470"]}
@@ -63,7 +63,7 @@ def test_running_pods_in_the_order_of_their_names(server, resolver):
     assert query["labelSelector"] == ["job-name=train"]
 
 
-def test_pods_of_an_indexed_job_in_the_order_of_their_indices(server, resolver):
+def test_indexed_pods_are_sorted_by_index(server, resolver):
     server.answers[PODS] = pods(
         *(pod(f"train-{i}-x", f"10.0.0.{i}", index=i) for i in (10, 2, 1))
     )
@@ -106,18 +106,18 @@ def test_master(server, resolver):
     assert resolver.master("worker", 0, "x") == "x://10.0.0.1:8470"
 
 
-def test_the_default_selector(server, api):
+def test_default_selector(server, api):
     server.answers[PODS] = pods(pod("a", "10.0.0.1"))
     KubernetesClusterResolver(override_client=api).cluster_spec()
     assert "job-name%3Dtensorflow" in server.requests[0][0]
 
 
-def test_a_pod_on_the_nodes_network(server, resolver):
+def test_pod_on_host_network(server, resolver):
     server.answers[PODS] = pods(pod("a", None))
     assert resolver.cluster_spec().job_tasks("worker") == ["192.168.0.1:8470"]
 
 
-def test_pods_that_are_not_running_are_listed(server, resolver):
+def test_waiting_pods_are_reported(server, resolver):
     server.answers[PODS] = pods(
         pod("a", "10.0.0.1"), pod("b", None, "Pending"), pod("c", None, "Failed")
     )
@@ -128,13 +128,13 @@ def test_pods_that_are_not_running_are_listed(server, resolver):
     assert '"a"' not in str(caught.value)
 
 
-def test_no_pods(server, resolver):
+def test_missing_pods_are_reported(server, resolver):
     server.answers[PODS] = pods()
     with pytest.raises(RuntimeError, match="`job_to_label_mapping`.*'job-name=train'"):
         resolver.cluster_spec()
 
 
-def test_a_running_pod_without_an_address(server, resolver):
+def test_pod_without_address_is_reported(server, resolver):
     server.answers[PODS] = pods(pod("a", None, host_ip=None))
     with pytest.raises(RuntimeError, match='pod "a" without one'):
         resolver.cluster_spec()
@@ -151,7 +151,7 @@ def test_a_running_pod_without_an_address(server, resolver):
         ("no json", "Could not query the Kubernetes API"),
     ],
 )
-def test_no_answer(server, resolver, monkeypatch, caplog, case, words):
+def test_no_answer_is_reported(server, resolver, monkeypatch, caplog, case, words):
     # What answers is given time; the server that does not would wait for ever.
     seconds = 1.0 if case == "HANG" else 30.0
     monkeypatch.setattr(module, "_CONNECT_AND_READ_SECONDS", (seconds, seconds))
@@ -170,7 +170,7 @@ def test_no_answer(server, resolver, monkeypatch, caplog, case, words):
     assert "SECRET" not in caplog.text
 
 
-def test_the_time_limit_is_a_few_seconds():
+def test_requests_time_out():
     assert all(0 < seconds <= 5 for seconds in module._CONNECT_AND_READ_SECONDS)
 
 
@@ -197,7 +197,7 @@ def pod_of_a_cluster(make_server, monkeypatch, tmp_path):
     return server
 
 
-def test_within_the_cluster(pod_of_a_cluster, caplog):
+def test_in_cluster_configuration(pod_of_a_cluster, caplog):
     caplog.set_level(logging.DEBUG)
     resolver = KubernetesClusterResolver()
     addresses = ["10.0.0.2:8470", "10.0.0.1:8470"]
@@ -206,7 +206,7 @@ def test_within_the_cluster(pod_of_a_cluster, caplog):
     assert "SECRET" not in caplog.text
 
 
-def test_detected_in_an_indexed_job(pod_of_a_cluster, monkeypatch):
+def test_indexed_job_is_detected(pod_of_a_cluster, monkeypatch):
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
     monkeypatch.setenv("HOSTNAME", "train-1")
     resolver = detect().resolver()
@@ -230,7 +230,7 @@ def kubeconfig(path, url):
     )
 
 
-def test_off_the_cluster(server, monkeypatch, tmp_path):
+def test_outside_cluster_configuration(server, monkeypatch, tmp_path):
     kubeconfig(tmp_path / "config", server.url)
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
     server.answers[PODS] = pods(pod("a", "10.0.0.1"))
@@ -241,7 +241,7 @@ def test_off_the_cluster(server, monkeypatch, tmp_path):
     assert server.requests[0][1]["authorization"] == f"Bearer {TOKEN}"
 
 
-def test_without_a_configuration(monkeypatch, tmp_path):
+def test_missing_configuration_is_reported(monkeypatch, tmp_path):
     with pytest.raises(RuntimeError, match="WITHIN_CLUSTER; pass `executable_"):
         KubernetesClusterResolver()
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
@@ -251,7 +251,7 @@ def test_without_a_configuration(monkeypatch, tmp_path):
         )
 
 
-def test_a_configuration_that_is_garbage_is_not_quoted(monkeypatch, tmp_path):
+def test_bad_configuration_is_not_quoted(monkeypatch, tmp_path):
     (tmp_path / "config").write_text(f"users: [token: {TOKEN}: [")
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
     with pytest.raises(RuntimeError, match="OFF_CLUSTER; pass.*Error") as caught:
@@ -261,7 +261,7 @@ def test_a_configuration_that_is_garbage_is_not_quoted(monkeypatch, tmp_path):
     assert "SECRET" not in "".join(traceback.format_exception(caught.value))
 
 
-def test_refused(api):
+def test_bad_arguments_are_refused(api):
     with pytest.raises(ValueError, match="`executable_location`.*'here'"):
         KubernetesClusterResolver(executable_location="here")
     with pytest.raises(ValueError, match="`job_to_label_mapping`.*'a=1' for 'worker'"):

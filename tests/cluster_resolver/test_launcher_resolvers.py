@@ -81,7 +81,7 @@ def test_torchrun_on_two_hosts(env):
     assert workers(TorchrunClusterResolver()) == ["node1:29500", "node1:29501", "", ""]
 
 
-def test_torchruns_own_store_keeps_its_port(env):
+def test_torchrun_store_keeps_its_port(env):
     env(TORCHRUN, TORCHELASTIC_USE_AGENT_STORE="True")
     assert workers(TorchrunClusterResolver())[0] == "node1:29501"
     assert workers(TorchrunClusterResolver(port=29500))[0] == "node1:29500"
@@ -116,7 +116,7 @@ def test_torchrun_names_what_is_missing(env, missing):
         ({"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE"),
     ],
 )
-def test_torchrun_refuses(env, wrong, words):
+def test_torchrun_refuses_bad_variables(env, wrong, words):
     env(TORCHRUN, **wrong)
     with pytest.raises(ValueError, match=words):
         TorchrunClusterResolver().cluster_spec()
@@ -175,7 +175,7 @@ def test_mpi_on_two_hosts(env, variables):
     assert workers(MPIClusterResolver("node1", port_base=7)) == ["node1:7", ""]
 
 
-def test_mpi_that_tells_no_local_size(env):
+def test_mpi_without_local_size(env):
     env(MPICH, MPI_LOCALNRANKS=None, MPI_LOCALRANKID=None, MASTER_ADDR="node1")
     assert workers(MPIClusterResolver()) == ["node1:8888", ""]
     assert MPIClusterResolver().local_rank is None
@@ -195,7 +195,7 @@ def test_mpi_coordinator_addresses(env, address, expected):
     assert workers(MPIClusterResolver(address))[0] == expected
 
 
-def test_mpi_refuses(env):
+def test_mpi_refuses_bad_variables(env):
     with pytest.raises(RuntimeError, match="OMPI_COMM_WORLD_RANK.*PMI_RANK"):
         MPIClusterResolver().cluster_spec()
     env(OPEN_MPI)
@@ -233,7 +233,7 @@ def test_sagemaker_with_one_host(env):
         ({"SM_CURRENT_HOST": "algo-3"}, ValueError, "one of SM_HOSTS.*'algo-3'"),
     ],
 )
-def test_sagemaker_refuses(env, wrong, error, words):
+def test_sagemaker_refuses_bad_variables(env, wrong, error, words):
     env(SAGEMAKER, **wrong)
     with pytest.raises(error, match=words):
         SageMakerClusterResolver().cluster_spec()
@@ -246,7 +246,7 @@ def test_sagemaker_refuses(env, wrong, error, words):
     )
 )
 @settings(deadline=None, max_examples=200)
-def test_any_variables_give_a_place_or_an_error_that_names_one(variables):
+def test_any_variables_give_a_task_or_a_named_error(variables):
     names = [*TORCHRUN, "LOCAL_WORLD_SIZE", *OPEN_MPI, *SAGEMAKER, "PMI_RANK", "port"]
     for make in (TorchrunClusterResolver, MPIClusterResolver, SageMakerClusterResolver):
         with mock.patch.dict(os.environ, variables):
@@ -263,7 +263,7 @@ def test_any_variables_give_a_place_or_an_error_that_names_one(variables):
 @pytest.mark.skipif(
     keras.backend.backend() != "tensorflow", reason="asks tf.distribute"
 )
-def test_sagemaker_like_tensorflow(env):
+def test_sagemaker_matches_tensorflow(env):
     from tensorflow.python.distribute.cluster_resolver import (
         sagemaker_cluster_resolver as native,
     )

@@ -7,20 +7,20 @@ from keras_strategy.cluster_resolver import google_api
 ZONE = "/computeMetadata/v1/instance/zone"
 
 
-def test_asks_as_google_wants_to_be_asked(metadata_server):
+def test_metadata_request_has_google_header(metadata_server):
     assert google_api.get_metadata("instance/zone") == "projects/1/zones/us-central1-b"
     ((path, headers),) = metadata_server.requests
     assert path == ZONE
     assert headers["metadata-flavor"] == "Google"
 
 
-def test_the_older_variable(metadata_server, monkeypatch):
+def test_older_host_variable_is_read(metadata_server, monkeypatch):
     monkeypatch.delenv("GCE_METADATA_HOST")
     monkeypatch.setenv("GCE_METADATA_IP", metadata_server.host)
     assert google_api.get_metadata("project/project-id") == "my-project"
 
 
-def test_a_proxy_is_not_asked(metadata_server, make_server, monkeypatch):
+def test_metadata_request_bypasses_proxy(metadata_server, make_server, monkeypatch):
     proxy = make_server()
     monkeypatch.setenv("http_proxy", proxy.url)
     # A copy of its own: which proxy to use is settled when a module is loaded.
@@ -56,7 +56,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_anything_else_is_an_error_in_time(metadata_server, monkeypatch, case):
+def test_bad_answer_is_an_error_in_time(metadata_server, monkeypatch, case):
     # What answers is given time; those two would never be done.
     seconds = 0.2 if case in ("hang", "drip") else 30.0
     monkeypatch.setattr(google_api, "_METADATA_TIMEOUT_SECONDS", seconds)
@@ -69,7 +69,7 @@ def test_anything_else_is_an_error_in_time(metadata_server, monkeypatch, case):
 @pytest.mark.parametrize(
     "host", ["127.0.0.1:1", "127.0.0.1:no-port", "[", "127.0.0.1 x"]
 )
-def test_no_server(monkeypatch, host):
+def test_missing_server_is_reported(monkeypatch, host):
     monkeypatch.setenv("GCE_METADATA_HOST", host)
     with pytest.raises(
         google_api.MetadataError, match="No Google Cloud metadata server"
@@ -77,5 +77,5 @@ def test_no_server(monkeypatch, host):
         google_api.get_metadata("instance/zone")
 
 
-def test_the_time_limit_is_a_few_seconds():
+def test_metadata_request_times_out():
     assert 0 < google_api._METADATA_TIMEOUT_SECONDS <= 5

@@ -107,7 +107,7 @@ def described(owner, name):
         for member, expected in members.items()
     ],
 )
-def test_signature(owner, member, expected):
+def test_signatures_match_tensorflow(owner, member, expected):
     assert described(getattr(cluster_resolver, owner), member) == expected
 
 
@@ -120,7 +120,7 @@ def test_executable_location():
     ]
 
 
-def test_every_public_name_is_there_and_documented():
+def test_public_names_are_documented():
     assert set(cluster_resolver.__all__) == {
         *API,
         *OURS,
@@ -134,11 +134,11 @@ def test_every_public_name_is_there_and_documented():
 @pytest.mark.parametrize(
     "name", [n for n in (*API, *OURS) if n not in ("ClusterResolver", "ClusterSpec")]
 )
-def test_every_resolver_is_a_resolver(name):
+def test_resolvers_subclass_the_base(name):
     resolver = getattr(cluster_resolver, name)
     assert issubclass(resolver, cluster_resolver.ClusterResolver)
 
 
-def test_the_base_is_abstract():
+def test_base_is_abstract():
     with pytest.raises(TypeError, match="abstract"):
         cluster_resolver.ClusterResolver()

@@ -20,7 +20,7 @@ CLIENTS = ("kubernetes", "googleapiclient", "google.auth", "hostlist")
 ROOT = str(Path(keras_strategy.__file__).parents[1])
 
 
-def test_nothing_heavy_is_imported():
+def test_import_loads_no_backend():
     heavy = [*ENGINES, *CLIENTS]
     code = (
         "import sys\n"
@@ -53,7 +53,7 @@ def test_nothing_heavy_is_imported():
         ("hostlist", "slurm", lambda: SlurmClusterResolver(gpus_per_node=0)),
     ],
 )
-def test_a_missing_library_names_its_extra(monkeypatch, module, extra, use):
+def test_missing_library_names_its_extra(monkeypatch, module, extra, use):
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     monkeypatch.setenv("SLURM_STEP_NODELIST", "n1")
@@ -65,7 +65,7 @@ def test_a_missing_library_names_its_extra(monkeypatch, module, extra, use):
         use()
 
 
-def test_a_tpu_known_by_address_or_with_a_service_needs_no_library(monkeypatch):
+def test_tpu_by_address_needs_no_library(monkeypatch):
     for name in list(sys.modules):
         if name.split(".")[0] in ("googleapiclient", "httplib2"):
             monkeypatch.delitem(sys.modules, name)

@@ -12,12 +12,12 @@ CHIEF = ClusterSpec({"worker": ["b:1", "c:1"], "chief": ["a:1"], "ps": ["d:1"]})
 WORKERS = ClusterSpec({"worker": ["b:1", "c:1"], "evaluator": ["e:1"]})
 
 
-def test_the_chief_comes_first():
+def test_chief_is_rank_0():
     assert training_tasks(CHIEF) == [("chief", 0), ("worker", 0), ("worker", 1)]
     assert training_addresses(CHIEF) == ["a:1", "b:1", "c:1"]
 
 
-def test_without_a_chief_worker_0_comes_first():
+def test_worker_0_is_rank_0_without_chief():
     assert training_tasks(WORKERS) == [("worker", 0), ("worker", 1)]
     assert training_addresses(WORKERS) == ["b:1", "c:1"]
 
@@ -27,7 +27,7 @@ def test_ranks_are_dense_where_indices_have_gaps():
     assert training_tasks(spec) == [("worker", 1), ("worker", 5)]
 
 
-def test_the_evaluator_need_not_be_in_the_cluster():
+def test_evaluator_may_be_outside_the_cluster():
     validate_task(CHIEF, "evaluator", 0)
 
 
@@ -42,7 +42,7 @@ def test_the_evaluator_need_not_be_in_the_cluster():
         ({"worker": ["a:1"]}, ("worker", None), "Received: None"),
     ],
 )
-def test_refused(cluster, task, words):
+def test_bad_tasks_are_refused(cluster, task, words):
     with pytest.raises(ValueError, match=words):
         validate_task(ClusterSpec(cluster), *task)
 
@@ -51,7 +51,7 @@ def test_refused(cluster, task, words):
     keras.backend.backend() != "tensorflow", reason="asks tf.distribute"
 )
 @pytest.mark.parametrize("spec", [CHIEF, WORKERS])
-def test_ranks_like_tensorflow(spec):
+def test_ranks_match_tensorflow(spec):
     from tensorflow.python.distribute import multi_worker_util as native
 
     for rank, task in enumerate(training_tasks(spec)):

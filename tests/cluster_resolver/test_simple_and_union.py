@@ -14,7 +14,7 @@ on_tensorflow = pytest.mark.skipif(
 SPEC = {"worker": ["a:1", "b:1"], "ps": ["c:1"]}
 
 
-def test_simple_gives_back_what_it_was_given():
+def test_simple_returns_its_arguments():
     resolver = SimpleClusterResolver(
         ClusterSpec(SPEC), "a:1", "worker", 1, "google", {"GPU": 8}, "grpc"
     )
@@ -39,7 +39,7 @@ def test_simple_defaults_and_setters():
     assert resolver.rpc_layer == "grpc"
 
 
-def test_simple_refuses():
+def test_simple_refuses_bad_arguments():
     with pytest.raises(TypeError, match="`cluster_spec`.*type dict"):
         SimpleClusterResolver(SPEC)
     with pytest.raises(TypeError, match="`master`.*Received: 7"):
@@ -52,7 +52,7 @@ def simple(cluster, **kwargs):
     return SimpleClusterResolver(ClusterSpec(cluster), **kwargs)
 
 
-def test_union_joins_lists():
+def test_union_concatenates_lists():
     union = UnionResolver(
         simple({"worker": ["a:1", "b:1"]}), simple({"worker": ["c:1"], "ps": ["d:1"]})
     )
@@ -77,7 +77,7 @@ def test_union_refuses_the_same_index_twice():
         union.cluster_spec()
 
 
-def test_union_is_otherwise_the_first():
+def test_union_uses_first_resolver_for_the_rest():
     first = simple(
         SPEC,
         task_type="worker",
@@ -95,7 +95,7 @@ def test_union_is_otherwise_the_first():
     assert union.master() == "grpc://a:1"
 
 
-def test_union_overrides_also_with_zero():
+def test_union_accepts_zero_overrides():
     first = simple(SPEC, task_type="worker", task_id=1)
     union = UnionResolver(first, task_type="ps", task_id=0, rpc_layer="grpc")
     assert (union.task_type, union.task_id) == ("ps", 0)
@@ -104,7 +104,7 @@ def test_union_overrides_also_with_zero():
     assert union.task_id == 1
 
 
-def test_union_of_resolvers_that_tell_nothing():
+def test_union_of_empty_resolvers():
     class Bare(ClusterResolver):
         def cluster_spec(self):
             return ClusterSpec({})
@@ -117,7 +117,7 @@ def test_union_of_resolvers_that_tell_nothing():
     assert union.environment == ""
 
 
-def test_union_refuses():
+def test_union_refuses_bad_arguments():
     with pytest.raises(ValueError, match="at least one"):
         UnionResolver()
     with pytest.raises(TypeError, match="type dict"):
@@ -129,7 +129,7 @@ def test_union_refuses():
 @on_tensorflow
 @pytest.mark.parametrize("task", [(), ("worker", 1), ("ps", 0)])
 @pytest.mark.parametrize("rpc_layer", [None, "grpc"])
-def test_like_tensorflow(task, rpc_layer):
+def test_simple_and_union_match_tensorflow(task, rpc_layer):
     import tensorflow as tf
 
     native = tf.distribute.cluster_resolver

@@ -50,7 +50,7 @@ def test_tasks_follow_the_node_list(env):
     assert resolver.num_accelerators() == {"GPU": 0}
 
 
-def test_jobs_are_dealt_in_the_order_of_their_names(env):
+def test_jobs_are_assigned_by_name(env):
     resolver = SlurmClusterResolver({"worker": 4, "ps": 1}, port_base=1000)
     assert resolver.cluster_spec().as_dict() == {
         "ps": ["t02:1000"],
@@ -68,7 +68,7 @@ def test_tasks_per_node(env):
     assert resolver.cluster_spec().task_address("worker", 0) == "b:8888"
 
 
-def test_ranks_that_do_not_follow_the_node_list(env):
+def test_ranks_in_other_order_are_refused(env):
     env(SLURM_LOCALID="1")
     assert SlurmClusterResolver().task_id == 3
     env(SLURM_LOCALID="0")
@@ -76,7 +76,7 @@ def test_ranks_that_do_not_follow_the_node_list(env):
         SlurmClusterResolver()
 
 
-def test_every_task_gets_its_gpus(env):
+def test_each_task_gets_its_gpus(env):
     for rank, gpus in enumerate(["0,1", "2,3", "0,1", "2,3", "0,1"]):
         env(SLURM_PROCID=str(rank), CUDA_VISIBLE_DEVICES=None)
         resolver = SlurmClusterResolver(gpus_per_node=4)
@@ -93,13 +93,13 @@ def test_gpus_per_task(env):
     assert resolver.num_accelerators() == {"GPU": 1}
 
 
-def test_gpus_that_slurm_granted(env):
+def test_granted_gpus_are_divided(env):
     env(CUDA_VISIBLE_DEVICES="6,7")
     SlurmClusterResolver().cluster_spec()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
 
 
-def test_a_second_resolver_shares_out_the_same_gpus(env):
+def test_second_resolver_divides_the_same_gpus(env):
     env(CUDA_VISIBLE_DEVICES="6,7")
     for _ in range(3):
         resolver = SlurmClusterResolver()
@@ -119,7 +119,7 @@ def test_without_gpus_nothing_is_set(env):
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
-def test_too_few_gpus_to_share_out_are_left_alone(env, caplog):
+def test_too_few_gpus_are_not_divided(env, caplog):
     env(CUDA_VISIBLE_DEVICES="7")
     with caplog.at_level(logging.WARNING, "keras_strategy"):
         resolver = SlurmClusterResolver()
@@ -128,7 +128,7 @@ def test_too_few_gpus_to_share_out_are_left_alone(env, caplog):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
 
 
-def test_no_gpus_for_a_task_that_shall_have_none(env):
+def test_task_with_zero_gpus(env):
     SlurmClusterResolver(gpus_per_node=2, gpus_per_task=0).cluster_spec()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
@@ -143,7 +143,7 @@ def test_no_gpus_for_a_task_that_shall_have_none(env):
         ({"SLURM_TRES_PER_TASK": "cpu=2"}, "1"),
     ],
 )
-def test_gpus_that_slurm_gave_to_the_task(env, binding, gpus):
+def test_gpus_bound_to_the_task(env, binding, gpus):
     env(CUDA_VISIBLE_DEVICES="0,1", **binding)
     resolver = SlurmClusterResolver()
     resolver.cluster_spec()
@@ -162,7 +162,7 @@ def test_gpus_from_nvidia_smi(env, tmp_path):
     assert SlurmClusterResolver().num_accelerators() == {"GPU": 1}
 
 
-def test_an_nvidia_smi_that_fails_or_hangs(env, tmp_path, monkeypatch):
+def test_failing_nvidia_smi_is_ignored(env, tmp_path, monkeypatch):
     nvidia_smi(tmp_path, "echo 'GPU 0: A'; exit 9")
     assert SlurmClusterResolver().num_accelerators() == {"GPU": 0}
     monkeypatch.setattr(slurm, "_NVIDIA_SMI_SECONDS", 0.2)
@@ -171,7 +171,7 @@ def test_an_nvidia_smi_that_fails_or_hangs(env, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("missing", STEP)
-def test_outside_a_step(env, missing):
+def test_outside_a_job_step(env, missing):
     env(**{missing: None})
     with pytest.raises(RuntimeError, match=f"{missing} not found.*srun"):
         SlurmClusterResolver()
@@ -198,7 +198,7 @@ def test_outside_a_step(env, missing):
         ({}, {"port_base": 0}, ValueError, "port_base"),
     ],
 )
-def test_refused(env, changes, arguments, error, words):
+def test_bad_variables_are_refused(env, changes, arguments, error, words):
     env(**changes)
     with pytest.raises(error, match=words):
         SlurmClusterResolver(**arguments)
@@ -217,11 +217,11 @@ def test_refused(env, changes, arguments, error, words):
         ("n-1-[2-3]-x", ["n-1-2-x", "n-1-3-x"]),
     ],
 )
-def test_host_lists(text, hosts):
+def test_host_lists_are_expanded(text, hosts):
     assert expand_hostlist(text) == hosts
 
 
-def test_endless_expressions_end():
+def test_huge_expressions_are_refused():
     for text in ("n[0-999999999999]", "n[0-99999][0-99999]", "n[" + "9" * 5000 + "]"):
         try:
             assert len(expand_hostlist(text)) <= 100_001
@@ -260,14 +260,14 @@ def host_parts(draw):
 
 @given(host_parts())
 @settings(deadline=None)
-def test_any_host_list_is_written_out_in_order(parts):
+def test_any_host_list_is_expanded_in_order(parts):
     text, hosts = parts
     assert expand_hostlist(text) == hosts
 
 
 @given(st.text("n1[],-0x( )", max_size=12) | st.text(max_size=6))
 @settings(deadline=None, max_examples=200)
-def test_any_text_gives_hosts_and_tasks_or_names_the_variable(text):
+def test_any_text_gives_tasks_or_a_named_error(text):
     try:
         assert all(isinstance(host, str) for host in expand_hostlist(text))
     except ValueError as error:
@@ -280,7 +280,7 @@ def test_any_text_gives_hosts_and_tasks_or_names_the_variable(text):
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 5)), min_size=1))
 @settings(deadline=None)
-def test_any_task_counts(parts):
+def test_any_task_counts_are_parsed(parts):
     text = ",".join(f"{n}(x{r})" if r > 1 else str(n) for n, r in parts)
     assert expand_tasks_per_node(text) == [n for n, r in parts for _ in range(r)]
 
@@ -288,7 +288,7 @@ def test_any_task_counts(parts):
 @on_tensorflow
 @given(host_parts())
 @settings(deadline=None, max_examples=50)
-def test_host_lists_like_tensorflow(parts):
+def test_host_lists_match_tensorflow(parts):
     from tensorflow.python.distribute.cluster_resolver import (
         slurm_cluster_resolver as native,
     )
@@ -301,7 +301,7 @@ def test_host_lists_like_tensorflow(parts):
 @on_tensorflow
 @pytest.mark.parametrize("rank", range(5))
 @pytest.mark.parametrize("jobs", [None, {"ps": 1, "worker": 4}])
-def test_like_tensorflow(env, rank, jobs):
+def test_matches_tensorflow(env, rank, jobs):
     import tensorflow as tf
 
     # TensorFlow sorts the nodes by name, so these come sorted.

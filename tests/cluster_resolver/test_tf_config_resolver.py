@@ -51,7 +51,7 @@ def test_arguments_override(tf_config):
     assert resolver.master() == "x://b:1"
 
 
-def test_reads_anew_every_time(tf_config):
+def test_tf_config_is_read_on_each_call(tf_config):
     resolver = tf_config(CONFIG)
     tf_config({**CONFIG, "task": {"type": "chief", "index": 0}})
     assert resolver.task_type == "chief"
@@ -72,13 +72,13 @@ def test_session_master(tf_config):
     assert tf_config({**CONFIG, "session_master": "x"}).master() == "x"
 
 
-def test_an_evaluator_need_not_be_in_the_cluster(tf_config):
+def test_evaluator_may_be_outside_the_cluster(tf_config):
     resolver = tf_config({**CONFIG, "task": {"type": "evaluator", "index": 0}})
     assert resolver.task_type == "evaluator"
     assert "evaluator" not in resolver.cluster_spec().jobs
 
 
-def test_indices_as_json_makes_them(tf_config):
+def test_string_indices(tf_config):
     resolver = tf_config(
         {"cluster": {"worker": {"1": "b:1"}}, "task": {"type": "worker", "index": "1"}}
     )
@@ -128,7 +128,7 @@ def test_master_without_a_task(tf_config):
         ({"session_master": []}, "TF_CONFIG: session_master"),
     ],
 )
-def test_refused(tf_config, value, place):
+def test_bad_tf_config_is_refused(tf_config, value, place):
     with pytest.raises(ValueError, match=place):
         tf_config(value).cluster_spec()
 
@@ -171,7 +171,7 @@ nearly_right = st.fixed_dictionaries(
 @given(json_values | nearly_right)
 @example({"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}})
 @settings(deadline=None, max_examples=200)
-def test_any_json_gives_a_spec_or_names_tf_config(value):
+def test_any_json_gives_a_spec_or_a_named_error(value):
     with mock.patch.dict(os.environ, TF_CONFIG=json.dumps(value)):
         resolver = TFConfigClusterResolver()
         try:
@@ -190,7 +190,7 @@ def test_any_json_gives_a_spec_or_names_tf_config(value):
 
 @given(st.text(st.characters(exclude_characters="\0", codec="utf-8")))
 @settings(deadline=None)
-def test_any_text_gives_a_spec_or_names_tf_config(text):
+def test_any_text_gives_a_spec_or_a_named_error(text):
     with mock.patch.dict(os.environ, TF_CONFIG=text):
         try:
             TFConfigClusterResolver().cluster_spec()
@@ -212,7 +212,7 @@ def test_any_text_gives_a_spec_or_names_tf_config(text):
     ],
 )
 @pytest.mark.parametrize("overrides", [{}, {"task_type": "chief", "task_id": 0}])
-def test_like_tensorflow(tf_config, config, overrides):
+def test_matches_tensorflow(tf_config, config, overrides):
     import tensorflow as tf
 
     tf_config(config)

@@ -48,7 +48,7 @@ def named(tpu_api, tpu="my-tpu", **kwargs):
     return TPUClusterResolver(tpu, **kwargs)
 
 
-def test_a_name(tpu_api):
+def test_tpu_by_name(tpu_api):
     resolver = named(tpu_api)
     assert tpu_api.requests == []
     spec = resolver.cluster_spec()
@@ -62,7 +62,7 @@ def test_a_name(tpu_api):
     assert resolver.environment == ""
 
 
-def test_the_cluster_is_asked_for_anew(tpu_api):
+def test_cluster_is_looked_up_on_each_call(tpu_api):
     resolver = named(tpu_api)
     assert resolver.cluster_spec().num_tasks("worker") == 2
     tpu_api.answers[NODE] = json.dumps({**READY, "state": "PREEMPTED"})
@@ -70,19 +70,19 @@ def test_the_cluster_is_asked_for_anew(tpu_api):
         resolver.cluster_spec()
 
 
-def test_an_old_answer(tpu_api):
+def test_older_api_answer(tpu_api):
     old = {"state": "READY", "ipAddress": "10.0.0.7", "port": "8470"}
     tpu_api.answers[NODE] = json.dumps(old)
     assert named(tpu_api).cluster_spec().job_tasks("worker") == ["10.0.0.7:8470"]
 
 
-def test_zone_and_project_of_this_machine(tpu_api, metadata_server):
+def test_zone_and_project_from_metadata(tpu_api, metadata_server):
     # One server plays both: `server` is the same in the two fixtures.
     resolver = named(tpu_api, zone=None, project=None)
     assert resolver.cluster_spec().num_tasks("worker") == 2
 
 
-def test_a_coordinator_is_in_the_cluster_only_when_named(tpu_api):
+def test_coordinator_is_listed_when_named(tpu_api):
     address = {"coordinator_address": "10.1.0.1:1"}
     assert named(tpu_api, **address).cluster_spec().jobs == ["worker"]
     resolver = named(tpu_api, job_name="tpu_worker", coordinator_name="boss", **address)
@@ -112,14 +112,14 @@ def test_credentials_are_ignored_with_a_service(tpu_api):
         (["grpc://10.0.0.1:8470"], ["10.0.0.1:8470"]),
     ],
 )
-def test_addresses(tpu, addresses):
+def test_tpu_by_addresses(tpu, addresses):
     resolver = TPUClusterResolver(tpu)
     assert resolver.cluster_spec().job_tasks("worker") == addresses
     assert resolver.master() == f"grpc://{addresses[0]}"
 
 
 @pytest.mark.parametrize("tpu", ["local", ["local"]])
-def test_local(tpu):
+def test_local_tpu(tpu):
     resolver = TPUClusterResolver(tpu)
     assert not resolver.cluster_spec()
     assert resolver.master() == ""
@@ -144,13 +144,13 @@ def test_local(tpu):
     ],
 )
 @pytest.mark.parametrize("tpu", [None, ""])
-def test_the_environment(tpu_api, monkeypatch, tpu, variables, addresses):
+def test_tpu_from_environment(tpu_api, monkeypatch, tpu, variables, addresses):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert named(tpu_api, tpu).cluster_spec().job_tasks("worker") == addresses
 
 
-def test_the_order_of_the_environment(tpu_api, monkeypatch):
+def test_environment_variable_order(tpu_api, monkeypatch):
     values = [
         ("TPU_WORKER_HOSTNAMES", "h0"),
         ("TPU_CONFIG", '{"tpu_node_name": "grpc://h1"}'),
@@ -175,7 +175,7 @@ def test_tpu_config_has_project_and_zone(tpu_api, monkeypatch):
 
 
 @pytest.mark.parametrize("value", ["{", "[]", '{"zone": 1}', "[" * 100_000])
-def test_a_wrong_tpu_config(monkeypatch, value):
+def test_bad_tpu_config_is_refused(monkeypatch, value):
     monkeypatch.setenv("TPU_CONFIG", value)
     with pytest.raises(ValueError, match="TPU_CONFIG to be a JSON object"):
         TPUClusterResolver()
@@ -188,7 +188,7 @@ def test_a_wrong_tpu_config(monkeypatch, value):
         ("a:0:10.0.0.1,b:1:10.0.0.2", ["10.0.0.1:8470", "10.0.0.2:8470"]),
     ],
 )
-def test_a_tpu_vm(metadata_server, endpoints, addresses):
+def test_tpu_vm(metadata_server, endpoints, addresses):
     metadata_server.answers[f"{ATTRIBUTES}/worker-network-endpoints"] = endpoints
     metadata_server.answers[f"{ATTRIBUTES}/agent-worker-number"] = "1"
     resolver = TPUClusterResolver()
@@ -197,7 +197,7 @@ def test_a_tpu_vm(metadata_server, endpoints, addresses):
     assert resolver.master() == f"grpc://{addresses[0]}"
 
 
-def test_a_tpu_vm_with_garbage_for_metadata(metadata_server):
+def test_tpu_vm_with_bad_metadata(metadata_server):
     metadata_server.answers[f"{ATTRIBUTES}/worker-network-endpoints"] = "a:b"
     metadata_server.answers[f"{ATTRIBUTES}/agent-worker-number"] = "<html>"
     resolver = TPUClusterResolver()
@@ -207,7 +207,7 @@ def test_a_tpu_vm_with_garbage_for_metadata(metadata_server):
         resolver.task_id  # noqa: B018
 
 
-def test_the_place_of_this_host(monkeypatch):
+def test_worker_index_of_this_host(monkeypatch):
     own = TPUClusterResolver("grpc://10.255.255.1:1,grpc://127.0.0.1:2,grpc://host:3")
     assert own.task_id == 1
     assert own.master() == "grpc://10.255.255.1:1"
@@ -222,7 +222,7 @@ def test_the_place_of_this_host(monkeypatch):
         TPUClusterResolver("grpc://10.255.255.1:1").task_id  # noqa: B018
 
 
-def test_no_tpu(monkeypatch):
+def test_missing_tpu_is_reported(monkeypatch):
     for tpu in (None, ""):
         with pytest.raises(ValueError, match="Please provide a TPU name"):
             TPUClusterResolver(tpu)
@@ -238,21 +238,21 @@ def test_no_tpu(monkeypatch):
         TPUClusterResolver("grpc://10.0.0.1:x")
 
 
-def test_no_tpu_on_google_cloud(metadata_server):
+def test_missing_tpu_on_google_cloud(metadata_server):
     with pytest.raises(RuntimeError, match="on Google Cloud it cannot be empty"):
         TPUClusterResolver("")
     with pytest.raises(ValueError, match="Please provide a TPU name"):
         TPUClusterResolver()
 
 
-def test_neither_zone_nor_metadata():
+def test_missing_zone_is_reported():
     with pytest.raises(RuntimeError, match="`project`, or a metadata server"):
         TPUClusterResolver("my-tpu", zone="z")
     with pytest.raises(RuntimeError, match="`zone`, or a metadata server"):
         TPUClusterResolver("my-tpu", project="p")
 
 
-def test_a_zone_that_is_none(metadata_server):
+def test_bad_zone_is_refused(metadata_server):
     metadata_server.answers["/computeMetadata/v1/instance/zone"] = "<html>log in"
     with pytest.raises(RuntimeError, match="instance/zone to be a zone.*<html>"):
         TPUClusterResolver("my-tpu")
@@ -265,7 +265,7 @@ def test_a_zone_that_is_none(metadata_server):
         *("no addresses", "no port", "an odd port", "an odd host"),
     ],
 )
-def test_no_answer(tpu_api, caplog, case):
+def test_no_answer_is_reported(tpu_api, caplog, case):
     ends = {
         "no addresses": [],
         "no port": [{"ipAddress": "10.0.0.1"}],
@@ -299,14 +299,14 @@ def test_no_answer(tpu_api, caplog, case):
 
 
 @pytest.mark.parametrize("name", ["a/b", "../x", "a?b"])
-def test_a_name_stays_a_name(tpu_api, name):
+def test_name_is_never_a_url(tpu_api, name):
     with pytest.raises(ValueError, match="Could not lookup TPU metadata"):
         named(tpu_api, name).cluster_spec()
     assert not any(path.startswith(NODE) for path, _ in tpu_api.requests)
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1/{api}/{apiVersion}", "file:///x"])
-def test_discovery_is_by_https_only(tpu_api, monkeypatch, url):
+def test_discovery_requires_https(tpu_api, monkeypatch, url):
     with pytest.raises(ValueError, match="`discovery_url` to begin with https://"):
         named(tpu_api, discovery_url=url)
     monkeypatch.setenv("TPU_API_DISCOVERY_URL", url)
@@ -335,7 +335,7 @@ def description(url):
 
 
 @pytest.mark.parametrize("by_variable", [False, True])
-def test_a_discovery_url(https_api, monkeypatch, caplog, by_variable):
+def test_discovery_url_is_used(https_api, monkeypatch, caplog, by_variable):
     caplog.set_level(logging.DEBUG)
     url = https_api.url + "/{api}/{apiVersion}"
     if by_variable:
@@ -350,7 +350,7 @@ def test_a_discovery_url(https_api, monkeypatch, caplog, by_variable):
     assert "SECRET" not in caplog.text
 
 
-def test_a_token_is_not_sent_in_the_clear(https_api, make_server):
+def test_token_is_never_sent_unencrypted(https_api, make_server):
     plain = make_server()
     plain.answers[NODE] = json.dumps(READY)
     https_api.answers["/tpu/v1"] = json.dumps(description(plain.url))
@@ -364,7 +364,7 @@ def test_a_token_is_not_sent_in_the_clear(https_api, make_server):
     assert plain.requests == []
 
 
-def test_discovery_does_not_follow_a_redirect(https_api, make_server):
+def test_discovery_follows_no_redirect(https_api, make_server):
     plain = make_server()
     https_api.answers["/tpu/v1"] = (302, "", {"Location": plain.url + "/tpu/v1"})
     with pytest.raises(ValueError, match="Could not lookup TPU metadata"):
@@ -377,7 +377,7 @@ def test_discovery_does_not_follow_a_redirect(https_api, make_server):
     assert plain.requests == []
 
 
-def test_an_answer_has_a_time_limit(https_api, monkeypatch):
+def test_requests_time_out(https_api, monkeypatch):
     assert 0 < google_api._API_TIMEOUT_SECONDS <= 5
     monkeypatch.setattr(google_api, "_API_TIMEOUT_SECONDS", 1.0)
     https_api.answers[NODE] = https_api.HANG
@@ -392,13 +392,13 @@ def test_an_answer_has_a_time_limit(https_api, monkeypatch):
         resolver.cluster_spec()
 
 
-def test_default_credentials_that_are_not_there(monkeypatch, tmp_path):
+def test_missing_default_credentials(monkeypatch, tmp_path):
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
     with pytest.raises(ValueError, match="Could not lookup.*DefaultCredentialsError"):
         TPUClusterResolver("my-tpu", "zone", "project").cluster_spec()
 
 
-def test_connect_looks_up_at_once(monkeypatch, tmp_path):
+def test_connect_looks_up_the_cluster(monkeypatch, tmp_path):
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
     TPUClusterResolver("my-tpu", "zone", "project")
     with pytest.raises(ValueError, match="Could not lookup TPU metadata"):
@@ -409,7 +409,7 @@ def test_connect_looks_up_at_once(monkeypatch, tmp_path):
         assert entered is resolver
 
 
-def test_a_socket_is_all_it_takes_to_know_ones_place(monkeypatch):
+def test_place_needs_only_a_socket(monkeypatch):
     """No datagram is sent, and no name is looked up."""
 
     def refuse(*args):
@@ -421,7 +421,7 @@ def test_a_socket_is_all_it_takes_to_know_ones_place(monkeypatch):
     assert TPUClusterResolver("grpc://host:1,grpc://127.0.0.1:1").task_id == 1
 
 
-def test_what_the_hardware_has():
+def test_device_coordinates_are_read():
     """The messages are TensorFlow's, of a TPU with such devices and of one without."""
     resolver = TPUClusterResolver("grpc://10.0.0.1:8470")
     assert resolver.tpu_hardware_feature is None

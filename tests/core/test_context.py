@@ -10,7 +10,7 @@ import pytest
 import keras_strategy as ks
 
 
-def test_outside_every_scope():
+def test_outside_scopes():
     context = ks.get_replica_context()
     assert (context.num_replicas_in_sync, context.replica_id_in_sync_group) == (1, 0)
     assert not ks.in_cross_replica_context()
@@ -19,7 +19,7 @@ def test_outside_every_scope():
     assert ks.get_strategy() is ks.get_strategy()
 
 
-def test_inside_a_scope(two):
+def test_inside_scope(two):
     with two.scope() as entered:
         assert entered is two
         assert ks.get_replica_context() is None
@@ -41,7 +41,7 @@ def test_inside_run(two):
     assert not ks.has_strategy()
 
 
-def test_a_scope_inside_itself_and_entered_again(two):
+def test_scope_can_be_nested_and_reentered(two):
     scope = two.scope()
     for _ in range(2):
         with scope, scope, two.scope():
@@ -49,7 +49,7 @@ def test_a_scope_inside_itself_and_entered_again(two):
         assert not ks.has_strategy()
 
 
-def test_another_strategys_scope(mirrored):
+def test_scope_in_another_strategys_scope_is_refused(mirrored):
     first, second = mirrored(2), mirrored(3)
     mixing = pytest.raises(RuntimeError, match="Mixing different strategies")
     with first.scope():
@@ -61,7 +61,7 @@ def test_another_strategys_scope(mirrored):
     assert not ks.has_strategy()
 
 
-def test_a_scope_inside_run(two):
+def test_scope_inside_run(two):
     def enter():
         with two.scope():
             pass
@@ -70,7 +70,7 @@ def test_a_scope_inside_run(two):
         two.run(enter)
 
 
-def test_cross_replica_methods_inside_run(two):
+def test_cross_replica_methods_are_refused_in_run(two):
     with pytest.raises(RuntimeError, match=r"merge_call\(\)"):
         two.run(lambda: two.run(lambda: 1))
     with pytest.raises(RuntimeError, match=r"all_reduce\(\)"):
@@ -78,13 +78,13 @@ def test_cross_replica_methods_inside_run(two):
     assert two.run(lambda: 1) == 1
 
 
-def test_an_exception_in_a_scope_leaves_it(two):
+def test_exception_leaves_scope(two):
     with pytest.raises(KeyError), two.scope():
         raise KeyError
     assert not ks.has_strategy()
 
 
-def test_threads_do_not_see_each_others_scopes(two):
+def test_scopes_are_thread_local(two):
     seen = []
     with two.scope():
         thread = threading.Thread(target=lambda: seen.append(ks.has_strategy()))
@@ -104,7 +104,7 @@ def test_experimental_set_strategy(two):
     assert two.extended.variable_created_in_scope(variable)
 
 
-def test_experimental_set_strategy_inside_a_scope(two):
+def test_experimental_set_strategy_in_scope_is_refused(two):
     with two.scope(), pytest.raises(RuntimeError, match="Leave the scope first"):
         ks.experimental_set_strategy(two)
     assert not ks.has_strategy()

@@ -100,7 +100,7 @@ def on_one_device(order):
         ("partial first", True, 4),
     ],
 )
-def test_a_loop_equals_one_device(order, lazy, replicas, mirrored):
+def test_custom_loop_equals_one_device(order, lazy, replicas, mirrored):
     losses, weights = two_epochs(mirrored(replicas), order, lazy)
     one_losses, one_weights = on_one_device(order)
     np.testing.assert_allclose(losses, one_losses, atol=1e-5)
@@ -108,7 +108,7 @@ def test_a_loop_equals_one_device(order, lazy, replicas, mirrored):
         np.testing.assert_allclose(b, a, atol=2e-5)
 
 
-def test_a_loop_equals_fit(mirrored):
+def test_custom_loop_equals_fit(mirrored):
     loop = Loop(mirrored(3), lazy=False)
     loop.epoch(ORDERS["partial last"])
     fitted = Loop(mirrored(3), lazy=False)
@@ -119,7 +119,7 @@ def test_a_loop_equals_fit(mirrored):
         np.testing.assert_allclose(b, a, atol=2e-5)
 
 
-def test_rows_that_differ(mirrored):
+def test_uneven_rows_are_weighted(mirrored):
     strategy = mirrored(3)
     rows = np.arange(4, dtype="float32")  # two, two and none
 
@@ -137,7 +137,7 @@ def test_rows_that_differ(mirrored):
     assert numbers(strategy, everything) == [[0.0, 1.0, 2.0, 3.0]] * 3
 
 
-def test_gradients_of_collectives_of_rows_that_differ(mirrored):
+def test_gradients_of_uneven_collectives(mirrored):
     """d(v) of replica r: every replica's 2 * total * x summed, x's own rows."""
     strategy = mirrored(3)
     with strategy.scope():
@@ -174,7 +174,7 @@ def test_gradients_of_collectives_of_rows_that_differ(mirrored):
         ("mean", "on_read", 10.0 / 3, [3.0, 7.0, 0.0]),
     ],
 )
-def test_variables_of_uneven_replicas(
+def test_uneven_replicas_assign_variables(
     aggregation, synchronization, expected, components, mirrored
 ):
     strategy = mirrored(3)
@@ -192,7 +192,7 @@ def test_variables_of_uneven_replicas(
         np.testing.assert_allclose(keras.ops.convert_to_numpy(v), expected, rtol=1e-6)
 
 
-def test_an_error_of_one_uneven_replica_changes_nothing(mirrored):
+def test_error_in_uneven_replica_changes_nothing(mirrored):
     strategy = mirrored(3)
     with strategy.scope():
         v = keras.Variable(1.0, aggregation="sum")
@@ -212,7 +212,7 @@ def test_an_error_of_one_uneven_replica_changes_nothing(mirrored):
     assert strategy.run(lambda x: int(x.shape[0]), (parts,)).values == (2, 2, 0)
 
 
-def test_merge_call_of_uneven_replicas(mirrored):
+def test_merge_call_with_uneven_replicas(mirrored):
     strategy = mirrored(3)
 
     def step(x):
@@ -227,7 +227,7 @@ def test_merge_call_of_uneven_replicas(mirrored):
     assert numbers(strategy, means) == [1.5] * 3
 
 
-def test_dropout_of_uneven_replicas(mirrored):
+def test_dropout_with_uneven_replicas(mirrored):
     strategy = mirrored(3)
     rows = np.ones((38, 8), "float32")  # 13, 13 and 12
 
@@ -246,7 +246,7 @@ def test_dropout_of_uneven_replicas(mirrored):
 
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["built", "lazily built"])
-def test_arrays_of_numpy_are_tensors_in_run(lazy, two):
+def test_numpy_arrays_are_tensors_in_run(lazy, two):
     loop = Loop(two, lazy)
     two.run(loop.step, (X, Y, 2 * len(X)))
     assert int(loop.optimizer.iterations) == 1

@@ -17,7 +17,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("dtype", VALUES)
-def test_sums_are_those_of_numpy(dtype, two):
+def test_integer_sums_match_numpy(dtype, two):
     arrays = [np.array(value, dtype) for value in VALUES[dtype]]
     wanted = np.sum(arrays, axis=0)
     value = per_replica(two, *arrays)
@@ -57,7 +57,7 @@ def test_sums_are_those_of_numpy(dtype, two):
     assert number(alone) == arrays[0].astype("int64").tolist()
 
 
-def test_a_variable_of_booleans(two):
+def test_boolean_variable_is_refused(two):
     """The first replica's is taken, and a sum is whether any is true."""
     with two.scope():
         first, any_of_them = (

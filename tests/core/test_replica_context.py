@@ -29,7 +29,7 @@ def results(strategy, value):
     ]
 
 
-def test_what_it_knows(two):
+def test_replica_context_properties(two):
     def ask():
         c = context()
         return c.num_replicas_in_sync, c.strategy is two, c is context(), c.devices
@@ -68,7 +68,7 @@ def test_collectives_of_structures_and_numbers(two):
     ],
     ids=["all_reduce", "all_gather", "merge_call"],
 )
-def test_collectives_outside_of_the_replica(call, two):
+def test_collectives_outside_replica_are_refused(call, two):
     kept = []
     two.run(lambda: kept.append(context()))
     for place in (two.scope(), ks.OneDeviceStrategy("cpu:0").scope()):
@@ -85,7 +85,7 @@ def test_collectives_outside_of_the_replica(call, two):
         two.run(fn)
 
 
-def test_collectives_that_are_refused(two):
+def test_bad_collectives_are_refused(two):
     value = ks.PerReplica([1.0, 2.0])
 
     def refused(error, match, call):
@@ -107,7 +107,7 @@ def test_collectives_that_are_refused(two):
     assert two.run(lambda: 1) == 1
 
 
-def test_outside_every_scope():
+def test_replica_context_outside_scopes():
     assert float(context().all_reduce("mean", 3.0)) == 3.0
     assert list(context().all_gather(np.ones(2), axis=0)) == [1.0, 1.0]
     assert context().merge_call(lambda s, x: x + 1, args=(1,)) == 2
@@ -176,12 +176,12 @@ def on_one_device():
     return train(None, of_ones_own, X, Y)
 
 
-def test_layers_losses_and_metrics_in_fit(replicas, mirrored):
+def test_collectives_in_layers_losses_and_metrics(replicas, mirrored):
     """Also for the last batch of 5 rows, of which the fourth replica gets none."""
     assert_equal(on_one_device(), train(mirrored(replicas), of_ones_own, X, Y))
 
 
-def test_a_mean_over_replicas_in_fit_leaves_out_those_without_rows(mirrored):
+def test_mean_in_fit_excludes_empty_replicas(mirrored):
     strategy = mirrored(4)
 
     class Mean(keras.layers.Layer):
@@ -222,7 +222,7 @@ if keras.backend.backend() != "jax":  # whose train_step has another signature
             self.optimizer.apply(gradients, self.trainable_variables)
             return {"value": value, "rows": rows}
 
-    def test_ones_own_train_step(two):
+    def test_collectives_in_custom_train_step(two):
         def trained(strategy):
             keras.utils.set_random_seed(1)
             model = OwnStep()

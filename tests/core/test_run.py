@@ -36,7 +36,7 @@ def number(value):
     return keras.ops.convert_to_numpy(value).tolist()
 
 
-def test_what_run_returns(two):
+def test_run_returns_per_replica_values(two):
     x = per_replica(two, *floats(1.0, 3.0))
     out = two.run(lambda x: {"a": x, "b": [x + 1, None], "c": ("s", 3)}, args=(x,))
     assert results(two, out["a"]) == [1.0, 3.0]
@@ -47,7 +47,7 @@ def test_what_run_returns(two):
     assert two.run(lambda: 5) == 5
 
 
-def test_arguments(two):
+def test_run_unwraps_arguments(two):
     x = per_replica(two, *floats(1.0, 3.0))
     assert results(two, two.run(lambda a, b: a + b[0], args=[x, [x]])) == [2.0, 6.0]
     kwargs = {"y": x}
@@ -56,7 +56,7 @@ def test_arguments(two):
     assert results(two, two.run(lambda x: x * 2, (plain,))) == [[2.0, 4.0]] * 2
 
 
-def test_ids(mirrored):
+def test_replica_ids_are_ordered(mirrored):
     strategy = mirrored(3)
     ids = strategy.run(
         lambda: keras.ops.convert_to_tensor(
@@ -88,18 +88,18 @@ def test_reduce_of_partial_batches(two):
         two.reduce("SUM", value, axis=None)
 
 
-def test_reduce_with_an_empty_replica(two):
+def test_reduce_with_empty_replica(two):
     value = per_replica(two, *floats([1, 2], np.zeros(0)))
     assert number(two.reduce("MEAN", value, axis=0)) == 1.5
 
 
-def test_reduce_of_a_structure(two):
+def test_reduce_of_structure(two):
     a, b = per_replica(two, *floats([1, 2], [3, 5])), per_replica(two, *floats(1, 3))
     out = two.reduce("SUM", {"x": a, "y": (b,)})
     assert number(out["x"]) == [4.0, 7.0] and number(out["y"][0]) == 4.0
 
 
-def test_reduce_of_whole_numbers(two):
+def test_reduce_of_integers(two):
     value = per_replica(two, np.int32(1), np.int32(2))
     assert number(two.reduce("MEAN", value)) == 1.5
     rows = per_replica(two, np.int32([1, 2]), np.int32([4, 6]))
@@ -114,7 +114,7 @@ def test_reduce_over_other_axes(two):
         two.reduce("SUM", per_replica(two, *floats(1, 3)), axis=0)
 
 
-def test_reduce_of_what_is_not_distributed(two):
+def test_reduce_of_undistributed_value(two):
     plain = keras.ops.convert_to_tensor(np.float32([1.0, 2.0]))
     assert number(two.reduce("MEAN", plain)) == [1.0, 2.0]
     assert number(two.reduce("SUM", plain, axis=0)) == 6.0  # every replica has it
@@ -140,7 +140,7 @@ def test_gather_of_numpy_arrays(two):
     assert number(two.gather(rows, axis=0)) == [[1.0], [2.0], [3.0]]
 
 
-def test_gather_refuses(two):
+def test_gather_refuses_bad_arguments(two):
     with pytest.raises(ValueError, match=r"\(2, 1\), \(2, 2\)"):
         two.gather(per_replica(two, *floats(np.ones((2, 1)), np.ones((2, 2)))), 0)
     with pytest.raises(ValueError, match="rank 1 or more"):
@@ -151,7 +151,7 @@ def test_gather_refuses(two):
     assert number(two.gather(ones, axis=0)) == [1.0, 1.0]
 
 
-def test_collectives(two):
+def test_collectives_of_workers(two):
     x = per_replica(two, *floats([1, 2], [3, 5]))
     context = ks.get_replica_context
 
@@ -205,7 +205,7 @@ def test_run_inside_merge_call(two, compiled):
         ("only_first_replica", "float32", 1.0),
     ],
 )
-def test_assigning_a_mirrored_variable(aggregation, dtype, expected, two):
+def test_mirrored_variable_assignment(aggregation, dtype, expected, two):
     with two.scope():
         v = keras.Variable(0, dtype=dtype, aggregation=aggregation, trainable=False)
     x = per_replica(two, *np.array([1, 3], dtype))
@@ -219,7 +219,7 @@ def test_assigning_a_mirrored_variable(aggregation, dtype, expected, two):
 
 
 @pytest.mark.parametrize(("aggregation", "expected"), [("mean", 12.0), ("sum", 14.0)])
-def test_adding_to_a_mirrored_variable(aggregation, expected, two):
+def test_mirrored_variable_addition(aggregation, expected, two):
     with two.scope():
         v = keras.Variable(10.0, aggregation=aggregation, trainable=False)
     x = per_replica(two, *floats(1.0, 3.0))
@@ -237,7 +237,7 @@ def test_adding_to_a_mirrored_variable(aggregation, expected, two):
     assert number(v.value) == 10.0
 
 
-def test_a_metric_counts_on_every_replica(two):
+def test_metric_counts_on_every_replica(two):
     with two.scope():
         metric = keras.metrics.Mean()
     x = per_replica(two, *floats([1.0, 2.0], [6.0]))
@@ -254,7 +254,7 @@ def test_a_metric_counts_on_every_replica(two):
     assert number(metric.result()) == 3.0
 
 
-def test_a_training_step_of_ones_own(two):
+def test_custom_training_step(two):
     """Plainly summed gradients, of losses that one divides oneself."""
 
     def model_and_optimizer():
@@ -289,7 +289,7 @@ def test_a_training_step_of_ones_own(two):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-def test_an_exception_comes_out_as_itself_and_changes_nothing(two):
+def test_exception_is_reraised_and_rolls_back(two):
     with two.scope():
         v = keras.Variable(1.0)
 
@@ -304,7 +304,7 @@ def test_an_exception_comes_out_as_itself_and_changes_nothing(two):
     assert not ks.has_strategy()
 
 
-def test_strategies_of_two_threads(mirrored):
+def test_strategies_in_two_threads(mirrored):
     """Each of them sees its own contexts, and their collectives do not mix."""
     seen = {}
 
@@ -328,7 +328,7 @@ def test_strategies_of_two_threads(mirrored):
     assert seen == {n: ([[float(n)] * n] * 10, True) for n in (2, 3)}
 
 
-def test_arguments_that_are_refused(two):
+def test_bad_arguments_are_refused(two):
     with pytest.raises(ValueError, match="`args` must be a tuple or list"):
         two.run(lambda x: x, args=3)
     with pytest.raises(TypeError, match="`fn` must be a function"):
@@ -346,7 +346,7 @@ def test_local_results(two):
     assert (first["b"], second["b"]) == (1, 1)
 
 
-def test_variables_of_a_strategy(mirrored):
+def test_strategy_variables(mirrored):
     first, second = mirrored(2), mirrored(3)
     outside = keras.Variable(1.0)
     with first.scope():
@@ -381,7 +381,7 @@ def test_value_and_grad_with_auxiliary_outputs():
     assert (number(value), number(aux["twice"]), number(gradient)) == (18.0, 4.0, 12.0)
 
 
-def test_gradients_of_gradients(two):
+def test_second_order_gradients(two):
     """A penalty on gradients, as of WGAN-GP, also where replicas add up in between."""
     with two.scope():
         v = keras.Variable(3.0)
@@ -424,7 +424,7 @@ def of_two_dtypes(strategy):
     )
 
 
-def test_replicas_values_of_two_dtypes(two):
+def test_mixed_dtypes_per_replica(two):
     """No engine casts what a replica is given."""
     out = two.run(lambda x: x + x, (of_two_dtypes(two),))
 
@@ -435,7 +435,7 @@ def test_replicas_values_of_two_dtypes(two):
 
 
 @pytest.mark.parametrize("by", ["reduce", "gather", "all_reduce", "all_gather"])
-def test_values_of_two_dtypes_are_not_combined(by, two):
+def test_mixed_dtypes_are_not_reduced(by, two):
     values = of_two_dtypes(two)
     of_replicas = {
         "all_reduce": lambda x: ks.get_replica_context().all_reduce("SUM", x),

@@ -59,7 +59,7 @@ def read(variable):
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize(("dtype", "value"), VALUES)
 @pytest.mark.parametrize("how", ASSIGN)
-def test_a_sum_is_dealt_out(how, dtype, value, replicas, mirrored):
+def test_assigned_sum_is_divided_by_replicas(how, dtype, value, replicas, mirrored):
     strategy = mirrored(replicas)
     v = on_read(strategy, "sum", dtype)
     ASSIGN[how](strategy, v, value)
@@ -75,7 +75,7 @@ def test_a_sum_is_dealt_out(how, dtype, value, replicas, mirrored):
 
 @pytest.mark.parametrize("aggregation", ["mean", "only_first_replica"])
 @pytest.mark.parametrize("how", ASSIGN)
-def test_what_is_no_sum_is_every_replicas(how, aggregation, mirrored):
+def test_assigned_mean_is_copied_to_replicas(how, aggregation, mirrored):
     strategy = mirrored(2)
     v = on_read(strategy, aggregation, "float32")
     ASSIGN[how](strategy, v, 5.0)
@@ -83,7 +83,7 @@ def test_what_is_no_sum_is_every_replicas(how, aggregation, mirrored):
     assert results(strategy, v) == [5.0, 5.0]
 
 
-def test_adding_to_a_sum_outside_of_the_replicas(two):
+def test_cross_replica_addition_to_sum(two):
     v = on_read(two, "sum", "float32")
     v.assign(2.0)
     v.assign_add(5.0)
@@ -94,7 +94,7 @@ def test_adding_to_a_sum_outside_of_the_replicas(two):
 
 @pytest.mark.parametrize("dtype", ["float32", "int32"])
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_replicas_and_updates_assign_their_own_part(replicas, dtype, mirrored):
+def test_replicas_and_updates_assign_local_value(replicas, dtype, mirrored):
     strategy = mirrored(replicas)
     v = on_read(strategy, "sum", dtype)
 
@@ -110,7 +110,7 @@ def test_replicas_and_updates_assign_their_own_part(replicas, dtype, mirrored):
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_merge_call_reads_what_replicas_assigned(compiled, two):
+def test_merge_call_reads_assigned_values(compiled, two):
     v = on_read(two, "sum", "float32")
 
     def merge(strategy):
@@ -126,7 +126,7 @@ def test_merge_call_reads_what_replicas_assigned(compiled, two):
     assert results(two, v) == [3.5, 3.5]
 
 
-def test_the_first_value_of_a_sum_is_dealt_out(two):
+def test_initial_sum_is_divided(two):
     with two.scope():
         v = keras.Variable(
             np.int32(5),

@@ -228,7 +228,7 @@ ASSIGNED = {
 
 
 @pytest.mark.parametrize("kind", ASSIGNED, ids="-".join)
-def test_assigning_in_a_replica(kind, api):
+def test_assignment_in_replica(kind, api):
     aggregation, synchronization = kind
     value, components = ASSIGNED[kind]
     with api.s.scope():
@@ -248,7 +248,7 @@ def test_assigning_in_a_replica(kind, api):
     assert api.local(native) == components
 
 
-def test_assigning_an_on_read_variable_outside(api):
+def test_on_read_assignment_in_cross_replica_context(api):
     with api.s.scope():
         v = keras.Variable(
             0.0, trainable=False, aggregation="sum", synchronization="on_read"
@@ -258,7 +258,7 @@ def test_assigning_an_on_read_variable_outside(api):
     assert api.local(v if api.module is ks else v.value) == [5.0, 5.0]
 
 
-def test_a_variable_from_outside_is_read_in_run(api):
+def test_outside_variable_is_readable_in_run(api):
     v = keras.Variable(1.0)
     assert api.local(api.s.run(lambda: v + 1.0)) == [2.0, 2.0]
     assert not api.s.extended.variable_created_in_scope(
@@ -266,7 +266,7 @@ def test_a_variable_from_outside_is_read_in_run(api):
     )
 
 
-def test_where_code_is(api):
+def test_context_queries_match_native(api):
     module, s = api.module, api.s
     context = module.get_replica_context()
     assert (context.num_replicas_in_sync, context.replica_id_in_sync_group) == (1, 0)
@@ -283,7 +283,7 @@ def test_where_code_is(api):
     assert not module.has_strategy()
 
 
-def test_in_the_scope_of_another_strategy(api):
+def test_scope_of_another_strategy(api):
     s = api.s
     calls = (
         lambda: s.run(lambda: tensor(1.0)),
@@ -298,7 +298,7 @@ def test_in_the_scope_of_another_strategy(api):
     assert not api.module.has_strategy()
 
 
-def test_a_variable_that_is_made_in_run(api):
+def test_variable_created_in_run(api):
     made = lambda: keras.Variable(1.0) + 1.0  # noqa: E731
     if TENSORFLOW:
         assert api.local(api.s.run(made)) == [2.0, 2.0]
@@ -307,7 +307,7 @@ def test_a_variable_that_is_made_in_run(api):
             api.s.run(made)
 
 
-def test_values(api):
+def test_distributed_values_match_native(api):
     s = api.s
     assert s.experimental_local_results(3) == (3,)
     assert plain(s.experimental_local_results(tensor(1.0))) == (1.0,)
@@ -370,7 +370,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused(case, api):
+def test_refusals_match_native(case, api):
     question, error = REFUSED[case]
     with pytest.raises(error):
         question(api)
@@ -408,7 +408,7 @@ OURS = {
 
 
 @pytest.mark.parametrize("case", OURS)
-def test_refused_where_native_fails_by_accident(case, two):
+def test_refuses_where_native_fails_accidentally(case, two):
     question, error = OURS[case]
     api = Api(ks, two, ks.DistributedValues)
     with pytest.raises(error, match="Received"):
@@ -417,13 +417,13 @@ def test_refused_where_native_fails_by_accident(case, two):
     assert api.local(total) == [4.0, 4.0]
 
 
-def test_values_of_a_function_are_made_outside_of_the_replicas(two):
+def test_value_fn_runs_in_cross_replica_context(two):
     make = two.experimental_distribute_values_from_function
     with pytest.raises(RuntimeError, match="called inside one\\."):
         two.run(lambda: make(lambda context: 1))
 
 
-def test_numbers_that_native_does_not_reduce(two):
+def test_numbers_native_does_not_reduce(two):
     numbers = ks.PerReplica([1.0, 2.0])
     assert plain(two.reduce("SUM", numbers, axis=None)) == 3.0
     assert plain(

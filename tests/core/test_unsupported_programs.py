@@ -22,7 +22,7 @@ def local(strategy, value):
 
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("rows", [(0, 0), (0, 2)])
-def test_gathering_no_rows(rows, axis, two):
+def test_gather_of_no_rows(rows, axis, two):
     if axis == 1 and len(set(rows)) > 1:
         rows = (2, 2)
     x = per_replica(two, *(np.ones((n, 3)) for n in rows))
@@ -37,7 +37,7 @@ def test_gathering_no_rows(rows, axis, two):
     assert local(two, total) == [3.0 * sum(rows)] * 2
 
 
-def test_asking_whether_a_layer_is_built(two):
+def test_built_property_in_run(two):
     """Replicas take turns, and the first alone finds it unbuilt."""
     with two.scope():
         layer, sgd = keras.layers.Dense(2), keras.optimizers.SGD(0.0)
@@ -66,7 +66,7 @@ def test_asking_whether_a_layer_is_built(two):
     assert float(count.result()) == 2 * 3
 
 
-def test_a_gradient_in_a_scope_and_outside_of_run(two):
+def test_gradient_in_scope_outside_run(two):
     x = np.ones((4, 3), "float32")
     with two.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])

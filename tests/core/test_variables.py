@@ -27,14 +27,14 @@ def add(variable):
     return fn
 
 
-def test_adding_to_a_sum(api):
+def test_addition_to_sum(api):
     v = api.variable(0.0, aggregation="sum", trainable=False)
     s = api.strategy
     s.run(add(v), args=(per_replica(s, 1.0, 3.0),))
     assert results(s, v) == [4.0, 4.0]
 
 
-def test_without_aggregation_each_replica_writes_its_own(api):
+def test_no_aggregation_writes_per_replica_values(api):
     v, s = api.variable(1.0), api.strategy
     s.run(add(v), args=(1.0,))
     assert results(s, v) == [2.0, 2.0]
@@ -48,7 +48,7 @@ def test_without_aggregation_each_replica_writes_its_own(api):
 
 
 @pytest.mark.parametrize(("aggregation", "total"), [("sum", 4.0), ("mean", 2.0)])
-def test_on_read(aggregation, total, api):
+def test_on_read_variable(aggregation, total, api):
     s = api.strategy
     v = api.variable(
         0.0, synchronization="on_read", aggregation=aggregation, trainable=False
@@ -64,7 +64,7 @@ def test_on_read(aggregation, total, api):
     assert float(v.numpy()) == 10.0
 
 
-def test_variables_of_nobody_and_of_others_are_read(two, mirrored):
+def test_foreign_variables_are_readable(two, mirrored):
     outside = keras.Variable(3.0)
     with mirrored(3).scope():
         others = keras.Variable(4.0)
@@ -73,13 +73,13 @@ def test_variables_of_nobody_and_of_others_are_read(two, mirrored):
     assert not two.extended.variable_created_in_scope(outside)
 
 
-def test_local_results_of_a_variable_of_nobody(two):
+def test_local_results_of_foreign_variable(two):
     outside = keras.Variable(3.0)
     (value,) = two.experimental_local_results(outside)
     assert number(value) == 3.0
 
 
-def test_assigning_a_variable_of_nobody_in_run(two):
+def test_assigning_foreign_variable_in_run_is_refused(two):
     outside = keras.Variable(1.0)
 
     def add():
@@ -102,7 +102,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("method", OPTIMIZERS)
-def test_an_optimizer_of_a_variable_of_nobody_in_run(method, two):
+def test_optimizer_of_foreign_variable_in_run_is_refused(method, two):
     make = OPTIMIZERS[method]
     outside, alone = keras.Variable([1.0, 2.0]), keras.Variable([1.0, 2.0])
     with two.scope():
@@ -120,7 +120,7 @@ def test_an_optimizer_of_a_variable_of_nobody_in_run(method, two):
     np.testing.assert_allclose(outside.numpy(), alone.numpy(), atol=1e-6)
 
 
-def test_a_structure_that_depends_on_the_replica(two):
+def test_replica_dependent_structure_is_refused(two):
     def fn():
         replica = ks.get_replica_context().replica_id_in_sync_group
         return [np.float32(1)] if replica == 0 else {"a": np.float32(1)}
@@ -129,7 +129,7 @@ def test_a_structure_that_depends_on_the_replica(two):
         two.run(fn, options=ks.RunOptions(compile=False))
 
 
-def test_gathering_unequal_rows(api):
+def test_gather_of_uneven_rows(api):
     s = api.strategy
     rows = per_replica(s, [1, 2, 3, 4], [5, 6])
 

@@ -39,7 +39,7 @@ def on_read(api, aggregation="sum"):
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_what_each_replica_holds_is_reduced(aggregation, api):
+def test_components_of_variable_are_reduced(aggregation, api):
     """Whatever it would read as."""
     s, v = api.strategy, on_read(api, aggregation)
     assert number(s.reduce("SUM", v, axis=None)) == [3.0]
@@ -57,7 +57,7 @@ def test_what_each_replica_holds_is_reduced(aggregation, api):
     ]
 
 
-def test_a_mirrored_variable(api):
+def test_mirrored_variable_as_value(api):
     s, v = api.strategy, api.variable([4.0])
     # A sum of copies is refused: by native tf.distribute with an assertion.
     with pytest.raises((ValueError, AssertionError)):
@@ -70,7 +70,7 @@ def test_a_mirrored_variable(api):
     assert [(number(x["v"]), x["n"]) for x in results_in] == [([4.0], 3)] * 2
 
 
-def test_what_is_reduced_is_no_variable(two):
+def test_reduced_variable_is_a_tensor(two):
     with two.scope():
         v = keras.Variable([4.0])
     before = two.reduce("MEAN", v)
@@ -96,7 +96,7 @@ def test_in_merge_call(aggregation, compiled, two):
     assert results(s, of_variable) == results(s, of_value) == [[3.0], [3.0]]
 
 
-def test_with_one_replica():
+def test_update_with_one_replica():
     one = ks.OneDeviceStrategy("cpu:0")
     for strategy in (one, ks.get_strategy()):
         with one.scope() if strategy is one else contextlib.nullcontext():
@@ -113,7 +113,7 @@ def test_with_one_replica():
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_an_argument_of_run(compiled, two):
+def test_component_as_argument_of_run(compiled, two):
     api = Ours()
     s, v, w = api.strategy, api.variable([4.0]), api.variable([6.0])
     own = on_read(api, "none")
@@ -132,7 +132,7 @@ def test_an_argument_of_run(compiled, two):
     assert results(s, v) == [[5.0], [5.0]] and results(s, w) == [[8.0], [8.0]]
 
 
-def test_a_value_of_a_variable_as_an_argument(two):
+def test_variable_value_as_argument(two):
     """On TensorFlow it is native's container, which a tf.function takes for others."""
     with two.scope():
         variables = [keras.Variable([float(i)]) for i in range(3)]
@@ -144,7 +144,7 @@ def test_a_value_of_a_variable_as_an_argument(two):
         assert results(two, two.run(double, (v.value,))) == [[2.0 * i]] * 2
 
 
-def test_a_gradient_of_an_argument(two):
+def test_gradient_of_component_argument(two):
     with two.scope():
         v = keras.Variable([4.0])
 
@@ -155,7 +155,7 @@ def test_a_gradient_of_an_argument(two):
 
 
 @pytest.mark.parametrize("options", [None, ks.RunOptions(compile=False)])
-def test_run_returns_what_a_variable_holds(options, two):
+def test_run_returns_variable_value(options, two):
     api = Ours()
     s, v = api.strategy, on_read(api)
     out = s.run(lambda: {"v": v}, options=options)["v"]
@@ -166,7 +166,7 @@ def test_run_returns_what_a_variable_holds(options, two):
 # --- update
 
 
-def test_update_takes_the_component_of_the_same_device(api):
+def test_update_passes_component_of_its_device(api):
     s, v, w = api.strategy, api.variable([1.0]), api.variable([10.0])
 
     def add(c, x, y=None):
@@ -182,7 +182,7 @@ def test_update_takes_the_component_of_the_same_device(api):
     assert results(s, own) == [[12.0], [14.0]]
 
 
-def test_update_of_its_arguments(api):
+def test_update_unwraps_arguments(api):
     s, v, w = api.strategy, api.variable([1.0]), api.variable([10.0])
 
     def swap(c, x):
@@ -219,7 +219,7 @@ def test_update_in_merge_call(compiled, two):
     assert results(s, own) == [[2.0], [4.0]]
 
 
-def test_update_refuses_what_each_replica_holds(two):
+def test_update_refuses_per_replica_values(two):
     api = Ours()
     s, v, own = api.strategy, api.variable([1.0]), on_read(api)
     with pytest.raises(ValueError, match="may differ"):
@@ -227,7 +227,7 @@ def test_update_refuses_what_each_replica_holds(two):
     assert results(s, v) == [[1.0], [1.0]]
 
 
-def test_update_takes_a_variable_of_nobody(two):
+def test_update_accepts_foreign_variable(two):
     outside = keras.Variable([3.0])
     with two.scope():
         v = keras.Variable([1.0])
@@ -239,7 +239,7 @@ def test_update_takes_a_variable_of_nobody(two):
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_a_value_reads_as_a_tensor(inside, two):
+def test_component_converts_to_tensor(inside, two):
     api = Ours()
     counter = api.variable(3, dtype="int32", trainable=False)
     v, own = api.variable([1.0, 2.0]), on_read(api, "mean")

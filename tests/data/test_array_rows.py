@@ -21,7 +21,7 @@ def batches(data):
 
 
 @pytest.mark.parametrize("shuffle", [False, True, "batch"])
-def test_in_keras_order(shuffle, monkeypatch):
+def test_rows_are_in_keras_order(shuffle, monkeypatch):
     monkeypatch.setattr(
         data_adapters, "_INDICES_PER_REQUEST", 7
     )  # two batches of three rows
@@ -51,7 +51,7 @@ def test_in_keras_order(shuffle, monkeypatch):
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="of torch's adapter")
-def test_tensors_of_arrays_are_as_keras_makes_them():
+def test_tensors_of_arrays_match_keras():
     from keras_strategy.backends.torch.group import cpu_tensor
 
     for kind in ["?", "b", "B", "h", "H", "i", "I", "l", "f", "d", "F", "D"]:

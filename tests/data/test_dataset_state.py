@@ -141,7 +141,7 @@ def through_json(state):
 
 @pytest.mark.parametrize("options", [None, AHEAD], ids=["", "ahead"])
 @pytest.mark.parametrize("kind", SOURCES)
-def test_a_loop_goes_on_where_it_was(kind, options, two):
+def test_loop_resumes_at_its_batch(kind, options, two):
     make, read_again = SOURCES[kind]
 
     def distributed():
@@ -176,7 +176,7 @@ def test_a_loop_goes_on_where_it_was(kind, options, two):
 
 
 @pytest.mark.parametrize("options", [None, AHEAD], ids=["", "ahead"])
-def test_a_generator_is_read_up_to_there(options, two):
+def test_generator_is_skipped_to_its_batch(options, two):
     _, batches = generator()
     dataset = two.experimental_distribute_dataset(batches, options)
     seen = [rows(two, x) for _, x in zip(range(3), dataset, strict=False)]
@@ -188,7 +188,7 @@ def test_a_generator_is_read_up_to_there(options, two):
 
 
 @pytest.mark.parametrize("options", [None, AHEAD], ids=["", "ahead"])
-def test_batches_of_each_replica(options, two):
+def test_per_replica_batches_resume(options, two):
     def distributed():
         return two.distribute_datasets_from_function(lambda _: Numbered(), options)
 
@@ -202,7 +202,7 @@ def test_batches_of_each_replica(options, two):
 
 
 @pytest.mark.parametrize("options", [None, AHEAD], ids=["", "ahead"])
-def test_what_nobody_has_taken_does_not_count(options, two):
+def test_prefetched_batches_do_not_count(options, two):
     """An element that was read for its shape, as what was read ahead."""
     dataset = two.experimental_distribute_dataset(Shuffled(), options)
     start = dataset.state_dict()
@@ -212,7 +212,7 @@ def test_what_nobody_has_taken_does_not_count(options, two):
     assert dataset.state_dict() != start
 
 
-def test_what_is_refused(two):
+def test_bad_states_are_refused(two):
     dataset = two.experimental_distribute_dataset(Shuffled())
     for state in (None, {}, {"sources": []}):
         with pytest.raises(ValueError, match="`state` must be what `state_dict`"):
@@ -229,7 +229,7 @@ def test_what_is_refused(two):
 
 
 @pytest.mark.skipif(not TENSORFLOW, reason="native datasets are TensorFlow's")
-def test_a_native_dataset_says_what_to_do(two):
+def test_native_dataset_error_names_alternative(two):
     import tensorflow as tf
 
     dataset = two.experimental_distribute_dataset(tf.data.Dataset.range(8).batch(4))

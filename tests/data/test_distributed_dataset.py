@@ -38,7 +38,7 @@ def read(strategy, dataset):
         ([8, 5, 1], 4, [[2, 2, 2, 2], [2, 2, 1, 0], [1, 0, 0, 0]]),
     ],
 )
-def test_rows_of_each_replica(sizes, replicas, expected, mirrored):
+def test_batch_is_split_over_replicas(sizes, replicas, expected, mirrored):
     strategy = mirrored(replicas)
     batches = [np.ones((size, 3), "float32") for size in sizes]
     dataset = strategy.experimental_distribute_dataset(batches)
@@ -46,14 +46,14 @@ def test_rows_of_each_replica(sizes, replicas, expected, mirrored):
     assert shapes == [[(rows, 3) for rows in step] for step in expected]
 
 
-def test_order_of_rows_and_a_second_epoch(two):
+def test_row_order_and_second_epoch(two):
     dataset = two.experimental_distribute_dataset(BATCHES)
     assert isinstance(dataset, ks.DistributedDataset)
     assert read(two, dataset) == SPLIT
     assert read(two, dataset) == SPLIT
 
 
-def test_structures(two):
+def test_nested_structures_are_split(two):
     batch = {"a": (np.arange(3), np.ones((3, 2), "float32")), "b": None, "c": [BATCHES]}
     batch["c"] = [np.arange(3) * 2]
     (element,) = two.experimental_distribute_dataset([batch])
@@ -64,7 +64,7 @@ def test_structures(two):
     assert components(two, element["c"][0]) == [[0, 2], [4]]
 
 
-def test_components_are_tensors_on_the_devices_of_their_replicas(mirrored):
+def test_components_are_on_replica_devices(mirrored):
     strategy = mirrored(3)
     (x,) = strategy.experimental_distribute_dataset([np.ones((6, 2), "float32")])
     assert all(keras.ops.is_tensor(part) for part in x.values)
@@ -76,7 +76,7 @@ def test_components_are_tensors_on_the_devices_of_their_replicas(mirrored):
         assert keras.backend.standardize_dtype(part.dtype) == "float32"
 
 
-def test_one_replica_gets_bare_batches():
+def test_one_replica_gets_plain_batches():
     for strategy in (ks.OneDeviceStrategy("cpu:0"), ks.get_strategy()):
         elements = list(strategy.experimental_distribute_dataset(BATCHES))
         assert all(keras.ops.is_tensor(element) for element in elements)
@@ -84,7 +84,7 @@ def test_one_replica_gets_bare_batches():
         assert values == [batch.tolist() for batch in BATCHES]
 
 
-def test_a_buffer_that_is_filled_again_and_again(two):
+def test_reused_buffer_is_copied(two):
     def batches():
         buffer = np.zeros((4, 64), "float32")
         for step in range(3):
@@ -110,7 +110,7 @@ def test_a_buffer_that_is_filled_again_and_again(two):
         ([], 2, []),
     ],
 )
-def test_replicas_take_batches_in_turn(sizes, replicas, expected, mirrored):
+def test_per_replica_batches_take_turns(sizes, replicas, expected, mirrored):
     strategy = mirrored(replicas)
     asked = []
 
@@ -128,7 +128,7 @@ def test_replicas_take_batches_in_turn(sizes, replicas, expected, mirrored):
     assert context.get_per_replica_batch_size(2 * replicas) == 2
 
 
-def test_the_old_name_and_one_replica(two):
+def test_deprecated_name_with_one_replica(two):
     dataset = two.experimental_distribute_datasets_from_function(lambda _: BATCHES)
     assert read(two, dataset) == [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8], []]]
     one = ks.OneDeviceStrategy("cpu:0")
@@ -137,7 +137,7 @@ def test_the_old_name_and_one_replica(two):
     assert values == [batch.tolist() for batch in BATCHES]
 
 
-def test_a_dataset_for_each_replica(two):
+def test_one_dataset_per_replica(two):
     options = ks.InputOptions(
         experimental_replication_mode=ks.InputReplicationMode.PER_REPLICA
     )
@@ -150,7 +150,7 @@ def test_a_dataset_for_each_replica(two):
     assert read(two, dataset) == [[[0, 0], [1, 1]]] * 2 + [[[], [1, 1]]]
 
 
-def test_elements_that_are_no_batches_are_given_to_the_replicas(two):
+def test_unbatched_elements_go_to_replicas(two):
     dataset = two.distribute_datasets_from_function(lambda _: [1.0, 2.0, 3.0, 4.0, 5.0])
     assert read(two, dataset) == [[1.0, 2.0], [3.0, 4.0]]
 
@@ -262,7 +262,7 @@ def test_endless_tf_data(tf, two):
         assert components(two, next(iterator)) == [[0, 1], [2, 3]]
 
 
-def test_generators_are_read_once(two):
+def test_generator_is_read_once(two):
     dataset = two.experimental_distribute_dataset(batch for batch in BATCHES)
     first = next(iter(dataset))
     assert components(two, first) == SPLIT[0]
@@ -271,7 +271,7 @@ def test_generators_are_read_once(two):
         iter(dataset)
 
 
-def test_tensors_of_the_backend(two):
+def test_backend_tensors_are_split(two):
     batches = [keras.ops.convert_to_tensor(batch) for batch in BATCHES]
     assert read(two, two.experimental_distribute_dataset(batches)) == SPLIT
 
@@ -311,7 +311,7 @@ def test_element_spec(two):
     assert one.element_spec.shape == (None,)
 
 
-def test_element_spec_takes_nothing_away(two):
+def test_element_spec_consumes_nothing(two):
     dataset = two.experimental_distribute_dataset(batch for batch in BATCHES)
     assert dataset.element_spec.values[0].shape == (None,)
     iterator = iter(dataset)
@@ -354,7 +354,7 @@ def test_input_options():
         ks.InputOptions(experimental_place_dataset_on_device=True)
 
 
-def test_options_for_prefetching(two):
+def test_prefetch_options(two):
     options = ks.InputOptions(experimental_per_replica_buffer_size=2)
     dataset = two.experimental_distribute_dataset(BATCHES, options)
     assert read(two, dataset) == SPLIT
@@ -368,7 +368,7 @@ def test_options_for_prefetching(two):
     [3, None, np.ones(4), "name", (np.ones(4), np.ones(4)), {"x": np.ones(4)}],
     ids=["number", "None", "array", "string", "tuple", "dict"],
 )
-def test_what_is_no_dataset(dataset, two):
+def test_other_objects_are_refused(dataset, two):
     with pytest.raises(TypeError, match="`dataset` must be a dataset of batches"):
         two.experimental_distribute_dataset(dataset)
     with pytest.raises(
@@ -389,25 +389,25 @@ def test_what_is_no_dataset(dataset, two):
     ],
     ids=["rows", "scalar", "one scalar", "list", "object", "objects"],
 )
-def test_elements_that_are_refused(batch, error, message, two):
+def test_bad_elements_are_refused(batch, error, message, two):
     for strategy in (two, ks.OneDeviceStrategy("cpu:0")):
         dataset = strategy.experimental_distribute_dataset([batch])
         with pytest.raises(error, match=message):
             list(dataset)
 
 
-def test_unbatched_tf_data(tf, two):
+def test_unbatched_tf_data_is_refused(tf, two):
     with pytest.raises(ValueError, match=r"\.batch\(global_batch_size\)"):
         list(two.experimental_distribute_dataset(tf.data.Dataset.range(4)))
 
 
-def test_elements_of_different_structures(two):
+def test_differing_structures_are_refused(two):
     dataset = two.distribute_datasets_from_function(lambda _: [np.ones(2), (1, 2)])
     with pytest.raises(ValueError, match="elements of one structure"):
         list(dataset)
 
 
-def test_arguments_that_are_refused(two):
+def test_bad_arguments_are_refused(two):
     with pytest.raises(TypeError, match="`options` must be an InputOptions"):
         two.experimental_distribute_dataset(BATCHES, options={"buffer": 1})
     with pytest.raises(TypeError, match="`options` must be an InputOptions"):
@@ -426,7 +426,7 @@ def test_arguments_that_are_refused(two):
         two.distribute_datasets_from_function(lambda _: dataset)
 
 
-def test_inside_a_replica(two):
+def test_distributing_inside_replica_is_refused(two):
     dataset = two.experimental_distribute_dataset(BATCHES)
     iterator = iter(dataset)
     calls = [
@@ -440,7 +440,7 @@ def test_inside_a_replica(two):
             two.run(call)
 
 
-def test_under_another_strategy(mirrored):
+def test_iterating_under_another_strategy(mirrored):
     first, second = mirrored(2), mirrored(3)
     dataset = first.experimental_distribute_dataset(BATCHES)
     iterator = iter(dataset)

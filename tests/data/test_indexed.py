@@ -22,7 +22,7 @@ class Doubles:
         return {"x": X[index] * 2, "y": index}
 
 
-def test_batches():
+def test_batches_are_read_by_index():
     dataset = ks.IndexedDataset(Doubles(), batch_size=2, threads=2)
     assert len(dataset) == 3
     np.testing.assert_array_equal(dataset[2]["x"], X[4:] * 2)
@@ -30,7 +30,7 @@ def test_batches():
     assert len(ks.IndexedDataset(X, batch_size=2, drop_remainder=True)) == 2
 
 
-def test_each_epoch_has_another_order():
+def test_each_epoch_is_shuffled_differently():
     dataset = ks.IndexedDataset(list(range(50)), batch_size=50, shuffle=True)
     first = dataset[0]
     np.testing.assert_array_equal(dataset[0], first)
@@ -44,7 +44,7 @@ def test_each_epoch_has_another_order():
 
 
 @pytest.mark.parametrize("shuffle", [None, random.shuffle])
-def test_own_rows_have_the_order_that_their_pass_began_with(shuffle):
+def test_local_rows_keep_the_order_of_their_epoch(shuffle):
     """Also of batches read after an epoch's end: see `iterate_in_epoch_order`."""
     dataset = ks.IndexedDataset(list(range(50)), batch_size=10, shuffle=True)
     passes = iter(IndexedRowReader(dataset, lambda rows: [(0, rows)], shuffle))
@@ -55,7 +55,7 @@ def test_own_rows_have_the_order_that_their_pass_began_with(shuffle):
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_each_of_two_loops_at_once_has_one_order(prefetch):
+def test_concurrent_loops_keep_their_order(prefetch):
     """One of them ends an epoch of the dataset while the other is in its middle."""
     rows = list(np.arange(40, dtype="float32"))
     dataset = ks.IndexedDataset(rows, batch_size=8, shuffle=True, prefetch=prefetch)
@@ -73,27 +73,27 @@ def test_each_of_two_loops_at_once_has_one_order(prefetch):
         assert sorted(np.concatenate(read)) == rows
 
 
-def test_a_dataset_of_grain():
+def test_grain_dataset():
     grain = pytest.importorskip("grain")
     source = grain.MapDataset.source(X).map(lambda row: row + 1)
     np.testing.assert_array_equal(ks.IndexedDataset(source, 5)[0], X + 1)
 
 
-def test_keras_reads_it_without_a_strategy():
+def test_keras_reads_indexed_dataset_without_strategy():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     dataset = ks.IndexedDataset(list(X), batch_size=2)
     expected = model.predict(X, verbose=0)
     np.testing.assert_allclose(model.predict(dataset, verbose=0), expected, atol=1e-5)
 
 
-def test_arguments():
+def test_bad_arguments_are_refused():
     with pytest.raises(TypeError, match="`source` must have"):
         ks.IndexedDataset(iter(X), batch_size=2)
     with pytest.raises(ValueError, match="`batch_size` must be 1 or more"):
         ks.IndexedDataset(X, batch_size=0)
 
 
-def test_files(tmp_path):
+def test_rows_of_files(tmp_path):
     for name in "cab":
         (tmp_path / name).touch()
     names = [str(tmp_path / name) for name in "abc"]

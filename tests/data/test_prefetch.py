@@ -58,7 +58,7 @@ class Noted:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_so_many_are_read_ahead_and_no_more(depth):
+def test_prefetch_depth_is_the_limit(depth):
     noted = Noted(8)
     reading = Prefetcher(noted, depth)
     assert noted.were_read() == 0
@@ -74,7 +74,7 @@ def test_so_many_are_read_ahead_and_no_more(depth):
     assert first not in others
 
 
-def test_nothing_is_read_past_the_end_of_an_epoch():
+def test_prefetch_stops_at_epoch_end():
     noted = Noted(8)
     reading = Prefetcher(noted, 3, pauses=(4, 6))
     for taken, read in ((0, 4), (1, 4), (2, 4), (3, 4), (4, 6), (5, 6), (6, 8)):
@@ -84,7 +84,7 @@ def test_nothing_is_read_past_the_end_of_an_epoch():
     reading.stop()
 
 
-def test_an_error_is_raised_where_the_item_is_asked_for():
+def test_error_is_raised_at_its_item():
     noted = Noted(5, fails=2)
     reading = Prefetcher(noted, 2)
     assert [next(reading), next(reading)] == [0, 1]
@@ -97,7 +97,7 @@ def test_an_error_is_raised_where_the_item_is_asked_for():
     reading.stop()
 
 
-def test_who_rests_goes_on_with_what_was_read():
+def test_paused_reader_keeps_prefetched_items():
     noted = Noted(6)
     with stop_prefetchers_on_exit():
         reading = Prefetcher(noted, 2)
@@ -108,14 +108,14 @@ def test_who_rests_goes_on_with_what_was_read():
     assert list(reading) == [1, 2, 3, 4, 5]
 
 
-def test_who_reads_one_batch_reads_no_other():
+def test_single_batch_reads_no_more():
     noted = Noted(3)
     with prefetch_disabled():
         assert next(Prefetcher(noted, 2)) == 0
     assert noted.were_read() == 1
 
 
-def test_an_iterator_that_is_given_up_ends_its_thread():
+def test_dropped_iterator_ends_its_thread():
     reading = Prefetcher(Noted(4), 1)
     next(reading)
     (thread,) = [
@@ -125,7 +125,7 @@ def test_an_iterator_that_is_given_up_ends_its_thread():
     thread.join(WAIT)
 
 
-def test_ctrl_c_loses_nothing(monkeypatch):
+def test_ctrl_c_loses_no_batch(monkeypatch):
     """What was being read when somebody waited for it comes next."""
     goes_on = threading.Event()
 
@@ -179,7 +179,7 @@ class Source:
 
 
 @pytest.mark.parametrize("options", [{}, {"experimental_fetch_to_device": False}])
-def test_a_loop_reads_ahead_what_options_are_given_for(options, two):
+def test_custom_loop_prefetches_with_options(options, two):
     for strategy in (two, ks.OneDeviceStrategy("cpu:0")):
         noted = Noted(4)
         given = ks.InputOptions(experimental_per_replica_buffer_size=2, **options)
@@ -207,7 +207,7 @@ class Refilled:
 
 
 @pytest.mark.parametrize("to_device", [True, False])
-def test_what_was_read_stays_what_it_is(to_device, two):
+def test_prefetched_batch_is_a_copy(to_device, two):
     refilled = Refilled()
     options = ks.InputOptions(to_device, experimental_per_replica_buffer_size=3)
     iterator = iter(two.experimental_distribute_dataset(refilled, options))
@@ -216,7 +216,7 @@ def test_what_was_read_stays_what_it_is(to_device, two):
     assert firsts(two, [*elements, *iterator]) == [0.0, 1.0, 2.0]
 
 
-def test_batches_of_each_replica_are_read_ahead(two):
+def test_per_replica_batches_are_prefetched(two):
     noted = Noted(6)
     options = ks.InputOptions()
     dataset = two.distribute_datasets_from_function(
@@ -228,7 +228,7 @@ def test_batches_of_each_replica_are_read_ahead(two):
     assert firsts(two, [first, *iterator]) == [0.0, 2.0, 4.0]
 
 
-def test_nothing_is_read_ahead_unasked_that_somebody_could_see(two):
+def test_no_visible_prefetch_by_default(two):
     for options in (None, ks.InputOptions(experimental_per_replica_buffer_size=0)):
         noted = Noted(4)
         dataset = two.experimental_distribute_dataset(batches_of(noted), options)
@@ -237,7 +237,7 @@ def test_nothing_is_read_ahead_unasked_that_somebody_could_see(two):
             assert readers() == []
 
 
-def test_no_batch_of_a_generator_is_lost_with_a_loop(two):
+def test_ended_loop_loses_no_generator_batch(two):
     noted = Noted(5)
     options = ks.InputOptions(experimental_per_replica_buffer_size=2)
     dataset = two.experimental_distribute_dataset(batches_of(noted), options)
@@ -249,7 +249,7 @@ def test_no_batch_of_a_generator_is_lost_with_a_loop(two):
         iter(dataset)
 
 
-def test_an_error_of_a_source_is_raised_in_the_loop(two):
+def test_source_error_is_raised_in_loop(two):
     dataset = two.experimental_distribute_dataset(
         batches_of(Noted(3, fails=1)), ks.InputOptions()
     )
@@ -257,7 +257,7 @@ def test_an_error_of_a_source_is_raised_in_the_loop(two):
         list(dataset)
 
 
-def test_options_are_checked():
+def test_bad_options_are_refused():
     with pytest.raises(ValueError, match="_buffer_size=-1"):
         ks.InputOptions(experimental_per_replica_buffer_size=-1)
     with pytest.raises(ValueError, match="prefetch=-1"):
@@ -285,7 +285,7 @@ def indexed(**arguments):
     return source, ks.IndexedDataset(source, BATCH, shuffle=False, **arguments)
 
 
-def test_fit_reads_an_indexed_dataset_ahead(two):
+def test_fit_prefetches_indexed_dataset(two):
     source, dataset = indexed()
     seen = []
 
@@ -305,7 +305,7 @@ def test_fit_reads_an_indexed_dataset_ahead(two):
 
 
 @pytest.mark.parametrize("steps", [None, 2])
-def test_fit_trains_as_on_one_device(steps, two):
+def test_prefetched_fit_equals_one_device(steps, two):
     """In the order of one device, also where an epoch ends before the data does."""
     weights = []
     for strategy in (None, two):
@@ -327,7 +327,7 @@ def test_fit_trains_as_on_one_device(steps, two):
     assert largest(*weights) < 2e-5
 
 
-def test_a_pass_has_one_order_whenever_its_batches_are_read(two):
+def test_epoch_order_is_independent_of_prefetch(two):
     """An epoch takes two of three: TensorFlow may read the third before its end.
 
     Keras tells the dataset of the end while a thread of TensorFlow's reads on.
@@ -378,7 +378,7 @@ class Fails(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize("error", [None, KeyError("mine"), KeyboardInterrupt()])
-def test_no_thread_is_left_where_fit_ends_early(error, two):
+def test_early_end_of_fit_leaves_no_thread(error, two):
     _, dataset = indexed(prefetch=2)
     model = make(two)
 
@@ -394,7 +394,7 @@ def test_no_thread_is_left_where_fit_ends_early(error, two):
 
 
 @pytest.mark.skipif(TENSORFLOW, reason="Keras reads it in a thread of tf.data")
-def test_fit_reads_ahead_what_options_are_given_for(two):
+def test_fit_prefetches_with_options(two):
     noted = Noted(3)
 
     class Batches(keras.utils.PyDataset):
@@ -420,7 +420,7 @@ def test_fit_reads_ahead_what_options_are_given_for(two):
 
 
 @pytest.mark.skipif(TENSORFLOW, reason="tf.data makes another error of it")
-def test_an_error_of_a_source_is_raised_in_fit(two):
+def test_source_error_is_raised_in_fit(two):
     class Broken(Source):
         def __getitem__(self, row):
             if row == 20:

@@ -54,7 +54,7 @@ def find_own_host(kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["address", "name"])
-def test_workers_on_one_host_connect_by_its(kind, two_workers):
+def test_workers_on_one_host_connect(kind, two_workers):
     host = find_own_host(kind)
     (hosts, weights), (_, other_weights) = two_workers.run(train_at, host)
     assert hosts == (host,)

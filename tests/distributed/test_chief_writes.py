@@ -30,7 +30,7 @@ def written(in_turns, tmp_path_factory):
     return folders, results, printed
 
 
-def test_the_chief_writes_and_all_go_on(written):
+def test_only_chief_writes(written):
     folders, results, printed = written
     folder, results = folders["whole"], results["whole"]
     files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*"))
@@ -57,7 +57,7 @@ def test_the_chief_writes_and_all_go_on(written):
     assert "accuracy" not in printed[1]
 
 
-def test_the_others_write_nothing(written):
+def test_other_workers_write_nothing(written):
     """Though the rows that each has counted are added up for the file."""
     folders, results, _ = written
     chief, other = results["bytes"]
@@ -75,7 +75,7 @@ def test_the_others_write_nothing(written):
     assert not any(path.name.startswith(".") for path in folders["bytes"].iterdir())
 
 
-def test_what_the_chief_restores_is_everybodys(written):
+def test_restored_weights_reach_all_workers(written):
     whole, resumed = (written[1][name] for name in ("whole", "resumed"))
     for one, other in zip(resumed, whole, strict=True):
         assert one["epochs"] == [1, 2]
@@ -84,11 +84,11 @@ def test_what_the_chief_restores_is_everybodys(written):
         np.testing.assert_array_equal(a, b)
 
 
-def test_one_worker_stops_all(written):
+def test_one_worker_stops_all_workers(written):
     assert [result["steps"] for result in written[1]["stopped"]] == [6, 6]
 
 
-def test_all_hear_that_the_chief_cannot_write(written):
+def test_write_error_of_chief_reaches_all_workers(written):
     chief, other = written[1]["nowhere"]
     for name in ("save", "save_weights", "export"):
         assert chief[name].startswith(("NotADirectoryError", "FileExistsError"))
@@ -96,7 +96,7 @@ def test_all_hear_that_the_chief_cannot_write(written):
         assert other[name].startswith(said)
 
 
-def test_what_a_killed_chief_leaves_is_removed(program, tmp_path):
+def test_temporary_files_of_killed_chief_are_removed(program, tmp_path):
     folder = tmp_path / "models"
     killed = """
 import os, signal, sys

@@ -8,7 +8,7 @@ import numpy as np
 from tests.distributed import jobs
 
 
-def test_collectives(workers):
+def test_collectives_of_workers(workers):
     results = workers.run(jobs.collectives)
     n = results[0]["replicas"]
     ids = np.arange(n, dtype="float32")
@@ -37,7 +37,7 @@ def test_collectives(workers):
         assert bool(beyond) == (keras.backend.backend() == "tensorflow"), beyond
 
 
-def test_the_first_replicas_alone_and_different_shapes(in_turns):
+def test_first_replica_values_and_differing_shapes(in_turns):
     results, _ = in_turns(
         first=(jobs.only_the_first_counts, {}), shapes=(jobs.different_shapes, {})
     )

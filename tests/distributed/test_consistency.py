@@ -35,7 +35,7 @@ ALIKE = {
 }
 
 
-def test_workers_that_are_about_to_differ(two_workers):
+def test_differing_fit_arguments_are_reported(two_workers):
     for result in two_workers.run(jobs.fits_that_differ):
         assert result.keys() == ALIKE.keys()
         for case, said in result.items():
@@ -51,7 +51,7 @@ DRIFTS = {
 }
 
 
-def test_workers_that_drift_apart(two_workers, tmp_path):
+def test_diverging_weights_are_reported(two_workers, tmp_path):
     for results in two_workers.run(jobs.drifts, str(tmp_path)):
         assert results.keys() == DRIFTS.keys()
         for name, (told, epochs, asked) in results.items():
@@ -62,7 +62,7 @@ def test_workers_that_drift_apart(two_workers, tmp_path):
             assert (epochs, asked) == ("[0, 1]", ends)
 
 
-def test_workers_that_wait_for_each_other(starter):
+def test_deadlock_is_reported(starter):
     with WorkerRunner(2, timeout_seconds=110, starter=starter) as runner:
         runner.start(jobs.chief_predicts_alone)
         ends = runner.wait()

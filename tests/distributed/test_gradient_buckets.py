@@ -26,7 +26,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_one_process_alone_comes_to(kind, two_workers):
+def test_workers_equal_one_process(kind, two_workers):
     if kind == "delayed":
         # One device has no weights of rows that could be those of another step.
         expected, seen = two_workers.run(jobs.trained, kind, in_pieces=False)[0]
@@ -39,7 +39,7 @@ def test_what_one_process_alone_comes_to(kind, two_workers):
         assert seen["in vain"]  # as where the logs of an epoch come
 
 
-def test_a_loop_with_steps_that_fail(two_workers):
+def test_loop_with_failing_steps(two_workers):
     expected, _ = jobs.runs(alone=True)
     for result, seen in two_workers.run(jobs.runs):
         assert equal(result, expected), seen
@@ -53,7 +53,7 @@ def test_a_loop_with_steps_that_fail(two_workers):
         ("raises", "worker 1 raised ValueError: the disk is full"),
     ],
 )
-def test_a_worker_that_ends_in_backward_is_named(how, said, starter):
+def test_worker_ending_in_backward_is_named(how, said, starter):
     # Who does not notice waits for 600 s.
     with WorkerRunner(2, timeout_seconds=280, starter=starter) as runner:
         runner.start(jobs.end_in_backward, how)

@@ -23,7 +23,7 @@ def results(in_turns, tmp_path_factory):
     )[0]
 
 
-def test_datasets_that_all_workers_share(results):
+def test_shared_datasets_are_split(results):
     results = results["shared"]
     expected = jobs.inputs_of_many_kinds(alone=True)
     for result in results:
@@ -32,7 +32,7 @@ def test_datasets_that_all_workers_share(results):
             np.testing.assert_allclose(got, want, atol=1e-5)
 
 
-def test_datasets_of_their_own(results):
+def test_per_worker_datasets(results):
     results = results["own"]
     assert [result["contexts"] for result in results] == [[[2, 0]], [[2, 1]]]
     for result in results:
@@ -41,7 +41,7 @@ def test_datasets_of_their_own(results):
         assert [step[-1] for step in result["steps"]] == pytest.approx([1.5, 1.5, 1.0])
 
 
-def test_a_worker_that_cannot_read(results):
+def test_read_error_of_one_worker_reaches_all(results):
     first, second = results["failing"]
     assert len(first) == len(second) == 2
     for said in first:
@@ -50,7 +50,7 @@ def test_a_worker_that_cannot_read(results):
         assert "the disk is gone" in said
 
 
-def test_a_worker_reads_its_own_rows_of_a_loader(results):
+def test_worker_reads_local_rows_of_loader(results):
     """29 rows by 8, whose last 5 are 3 and 2; each computes all of these on JAX."""
     alone = input_jobs.loaders(alone=True)["results"]
     results = results["loaders"]
@@ -72,7 +72,7 @@ def test_a_worker_reads_its_own_rows_of_a_loader(results):
                 np.testing.assert_allclose(got, want, atol=2e-5)
 
 
-def test_policies(results):
+def test_auto_shard_policies(results):
     """Of three files of 5 rows, in batches of 4, the first worker has two."""
     first, second = results["policies"]
     for kind in ("file", "options"):

@@ -30,7 +30,7 @@ def warm(starter):
     return start
 
 
-def test_the_example(two_workers):
+def test_launcher_runs_example(two_workers):
     two_workers.start(ROOT / "examples" / "multi_worker.py", "--epochs", 2)
     chief, other = two_workers.wait()
     assert chief.exit_status == other.exit_status == 0, chief.output + other.output
@@ -38,7 +38,7 @@ def test_the_example(two_workers):
     assert "on 2 replicas" in chief.output
 
 
-def test_a_training_that_is_started_again_ends_where_an_uninterrupted_one_does(
+def test_restarted_training_matches_uninterrupted_run(
     two_workers, starter, tmp_path, monkeypatch, capsys
 ):
     """A worker is killed, then one is preempted; the launcher starts all anew."""

@@ -23,7 +23,7 @@ def rows_of(table, rank):
     [(2, 1, "equal"), (3, 1, "unequal"), (2, 2, "unequal")],
     ids=["2x1", "3x1", "2x2"],
 )
-def test_own_rows_make_one_devices_weights(starter, count, devices, name):
+def test_local_rows_give_one_devices_weights(starter, count, devices, name):
     """Equal rows on two workers; several devices of each have some in test_tpu.py."""
     calls = {"own": (jobs.of_tables, {"tables": [name], "workers": count})}
     if count == 3:
@@ -45,7 +45,7 @@ def test_own_rows_make_one_devices_weights(starter, count, devices, name):
         assert (got["gathered"] != []) == travels
 
 
-def test_datasets_go_on_where_they_were(two_workers):
+def test_local_datasets_resume(two_workers):
     for result in two_workers.run(jobs.goes_on):
         (expected, indexed), (expected_own, own) = result
         assert expected == indexed and len(indexed) == 2
@@ -53,7 +53,7 @@ def test_datasets_go_on_where_they_were(two_workers):
         assert expected_own == own and len(own) == 3
 
 
-def test_ways_to_fit_own_rows(two_workers):
+def test_fit_with_local_rows_in_many_ways(two_workers):
     expected = jobs.ways_to_fit(alone=True)
     for result in two_workers.run(jobs.ways_to_fit):
         assert equal(result["weights"], expected["weights"], 2e-5)

@@ -16,7 +16,7 @@ KINDS = [False, *([True] if keras.backend.backend() == "tensorflow" else [])]
 
 
 @pytest.mark.parametrize("native", KINDS, ids=["ours", "native"][: len(KINDS)])
-def test_workers_save_and_end_together_and_go_on(starter, tmp_path, native):
+def test_workers_save_end_and_resume_together(starter, tmp_path, native):
     """To the last bit."""
     with WorkerRunner(2, timeout_seconds=300, starter=starter) as runner:
         results = runner.run(preemption_jobs.whole_and_resumed, str(tmp_path), native)
@@ -40,7 +40,7 @@ def test_workers_save_and_end_together_and_go_on(starter, tmp_path, native):
     assert largest(results[0][0]["weights"], alone["weights"]) < 2e-5
 
 
-def test_a_loop_that_calls_no_run(two, tmp_path):
+def test_loop_without_run(two, tmp_path):
     """And a function of the user's that saves, with arguments of the user's."""
     with two.scope():
         total = keras.Variable(0.0, aggregation="sum")
@@ -65,7 +65,7 @@ def test_a_loop_that_calls_no_run(two, tmp_path):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_manager_of_the_users(two):
+def test_users_checkpoint_manager(two):
     class Manager:
         calls = []
 
@@ -82,7 +82,7 @@ def test_a_manager_of_the_users(two):
     assert Manager.calls == ["restore", ("save",)]
 
 
-def test_refusals(two, tmp_path):
+def test_bad_arguments_are_refused(two, tmp_path):
     make = ks.experimental.PreemptionCheckpointHandler
     with pytest.raises(ValueError, match="must be an object to save"):
         make(None, None)

@@ -25,7 +25,7 @@ def of_two(starter, tmp_path_factory):
     return results, folder / "left"
 
 
-def test_as_many_workers(of_two):
+def test_resume_with_equal_number_of_workers(of_two):
     """To the last bit."""
     results, _ = of_two
     for whole, resumed in results:
@@ -35,7 +35,7 @@ def test_as_many_workers(of_two):
             assert told == whole["logs"][name][1:], name
 
 
-def test_preempted(starter, tmp_path):
+def test_resume_after_preemption(starter, tmp_path):
     """All end after the same batch, though one was asked to."""
     with WorkerRunner(2, timeout_seconds=300, starter=starter) as runner:
         ends = runner.run(backup_jobs.preempted, str(tmp_path))
@@ -50,7 +50,7 @@ def same(whole: dict, resumed: dict) -> None:
         np.testing.assert_allclose(told, whole["logs"][name][1:], atol=1e-5)
 
 
-def test_another_number_of_workers(of_two, starter, mirrored, tmp_path):
+def test_resume_with_another_number_of_workers(of_two, starter, mirrored, tmp_path):
     """From two to three and to one, and from one to two."""
     results, left = of_two
     whole = results[0][0]
@@ -67,7 +67,7 @@ def test_another_number_of_workers(of_two, starter, mirrored, tmp_path):
         assert not pathlib.Path(folder).exists()
 
 
-def test_on_another_backend(tmp_path):
+def test_resume_on_another_backend(tmp_path):
     """Of two replicas on this one, and of three on the next."""
     this = keras.backend.backend()
     others = {"jax": "torch", "torch": "tensorflow", "tensorflow": "jax"}

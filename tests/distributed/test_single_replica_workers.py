@@ -32,7 +32,7 @@ def results(in_turns):
 @pytest.mark.skipif(
     BACKEND == "tensorflow", reason="a run that fails says that this stays assigned"
 )
-def test_a_run_that_fails_changes_nothing(results):
+def test_failed_run_changes_nothing(results):
     for result in results["runs_that_fail"]:
         boom, *others = result["said"]
         assert boom == "boom"
@@ -47,7 +47,7 @@ def test_a_run_that_fails_changes_nothing(results):
         assert (returned, still, total) == (2.0, 2.0, 4.0)
 
 
-def test_what_a_run_returned_stays_as_it_is(results):
+def test_returned_values_do_not_change(results):
     for result in results["values_of_runs"]:
         assert set(result["kept"].values()) == {2.0}
         assert (result["total"], result["part"]) == (4.0, 2.0)
@@ -56,14 +56,14 @@ def test_what_a_run_returned_stays_as_it_is(results):
 
 
 @pytest.mark.parametrize("job", TRAINED, ids=lambda job: job.__name__)
-def test_what_one_process_alone_comes_to(job, results):
+def test_workers_equal_one_process(job, results):
     expected = job(alone=True)
     for result in results[job.__name__]:
         assert equal(result, expected)
 
 
 @for_torch
-def test_steps_that_fail(results):
+def test_failing_steps_change_nothing(results):
     for result in results["steps_that_fail"]:
         before, after, sums = result["said"]
         assert before[0] == "before" and after[0] == "after"
@@ -75,7 +75,7 @@ def test_steps_that_fail(results):
 
 
 @for_torch
-def test_sums_of_all_kinds(results):
+def test_all_kinds_of_reductions(results):
     thirds = np.full((2,), 1 / 3)
     for whole, mixed, alike in results["sums_of_all_kinds"]:
         assert equal(whole, [[4], [4]], 1e-7)
@@ -84,7 +84,7 @@ def test_sums_of_all_kinds(results):
 
 
 @for_torch
-def test_a_worker_reads_its_own_rows(results):
+def test_worker_reads_its_local_rows(results):
     results = results["rows_that_are_read"]
     # Of 29 rows by 8, the last batch has 3 for the first worker and 2 for the second.
     for own, read in zip((15, 14), results, strict=True):

@@ -33,7 +33,7 @@ def results(in_turns):
     )
 
 
-def test_all_workers_shuffle_alike(results):
+def test_workers_shuffle_alike(results):
     (one, drawn), (other, _) = results[0]["shuffled"]
     np.testing.assert_array_equal(one, other)
     np.testing.assert_array_equal(np.sort(one[:, 0]), np.arange(40))
@@ -52,7 +52,7 @@ def test_collectives_in_loops(starter):
             assert equal(result, expected)
 
 
-def test_variables_and_dtypes(results):
+def test_variables_of_all_dtypes(results):
     results = results[0]["variables"]
     for result in results:
         assert result["sum"] == 11
@@ -76,7 +76,7 @@ def test_gradient_through_collectives(results):
         assert gradients == [10.0]
 
 
-def test_different_values_in_a_run(results):
+def test_differing_values_in_run_are_reported(results):
     for shapes, rows, calls, dtypes, ranks in results[0]["different"]:
         assert "worker 0: (2,) float32, worker 1: (3,) float32" in shapes
         assert "other than axis 0" in rows
@@ -86,7 +86,7 @@ def test_different_values_in_a_run(results):
         assert "worker 0: () float32, worker 1: (1,) float32" in ranks
 
 
-def test_gradients_of_other_shapes(results):
+def test_differing_gradient_shapes_are_reported(results):
     for said in results[0]["gradients"]:
         assert "`optimizer.apply` needs values whose dtypes and sizes" in said
         assert "worker 0: (2, 3) float32, worker 1: (6,) float32" in said
@@ -95,6 +95,6 @@ def test_gradients_of_other_shapes(results):
     assert [said.count("listen on all interfaces") for said in outputs] == [1, 0]
 
 
-def test_a_strategy_that_is_made_too_late(two_workers):
+def test_strategy_created_too_late_is_refused(two_workers):
     for said in two_workers.run(jobs.after_other_use):
         assert "at the start of the program" in said

@@ -59,19 +59,19 @@ def results(in_turns):
 
 
 @pytest.mark.parametrize("name", ["batch_statistics", "custom_loop"])
-def test_what_one_device_comes_to(name, results):
+def test_all_entry_points_equal_one_device(name, results):
     expected = getattr(jobs, name)(alone=True, **CALLS[name])
     for result in results[name]:
         assert equal(result, expected)
 
 
-def test_workers_whose_data_ends_early(results):
+def test_data_ending_early_is_reported(results):
     results = results["epochs_of_different_length"]
     assert [result["steps"] for result in results] == [2, 2]
     assert equal(results[0]["weights"], results[1]["weights"], 0)
     assert "worker 1" in results[0]["warned"][0]
 
 
-def test_workers_that_read_different_batches(results):
+def test_differing_batches_are_reported(results):
     for said in results["different_batches"]:
         assert "worker 0: 8, worker 1: 9" in said

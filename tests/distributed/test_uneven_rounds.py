@@ -16,7 +16,7 @@ def results(starter):
         return runner.run(jobs.rounds)
 
 
-def test_workers_ask_once_for_all_that_a_scope_makes(results):
+def test_scope_compares_variables_once(results):
     for result in results:
         # On TensorFlow a variable gets the chief's value when it is made.
         native = BACKEND == "tensorflow"
@@ -30,7 +30,7 @@ def test_workers_ask_once_for_all_that_a_scope_makes(results):
     assert results[1]["read"] == 5
 
 
-def test_workers_do_not_ask_before_what_they_have_run_before(results):
+def test_known_function_needs_no_comparison(results):
     for result in results:
         first, *again, other, last = result["steps"]
         assert again == [[], []]
@@ -44,12 +44,12 @@ def test_workers_do_not_ask_before_what_they_have_run_before(results):
         assert "strategy.run" not in other
 
 
-def test_workers_ask_once_whether_they_train_on_one_batch(results):
+def test_batch_signature_is_compared_once(results):
     for result in results:
         assert result["a batch"] == ["the start of train_on_batch"]
 
 
-def test_workers_read_no_logs_of_batches_to_stop_together(results):
+def test_stopping_together_reads_no_batch_logs(results):
     for result in results:
         alone, with_epochs, with_batches = result["told"]
         assert alone == (0, 0)
@@ -58,7 +58,7 @@ def test_workers_read_no_logs_of_batches_to_stop_together(results):
         assert with_batches == (3, 3)
 
 
-def test_workers_that_go_different_ways(starter, tmp_path):
+def test_diverging_workers_are_reported(starter, tmp_path):
     environment = {"KERAS_STRATEGY_TIMEOUT_SECONDS": "15"}
     with WorkerRunner(
         2, timeout_seconds=280, environment=environment, starter=starter

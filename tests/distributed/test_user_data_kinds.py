@@ -19,7 +19,7 @@ def results(in_turns, tmp_path_factory):
     )[0]
 
 
-def test_fit_of_what_others_share(results):
+def test_fit_with_users_data_kinds(results):
     expected = jobs.what_others_share(alone=True)
     for rank, result in enumerate(results["shared"]):
         for name in jobs.KINDS:
@@ -29,13 +29,13 @@ def test_fit_of_what_others_share(results):
         assert len(result["not twice"]) == jobs.ROWS
 
 
-def test_until_the_first_worker_has_ended(results):
+def test_training_ends_with_first_exhausted_worker(results):
     expected = jobs.until_the_first_ends(alone=True)
     for result in results["ended"]:
         assert equal(result, expected, 2e-5)
 
 
-def test_what_is_said(results):
+def test_shared_data_is_reported(results):
     chief, other = results["said"]
     errors = ("wrong", "part")
     assert not any(messages for name, messages in other.items() if name not in errors)

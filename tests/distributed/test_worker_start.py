@@ -9,12 +9,12 @@ from keras_strategy.testing import WorkerRunner
 from tests.distributed import jobs
 
 
-def test_workers_draw_other_random_numbers_than_those_before(two_workers):
+def test_unseeded_workers_agree_on_a_seed(two_workers):
     first, second = (two_workers.run(jobs.collectives)[0] for _ in range(2))
     assert (first["first"] != second["first"]).all()
 
 
-def test_who_starts_workers(two_workers):
+def test_unowned_workers_are_not_ended(two_workers):
     assert os.getpid() not in two_workers.run(os.getppid)
     with WorkerRunner(1) as runner:
         assert runner.run(os.getppid) == [os.getpid()]

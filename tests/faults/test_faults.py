@@ -12,7 +12,7 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize("planted", faults, ids=str)
 
 
-def test_a_fault_ends_all_workers(planted, starter, tmp_path, record_property):
+def test_fault_ends_all_workers(planted, starter, tmp_path, record_property):
     for name, value in dataclasses.asdict(planted).items():
         record_property(name, value)
     outcome = plant(planted, tmp_path, starter)

@@ -10,14 +10,14 @@ _EQUALITY = "tests/training/test_equality.py"
 _RUN = "tests/core/test_run.py"
 _WRITER = "tests/distributed/test_chief_writes.py"
 _SYNCHRONIZED = f"{_EQUALITY}::test_synchronized_batch_normalization"
-_REFUSED = f"{_BAD_INPUT}::test_a_model_made_outside_is_refused_inside"
+_REFUSED = f"{_BAD_INPUT}::test_model_from_outside_scope_is_refused"
 _OF_NOBODY = (
-    "tests/core/test_variables.py::test_an_optimizer_of_a_variable_of_nobody_in_run"
+    "tests/core/test_variables.py::test_optimizer_of_foreign_variable_in_run_is_refused"
 )
-_ADDING = f"{_RUN}::test_adding_to_a_mirrored_variable"
+_ADDING = f"{_RUN}::test_mirrored_variable_addition"
 _JAX = "tests/backends/test_jax.py"
 _TF = "tests/backends/test_tensorflow.py"
-_COMPILED = "tests/backends/test_torch_compiled.py::test_what_is_compiled"
+_COMPILED = "tests/backends/test_torch_compiled.py::test_forward_pass_is_compiled"
 _JAX_WORKERS = "tests/backends/test_jax_workers.py"
 _TRAINING = "tests/distributed/test_training.py"
 _ROW = "tests/training/test_equality_table.py::test_two_replicas_equal_one_device"
@@ -28,17 +28,18 @@ _LOSSES = "tests/training/test_custom_losses.py"
 _DERIVED = "tests/training/test_derived_logs.py"
 _RANDOM = "tests/training/test_per_replica_state.py"
 _NOBODY = (
-    "tests/training/test_batch_callbacks.py::test_nobody_is_told_where_nobody_listens"
+    "tests/training/test_batch_callbacks.py::test_unused_batch_callbacks_are_not_called"
 )
 _NUMBERS = "tests/training/test_random_numbers.py"
-_EVERY = "test_every_function"
+_EVERY = "test_every_random_function"
 _FUNCTIONS = "normal uniform randint gamma beta binomial categorical shuffle"
 _SHARDING = "tests/training/test_sharding.py"
 _OWN = (
-    "tests/training/test_per_replica_attributes.py::test_what_a_call_keeps_is_its_own"
+    "tests/training/test_per_replica_attributes.py"
+    "::test_layer_attributes_are_per_replica"
 )
 
-_LONG = "tests/training/test_slow_operations.py::test_a_first_step_that_takes_long"
+_LONG = "tests/training/test_slow_operations.py::test_slow_first_step_is_logged"
 
 NEEDED_BY = {
     "keras_patches.installation Model.make_train_function": (
@@ -55,12 +56,11 @@ NEEDED_BY = {
     ),
     "keras_patches.data_adapters PyDatasetAdapter._get_iterator": (
         "tensorflow",
-        "tests/data/test_prefetch.py"
-        "::test_a_pass_has_one_order_whenever_its_batches_are_read",
+        "tests/data/test_prefetch.py::test_epoch_order_is_independent_of_prefetch",
     ),
     "keras_patches.trainer Model.compile": (
         "torch",
-        f"{_ENTRY}::test_compile_and_fit_inside_and_outside_of_the_scope",
+        f"{_ENTRY}::test_compile_and_fit_inside_and_outside_scope",
     ),
     "keras_patches.trainer Model.fit": ("torch", f"{_REFUSED}[fit]"),
     "keras_patches.trainer Model.evaluate": ("torch", f"{_REFUSED}[evaluate]"),
@@ -82,7 +82,7 @@ NEEDED_BY = {
     ),
     "keras_patches.trainer Model._symbolic_build": (
         "tensorflow",
-        f"{_ENTRY}::test_an_optimizer_and_a_metric_made_outside_of_the_scope",
+        f"{_ENTRY}::test_optimizer_and_metric_from_outside_scope",
     ),
     "keras_patches.trainer CallbackList.on_epoch_begin": ("jax", f"{_NOBODY}[fit]"),
     "keras_patches.trainer CallbackList.on_test_begin": ("jax", f"{_NOBODY}[evaluate]"),
@@ -92,33 +92,32 @@ NEEDED_BY = {
     ),
     "keras_patches.saving Model.save": (
         "torch",
-        f"{_WRITER}::test_the_chief_writes_and_all_go_on",
+        f"{_WRITER}::test_only_chief_writes",
     ),
     "keras_patches.saving Model.save_weights": (
         "torch",
-        f"{_WRITER}::test_all_hear_that_the_chief_cannot_write",
+        f"{_WRITER}::test_write_error_of_chief_reaches_all_workers",
     ),
     "keras_patches.saving Model.export": (
         "torch",
-        f"{_WRITER}::test_all_hear_that_the_chief_cannot_write",
+        f"{_WRITER}::test_write_error_of_chief_reaches_all_workers",
     ),
     "keras_patches.saving keras.src.saving.saving_lib.get_attr_skipset": (
         "torch",
-        f"{_WRITER}::test_the_chief_writes_and_all_go_on",
+        f"{_WRITER}::test_only_chief_writes",
     ),
     "keras_patches.saving keras.src.saving.saving_lib.get_temp_dir": (
         "torch",
-        "tests/faults/test_faults.py::test_a_fault_ends_all_workers"
+        "tests/faults/test_faults.py::test_fault_ends_all_workers"
         "[SIGKILL, in save_own_variables, worker 0 of 2]",
     ),
     "keras_patches.resume EpochIterator.__iter__": (
         "torch",
-        "tests/training/test_resume.py::test_keras_callback_in_a_scope",
+        "tests/training/test_resume.py::test_keras_callback_in_scope",
     ),
     "keras_patches.layers Layer.__new__": (
         "torch",
-        "tests/training/test_saving.py::"
-        "test_clones_belong_to_the_scope_they_are_made_in",
+        "tests/training/test_saving.py::test_clones_belong_to_their_scope",
     ),
     "keras_patches.layers BatchNormalization.__init__": ("torch", _SYNCHRONIZED),
     "keras_patches.layers BatchNormalization._moments": ("torch", _SYNCHRONIZED),
@@ -128,17 +127,17 @@ NEEDED_BY = {
     ),
     "keras_patches.variables_optimizers Variable.__init__": (
         "torch",
-        f"{_RUN}::test_variables_of_a_strategy",
+        f"{_RUN}::test_strategy_variables",
     ),
     "keras_patches.variables_optimizers Variable.assign": (
         "torch",
-        f"{_RUN}::test_assigning_a_mirrored_variable",
+        f"{_RUN}::test_mirrored_variable_assignment",
     ),
     "keras_patches.variables_optimizers Variable.assign_add": ("torch", _ADDING),
     "keras_patches.variables_optimizers Variable.assign_sub": ("torch", _ADDING),
     "keras_patches.variables_optimizers Optimizer.apply": (
         "torch",
-        f"{_RUN}::test_a_training_step_of_ones_own",
+        f"{_RUN}::test_custom_training_step",
     ),
     "keras_patches.variables_optimizers LossScaleOptimizer.apply": (
         "jax",
@@ -146,32 +145,32 @@ NEEDED_BY = {
     ),
     "keras_patches.losses_metrics keras.src.trainers.compile_utils.get_loss": (
         "torch",
-        f"{_LOSSES}::test_a_loss_class_with_a_call_of_its_own",
+        f"{_LOSSES}::test_loss_with_custom_call_equals_one_device",
     ),
     "keras_patches.layers Layer.add_loss": (
         "torch",
-        f"{_LOSSES}::test_what_add_loss_is_taken_for",
+        f"{_LOSSES}::test_add_loss_is_row_weighted",
     ),
     "backends.tensorflow.patches tensorflow._api.v2.nn.compute_average_loss": (
         "tensorflow",
-        "tests/training/test_losses.py::test_in_a_step_of_fit[8]",
+        "tests/training/test_losses.py::test_compute_average_loss_in_fit[8]",
     ),
     "backends.tensorflow.patches tensorflow._api.v2.nn.scale_regularization_loss": (
         "tensorflow",
-        "tests/training/test_losses.py::test_in_a_step_of_fit[8]",
+        "tests/training/test_losses.py::test_compute_average_loss_in_fit[8]",
     ),
     "keras_patches.losses_metrics Loss.__call__": ("torch", _REDUCTION),
     "keras_patches.losses_metrics Mean.update_state": (
         "torch",
-        f"{_RANDOM}::test_a_metric_that_is_a_number",
+        f"{_RANDOM}::test_number_as_metric",
     ),
     "keras_patches.losses_metrics Metric.result": (
         "torch",
-        f"{_DERIVED}::test_a_step_of_ones_own",
+        f"{_DERIVED}::test_custom_step_logs",
     ),
     "keras_patches.losses_metrics Metric.__init__": (
         "torch",
-        f"{_DERIVED}::test_logs_that_are_computed_of_results",
+        f"{_DERIVED}::test_logs_derived_from_results",
     ),
     "keras_patches.random SeedGenerator.next": (
         "torch",
@@ -191,11 +190,11 @@ NEEDED_BY = {
     ),
     "backends.threads.patches Layer._maybe_build": (
         "torch",
-        "tests/training/test_models.py::test_a_model_that_is_built_by_its_first_use",
+        "tests/training/test_models.py::test_lazily_built_model",
     ),
     "backends.jax.patches_data JAXEpochIterator._get_distributed_iterator": (
         "jax",
-        f"{_JAX}::test_batches_that_are_not_divided_are_warned_about",
+        f"{_JAX}::test_indivisible_batches_warn",
     ),
     "backends.jax.patches_data keras.src.backend.jax.trainer._distribute_data": (
         "jax",
@@ -203,7 +202,7 @@ NEEDED_BY = {
     ),
     "backends.jax.patches Model._get_jax_state": (
         "jax",
-        f"{_JAX}::test_an_average_of_the_weights_shares_no_array_with_them",
+        f"{_JAX}::test_ema_shares_no_array_with_weights",
     ),
     "backends.jax.patches Model._get_state_sharding_spec": (
         "jax",
@@ -211,15 +210,15 @@ NEEDED_BY = {
     ),
     "backends.jax.patches Model.make_train_function": (
         "jax",
-        f"{_JAX_WORKERS}::test_what_keras_reads",
+        f"{_JAX_WORKERS}::test_keras_reads_local_values",
     ),
     "backends.jax.patches Model.make_test_function": (
         "jax",
-        f"{_JAX_WORKERS}::test_what_keras_reads",
+        f"{_JAX_WORKERS}::test_keras_reads_local_values",
     ),
     "backends.jax.patches Model.make_predict_function": (
         "jax",
-        f"{_JAX_WORKERS}::test_what_keras_reads",
+        f"{_JAX_WORKERS}::test_keras_reads_local_values",
     ),
     "backends.jax.patches Model._get_metrics_result_or_logs": (
         "jax",
@@ -227,7 +226,7 @@ NEEDED_BY = {
     ),
     "backends.jax.patches Model.__call__": (
         "jax",
-        f"{_JAX}::test_calling_a_model_on_an_array_of_another_device",
+        f"{_JAX}::test_model_call_accepts_array_of_another_device",
     ),
     "backends.jax.patches keras.src.backend.jax.distribution_lib.distribute_tensor": (
         "jax",
@@ -243,19 +242,19 @@ NEEDED_BY = {
     ),
     "backends.jax.patches Variable.value": (
         "jax",
-        f"{_JAX}::test_a_step_computes_in_the_memory_of_the_one_before",
+        f"{_JAX}::test_step_reuses_donated_memory",
     ),
     "backends.jax.patches Variable.__reduce_ex__": (
         "jax",
-        f"{_JAX}::test_a_variable_that_shares_its_array_keeps_its_value",
+        f"{_JAX}::test_variables_sharing_an_array_keep_values",
     ),
     "backends.jax.patches Optimizer.add_variable": (
         "jax",
-        f"{_SHARDING}::test_bytes_on_each_device[optimizer]",
+        f"{_SHARDING}::test_bytes_per_device[optimizer]",
     ),
     "backends.jax.patches Optimizer._backend_apply_gradients": (
         "jax",
-        f"{_JAX}::test_a_step_with_parts_sends_what_an_all_reduce_does",
+        f"{_JAX}::test_sharded_step_sends_as_much_as_all_reduce",
     ),
     "backends.jax.patches Variable.__array__": (
         "jax",
@@ -263,7 +262,7 @@ NEEDED_BY = {
     ),
     "backends.threads.patches_sharding Optimizer.add_variable_from_reference": (
         "torch",
-        f"{_SHARDING}::test_bytes_on_each_device[optimizer]",
+        f"{_SHARDING}::test_bytes_per_device[optimizer]",
     ),
     "backends.torch.patches_optimizers Optimizer._backend_apply_gradients": (
         "torch",
@@ -275,7 +274,7 @@ NEEDED_BY = {
     ),
     "backends.threads.patches_sharding Optimizer._apply_weight_decay": (
         "torch",
-        f"{_SHARDING}::test_rules_that_are_not_elementwise[Lamb]",
+        f"{_SHARDING}::test_optimizers_that_are_not_elementwise[Lamb]",
     ),
     "backends.tensorflow.patches_sharding Optimizer._backend_apply_gradients": (
         "tensorflow",
@@ -283,15 +282,15 @@ NEEDED_BY = {
     ),
     "backends.tensorflow.patches_sharding Variable._shared_name": (
         "tensorflow",
-        f"{_TF}::test_a_native_checkpoint_of_what_replicas_share",
+        f"{_TF}::test_native_checkpoint_of_sharded_state",
     ),
     "backends.tensorflow.patches_sharding Variable._serialize_to_tensors": (
         "tensorflow",
-        f"{_TF}::test_a_native_checkpoint_of_what_replicas_share",
+        f"{_TF}::test_native_checkpoint_of_sharded_state",
     ),
     "backends.tensorflow.patches_sharding Variable._restore_from_tensors": (
         "tensorflow",
-        f"{_TF}::test_a_native_checkpoint_of_what_replicas_share",
+        f"{_TF}::test_native_checkpoint_of_sharded_state",
     ),
     "backends.tensorflow.patches_sharding Optimizer._var_key": (
         "tensorflow",
@@ -303,7 +302,7 @@ NEEDED_BY = {
     ),
     "backends.jax.patches keras.src.random.seed_generator.global_seed_generator": (
         "jax",
-        f"{_JAX}::test_the_global_seed_generator_belongs_to_no_strategy",
+        f"{_JAX}::test_global_seed_generator_is_not_mirrored",
     ),
     "backends.torch.patches keras.src.backend.torch.random.dropout": (
         "torch",
@@ -325,7 +324,7 @@ NEEDED_BY = {
     ),
     "backends.torch.patches Variable.value": (
         "torch",
-        "tests/core/test_variables.py::test_on_read",
+        "tests/core/test_variables.py::test_on_read_variable",
     ),
     "backends.torch.patches Variable._initialize": (
         "torch",
@@ -337,16 +336,15 @@ NEEDED_BY = {
     ),
     "backends.torch.patches Variable.__init__": (
         "torch",
-        "tests/distributed/test_single_replica_workers.py::test_a_run_that_fails_changes_nothing",
+        "tests/distributed/test_single_replica_workers.py::test_failed_run_changes_nothing",
     ),
     "backends.torch.patches Layer._track_variables": (
         "torch",
-        "tests/distributed/test_uneven_rounds.py::"
-        "test_workers_ask_once_for_all_that_a_scope_makes",
+        "tests/distributed/test_uneven_rounds.py::test_scope_compares_variables_once",
     ),
     "backends.torch.patches_optimizers Adam._parallel_update_step": (
         "torch",
-        "tests/backends/test_torch_fused.py::test_as_keras",
+        "tests/backends/test_torch_fused.py::test_fused_update_matches_keras",
     ),
     "backends.torch.patches Layer.zero_grad": (
         "torch",
@@ -354,7 +352,7 @@ NEEDED_BY = {
     ),
     "backends.torch.patches TorchModuleWrapper.call": (
         "torch",
-        "tests/backends/test_torch.py::test_modules_of_torch_train_as_on_one_device",
+        "tests/backends/test_torch.py::test_torch_modules_match_one_device",
     ),
     "backends.torch.patches Model.make_train_function": (
         "torch",
@@ -370,11 +368,11 @@ NEEDED_BY = {
     ),
     "backends.torch.patches TorchEpochIterator._get_iterator": (
         "torch",
-        f"{_TRAINING}::test_workers_whose_data_ends_early",
+        f"{_TRAINING}::test_data_ending_early_is_reported",
     ),
     "backends.torch.patches Model.get_metrics_result": (
         "torch",
-        "tests/speed/test_torch_figures.py::test_two_processes",
+        "tests/speed/test_torch_figures.py::test_cost_per_step_of_two_processes",
     ),
     **{
         f"keras_patches.random keras.random.{name}": ("torch", f"{_NUMBERS}::{_EVERY}")
@@ -386,7 +384,7 @@ NEEDED_BY = {
     ),
     "keras_patches.random keras.random.dropout": (
         "torch",
-        f"{_NUMBERS}::test_layers_of_keras",
+        f"{_NUMBERS}::test_keras_layers",
     ),
     **{
         f"keras_patches.random {name}": (
@@ -401,7 +399,7 @@ NEEDED_BY = {
     },
     "keras_patches.random AugMix.call": (
         "torch",
-        f"{_NUMBERS}::test_chains_that_python_chooses",
+        f"{_NUMBERS}::test_python_control_flow",
     ),
     "keras_patches.random keras.ops.image.elastic_transform": (
         "torch",
@@ -409,31 +407,31 @@ NEEDED_BY = {
     ),
     "backends.tensorflow.patches Model.get_metrics_result": (
         "tensorflow",
-        f"{_DERIVED}::test_metrics_that_nobody_looks_at_cost_no_reduction",
+        f"{_DERIVED}::test_unread_metrics_need_no_reduction",
     ),
     "backends.tensorflow.patches Variable._direct_assign": (
         "tensorflow",
-        "tests/core/test_sync_on_read.py::test_a_sum_is_dealt_out[plainly-int32-5-2]",
+        "tests/core/test_sync_on_read.py::test_assigned_sum_is_divided_by_replicas[plainly-int32-5-2]",
     ),
     "backends.tensorflow.patches Variable.handle": (
         "tensorflow",
-        f"{_TF}::test_a_tape_outside_the_replicas",
+        f"{_TF}::test_tape_in_cross_replica_context_is_refused",
     ),
     "backends.tensorflow.patches Variable._initialize": (
         "tensorflow",
-        f"{_TF}::test_run_builds_lazily",
+        f"{_TF}::test_run_builds_layers_lazily",
     ),
     "backends.tensorflow.patches Variable._map_aggregation": (
         "tensorflow",
-        f"{_RUN}::test_assigning_a_mirrored_variable[mean-int32-2.0]",
+        f"{_RUN}::test_mirrored_variable_assignment[mean-int32-2.0]",
     ),
     "backends.tensorflow.patches Variable.value": (
         "tensorflow",
-        "tests/distributed/test_tensorflow.py::test_variables_and_dtypes",
+        "tests/distributed/test_tensorflow.py::test_variables_of_all_dtypes",
     ),
     "backends.tensorflow.patches Layer._maybe_build": (
         "tensorflow",
-        f"{_TF}::test_run_builds_lazily",
+        f"{_TF}::test_run_builds_layers_lazily",
     ),
     "backends.tensorflow.patches Optimizer.add_variable_from_reference": (
         "tensorflow",
@@ -498,16 +496,16 @@ NEEDED_BY = {
     ),
     "backends.tensorflow.patches TFEpochIterator._get_iterator": (
         "tensorflow",
-        f"{_TRAINING}::test_workers_whose_data_ends_early",
+        f"{_TRAINING}::test_data_ending_early_is_reported",
     ),
     "backends.tensorflow.patches Model._maybe_symbolic_build": (
         "tensorflow",
-        f"{_BAD_INPUT}::test_rows_that_differ",
+        f"{_BAD_INPUT}::test_differing_row_counts_are_refused",
     ),
     "backends.tensorflow.patches "
     "keras.src.random.seed_generator.global_seed_generator": (
         "tensorflow",
-        "tests/training/test_seed_generators.py::test_a_seed_that_is_set_reaches_run[True]",
+        "tests/training/test_seed_generators.py::test_assigned_seed_reaches_run[True]",
     ),
 }
 

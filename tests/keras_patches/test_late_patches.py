@@ -5,7 +5,7 @@ from tests.distributed.test_training import equal
 from tests.keras_patches import late_jobs
 
 
-def test_several_replicas_after_one(starter):
+def test_patches_are_installed_for_several_replicas(starter):
     with WorkerRunner(1, 2, timeout_seconds=300, starter=starter) as runner:
         ((one, early, late),) = runner.run(late_jobs.one_and_then_two)
     assert equal(one, late)

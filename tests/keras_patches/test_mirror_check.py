@@ -23,7 +23,7 @@ def drift(variable):
     variable.assign(keras.ops.ones(variable.shape) + offset)
 
 
-def test_a_variable_that_drifts_in_run(mirrored):
+def test_drifting_variable_in_run_is_reported(mirrored):
     strategy = mirrored(3)
     with strategy.scope():
         good = keras.Variable([1.0, 2.0], name="good")
@@ -39,7 +39,7 @@ def test_a_variable_that_drifts_in_run(mirrored):
     assert strategy.run(lambda: 3) == 3
 
 
-def test_off_means_off(two):
+def test_check_can_be_disabled(two):
     with two.scope():
         bad = keras.Variable([1.0, 2.0], aggregation="none")
     ks.config.check_mirrored(False)
@@ -52,7 +52,7 @@ def test_off_means_off(two):
     assert float(first[0]) == 1.0 and float(second[0]) == 2.0
 
 
-def test_what_may_differ(two):
+def test_allowed_differences_pass(two):
     with two.scope():
         own = keras.Variable(
             [1.0, 2.0], synchronization="on_read", aggregation="mean", trainable=False
@@ -92,7 +92,7 @@ class Drifting(keras.optimizers.SGD):
         super().update_step(gradient, variable, learning_rate)
 
 
-def test_fit_of_a_sound_model(two):
+def test_fit_of_sound_model_passes(two):
     batches = []
     counting = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: batches.append(batch)
@@ -117,7 +117,7 @@ def test_fit_of_a_sound_model(two):
     model.predict(X, verbose=0)
 
 
-def test_fit_of_a_model_that_drifts(two):
+def test_fit_of_drifting_model_is_reported(two):
     with two.scope():
         dense = keras.layers.Dense(1, use_bias=False, name="drifts")
         model = keras.Sequential([keras.Input((3,)), dense])
@@ -130,12 +130,12 @@ def test_fit_of_a_model_that_drifts(two):
         model.fit(X, X[:, :1], verbose=0)
 
 
-def test_what_it_takes():
+def test_bad_arguments_are_refused():
     with pytest.raises(TypeError, match="enabled=1"):
         ks.config.check_mirrored(1)
 
 
-def test_the_seeds_of_the_process_belong_to_no_strategy(two):
+def test_process_seeds_are_not_checked(two):
     keras.utils.clear_session()  # forgets the generator that other tests made
     with two.scope():
         keras.random.uniform((2,))

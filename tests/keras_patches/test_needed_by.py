@@ -15,7 +15,7 @@ from keras_strategy.keras_patches.installation import all_patches
 from tests.keras_patches.needed_by import NEEDED_BY, UNSHOWN
 
 
-def test_every_hook_has_a_test_that_needs_it():
+def test_every_patch_names_a_test():
     # Other versions of Keras need others, too.
     if not keras.__version__.startswith("3.15."):
         pytest.skip("the table is of Keras 3.15")
@@ -27,7 +27,7 @@ def test_every_hook_has_a_test_that_needs_it():
     assert here <= ours, "they are gone, or not needed here"
 
 
-def test_the_tests_are_there(monkeypatch):
+def test_named_tests_exist(monkeypatch):
     root = pathlib.Path(__file__).parents[2]
     backend = keras.backend.backend()
     names = {name for where, name in NEEDED_BY.values() if where == backend}

@@ -42,7 +42,7 @@ def marked(*functions):
     return patches_in(module)
 
 
-def test_a_function_that_is_as_known_is_replaced():
+def test_known_function_is_replaced():
     keras = make()
 
     @hook(keras, "known", "(self, x, y=1)")
@@ -55,7 +55,7 @@ def test_a_function_that_is_as_known_is_replaced():
     assert keras.known.__name__ == "known"
 
 
-def test_a_hook_may_rely_on_some_parameters_alone():
+def test_patch_may_require_some_parameters():
     keras = make()
 
     @hook(keras, "known", ("y",))
@@ -67,7 +67,7 @@ def test_a_hook_may_rely_on_some_parameters_alone():
 
 
 @pytest.mark.parametrize("name", ["value", "known", "alone"])
-def test_a_condition_says_when_and_what_it_found(name):
+def test_condition_selects_and_returns_value(name):
     keras = make()
     found = []
     signature = {"value": None, "known": "(self, x, y=1)", "alone": "(x)"}[name]
@@ -90,7 +90,7 @@ def make_result(name):
     return {"value": 3, "known": 2, "alone": 1}[name]
 
 
-def test_a_condition_may_ask_about_the_object():
+def test_condition_may_use_the_object():
     keras = make()
     ours = keras()
 
@@ -104,7 +104,7 @@ def test_a_condition_may_ask_about_the_object():
     assert (ours.known(1), keras().known(1)) == ("known", 2)
 
 
-def test_what_several_replicas_need_waits_for_them():
+def test_multi_replica_patches_are_installed_late():
     keras = make()
 
     @hook(keras, "known", "(self, x, y=1)", when=multi_replica_only(lambda: 10))
@@ -121,7 +121,7 @@ def test_what_several_replicas_need_waits_for_them():
     assert (keras().known(1), keras().value) == (10, 10)
 
 
-def test_a_property_is_replaced_without_a_condition():
+def test_property_is_replaced_without_condition():
     keras = make()
 
     @hook(keras, "value", None)
@@ -132,7 +132,7 @@ def test_a_property_is_replaced_without_a_condition():
     assert keras().value == 4
 
 
-def test_hooks_are_found_in_the_order_in_which_they_are_written():
+def test_patches_are_listed_in_source_order():
     keras = make()
 
     @hook(keras, "value", None)
@@ -163,7 +163,7 @@ def test_hooks_are_found_in_the_order_in_which_they_are_written():
         ("known", None, "no longer a property"),
     ],
 )
-def test_a_changed_function_is_refused_and_nothing_is_installed(name, signature, says):
+def test_changed_function_blocks_installation(name, signature, says):
     keras = make()
     good = FunctionPatch(keras, "known", "(self, x, y=1)", lambda original, self, x: 0)
     bad = FunctionPatch(keras, name, signature, lambda original, *args: 0)
@@ -172,7 +172,7 @@ def test_a_changed_function_is_refused_and_nothing_is_installed(name, signature,
     assert keras().known(1) == 2
 
 
-def test_a_refusal_says_what_changed_where_and_what_to_do():
+def test_refusal_names_change_place_and_fix():
     with pytest.raises(KerasVersionError) as error:
         FunctionPatch(make(), "gone", "(self)", lambda original: 0).check()
     version = re.escape(installed_keras.__version__)
@@ -197,19 +197,17 @@ def modules(monkeypatch):
     ("names", "home"),
     [("f g", "home_before"), ("g", "home_before"), ("g h", "home_now")],
 )
-def test_a_module_is_known_by_what_it_provides(names, home, modules):
+def test_module_is_found_by_its_names(names, home, modules):
     assert find_module(names, "never.was.there", *modules).__name__ == home
 
 
-def test_a_name_without_a_home_is_refused(modules):
+def test_missing_name_is_refused(modules):
     homes = r"it is not in home_before or home_now or never\.was"
     with pytest.raises(KerasVersionError, match=rf"`home_before\.f` is gone: {homes}"):
         find_module("f h", *modules, "never.was")
 
 
-def test_a_module_that_lacks_an_import_of_its_own_is_no_moved_one(
-    tmp_path, monkeypatch
-):
+def test_broken_import_is_not_a_moved_module(tmp_path, monkeypatch):
     (tmp_path / "home_broken.py").write_text("import not_installed_here")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="not_installed_here"):

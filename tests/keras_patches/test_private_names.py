@@ -22,17 +22,17 @@ NAMES = {"_value", "_dtype"}
         ("self._value = 1\nother._value", []),
     ],
 )
-def test_what_it_sees(source, found):
+def test_private_names_are_found(source, found):
     assert list(private_names.found_in(source, NAMES)) == found
 
 
-def test_names_are_those_of_keras():
+def test_only_keras_names_are_reported():
     names = private_names.names_of_keras()
     assert {*NAMES, "_initial_epoch", "_convert_to_tensor", "_direct_assign"} <= names
     assert not {"value", "_ks_strategy", "__init__"} & names
 
 
-def test_files_is_patch_module_may():
+def test_patch_modules_may_use_private_names():
     package = private_names.PACKAGE
     assert private_names.is_patch_module(package / "keras_patches" / "layers.py")
     assert private_names.is_patch_module(package / "backends" / "jax" / "patches.py")

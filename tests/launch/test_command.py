@@ -52,14 +52,14 @@ from tests.launch.scripts import ROOT, finish, start
         (["run", "--workers", "1", "--unknown", __file__], "--unknown"),
     ],
 )
-def test_bad_arguments(arguments, message, capsys):
+def test_bad_arguments_are_refused(arguments, message, capsys):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
 
 
-def test_info(capsys, monkeypatch):
+def test_info_lists_versions_and_devices(capsys, monkeypatch):
     config = {
         "cluster": {"worker": ["127.0.0.1:12345", "127.0.0.1:12346"]},
         "task": {"type": "worker", "index": 1},
@@ -79,13 +79,13 @@ def test_info(capsys, monkeypatch):
     assert "torchrun: no" in out
 
 
-def test_info_on_a_process_that_is_on_its_own(capsys, monkeypatch):
+def test_info_without_cluster(capsys, monkeypatch):
     monkeypatch.delenv("TF_CONFIG", raising=False)
     main(["info"])
     assert "none, this process is on its own" in capsys.readouterr().out
 
 
-def test_info_on_a_cluster_that_cannot_be_used(capsys, monkeypatch):
+def test_info_with_unusable_cluster(capsys, monkeypatch):
     config = {"cluster": {"worker": [7]}, "task": {"type": "worker", "index": 0}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))
     assert main(["info"]) == 0
@@ -95,7 +95,7 @@ def test_info_on_a_cluster_that_cannot_be_used(capsys, monkeypatch):
     )
 
 
-def test_info_of_a_backend_that_cannot_train(monkeypatch):
+def test_info_with_numpy_backend(monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "numpy")
     done = finish(start("info"))
     assert done.returncode == 0, done.stderr
@@ -103,7 +103,7 @@ def test_info_of_a_backend_that_cannot_train(monkeypatch):
     assert "The backend in use is 'numpy'" in done.stdout
 
 
-def test_python_m(capsys, monkeypatch):
+def test_python_m_runs_the_command(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["keras-strategy", "run", "--help"])
     with pytest.raises(SystemExit) as caught:
         runpy.run_module("keras_strategy", run_name="__main__")
@@ -111,7 +111,7 @@ def test_python_m(capsys, monkeypatch):
     assert "--max-restarts" in capsys.readouterr().out
 
 
-def test_the_console_script_exists():
+def test_console_script_is_installed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     module, _, name = project["project"]["scripts"]["keras-strategy"].partition(":")
     assert callable(getattr(importlib.import_module(module), name))

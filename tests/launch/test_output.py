@@ -19,19 +19,19 @@ def pass_on(*chunks: bytes) -> tuple[bytes, LastLines]:
     return target.getvalue(), last_lines
 
 
-def test_lines_are_whole_however_they_arrive():
+def test_partial_lines_are_joined():
     text, _ = pass_on(b"a", b"b\nc", b"d\r", b"\ne\r", b"f\n", b"\n", b"g\r")
     lines = [b"ab", b"cd", b"e", b"f", b"", b"g"]
     assert text == b"".join(b"worker 0 | " + line + b"\n" for line in lines)
 
 
-def test_a_line_without_end_is_not_kept_for_ever():
+def test_endless_line_is_flushed():
     text, _ = pass_on(*[b"x" * 50_000] * 30)
     assert text.count(b"\n") == 2
     assert text.count(b"x") == 1_500_000
 
 
-def test_the_reason_is_the_traceback_or_else_the_last_lines():
+def test_failure_reason_is_traceback_or_last_lines():
     numbers = [f"{number}\n".encode() for number in range(50)]
     _, last_lines = pass_on(*numbers)
     assert last_lines.reason() == [str(number).encode() for number in range(30, 50)]

@@ -41,7 +41,7 @@ tf.function(strategy.unwrap)
 '''
 
 
-def test_the_diff(tmp_path, capsys):
+def test_port_prints_diff(tmp_path, capsys):
     """It makes the program what it should be, and leaves the file alone."""
     file = tmp_path / "train.py"
     file.write_text(PROGRAM, encoding="utf-8")
@@ -65,7 +65,7 @@ def test_the_diff(tmp_path, capsys):
     assert port.port(PORTED).text == PORTED
 
 
-def test_tensorflow_goes_where_nothing_needs_it():
+def test_unneeded_tensorflow_import_is_removed():
     ported = port.port("import tensorflow as tf\ns = tf.distribute.get_strategy()\n")
     assert ported == port.Ported(
         "import keras_strategy as ks\ns = ks.get_strategy()\n", ()
@@ -115,12 +115,12 @@ def second():
 
 
 @pytest.mark.parametrize("how", OTHERS)
-def test_ways_to_import(how):
+def test_import_styles_are_rewritten(how):
     before, after = OTHERS[how]
     assert port.port(before) == port.Ported(after, ())
 
 
-def test_what_is_beside_tf_distribute():
+def test_other_tensorflow_names_are_noted():
     ported = port.port(
         "import tensorflow as tf\n"
         "tf.tpu.experimental.initialize_tpu_system()\n"
@@ -131,14 +131,14 @@ def test_what_is_beside_tf_distribute():
     assert notes == ["tf.Variable", "tf.VariableAggregation"]
 
 
-def test_tensorflow_1_is_noted():
+def test_tensorflow_1_names_are_noted():
     program = "import tensorflow.compat.v1 as tf\ns = tf.distribute.get_strategy()\n"
     ported = port.port(program)
     assert ported.text == program
     assert "tf.compat.v1.distribute is TensorFlow 1's" in ported.notes[0]
 
 
-def test_what_cannot_be_read(tmp_path, capsys):
+def test_unreadable_file_is_reported(tmp_path, capsys):
     file = tmp_path / "train.py"
     for text in (None, "if", "x = 1"):
         if text:
@@ -151,7 +151,7 @@ def test_what_cannot_be_read(tmp_path, capsys):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_it_says_what_the_table_of_names_says():
+def test_notes_match_names_table():
     _, *names = table.record()
     wrong = []
     for row in names:

@@ -8,7 +8,7 @@ from keras_strategy.launch.local_cluster import free_ports, reports_port_in_use
 from tests.launch.scripts import finish, start
 
 
-def test_ports_are_free_and_different():
+def test_ports_are_free_and_distinct():
     ports = free_ports(20)
     assert len(set(ports)) == 20
     with contextlib.ExitStack() as servers:
@@ -16,7 +16,7 @@ def test_ports_are_free_and_different():
             servers.enter_context(socket.create_server(("127.0.0.1", port)))
 
 
-def test_ports_lie_below_those_that_the_system_gives_to_connections():
+def test_ports_are_below_ephemeral_range():
     with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
         first = int(file.read().split()[0])
     if first <= 11_000:
@@ -24,7 +24,7 @@ def test_ports_lie_below_those_that_the_system_gives_to_connections():
     assert max(free_ports(50)) < first
 
 
-def test_a_port_in_use_is_left_out():
+def test_port_in_use_is_skipped():
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = server.getsockname()[1]
         with pytest.raises(OSError, match="Expected 1 free ports .* Found: 0"):
@@ -32,7 +32,7 @@ def test_a_port_in_use_is_left_out():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names without files are Linux's")
-def test_two_programs_do_not_find_the_same():
+def test_two_programs_find_different_ports():
     """Though neither has opened them yet."""
     (port,) = free_ports(1)
     code = (
@@ -43,7 +43,7 @@ def test_two_programs_do_not_find_the_same():
     assert f"between {port} and {port}. Found: 0" in other.stderr
 
 
-def test_the_complaint_about_a_port_in_use_is_recognised():
+def test_port_in_use_message_is_recognised():
     server = socket.create_server(("127.0.0.1", 0))
     with server, pytest.raises(OSError) as caught:
         socket.create_server(server.getsockname())

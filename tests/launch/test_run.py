@@ -20,7 +20,7 @@ time.sleep(300)
 """
 
 
-def test_lines_have_the_name_of_their_worker(tmp_path):
+def test_output_lines_name_their_worker(tmp_path):
     script = Script(
         tmp_path,
         """
@@ -52,7 +52,7 @@ tell("told", json.dumps([config, *map(os.environ.get, names), sys.argv[1:]]))
 """
 
 
-def test_environment_and_arguments_of_a_worker(tmp_path, monkeypatch):
+def test_worker_environment_and_arguments(tmp_path, monkeypatch):
     monkeypatch.delenv("NPROC", raising=False)
     script = Script(tmp_path, ENVIRONMENT)
     arguments = ["--workers", "7", "-m", "--", "file"]
@@ -73,7 +73,7 @@ def test_environment_and_arguments_of_a_worker(tmp_path, monkeypatch):
     assert len({*ports, int(told[0][1])}) == 3
 
 
-def test_without_devices_per_worker_the_environment_decides(tmp_path, monkeypatch):
+def test_environment_sets_devices_by_default(tmp_path, monkeypatch):
     monkeypatch.setenv("KERAS_STRATEGY_LOGICAL_CPUS", "5")
     monkeypatch.setenv("NPROC", "11")
     script = Script(tmp_path, ENVIRONMENT)
@@ -81,7 +81,7 @@ def test_without_devices_per_worker_the_environment_decides(tmp_path, monkeypatc
     assert script.told("told", 1)[0][2:4] == ["11", "5"]
 
 
-def test_workers_share_the_cores(tmp_path, monkeypatch):
+def test_workers_share_cores(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     text = 'tell("told", json.dumps(os.environ.get("OMP_NUM_THREADS")))'
     script = Script(tmp_path, text)
@@ -95,7 +95,7 @@ def test_workers_share_the_cores(tmp_path, monkeypatch):
     assert script.told("told", 2) == ["3", "3"]
 
 
-def test_a_module(tmp_path):
+def test_run_accepts_module(tmp_path):
     data = tmp_path / "data.json"
     data.write_text('{"a": 1}')
     run = ["run", "--workers", "1", "-m", "json.tool", "--compact", str(data)]
@@ -103,7 +103,7 @@ def test_a_module(tmp_path):
     assert (done.returncode, done.stdout) == (0, 'worker 0 | {"a":1}\n')
 
 
-def test_the_worker_that_fails_ends_the_others_and_comes_last(tmp_path):
+def test_failing_worker_ends_others_and_prints_last(tmp_path):
     script = Script(
         tmp_path,
         """
@@ -135,14 +135,14 @@ raise KeyError("the reason")
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL."),
     ],
 )
-def test_exit_code(tmp_path, end, code, words):
+def test_exit_code_is_forwarded(tmp_path, end, code, words):
     done = Script(tmp_path, f"if rank == 1: {end}").run("--workers", "2")
     assert done.returncode == code
     assert f"worker 1 {words}" in done.stderr
 
 
 @pytest.mark.parametrize("wait", [0.5, 30], ids=["soon", "never"])
-def test_the_exit_code_is_that_of_who_failed_first(tmp_path, wait):
+def test_exit_code_of_first_failure(tmp_path, wait):
     """Not of who ended before it, because of it."""
     end = f"""
 if rank == 1:
@@ -157,7 +157,7 @@ sys.exit(76)
     assert done.returncode == (3 if wait < 1 else 76)
 
 
-def test_ctrl_c(tmp_path):
+def test_ctrl_c_ends_workers(tmp_path):
     script = Script(tmp_path, "try:\n    " + WAIT.strip().replace("\n", "\n    "))
     script.path.write_text(script.path.read_text() + "\nfinally:\n    os._exit(1)")
     process = script.start("--workers", "2")
@@ -166,14 +166,14 @@ def test_ctrl_c(tmp_path):
     assert finish(process).returncode == 130
 
 
-def test_last_output_without_a_traceback(tmp_path):
+def test_last_lines_without_traceback(tmp_path):
     script = Script(tmp_path, "for i in range(100): print(i)\nsys.exit('bad')")
     lines = script.run("--workers", "1").stderr.splitlines()
     assert "81" in lines and "bad" in lines
     assert "0" not in lines
 
 
-def test_who_does_not_end_is_killed_after_the_grace_time(tmp_path):
+def test_stuck_worker_is_killed_after_grace_period(tmp_path):
     script = Script(
         tmp_path,
         """
@@ -217,7 +217,7 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     assert script.told("signal", 2) == [number, number]
 
 
-def test_after_a_signal_nothing_is_restarted(tmp_path):
+def test_no_restart_after_signal(tmp_path):
     script = Script(tmp_path, WAIT)
     process = script.start("--workers", "2", "--max-restarts", "3")
     pids = wait_for_pids(tmp_path, 2)
@@ -229,7 +229,7 @@ def test_after_a_signal_nothing_is_restarted(tmp_path):
     wait_until_gone(*pids)
 
 
-def test_a_second_signal_kills(tmp_path):
+def test_second_signal_kills_workers(tmp_path):
     script = Script(
         tmp_path,
         """
@@ -247,7 +247,7 @@ while True:
     assert finish(process).returncode == 128 + signal.SIGKILL
 
 
-def test_workers_die_with_the_launcher(tmp_path):
+def test_workers_end_with_launcher(tmp_path):
     ignore = "for n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\n"
     process = Script(tmp_path, ignore + WAIT).start("--workers", "2")
     pids = wait_for_pids(tmp_path, 2)
@@ -257,7 +257,7 @@ def test_workers_die_with_the_launcher(tmp_path):
     finish(process)
 
 
-def test_children_of_workers_die_with_the_launcher(tmp_path):
+def test_children_of_workers_end_with_launcher(tmp_path):
     child = """
 import subprocess
 tell("pids", subprocess.Popen(["sleep", "300"]).pid)
@@ -271,7 +271,7 @@ time.sleep(300)
     finish(process)
 
 
-def test_children_of_workers_end_with_them(tmp_path):
+def test_children_end_with_their_worker(tmp_path):
     script = Script(
         tmp_path,
         """
@@ -283,7 +283,7 @@ tell("pids", subprocess.Popen(["sleep", "300"]).pid)
     wait_until_gone(*wait_for_pids(tmp_path, 2))
 
 
-def test_nobody_reads_the_output(tmp_path):
+def test_closed_output_does_not_block(tmp_path):
     script = Script(
         tmp_path,
         """
@@ -321,7 +321,7 @@ if len(seen) == 1:
 """
 
 
-def test_a_restart_starts_all_workers_on_new_ports(tmp_path):
+def test_restart_uses_new_ports(tmp_path):
     script = Script(tmp_path, RESTART)
     done = script.run("--workers", "2", "--max-restarts", "2")
     assert done.returncode == 0, done.stderr
@@ -335,7 +335,7 @@ def test_a_restart_starts_all_workers_on_new_ports(tmp_path):
     assert not {*addresses, hub_port} & {*new_addresses, new_hub_port}
 
 
-def test_restarts_come_to_an_end(tmp_path):
+def test_restarts_are_limited(tmp_path):
     script = Script(tmp_path, "print('once'); sys.exit(9)")
     done = script.run("--workers", "1", "--max-restarts", "1")
     assert done.returncode == 9
@@ -354,7 +354,7 @@ tell("pids", os.getpid())
 """
 
 
-def test_who_is_preempted_is_started_again(tmp_path):
+def test_preempted_worker_is_restarted(tmp_path):
     script = Script(
         tmp_path,
         SAVES
@@ -379,7 +379,7 @@ time.sleep(300)
     assert script.told("saved", 2) == [1, 1]
 
 
-def test_a_job_that_is_preempted_is_not_started_again(tmp_path):
+def test_preempted_job_is_not_restarted(tmp_path):
     script = Script(tmp_path, SAVES + "time.sleep(300)")
     process = script.start("--workers", "2", "--max-restarts", "3")
     wait_for_pids(tmp_path, 2)
@@ -391,7 +391,7 @@ def test_a_job_that_is_preempted_is_not_started_again(tmp_path):
     assert line.endswith("was preempted (exit status 75).")
 
 
-def test_colours_on_a_terminal_only(tmp_path, monkeypatch):
+def test_colours_only_on_terminal(tmp_path, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     script = Script(tmp_path, "print('text')")
     assert "\x1b" not in script.run("--workers", "1").stdout
@@ -408,7 +408,7 @@ def test_colours_on_a_terminal_only(tmp_path, monkeypatch):
     assert lines[1] == b"worker 0 | text\r\n"
 
 
-def test_the_launcher_does_not_import_keras(tmp_path):
+def test_launcher_does_not_import_keras(tmp_path):
     script = Script(tmp_path, "tell('modules', json.dumps(sorted(sys.modules)))")
     code = (
         "import json, sys\n"
@@ -426,7 +426,7 @@ def test_the_launcher_does_not_import_keras(tmp_path):
     assert not heavy & (parent | set(script.told("modules", 1)[0]))
 
 
-def test_workers_in_a_network_of_their_own(tmp_path):
+def test_workers_in_network_namespace(tmp_path):
     """The recipe of the page on the threat model."""
     inside = ["unshare", "--user", "--map-root-user", "--net"]
     loopback = "ip link set lo up"

@@ -17,7 +17,7 @@ from keras_strategy.launch import doctor, local_cluster, scaling
 from keras_strategy.launch.cli import main
 
 
-def test_info_for_programs(capsys, monkeypatch):
+def test_info_as_json(capsys, monkeypatch):
     monkeypatch.delenv("TF_CONFIG", raising=False)
     assert main(["info", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -28,7 +28,7 @@ def test_info_for_programs(capsys, monkeypatch):
     assert any("torchrun: no" in line for line in told["cluster"]["looked_for"])
 
 
-def test_the_doctor_of_a_machine_that_is_well(capsys, monkeypatch):
+def test_doctor_of_healthy_machine(capsys, monkeypatch):
     """On the engine that is imported soonest: four processes import it."""
     there = importlib.util.find_spec("jax") is not None
     monkeypatch.setenv("KERAS_BACKEND", "jax" if there else keras.backend.backend())
@@ -45,7 +45,7 @@ def wrong(finding, seen, do):
     assert seen in finding.detail and do in finding.advice
 
 
-def test_what_is_wrong_is_said_in_words(monkeypatch):
+def test_doctor_explains_problems(monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "numpy")
     (only,) = doctor.findings(0)
     wrong(only, "'numpy', which does not train", "set KERAS_BACKEND to one of jax")
@@ -56,7 +56,7 @@ def test_what_is_wrong_is_said_in_words(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["jax", "torch"])
-def test_what_the_doctor_looks_at(backend, monkeypatch):
+def test_doctor_checks(backend, monkeypatch):
     """One after the other; at GPUs on torch alone."""
     for name in ("torch_gpus", "cluster", "replicas", "workers"):
         found = doctor.Finding(name, True, "")
@@ -68,7 +68,7 @@ def test_what_the_doctor_looks_at(backend, monkeypatch):
     assert [finding.check for finding in doctor.findings(1)] == expected
 
 
-def test_gpus_of_torch():
+def test_doctor_reports_torch_gpus():
     assert doctor.gpus(0, nccl=False) is None
     assert doctor.gpus(1, nccl=True).detail == "1, with NCCL"
     several = doctor.gpus(4, nccl=True)
@@ -77,14 +77,14 @@ def test_gpus_of_torch():
 
 
 @pytest.mark.skipif(keras.backend.backend() != "torch", reason="it asks torch")
-def test_torch_is_asked_for_its_gpus():
+def test_doctor_queries_torch_for_gpus():
     import torch
 
     nccl = torch.distributed.is_nccl_available()
     assert doctor.torch_gpus() == doctor.gpus(torch.cuda.device_count(), nccl)
 
 
-def test_a_port_that_somebody_listens_at(monkeypatch):
+def test_doctor_reports_port_in_use(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
@@ -100,7 +100,7 @@ def test_a_port_that_somebody_listens_at(monkeypatch):
 
 
 @pytest.mark.parametrize("trial", [doctor.replicas, doctor.workers])
-def test_a_trial_that_takes_too_long_is_no_success(trial):
+def test_doctor_program_times_out(trial):
     wrong(trial(0), "no result within 0 s", "--timeout-seconds")
 
 
@@ -120,7 +120,7 @@ for epoch in (1, 2):
 """
 
 
-def test_scaling(tmp_path, capsys):
+def test_scaling_measures_speedup(tmp_path, capsys):
     (tmp_path / "train.py").write_text(PRINTS)
     assert main(["scaling", "--workers", "2,1", str(tmp_path / "train.py")]) == 0
     out = capsys.readouterr().out
@@ -133,7 +133,7 @@ def measured(workers, seconds, steps=29):
     return scaling.Measured(workers, seconds, steps)
 
 
-def test_what_scaling_predicts():
+def test_scaling_predicts_more_workers():
     """By hand, from docs/scaling.md: compute / N, and what a ring's travel is."""
     model = scaling.prediction(
         [measured(1, 0.016), measured(2, 0.012), measured(4, 0.0)], cores=8
@@ -159,11 +159,11 @@ def test_what_scaling_predicts():
 
 
 @pytest.mark.parametrize("counts", [(1,), (1, 2), (2, 4, 8)])
-def test_scaling_predicts_nothing_of_too_little(counts):
+def test_scaling_needs_enough_points(counts):
     assert scaling.prediction([measured(n, 0.01) for n in counts], 8) is None
 
 
-def test_scaling_draws(tmp_path, capsys, monkeypatch):
+def test_scaling_draws_plot(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(local_cluster, "available_cores", lambda: 4)
     (tmp_path / "train.py").write_text(PRINTS)
@@ -175,7 +175,7 @@ def test_scaling_draws(tmp_path, capsys, monkeypatch):
     assert out.count("100%") == 4 and "0.00 ms a step" in out
 
 
-def test_scaling_says_before_it_runs_why_it_cannot_draw(tmp_path, capsys, monkeypatch):
+def test_scaling_checks_matplotlib_first(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     command = ["scaling", "--png", str(tmp_path / "a.png"), "missing.py"]
     assert main(command) == 2
@@ -187,20 +187,20 @@ def test_scaling_says_before_it_runs_why_it_cannot_draw(tmp_path, capsys, monkey
     assert f"no folder {str(tmp_path / 'no')!r}" in capsys.readouterr().err
 
 
-def test_scaling_of_a_program_without_epochs(tmp_path, capsys):
+def test_scaling_without_epochs_is_refused(tmp_path, capsys):
     (tmp_path / "train.py").write_text("print('7/7 - 1s - 3ms/step')")
     assert main(["scaling", "--workers", "1", str(tmp_path / "train.py")]) == 1
     assert "two epochs or more" in capsys.readouterr().err
 
 
-def test_scaling_of_a_program_that_fails(tmp_path, capsys):
+def test_scaling_reports_failing_program(tmp_path, capsys):
     (tmp_path / "train.py").write_text("raise ValueError('no data')")
     assert main(["scaling", "--workers", "1", str(tmp_path / "train.py")]) == 1
     assert "no data" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verbose", [1, 2])
-def test_the_time_of_a_step_is_read_of_what_keras_prints(verbose, capsys):
+def test_step_time_is_parsed_from_keras_output(verbose, capsys):
     import numpy as np
 
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -211,7 +211,7 @@ def test_the_time_of_a_step_is_read_of_what_keras_prints(verbose, capsys):
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_completion(shell, capsys):
+def test_shell_completion(shell, capsys):
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
     ask = (

@@ -12,7 +12,7 @@ NORMALIZATIONS = 3
 
 
 @pytest.mark.usefixtures("compiled_here")
-def test_one_collective_for_a_layer_and_pass():
+def test_one_collective_per_layer_and_pass():
     strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"], batch_statistics="global")
     with strategy.scope():
         model = keras.Sequential([keras.Input((5,))])

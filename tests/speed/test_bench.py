@@ -8,7 +8,7 @@ from keras_strategy.launch.cli import main
 from keras_strategy.training.ownership import strategy_of_model
 
 
-def test_bench(capsys, monkeypatch):
+def test_bench_compares_devices(capsys, monkeypatch):
     """Both sides train as much; its numbers are those of the machine."""
     models, make = [], bench._model
     monkeypatch.setattr(
@@ -28,7 +28,7 @@ def test_bench(capsys, monkeypatch):
     assert 0 <= told["others"] <= 1
 
 
-def test_bench_of_devices_that_cannot_be_had(capsys, monkeypatch):
+def test_bench_of_missing_devices_is_refused(capsys, monkeypatch):
     def refuse(kind, count):
         raise RuntimeError(f"no {count} of {kind}")
 

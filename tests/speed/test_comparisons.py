@@ -12,7 +12,7 @@ OF_BACKEND = [c for c in COMPARISONS if c.backend == keras.backend.backend()]
 
 
 @pytest.mark.parametrize("comparison", OF_BACKEND, ids=lambda c: f"{c.name}, {c.peer}")
-def test_programs_and_cases(comparison):
+def test_comparison_programs_run(comparison):
     for program in comparison.programs:
         module, _, function = program.partition(":")
         found = importlib.import_module(f"benchmarks.{module}")

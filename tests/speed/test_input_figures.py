@@ -17,7 +17,7 @@ def results(starter):
 
 
 @pytest.mark.parametrize("kind", input_figures.KINDS)
-def test_figures_of_a_step(results, kind):
+def test_input_cost_per_step(results, kind):
     for of_worker in results:
         figures = of_worker[kind]
         # A PyDataset gives batches, not rows; and what it gives may depend on what the

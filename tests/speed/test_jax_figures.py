@@ -33,7 +33,7 @@ def loss(**kwargs):
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **kwargs)
 
 
-def test_fit(two):
+def test_fit_cost_per_step(two):
     with two.scope():
         net = model()
         net.compile("adam", loss(), metrics=["accuracy"])
@@ -76,7 +76,7 @@ def step_of(strategy):
     return step, net, accuracy
 
 
-def test_run(two):
+def test_run_cost_per_step(two):
     """What a step costs whose program is known."""
     step, _, _ = step_of(two)
     batches = two.experimental_distribute_dataset([(X[:BATCH], Y[:BATCH])])
@@ -92,7 +92,7 @@ def test_run(two):
     assert calls <= 32
 
 
-def test_run_and_reduce(two):
+def test_run_and_reduce_cost_per_step(two):
     step, net, accuracy = step_of(two)
 
     def train(steps):

@@ -14,7 +14,7 @@ CALLS = {"jax": 0, "tensorflow": 0, "torch": 10}
 
 
 @pytest.mark.parametrize("name", ["OneDeviceStrategy", "MirroredStrategy"])
-def test_python_calls_of_a_step(name, starter):
+def test_python_calls_per_step(name, starter):
     # In a process of its own: what strategies of several replicas put in place stays.
     with WorkerRunner(1, timeout_seconds=300, starter=starter) as runner:
         (calls,) = runner.run(calls_of_a_step, name)
@@ -24,6 +24,6 @@ def test_python_calls_of_a_step(name, starter):
 @pytest.mark.skipif(
     BACKEND == "torch", reason="torch runs Keras's Python at every step"
 )
-def test_replicas_that_took_turns_leave_nothing_behind(two):
+def test_one_replica_has_no_leftovers_of_threads(two):
     two.run(lambda: None, options=ks.RunOptions(compile=False))
     assert calls_of_a_step("OneDeviceStrategy") <= CALLS[BACKEND]

@@ -17,7 +17,7 @@ GRADIENTS = (6 * 2 + 2) * SCALAR
 LOGS = {"jax": SCALAR, "torch": 0, "tensorflow": 2 * SCALAR}
 
 
-def test_shares_of_time():
+def test_time_fractions_sum_to_one():
     # Computing hides a collective; the collective alone counts, and so does a gap.
     assert reduction.compute_and_comm_fractions(
         [(0.0, 4.0, False), (2.0, 6.0, True), (7.0, 8.0, False), (7.0, 7.5, False)]
@@ -25,7 +25,7 @@ def test_shares_of_time():
     assert reduction.compute_and_comm_fractions([]) is None
 
 
-def test_a_step_of_fit(mirrored):
+def test_profile_of_fit(mirrored):
     def compiled(columns):
         model = keras.Sequential([keras.Input((columns,)), keras.layers.Dense(2)])
         model.compile("sgd", "mse")
@@ -55,7 +55,7 @@ def test_a_step_of_fit(mirrored):
     assert f"{GRADIENTS:,}" in str(profile) and "on 2 replicas" in str(profile)
 
 
-def test_a_function(mirrored):
+def test_profile_of_function(mirrored):
     """Of which one sum is known: 3 numbers of each replica."""
     strategy = mirrored(2)
 
@@ -69,7 +69,7 @@ def test_a_function(mirrored):
     assert profile.gradient_bytes is None
 
 
-def test_what_cannot_be_profiled(mirrored):
+def test_bad_arguments_are_refused(mirrored):
     with mirrored(2).scope():
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
     with pytest.raises(TypeError, match="Expected `x`.*x=None"):

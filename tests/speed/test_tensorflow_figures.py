@@ -36,7 +36,7 @@ def rows(steps):
     return X[index], Y[index]
 
 
-def test_a_step_of_fit(two):
+def test_fit_cost_per_step(two):
     with two.scope():
         model = small_model()
         model.compile(keras.optimizers.Adam(), loss(), metrics=["accuracy"])
@@ -57,7 +57,7 @@ def test_a_step_of_fit(two):
     assert figures.python_calls == 0
 
 
-def test_bytes_of_gradients_whose_shape_is_unknown(two):
+def test_gradient_bytes_of_unknown_shapes(two):
     """As of a Dense kernel whose inputs have rank 3."""
     with two.scope():
         layers = keras.layers
@@ -80,7 +80,7 @@ def test_bytes_of_gradients_whose_shape_is_unknown(two):
 
 
 @pytest.mark.parametrize("strategy", [ks.OneDeviceStrategy, ks.MirroredStrategy])
-def test_a_step_of_fit_on_one_device_is_keras_own(strategy):
+def test_one_device_step_is_keras_step(strategy):
     with strategy("cpu:0" if strategy is ks.OneDeviceStrategy else ["cpu:0"]).scope():
         model = small_model()
         model.compile(keras.optimizers.Adam(), loss(), metrics=["accuracy"])
@@ -95,7 +95,7 @@ def test_a_step_of_fit_on_one_device_is_keras_own(strategy):
 
 
 @pytest.mark.parametrize("by", ["value_and_grad", "GradientTape"])
-def test_a_step_of_a_loop(two, by):
+def test_custom_loop_cost_per_step(two, by):
     with two.scope():
         model, adam = small_model(), keras.optimizers.Adam()
         adam.build(model.trainable_variables)
@@ -134,9 +134,7 @@ def test_a_step_of_a_loop(two, by):
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_run_asks_no_tf_function_for_a_program_that_it_knows(
-    elsewhere, two, monkeypatch
-):
+def test_known_program_skips_tf_function(elsewhere, two, monkeypatch):
     """But in a TensorFlow that keeps what it asks instead in another place."""
     if elsewhere:
         monkeypatch.setattr(compile_cache, "make_function_context", None)

@@ -32,11 +32,11 @@ def check(figures, python_calls, digest=0):
 
 
 @pytest.mark.parametrize("loop", ["fit", "run"])
-def test_two_threads(loop, mirrored):
+def test_cost_per_step_of_two_replicas(loop, mirrored):
     check(torch_jobs.figures(mirrored(2), loop), THREADS_CALLS)
 
 
-def test_two_processes(starter):
+def test_cost_per_step_of_two_processes(starter):
     with WorkerRunner(2, timeout_seconds=300, starter=starter) as runner:
         results = runner.run(torch_jobs.figures_of_a_worker)
     for figures_of_loops in results:
@@ -44,6 +44,6 @@ def test_two_processes(starter):
             check(Figures(**figures), calls, CHECKSUM_BYTES)
 
 
-def test_one_device_adds_nothing():
+def test_one_device_adds_no_cost():
     figures = torch_jobs.figures(ks.OneDeviceStrategy("cpu:0"), "fit")
     assert (figures.collectives, figures.bytes, figures.transfers) == (0, 0, 0)

@@ -14,7 +14,7 @@ def one():
     return ks.OneDeviceStrategy("cpu:0")
 
 
-def test_old_names_of_strategies(two):
+def test_deprecated_strategy_names(two):
     value = ks.PerReplica([keras.ops.ones(()), keras.ops.zeros(())])
     with pytest.warns(DeprecationWarning, match="experimental_local_results"):
         assert [float(x) for x in two.unwrap(value)] == [1.0, 0.0]
@@ -30,7 +30,7 @@ def test_old_names_of_strategies(two):
     assert [float(x) for x in two.experimental_local_results(total)] == [2.0, 2.0]
 
 
-def test_what_belongs_to_tensorflow_1(one):
+def test_tensorflow_1_names_are_refused(one):
     assert not hasattr(one, "make_dataset_iterator")
     assert not hasattr(type(one), "configure")
     with pytest.raises(AttributeError, match="strategy.experimental_distribute_dat"):
@@ -41,7 +41,7 @@ def test_what_belongs_to_tensorflow_1(one):
         ks.experimental.nonsense  # noqa: B018
 
 
-def test_old_names_of_options():
+def test_deprecated_option_names():
     with pytest.warns(DeprecationWarning, match="CommunicationImplementation"):
         old = ks.experimental.CollectiveCommunication
     assert old is ks.experimental.CommunicationImplementation
@@ -51,7 +51,7 @@ def test_old_names_of_options():
     assert isinstance(hints, ks.experimental.CommunicationOptions)
 
 
-def test_the_old_form_of_several_workers():
+def test_deprecated_multi_worker_form():
     with pytest.warns(DeprecationWarning, match="ks|keras_strategy.MultiWorker"):
         strategy = ks.experimental.MultiWorkerMirroredStrategy("ring")
     assert isinstance(strategy, ks.MultiWorkerMirroredStrategy)
@@ -77,7 +77,7 @@ def variants(module):
         yield module.MaxSizePartitioner(size, max_shards=2, bytes_per_string=5)
 
 
-def test_partitioners_against_tf_distributes():
+def test_partitioners_match_native():
     tf = pytest.importorskip("tensorflow")
     theirs = variants(tf.distribute.experimental.partitioners)
     for mine, native in zip(variants(ours), theirs, strict=True):
@@ -89,7 +89,7 @@ def test_partitioners_against_tf_distributes():
                     assert mine(tf.TensorShape(shape), tf.as_dtype(dtype), axis)
 
 
-def test_partitioners_that_are_refused():
+def test_bad_partitioners_are_refused():
     for make in (
         lambda: ours.MinSizePartitioner(0),
         lambda: ours.MinSizePartitioner(max_shards=0),

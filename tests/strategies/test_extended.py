@@ -20,7 +20,7 @@ def api(request):
 # --- update
 
 
-def test_update(api):
+def test_update_runs_per_device(api):
     s, v = api.strategy, api.variable([1.0, 2.0])
     x = keras.ops.convert_to_tensor(np.float32([3.0, 4.0]))
     out = s.extended.update(v, lambda c, x: c.assign_add(x), args=(x,))
@@ -37,7 +37,7 @@ def test_update_without_grouping(api):
     assert isinstance(out, tuple) and [number(x) for x in out] == [3.0, 3.0]
 
 
-def test_what_update_returns(api):
+def test_update_return_values(api):
     s, v = api.strategy, api.variable(1.0)
     assert s.extended.update(v, lambda c: None) is None
     assert s.extended.update(v, lambda c: 5) == 5
@@ -46,7 +46,7 @@ def test_what_update_returns(api):
     assert nothing == (None,) * (2 if api.name == "ours" else 1)
 
 
-def test_update_on_its_device(api):
+def test_update_runs_on_variables_device(api):
     s, v = api.strategy, api.variable(1.0)
     seen = []
     s.extended.update(v, lambda c: seen.append((c.device, c.shape, c.name)))
@@ -114,7 +114,7 @@ def test_update_in_merge_call_without_compiling(two):
         assert results(two, own) == [1.0 * run, 3.0 * run]
 
 
-def test_update_of_an_on_read_variable(api):
+def test_update_of_on_read_variable(api):
     s = api.strategy
     v = api.variable(0.0, synchronization="on_read", aggregation="sum", trainable=False)
     x = per_replica(s, 1.0, 3.0)
@@ -125,7 +125,7 @@ def test_update_of_an_on_read_variable(api):
     assert results(s, v) == [2.0, 4.0]
 
 
-def test_several_updates_and_a_run_between(two):
+def test_updates_around_run(two):
     with two.scope():
         v, w = keras.Variable(1.0), keras.Variable(10.0)
 
@@ -145,7 +145,7 @@ def test_several_updates_and_a_run_between(two):
     assert results(two, v) == [38.0, 38.0] and results(two, w) == [19.0, 19.0]
 
 
-def test_update_refuses_what_would_break_the_mirror(two):
+def test_update_refuses_differing_values(two):
     with two.scope():
         v = keras.Variable(1.0)
     x = per_replica(two, 1.0, 3.0)
@@ -156,7 +156,7 @@ def test_update_refuses_what_would_break_the_mirror(two):
     assert results(two, v) == [1.0, 1.0]
 
 
-def test_what_update_refuses(two, mirrored):
+def test_update_refuses_bad_arguments(two, mirrored):
     outside = keras.Variable(1.0)
     with mirrored(3).scope():
         others = keras.Variable(1.0)
@@ -178,7 +178,7 @@ def test_what_update_refuses(two, mirrored):
     assert results(two, v) == [[1.0, 2.0]] * 2
 
 
-def test_an_exception_in_update_changes_nothing(two):
+def test_exception_in_update_changes_nothing(two):
     with two.scope():
         v = keras.Variable(1.0)
 
@@ -192,7 +192,7 @@ def test_an_exception_in_update_changes_nothing(two):
     assert results(two, v) == [1.0, 1.0] and not ks.has_strategy()
 
 
-def test_update_inside_a_replica(api):
+def test_update_inside_replica_is_refused(api):
     """It leaves the replicas for all of them, as `merge_call` does."""
     s, v = api.strategy, api.variable(1.0)
 
@@ -204,7 +204,7 @@ def test_update_inside_a_replica(api):
     assert results(s, v) == [3.0, 3.0]
 
 
-def test_tensors_of_a_replica_are_not_for_update(two):
+def test_update_refuses_tensors_of_replica(two):
     with two.scope():
         v = keras.Variable(1.0)
 
@@ -221,7 +221,7 @@ def one_replica():
 
 
 @pytest.mark.parametrize("strategy", one_replica(), ids=["one", "default"])
-def test_with_one_replica(strategy):
+def test_update_with_one_replica(strategy):
     if ks.get_strategy() is strategy:
         v = keras.Variable(1.0)
     else:
@@ -270,7 +270,7 @@ def test_batch_reduce_to(api):
     assert [results(s, value) for value in out] == [[4.0, 4.0], [[4.0, 7.0]] * 2]
 
 
-def test_what_reduce_to_refuses(two):
+def test_reduce_to_refuses_bad_arguments(two):
     with two.scope():
         v = keras.Variable(0.0)
     sc = per_replica(two, 1.0, 3.0)
@@ -298,7 +298,7 @@ def test_what_reduce_to_refuses(two):
         two.run(lambda: two.extended.batch_reduce_to("SUM", [(sc, v)]))
 
 
-def test_a_mirrored_value_in_run(two):
+def test_mirrored_value_in_run(two):
     with two.scope():
         v = keras.Variable(0.0)
     total = two.extended.reduce_to("SUM", per_replica(two, 1.0, 3.0), v)
@@ -322,7 +322,7 @@ def test_value_container(api):
         assert [f is v for f in found] == [True, True]
 
 
-def test_a_component_whose_variable_is_gone(two):
+def test_component_outlives_variable(two):
     with two.scope():
         v = keras.Variable(1.0)
     components = two.experimental_local_results(v)
@@ -349,7 +349,7 @@ def test_colocate_vars_with(api):
         pass
 
 
-def test_devices(api):
+def test_parameter_and_worker_devices(api):
     extended = api.strategy.extended
     for names in (extended.worker_devices, extended.parameter_devices):
         assert isinstance(names, tuple)

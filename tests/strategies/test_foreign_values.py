@@ -66,7 +66,7 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_value_of_another_strategy(strategies, use):
+def test_value_of_another_strategy(strategies, use):
     for of, to in [(3, 2), (2, 3), (3, 1)]:
         value = value_of(strategies[of])
         with pytest.raises(ValueError) as caught:
@@ -77,7 +77,7 @@ def test_a_value_of_another_strategy(strategies, use):
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_value_of_ones_own_and_of_a_strategy_made_twice(strategies, use, mirrored):
+def test_value_of_recreated_strategy(strategies, use, mirrored):
     """As in tf.distribute, it matters how many components there are, not whose."""
     USES[use](strategies[2], value_of(strategies[2]))
     USES[use](mirrored(2), value_of(strategies[2]))
@@ -85,7 +85,7 @@ def test_a_value_of_ones_own_and_of_a_strategy_made_twice(strategies, use, mirro
 
 
 @pytest.mark.parametrize("options", [None, UNCOMPILED])
-def test_inside_merge_call(strategies, options):
+def test_foreign_value_in_merge_call(strategies, options):
     foreign = value_of(strategies[3])
 
     def reduce():
@@ -102,7 +102,7 @@ def test_inside_merge_call(strategies, options):
             strategies[2].run(give_back, options=options)
 
 
-def test_it_cannot_be_assigned(strategies):
+def test_foreign_value_assignment_is_refused(strategies):
     two = strategies[2]
     v = variable(two)
     for value in (value_of(two), value_of(strategies[3])):
@@ -122,7 +122,7 @@ def test_it_cannot_be_assigned(strategies):
     assert results(two, v) == [[0.0], [0.0]]
 
 
-def test_what_each_replica_of_another_strategy_holds(strategies):
+def test_components_of_another_strategy(strategies):
     for of, to in [(3, 2), (2, 3)]:
         v, s = on_read(strategies[of]), strategies[to]
         for use in USES:
@@ -139,7 +139,7 @@ def test_what_each_replica_of_another_strategy_holds(strategies):
         assert results(strategies[of], v) == [[x] for x in NUMBERS[of]]
 
 
-def test_a_mirrored_variable_of_another_strategy(strategies):
+def test_mirrored_variable_of_another_strategy(strategies):
     """It is the same everywhere: nothing is lost."""
     for of, to in [(3, 2), (2, 3)]:
         v, s = variable(strategies[of]), strategies[to]

@@ -7,7 +7,7 @@ import pytest
 import keras_strategy as ks
 
 
-def test_a_model_and_its_optimizer(two):
+def test_inspect_model_and_optimizer(two):
     with two.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(5)])
         model.compile(keras.optimizers.SGD(momentum=0.9), "mse")
@@ -25,7 +25,7 @@ def test_a_model_and_its_optimizer(two):
     assert "cpu:1" in text and "MirroredStrategy" in text
 
 
-def test_a_variable(two):
+def test_inspect_variable(two):
     with two.scope():
         variable = keras.Variable(np.zeros((250, 4)), name="table", dtype="float32")
     seen = ks.visualize(variable)
@@ -36,7 +36,7 @@ def test_a_variable(two):
     assert "table" in seen.title
 
 
-def test_values_of_the_replicas(two):
+def test_inspect_per_replica_values(two):
     rows = np.zeros((5, 2), "float32")
     (batch,) = two.experimental_distribute_dataset([rows])
     with two.scope():
@@ -51,7 +51,7 @@ def test_values_of_the_replicas(two):
     assert {row[1] for row in ks.visualize(batch).rows} == {"unknown"}
 
 
-def test_values_of_two_strategies(mirrored):
+def test_inspect_values_of_two_strategies(mirrored):
     x = np.zeros((6, 2), "float32")
     batches = [
         next(iter(mirrored(n).experimental_distribute_dataset([x]))) for n in (2, 3)
@@ -60,7 +60,7 @@ def test_values_of_two_strategies(mirrored):
         ks.visualize(batches)
 
 
-def test_what_is_of_no_strategy():
+def test_inspect_refuses_undistributed_objects():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     (row,) = ks.visualize(model).rows
     assert row == ("0", "this process", "16 B", "0 B", "0 B", "16 B")
@@ -68,14 +68,14 @@ def test_what_is_of_no_strategy():
     assert row[2:] == ("(2, 2)", "bool", "4 B")
 
 
-def test_a_strategy_prints_its_replicas(two, capsys):
+def test_strategy_repr_lists_replicas(two, capsys):
     two.summary()
     printed = capsys.readouterr().out
     assert "2 replicas in all" in printed
     assert "cpu:0" in printed and "cpu:1" in printed
 
 
-def test_in_a_notebook(two):
+def test_notebook_repr(two):
     html = ks.visualize(two)._repr_html_()
     assert html.startswith("<table>") and html.count("<tr>") == 3
     with two.scope():

@@ -36,7 +36,7 @@ def is_alone(strategy):
     return True
 
 
-def test_without_a_cluster_it_is_mirrored_strategy(monkeypatch):
+def test_behaves_as_mirrored_strategy_without_cluster(monkeypatch):
     monkeypatch.delenv("TF_CONFIG", raising=False)
     strategy = ks.MultiWorkerMirroredStrategy()
     assert is_alone(strategy)
@@ -49,31 +49,31 @@ def test_without_a_cluster_it_is_mirrored_strategy(monkeypatch):
     assert int(model.optimizer.iterations) == 1
 
 
-def test_one_worker_is_alone(tf_config):
+def test_single_worker_needs_no_connection(tf_config):
     tf_config({"worker": ["127.0.0.1:2222"]}, "worker", 0)
     strategy = ks.MultiWorkerMirroredStrategy()
     assert is_alone(strategy)
     assert strategy.cluster_resolver.task_type == "worker"
 
 
-def test_an_evaluator_is_alone(tf_config):
+def test_evaluator_trains_alone(tf_config):
     tf_config(TWO, "evaluator", 0)
     assert is_alone(ks.MultiWorkerMirroredStrategy())
 
 
-def test_a_parameter_server_takes_no_part(tf_config):
+def test_parameter_server_is_refused(tf_config):
     tf_config({**TWO, "ps": ["127.0.0.1:2224"]}, "ps", 0)
     with pytest.raises(ValueError, match="parameter server"):
         ks.MultiWorkerMirroredStrategy()
 
 
-def test_a_task_that_is_not_there(tf_config):
+def test_unknown_task_is_refused(tf_config):
     tf_config({"chief": ["127.0.0.1:2222"]}, "worker", 0)
     with pytest.raises(ValueError, match="worker"):
         ks.MultiWorkerMirroredStrategy()
 
 
-def test_a_notebook_is_refused(tf_config, monkeypatch):
+def test_notebook_is_refused(tf_config, monkeypatch):
     tf_config(TWO, "worker", 0)
     shell = types.SimpleNamespace(kernel=object())
     monkeypatch.setattr(builtins, "get_ipython", lambda: shell, raising=False)
@@ -81,7 +81,7 @@ def test_a_notebook_is_refused(tf_config, monkeypatch):
         ks.MultiWorkerMirroredStrategy()
 
 
-def test_arguments_that_are_refused():
+def test_bad_arguments_are_refused():
     with pytest.raises(TypeError, match="`cluster_resolver` must be a ClusterResolver"):
         ks.MultiWorkerMirroredStrategy({"worker": []})
     with pytest.raises(TypeError, match="must be a `CommunicationOptions`"):
@@ -97,7 +97,7 @@ def test_arguments_that_are_refused():
         ({"implementation": "MPI"}, "implementation='MPI'"),
     ],
 )
-def test_communication_options_that_are_refused(arguments, named):
+def test_bad_communication_options_are_refused(arguments, named):
     with pytest.raises(ValueError, match=named):
         ks.experimental.CommunicationOptions(**arguments)
 

@@ -97,7 +97,7 @@ def alone():
     [(2, (1, 2, 1, 1), LAYOUTS), (4, (2, 2, 1, 1), LAYOUTS)],
     ids=["2x2", "1x4"],
 )
-def test_one_devices_weights(alone, per_replica, parts, layout_map, tmp_path):
+def test_fit_equals_one_device(alone, per_replica, parts, layout_map, tmp_path):
     weights, logs, evaluated, predicted = alone
     strategy = strategy_of(per_replica, layout_map)
     assert strategy.num_replicas_in_sync == 4 // per_replica
@@ -189,7 +189,7 @@ def steps_alone():
 
 @jax_alone
 @pytest.mark.parametrize("per_replica", [2, 4])
-def test_a_loop_of_ones_own(per_replica):
+def test_custom_loop_equals_one_device(per_replica):
     weights, losses, _ = steps_alone()
     strategy = strategy_of(per_replica, LAYOUTS)
     own, own_losses, model = steps(strategy, per_replica == 2)
@@ -201,7 +201,7 @@ def test_a_loop_of_ones_own(per_replica):
 
 
 @jax_alone
-def test_rows_that_nothing_divides_in_a_loop():
+def test_indivisible_rows_in_custom_loop():
     """Replicas in turns, of which each has weights that its devices share."""
     strategy = strategy_of(2, LAYOUTS)
     with strategy.scope():
@@ -241,7 +241,7 @@ def dense_model(optimizer):
 
 
 @jax_alone
-def test_the_weights_of_keras_own_model_parallel():
+def test_weights_equal_keras_model_parallel():
     """Of one LayoutMap, on the mesh that it names."""
     mesh = keras.distribution.DeviceMesh(
         (2, 2), ["batch", "model"], [f"cpu:{i}" for i in range(4)]
@@ -272,7 +272,7 @@ def test_the_weights_of_keras_own_model_parallel():
 
 @jax_alone
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])
-def test_what_the_replicas_share_besides(shard):
+def test_sharded_state_of_replicas(shard):
     """Parts of the parts that the logical devices have."""
     x = np.random.default_rng(2).normal(size=(13, 4)).astype("float32")
 
@@ -310,7 +310,7 @@ def test_what_the_replicas_share_besides(shard):
 
 
 @jax_alone
-def test_optimizers_whose_slots_have_other_shapes():
+def test_optimizers_with_other_slot_shapes():
     x = np.random.default_rng(2).normal(size=(9, 4)).astype("float32")
     weights = []
     for strategy in (ks.OneDeviceStrategy("cpu:0"), strategy_of(2, LAYOUTS)):
@@ -327,7 +327,7 @@ def test_optimizers_whose_slots_have_other_shapes():
 
 
 @jax_alone
-def test_an_assignment_says_which_cores():
+def test_device_assignment_selects_cores():
     tpu = simulated_tpu((2, 1, 1, 2))
     topology = ks.tpu.experimental.initialize_tpu_system(tpu)
     assignment = build(topology, [2, 1, 1, 1], num_replicas=2)
@@ -350,7 +350,7 @@ def test_an_assignment_says_which_cores():
 
 
 @jax_alone
-def test_what_logical_devices_cannot_do(caplog):
+def test_unsupported_features_of_logical_devices(caplog):
     strategy = strategy_of(2)
     x = ops.ones((4, 6))
     split = strategy.experimental_split_to_logical_devices
@@ -386,7 +386,7 @@ def test_what_logical_devices_cannot_do(caplog):
         ({"layout_map": {"(": (1, 2)}}, ValueError, "regular expression"),
     ],
 )
-def test_arguments_that_do_not_fit(given, error, why):
+def test_mismatched_arguments_are_refused(given, error, why):
     arguments = {"tpu_cluster_resolver": simulated_tpu((2, 1, 1, 2)), **given}
     if "experimental_device_assignment" not in given:
         arguments.setdefault("devices_per_replica", 2)
@@ -395,7 +395,7 @@ def test_arguments_that_do_not_fit(given, error, why):
 
 
 @jax_alone
-def test_an_assignment_of_another_tpu_is_refused():
+def test_assignment_of_another_tpu_is_refused():
     other = ks.tpu.experimental.initialize_tpu_system(simulated_tpu((1, 1, 1, 2)))
     tpu = simulated_tpu((2, 1, 1, 2))
     topology = ks.tpu.experimental.initialize_tpu_system(tpu)
@@ -416,7 +416,7 @@ def test_an_assignment_of_another_tpu_is_refused():
         ({"wide": (1, 2), "kernel": (1, 2)}, "must match one key"),
     ],
 )
-def test_weights_that_do_not_fit_their_layout(layout_map, why):
+def test_mismatched_layout_is_refused(layout_map, why):
     with strategy_of(2, layout_map).scope():
         model = keras.Sequential(
             [layers.Dense(8, name="wide"), layers.Dense(3, name="last")]
@@ -427,7 +427,7 @@ def test_weights_that_do_not_fit_their_layout(layout_map, why):
 
 @jax_alone
 @pytest.mark.parametrize("by", ["fit", "run"])
-def test_an_entry_that_is_for_no_variable(by, caplog):
+def test_unused_layout_entry_is_refused(by, caplog):
     strategy = strategy_of(2, {**LAYOUTS, "wide/kernal": (1, 2)})
     with strategy.scope():
         model = dense_model("sgd")
@@ -450,7 +450,7 @@ def test_an_entry_that_is_for_no_variable(by, caplog):
 
 
 @jax_alone
-def test_the_devices_of_a_true_tpu(monkeypatch):
+def test_devices_of_a_real_tpu(monkeypatch):
     from types import SimpleNamespace
 
     import jax
@@ -469,7 +469,7 @@ def test_the_devices_of_a_true_tpu(monkeypatch):
     assert topology.tpu_device_ordinal_at_coordinates([1, 0, 0, 1]) == 3
 
 
-def test_where_there_is_no_tpu():
+def test_missing_tpu_is_reported():
     with pytest.raises(ValueError, match="no TPU on this machine"):
         ks.tpu.experimental.initialize_tpu_system()
     for shape in ((2, 2), (2, 0, 1, 1), (2, 1, 1, True)):

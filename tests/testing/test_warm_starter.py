@@ -28,7 +28,7 @@ def ran(starter, script, text, *arguments, environment=None):
     return end
 
 
-def test_modules_are_there_before_the_program(starter, tmp_path):
+def test_modules_are_imported_before_the_program(starter, tmp_path):
     script, text = tmp_path / "script.py", "import sys; print('numpy' in sys.modules)"
     assert ran(starter, script, text).output == "True\n"
     assert ran(None, script, text).output == "False\n"
@@ -58,7 +58,7 @@ raise ValueError("why")
 """
 
 
-def test_a_program_starts_and_ends_as_a_fresh_one(starter, tmp_path, monkeypatch):
+def test_program_behaves_as_in_a_new_process(starter, tmp_path, monkeypatch):
     monkeypatch.setenv("GONE", "x")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "beside.py").write_text("value = 7")
@@ -82,7 +82,7 @@ def test_programs_draw_different_numbers(starter, tmp_path):
     assert all(one != other for one, other in zip(*drawn, strict=True))
 
 
-def test_what_an_engine_reads_at_its_import_needs_a_fresh_interpreter(starter):
+def test_variables_read_at_import_need_a_new_interpreter(starter):
     def warm(**environment):
         with WorkerRunner(1, environment=environment, starter=starter) as runner:
             return "numpy" in runner.run(functions.modules)[0]
@@ -106,7 +106,7 @@ def test_what_an_engine_reads_at_its_import_needs_a_fresh_interpreter(starter):
     ],
     ids=["fails", "imports_keras_strategy", "starts_a_thread"],
 )
-def test_modules_that_cannot_be_shared(tmp_path, monkeypatch, text, said):
+def test_unshareable_modules_are_refused(tmp_path, monkeypatch, text, said):
     (tmp_path / "module_of_a_test.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     with (
@@ -117,7 +117,7 @@ def test_modules_that_cannot_be_shared(tmp_path, monkeypatch, text, said):
         runner.run(os.getpid)
 
 
-def test_what_was_imported_before_is_not_cleared(tmp_path, monkeypatch):
+def test_earlier_imports_are_kept(tmp_path, monkeypatch):
     """Which would copy all of it; what the program imports is, as always."""
     for name in ("before", "own"):
         (tmp_path / f"{name}_of_a_test.py").write_text(

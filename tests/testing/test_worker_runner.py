@@ -50,13 +50,13 @@ def test_results_come_back_by_rank(runner):
     assert len(results) == 2
 
 
-def test_a_runner_runs_again_on_other_ports(runner):
+def test_runner_reruns_on_new_ports(runner):
     first, _ = runner.run(os.getenv, "TF_CONFIG")
     second, _ = runner.run(os.getenv, "TF_CONFIG")
     assert json.loads(first)["cluster"] != json.loads(second)["cluster"]
 
 
-def test_environment_of_a_worker(monkeypatch, starter):
+def test_worker_environment(monkeypatch, starter):
     monkeypatch.setenv("NPROC", "8")
     monkeypatch.setenv("GONE", "here")
     names = (
@@ -91,13 +91,13 @@ def test_environment_of_a_worker(monkeypatch, starter):
     assert len(ports) == 4
 
 
-def test_workers_are_forks_where_there_is_a_starter(runner, starter):
+def test_workers_fork_from_starter(runner, starter):
     parents = set(runner.run(os.getppid))
     assert (parents != {os.getpid()}) == (starter is not None)
     assert len(parents) == 1
 
 
-def test_a_chief_comes_first(starter):
+def test_chief_is_first_worker(starter):
     with WorkerRunner(workers=3, chief=True, starter=starter) as runner:
         tasks = runner.run(functions.task)
         assert [process.name for process in runner.processes] == [
@@ -112,12 +112,12 @@ def test_a_chief_comes_first(starter):
     ]
 
 
-def test_a_worker_imports_only_what_its_function_needs(runner):
+def test_worker_imports_only_needed_modules(runner):
     modules = runner.run(functions.modules)[0]
     assert not {"keras", "keras_strategy", "pytest"} & set(modules)
 
 
-def test_an_exception_comes_back_with_its_worker_and_traceback(runner):
+def test_exception_names_worker_and_traceback(runner):
     with pytest.raises(WorkerFailed) as caught:
         runner.run(functions.fail, 1)
     message = str(caught.value)
@@ -130,7 +130,7 @@ def test_an_exception_comes_back_with_its_worker_and_traceback(runner):
     assert "this is printed first" in caught.value.ends[0].output
 
 
-def test_a_failure_does_not_wait_for_the_time_limit(starter):
+def test_failure_ends_before_timeout(starter):
     runner = WorkerRunner(workers=2, grace_seconds=0.2, starter=starter)
     with runner, pytest.raises(WorkerFailed) as caught:
         runner.run(functions.fail_while_others_wait, 0)
@@ -141,17 +141,17 @@ def test_a_failure_does_not_wait_for_the_time_limit(starter):
 
 
 @pytest.mark.parametrize("status", [0, 7])
-def test_a_worker_that_leaves_without_a_result(runner, status):
+def test_worker_without_result_is_reported(runner, status):
     with pytest.raises(WorkerFailed, match=f"ended with exit status {status}"):
         runner.run(functions.leave_without_result, status)
 
 
-def test_a_result_that_does_not_pickle(runner):
+def test_unpicklable_result_is_reported(runner):
     with pytest.raises(WorkerFailed, match="pickle"):
         runner.run(functions.unpicklable)
 
 
-def test_the_time_limit_dumps_the_stacks_of_who_is_stuck(tmp_path, starter):
+def test_timeout_dumps_stacks(tmp_path, starter):
     with WorkerRunner(workers=3, timeout_seconds=5, starter=starter) as runner:
         runner.start(functions.one_ends_and_others_are_stuck, str(tmp_path))
         pids = wait_for_pids(tmp_path, 3)
@@ -172,13 +172,13 @@ def test_the_time_limit_dumps_the_stacks_of_who_is_stuck(tmp_path, starter):
     wait_until_gone(*pids)
 
 
-def test_run_has_the_time_limit_too(tmp_path, starter):
+def test_run_times_out(tmp_path, starter):
     runner = WorkerRunner(workers=1, timeout_seconds=0.5, starter=starter)
     with runner, pytest.raises(WorkerTimeout, match="limit of 0.5 s passed with"):
         runner.run(functions.stuck_in_a_place_with_a_name, str(tmp_path))
 
 
-def test_wait_tells_how_each_worker_ended(runner, tmp_path):
+def test_wait_returns_worker_ends(runner, tmp_path):
     runner.start(functions.own_child, str(tmp_path))
     pids = wait_for_pids(tmp_path, 2)
     assert [process.pid for process in runner.processes] == pids[::2]
@@ -191,7 +191,7 @@ def test_wait_tells_how_each_worker_ended(runner, tmp_path):
     wait_until_gone(*pids)
 
 
-def test_nothing_is_left_when_the_block_ends(tmp_path, starter):
+def test_exit_leaves_no_process(tmp_path, starter):
     with WorkerRunner(workers=2, starter=starter) as runner:
         runner.start(functions.own_child, str(tmp_path))
         pids = wait_for_pids(tmp_path, 2)
@@ -200,11 +200,11 @@ def test_nothing_is_left_when_the_block_ends(tmp_path, starter):
     assert runner.processes == ()
 
 
-def test_a_child_that_a_worker_left_behind_is_killed(runner):
+def test_orphaned_child_is_killed(runner):
     wait_until_gone(*runner.run(functions.child_left_behind))
 
 
-def test_workers_die_with_the_process_that_runs_them(tmp_path):
+def test_workers_end_with_their_runner(tmp_path):
     # The package is not imported from here: Keras would take seconds in the child.
     root = pathlib.Path(keras_strategy.testing.__file__).parents[2]
     code = f"""
@@ -227,7 +227,7 @@ start_runner_and_wait({str(tmp_path)!r})
     wait_until_gone(*pids)
 
 
-def test_a_taken_port_is_tried_anew(runner, tmp_path):
+def test_port_in_use_is_retried(runner, tmp_path):
     for first, second in runner.run(functions.taken_the_first_time, str(tmp_path)):
         assert first != second
 
@@ -241,7 +241,7 @@ sys.exit(int(sys.argv[2]))
 """
 
 
-def test_a_script_with_arguments(runner, tmp_path):
+def test_script_receives_arguments(runner, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     runner.start(script, "--epochs", 3)
@@ -254,7 +254,7 @@ def test_a_script_with_arguments(runner, tmp_path):
         assert runner.output(rank) == end.output
 
 
-def test_bad_arguments(runner, tmp_path):
+def test_bad_arguments_are_refused(runner, tmp_path):
     with pytest.raises(ValueError, match="workers=0"):
         WorkerRunner(workers=0)
     with pytest.raises(ValueError, match="devices_per_worker='2'"):
@@ -269,7 +269,7 @@ def test_bad_arguments(runner, tmp_path):
         runner.start(__file__, epochs=1)
 
 
-def test_examples_of_the_docstring():
+def test_docstring_examples_run():
     texts = [inspect.cleandoc(x.__doc__ or "") for x in (WorkerRunner, WarmStarter)]
     examples = re.findall(r"```python\n(.*?)```", "\n".join(texts), re.DOTALL)
     assert len(examples) == 3

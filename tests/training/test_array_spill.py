@@ -8,7 +8,7 @@ from keras_strategy.training import resume
 from keras_strategy.training.resume import ArraySpill
 
 
-def test_large_arrays_are_in_files_until_they_are_written(tmp_path, monkeypatch):
+def test_large_arrays_spill_to_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(resume, "MIN_SPILL_BYTES", 8)
     given = [
         np.arange(6, dtype="float32").reshape(2, 3),
@@ -36,7 +36,7 @@ def test_large_arrays_are_in_files_until_they_are_written(tmp_path, monkeypatch)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_takes_nothing(tmp_path, monkeypatch):
+def test_full_disk_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(resume, "MIN_SPILL_BYTES", 8)
     (tmp_path / "file").touch()
     with ArraySpill(tmp_path / "file" / "folder") as kept:

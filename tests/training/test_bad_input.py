@@ -23,7 +23,7 @@ METHODS += ["train_on_batch", "test_on_batch", "predict_on_batch"]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_model_made_outside_is_refused_inside(method, two):
+def test_model_from_outside_scope_is_refused(method, two):
     model = compiled()
     before = model.get_weights()
     data = (X,) if method.startswith("predict") else (X, Y)
@@ -33,7 +33,7 @@ def test_a_model_made_outside_is_refused_inside(method, two):
     model.fit(X, Y, verbose=0)  # on one device it still works
 
 
-def test_another_strategys_model_is_refused(mirrored):
+def test_model_of_another_strategy_is_refused(mirrored):
     first, second = mirrored(2), mirrored(3)
     with first.scope():
         model = compiled()
@@ -59,7 +59,7 @@ class Failing(keras.layers.Layer):
         return x
 
 
-def test_after_an_error_in_a_step_the_strategy_is_usable(two):
+def test_strategy_is_usable_after_error_in_step(two):
     with two.scope():
         model = keras.Sequential([keras.Input((4,)), Failing(), keras.layers.Dense(1)])
         model.compile("adam", "mse", run_eagerly=True)
@@ -89,7 +89,7 @@ class OfPairs(keras.Model):
 
 
 @pytest.mark.skipif(JAX, reason="a batch is whole there")
-def test_a_first_dimension_that_is_not_the_rows(two):
+def test_first_dimension_other_than_batch_is_reported(two):
     pairs = np.stack([X, X])
     with two.scope():
         model = OfPairs()
@@ -99,7 +99,7 @@ def test_a_first_dimension_that_is_not_the_rows(two):
     assert any("along the first dimension" in x for x in raised.value.__notes__)
 
 
-def test_rows_that_differ(two):
+def test_differing_row_counts_are_refused(two):
     with two.scope():
         model = compiled()
     model.train_on_batch(X, Y)
@@ -110,7 +110,7 @@ def test_rows_that_differ(two):
     model.train_on_batch(X, Y)
 
 
-def test_weights_of_the_wrong_shape(two):
+def test_bad_weight_shapes_are_refused(two):
     with two.scope():
         model = compiled()
     before = model.get_weights()
@@ -221,7 +221,7 @@ def survivor():
 
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
 @pytest.mark.parametrize("name", BAD)
-def test_what_one_device_does_or_a_clearer_error(name, good, survivor):
+def test_same_result_as_one_device_or_clearer_error(name, good, survivor):
     """And then training goes on as on one device with good data.
 
     On JAX Keras's own model may not: an error in the first step loses its variables.
@@ -252,7 +252,7 @@ def test_what_one_device_does_or_a_clearer_error(name, good, survivor):
     assert largest(after, survivor.get_weights()) < 2e-5
 
 
-def test_rows_that_differ_are_named(two):
+def test_differing_row_counts_are_named(two):
     """Where the shapes are known before the step; a JAX program says so itself."""
     if JAX:
         pytest.skip("JAX's own error names the shapes")
@@ -263,7 +263,7 @@ def test_rows_that_differ_are_named(two):
         model.train_on_batch(X[:4], Y[:3])
 
 
-def test_not_a_number_in_one_row(good, survivor):
+def test_nan_in_one_row_equals_one_device(good, survivor):
     """It ends the training after the same batch; from good weights it goes on."""
     x = X.copy()
     x[7] = np.nan  # the second replica's, in the second batch

@@ -65,7 +65,7 @@ def loop(model, method, listening=()):
 
 
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
-def test_nobody_is_told_where_nobody_listens(method, two, told):
+def test_unused_batch_callbacks_are_not_called(method, two, told):
     one_device = ks.OneDeviceStrategy(two.extended.worker_devices[0])
     for strategy in (one_device, two):
         loop(compiled(strategy), method)
@@ -75,7 +75,7 @@ def test_nobody_is_told_where_nobody_listens(method, two, told):
     assert told == {f"on_{kind}_batch_begin": 3, f"on_{kind}_batch_end": 3}
 
 
-def test_who_begins_to_listen_is_told(two, told):
+def test_callback_added_later_is_called(two, told):
     listener = Listener()
     model = compiled(two)
     model.fit(X, Y, batch_size=4, epochs=3, verbose=0, callbacks=[listener])
@@ -91,7 +91,7 @@ def test_who_begins_to_listen_is_told(two, told):
     assert began == [0, 1, 2]
 
 
-def test_saving_listens_where_it_saves_between_epochs(two, told, tmp_path):
+def test_checkpoint_between_batches_is_called(two, told, tmp_path):
     model = compiled(two)
     file = str(tmp_path / "{batch}.weights.h5")
     for often, saved in (("epoch", 0), (2, 1)):
@@ -108,7 +108,7 @@ def test_saving_listens_where_it_saves_between_epochs(two, told, tmp_path):
     ]
 
 
-def test_a_list_of_ones_own_is_used_again_without_a_scope(two, told):
+def test_callback_list_is_reusable_outside_scope(two, told):
     """And one that is of a class of its own is told itself."""
     own = callbacks.CallbackList([], add_history=True)
     for strategy, expected in ((two, 0), (None, 3)):

@@ -90,15 +90,15 @@ class Own(keras.Model):
         return self.output_(self.renorm(x, training=training))
 
 
-def test_a_functional_cnn(of_all):
+def test_cnn_equals_one_device(of_all):
     equal(of_all(3), cnn, IMAGES, Y)
 
 
-def test_a_model_of_ones_own(of_all):
+def test_custom_model_equals_one_device(of_all):
     equal(of_all(3), lambda: compiled(Own()), X, Y)
 
 
-def test_masks(of_all):
+def test_masked_statistics_equal_one_device(of_all):
     """Of the steps of a sequence, also where a layer is called for each of them."""
 
     def make():
@@ -111,7 +111,7 @@ def test_masks(of_all):
     equal(of_all(3), make, *models.steps(21))
 
 
-def test_numbers_that_vary_little_beside_their_mean(of_all):
+def test_small_variance_is_stable(of_all):
     """Float32 has 7 digits: none would be left of a difference of squares."""
     strategy = of_all(2)
     far = X + 1e3
@@ -126,7 +126,7 @@ def test_numbers_that_vary_little_beside_their_mean(of_all):
     )
 
 
-def test_draws_after_a_normalization(of_all, two, caplog):
+def test_random_layers_after_normalization(of_all, two, caplog):
     """A step is rehearsed for them, by one replica: it asks no other there."""
 
     def make(**kwargs):
@@ -171,7 +171,7 @@ def test_train_on_batch_and_run(of_all):
     assert largest(*results) < 2e-5
 
 
-def test_half_floats(of_all):
+def test_float16_statistics(of_all):
     """The statistics themselves are of float32."""
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
@@ -189,7 +189,7 @@ def test_half_floats(of_all):
         keras.config.set_dtype_policy("float32")
 
 
-def test_what_is_saved_knows_nothing_of_it(of_all, tmp_path):
+def test_saved_model_is_plain_keras(of_all, tmp_path):
     def make():
         return of(layers.Dense(4, name="dense"), layers.BatchNormalization(name="n"))
 
@@ -209,7 +209,7 @@ def test_what_is_saved_knows_nothing_of_it(of_all, tmp_path):
     assert largest(*[[p] for p in predicted]) < 1e-6
 
 
-def test_other_choices(two, of_all):
+def test_bad_choices_are_refused(two, of_all):
     assert two.batch_statistics is None
     assert ks.OneDeviceStrategy("cpu:0").batch_statistics is None
     strategy = of_all(2)

@@ -327,7 +327,7 @@ class Busy(callbacks.Callback):
         self.model.stop_training = False
 
 
-def test_using_the_model_in_a_callback(mirrored):
+def test_callback_can_use_model(mirrored):
     """Between epochs; with a rate for each batch, and epochs cut short."""
     busy = []
 
@@ -359,7 +359,7 @@ class Batches(callbacks.Callback):
         self.seen += [batch, keras.ops.convert_to_numpy(logs["outputs"])]
 
 
-def test_batches_of_evaluate_and_predict(mirrored):
+def test_evaluate_and_predict_batch_numbers(mirrored):
     """A callback gets the predictions of all rows of a batch, in order."""
 
     def seen(strategy):
@@ -378,7 +378,7 @@ def test_batches_of_evaluate_and_predict(mirrored):
     assert largest(one, many) < 1e-5
 
 
-def test_an_epoch_that_resumes_at_its_number(mirrored):
+def test_initial_epoch(mirrored):
     """`initial_epoch`, a `CallbackList` of one's own, and verbose logs."""
 
     def lists():

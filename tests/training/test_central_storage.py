@@ -99,7 +99,7 @@ def test_fit_evaluate_predict_and_save(strategy, tmp_path):
     assert "cpu:2" in str(ks.visualize(ours.model))
 
 
-def test_a_loop_of_ones_own(strategy):
+def test_custom_loop_equals_one_device(strategy):
     """Batches of 8 rows and one of 5, with a variable that replicas add to."""
 
     def trained(strategy):
@@ -141,7 +141,7 @@ def test_a_loop_of_ones_own(strategy):
     assert places(ours.trainable_variables) == {2}
 
 
-def test_there_is_one_value(strategy):
+def test_variable_has_one_value(strategy):
     with strategy.scope():
         v = keras.Variable(1.0, trainable=False)
         first = keras.Variable(1.0, trainable=False, aggregation="only_first_replica")
@@ -173,7 +173,7 @@ def test_there_is_one_value(strategy):
     assert strategy.extended.worker_devices == ("cpu:0", "cpu:1")
 
 
-def test_its_arguments():
+def test_bad_arguments_are_refused():
     central = ks.experimental.CentralStorageStrategy
     assert central().parameter_device == "cpu:0"
     assert central(["cpu:1"]).parameter_device == "cpu:1"

@@ -38,7 +38,7 @@ def execute(module, source):
     exec(source, vars(module))
 
 
-def test_a_function_that_is_defined_again(two, module):
+def test_redefined_function_is_recompiled(two, module):
     for module.beta in (0.0, 0.5, 1.0):
         execute(module, "def step(x): return x * beta")
         assert value(two, module.step) == module.beta
@@ -52,7 +52,7 @@ def test_a_function_that_is_defined_again(two, module):
     assert seen == [0.0, 0.5, 1.0]
 
 
-def test_a_lambda_over_what_changes(two):
+def test_lambda_with_changed_closure_is_recompiled(two):
     numbers, nested = {"beta": 0.0}, {"a": [0.0]}
     array = np.zeros((), "float32")
     seen = []
@@ -72,7 +72,7 @@ def test_a_lambda_over_what_changes(two):
     assert seen == [[0.0] * 6, [0.5] * 6, [1.0] * 6]
 
 
-def test_one_function_whose_names_change(two, module):
+def test_changed_global_is_recompiled(two, module):
     """A global, a dict, a module's attribute, and what its helper reads."""
     config = module.config = types.ModuleType("config")
     module.table, module.factor = {}, lambda: 1.0
@@ -89,7 +89,7 @@ def test_one_function_whose_names_change(two, module):
         assert [float(x) for x in out] == [1 + beta] * 6
 
 
-def test_an_enclosed_variable_that_changes(two):
+def test_changed_closure_variable_is_recompiled(two):
     beta = 0.0
 
     def step(x):
@@ -100,7 +100,7 @@ def test_an_enclosed_variable_that_changes(two):
     assert value(two, step) == 0.5
 
 
-def test_numbers_that_are_equal_and_not_the_same(two, module):
+def test_equal_numbers_of_other_types_are_distinct(two, module):
     execute(module, "def step(x): return x / beta")
     infinite = [float("inf"), -float("inf")]
     for beta, expected in zip((0.0, -0.0), infinite, strict=True):
@@ -112,7 +112,7 @@ def test_numbers_that_are_equal_and_not_the_same(two, module):
         assert value(two, module.step) == expected
 
 
-def test_a_cell_that_is_executed_again(two, module):
+def test_reexecuted_notebook_cell_reuses_program(two, module):
     """Also where the code is the same, and what it names is an object of its own."""
     module.layer = types.SimpleNamespace(rate=1.0)
     for rate in (1.0, 2.0):
@@ -126,7 +126,7 @@ def test_a_cell_that_is_executed_again(two, module):
             assert value(two, module.step) == start
 
 
-def test_methods_partials_and_callable_objects(two, module):
+def test_methods_partials_and_callable_objects_are_cached(two, module):
     class Model:
         def __init__(self, scale):
             self.scale = scale
@@ -160,7 +160,7 @@ jax = keras.backend.backend() == "jax"
 
 if compiles:
 
-    def test_functions_that_are_the_same_are_compiled_once(two):
+    def test_equal_functions_are_compiled_once(two):
         scale, sizes = 2.0, (1, "two", None)
 
         def helper(x):
@@ -176,7 +176,7 @@ if compiles:
         assert counting(two, fresh) == 1
         assert counting(two, lambda traced: functools.partial(fresh(traced))) == 1
 
-    def test_one_function_is_compiled_once(two, module):
+    def test_function_is_compiled_once(two, module):
         class Model:
             def step(self, x):
                 self.traced.append(1)
@@ -204,7 +204,7 @@ if compiles:
 
         assert counting(two, lazily) == 1
 
-    def test_what_may_have_changed_is_compiled_anew_and_said_once(two, caplog):
+    def test_possible_change_recompiles_and_warns_once(two, caplog):
         model = types.SimpleNamespace(rate=1.0)
         said = []
 
@@ -220,7 +220,7 @@ if compiles:
             "again in every call" in message and "`model`, a SimpleNamespace" in message
         )
 
-    def test_a_number_that_changes_in_every_call_is_named(two, module, caplog):
+    def test_number_changing_in_every_call_is_named(two, module, caplog):
         execute(module, "def step(x): return x + count")
         with caplog.at_level(logging.WARNING, "keras_strategy"):
             for module.count in range(7):
@@ -228,7 +228,7 @@ if compiles:
         (message,) = caplog.messages
         assert "`count` was 3 in the previous call, and is 4 now" in message
 
-    def test_functions_in_turn_are_not_warned_about(two, module, caplog):
+    def test_alternating_functions_do_not_warn(two, module, caplog):
         execute(module, "def step(x): return x + beta")
         with caplog.at_level(logging.WARNING, "keras_strategy"):
             for _ in range(4):
@@ -236,7 +236,7 @@ if compiles:
                     two.run(module.step, ONE)
         assert not caplog.messages
 
-    def test_old_functions_are_forgotten(two):
+    def test_old_functions_are_evicted(two):
         class Big:
             scale = 2.0
 
@@ -264,13 +264,13 @@ def kind_of(x):
     return keras.ops.convert_to_tensor(math.copysign(numbers[type(x)], x))
 
 
-def test_arguments_that_are_equal_and_not_the_same(two):
+def test_equal_arguments_of_other_types_are_distinct(two):
     found = [values(two, two.run(kind_of, (x,))) for x in ALIKE]
     expected = [2.0, 1.0, 3.0, 2.0, 1.0, 3.0, -3.0, 2.0]
     assert found == [[value, value] for value in expected]
 
 
-def test_arguments_come_to_their_places_in_every_call(two):
+def test_arguments_keep_their_positions(two):
     """Whatever a program that is known is called with, and in which order."""
 
     def step(a, b, *, more):
@@ -290,7 +290,7 @@ def test_arguments_come_to_their_places_in_every_call(two):
 
 
 @pytest.mark.skipif(keras.backend.backend() == "jax", reason="they are arrays there")
-def test_distributed_numbers_that_are_equal_and_not_the_same(two):
+def test_equal_per_replica_numbers_of_other_types_are_distinct(two):
     pairs = list(itertools.pairwise(ALIKE))
     found = [values(two, two.run(kind_of, (ks.PerReplica(pair),))) for pair in pairs]
     assert found == [[float(kind_of(x)) for x in pair] for pair in pairs]
@@ -299,7 +299,7 @@ def test_distributed_numbers_that_are_equal_and_not_the_same(two):
 @pytest.mark.skipif(
     keras.backend.backend() == "jax", reason="one program, whose constants are equal"
 )
-def test_outputs_that_are_equal_and_not_the_same(two):
+def test_equal_outputs_of_other_types_are_distinct(two):
     def output():
         return (1, 1.0)[ks.get_replica_context().replica_id_in_sync_group]
 

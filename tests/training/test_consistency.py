@@ -27,7 +27,7 @@ def items(counted: int = 0, rate: float = 0.1, lambdas: bool = True, **of_adam):
     return consistency.fit_signature(model, compiled, arguments, [stop])
 
 
-def test_what_workers_say_where_they_do_the_same():
+def test_equal_fits_have_equal_signatures():
     assert items() == items(counted=2, rate=0.5)
     fields = dict(items())
     assert fields["optimizer.beta_1"] == "0.9"
@@ -36,17 +36,17 @@ def test_what_workers_say_where_they_do_the_same():
 
 
 @pytest.mark.parametrize("other", [{"epsilon": 1e-3}, {"lambdas": False}])
-def test_what_workers_say_where_they_do_not(other):
+def test_differing_fits_have_differing_signatures(other):
     assert items() != items(**other)
 
 
-def test_a_schedule_is_said():
+def test_signature_includes_schedule():
     schedules = keras.optimizers.schedules
     said = [items(rate=schedules.ExponentialDecay(0.1, n, 0.5)) for n in (10, 20)]
     assert said[0] != said[1]
 
 
-def test_replicas_that_hold_other_values_after_an_epoch():
+def test_diverging_replicas_are_reported_after_epoch():
     strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])

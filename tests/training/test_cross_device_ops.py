@@ -58,7 +58,7 @@ def doubling():
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=repr)
-def test_choices(choice, caplog):
+def test_cross_device_ops_choices(choice, caplog):
     with caplog.at_level(logging.INFO, "keras_strategy"):
         if BACKEND == "tensorflow" and isinstance(choice, ks.NcclAllReduce):
             with pytest.raises(ValueError, match="needs GPUs"):
@@ -76,13 +76,13 @@ def test_choices(choice, caplog):
     assert repr(again._cross_device_ops) == repr(choice)
 
 
-def test_one_device_adds_nothing(caplog):
+def test_one_device_skips_reduction(caplog):
     with caplog.at_level(logging.INFO, "keras_strategy"):
         ks.MirroredStrategy(["cpu:0"], Doubling())
     assert "no effect on one device" in caplog.text
 
 
-def test_what_is_refused():
+def test_bad_choices_are_refused():
     class Own(ks.CrossDeviceOps):
         pass
 
@@ -107,7 +107,7 @@ def test_what_is_refused():
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=repr)
-def test_to_reduce_by_itself(choice, two):
+def test_standalone_reduce(choice, two):
     """As tf.distribute's do, of the same values."""
     value = per_replica([1.0, 2.0], [3.0, 5.0])
     total = choice.reduce("sum", value, destinations=value)
@@ -132,7 +132,7 @@ def test_to_reduce_by_itself(choice, two):
         assert numbers(theirs) == numbers(second)
 
 
-def test_bad_arguments():
+def test_bad_arguments_are_refused():
     choice, value = ks.ReductionToOneDevice(), per_replica([1.0], [2.0])
     with pytest.raises(ValueError, match="max"):
         choice.reduce("max", value, value)
@@ -144,7 +144,7 @@ def test_bad_arguments():
         ks.CrossDeviceOps().reduce("sum", value, value)
 
 
-def test_own_sums_of_values(doubling):
+def test_custom_reduction_of_values(doubling):
     value = per_replica([1.0, 2.0], [3.0, 5.0])
     assert numbers(doubling.reduce("SUM", value, axis=None)) == [8.0, 14.0]
     assert numbers(doubling.reduce("MEAN", value, axis=None)) == [4.0, 7.0]
@@ -165,7 +165,7 @@ def test_own_sums_of_values(doubling):
 
 
 @pytest.mark.parametrize("compile", [None, False])
-def test_own_sums_of_all_reduce(doubling, compile):
+def test_custom_reduction_in_all_reduce(doubling, compile):
     """In `run`, compiled or not; its gradient is that of a sum."""
     with doubling.scope():
         w = keras.Variable(3.0)
@@ -185,7 +185,7 @@ def test_own_sums_of_all_reduce(doubling, compile):
     assert results(doubling, count) == [4, 4]
 
 
-def test_own_sums_in_merge_call(doubling):
+def test_custom_reduction_in_merge_call(doubling):
     def step(x):
         def merge(strategy, x):
             return strategy.reduce("sum", x), strategy.extended.reduce_to("sum", x, x)
@@ -221,7 +221,7 @@ def loop(strategy, model):
         strategy.run(step, (x, y))
 
 
-def test_own_sums_of_gradients(doubling, two):
+def test_custom_reduction_of_gradients(doubling, two):
     """Twice the gradients are twice the rate; the batches end with 1 + 1 rows."""
     expected = model_of(two, 0.2)
     loop(two, expected)
@@ -232,7 +232,7 @@ def test_own_sums_of_gradients(doubling, two):
     assert ("SUM", [(3, 1), (3, 1)]) in doubling._cross_device_ops.asked
 
 
-def test_own_sums_in_fit(doubling, two):
+def test_custom_reduction_in_fit(doubling, two):
     """The metrics are of all rows, once."""
     found = model_of(doubling, 0.1)
     if BACKEND == "jax":
@@ -253,7 +253,7 @@ def test_own_sums_in_fit(doubling, two):
         np.testing.assert_allclose(logs[1][key], value, atol=1e-6)
 
 
-def test_an_accumulation_function(two):
+def test_accumulation_function_is_used(two):
     calls = []
 
     def add(tensors):
@@ -266,7 +266,7 @@ def test_an_accumulation_function(two):
     assert results(strategy, total) == [4.0, 4.0] and calls == [2]
 
 
-def test_what_a_subclass_may_not_return():
+def test_bad_results_of_subclass_are_refused():
     class Python(Doubling):
         def reduce_implementation(self, reduce_op, per_replica_value, *args):
             return 3.0

@@ -20,7 +20,7 @@ class Pairs(keras.losses.Loss):
         return ops.mean(ops.square(between[0] - between[1]))
 
 
-def test_a_loss_class_with_a_call_of_its_own(mirrored):
+def test_loss_with_custom_call_equals_one_device(mirrored):
     def make():
         inputs = keras.Input((models.FEATURES,))
         # Not a bias in the end, which differences do not see.
@@ -46,7 +46,7 @@ def warned(caplog):
     return [r.getMessage() for r in caplog.records if "add_loss" in r.getMessage()]
 
 
-def test_what_add_loss_is_taken_for(two, caplog):
+def test_add_loss_is_row_weighted(two, caplog):
     def trained(strategy, mean):
         def make():
             return models.compiled(models.mlp(lambda: Summing("summing", mean)))

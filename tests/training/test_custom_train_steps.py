@@ -166,7 +166,7 @@ def test_evaluate_and_predict(two):
     assert largest(use(None), use(two)) < 1e-5
 
 
-def test_a_step_around_kerass_own(two):
+def test_step_around_keras_train_step(two):
     """What a `train_step` counts beside `super().train_step` counts once a step."""
 
     class Counting(Layers):

@@ -70,7 +70,7 @@ class Derived(keras.Model):
         }
 
 
-def test_logs_that_are_computed_of_results(mirrored):
+def test_logs_derived_from_results(mirrored):
     def make():
         return models.compiled(
             Derived(), loss="binary_crossentropy", metrics=["accuracy"]
@@ -111,7 +111,7 @@ class OwnStep(Derived):
 
 
 @STEPS
-def test_a_step_of_ones_own(two):
+def test_custom_step_logs(two):
     def make():
         model = models.compiled(
             OwnStep(), loss="binary_crossentropy", metrics=["accuracy", "mse"]
@@ -124,7 +124,7 @@ def test_a_step_of_ones_own(two):
     assert_equal(one, train(two, make, X, LABELS, predicted=0))
 
 
-def test_a_result_that_nobody_merges(two):
+def test_unmerged_result_is_reported(two):
     """Its variable says nothing of what the replicas' values come to."""
 
     class Largest(keras.metrics.Metric):
@@ -151,7 +151,7 @@ def test_a_result_that_nobody_merges(two):
 
 
 @STEPS
-def test_metrics_that_nobody_looks_at_cost_no_reduction(two, monkeypatch):
+def test_unread_metrics_need_no_reduction(two, monkeypatch):
     """The logs of Keras's own step are merged outside of it, where they are read."""
     reduced = []
 
@@ -168,7 +168,7 @@ def test_metrics_that_nobody_looks_at_cost_no_reduction(two, monkeypatch):
     assert set(reduced) == {len(model.trainable_variables)}
 
 
-def test_an_epoch_and_its_metrics(two):
+def test_epoch_metrics(two):
     """What Keras's own step logs is what its metrics hold in the end."""
     with scope(two):
         model = models.compiled(metrics=["mae"])

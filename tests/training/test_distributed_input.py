@@ -72,7 +72,7 @@ def loop_on_one_device():
     return loop(one, one.experimental_distribute_dataset(batches()))
 
 
-def test_a_loop_on_one_device_is_the_same_as_fit():
+def test_loop_on_one_device_equals_fit():
     *weights, losses = loop_on_one_device()
     *fitted, history = plain_fit()
     assert largest(fitted, weights) < 2e-5
@@ -81,14 +81,14 @@ def test_a_loop_on_one_device_is_the_same_as_fit():
     np.testing.assert_allclose(history, means, atol=1e-5)
 
 
-def test_a_loop_is_the_same_on_one_device(mirrored):
+def test_loop_equals_one_device(mirrored):
     """The last batch has 5 rows: 2 + 2 + 1 + 0."""
     strategy = mirrored(4)
     dataset = strategy.experimental_distribute_dataset(batches())
     assert largest(loop_on_one_device(), loop(strategy, dataset)) < 2e-5
 
 
-def test_a_loop_over_batches_of_each_replica(two):
+def test_loop_over_per_replica_batches(two):
     """Batches of 4 rows for each replica, the last of the first one alone."""
 
     def dataset_fn(context):
@@ -104,7 +104,7 @@ def test_a_loop_over_batches_of_each_replica(two):
     assert largest(expected, loop(two, dataset, 1)) < 2e-5
 
 
-def test_a_loop_over_whole_batches(two):
+def test_loop_over_global_batches(two):
     """As before, with the same rows on every replica."""
     one = ks.OneDeviceStrategy("cpu:0")
     run = [
@@ -160,7 +160,7 @@ def test_validation_evaluate_and_predict(two):
     assert abs(history["val_loss"][0] - loss) < 1e-5
 
 
-def test_fit_of_a_generator(two):
+def test_fit_of_generator(two):
     dataset = two.experimental_distribute_dataset(batch for batch in batches())
     assert largest(plain_fit(1), fit(two, dataset, epochs=1)) < 2e-5
 
@@ -173,7 +173,7 @@ def test_fit_with_one_replica():
     assert largest(plain_fit(1), fit(None, dataset, epochs=1)) < 2e-5
 
 
-def test_fit_of_what_another_strategy_distributed(mirrored):
+def test_fit_of_foreign_distributed_dataset(mirrored):
     dataset = mirrored(3).experimental_distribute_dataset(batches())
     with pytest.raises(ValueError, match=r"`fit` received a dataset that Mirrored"):
         make(mirrored(2)).fit(dataset, verbose=0)

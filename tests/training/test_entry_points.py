@@ -80,13 +80,13 @@ def weights_after(strategy, inside: str):
     return model.get_weights()
 
 
-def test_compile_and_fit_inside_and_outside_of_the_scope(two):
+def test_compile_and_fit_inside_and_outside_scope(two):
     one = weights_after(None, "")
     for inside in ("", "compile", "compile and fit"):
         assert largest(one, weights_after(two, inside)) < 2e-5, inside
 
 
-def test_an_optimizer_and_a_metric_made_outside_of_the_scope(two):
+def test_optimizer_and_metric_from_outside_scope(two):
     def fit(strategy):
         keras.utils.set_random_seed(1)
         optimizer = keras.optimizers.Adam(0.01)
@@ -100,7 +100,7 @@ def test_an_optimizer_and_a_metric_made_outside_of_the_scope(two):
     assert largest(fit(None), fit(two)) < 1e-5
 
 
-def test_a_base_model_made_outside_of_the_scope(two):
+def test_base_model_from_outside_scope(two):
     def fit(strategy):
         keras.utils.set_random_seed(1)
         base = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5, "tanh")])
@@ -113,7 +113,7 @@ def test_a_base_model_made_outside_of_the_scope(two):
     assert largest(fit(None), fit(two)) < 2e-5
 
 
-def test_on_batch(mirrored):
+def test_on_batch_methods(mirrored):
     def use(strategy):
         keras.utils.set_random_seed(1)
         with scope(strategy):
@@ -180,7 +180,7 @@ def test_outputs_without_rows(shape, two):
 
 
 @pytest.mark.parametrize("make", MODELS, ids=lambda m: m.__name__)
-def test_predict_with_a_model_that_was_never_trained(make, two):
+def test_predict_without_training(make, two):
     def use(strategy):
         keras.utils.set_random_seed(1)
         with scope(strategy):
@@ -190,7 +190,7 @@ def test_predict_with_a_model_that_was_never_trained(make, two):
     assert largest(use(None), use(two)) < 1e-5
 
 
-def test_tensors_of_the_backend(two):
+def test_backend_tensors(two):
     def use(strategy):
         keras.utils.set_random_seed(1)
         with scope(strategy):
@@ -205,7 +205,7 @@ def test_tensors_of_the_backend(two):
     assert largest(use(None), use(two)) < 1e-5
 
 
-def test_calling_the_model(two):
+def test_model_call(two):
     with two.scope():
         model = sequential()
         inside = model(X)
@@ -257,7 +257,7 @@ def test_components_are_equal_after_training(mirrored):
             np.testing.assert_array_equal(first, other, err_msg=variable.path)
 
 
-def test_a_users_own_compute_loss(two):
+def test_custom_compute_loss(two):
     class Own(keras.Model):
         """Counts its steps, and logs what is no metric."""
 
@@ -309,7 +309,7 @@ def test_one_device(two):
         assert largest(list(one.logs.values()), list(many.logs.values())) == 0
 
 
-def test_several_steps_in_one_execution(mirrored):
+def test_steps_per_execution(mirrored):
     def use(strategy):
         keras.utils.set_random_seed(1)
         with scope(strategy):

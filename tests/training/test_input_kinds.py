@@ -118,7 +118,7 @@ def test_fit_evaluate_and_predict(name, weighted, mirrored, models):
     assert largest(one[1], many[1]) < 1e-5
 
 
-def test_a_generator(mirrored):
+def test_generator(mirrored):
     """Used up after an epoch; and an endless one, with steps_per_epoch."""
 
     def endless():
@@ -176,7 +176,7 @@ ENDLESS_VALIDATION = {**ENDLESS, "tf.data, shuffled": lambda *a: tf_data(*a).rep
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_what_never_ends(name, two, models):
+def test_endless_data(name, two, models):
     """The steps of an epoch are given; the next one goes on where it stopped."""
     if "tf" in name:
         pytest.importorskip("tensorflow")
@@ -199,7 +199,7 @@ def test_what_never_ends(name, two, models):
     assert largest(trained(None), trained(two)) < 2e-5
 
 
-def test_a_py_dataset_that_keras_shuffles(two, models):
+def test_shuffled_py_dataset(two, models):
     """The order of the batches is drawn as on one device, from the seed."""
 
     def trained(strategy):
@@ -212,7 +212,7 @@ def test_a_py_dataset_that_keras_shuffles(two, models):
     assert largest(one, many) < 2e-5
 
 
-def test_when_and_on_what_fit_validates(two, models):
+def test_validation_arguments(two, models):
     options = {
         "validation_data": (X[:7], Y[:7], WEIGHTS[:7]),
         "validation_freq": 2,
@@ -232,7 +232,7 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize("name", ["validation_split", "shuffle", "steps_per_epoch"])
-def test_arguments_of_fit(name, mirrored, models):
+def test_fit_arguments(name, mirrored, models):
     models.equal(mirrored(3), X, Y, BATCH, **ARRAYS[name])
 
 
@@ -311,7 +311,7 @@ def test_batches_with_several_inputs_outputs_and_weights(source, two):
     assert largest(trained(None), trained(two)) < 2e-5
 
 
-def test_a_dataset_of_two_processes(mirrored, models):
+def test_py_dataset_with_two_processes(mirrored, models):
     if importlib.util.find_spec("torch") is None:
         pytest.skip("reads with torch's worker processes")
     import torch

@@ -83,7 +83,7 @@ def finished(runner: WorkerRunner, folder: Path):
     return json.loads(end.output.splitlines()[-1]), variables
 
 
-def test_a_killed_training_goes_on(starter, tmp_path):
+def test_killed_training_resumes(starter, tmp_path):
     """As if it had never been killed, down to the last bit, but for its lost epoch."""
     folders = tmp_path / "whole", tmp_path / "killed"
     for folder in folders:

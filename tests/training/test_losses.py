@@ -43,7 +43,7 @@ def functions():
     return tf.nn
 
 
-def test_replicas_with_different_numbers_of_rows(two):
+def test_uneven_replicas(two):
     losses = ks.PerReplica([np.float32([1.0, 2.0, 3.0]), np.float32([6.0])])
     average = functions().compute_average_loss
     per_replica = two.run(lambda x: average(x), args=(losses,))
@@ -81,7 +81,7 @@ class OwnLoss(keras.Model):
     reason="a step of one's own is a pure function there",
 )
 @pytest.mark.parametrize("size", [None, 8])
-def test_in_a_step_of_fit(size, two):
+def test_compute_average_loss_in_fit(size, two):
     x, y = np.random.RandomState(1).rand(2, 17, 1).astype("float32")
 
     def trained(strategy):
@@ -95,7 +95,7 @@ def test_in_a_step_of_fit(size, two):
     assert largest(trained(None), trained(two)) < 1e-5
 
 
-def test_what_compute_average_loss_refuses():
+def test_compute_average_loss_refuses_bad_arguments():
     with pytest.raises(ValueError, match="per_example_loss"):
         ks.compute_average_loss(np.float32(3.0))
     with pytest.raises(ValueError, match="global_batch_size"):
@@ -111,7 +111,7 @@ def test_scale_regularization_loss(two):
         ks.scale_regularization_loss([1.0])
 
 
-def test_means_over_own_rows_are_weighted(two):
+def test_weight_by_rows_weights_local_means(two):
     """The last batches split unevenly, and leave a replica without rows."""
     x, y = np.random.RandomState(1).rand(2, 12, 1).astype("float32")
     batches = [(x[i:j], y[i:j]) for i, j in [(0, 4), (4, 8), (8, 11), (11, 12)]]
@@ -146,7 +146,7 @@ def test_means_over_own_rows_are_weighted(two):
     assert largest(expected, trained(two, keras_mean, nothing)) < 2e-5
 
 
-def test_what_weight_by_rows_refuses(two):
+def test_weight_by_rows_refuses_bad_arguments(two):
     for rows in (2.0, True, [2], None):
         with pytest.raises(ValueError, match="rows="), ks.weight_by_rows(rows):
             pass

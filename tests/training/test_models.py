@@ -66,7 +66,7 @@ class Wrapper(keras.Model):
 
 
 @pytest.mark.parametrize("inside", ["body", "wrapper", "body and wrapper"])
-def test_a_wrapper(inside, two):
+def test_wrapper_model(inside, two):
     """It is enough that one of both is made in the scope."""
 
     def use(strategy):
@@ -85,7 +85,7 @@ def test_a_wrapper(inside, two):
     same(use, two)
 
 
-def test_parts_that_train_on_their_own_too(two):
+def test_submodels_train_separately(two):
     """The encoder of an autoencoder, a model of its own, shares the variables."""
 
     def use(strategy):
@@ -121,7 +121,7 @@ class Deferred(keras.Model):
 
 
 @pytest.mark.parametrize("first", ["fit", "evaluate", "call"])
-def test_a_model_that_is_built_by_its_first_use(first, two):
+def test_lazily_built_model(first, two):
     def use(strategy):
         with scope(strategy):
             model = compiled(Deferred())
@@ -140,7 +140,7 @@ def test_a_model_that_is_built_by_its_first_use(first, two):
 
 
 @pytest.mark.parametrize("original_inside", [True, False])
-def test_a_clone(original_inside, two):
+def test_cloned_model(original_inside, two):
     def use(strategy):
         with scope(strategy if original_inside else None):
             original = compiled(head(base()))
@@ -161,7 +161,7 @@ def pickled(model):
 
 
 @pytest.mark.parametrize("duplicate, inside", [(copy.deepcopy, True), (pickled, False)])
-def test_a_duplicate(duplicate, inside, two):
+def test_deep_copied_model(duplicate, inside, two):
     """It is of the scope that it is made in, as one out of a file is."""
 
     def use(strategy):
@@ -211,7 +211,7 @@ def test_transfer_learning(two):
 # --- side by side
 
 
-def test_two_models_in_turns(mirrored):
+def test_two_models_train_alternately(mirrored):
     """Under different strategies, and one without, each as if it were alone."""
     strategies = {"two": mirrored(2), "none": None, "four": mirrored(4)}
     models = {}
@@ -229,7 +229,7 @@ def test_two_models_in_turns(mirrored):
 
 
 @pytest.mark.parametrize("replicas", [3, None], ids=["3replicas", "no strategy"])
-def test_one_model_teaches_another(replicas, mirrored):
+def test_distillation(replicas, mirrored):
     """A callback that works with a model that is not of the fit's strategy."""
     first, second = replicas and mirrored(replicas), mirrored(2)
 
@@ -256,7 +256,7 @@ def test_one_model_teaches_another(replicas, mirrored):
 # --- how steps are executed
 
 
-def test_what_compile_does_by_itself_may_be_said(two):
+def test_explicit_compile_defaults(two):
     def make():
         options = {"jit_compile": "auto", "steps_per_execution": 1}
         return compiled(head(base()), auto_scale_loss=False, **options)
@@ -265,7 +265,7 @@ def test_what_compile_does_by_itself_may_be_said(two):
     assert_equal(one, train(two, make, X, Y, predicted=0))
 
 
-def test_several_steps_an_execution(two):
+def test_steps_per_execution(two):
     """Callbacks see what they see on one device: the last step of each execution."""
     if keras.backend.backend() == "torch":
         with two.scope(), pytest.raises(ValueError, match="steps_per_exec"):

@@ -70,7 +70,7 @@ def fitted(strategy):
     return [*history.history["loss"], *history.history["mae"], *model.get_weights()]
 
 
-def test_what_a_call_keeps_is_its_own(mirrored):
+def test_layer_attributes_are_per_replica(mirrored):
     one = fitted(None)
     two, again, three = (fitted(mirrored(replicas)) for replicas in (2, 2, 3))
     assert largest(one, two) < 2e-5
@@ -96,7 +96,7 @@ class Counter(keras.Model):
         return super().train_step(*args)
 
 
-def test_a_counter_counts_batches(mirrored):
+def test_counter_attribute_counts_batches(mirrored):
     def counted(strategy):
         with scope(strategy):
             model = Counter()
@@ -120,7 +120,7 @@ def numbers(strategy, value):
     return [float(part) for part in strategy.experimental_local_results(value)]
 
 
-def test_what_replicas_leave_behind_is_each_ones_own(two):
+def test_attributes_stay_per_replica(two):
     with two.scope():
         layer = keras.layers.Identity()
         layer.total = 0.0
@@ -147,7 +147,7 @@ def test_what_replicas_leave_behind_is_each_ones_own(two):
     assert numbers(two, totals) == [6.0, 7.0]
 
 
-def test_a_run_that_fails_leaves_attributes_as_they_were(two):
+def test_failed_run_restores_attributes(two):
     with two.scope():
         layer = keras.layers.Identity()
         layer.kept, layer.list = 1, [1]

@@ -34,7 +34,7 @@ def fitted(strategy):
     return model
 
 
-def test_random_layers_are_reproducible_and_store_the_seeds_of_one_device(mirrored):
+def test_random_layers_are_reproducible_with_one_devices_seeds(mirrored):
     strategy = mirrored(3)
     first, second, one = fitted(strategy), fitted(strategy), fitted(None)
     assert largest(first.get_weights(), second.get_weights()) == 0
@@ -82,7 +82,7 @@ def test_distributions_are_reproducible(name, two):
     assert not np.array_equal(first, second)
 
 
-def test_statistics_of_unsynchronized_batch_normalization(mirrored):
+def test_unsynchronized_batch_normalization_statistics(mirrored):
     """The row-weighted mean of the replicas'; on JAX fit is one program."""
     rows, replicas = 9, 4  # 3, 3, 3 and no rows
     strategy = mirrored(replicas)
@@ -105,7 +105,7 @@ def test_statistics_of_unsynchronized_batch_normalization(mirrored):
             )
 
 
-def test_unsynchronized_statistics_are_saved_as_they_are_everywhere(two, tmp_path):
+def test_unsynchronized_statistics_are_saved(two, tmp_path):
     def make():
         model = keras.Sequential(
             [
@@ -154,7 +154,7 @@ class OwnLogs(keras.Model):
         return (logs, result[1]) if JAX else logs
 
 
-def test_logs_of_ones_own_are_weighted_by_rows(mirrored):
+def test_custom_logs_are_row_weighted(mirrored):
     def logs(strategy):
         keras.utils.set_random_seed(1)
         with scope(strategy):
@@ -189,7 +189,7 @@ class OwnLoss(keras.Model):
         return {"loss": keras.ops.mean((self(x) - y) ** 2)}
 
 
-def test_a_loss_that_keras_does_not_track(mirrored):
+def test_untracked_loss(mirrored):
     def logged(strategy):
         keras.utils.set_random_seed(1)
         with scope(strategy):
@@ -202,7 +202,7 @@ def test_a_loss_that_keras_does_not_track(mirrored):
     assert largest([one["loss"]], [many["loss"]]) < 1e-6
 
 
-def test_a_metric_that_is_a_number(mirrored):
+def test_number_as_metric(mirrored):
     def logged(strategy):
         with scope(strategy):
             model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])

@@ -77,16 +77,16 @@ def on_one_device():
 
 
 @pytest.mark.parametrize("dataset", [whole, of_each_replica])
-def test_layers_of_keras(dataset, mirrored, caplog):
+def test_keras_layers_in_run(dataset, mirrored, caplog):
     assert largest(on_one_device(), loop(mirrored(4), dataset)) < 1e-5
     assert "random" not in caplog.text
 
 
-def test_layers_of_keras_in_python(mirrored):
+def test_keras_layers_in_eager_run(mirrored):
     assert largest(on_one_device(), loop(mirrored(3), whole, compiled=False)) < 1e-5
 
 
-def test_what_the_function_draws_itself(two):
+def test_direct_draws_in_run(two):
     """Where it is Python it is called once alone, so that nobody knows of its rows."""
 
     def noise(x, seeds):
@@ -123,7 +123,7 @@ def ones(strategy):
     return next(iter(strategy.experimental_distribute_dataset(batches)))
 
 
-def test_which_numbers_are_one_devices(two):
+def test_draws_matching_one_device(two):
     (one,) = kept(ONE, ones(ONE))
     batch = ones(two)
     assert kept(two, batch) == kept(two, batch, batch) == [one[:4], one[4:]]
@@ -145,7 +145,7 @@ def test_which_numbers_are_one_devices(two):
     assert kept(two, batch) == [one[:4], one[4:]]
 
 
-def test_a_call_to_find_out_leaves_nothing(two):
+def test_dry_run_leaves_no_state(two):
     """Neither losses, nor statistics, nor what the process draws afterwards."""
 
     def after(strategy):

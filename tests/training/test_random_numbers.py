@@ -88,11 +88,11 @@ def every_function(x, seeds):
     )
 
 
-def test_every_function(two):
+def test_every_random_function(two):
     assert_one_devices(two, lambda: compiled(Draws(every_function)))
 
 
-def test_layers_of_keras(mirrored, caplog):
+def test_keras_layers(mirrored, caplog):
     """On three replicas, of which one has no more than a row of the last batch."""
 
     def make():
@@ -121,7 +121,7 @@ class StepsFirst(layers.Layer):
         return ops.transpose(ops.stack([x, x + 1], axis=0), (1, 0, 2))
 
 
-def test_one_row_for_each_replica(two):
+def test_one_row_per_replica(two):
     """A tensor of one row does not show how one device's lies in memory."""
 
     def make():
@@ -131,7 +131,7 @@ def test_one_row_for_each_replica(two):
     assert_equal(fitted(None, make, 18), many)
 
 
-def test_chains_that_python_chooses(two):
+def test_python_control_flow(two):
     """One device and replicas go on alike in Python's `random`, too."""
     if BACKEND == "jax":
         pytest.skip("one program chooses once")
@@ -153,7 +153,7 @@ def test_chains_that_python_chooses(two):
     assert ends[0] == ends[1]
 
 
-def test_batches_whose_rows_are_known_beforehand(two):
+def test_static_batch_sizes(two):
     """As those of a dataset that drops what is left over are, on TensorFlow."""
     x, y = data()
     losses = []
@@ -170,7 +170,7 @@ def test_batches_whose_rows_are_known_beforehand(two):
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
-def test_without_a_seed(two):
+def test_without_seed(two):
     def unseeded(x, seeds):
         return keras.random.uniform(ops.shape(x))
 
@@ -180,7 +180,7 @@ def test_without_a_seed(two):
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="the others have no such seed")
-def test_a_process_without_a_seed_keeps_to_that(two):
+def test_unseeded_process_stays_unseeded(two):
     """With one, arrays would be shuffled alike in each epoch of what comes later."""
     import tensorflow as tf
     from tensorflow.python.eager import context
@@ -193,7 +193,7 @@ def test_a_process_without_a_seed_keeps_to_that(two):
     assert context.global_seed() is None
 
 
-def test_rows_before_features_are_joined(two, caplog):
+def test_draws_before_concatenation(two, caplog):
     def joined(x, seeds):
         entries = ops.reshape(x, (-1,))
         return ops.reshape(
@@ -204,7 +204,7 @@ def test_rows_before_features_are_joined(two, caplog):
     assert ("8 random numbers or more" in caplog.text) == (BACKEND != "jax")
 
 
-def test_what_cannot_be_told_is_warned_of(two, caplog):
+def test_unknown_batch_dimension_warns(two, caplog):
     def of_pairs(x, seeds):
         rows = ops.shape(x)[0]
         return ops.sum(keras.random.uniform((rows, rows), seed=seeds)) * 0 + 1
@@ -215,7 +215,7 @@ def test_what_cannot_be_told_is_warned_of(two, caplog):
     assert all("layer 'draws" in record.getMessage() for record in told)
 
 
-def test_rows_that_are_shuffled_are_warned_of(two, caplog):
+def test_shuffled_rows_warn(two, caplog):
     def shuffled(x, seeds):
         return keras.random.shuffle(x, seed=seeds)
 
@@ -246,7 +246,7 @@ class OwnStep(keras.Model):
         return ops.mean(ops.square(y - y_pred + noise))
 
 
-def test_a_loss_that_draws_and_what_a_rehearsal_leaves(two):
+def test_drawing_loss_and_dry_run_state(two):
     def make():
         model = OwnStep()
         model.compile(keras.optimizers.SGD(0.1), "mse")
@@ -289,7 +289,7 @@ def test_evaluate_and_predict(seed, two):
     assert np.abs(found[0][0] - found[0][1]).max() > 1e-3, "it drew nothing"
 
 
-def test_turned_off(two, off):
+def test_per_replica_random_numbers(two, off):
     def make():
         return compiled(layers.Dropout(0.4, seed=3))
 
@@ -302,7 +302,7 @@ def test_turned_off(two, off):
     assert (difference(many, fitted(None, make)) > 1e-3) == (BACKEND != "jax")
 
 
-def test_what_is_no_switch():
+def test_bad_switch_is_refused():
     with pytest.raises(TypeError, match="enabled='yes'"):
         ks.config.exact_random("yes")
 

@@ -101,7 +101,7 @@ def interrupted(models, strategy, backup, killed, **arguments):
     [((1, 2), 1, 6), ((1, 2), 2, 6), ((2, 0), "epoch", 4), ((0, 1), 1, 11)],
 )
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_training_goes_on(
+def test_training_resumes(
     models, mirrored, tmp_path, replicas, killed, save_freq, left
 ):
     """To the last bit, with rows in another order in each epoch, and Dropout."""
@@ -119,7 +119,7 @@ def test_a_training_goes_on(
     assert not (tmp_path / "backup").exists()
 
 
-def test_keras_callback_in_a_scope(models, mirrored, tmp_path):
+def test_keras_callback_in_scope(models, mirrored, tmp_path):
     strategy = mirrored(2)
     whole, _ = fit(models.fresh(strategy))
     values, _, batches = interrupted(
@@ -147,7 +147,7 @@ class Endless(keras.utils.PyDataset):
         return X[rows] * (index % 5), Y[rows]
 
 
-def test_a_dataset_that_goes_on_from_epoch_to_epoch(models, mirrored, tmp_path):
+def test_dataset_continuing_across_epochs_resumes(models, mirrored, tmp_path):
     """And does not make again what was trained on, but for one batch."""
     strategy = mirrored(2)
 
@@ -184,7 +184,7 @@ class Counts(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize("killed", [(2, 1), "the end"])
-def test_callbacks_that_count(models, mirrored, tmp_path, killed):
+def test_counting_callbacks_resume(models, mirrored, tmp_path, killed):
     """The one stops after the same epoch, the other one makes the same rates."""
     strategy = mirrored(2)
 
@@ -218,7 +218,7 @@ def test_callbacks_that_count(models, mirrored, tmp_path, killed):
     assert largest(whole, values) == 0
 
 
-def test_other_callbacks(models, mirrored, tmp_path):
+def test_other_callbacks_resume(models, mirrored, tmp_path):
     strategy = mirrored(2)
 
     def backup():
@@ -301,7 +301,7 @@ class Grains:
 
 @pytest.mark.parametrize("kind", [Queue, Rolled, Grains])
 @pytest.mark.parametrize("killed", [(1, 2), (1, None)])
-def test_data_that_can_say_where_it_is(models, mirrored, tmp_path, kind, killed):
+def test_dataset_with_state_dict_resumes(models, mirrored, tmp_path, kind, killed):
     """It is asked, and not read again."""
     strategy = mirrored(2)
 
@@ -332,7 +332,7 @@ def test_data_that_can_say_where_it_is(models, mirrored, tmp_path, kind, killed)
     ("repeated", "killed", "seed"),
     [(False, (1, None), 7), (True, (1, 0), 7), (False, (1, 2), 8)],
 )
-def test_tf_data(models, mirrored, tmp_path, caplog, repeated, killed, seed):
+def test_tf_data_resumes(models, mirrored, tmp_path, caplog, repeated, killed, seed):
     """Rows in another order in each epoch, of which the rest comes as it would have."""
     tf = pytest.importorskip("tensorflow")
     strategy = mirrored(2)
@@ -370,7 +370,7 @@ def test_tf_data(models, mirrored, tmp_path, caplog, repeated, killed, seed):
 
 
 @pytest.mark.parametrize("batch", [1, BATCHES - 1, None])
-def test_preempted(models, mirrored, tmp_path, batch):
+def test_preempted_training_resumes(models, mirrored, tmp_path, batch):
     """It ends after the batch, with a code of its own, and goes on from there.
 
     Or after the last validation, for None: nothing is left but what follows `fit`.
@@ -409,7 +409,7 @@ def test_preempted(models, mirrored, tmp_path, batch):
     assert largest(whole, values) == 0
 
 
-def test_damaged_backups(models, mirrored, tmp_path, caplog):
+def test_damaged_backups_are_refused(models, mirrored, tmp_path, caplog):
     """The one before is used; where there is none, nothing is lost unasked."""
     strategy, folder = mirrored(2), tmp_path / "backup"
 
@@ -436,7 +436,7 @@ def test_damaged_backups(models, mirrored, tmp_path, caplog):
         fit(models.fresh(strategy), backup())
 
 
-def test_whatever_a_disk_has_spoiled_is_kept_aside(tmp_path):
+def test_random_damage_is_moved_aside(tmp_path):
     """Also what makes a reader ask for a password: the next restart goes on."""
     folder = BackupFolder(tmp_path)
     for epoch in (1, 2):
@@ -458,7 +458,7 @@ def test_whatever_a_disk_has_spoiled_is_kept_aside(tmp_path):
             np.testing.assert_array_equal(found.arrays["model/0"], np.arange(6))
 
 
-def test_other_data_and_another_model(models, mirrored, tmp_path):
+def test_other_data_or_model_is_refused(models, mirrored, tmp_path):
     strategy = mirrored(2)
 
     def backup():
@@ -475,7 +475,7 @@ def test_other_data_and_another_model(models, mirrored, tmp_path):
         fit(other, backup())
 
 
-def test_refusals(mirrored, tmp_path):
+def test_bad_arguments_are_refused(mirrored, tmp_path):
     with pytest.raises(ValueError, match="`save_freq` must be"):
         ks.callbacks.BackupAndRestore(tmp_path, 0)
     with pytest.raises(ValueError, match="`backup_dir` must be"):
@@ -488,7 +488,7 @@ def test_refusals(mirrored, tmp_path):
         BackupFolder(tmp_path).read()
 
 
-def test_states_are_kept_without_pickle():
+def test_states_are_saved_without_pickle():
     state = {
         "at": (1, [2.5, None]),
         3: b"\x00\xff",
@@ -510,13 +510,13 @@ def test_states_are_kept_without_pickle():
         encode([object()])
 
 
-def test_another_number_of_workers_with_data_of_their_own():
+def test_changed_worker_count_with_local_data():
     assert state_of_this_worker([[1], [1]], None) == [1]
     with pytest.raises(ValueError, match="Received: 1 workers"):
         state_of_this_worker([[1], [2]], None)
 
 
-def test_a_kept_file_has_every_dtype(tmp_path):
+def test_backup_supports_every_dtype(tmp_path):
     """Also those that NumPy does not know by itself, without pickle."""
     folder = BackupFolder(tmp_path)
     arrays = {

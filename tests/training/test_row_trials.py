@@ -304,7 +304,7 @@ def warnings_of(caplog):
 
 
 @pytest.mark.parametrize("name, parts", CASES.values(), ids=CASES)
-def test_what_is_warned_of(name, parts, two, caplog):
+def test_row_dependence_warns(name, parts, two, caplog):
     def make():
         compiled = {"loss": parts["loss"]()} if "loss" in parts else {}
         compiled["metrics"] = [parts["metrics"]()] if "metrics" in parts else []
@@ -342,7 +342,7 @@ class Weighing(Plain):
 
 @pytest.mark.skipif(BACKEND == "jax", reason="fit has all rows")
 @pytest.mark.parametrize("by_weights", [True, False])
-def test_what_a_loss_makes_of_sample_weights(by_weights, two, caplog):
+def test_loss_using_sample_weights_warns(by_weights, two, caplog):
     def make():
         return models.compiled(Weighing(by_weights))
 
@@ -370,7 +370,7 @@ class Counting(Plain):
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="elsewhere a call is a trace")
-def test_what_a_trial_sets_is_forgotten(two):
+def test_trial_leaves_no_state(two):
     one, many = (
         train(strategy, lambda: models.compiled(Counting()), X, Y)
         for strategy in (None, two)
@@ -511,7 +511,7 @@ STEPS = {
 
 
 @pytest.mark.skipif(BACKEND == "jax", reason="a step is one program there")
-def test_predictions_that_compare_and_a_metric_that_keeps_python(two, caplog):
+def test_row_comparing_predictions_and_python_metrics_warn(two, caplog):
     def make():
         model = models.compiled(Sorted(), metrics=[Calls(name="calls")])
         model.run_eagerly = True
@@ -527,7 +527,7 @@ def test_predictions_that_compare_and_a_metric_that_keeps_python(two, caplog):
 
 @pytest.mark.skipif(BACKEND == "jax", reason="a step is one program there")
 @pytest.mark.parametrize("warned, parts", STEPS.values(), ids=STEPS)
-def test_steps_whose_gradients_are_no_mean(warned, parts, two, caplog):
+def test_non_mean_gradients_warn(warned, parts, two, caplog):
     def make():
         return models.compiled(Stepping(**parts))
 
@@ -598,7 +598,7 @@ TESTS = {
 
 @pytest.mark.skipif(BACKEND == "jax", reason="a step is one program there")
 @pytest.mark.parametrize("warned, number, metric", TESTS.values(), ids=TESTS)
-def test_what_a_test_step_computes(warned, number, metric, two, caplog):
+def test_test_step_is_checked(warned, number, metric, two, caplog):
     def evaluated(strategy):
         keras.utils.set_random_seed(1)
         with scope(strategy):
@@ -618,7 +618,7 @@ def test_what_a_test_step_computes(warned, number, metric, two, caplog):
 
 @pytest.mark.skipif(BACKEND == "jax", reason="nothing is tried there")
 @pytest.mark.parametrize("often", [3, 5, 10])
-def test_what_is_collected_while_it_is_tried(often, two):
+def test_trial_collects_no_losses(often, two):
     """What a program uses is kept as long as the program."""
     with two.scope():
         model = models.compiled(WithAStep())

@@ -41,7 +41,7 @@ def fitted(strategy=None):
 @pytest.mark.parametrize("name", ["model.keras", "model.weights.h5"])
 @pytest.mark.parametrize("save_inside", [False, True])
 @pytest.mark.parametrize("load_inside", [False, True])
-def test_what_is_saved_is_loaded(name, save_inside, load_inside, two, tmp_path):
+def test_saved_model_loads(name, save_inside, load_inside, two, tmp_path):
     path = tmp_path / name
     model = fitted(two if save_inside else None)
 
@@ -75,7 +75,7 @@ def test_what_is_saved_is_loaded(name, save_inside, load_inside, two, tmp_path):
     )
 
 
-def test_training_goes_on_after_loading_on_other_devices(mirrored, tmp_path):
+def test_training_continues_on_other_devices(mirrored, tmp_path):
     path = tmp_path / "model.keras"
     layers = [keras.Input((4,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(1)]
     with mirrored(2).scope():
@@ -91,7 +91,7 @@ def test_training_goes_on_after_loading_on_other_devices(mirrored, tmp_path):
     assert largest(state(plain), state(other)) < 2e-5
 
 
-def test_clones_belong_to_the_scope_they_are_made_in(two):
+def test_clones_belong_to_their_scope(two):
     model = fitted()
     with two.scope():
         clone = keras.models.clone_model(model)

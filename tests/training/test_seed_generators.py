@@ -28,7 +28,7 @@ def on_one_device(seed):
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_a_seed_that_is_set_reaches_run(compiled, two):
+def test_assigned_seed_reaches_run(compiled, two):
     """Also a program that was compiled before; and there is one row of numbers."""
     for seed in (1, 2, 1):
         expected = on_one_device(seed)
@@ -40,7 +40,7 @@ def test_a_seed_that_is_set_reaches_run(compiled, two):
         assert not np.array_equal(first[0], first[1])
 
 
-def test_two_strategies_and_batches_of_other_shapes(two, mirrored):
+def test_two_strategies_and_batch_shapes(two, mirrored):
     three = mirrored(3)
     for rows in (2, 3, 2):  # of which two replicas get equal ones, and others
         shards = two.experimental_distribute_values_from_function(
@@ -54,7 +54,7 @@ def test_two_strategies_and_batches_of_other_shapes(two, mirrored):
         np.testing.assert_array_equal(seen, expected[:3])
 
 
-def test_a_generator_that_is_made_anew(two):
+def test_recreated_seed_generator(two):
     drawn(two)
     keras.utils.clear_session()
     keras.utils.set_random_seed(3)

@@ -83,7 +83,7 @@ def everything():
         ((0,), 2, None),
     ],
 )
-def test_which_dimension_is_split(shape, replicas, dimension):
+def test_sharded_dimension_choice(shape, replicas, dimension):
     assert dimension_to_shard(shape, replicas) == dimension
 
 
@@ -100,20 +100,20 @@ def test_which_dimension_is_split(shape, replicas, dimension):
         ((), 6, (None, None), 1),
     ],
 )
-def test_what_the_factors_of_the_replicas_split(shape, replicas, by_factors, parts):
+def test_replica_factors_shard_dimensions(shape, replicas, by_factors, parts):
     split = ShardSpec.for_shape(shape, replicas)
     assert (split.dimension, split.by_factors) == (None, by_factors)
     assert split.num_shards == parts
 
 
 @pytest.mark.parametrize("shard", ["params", "none", "", True, 1])
-def test_an_argument_that_is_none_of_them(shard):
+def test_bad_argument_is_refused(shard):
     with pytest.raises(ValueError, match=r"`shard`.*'optimizer'.*'parameters'"):
         ks.MirroredStrategy(shard=shard)
 
 
 @pytest.mark.skipif(not REFUSED, reason="this backend splits all there is")
-def test_what_a_backend_does_not_split():
+def test_unsupported_sharding_is_refused():
     for shard in REFUSED:
         for replicas in (1, 2):
             with pytest.raises(UnsupportedBackendError, match="KERAS_BACKEND=jax"):
@@ -121,7 +121,7 @@ def test_what_a_backend_does_not_split():
 
 
 @pytest.mark.parametrize("shard", MODES)
-def test_a_copy_splits_the_same(shard):
+def test_copied_strategy_shards_alike(shard):
     made = ks.MirroredStrategy(["cpu:0", "cpu:1"], shard=shard)
     again = pickle.loads(pickle.dumps(made))
     assert again.shard == made.shard == shard
@@ -152,7 +152,7 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_rows_of_the_equality_table(name):
+def test_equality_table_with_sharding(name):
     case = CASES[name]
     one = run(case, 21, None, 0, eagerly=get_engine().name == "tensorflow")
     for shard in MODES:
@@ -169,7 +169,7 @@ def test_rows_of_the_equality_table(name):
     ],
     ids=["elements", "norms", "weights"],
 )
-def test_rows_of_an_embedding_that_occur_more_than_once(optimizer):
+def test_repeated_embedding_rows(optimizer):
     """On TensorFlow an optimizer is given each of them, and squares it by itself."""
     config = optimizer.get_config()
 
@@ -190,7 +190,7 @@ def test_rows_of_an_embedding_that_occur_more_than_once(optimizer):
 
 
 @pytest.mark.parametrize("shard", [None, *MODES])
-def test_bytes_on_each_device(shard):
+def test_bytes_per_device(shard):
     many = strategy(4, shard)
     with many.scope():
         model = deep()
@@ -215,7 +215,7 @@ def test_bytes_on_each_device(shard):
     assert f"{parameters:,}" in str(report)
 
 
-def test_a_report_on_anothers_model():
+def test_report_on_foreign_model_is_refused():
     model = deep()
     with pytest.raises(ValueError, match="created in the strategy's scope"):
         ks.MirroredStrategy(["cpu:0", "cpu:1"]).memory_report(model)
@@ -223,7 +223,7 @@ def test_a_report_on_anothers_model():
 
 @pytest.mark.skipif(ELEMENTS, reason="every number of elements is split")
 @pytest.mark.parametrize("shard", MODES[:1])
-def test_what_stays_whole_is_said_once(shard, caplog):
+def test_unsharded_variables_are_logged_once(shard, caplog):
     with caplog.at_level(logging.INFO, "keras_strategy"):
         many = strategy(4, shard)
         with many.scope():
@@ -253,7 +253,7 @@ def of_factors():
 
 @pytest.mark.skipif(ELEMENTS, reason="every number of elements is split")
 @pytest.mark.parametrize("shard", MODES)
-def test_fewer_parts_than_replicas(shard, tmp_path):
+def test_fewer_shards_than_replicas(shard, tmp_path):
     x, y = data()
     many = strategy(4, shard)
     assert_equal(*(train(s, of_factors, x, y, BATCH) for s in (None, many)))
@@ -307,7 +307,7 @@ class Own(keras.optimizers.Adam):
 
 
 @pytest.mark.parametrize("make", [lamb, lambda: deep(Own(0.01))], ids=["Lamb", "Own"])
-def test_rules_that_are_not_elementwise(make):
+def test_optimizers_that_are_not_elementwise(make):
     x, y = data()
     one = alone(make, x, y, batch_size=BATCH)
     for shard in MODES:
@@ -315,7 +315,7 @@ def test_rules_that_are_not_elementwise(make):
 
 
 @pytest.mark.skipif(not ELEMENTS, reason="any rule's variables are split")
-def test_an_optimizer_of_ones_own_keeps_all(caplog):
+def test_custom_optimizer_is_not_sharded(caplog):
     many = strategy(2, "optimizer")
     with many.scope():
         model = deep(keras.optimizers.Adam(0.01))
@@ -329,7 +329,7 @@ def test_an_optimizer_of_ones_own_keeps_all(caplog):
 
 
 @pytest.mark.skipif(not ELEMENTS, reason="any device may apply gradients")
-def test_applying_outside_of_replicas():
+def test_apply_in_cross_replica_context():
     many = strategy(2, "optimizer")
     with many.scope():
         model = deep()
@@ -343,7 +343,7 @@ def test_applying_outside_of_replicas():
 
 
 @pytest.mark.parametrize("shard", MODES)
-def test_an_optimizer_and_a_model_made_outside(shard):
+def test_optimizer_and_model_from_outside_scope(shard):
     x, y = data()
     outside = keras.optimizers.Adam(0.01)
     many = strategy(2, shard)
@@ -359,7 +359,7 @@ def test_an_optimizer_and_a_model_made_outside(shard):
 
 
 @pytest.mark.parametrize("shard", MODES)
-def test_files_hold_whole_variables(shard, tmp_path):
+def test_files_hold_full_variables(shard, tmp_path):
     x, y = data()
     many = strategy(4, shard)
     with many.scope():
@@ -387,7 +387,7 @@ def test_files_hold_whole_variables(shard, tmp_path):
 
 
 @pytest.mark.parametrize("shard", MODES)
-def test_a_backup_is_gone_on_from_with_other_replicas(shard, tmp_path):
+def test_backup_resumes_with_other_replica_count(shard, tmp_path):
     x, y = data()
 
     def fit(replicas, epochs, *callbacks):
@@ -415,7 +415,7 @@ def test_a_backup_is_gone_on_from_with_other_replicas(shard, tmp_path):
 
 @pytest.mark.parametrize("shard", MODES)
 @pytest.mark.parametrize("rows", [12, 9], ids=["even", "uneven"])
-def test_a_step_of_ones_own(rows, shard):
+def test_custom_step_with_sharding(rows, shard):
     x, y = data()
     batches = [(x[:rows], y[:rows])] * 3
 
@@ -452,7 +452,7 @@ def test_a_step_of_ones_own(rows, shard):
 
 
 @pytest.mark.parametrize("shard", MODES)
-def test_reading_and_writing_outside(shard):
+def test_sharded_variables_read_and_write_outside_run(shard):
     many = strategy(2, shard)
     with many.scope():
         model = deep()

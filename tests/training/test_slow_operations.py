@@ -63,7 +63,7 @@ class Slow(keras.Sequential):
 @pytest.mark.parametrize(
     "method, kind", [("fit", "train"), ("evaluate", "test"), ("predict", "predict")]
 )
-def test_a_first_step_that_takes_long(method, kind):
+def test_slow_first_step_is_logged(method, kind):
     with ks.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
         model = Slow([keras.Input((2,)), keras.layers.Dense(1)], name="slow")
         model.compile("sgd", "mse")
@@ -83,7 +83,7 @@ def slow(x):
     return x * 2.0
 
 
-def test_a_first_call_of_run_that_takes_long():
+def test_slow_first_run_is_logged():
     strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
     for _ in range(2):
         strategy.run(slow, (np.ones(3, "float32"),))
@@ -93,7 +93,7 @@ def test_a_first_call_of_run_that_takes_long():
         ]
 
 
-def test_a_chief_that_writes_for_long():
+def test_slow_write_of_chief_is_logged():
     def cluster(rank):
         return types.SimpleNamespace(
             names=("chief", "worker 0"),

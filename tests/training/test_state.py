@@ -86,7 +86,7 @@ EXACT = {
 }
 
 
-def test_state_that_comes_to_one_devices(mirrored):
+def test_state_equals_one_device(mirrored):
     def make():
         return model_of(*EXACT.values())
 
@@ -102,7 +102,7 @@ def test_state_that_comes_to_one_devices(mirrored):
     assert found["a flag"] and found["whether there was a batch"]
 
 
-def test_not_a_number_agrees_with_itself(two):
+def test_nan_equals_nan(two):
     model = fit_of(two, lambda: model_of(lambda: Assigning(lambda v, x: v / 0.0 * 0.0)))
     assert np.isnan(model.layers[1].state.numpy())
 
@@ -136,7 +136,7 @@ def fit_of(strategy, make, x=X, **options):
 
 @REFUSES
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_replicas_that_come_to_different_state(name, two):
+def test_differing_state_is_refused(name, two):
     with pytest.raises(ValueError, match="assigning.*/state") as caught:
         fit_of(two, lambda: model_of(DIFFERENT[name]))
     message = str(caught.value)
@@ -145,7 +145,7 @@ def test_replicas_that_come_to_different_state(name, two):
 
 
 @REFUSES
-def test_a_sum_that_is_read_and_assigned(two):
+def test_sum_variable_read_and_assigned(two):
     """Replicas would count what was there once for each of them."""
     with pytest.raises(ValueError, match="assign_add"):
         fit_of(
@@ -156,7 +156,7 @@ def test_a_sum_that_is_read_and_assigned(two):
         )
 
 
-def test_jax_comes_to_one_devices_state(two):
+def test_jax_state_equals_one_device(two):
     if BACKEND != "jax":
         pytest.skip("elsewhere it is refused")
 
@@ -166,7 +166,7 @@ def test_jax_comes_to_one_devices_state(two):
     assert_equal(alone(make, X, Y), train(two, make, X, Y))
 
 
-def test_run_brings_together_as_tf_distribute_does(two):
+def test_run_aggregates_as_native(two):
     """Recorded with MirroredStrategy: sums of what is assigned, on the spot."""
     with two.scope():
         made = {
@@ -192,7 +192,7 @@ def test_run_brings_together_as_tf_distribute_does(two):
     assert [float(v) for v in made.values()] == [8.0, 4.0, 2.0]
 
 
-def test_what_keras_itself_assigns(two):
+def test_keras_state_is_averaged(two):
     """None of it is refused, and what is computed from weights is one device's."""
 
     def make():

@@ -71,14 +71,14 @@ def a_life(strategy):
     return found
 
 
-def test_fits_with_changes_between_them(mirrored):
+def test_changes_between_fits(mirrored):
     one, many = a_life(None), a_life(mirrored(3))
     for change, (logs, variables) in one.items():
         assert largest(logs, many[change][0]) <= LOGS, change
         assert largest(variables, many[change][1]) <= WEIGHTS, change
 
 
-def test_weights_go_to_a_plain_model_and_back(two):
+def test_weights_transfer_to_plain_model_and_back(two):
     """Trained in turns with and without replicas, as if always on one device."""
 
     def in_turns(strategies):
@@ -121,7 +121,7 @@ def exported(model, folder):
     return artifact.serve(X).numpy()
 
 
-def test_an_exported_model_gives_what_the_model_gives(two, tmp_path):
+def test_exported_model_equals_model(two, tmp_path):
     outputs = []
     for strategy in (None, two):
         keras.utils.set_random_seed(1)
