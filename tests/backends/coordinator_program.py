@@ -48,7 +48,7 @@ def shared(coordinator, function, fails, dataset_fn, add, kill, many):
     return told
 
 
-def listens_at():
+def listening_addresses():
     """The addresses at which this process, and those that it has started, listen."""
     import psutil
 
@@ -108,7 +108,7 @@ def ours():
         os.kill(pid, signal.SIGKILL)
 
     coordinator.schedule(add).fetch()  # a worker is there
-    addresses = listens_at()
+    addresses = listening_addresses()
     told["listens"] = sorted({address.ip for address in addresses})
     told["strangers"] = sorted({str(told_to_strangers(x)) for x in addresses})
     shared(coordinator, lambda fn: fn, fails, lambda: range(100), add, kill, 200)

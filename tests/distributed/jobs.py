@@ -17,7 +17,7 @@ import keras
 import numpy as np
 
 import keras_strategy as ks
-from tests.distributed.listening import listens_at
+from tests.distributed.sockets import listening_addresses
 from tests.processes import wait_until
 
 # What makes the strategy that workers train under.
@@ -172,7 +172,7 @@ def collectives() -> dict:
         "gathered": keras.ops.convert_to_numpy(strategy.gather(out["row"], axis=0)),
         "total": float(total),
         "first": keras.ops.convert_to_numpy(first),
-        "listens at": listens_at(),
+        "listens at": listening_addresses(),
     }
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from keras_strategy.testing import WarmStarter, WorkerRunner
-from tests.distributed import backup_jobs
+from tests.distributed import resume_jobs
 from tests.equality.compare import largest
 
 BACKENDS = ("jax", "torch", "tensorflow")
@@ -69,13 +69,13 @@ def of_one_backend(folder: pathlib.Path, backend: str) -> dict[str, list[float]]
     figures = {}
     with warm() as run:
         own = folder / f"{backend} alone"
-        interrupt(backup_jobs.train, own, run)
-        figures[backend] = gone_on(backup_jobs.train, own, run)
+        interrupt(resume_jobs.train, own, run)
+        figures[backend] = gone_on(resume_jobs.train, own, run)
         for before, after in ACROSS:
             if after == backend:
                 place = folder / f"{before} to {after}"
                 shutil.copytree(folder / before, place)
-                anywhere = backup_jobs.workers_train_anywhere
+                anywhere = resume_jobs.workers_train_anywhere
                 figures[f"{before}, then {after}"] = gone_on(anywhere, place, run)
     return figures
 
@@ -113,6 +113,6 @@ if __name__ == "__main__":
         if step == "interrupt":
             with warm() as run:
                 own = place / os.environ["KERAS_BACKEND"]
-                interrupt(backup_jobs.workers_train_anywhere, own, run)
+                interrupt(resume_jobs.workers_train_anywhere, own, run)
         else:
             print(json.dumps(of_one_backend(place, os.environ["KERAS_BACKEND"])))

@@ -8,7 +8,7 @@ from keras_strategy.testing import WorkerRunner
 if keras.backend.backend() != "torch":
     pytest.skip("for the torch backend", allow_module_level=True)
 
-from tests.distributed import during_backward_jobs as jobs  # noqa: E402
+from tests.distributed import gradient_bucket_jobs as jobs  # noqa: E402
 from tests.distributed.test_training import equal  # noqa: E402
 
 # Whether gradients leave early and count.

@@ -7,7 +7,7 @@ import keras
 import pytest
 
 from keras_strategy.testing import WorkerRunner
-from tests.distributed import own_rows_jobs as jobs
+from tests.distributed import local_rows_jobs as jobs
 from tests.distributed.jobs import in_turns
 from tests.distributed.test_training import equal
 

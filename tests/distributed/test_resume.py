@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from keras_strategy.testing import WorkerRunner
-from tests.distributed import backup_jobs
+from tests.distributed import resume_jobs
 from tests.equality.compare import largest
 
 
@@ -21,7 +21,7 @@ def of_two(starter, tmp_path_factory):
     """What two workers end with, and the folder of a backup that they left."""
     folder = tmp_path_factory.mktemp("two")
     with WorkerRunner(2, timeout_seconds=300, starter=starter) as runner:
-        results = runner.run(backup_jobs.whole_and_resumed, str(folder))
+        results = runner.run(resume_jobs.whole_and_resumed, str(folder))
     return results, folder / "left"
 
 
@@ -38,7 +38,7 @@ def test_resume_with_equal_number_of_workers(of_two):
 def test_resume_after_preemption(starter, tmp_path):
     """All end after the same batch, though one was asked to."""
     with WorkerRunner(2, timeout_seconds=300, starter=starter) as runner:
-        ends = runner.run(backup_jobs.preempted, str(tmp_path))
+        ends = runner.run(resume_jobs.preempted, str(tmp_path))
     assert ends == [(75, 2), (75, 2)]
     assert [file.name for file in tmp_path.iterdir()] == ["backup-000000001.npz"]
 
@@ -57,12 +57,12 @@ def test_resume_with_another_number_of_workers(of_two, starter, mirrored, tmp_pa
     for name in ("three", "one"):
         shutil.copytree(left, tmp_path / name)
     one = mirrored(1)
-    same(whole, backup_jobs.train(str(tmp_path / "one"), seed=98, strategy=one))
+    same(whole, resume_jobs.train(str(tmp_path / "one"), seed=98, strategy=one))
     from_one = tmp_path / "from one"
-    assert backup_jobs.train(str(from_one), killed=True, strategy=one) is None
+    assert resume_jobs.train(str(from_one), killed=True, strategy=one) is None
     for count, folder in ((3, tmp_path / "three"), (2, from_one)):
         with WorkerRunner(count, timeout_seconds=300, starter=starter) as runner:
-            for resumed in runner.run(backup_jobs.train, str(folder), seed=99):
+            for resumed in runner.run(resume_jobs.train, str(folder), seed=99):
                 same(whole, resumed)
         assert not pathlib.Path(folder).exists()
 
@@ -76,11 +76,11 @@ def test_resume_on_another_backend(tmp_path):
         "KERAS_BACKEND": others[this],
         "KERAS_STRATEGY_LOGICAL_CPUS": "3",
     }
-    whole = backup_jobs.train_anywhere(str(tmp_path / "whole"))
+    whole = resume_jobs.train_anywhere(str(tmp_path / "whole"))
     folder, result = tmp_path / "backup", tmp_path / "result.npz"
-    assert backup_jobs.train_anywhere(str(folder), killed=True) is None
+    assert resume_jobs.train_anywhere(str(folder), killed=True) is None
     done = subprocess.run(
-        [sys.executable, "-m", "tests.distributed.backup_jobs", folder, result],
+        [sys.executable, "-m", "tests.distributed.resume_jobs", folder, result],
         env=environment,
         cwd=pathlib.Path(__file__).parents[2],
         capture_output=True,

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.distributed import only_replica_jobs as jobs
+from tests.distributed import single_replica_jobs as jobs
 from tests.distributed.test_training import equal
 
 BACKEND = keras.backend.backend()

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_strategy.testing import WorkerRunner
-from tests.distributed import jobs, own_rows_jobs, sharding_jobs
+from tests.distributed import jobs, local_rows_jobs, sharding_jobs
 from tests.distributed import tpu_jobs as tpu
 from tests.distributed.test_training import equal
 
@@ -20,7 +20,7 @@ def test_two_hosts_equal_one_device(starter, tmp_path):
     looped = jobs.custom_loop(alone=True)
     shared = sharding_jobs.train(None, str(tmp_path), alone=True)["fitted"]
     factors = tpu.of_factors(alone=True)["trained"]
-    (own,) = own_rows_jobs.of_tables(["equal"], 2, alone=True)
+    (own,) = local_rows_jobs.of_tables(["equal"], 2, alone=True)
     for rank, result in enumerate(results):
         assert result["topology"] == [
             [1, 2, 1, 2],

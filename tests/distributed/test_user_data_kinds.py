@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.distributed import own_kinds_jobs as jobs
+from tests.distributed import user_data_jobs as jobs
 from tests.distributed.test_training import equal
 
 

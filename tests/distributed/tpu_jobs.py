@@ -10,7 +10,7 @@ from keras import layers
 import keras_strategy as ks
 from keras_strategy.core.registry import get_engine
 from keras_strategy.testing import simulated_tpu
-from tests.distributed import jobs, own_rows_jobs, sharding_jobs
+from tests.distributed import jobs, local_rows_jobs, sharding_jobs
 
 MESH = (2, 2, 1, 2)
 # Of all dense layers here the rows of the kernel can be halved.
@@ -38,7 +38,7 @@ def on_hosts(folder: str) -> dict[str, Any]:
     result["shared"] = sharding_jobs.train("parameters", folder)
     result["factors"] = of_factors()
     jobs.make_strategy = strategy_of
-    result["own"] = own_rows_jobs.of_tables(["equal"], 2)
+    result["own"] = local_rows_jobs.of_tables(["equal"], 2)
     result["refused"] = _refused()
     return result
 

@@ -8,7 +8,7 @@ import re
 import sys
 
 
-def listens_at() -> list[str]:
+def listening_addresses() -> list[str]:
     """The addresses at which this process listens, as Linux tells."""
     own = set()
     for name in os.listdir("/proc/self/fd"):

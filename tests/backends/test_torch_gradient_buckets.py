@@ -19,7 +19,7 @@ from keras_strategy.backends.torch.gradient_buckets import (  # noqa: E402
 )
 from keras_strategy.core.collectives import CHECKSUM_TAIL, call_checksum  # noqa: E402
 from keras_strategy.core.step_state import StepState  # noqa: E402
-from tests.backends.test_torch_announcing import WORKERS, of_all  # noqa: E402
+from tests.backends.test_torch_collective_check import WORKERS, of_all  # noqa: E402
 
 SIZE = 5
 
