@@ -35,6 +35,7 @@ import pytest
 
 import keras_strategy as ks
 from keras_strategy.testing import WarmStarter, WorkerRunner
+from tests.full_suite import find_full
 
 # Not by the environment variable: programs that tests start would inherit it, and
 # import an engine with the package.
@@ -106,6 +107,9 @@ def is_engineless(item):
 
 
 def pytest_collection_modifyitems(items):
+    names = [item.nodeid.removeprefix("tests/") for item in items]
+    for position in find_full(names):
+        items[position].add_marker(pytest.mark.full)
     if keras.backend.backend() == "torch":
         return
     for item in items:
@@ -158,7 +162,14 @@ def program(starter, tmp_path):
     return run
 
 
-@pytest.fixture(params=[2, 3, 4], ids=lambda n: f"{n}replicas")
+@pytest.fixture(
+    params=[
+        pytest.param(2, marks=pytest.mark.full),
+        3,
+        pytest.param(4, marks=pytest.mark.full),
+    ],
+    ids=lambda n: f"{n}replicas",
+)
 def replicas(request) -> int:
     return request.param
 

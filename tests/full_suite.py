@@ -1,0 +1,81 @@
+"""Tests that only `make test-full` runs: long tables, combinations and rare faults.
+
+`make test` runs the rest: every behavior once on each backend. Keys are the beginnings
+of node ids without "tests/". The value is how many of these tests `make test` keeps,
+evenly spaced.
+"""
+
+KEPT = {
+    # Long tables.
+    "training/test_equality_table.py::": 10,
+    "training/test_audit.py::test_row_dependence_warns": 9,
+    "training/test_audit.py::test_non_mean_gradients_warn": 4,
+    "training/test_input_kinds.py::test_fit_evaluate_and_predict": 5,
+    "training/test_sharding.py::test_equality_table_with_sharding": 0,
+    # Programs of other authors, of the documentation and of the examples.
+    "ports/": 0,
+    "test_docstrings.py::test_example": 0,
+    "test_examples.py::test_example_runs[": 1,
+    "test_examples.py::test_example_runs_on_its_backend": 0,
+    "test_examples.py::test_notebook_runs_in_kernel": 0,
+    "test_examples.py::test_program_block_runs": 0,
+    "test_pages.py::test_page_code_runs": 0,
+    "testing/test_worker_runner.py::test_docstring_examples_run": 0,
+    # Costs of a step, and measurements.
+    "benchmarks/test_sides.py::test_row_is_measured": 0,
+    "cluster/test_scale.py::": 0,
+    "speed/": 0,
+    # Faults.
+    "distributed/test_launcher.py::test_restarted_training": 0,
+    "faults/": 3,
+    "training/test_killed_process.py::": 0,
+    # Combinations.
+    "backends/test_jax_workers.py::test_replicas_of_different_shapes": 1,
+    "backends/test_torch_compiled.py::test_compiler_backend_is_respected": 0,
+    "backends/test_torch_compiled.py::test_forward_pass_is_compiled": 2,
+    "backends/test_torch_compiled.py::test_unsupported_models": 1,
+    "backends/test_torch_compiled_workers.py::": 0,
+    "core/test_custom_loop.py::test_custom_loop_equals_one_device": 2,
+    "distributed/test_collectives.py::test_collectives_of_workers": 1,
+    "distributed/test_gradient_buckets.py::test_workers_equal_one_process": 3,
+    "distributed/test_local_rows.py::test_local_rows_give_one_devices_weights": 1,
+    "distributed/test_resume.py::test_resume_on_another_backend": 0,
+    "distributed/test_sharding.py::": 1,
+    "distributed/test_tensorflow.py::test_fit_in_many_ways_equals_one_device": 0,
+    "distributed/test_tpu.py::": 0,
+    "distributed/test_training.py::test_fit_equals_one_device": 1,
+    "distributed/test_user_data_kinds.py::test_fit_with_users_data_kinds": 0,
+    "launch/test_run.py::test_environment_sets_devices_by_default": 0,
+    "launch/test_subcommands.py::test_doctor_of_healthy_machine": 0,
+    "strategies/test_tpu.py::test_custom_loop_equals_one_device": 1,
+    "strategies/test_tpu.py::test_fit_equals_one_device": 1,
+    "strategies/test_tpu.py::test_sharded_state_of_replicas": 1,
+    "test_imports.py::test_any_public_name_can_be_first": 0,
+    "training/test_entry_points.py::test_predict_without_training": 2,
+    "training/test_models.py::test_cloned_model": 1,
+    "training/test_models.py::test_deep_copied_model": 1,
+    "training/test_models.py::test_lazily_built_model": 1,
+    "training/test_random_in_run.py::test_keras_layers_in_run": 1,
+    "training/test_resume.py::test_dataset_with_state_dict_resumes": 2,
+    "training/test_resume.py::test_preempted_training_resumes": 1,
+    "training/test_resume.py::test_tf_data_resumes": 1,
+    "training/test_resume.py::test_training_resumes": 3,
+    "training/test_saving.py::test_saved_model_loads": 3,
+    "training/test_sharding.py::test_backup_resumes_with_other_replica_count": 0,
+    "training/test_sharding.py::test_clipping_decay": 1,
+    "training/test_sharding.py::test_custom_step_with_sharding": 1,
+    "training/test_sharding.py::test_optimizers_that_are_not_elementwise": 1,
+    "training/test_sharding.py::test_repeated_embedding_rows": 1,
+    "training/test_state.py::test_differing_state_is_refused": 2,
+    "training/test_state_between_fits.py::test_changes_between_fits": 0,
+}
+
+
+def find_full(names: list[str]) -> list[int]:
+    """Return the positions of the tests that `make test` leaves out."""
+    found = []
+    for beginning, kept in KEPT.items():
+        positions = [i for i, name in enumerate(names) if name.startswith(beginning)]
+        stride = -(-len(positions) // kept) if kept else 0
+        found += [p for i, p in enumerate(positions) if not stride or i % stride]
+    return found
