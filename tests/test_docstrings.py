@@ -1,4 +1,4 @@
-"""The examples of public docstrings run as they stand."""
+"""Public docstrings are complete, and their examples run as they stand."""
 
 import importlib
 import inspect
@@ -66,3 +66,75 @@ def test_example(code, monkeypatch, tmp_path):
     # For a program of a user's it imports Keras, which takes seven seconds.
     monkeypatch.setattr(WarmStarter.__init__, "__defaults__", (("numpy",),))
     exec(compile(code, "<example>", "exec"), {})
+
+
+def is_ours(name, value):
+    """Return False for what modules import, and for the command-line interface."""
+    module = getattr(getattr(value, "fget", value), "__module__", "") or ""
+    imported = "keras_strategy.core.registry", "keras_strategy.core.unsupported_names"
+    return (
+        module.startswith("keras_strategy")
+        and module not in imported
+        and not name.startswith("launch.")
+    )
+
+
+def is_override(name, public):
+    """Return True for a method that a base class describes."""
+    owner, _, method = name.rpartition(".")
+    classes = getattr(public.get(owner), "__mro__", ())
+    return sum(method in vars(each) for each in classes) > 1
+
+
+def find_gaps(value):
+    """List what the docstring of a public object lacks."""
+    text = inspect.cleandoc(value.__doc__ or "")
+    if not text:
+        return ["a docstring"]
+    if isinstance(value, property):
+        return []
+    function = getattr(value, "__func__", value)
+    gaps = []
+    if inspect.isclass(value):
+        function = vars(value).get("__init__")
+    if function is None or not inspect.isfunction(function):
+        return gaps
+    section = re.search(r"^(?:Args|Attributes):\n((?: +.*\n|\n)*)", f"{text}\n", re.M)
+    described = re.findall(r"^ {4}\*{0,2}(\w+)", section[1], re.M) if section else []
+    for parameter in inspect.signature(function).parameters.values():
+        private = parameter.name.startswith("_") or parameter.name in ("self", "cls")
+        variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if not private and not variadic and parameter.name not in described:
+            gaps.append(f"Args: {parameter.name}")
+    returned = function.__annotations__.get("return")
+    summary = text.partition("\n")[0].lower()
+    describes_result = re.search(r"^(Returns|Yields):", text, re.M) or any(
+        word in summary for word in ("return", "yield", "context manager")
+    )
+    if (
+        not inspect.isclass(value)
+        and returned not in (None, "None")
+        and not describes_result
+    ):
+        gaps.append("Returns")
+    return gaps
+
+
+# Users do not create these.
+RETURNED = {
+    *("DistributedDataset", "DistributedIterator", "ReplicaContext"),
+    "testing.WorkerFailed",
+}
+
+
+def test_public_docstrings_are_complete():
+    public = documented()
+    gaps = {
+        name: found
+        for name, value in public.items()
+        if is_ours(name, value)
+        and name not in RETURNED
+        and not is_override(name, public)
+        and (found := find_gaps(value))
+    }
+    assert not gaps

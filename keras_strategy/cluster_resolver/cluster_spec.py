@@ -114,15 +114,37 @@ class ClusterSpec:
         return list(self._jobs)
 
     def num_tasks(self, job_name: str) -> int:
-        """Return the number of tasks in a job; gaps in the indices do not count."""
+        """Return the number of tasks in a job; gaps in the indices do not count.
+
+        Args:
+            job_name: The name of the job, such as `"worker"`.
+
+        Raises:
+            ValueError: If there is no such job.
+        """
         return len(self._job(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
-        """Return the indices of a job's tasks, in ascending order."""
+        """Return the indices of a job's tasks, in ascending order.
+
+        Args:
+            job_name: For example `"worker"`.
+
+        Raises:
+            ValueError: If there is no such job.
+        """
         return list(self._job(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
-        """Return the address of one task."""
+        """Return the address of one task, as `"host:port"`.
+
+        Args:
+            job_name: For example `"worker"`.
+            task_index: The index of the task in its job.
+
+        Raises:
+            ValueError: If there is no such task.
+        """
         tasks = self._job(job_name)
         if task_index not in tasks:
             raise ValueError(
@@ -132,7 +154,14 @@ class ClusterSpec:
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """Return the addresses of a job by task index, with `None` for each gap."""
+        """Return the addresses of a job by task index, with `None` for each gap.
+
+        Args:
+            job_name: For example `"worker"`.
+
+        Raises:
+            ValueError: If there is no such job.
+        """
         tasks = self._job(job_name)
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 

@@ -347,10 +347,14 @@ class TPUClusterResolver(ClusterResolver):
         zone: str | None = None,
         project: str | None = None,
     ) -> TPUClusterResolver:
-        """Make a resolver, and look up the TPU at once.
+        """Return a resolver that has looked up the TPU.
 
-        The backend initializes the TPU itself when it first uses it. The arguments
-        are those of `TPUClusterResolver`.
+        The backend initializes the TPU itself when it first uses it.
+
+        Args:
+            tpu: See `TPUClusterResolver`.
+            zone: See `TPUClusterResolver`.
+            project: See `TPUClusterResolver`.
 
         Raises:
             ValueError: If there is no such TPU.

@@ -46,7 +46,10 @@ class PerWorkerValue:
         self._values = tuple(values)
 
     def of_worker(self, index: int) -> Any:
-        """Return the value of the worker with this index.
+        """Return the value of one worker.
+
+        Args:
+            index: The index of the worker.
 
         Raises:
             ValueError: If it has none.

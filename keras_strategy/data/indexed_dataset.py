@@ -142,7 +142,11 @@ class IndexedDataset(keras.utils.PyDataset):
         return epoch if dataset is self else self._epoch
 
     def iterate_in_epoch_order(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield batches that read this dataset, all in the order of one epoch."""
+        """Yield batches that read this dataset, all in the order of one epoch.
+
+        Args:
+            batches: An iterable that reads rows of this dataset.
+        """
         epoch = self._epoch
         iterator = iter(batches)
         while True:
@@ -177,7 +181,7 @@ class IndexedDataset(keras.utils.PyDataset):
         return order[1][begin:end].tolist()
 
     def read(self, rows: Sequence[int]) -> Any:
-        """Read rows of the source as a batch.
+        """Return rows of the source as a batch.
 
         Args:
             rows: Their indices.
@@ -195,7 +199,11 @@ class IndexedDataset(keras.utils.PyDataset):
         return {"epoch": self._epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was called."""
+        """Continue where `state_dict` was called.
+
+        Args:
+            state: What `state_dict` returned.
+        """
         self._epoch = state["epoch"]
 
 

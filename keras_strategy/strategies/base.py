@@ -528,21 +528,34 @@ class Strategy(Reports):
     )
 
     def unwrap(self, value: Any) -> tuple[Any, ...]:
-        """Return `experimental_local_results(value)`; the old name."""
+        """Return `experimental_local_results(value)`; the old name.
+
+        Args:
+            value: A distributed value.
+        """
         warn_deprecated("Strategy.unwrap", "strategy.experimental_local_results")
         return self.experimental_local_results(value)
 
     def colocate_vars_with(
         self, colocate_with_variable: keras.Variable
     ) -> contextlib.AbstractContextManager[None]:
-        """Return `extended.colocate_vars_with(...)`; the old name."""
+        """Return `extended.colocate_vars_with(...)`; the old name.
+
+        Args:
+            colocate_with_variable: A variable of this strategy.
+        """
         warn_deprecated(
             "Strategy.colocate_vars_with", "strategy.extended.colocate_vars_with"
         )
         return self.extended.colocate_vars_with(colocate_with_variable)
 
     def experimental_run(self, fn: Callable[..., Any], input_iterator: Any = None):
-        """Call `run` with the next element of an iterator; the old name."""
+        """Return `run` with the next element of an iterator; the old name.
+
+        Args:
+            fn: The function that runs on each replica.
+            input_iterator: The iterator; without one, `fn` gets no arguments.
+        """
         warn_deprecated(
             "Strategy.experimental_run", "strategy.run(fn, args=(next(iterator),))"
         )

@@ -111,7 +111,7 @@ class WarmStarter:
         stderr: Any,
         imports_beside: bool = True,
     ) -> Process:
-        """Start a script, warm if its environment allows that.
+        """Start a script and return its process, warm if its environment allows that.
 
         Args:
             name: Its name in messages, such as `"worker 1"`.

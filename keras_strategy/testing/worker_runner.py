@@ -264,7 +264,11 @@ class WorkerRunner:
         self._processes[rank].signal(number)
 
     def output(self, rank: int) -> str:
-        """Return what a worker has written so far to stdout and stderr."""
+        """Return what a worker has written so far to stdout and stderr.
+
+        Args:
+            rank: The worker's rank.
+        """
         with open(self._path(f"output{rank}"), "rb") as file:
             return file.read().decode(errors="replace")
 

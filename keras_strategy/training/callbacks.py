@@ -122,7 +122,11 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._training: ResumableFit | None = None
 
     def attach(self, training: ResumableFit | None) -> None:
-        """Set the `fit` in which this callback is called."""
+        """Set the `fit` in which this callback is called.
+
+        Args:
+            training: The training; None when it ends.
+        """
         self._training = training
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -142,7 +146,11 @@ class BackupAndRestore(keras.callbacks.Callback):
             self._training.clear()
 
     def saver(self, training: ResumableFit) -> keras.callbacks.Callback:
-        """Return the callback that saves, to run after all others."""
+        """Return the callback that saves, to run after all others.
+
+        Args:
+            training: The training that it saves.
+        """
         config = self.save_before_preemption
         if config:
             if not isinstance(config, TerminationConfig):

@@ -228,7 +228,11 @@ class CrossDeviceOps:
         return has_custom_sum or type(self) not in BUILTIN_OPS
 
     def log_no_effect(self, where: str) -> None:
-        """Log that `where`, such as `"JAX"`, ignores this choice."""
+        """Log that a backend ignores this choice.
+
+        Args:
+            where: The backend's name, such as `"JAX"`.
+        """
         logger.info(
             "cross_device_ops=%r has no effect on %s, which chooses its own "
             "collectives.",
