@@ -89,14 +89,14 @@ class Watch:
     def watching(self) -> Iterator[None]:
         """Context manager around `fit` that counts."""
         member, workers = self._member, self._workers
-        agree, tell, gather = member.exchange, member.start_exchange, workers.gather
+        start_exchange, gather = member.start_exchange, workers.gather
 
-        def agree_noted(operation, value=None, *seconds):
+        def exchange_noted(operation, value=None, *seconds):
             self._note(operation)
-            return agree(operation, value, *seconds)
+            return start_exchange(operation, value, *seconds)()
 
-        def tell_noted(operation, value=None):
-            step, answer = self._step, tell(operation, value)
+        def start_exchange_noted(operation, value=None, *seconds):
+            step, answer = self._step, start_exchange(operation, value, *seconds)
 
             def wait():
                 if self._step == step:
@@ -111,7 +111,8 @@ class Watch:
                 self.row_bytes += np.asarray(tensor).nbytes
             return gather(this, name, tensor, axis)
 
-        member.exchange, member.start_exchange = agree_noted, tell_noted
+        member.exchange = exchange_noted
+        member.start_exchange = start_exchange_noted
         workers.gather = gather_noted
         try:
             yield
