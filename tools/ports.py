@@ -35,7 +35,7 @@ up what is mere rounding there. The data are made up, or scikit-learn's digits. 
 JAX, batch normalizations see [a replica's rows](differences.md#results), and are frozen
 here.
 
-`make ports` runs all of them and writes this page; `make test` runs a sample. What
+`make ports` runs all of them and writes this page; `make test-full` runs a sample. What
 needs a package of its own is left out where that is not installed.
 """
 
