@@ -191,11 +191,12 @@ def test_concurrent_requests_are_answered(together, monkeypatch):
 
     def work(client, rank):
         client.exchange("start")
+        ready.wait(SOON)
         if rank == 2:
             client.failed.wait(SOON)
             return client.failure
         with client.track_operation("step"):
-            ready.wait(SOON)
+            inside.wait(SOON)
             if rank == 0:
                 client._coordinator._thread.run(
                     ask(client._coordinator, client.trace.operation)
@@ -208,7 +209,7 @@ def test_concurrent_requests_are_answered(together, monkeypatch):
                 rank, {"type": "inquire", "count": count, "timeout": 0.0}
             )
 
-    ready = threading.Barrier(2)
+    ready, inside = threading.Barrier(3), threading.Barrier(2)
     *waited, blamed = together(3, work, timeout=60)
     assert "worker 1 did not reach `step` within 0 s" in blamed
     for error in waited:
