@@ -15,12 +15,13 @@ export BACKENDS
 
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-full lint ruff format pyright imports private writing docs clean equality \
-    peer ports compat bench gpu hooks errors names drop-hooks faults pictures gallery wheel
+.PHONY: help demo test test-full lint ruff format pyright imports private writing docs \
+    clean equality peer ports compat bench gpu hooks errors names drop-hooks faults \
+    pictures gallery wheel
 
 help:
 	@echo "make demo      train on two devices and on one, on every backend"
-	@echo "make test      run every test of a behavior on every backend"
+	@echo "make test      run every behaviour once, on every backend"
 	@echo "make test-full  run the rest: long tables, combinations and rare faults"
 	@echo "make equality  the table of what equals one device, on every backend"
 	@echo "make peer      Keras's own trainer tests inside a scope, on every backend"

@@ -89,14 +89,15 @@ class Watch:
     def watching(self) -> Iterator[None]:
         """Context manager around `fit` that counts."""
         member, workers = self._member, self._workers
-        start_exchange, gather = member.start_exchange, workers.gather
+        exchange, gather = member.exchange, workers.gather
+        start_exchange = member.start_exchange
 
         def exchange_noted(operation, value=None, *seconds):
             self._note(operation)
-            return start_exchange(operation, value, *seconds)()
+            return exchange(operation, value, *seconds)
 
-        def start_exchange_noted(operation, value=None, *seconds):
-            step, answer = self._step, start_exchange(operation, value, *seconds)
+        def start_exchange_noted(operation, value=None):
+            step, answer = self._step, start_exchange(operation, value)
 
             def wait():
                 if self._step == step:

@@ -7,13 +7,13 @@ that only start or watch others need neither.
 import ast
 import importlib
 import os
-import pathlib
+import pkgutil
 from typing import Any
 
 __version__ = "0.1.0"
 
 # The stub, which type checkers read, also lists the home module of each name here.
-_STUB = ast.parse(pathlib.Path(__file__).with_suffix(".pyi").read_text())
+_STUB = ast.parse(pkgutil.get_data(__name__, "__init__.pyi") or b"")
 _HOME_OF = {
     alias.name: node.module
     for node in _STUB.body

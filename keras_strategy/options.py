@@ -205,7 +205,7 @@ def check_communication_options(options: Any) -> CommunicationOptions:
 
 
 # The slots are descriptors, so that a field exists on the class like a property.
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class InputContext:
     """Part of the input that a dataset function creates.
 
@@ -229,10 +229,10 @@ class InputContext:
     num_replicas_in_sync: int = 1
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Return the rows of one replica: the global ones divided by the replicas.
+        """Return the number of rows of one replica's batch.
 
         Args:
-            global_batch_size: Rows of the global batch.
+            global_batch_size: Rows of the global batch, a multiple of the replicas.
 
         Raises:
             ValueError: If it is not a multiple of the number of replicas.
@@ -307,8 +307,8 @@ class InputOptions(_Fields):
     [Distributed input](distributed_input.md).
 
     Attributes:
-        experimental_fetch_to_device: False to prefetch elements to the host rather than
-            to the replicas' devices. Several workers prefetch to the host in any case.
+        experimental_fetch_to_device: False to prefetch elements to the host; True or
+            None to the replicas' devices. Several workers prefetch to the host.
         experimental_replication_mode: An `InputReplicationMode`. PER_REPLICA is for
             `distribute_datasets_from_function`.
         experimental_place_dataset_on_device: True to run the dataset itself on the

@@ -152,7 +152,7 @@ class Mirrored(DistributedValues):
 
 
 # The slots are descriptors, so that a field exists on the class like a property.
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class ValueContext:
     """Context of a function that creates the value of one replica.
 

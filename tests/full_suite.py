@@ -1,6 +1,6 @@
 """Tests that only `make test-full` runs: long tables, combinations and rare faults.
 
-`make test` runs the rest: every behavior once on each backend. Keys are the beginnings
+`make test` runs the rest: every behaviour once on each backend. Keys are the beginnings
 of node ids without "tests/". The value is how many of these tests `make test` keeps,
 evenly spaced.
 """

@@ -1,11 +1,13 @@
 """RunOptions."""
 
 import logging
+import weakref
 
 import keras
 import pytest
 
 import keras_strategy as ks
+from keras_strategy.values import ValueContext
 
 BACKEND = keras.backend.backend()
 
@@ -69,3 +71,8 @@ def test_bad_options_are_refused(two):
             two.run(lambda: 1, options=options)
     with pytest.raises(ValueError, match="compile='no'"):
         two.run(lambda: 1, options=ks.RunOptions(compile="no"))
+
+
+def test_contexts_can_be_weakly_referenced():
+    for context in (ks.InputContext(1, 0, 2), ValueContext(0, 2)):
+        assert weakref.ref(context)() is context

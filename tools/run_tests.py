@@ -2,7 +2,7 @@
 
     python tools/run_tests.py [--full] [PYTEST-ARGUMENT ...]
 
-Without arguments it runs every behavior once. `--full` runs the tests that are marked
+Without arguments it runs every behaviour once. `--full` runs the tests that are marked
 `full` instead: long tables, combinations and rare faults. Arguments of pytest, such as
 the path of a file, select from all tests.
 

@@ -133,13 +133,24 @@ class CoordinatorClient(process_exit.ExitHandler):
         self, operation: str, value: Any = None, seconds: float | None = None
     ) -> list[Any]:
         """Exchange a JSON value with all workers, and return the values by rank."""
-        return self.start_exchange(operation, value, seconds)()
+        request = self._encode_request(operation, value)
+        with self.track_operation(operation, seconds):
+            return self._wait_for_reply(self._send_request(*request), operation)
 
     def start_exchange(
-        self, operation: str, value: Any = None, seconds: float | None = None
+        self, operation: str, value: Any = None
     ) -> Callable[[], list[Any]]:
         """Start an exchange and return a function that waits for its result."""
         # It counts here: all workers make both kinds in the same order.
+        reply = self._send_request(*self._encode_request(operation, value))
+
+        def wait() -> list[Any]:
+            with self.track_operation(operation):
+                return self._wait_for_reply(reply, operation)
+
+        return wait
+
+    def _encode_request(self, operation: str, value: Any) -> tuple[int, str, bytes]:
         number = next(self._numbers)
         message = {"type": "exchange", "operation": operation, "value": value}
         name = f"`value` in {operation!r}"
@@ -152,21 +163,22 @@ class CoordinatorClient(process_exit.ExitHandler):
                 f"Expected {name} to be at most {transport.MAX_LINE} bytes of JSON. "
                 f"Received: {len(line)} bytes"
             )
+        return number, operation, line
+
+    def _send_request(self, number: int, operation: str, line: bytes) -> Any:
         self._replies[number] = reply = queue.SimpleQueue()
         # After the queue is registered: a failure from here on wakes its reader.
         self._check(operation)
         self._thread.call_soon(self._write, line)
+        return reply
 
-        def wait() -> list[Any]:
-            with self.track_operation(operation, seconds):
-                values = reply.get()
-                if values is None:
-                    self._check(operation)
-                    raise AssertionError("woken without a reason")
-                self.trace.record_exchange()
-            return values
-
-        return wait
+    def _wait_for_reply(self, reply: Any, operation: str) -> list[Any]:
+        values = reply.get()
+        if values is None:
+            self._check(operation)
+            raise AssertionError("woken without a reason")
+        self.trace.record_exchange()
+        return values
 
     def track_operation(
         self, operation: str, seconds: float | None = None

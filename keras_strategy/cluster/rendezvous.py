@@ -210,7 +210,10 @@ def open_listeners(
 
 
 def reserve_name(name: str) -> socket.socket | None:
-    """Return a socket that holds a name, if there are any; OSError if it is taken."""
+    """Reserve a name on this machine until the returned socket is closed.
+
+    Return None where the system has no such names. Raise OSError if it is reserved.
+    """
     if sys.platform != "linux":
         return None
     holder = None

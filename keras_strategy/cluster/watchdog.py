@@ -76,14 +76,15 @@ class OperationTrace:
         self._thread_id = threading.get_ident()
         self._count = 0
         self._exchanges = self._count_at_exchange = 0
-        self._since: deque[str] = deque(maxlen=_MAX_NAMES)
+        # Operations since the last exchange, each with its number since then.
+        self._since: deque[tuple[int, str]] = deque(maxlen=_MAX_NAMES)
 
     def enter(self, name: str, seconds: float | None = None) -> Operation | None:
         """Enter an operation, with its own time limit if any; return the outer one."""
         outer = self.operation
         self._count = count = self._count + 1
         self.last = name
-        self._since.append(name)
+        self._since.append((count - self._count_at_exchange, name))
         self.operation = Operation(count, name, time.monotonic(), seconds)
         return outer
 
@@ -107,8 +108,8 @@ class OperationTrace:
             where=where,
             stack=stack,
             exchanges=self._exchanges,
-            before=count - self._count_at_exchange - len(since),
-            since=since,
+            before=since[0][0] - 1 if since else 0,
+            since=[name for _, name in since],
             notes={**self.notes},
         )
 

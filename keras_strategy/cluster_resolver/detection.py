@@ -172,14 +172,16 @@ class Detection:
         return "\n".join(str(finding) for finding in self.findings)
 
 
-# In the order of precedence: TF_CONFIG is written for this program; then come the
-# launchers, then the machine. A launcher often runs inside a Slurm step or a pod, never
-# the other way round.
+# Other launchers set these variables as well.
 _find_torchrun = functools.partial(
     _find_variables, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 )
 _find_sagemaker = functools.partial(_find_variables, "SM_HOSTS", "SM_CURRENT_HOST")
+
 _Kind = tuple[str, Callable[[], Evidence], Callable[[], ClusterResolver]]
+# In the order of precedence: TF_CONFIG is written for this program; then come the
+# launchers, then the machine. A launcher often runs inside a Slurm step or a pod, never
+# the other way round.
 _KINDS: tuple[_Kind, ...] = (
     ("TF_CONFIG", _find_tf_config, TFConfigClusterResolver),
     ("torchrun", _find_torchrun, TorchrunClusterResolver),

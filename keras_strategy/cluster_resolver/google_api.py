@@ -84,7 +84,7 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedire
 
 def get_metadata(path: str) -> str:
     """Return the text at a path below `/computeMetadata/v1/`."""
-    # As Google's own clients do.
+    # In the order of Google's own clients.
     host = (
         os.environ.get("GCE_METADATA_HOST")
         or os.environ.get("GCE_METADATA_IP")

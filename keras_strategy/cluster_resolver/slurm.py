@@ -23,7 +23,7 @@ _NVIDIA_SMI_SECONDS = 10
 logger = logging.getLogger("keras_strategy")
 
 
-def _step_variable(name: str) -> str:
+def _get_step_variable(name: str) -> str:
     value = os.environ.get(name)
     if not value:
         raise RuntimeError(
@@ -34,8 +34,8 @@ def _step_variable(name: str) -> str:
     return value
 
 
-def _step_integer(name: str) -> int:
-    return as_int(_step_variable(name), name)
+def _get_step_integer(name: str) -> int:
+    return as_int(_get_step_variable(name), name)
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
@@ -103,7 +103,7 @@ def _assign_gpus(
     if per_node is None and per_task is None and _is_bound_by_slurm():
         return _Gpus(len(visible or []))
     if per_node is None:
-        visible = _installed_gpus() if visible is None else visible
+        visible = _list_installed_gpus() if visible is None else visible
         per_node = len(visible)
     if per_task is None:
         per_task = per_node // num_tasks
@@ -131,7 +131,7 @@ def _assign_gpus(
     return _Gpus(per_task, visible, visible[first : first + per_task])
 
 
-def _installed_gpus() -> list[str]:
+def _list_installed_gpus() -> list[str]:
     """Return the GPUs that nvidia-smi lists; none if it fails."""
     try:
         output = subprocess.run(
@@ -220,9 +220,9 @@ class SlurmClusterResolver(ClusterResolver):
         auto_set_gpu: bool = True,
         rpc_layer: str | None = "grpc",
     ) -> None:
-        self._rank = _step_integer("SLURM_PROCID")
+        self._rank = _get_step_integer("SLURM_PROCID")
         if jobs is None:
-            jobs = {"worker": _step_integer("SLURM_STEP_NUM_TASKS")}
+            jobs = {"worker": _get_step_integer("SLURM_STEP_NUM_TASKS")}
         self._port_base = port_number(port_base, "`port_base`")
         self._auto_set_gpu = auto_set_gpu
         self._rpc_layer = rpc_layer
@@ -292,9 +292,11 @@ def _count_tasks(tasks_per_node: int | Mapping[str, int] | None) -> dict[str, in
     if isinstance(tasks_per_node, Mapping):
         nodes = dict(tasks_per_node)
     else:
-        hosts = expand_hostlist(_step_variable("SLURM_STEP_NODELIST"))
+        hosts = expand_hostlist(_get_step_variable("SLURM_STEP_NODELIST"))
         if tasks_per_node is None:
-            counts = expand_tasks_per_node(_step_variable("SLURM_STEP_TASKS_PER_NODE"))
+            counts = expand_tasks_per_node(
+                _get_step_variable("SLURM_STEP_TASKS_PER_NODE")
+            )
         else:
             counts = [int(tasks_per_node)] * len(hosts)
         if len(counts) != len(hosts):

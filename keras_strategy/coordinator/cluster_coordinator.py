@@ -390,13 +390,11 @@ class DaskWorkers:
                 "Argument `cluster` must be at least 1 worker, or a Dask cluster. "
                 f"Received: cluster={cluster!r}"
             )
-        self._distributed: Any = import_extra(
-            "distributed", "coordinator", "ClusterCoordinator"
-        )
+        distributed = import_extra("distributed", "coordinator", "ClusterCoordinator")
         self._supervisor: subprocess.Popen[bytes] | None = None
         with contextlib.ExitStack() as stack:
             connect = self._start if isinstance(cluster, int) else self._find
-            self.client: Any = connect(cluster, stack)
+            self.client: Any = connect(distributed, cluster, stack)
             self._stack = stack.pop_all()
 
     def check(self) -> None:
@@ -414,9 +412,9 @@ class DaskWorkers:
         with contextlib.suppress(Exception):
             self._stack.close()
 
-    def _find(self, cluster: Any, stack: contextlib.ExitStack) -> Any:
+    def _find(self, distributed: Any, cluster: Any, stack: Any) -> Any:
         """Return a client of an existing cluster, given it or a scheduler's address."""
-        distributed, address = self._distributed, cluster
+        address = cluster
         if isinstance(cluster, distributed.Client):
             address = cluster.scheduler.address
         if not str(address).startswith("tls://"):
@@ -441,9 +439,8 @@ class DaskWorkers:
         stack.callback(client.close)
         return client
 
-    def _start(self, count: int, stack: contextlib.ExitStack) -> Any:
+    def _start(self, distributed: Any, count: int, stack: Any) -> Any:
         """Start a scheduler and workers, and return a client."""
-        distributed = self._distributed
         dask = import_extra("dask", "coordinator", "ClusterCoordinator")
         security = distributed.Security.temporary()
         with dask.config.set({"distributed.scheduler.http.routes": []}):

@@ -34,7 +34,7 @@ class WorkerCollectives(abc.ABC):
     """Collectives of a cluster's processes, one call at a time.
 
     All workers make the same calls in the same order, or get a RuntimeError. Messages
-    name calls: `name` says what the tensors are for.
+    name calls: `name` is the purpose of the tensors.
     """
 
     def __init__(self, cluster: "Cluster"):
@@ -106,7 +106,7 @@ class WorkerCollectives(abc.ABC):
     ) -> Exception:
         """Return the error for workers whose calls or layouts differ.
 
-        `which` says in words which of the sizes must be equal.
+        `which` has words for the sizes that must be equal.
         """
         if len(set(calls)) > 1:
             received = self.cluster.format_by_worker(f"`{call}`" for call in calls)

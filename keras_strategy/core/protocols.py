@@ -154,7 +154,7 @@ class ReplicaGroup(Protocol):
         """Copy each replica's array to its device, into a `PerReplica` of tensors.
 
         With one replica, return the tensor. The caller may overwrite `parts`. `alike`
-        tells if they have the same shape and dtype; None if unknown.
+        is True if they have the same shape and dtype; None if unknown.
         """
 
 

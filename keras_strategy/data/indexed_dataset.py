@@ -137,7 +137,7 @@ class IndexedDataset(keras.utils.PyDataset):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the iteration that asks, else the next one."""
+        """The epoch of the iteration that this thread reads, else the next one."""
         dataset, epoch = _reading.get()
         return epoch if dataset is self else self._epoch
 

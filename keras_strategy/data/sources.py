@@ -311,9 +311,11 @@ class _Source:
                 self.first_batch,
                 len(passes),
             )
-        for count in [*passes, self.first_batch]:
-            iterator = self._start()
-            deque(itertools.islice(iterator, count), maxlen=0)
+        for count in passes:
+            # Nothing refers to this iterator when the next one starts.
+            deque(itertools.islice(self._start(), count), maxlen=0)
+        iterator = self._start()
+        deque(itertools.islice(iterator, self.first_batch), maxlen=0)
         return iterator
 
 

@@ -106,7 +106,7 @@ def distribute(
     start = local_start or start
 
     number = number_of_batches(dataset)
-    depth, device_depth = _prefetch_depths(strategy, [start], [dataset], options)
+    depth, device_depth = _configure_prefetch(strategy, [start], [dataset], options)
     if local_start is not None and not isinstance(dataset, IndexedDataset):
         depth = 0  # a DataLoader has `num_workers`, and observes random draws
     pauses = (number,) if number else ()
@@ -178,7 +178,7 @@ def distribute_from_function(
     starts = [batches_of(dataset, argument) for dataset in datasets]
     native = get_engine().distribute_natively(strategy, datasets, False, options)
     partial = not all(map(has_fixed_shapes, datasets))
-    depth, device_depth = _prefetch_depths(strategy, starts, datasets, options)
+    depth, device_depth = _configure_prefetch(strategy, starts, datasets, options)
     shortest = options is not None and options.end_with_first_worker
     sources = SourceStates(datasets, starts, turns)
 
@@ -330,7 +330,7 @@ def prefetch_depth(dataset: Any, options: InputOptions | None) -> int:
     return 0 if options is None else options.experimental_per_replica_buffer_size
 
 
-def _prefetch_depths(
+def _configure_prefetch(
     strategy: "Strategy",
     readers: Sequence[Any],
     datasets: Sequence[Any],
@@ -338,8 +338,8 @@ def _prefetch_depths(
 ) -> tuple[int, int]:
     """Return how many batches to prefetch, and how many of them to the devices.
 
-    One-shot readers prefetch by themselves, for all their iterations; stateful
-    iterators not even that.
+    Both are 0 for one-shot readers. They are set to prefetch by themselves, for all
+    their iterations, unless the iterator reports its own position.
     """
     depth = min(prefetch_depth(dataset, options) for dataset in datasets)
     if any(isinstance(reader, OneShotReader) for reader in readers):

@@ -274,16 +274,10 @@ def read_synchronized(
 ) -> Iterator[Any]:
     """Read what all workers read, one item ahead.
 
-    Args:
-        iterator: This worker's items, none of them None.
-        cluster: The workers.
-        operation: What they read, for messages.
-        describe: Returns JSON values, but no dict, for an item; called with None at the
-            end of the iterator.
-        accept: Called with an item and each worker's description of its own; returns
-            the item to yield, None at the end. It raises where they do not match.
-        pauses: Returns True if after so many items the next one is read only when it
-            is requested, which it may never be.
+    `describe` returns JSON values, but no dict, for an item, and for None at the end.
+    `accept` gets an item and all workers' descriptions, and returns the item to yield,
+    None at the end. `pauses` is True if after so many items the next one is read only
+    when it is requested, which it may never be.
     """
 
     def read():

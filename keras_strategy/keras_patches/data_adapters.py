@@ -192,7 +192,8 @@ def read_ahead(
 ) -> Iterable[Any]:
     """Return what a Keras loop reads, prefetched where this has no visible effect.
 
-    `batches` are of Keras's `iterator`, or values computed from each in `scope`.
+    `batches` are those of Keras's `iterator`, or values computed from them; they are
+    read in the context `scope`.
     """
     adapter = iterator.data_adapter
     dataset = getattr(adapter, "py_dataset", None)

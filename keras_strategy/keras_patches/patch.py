@@ -153,10 +153,14 @@ class FunctionPatch(Patch):
         property need not bind, and a partial saves a Python call.
         """
         function, when = self.function, self.condition
-        if when is None and binds:
-            return lambda *args, **kwargs: function(original, *args, **kwargs)
-        if when is None:
+        if when is None and not binds:
             return functools.partial(function, original)
+        if when is None:
+
+            def call_always(*args, **kwargs):
+                return function(original, *args, **kwargs)
+
+            return call_always
         if not inspect.signature(when).parameters:
 
             def replacement(*args, **kwargs):

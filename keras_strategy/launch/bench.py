@@ -94,7 +94,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 # A short and a long turn alternate.
 @functools.lru_cache(maxsize=2)
-def _batches(batch_size: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
+def _make_batches(batch_size: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
     """Return random inputs and classes, the same batch in every step."""
     random = np.random.default_rng(0)
     x = random.normal(size=(batch_size, _INPUTS)).astype("float32")
@@ -117,7 +117,7 @@ def _device_scope(on_cpu: bool) -> AbstractContextManager[Any]:
 
 def _turn(model: keras.Model, batch_size: int, on_cpu: bool) -> Turn:
     def train(steps: int) -> dict[str, float]:
-        x, y = _batches(batch_size, steps)
+        x, y = _make_batches(batch_size, steps)
         begin = time.perf_counter()
         with _device_scope(on_cpu):
             model.fit(x, y, batch_size=batch_size, verbose=0)

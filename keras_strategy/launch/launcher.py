@@ -74,11 +74,9 @@ class Launcher:
     grace_seconds: float = 30.0
 
     def run(self) -> int:
-        """Run the command to its end; call it in the main thread.
+        """Run the command to its end in the main thread; return its exit code.
 
-        Returns:
-            0, or the exit code of the worker that failed first, which is 128 and the
-            signal if one killed it; 130 after SIGINT.
+        That is 0, or the code of the worker that failed first; 130 after SIGINT.
         """
         with ReceivedSignals() as signals:
             restarts = failures = 0
@@ -242,15 +240,7 @@ class LastLines(collections.deque[bytes]):
 
 
 class PrefixedStream:
-    """Stream of a worker, forwarded by lines with the worker's name in front.
-
-    Args:
-        source: The file descriptor to read from.
-        target: The stream that receives complete lines.
-        name: The prefix of each line.
-        number: The worker's rank, which selects a colour.
-        last_lines: Receives every line, too.
-    """
+    """Stream of a worker, forwarded by lines with the worker's name in front."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ _PORT_IN_USE = re.compile(
 _random = random.SystemRandom()
 # The process that looks for ports does not open them: the workers that it starts do,
 # after they have imported a backend. Until then other programs would find the same
-# ports. So each port found is reserved by a name, which only one process can hold. The
+# ports. So each port found is reserved by a name, which only one process can bind. The
 # latest reservations last as long as this process.
 _MAX_RESERVATIONS = 200
 _reservations: collections.deque[socket.socket] = collections.deque()
@@ -138,16 +138,6 @@ def free_ports(count: int, among: range | None = None) -> list[int]:
     They are below the range from which the system assigns ports to connections, so only
     a server can take one before it is used. On Linux other programs that call this do
     not find them either, while this process lives and has not found many more.
-
-    Args:
-        count: The number of ports.
-        among: The range to search instead.
-
-    Returns:
-        Different ports, in random order.
-
-    Raises:
-        OSError: If there are too few.
 
     Example:
 

@@ -80,14 +80,6 @@ class WorkerProcess(Process):
     On Linux the kernel kills it when the *thread* that started it ends: start workers
     from a thread that outlives them, such as the main one.
 
-    Args:
-        name: Its name in messages, such as `"worker 1"`.
-        command: The program and its arguments.
-        environment: Its complete environment.
-        stdin: As of `subprocess.Popen`.
-        stdout: As of `subprocess.Popen`.
-        stderr: As of `subprocess.Popen`.
-
     Example:
 
     ```python
@@ -189,19 +181,12 @@ class Guard:
 
 
 class ProcessWatch:
-    """Watch over processes, which kills those that take too long to end.
-
-    Attributes:
-        running: The ranks of the processes that were not seen to end yet.
-        failed: The rank of the process that failed first; one that ended because
-            another failed counts only if no other did.
-
-    Args:
-        processes: The processes by rank.
-    """
+    """Watch over processes, which kills those that take too long to end."""
 
     def __init__(self, processes: Sequence[Process]) -> None:
         self.running: set[int] = set()
+        # The rank of the first failure; one that another failure caused counts only if
+        # no other did.
         self.failed: int | None = None
         self._processes = processes
         self._kill_at: float | None = None
@@ -209,12 +194,10 @@ class ProcessWatch:
     def until_all_ended(
         self, meanwhile: Callable[[], None], on_failure: Callable[[int], None]
     ) -> None:
-        """Return when all processes have ended.
+        """Call `meanwhile`, which waits, until all processes have ended.
 
-        Args:
-            meanwhile: Called repeatedly while some run; it should sleep or wait.
-            on_failure: Called with the status of the first failure, and again if that
-                one was caused by another process, which ended later.
+        `on_failure` gets the status of the first failure, and again if that one was
+        caused by another process, which ended later.
         """
         self.running = set(range(len(self._processes)))
         while self.running:

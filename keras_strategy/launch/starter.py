@@ -1,6 +1,7 @@
 """Programs that keep processes from outliving their launcher.
 
-It is run by its path, in a new interpreter, and imports only the standard library.
+This file is run by its path, in a new interpreter, and imports only the standard
+library.
 
 `starter.py PARENT_PID COMMAND...` becomes a command that dies with its parent. What it
 sets survives `exec`, so the worker is exactly the command. `preexec_fn` of `subprocess`

@@ -466,8 +466,9 @@ class StrategyExtended:
         for component in components:
             key = id(component)
             if key not in self._containers:
-                self._containers[key] = weakref.ref(variable)
-                weakref.finalize(component, self._containers.pop, key).atexit = False
+                forget = weakref.finalize(component, self._containers.pop, key, None)
+                forget.atexit = False
+            self._containers[key] = weakref.ref(variable)
         return components
 
 

@@ -4,6 +4,8 @@ It is run by its path, since `python -m` would import the whole package before a
 function that may not need it.
 """
 
+import importlib
+import operator
 import os
 import pickle
 import sys
@@ -15,7 +17,8 @@ def main(call_file: str, result_file: str) -> None:
         # First the path: the function and its arguments are importable only with it.
         existing = set(sys.path)
         sys.path.extend(p for p in pickle.load(file) if p not in existing)
-        function, args, kwargs = pickle.load(file)
+        module, qualname, args, kwargs = pickle.load(file)
+    function = operator.attrgetter(qualname)(importlib.import_module(module))
     result = function(*args, **kwargs)
     # Replace the file at once, so that no reader finds half a result.
     with open(result_file + ".part", "wb") as file:

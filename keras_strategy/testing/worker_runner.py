@@ -216,7 +216,9 @@ class WorkerRunner:
         if callable(target):
             with open(self._path("call"), "wb") as file:
                 pickle.dump(sys.path, file)
-                pickle.dump((target, args, kwargs), file)
+                # By name: pickle rejects functions whose decorator returns an object.
+                name = target.__module__, target.__qualname__
+                pickle.dump((*name, args, kwargs), file)
         cluster = LocalCluster.on_free_ports(
             self._workers, self._chief, self._devices_per_worker
         )

@@ -91,7 +91,7 @@ class FunctionFingerprint:
         self.key = None if self.changeable is None else place, key
 
     def is_current(self) -> bool:
-        """Return True if all that the function reads is unchanged. Every `run` asks."""
+        """Return True if all that the function reads is unchanged; for every `run`."""
         try:
             for read, value in self._reads:
                 if read() is not value:
@@ -198,7 +198,7 @@ def _is_immutable(kind: Any, value: Any) -> bool:
         owner = getattr(value, "__self__", None)
         return owner is None or isinstance(owner, types.ModuleType)
     if issubclass(kind, type):
-        return bool(value.__flags__ & 1 << 8)  # CPython's Py_TPFLAGS_IMMUTABLETYPE
+        return bool(value.__flags__ & (1 << 8))  # Py_TPFLAGS_IMMUTABLETYPE
     return issubclass(kind, enum.Enum)
 
 
@@ -284,8 +284,8 @@ class CompileCache(Generic[T]):
                 entries = list(self._entries.values())
                 oldest = min(entries, key=lambda x: x.compilation.last_call)
                 self._entries.pop(oldest.key, None)
-                for other in list(self._known):
-                    if other in self._known and self._known[other][1] is oldest:
+                for other, (_, used, _) in list(self._known.items()):
+                    if used is oldest:
                         self._known.pop(other, None)
             compilation = _Compilation(fingerprint.described, now, now)
             entry = self._entries[key] = _Entry(self._make(), key, compilation)
@@ -316,7 +316,7 @@ class CompileCache(Generic[T]):
         code = getattr(code, "__code__", type(code))
         previous = self._compilations.pop(code, None)
         if len(self._compilations) >= MAX_FUNCTIONS:
-            del self._compilations[next(iter(self._compilations))]
+            self._compilations.pop(next(iter(self._compilations)), None)
         self._compilations[code] = latest
         if previous is None:
             return

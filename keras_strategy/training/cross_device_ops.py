@@ -224,8 +224,7 @@ class CrossDeviceOps:
     @property
     def has_custom_reduce(self) -> bool:
         """True if sums may differ from the backend's own."""
-        has_custom_sum = getattr(self, "accumulation_fn", None) is not None
-        return has_custom_sum or type(self) not in BUILTIN_OPS
+        return type(self) not in BUILTIN_OPS
 
     def log_no_effect(self, where: str) -> None:
         """Log that a backend ignores this choice.
@@ -265,6 +264,11 @@ class _ReductionOnDevice(CrossDeviceOps):
         if reduce_op is ReduceOp.MEAN:
             total = total / len(values)
         return self.broadcast(total, destinations)
+
+    @property
+    def has_custom_reduce(self) -> bool:
+        """True if sums may differ from the backend's own."""
+        return self.accumulation_fn is not None or super().has_custom_reduce
 
 
 class ReductionToOneDevice(_ReductionOnDevice):

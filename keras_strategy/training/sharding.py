@@ -185,9 +185,8 @@ class OptimizerSharding:
 
     def gradient_indices(self, replica: int, weights: Sequence[Any]) -> list[int]:
         """Return the indices of the gradients that a replica applies."""
-        if (
-            self.elementwise
-        ):  # also to empty shards, so that all replicas count the step
+        if self.elementwise:
+            # Also to empty shards, so that all replicas count the step.
             return list(range(len(weights)))
         shards = [self.shards_for(weight, weight.shape) for weight in weights]
         return [i for i, shard in enumerate(shards) if shard.size_of(replica)]

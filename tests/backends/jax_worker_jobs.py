@@ -3,6 +3,7 @@
 import contextlib
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 from keras import layers, ops
@@ -82,7 +83,30 @@ def merged() -> dict:
     # Values of the variable's devices, of this process's and of none.
     v.assign(v * strategy.reduce("mean", np.float32(2.0)) + ops.ones(()) + 1)
     seen.append(float(v))
-    return {"seen": seen, "local": numpy_of(strategy.experimental_local_results(v))}
+    local = numpy_of(strategy.experimental_local_results(v))
+    return {"seen": seen, "local": local, "traced": traced(v), "mixed": mixed(strategy)}
+
+
+def traced(variable: keras.Variable) -> float:
+    """Return the result of a program that distributes a tensor to all workers."""
+    layout = variable.value.sharding
+    place = jax.jit(lambda x: keras.distribution.distribute_tensor(x, layout))
+    return float(np.asarray(place(np.float32(3)).addressable_data(0)))
+
+
+def mixed(strategy: ks.Strategy) -> list[float]:
+    """Call `run` with a program's output on one worker, plain values on the other."""
+    value = strategy.run(lambda: ops.ones(()))
+    if strategy.cluster_resolver.task_id == 1:
+        value = ks.PerReplica(list(strategy.experimental_local_results(value)))
+
+    def double(x):
+        return 2 * x
+
+    return [
+        float(strategy.reduce("sum", strategy.run(double, args=(value,))))
+        for _ in range(3)
+    ]
 
 
 class Own(keras.Model):

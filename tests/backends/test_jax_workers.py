@@ -63,6 +63,8 @@ def test_run_accepts_functions_of_all_replicas(results):
         last = (1 + 2 * n) * 4 + 2
         assert result["seen"] == [1 + n, 1 + 2 * n, (1 + 2 * n) * 2, last]
         assert all(part == last for part in result["local"])
+        assert result["traced"] == 3
+        assert result["mixed"] == [2 * n] * 3
 
 
 @pytest.mark.parametrize("results", [2], ids=["2x2"], indirect=True)

@@ -14,6 +14,7 @@ from keras_strategy.backends.torch import patches_optimizers  # noqa: E402
 OPTIMIZERS = {
     "adam": lambda: keras.optimizers.Adam(0.1),
     "amsgrad": lambda: keras.optimizers.Adam(0.1, amsgrad=True, epsilon=0.3),
+    "amsgrad, as a number": lambda: keras.optimizers.Adam(0.1, amsgrad=1),
     "betas": lambda: keras.optimizers.Adam(0.1, beta_1=0.5, beta_2=0.6),
     "adamw": lambda: keras.optimizers.AdamW(0.1, weight_decay=0.1, clipnorm=0.5),
     "schedule": lambda: keras.optimizers.Adam(

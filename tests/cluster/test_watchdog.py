@@ -9,6 +9,7 @@ from keras_strategy.cluster.watchdog import (
     RELAY_SECONDS,
     Fail,
     Operation,
+    OperationTrace,
     Send,
     Watchdog,
 )
@@ -166,3 +167,16 @@ def test_leaving_worker_does_not_wait(watchdog):
     watchdog.leave()
     assert look(watchdog, STEP, 0, 100) == []
     assert watchdog.on_disconnect("it ended") == []
+
+
+def test_trace_counts_operations_since_exchange(watchdog):
+    trace = OperationTrace()
+    trace.enter("start")
+    trace.record_exchange()
+    for number in range(70):
+        trace.enter(f"step {number}")
+    # An operation is entered while the watchdog reads the trace.
+    trace._count -= 1
+    state = trace.state(watchdog, 0.0)
+    assert state.before == 6
+    assert state.since[0] == "step 6" and len(state.since) == 64

@@ -322,6 +322,14 @@ def test_value_container(api):
         assert [f is v for f in found] == [True, True]
 
 
+def test_value_container_is_the_last_variable(two):
+    first = keras.Variable(1.0)
+    second = keras.Variable(first.value)  # on JAX with the same array
+    for variable in (first, second):
+        (component,) = two.extended.local_components(variable)
+    assert two.extended.value_container(component) is second
+
+
 def test_component_outlives_variable(two):
     with two.scope():
         v = keras.Variable(1.0)

@@ -1,5 +1,6 @@
 """What the workers of test_worker_runner.py do; no Keras, so that they start fast."""
 
+import functools
 import json
 import os
 import pathlib
@@ -16,6 +17,22 @@ def task() -> dict:
 
 def environment(*names: str) -> dict:
     return {name: os.environ.get(name) for name in names}
+
+
+class Decorated:
+    """What a decorator returns that wraps a function in an object."""
+
+    def __init__(self, function):
+        functools.update_wrapper(self, function)
+        self.function = function
+
+    def __call__(self):
+        return self.function()
+
+
+@Decorated
+def decorated() -> int:
+    return 3
 
 
 def nested(array, scale):

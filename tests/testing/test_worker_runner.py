@@ -50,6 +50,10 @@ def test_results_come_back_by_rank(runner):
     assert len(results) == 2
 
 
+def test_runner_calls_decorated_function(runner):
+    assert runner.run(functions.decorated) == [3, 3]
+
+
 def test_runner_reruns_on_new_ports(runner):
     first, _ = runner.run(os.getenv, "TF_CONFIG")
     second, _ = runner.run(os.getenv, "TF_CONFIG")

@@ -141,7 +141,10 @@ class ShardedPerReplica(PerReplica):
 
 
 class UnevenPerReplica(PerReplica):
-    """PerReplica value whose components differ, as all workers know, on some worker."""
+    """PerReplica value whose components differ in shape or dtype on some worker.
+
+    It is created on all workers at once, so they need not compare it.
+    """
 
 
 def shapes_and_dtypes(values: Sequence[Any]) -> list[tuple[tuple[int, ...], str]]:

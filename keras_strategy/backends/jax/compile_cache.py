@@ -120,7 +120,8 @@ class Arguments:
                 return repr(x.value)
             return type(x.value).__name__
 
-        return [leaf(x) for x in tree.flatten(self.structure)]
+        # `is_global` decides if later calls compare: all workers must, or none.
+        return [self.is_global, *map(leaf, tree.flatten(self.structure))]
 
 
 def flatten_arguments(

@@ -276,8 +276,8 @@ class EagerRunner:
             attributes = self._attributes.begin()
             values: dict[int, tuple] = {}
             replicas = [
-                EagerReplica(self._strategy, i, distribution, turns, own, values)
-                for i, own in enumerate(attributes)
+                EagerReplica(self._strategy, i, distribution, turns, changes, values)
+                for i, changes in enumerate(attributes)
             ]
             batch = find_batch_rows(args, kwargs)
             if batch is not None and batch.counts is not None:

@@ -53,8 +53,8 @@ _protocol.__array__ = raise_not_a_tensor
 class JaxEngine(Engine):
     """Implementation of `core.protocols.Engine`.
 
-    JAX has nothing to offer or to object in the methods that it inherits, which do
-    nothing and return None.
+    The inherited methods do nothing and return None: JAX supports what they would
+    reject, and lacks what they would return.
     """
 
     name = "jax"

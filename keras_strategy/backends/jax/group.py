@@ -336,7 +336,7 @@ class JaxReplicaGroup:
             alike = len(set(shapes_and_dtypes(arrays))) == 1
         if alike:
             return to_sharded(PerReplica(arrays), distribution)
-        # The workers compare arrays that they do not know at each use.
+        # Without `alike`, the workers compare the shapes and dtypes at each use.
         return PerReplica(arrays) if alike is None else UnevenPerReplica(arrays)
 
     def shard_tensor(self, tensor: Any, parts: Sequence[int]) -> Any:

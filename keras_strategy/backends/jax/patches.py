@@ -225,8 +225,10 @@ def _distribute_tensor(original, tensor, layout):
     # Also applies outside of the scope, where a variable may be assigned.
     is_ours = _is_strategy_sharding(sharding)
     if is_ours and not sharding.is_fully_addressable:
-        is_local = getattr(tensor, "is_fully_addressable", True)
-        if is_local and not sharding.is_fully_replicated:  # take the chief's value
+        # A tracer has no `is_fully_addressable`, so check the sharding first.
+        if not sharding.is_fully_replicated and getattr(
+            tensor, "is_fully_addressable", True
+        ):  # take the chief's value
             workers = distribution_of_sharding(sharding).workers
             (chiefs,) = workers.broadcast_if_different(
                 "the value of a sharded variable", [tensor]

@@ -264,9 +264,9 @@ class Runner:
     ) -> bool:
         """Return True if all workers call the same program.
 
-        Workers compare their arguments before a program is compiled, and later unless
-        each knows the others' from its own. If a worker does something else then, the
-        others wait in the program until the watchdog reports where each worker is.
+        Workers compare their arguments before a program is compiled, and later only
+        those that are not `is_global`. If a worker does something else then, the others
+        wait in the program until the watchdog reports where each worker is.
         """
         if self._workers is None or any(
             isinstance(x, UnevenPerReplica) for x in tree.flatten(inputs)

@@ -156,7 +156,7 @@ class TensorFlowWorkers(WorkerCollectives):
             flat = [tf.reshape(part, [-1]) for part in parts]
             bounds = [shares[index].bounds for index in indices]
             sizes = [
-                [end - begin for begin, end in (one[rank] for one in bounds)]
+                [shares[index].size_of(rank) for index in indices]
                 for rank in range(self.size)
             ]
             # An all-to-all sends chunks of equal size.

@@ -174,7 +174,9 @@ class CompiledFunction:
     def __call__(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         leaves = tree.flatten((args, kwargs))
         if any(map(isinstance, leaves, itertools.repeat(keras.Variable))):
-            # Pass variables as they are: a tf.function would pass their values.
+            # Pass variables as they are: a tf.function would pass their values. It
+            # compares an `IdentityKey` by value, because its `__slots__` allow no weak
+            # reference.
             args, kwargs = tree.map_structure(
                 lambda x: IdentityKey(x) if isinstance(x, keras.Variable) else x,
                 (args, kwargs),

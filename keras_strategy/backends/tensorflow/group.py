@@ -378,7 +378,7 @@ class TensorFlowGroup:
         with self.collective_scope(name), tf.device(self._first_device):
             values: list[Any] = [
                 x if isinstance(x, tf.IndexedSlices) else reduction.cast_for_sum(x)
-                for x in map(tensors.as_reducible, value.values)
+                for x in map(tensors.convert_to_reducible, value.values)
             ]
             if axis is None:
                 # Also sparse ones and those of unknown rank.

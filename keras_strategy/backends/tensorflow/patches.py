@@ -16,9 +16,9 @@ import tensorflow as tf
 from keras_strategy.backends.tensorflow.training import (
     MappedBatches,
     TrainingStrategy,
-    as_traceable,
+    make_traceable,
+    remove_optionals,
     sync_workers,
-    without_optionals,
 )
 from keras_strategy.core.context import distributed_replica
 from keras_strategy.core.per_replica_attributes import set_on_all_replicas
@@ -299,10 +299,10 @@ def _get_iterator(original, strategy, self):
     is_distributed = strategy.num_replicas_in_sync > 1
     if has_local_batches(self):
         local = len(strategy.extended.worker_devices)
-        batches = MappedBatches(without_optionals, original(self))
+        batches = MappedBatches(remove_optionals, original(self))
         batches = join_batches(self, batches, cluster, local, same_shapes=False)
         return MappedBatches(
-            as_traceable, batches if is_distributed else batches.as_read()
+            make_traceable, batches if is_distributed else batches.as_read()
         )
     if not hasattr(self, _LOCAL_ROWS):
         # Only once, because the shuffling of arrays continues from epoch to epoch.
@@ -317,9 +317,9 @@ def _get_iterator(original, strategy, self):
     batches = original(self) if local_rows is None else read_ahead(self, local_rows)
     counts = array_batch_counts(self.data_adapter)
     pauses = prefetch_pauses(self, batches)
-    elements = MappedBatches(without_optionals, batches)
+    elements = MappedBatches(remove_optionals, batches)
     return MappedBatches(
-        as_traceable,
+        make_traceable,
         SynchronizedBatches(elements, cluster, counts, pauses, warn_full_reads=True),
     )
 

@@ -88,7 +88,7 @@ def _draw_rows(
 
 
 class SeedGenerators:
-    """The process's and the replicas' generator; None until a replica draws."""
+    """Seed generators of one strategy, which are None until a replica draws."""
 
     def __init__(
         self, call_outside: Callable[..., Any], workers: "TensorFlowWorkers | None"

@@ -112,8 +112,8 @@ class TensorFlowReplica:
         self.group = group
         self._run_state = run_state
         self._has_drawn = False
-        # If set, writes keep the old value unless it holds. It takes the place of a
-        # tf.cond, in which replicas cannot run collectives.
+        # A scalar tensor: if it is false, writes keep the old value. None: always
+        # write. It replaces a tf.cond, in which replicas cannot run collectives.
         self.write_condition: Any = None
         self.step = StepState()
         self._native = tf.distribute.get_replica_context()

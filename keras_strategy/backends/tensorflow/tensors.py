@@ -30,7 +30,7 @@ def check_same_layout(values: Sequence[Any]) -> None:
 
 def concat_values(values: Sequence[Any], axis: int) -> Any:
     """Concatenate the replicas' tensors along `axis`, where their sizes may differ."""
-    values = [as_reducible(value) for value in values]
+    values = [convert_to_reducible(value) for value in values]
     check_same_dtype(values)
     shapes = [value.shape for value in values]
     received = f"Received: axis={axis!r} for values of the shapes {shapes}"
@@ -77,7 +77,7 @@ def sum_values(values: Sequence[Any]) -> Any:
     )
 
 
-def as_reducible(value: Any) -> Any:
+def convert_to_reducible(value: Any) -> Any:
     """Return a tensor or `tf.IndexedSlices`, or raise `ValueError`."""
     if isinstance(value, tf.IndexedSlices):
         return value

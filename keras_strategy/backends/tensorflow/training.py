@@ -213,7 +213,7 @@ _RANDOM_WARNING = (
 
 
 class MappedBatches:
-    """Batches that a function returns for others.
+    """Batches to each of which a function is applied.
 
     Lazy, because the start of an iteration may draw random numbers.
     """
@@ -226,7 +226,7 @@ class MappedBatches:
             yield self._fn(batch)
 
 
-def without_optionals(batch: Any) -> Any:
+def remove_optionals(batch: Any) -> Any:
     """Return a batch of a `tf.data.Dataset` with None for absent leaves."""
     if isinstance(batch, LocalRows):
         # As Keras's own datasets do.
@@ -236,7 +236,7 @@ def without_optionals(batch: Any) -> Any:
     )
 
 
-def as_traceable(batch: Any) -> Any:
+def make_traceable(batch: Any) -> Any:
     """Return a batch that a tf.function takes."""
     return TensorLocalRows(**vars(batch)) if isinstance(batch, LocalRows) else batch
 

@@ -49,9 +49,10 @@ class ShardedUpdateScope(keras.StatelessScope):
 
     @contextlib.contextmanager
     def shapes(self, full: bool = False) -> Iterator[None]:
-        """Give the variables the shapes of the shards.
+        """Give the variables the shapes of the shards, or their full shapes.
 
-        In a collective, in which other replicas take their turns, they are to be full.
+        Use `full` around a collective: other replicas, which take their turns in it,
+        use the same variables.
         """
 
         def set_shapes(shapes):

@@ -237,6 +237,7 @@ class ReplicaThreads:
             if not turns.wait_for_all(_INTERRUPT_TIMEOUT):
                 # They hang. The interpreter does not wait for them.
                 _threads[:] = [t for t in _threads if t not in pool.threads]
+            del pool  # ends its threads, although the traceback keeps this frame
             raise
         raised = [error for error in errors if error is not None]
         if raised:

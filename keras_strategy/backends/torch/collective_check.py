@@ -76,7 +76,6 @@ class BucketedAllReduce:
     def agree(self, verifier: Any, checksum: bytes, like: torch.Tensor) -> None:
         """Start using the buckets, given the checksum of the sum as one collective."""
         self.checksum = checksum
-        self._empty = like.new_empty(0)
         self._all_reduce, workers = verifier.all_reduce, verifier.workers
         tails = [checksum_tail(self.layout_checksum(i)) for i in range(len(self.sizes))]
         self._tails = [like.new_tensor(tail) for tail in tails]
@@ -105,7 +104,7 @@ class BucketedAllReduce:
         Return None on all workers if one of them did not send all buckets.
         """
         if not self._buckets:
-            self.begin(self._empty.new_empty(self.buffer_size))
+            self.begin(self._tails[0].new_empty(self.buffer_size))
         try:
             for bucket in self._buckets[self.sent :]:
                 self._works.append(self._all_reduce(bucket.zero_(), async_op=True))

@@ -158,7 +158,7 @@ _no_attributes: Any = _NoAttributes()
 
 
 @contextlib.contextmanager
-def _graph_context(any_context: Any, generators: Sequence[Any]) -> Iterator[None]:
+def _enter_graph_context(any_context: Any, generators: Sequence[Any]) -> Iterator[None]:
     """Let a replica's thread trace or execute a graph, whose layers have generators."""
     replica = thread_state.replica, current_turn.attributes
     _execution.replica, _execution.generators = replica, generators
@@ -319,7 +319,7 @@ class ForwardPass:
             return self._refuse("its inputs have masks", args, kwargs)
         values = list(map(replica.scope.get_current_value, self._variables))
         try:
-            with _graph_context(self._context, self._generators):
+            with _enter_graph_context(self._context, self._generators):
                 results = self._graph(values, args, kwargs)
         except Exception as error:
             # If it is the model's own error, the eager call raises it again.

@@ -281,12 +281,9 @@ def _call_module(original, replica, self, *args, training=None, **kwargs):
     """Compute with this replica's Parameters instead of the first replica's."""
     self.train(training is not False)
     module = self.module
-    norms = [(n, m) for n, m in module.named_modules() if isinstance(m, _BatchNorm)]
-    if (
-        norms
-        and module.training
-        and replica.context.strategy.batch_statistics == GLOBAL
-    ):
+    parts = module.named_modules() if module.training else ()
+    norms = [(name, part) for name, part in parts if isinstance(part, _BatchNorm)]
+    if norms and replica.context.strategy.batch_statistics == GLOBAL:
         name, norm = norms[0]
         raise ValueError(
             f"The strategy has batch_statistics='global', but the submodule "
@@ -451,13 +448,13 @@ def _get_metrics_result(original, strategy, self):
         return _base_metrics_result(self)
     group = strategy.extended.group
 
-    def contribution(variable):
+    def get_contribution(variable):
         components = state.get_or_create_components(variable, group.layout)
         return components.worker_contribution(variable)
 
     sum_all = functools.partial(group.workers.sum_all, "logs")
     with torch.no_grad():
-        return merge_worker_metrics(self, contribution, sum_all)
+        return merge_worker_metrics(self, get_contribution, sum_all)
 
 
 # The backend-independent method, which torch's trainer overrides since Keras 3.16.

@@ -83,7 +83,7 @@ def _fused_update(adam, tensors_of, grads, variables, learning_rate) -> bool:
         beta2=adam.beta_2,
         weight_decay=0.0,
         eps=adam.epsilon,
-        amsgrad=adam.amsgrad,
+        amsgrad=bool(maxima),
         maximize=False,
     )
     return True

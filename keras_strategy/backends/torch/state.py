@@ -90,7 +90,7 @@ class Components:
     def refresh(self, variable: Any) -> None:
         """Copy the first component to the others if other code wrote to it.
 
-        A torch optimizer, or code that modifies `variable.value`, knows no others.
+        A torch optimizer, or code that modifies `variable.value`, writes only that one.
         """
         if self.first._version == self.version or self.on_read or self.is_central:
             return

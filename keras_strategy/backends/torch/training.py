@@ -128,12 +128,12 @@ class BatchFunction:
         if all(layer.built for layer in all_layers(self._model)):
             return
 
-        def symbolic(array):
+        def make_symbolic(array):
             dtype = keras.backend.standardize_dtype(array.dtype)
             return keras.KerasTensor(array.shape, dtype)
 
         x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        self._model(tree.map_structure(symbolic, x))
+        self._model(tree.map_structure(make_symbolic, x))
 
     def _join_predictions(
         self, outputs: Any, weights: list[float], is_global: bool
@@ -220,7 +220,7 @@ def _split(batch: Any, strategy: Any) -> list[_LocalBatch]:
     first = 0 if local is None else bounds[0][0]
     has_arrays = any(map(is_numeric_array, arrays))
 
-    def local_batch(begin, end):
+    def make_local_batch(begin, end):
         part = slice(begin - first, end - first) if end > begin else slice(1)
 
         def rows_of(array):
@@ -237,7 +237,7 @@ def _split(batch: Any, strategy: Any) -> list[_LocalBatch]:
             has_arrays,
         )
 
-    return [local_batch(begin, end) for begin, end in bounds]
+    return [make_local_batch(begin, end) for begin, end in bounds]
 
 
 def _check(condition: Any, message: str) -> None:
