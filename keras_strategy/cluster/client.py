@@ -44,11 +44,6 @@ class CoordinatorClient(process_exit.ExitHandler):
 
     All workers make the same calls in the same order, each from one thread. When one of
     them fails, all end.
-
-    Attributes:
-        notes: What the error for a deadlock compares between workers, by topic.
-        failure: Why the workers cannot continue, once all know it.
-        failed: Event that is set then.
     """
 
     def __init__(
@@ -58,6 +53,7 @@ class CoordinatorClient(process_exit.ExitHandler):
         self._names, self._name, self._chief = names, names[rank], names[0]
         self.trace = watchdog.OperationTrace()
         self.notes = self.trace.notes
+        # Why the workers cannot continue, once all know it.
         self.failure: str | None = None
         self.failed = threading.Event()
         self.left = self._disconnected = False

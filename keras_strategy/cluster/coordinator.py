@@ -337,10 +337,7 @@ def _diagnose_deadlock(
 def _diagnose_timeout(
     names: Sequence[str], states: States, timeout_seconds: float
 ) -> tuple[str, str] | None:
-    """Return which workers hold up the others, as an error and their stacks.
-
-    Return None if all have arrived, the last one less than `timeout_seconds` ago.
-    """
+    """Return which workers hold up the others, as an error and their stacks."""
     front = max(states.values(), key=lambda state: state.count)
     reached = front.inside or front.last
     limit = f"within {timeout_seconds:g} s"
@@ -367,7 +364,7 @@ def _diagnose_timeout(
     if len(set(operations.values())) > 1:
         cause = _mismatch_message(names, operations)
     elif min(s.seconds for s in states.values() if s.inside) < timeout_seconds:
-        return None
+        return None  # the last one has just arrived
     else:
         cause = f"all workers reached `{reached}`, and it did not end {limit}"
     return cause, _format_stacks(names, states)

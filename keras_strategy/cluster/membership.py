@@ -110,11 +110,7 @@ _joined: Cluster | None = None
 
 
 def join_cluster(resolver: Any, options: CommunicationOptions) -> Cluster | None:
-    """Join the cluster, once in a process.
-
-    Return None where this process trains alone: without a resolver, as the only worker,
-    or as an evaluator.
-    """
+    """Join the cluster, once in a process; return None where it trains alone."""
     global _joined
     if resolver is None:
         return None
@@ -136,7 +132,7 @@ def join_cluster(resolver: Any, options: CommunicationOptions) -> Cluster | None
     if task_type == "evaluator" or len(tasks) == 1:
         return None
     names = tuple(job if job == "chief" else f"{job} {index}" for job, index in tasks)
-    addresses = tuple(cluster_spec.training_addresses(spec))
+    addresses = tuple(spec.task_address(*task) for task in tasks)
     rank = tasks.index((task_type, task_id))
     if _joined is not None:
         if (_joined.rank, _joined.addresses) == (rank, addresses):

@@ -18,12 +18,10 @@ _MARGIN = 3
 
 
 class TerminationNotice:
-    """Termination notice of this worker, which arrived at the monotonic time `since`.
-
-    `watch` is polled in a thread. None listens for SIGTERM, in the main thread only.
-    """
+    """Termination notice: SIGTERM in the main thread, or what `watch` polls."""
 
     def __init__(self, watch: Callable[[], bool] | None = None):
+        # The monotonic time of its arrival.
         self.since: float | None = None
         self._watch = watch
         self._stopped = threading.Event()

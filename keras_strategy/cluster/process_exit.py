@@ -70,11 +70,8 @@ def unregister(handler: ExitHandler) -> None:
 
 
 def exit_now(text: str, status: int) -> NoReturn:
-    """Print `text` and end this process without the interpreter's own exit.
-
-    The interpreter's exit would run the backend's, whose barriers wait for workers
-    that may no longer exist.
-    """
+    """Print `text` and end this process without the interpreter's own exit."""
+    # That would run the backend's, whose barriers wait for workers that may be gone.
 
     def write() -> None:
         if text:

@@ -23,7 +23,7 @@ from typing import Any
 
 from keras_strategy.cluster import transport
 from keras_strategy.cluster.transport import ProtocolError
-from keras_strategy.cluster_resolver.cluster_spec import join_host_port
+from keras_strategy.cluster_resolver.cluster_spec import join_host_port, split_host_port
 from keras_strategy.errors import ClusterError
 
 PORT_VARIABLE = "KERAS_STRATEGY_PORT"
@@ -33,14 +33,10 @@ SECRET_VARIABLE = "KERAS_STRATEGY_SECRET"
 
 
 def rendezvous_address(addresses: Sequence[str]) -> tuple[str, int]:
-    """Return the host and port of the rendezvous, from the workers' "host:port".
-
-    The host is the chief's. The port is KERAS_STRATEGY_PORT, or else the first one
-    after the chief's own that no worker on the chief's host uses.
-    """
+    """Return the chief's host, and the configured port or a free one after its own."""
     if not addresses:
         raise ValueError("Expected the address of at least one worker. Received: []")
-    host, port = _split(addresses[0])
+    host, port = split_host_port(addresses[0])
     if not host:
         raise ValueError(
             "Expected the address of the chief, where the workers connect, to be "
@@ -59,7 +55,7 @@ def rendezvous_address(addresses: Sequence[str]) -> tuple[str, int]:
     # Workers on one host often have consecutive ports.
     used = {
         p
-        for other, p in map(_split, addresses)
+        for other, p in map(split_host_port, addresses)
         if other == host or (is_loopback(other) and is_loopback(host))
     }
     for candidate in range(chief + 1, 65536):
@@ -108,7 +104,7 @@ def is_loopback(host: str) -> bool:
 
 def all_local(addresses: Sequence[str]) -> bool:
     """Return True if the addresses show that all workers are on this machine."""
-    hosts = {_split(address)[0] for address in addresses}
+    hosts = {split_host_port(address)[0] for address in addresses}
     if all(map(is_loopback, hosts)):
         return True
     # One name of this machine for all. Another machine's may forward its ports.
@@ -127,17 +123,6 @@ def local_addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
             probe.bind((address[0], 0))
             addresses.append((family, str(address[0])))
     return addresses
-
-
-def _split(address: str) -> tuple[str, str]:
-    """Return the host without brackets, and the port as text, which may be empty."""
-    if address.startswith("["):
-        host, _, port = address[1:].partition("]")
-        return host, port.removeprefix(":")
-    if address.count(":") > 1:
-        return address, ""
-    host, _, port = address.partition(":")
-    return host, port
 
 
 def _parse_port(text: str, name: str) -> int:
@@ -163,13 +148,9 @@ class _RefusedError(Exception):
 def open_listeners(
     host: str, port: int, all_local: bool = False
 ) -> list[socket.socket]:
-    """Open the rendezvous port on no more addresses than necessary.
-
-    A loopback host means that all workers are on this machine, so no other machine can
-    connect. A name of this machine is opened at the addresses that it resolves to. All
-    addresses are opened only if the name is not this machine's, as behind a router, or
-    resolves to the loopback on this machine alone, as on Debian.
-    """
+    """Open the rendezvous port on no more addresses than necessary."""
+    # All addresses are opened only if the name is not this machine's, as behind a
+    # router, or resolves to the loopback on this machine alone, as on Debian.
     try:
         if is_loopback(host):
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -210,10 +191,7 @@ def open_listeners(
 
 
 def reserve_name(name: str) -> socket.socket | None:
-    """Reserve a name on this machine until the returned socket is closed.
-
-    Return None where the system has no such names. Raise OSError if it is reserved.
-    """
+    """Reserve a name on this machine until the returned socket, if any, is closed."""
     if sys.platform != "linux":
         return None
     holder = None

@@ -38,6 +38,16 @@ def join_host_port(host: str, port: int) -> str:
     return f"{host}:{port}"
 
 
+def split_host_port(address: str) -> tuple[str, str | None]:
+    """Return the host without brackets, and the text of the port, if there is one."""
+    if address.startswith("["):
+        host, _, rest = address[1:].partition("]")
+        return host, rest.removeprefix(":") if rest else None
+    # Several colons without brackets are an IPv6 host.
+    host, colon, port = address.partition(":")
+    return (host, port if colon else None) if ":" not in port else (address, None)
+
+
 class ClusterSpec:
     """The tasks of a cluster, grouped into jobs.
 
@@ -245,8 +255,3 @@ def training_tasks(spec: ClusterSpec) -> list[tuple[str, int]]:
     """Return the type and index of each task that trains, in the order of ranks."""
     jobs = [job for job in ("chief", "worker") if job in spec.jobs]
     return [(job, index) for job in jobs for index in spec.task_indices(job)]
-
-
-def training_addresses(spec: ClusterSpec) -> list[str]:
-    """Return the addresses of the tasks that train, in the order of their ranks."""
-    return [spec.task_address(*task) for task in training_tasks(spec)]

@@ -11,6 +11,7 @@ from keras_strategy.cluster_resolver.cluster_spec import (
     as_int,
     join_host_port,
     port_number,
+    split_host_port,
     task_index,
 )
 
@@ -373,11 +374,9 @@ class MPIClusterResolver(EnvironmentClusterResolver):
             port = port_number(os.environ.get("MASTER_PORT") or 8888, "MASTER_PORT")
         host = self._coordinator_address or os.environ.get("MASTER_ADDR")
         if host:
-            # Several colons without brackets are an IPv6 host.
-            name, _, tail = host.rpartition(":")
-            if name and (":" not in name or name.endswith("]")):
-                host = name
-                port = port_number(tail, "the port of `coordinator_address`")
+            host, text = split_host_port(host)
+            if text is not None:
+                port = port_number(text, "the port of `coordinator_address`")
         elif is_one_host:
             host = "127.0.0.1"
         else:

@@ -22,10 +22,7 @@ def build_service(
     user: str,
     discovery_url: str | None = None,
 ) -> Any:
-    """Make the client of an API; `extra` installs its library for `user`.
-
-    Credentials `"default"` or `None` are the application's default ones.
-    """
+    """Make the client of an API; `extra` installs its library for `user`."""
     discovery = import_extra("googleapiclient.discovery", extra, user)
     if credentials is None or credentials == "default":
         google_auth = import_extra("google.auth", extra, user)
@@ -130,11 +127,3 @@ def get_metadata(path: str) -> str:
             f"No Google Cloud metadata server at {host} ({reason}); is this a Google "
             "Cloud machine?"
         ) from None
-
-
-def get_metadata_or_none(path: str) -> str | None:
-    """Return the text at a path, or None where there is no answer."""
-    try:
-        return get_metadata(path)
-    except MetadataError:
-        return None

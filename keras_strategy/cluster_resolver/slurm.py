@@ -89,10 +89,7 @@ class _Gpus(NamedTuple):
 def _assign_gpus(
     per_node: int | None, per_task: int | None, num_tasks: int, local_rank: int
 ) -> _Gpus:
-    """Divide a node's GPUs among its tasks, at most `num_tasks` on a node.
-
-    `None` detects `per_node`, and makes `per_task` an equal part.
-    """
+    """Divide a node's GPUs, by default all, among its tasks, by default equally."""
     value = os.environ.get(_CUDA)
     if value is None:
         visible = None

@@ -28,6 +28,7 @@ from keras_strategy.cluster_resolver.cluster_spec import (
     as_int,
     join_host_port,
     port_number,
+    split_host_port,
 )
 from keras_strategy.topology_proto import TPUHardwareFeature, parse_hardware_feature
 
@@ -40,6 +41,7 @@ TPU_VARIABLES = GKE_ENDPOINTS, TPU_NAME, TPU_CONFIG, TPU_WORKER_HOSTNAMES
 TPU_WORKER_ID = "TPU_WORKER_ID"
 TPU_DISCOVERY_URL = "TPU_API_DISCOVERY_URL"
 
+_ENDPOINTS = "instance/attributes/worker-network-endpoints"
 _ZONE = re.compile(r"[a-z0-9-]+")
 _PROJECT = re.compile(r"[a-z0-9.:-]+")
 
@@ -49,7 +51,7 @@ AddressSource = Callable[[], list[str]]
 
 def tpu_vm_addresses() -> list[str]:
     """Return the hosts of the slice of this TPU VM, from its metadata server."""
-    text = google_api.get_metadata("instance/attributes/worker-network-endpoints")
+    text = google_api.get_metadata(_ENDPOINTS)
     hosts = []
     for worker in text.split(","):
         # Old servers have name:id:ip, new ones only the host.
@@ -197,16 +199,13 @@ def _listed(text: str, source_name: str) -> AddressSource:
     """Return the source of listed addresses, whose ports may be left out."""
     addresses = []
     for part in map(str.strip, text.split(",")):
-        address = part.removeprefix("grpc://")
-        host, colon, port = address.rpartition(":")
-        is_ipv6 = ":" in host and not host.endswith("]")
-        if not colon or address.endswith("]") or is_ipv6:
-            host, port = address, str(TPU_PORT)
+        host, port = split_host_port(part.removeprefix("grpc://"))
         if not host or "/" in host:
             raise ValueError(
                 f'Expected {source_name} to be addresses "grpc://host:port" separated '
                 f"by commas. Received: {part!r}"
             )
+        port = TPU_PORT if port is None else port
         number = port_number(port, f"the port in {source_name}")
         addresses.append(join_host_port(host, number))
     return functools.partial(list, addresses)
@@ -214,19 +213,20 @@ def _listed(text: str, source_name: str) -> AddressSource:
 
 def _this_machine(empty: bool) -> AddressSource:
     """Return the TPU that this machine is a host of, or raise an error."""
-    if empty and google_api.get_metadata_or_none("project/project-id") is not None:
+    try:
+        google_api.get_metadata("project/project-id" if empty else _ENDPOINTS)
+    except google_api.MetadataError:
+        raise ValueError(
+            "Please provide a TPU name to connect to: an argument `tpu`, or one of the "
+            f"environment variables {TPU_NAME}, {TPU_CONFIG} and {GKE_ENDPOINTS}. "
+            "Received: none, and this machine is not a host of a TPU"
+        ) from None
+    if empty:
         raise RuntimeError(
             "Expected the name of a TPU: on Google Cloud it cannot be empty. "
             "Received: tpu=''. Pass tpu=None for the TPU of this machine"
         )
-    endpoints = "instance/attributes/worker-network-endpoints"
-    if not empty and google_api.get_metadata_or_none(endpoints) is not None:
-        return tpu_vm_addresses
-    raise ValueError(
-        "Please provide a TPU name to connect to: an argument `tpu`, or one of the "
-        f"environment variables {TPU_NAME}, {TPU_CONFIG} and {GKE_ENDPOINTS}. "
-        "Received: none, and this machine is not a host of a TPU"
-    )
+    return tpu_vm_addresses
 
 
 def _from_metadata(argument: str, path: str, pattern: re.Pattern[str]) -> str:
@@ -474,7 +474,7 @@ class TPUClusterResolver(ClusterResolver):
             number = google_api.get_metadata("instance/attributes/agent-worker-number")
             return as_int(number, "agent-worker-number of the metadata server")
         addresses = self._source() if self._source else []
-        hosts = [address.rpartition(":")[0].strip("[]") for address in addresses]
+        hosts = [split_host_port(address)[0] for address in addresses]
         return next((i for i, host in enumerate(hosts) if _is_local_address(host)), 0)
 
 

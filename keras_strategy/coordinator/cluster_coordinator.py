@@ -324,10 +324,7 @@ class ClusterCoordinator:
 
 
 def _serialize(name: str, content: Any) -> bytes:
-    """Serialize a function or its arguments, or raise an error about function `name`.
-
-    It must not contain variables, or a `RemoteValue` without a result.
-    """
+    """Serialize what function `name` needs, or raise an error that names it."""
     cloudpickle = import_extra("cloudpickle", "coordinator", "ClusterCoordinator")
     refusal: Exception | None = None
 

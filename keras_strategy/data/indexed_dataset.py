@@ -209,13 +209,11 @@ class IndexedDataset(keras.utils.PyDataset):
 
 @dataclass(frozen=True, eq=False)
 class IndexedRowReader:
-    """Reader of this worker's rows of an `IndexedDataset`.
-
-    `shuffle` shuffles the batches' indices in place, as Keras's `fit` does.
-    """
+    """Reader of this worker's rows of an `IndexedDataset`."""
 
     dataset: IndexedDataset
     local_bounds: LocalBoundsFn
+    # Shuffles the batches' indices in place, as Keras's `fit` does.
     shuffle: Callable[[list[int]], None] | None = None
 
     def __iter__(self) -> Iterator[LocalRows]:
@@ -280,11 +278,7 @@ _DRAWN_LATER = (
 
 
 def is_indexed(loader: Any) -> bool:
-    """Return True for a `DataLoader` that requests the rows of each batch by index.
-
-    False for one with an `IterableDataset`, without batching (`batch_size=None`), with
-    batches in order of completion, or of the user's own class.
-    """
+    """Return True for a `DataLoader` that requests the rows of each batch by index."""
     torch_data = sys.modules.get("torch.utils.data")
     return (
         torch_data is not None

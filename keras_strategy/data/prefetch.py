@@ -40,11 +40,8 @@ class Prefetcher(Iterator[Any]):
 
     The first item is read in the requesting thread, and with it what begins an epoch,
     such as drawing its row order. After any multiple of one of the epoch lengths
-    `pauses`, the next item is read only when it is requested. An error of reading an
-    item is raised where the item is requested.
-
-    `sources` are the `SourceStates` of the items, which learn the position of each item
-    returned.
+    `pauses`, the next item is read only when it is requested. The `SourceStates` of the
+    items learn the position of each item returned.
     """
 
     def __init__(

@@ -19,10 +19,7 @@ from keras_strategy.core.registry import get_engine
 
 
 def sync_with_chief(cluster: Cluster, digests: Sequence[str] | None = None) -> None:
-    """Set Python's, NumPy's and the backend's generators to the chief's state.
-
-    `digests` are the workers' `random_state_digest()`, if exchanged already.
-    """
+    """Set the generators to the chief's; `digests` are exchanged if not given."""
     operation = "the comparison of random states"
     digests = digests or cluster.exchange(operation, random_state_digest())
     if len(set(digests)) == 1:

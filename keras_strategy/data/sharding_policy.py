@@ -165,11 +165,7 @@ def _check_sampler(sampler: Any, cluster: Cluster) -> None:
 
 
 def is_presharded(dataset: Any, cluster: Cluster) -> bool:
-    """Return True if each worker's dataset declares that it gives this worker's shard.
-
-    It recognises `tf.data.Dataset.shard`, grain's `ShardOptions` and slices, and
-    streams of `datasets.distributed.split_dataset_by_node`.
-    """
+    """Return True if each worker's dataset declares that it is this worker's shard."""
     shards = list(declared_shards(dataset))
     if not shards:
         return False

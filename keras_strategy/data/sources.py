@@ -161,10 +161,7 @@ class OneShotReader:
 
 
 class SourceStates:
-    """Sources of a distributed dataset, with their positions.
-
-    `turns` batches of each make up an element.
-    """
+    """Sources with positions; `turns` batches of each make up a dataset's element."""
 
     def __init__(
         self,

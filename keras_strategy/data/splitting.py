@@ -336,12 +336,10 @@ def _configure_prefetch(
     datasets: Sequence[Any],
     options: InputOptions | None,
 ) -> tuple[int, int]:
-    """Return how many batches to prefetch, and how many of them to the devices.
-
-    Both are 0 for one-shot readers. They are set to prefetch by themselves, for all
-    their iterations, unless the iterator reports its own position.
-    """
+    """Return how many batches to prefetch, and how many of them to the devices."""
     depth = min(prefetch_depth(dataset, options) for dataset in datasets)
+    # One-shot readers prefetch by themselves, for all their iterations, unless the
+    # iterator reports its own position.
     if any(isinstance(reader, OneShotReader) for reader in readers):
         for reader, dataset in zip(readers, datasets, strict=True):
             if isinstance(reader, OneShotReader) and depth and not has_state(dataset):
@@ -374,10 +372,8 @@ def _check_not_distributed(dataset: Any, argument: str) -> None:
 def _split(
     batch: Any, replicas: int, local: range, argument: str, slice_now: bool
 ) -> Any:
-    """Split a global batch, or this worker's rows of it, over the local replicas.
-
-    Equal parts are sliced when they are placed, unless `slice_now` is set.
-    """
+    """Split a global batch, or this worker's rows of it, over the local replicas."""
+    # Equal parts are sliced when they are placed, unless `slice_now` is set.
     local_rows = batch if isinstance(batch, LocalRows) else None
     batch = batch if local_rows is None else local_rows.batch
     arrays = [as_array(leaf, argument) for leaf in tree.flatten(batch)]

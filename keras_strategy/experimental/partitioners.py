@@ -30,7 +30,26 @@ class Partitioner:
         raise NotImplementedError("A `Partitioner` must have a `__call__`.")
 
 
-class FixedShardsPartitioner(Partitioner):
+class _OneDimensionPartitioner(Partitioner):
+    """Partitioner along one dimension; a subclass counts the shards."""
+
+    def __call__(self, shape: Any, dtype: Any, axis: int = 0) -> list[int]:
+        """Return the number of shards along each dimension."""
+        sizes = list(shape)
+        if not -len(sizes) <= axis < len(sizes) or None in sizes:
+            raise ValueError(
+                "A variable of known shape is sharded along one of its dimensions. "
+                f"Received: axis={axis} for the shape {tuple(sizes)}"
+            )
+        result = [1] * len(sizes)
+        result[axis] = self._count(math.prod(map(int, sizes)), int(sizes[axis]), dtype)
+        return result
+
+    def _count(self, elements: int, rows: int, dtype: Any) -> int:
+        raise NotImplementedError
+
+
+class FixedShardsPartitioner(_OneDimensionPartitioner):
     """Partitioner into a fixed number of shards, at most one for each row.
 
     Args:
@@ -49,13 +68,11 @@ class FixedShardsPartitioner(Partitioner):
     def __init__(self, num_shards: int):
         self._num_shards = num_shards
 
-    def __call__(self, shape: Any, dtype: Any, axis: int = 0) -> list[int]:
-        """Return the number of shards along each dimension."""
-        sizes = _sizes(shape, axis)
-        return _shard_counts(sizes, axis, min(sizes[axis], self._num_shards))
+    def _count(self, elements: int, rows: int, dtype: Any) -> int:
+        return min(rows, self._num_shards)
 
 
-class MinSizePartitioner(Partitioner):
+class MinSizePartitioner(_OneDimensionPartitioner):
     """Partitioner into as many shards as possible, each of a minimum size.
 
     Args:
@@ -90,16 +107,13 @@ class MinSizePartitioner(Partitioner):
         self._max_shards = max_shards
         self._bytes_per_string = bytes_per_string
 
-    def __call__(self, shape: Any, dtype: Any, axis: int = 0) -> list[int]:
-        """Return the number of shards along each dimension."""
-        sizes = _sizes(shape, axis)
-        total = math.prod(sizes) * _element_size(dtype, self._bytes_per_string)
+    def _count(self, elements: int, rows: int, dtype: Any) -> int:
+        total = elements * _element_size(dtype, self._bytes_per_string)
         shards = math.ceil(total / self._min_shard_bytes)
-        shards = max(1, min(sizes[axis], self._max_shards, shards))
-        return _shard_counts(sizes, axis, shards)
+        return max(1, min(rows, self._max_shards, shards))
 
 
-class MaxSizePartitioner(Partitioner):
+class MaxSizePartitioner(_OneDimensionPartitioner):
     """Partitioner into as few shards as possible, each of a maximum size.
 
     Args:
@@ -136,35 +150,16 @@ class MaxSizePartitioner(Partitioner):
         self._max_shards = max_shards
         self._bytes_per_string = bytes_per_string
 
-    def __call__(self, shape: Any, dtype: Any, axis: int = 0) -> list[int]:
-        """Return the number of shards along each dimension."""
-        sizes = _sizes(shape, axis)
-        element_size = _element_size(dtype, self._bytes_per_string)
-        row = math.prod(sizes) / sizes[axis] * element_size
-        rows = max(1, math.floor(self._max_shard_bytes / row))
-        shards = math.ceil(sizes[axis] / rows)
-        return _shard_counts(sizes, axis, min(self._max_shards or shards, shards))
+    def _count(self, elements: int, rows: int, dtype: Any) -> int:
+        row_bytes = elements / rows * _element_size(dtype, self._bytes_per_string)
+        rows_per_shard = max(1, math.floor(self._max_shard_bytes / row_bytes))
+        shards = math.ceil(rows / rows_per_shard)
+        return min(self._max_shards or shards, shards)
 
 
 def _require_positive(argument: str, value: int) -> None:
     if value < 1:
         raise ValueError(f"Argument `{argument}` must be positive. Received: {value}")
-
-
-def _sizes(shape: Any, axis: int) -> list[int]:
-    sizes = list(shape)
-    if not -len(sizes) <= axis < len(sizes) or None in sizes:
-        raise ValueError(
-            "A variable of known shape is sharded along one of its dimensions. "
-            f"Received: axis={axis} for the shape {tuple(sizes)}"
-        )
-    return [int(size) for size in sizes]
-
-
-def _shard_counts(sizes: list[int], axis: int, shards: int) -> list[int]:
-    result = [1] * len(sizes)
-    result[axis] = shards
-    return result
 
 
 def _element_size(dtype: Any, bytes_per_string: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from keras_strategy.cluster.membership import Cluster, current_cluster
 from keras_strategy.cluster.preemption import NextAction, Preemption, TerminationNotice
+from keras_strategy.cluster_resolver.cluster_spec import training_tasks
 from keras_strategy.core.registry import get_engine
 from keras_strategy.keras_patches.saving import Checkpoint
 from keras_strategy.options import TerminationConfig
@@ -208,9 +209,7 @@ def _require_connected(resolver: Any, cluster: Cluster | None) -> None:
             "PreemptionCheckpointHandler does not support parameter servers. "
             f"Received: cluster_resolver of {spec.as_dict()}"
         )
-    workers = sum(
-        spec.num_tasks(job) for job in ("chief", "worker") if job in spec.jobs
-    )
+    workers = len(training_tasks(spec))
     if workers > 1 and cluster is None:
         raise RuntimeError(
             "Create the MultiWorkerMirroredStrategy before its "

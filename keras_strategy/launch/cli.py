@@ -57,6 +57,7 @@ _SCALING_EXAMPLES = """\
 examples:
   keras-strategy scaling examples/multi_worker.py
   keras-strategy scaling --workers 1,2,8 --png scaling.png train.py --epochs 3"""
+_PNG = "also draw a chart; needs the extra keras-strategy[plot]"
 _BENCH = """\
 Trains a small model with Keras alone and with MirroredStrategy, in turn, and prints
 the ratio of their speeds."""
@@ -192,13 +193,10 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         metavar="N,N",
         help="the numbers of workers (default: 1,2,4)",
     )
-    scaling.add_argument(
-        "--devices-per-worker", type=_int_from(1), metavar="M", help="as for run"
-    )
-    scaling.add_argument(
-        "--png",
-        metavar="FILE",
-        help="also draw a chart; needs the extra keras-strategy[plot]",
+    _add_options(
+        scaling,
+        ("devices-per-worker", _int_from(1), None, "M", "as for run"),
+        ("png", str, None, "FILE", _PNG),
     )
     _add_program(scaling)
 

@@ -134,13 +134,12 @@ def gpus(count: int, nccl: bool) -> Finding | None:
 def cluster() -> Finding | None:
     """Check that this worker of a cluster can listen at its address."""
     check = "cluster"
-    detection = detect()
-    if detection.chosen is None:
+    chosen = detect().chosen
+    if chosen is None:
         return None
-    name = detection.chosen.name
+    name = chosen.name
     try:
-        resolver = detection.resolver()
-        assert resolver is not None
+        resolver = chosen.make_resolver()
         address = resolver.cluster_spec().task_address(
             resolver.task_type or "worker", resolver.task_id or 0
         )

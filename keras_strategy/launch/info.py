@@ -70,14 +70,12 @@ def _devices() -> tuple[list[str], str]:
 
 
 def _cluster() -> str:
-    detection = detect()
-    if detection.chosen is None:
+    chosen = detect().chosen
+    if chosen is None:
         return "none, this process is on its own"
-    name = detection.chosen.name
     try:
-        resolver = detection.resolver()
-        assert resolver is not None
+        resolver = chosen.make_resolver()
         task = f"{resolver.task_type} {resolver.task_id}"
-        return f"{name}: this is {task} of {resolver.cluster_spec().as_dict()}"
+        return f"{chosen.name}: this is {task} of {resolver.cluster_spec().as_dict()}"
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        return f"{name}, which cannot be used: {error}"
+        return f"{chosen.name}, which cannot be used: {error}"

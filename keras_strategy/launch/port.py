@@ -90,10 +90,7 @@ def diff(source: str, ported: Ported, name: str) -> str:
 
 
 def look_up_name(path: list[str]) -> tuple[bool, str]:
-    """Return True if this package has a name of tf.distribute, and a note or "".
-
-    `path` has the name's parts, as ["experimental", "CentralStorageStrategy"].
-    """
+    """Return True if this package has a name, given by its parts, and a note or ""."""
     value, found = keras_strategy, []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -75,10 +75,7 @@ class Prediction:
         return max(0.0, step - self._compute(self.few))
 
     def efficiency(self, measured: Measured) -> tuple[float, float]:
-        """Return the lowest and the highest efficiency that the model predicts.
-
-        Only the numbers of workers and steps of `measured` count.
-        """
+        """Return the lowest and highest efficiency for its workers and steps."""
         # In each of its 2 (N - 1) rounds a worker passes on 1/N of the gradients.
         rounds = (measured.workers - 1) / (self.few.workers - 1)
         data = rounds * self.few.workers / measured.workers

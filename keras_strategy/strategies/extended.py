@@ -473,10 +473,7 @@ class StrategyExtended:
 
 
 def resolve_local_devices(devices: Iterable[str] | None) -> tuple[str, ...]:
-    """Return the canonical names of local devices; None means all accelerators.
-
-    CPUs can be named even if there are accelerators.
-    """
+    """Return the canonical names of local devices; None means all accelerators."""
     accelerators = get_engine().list_devices()
     if devices is None:
         return tuple(accelerators)

@@ -35,10 +35,7 @@ def check_workers_agree(
     devices: Sequence[str],
     chosen: dict[str, Any] | None = None,
 ) -> None:
-    """Check that the workers agree on settings, and take the chief's seeds.
-
-    `chosen` are further settings in JSON types, by their name in messages.
-    """
+    """Check that the workers agree on these and `chosen` settings; sync their seeds."""
 
     def version(package: str) -> str:
         return str(getattr(sys.modules[package], "__version__", None))
@@ -148,10 +145,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
 
 def _local_devices(devices: tuple[str, ...], workers: Cluster) -> tuple[str, ...]:
-    """Return this worker's share of a machine's GPUs.
-
-    torch shows every process all GPUs; launchers intend one for each process.
-    """
+    """Return this worker's share of a machine's GPUs, which torch shows to them all."""
     host = workers.addresses[workers.rank].rpartition(":")[0]
     neighbours = [
         rank

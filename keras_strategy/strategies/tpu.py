@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from keras_strategy.cluster.membership import Cluster
-from keras_strategy.cluster_resolver import cluster_spec
+from keras_strategy.cluster_resolver.cluster_spec import training_tasks
 from keras_strategy.core.protocols import LogicalGroup
 from keras_strategy.core.registry import get_engine
 from keras_strategy.devices import LogicalDevices
@@ -35,22 +35,15 @@ Devices = tuple[tuple[tuple[str, ...], ...], ...]
 
 @dataclass(frozen=True)
 class TPUSystem:
-    """A TPU whose hosts all have the same number of cores.
-
-    Attributes:
-        topology: Coordinates of its cores; its tasks are the hosts.
-        device_names: Canonical names of each host's cores, in topology order.
-    """
+    """A TPU whose hosts, the tasks of its topology, have the same number of cores."""
 
     topology: Topology
+    # Of each host's cores, in topology order.
     device_names: tuple[str, ...]
 
 
 def find_tpu_system(resolver: Any) -> tuple[TPUSystem, Cluster | None]:
-    """Return a resolver's TPU, or this machine's, and its hosts if there are several.
-
-    All hosts must call it: they connect, and exchange the coordinates of their cores.
-    """
+    """Return a resolver's TPU, or this machine's; its hosts, if several, connect."""
     if resolver is not None and not hasattr(resolver, "cluster_spec"):
         raise TypeError(
             "A TPU needs a `keras_strategy.cluster_resolver.TPUClusterResolver`, the "
@@ -91,8 +84,7 @@ def host_count(resolver: Any) -> int:
     spec = resolver.cluster_spec()
     if not spec:
         return 1
-    train = cluster_spec.training_addresses(spec)
-    return len(train or spec.job_tasks(resolver.task_type))
+    return len(training_tasks(spec) or spec.job_tasks(resolver.task_type))
 
 
 def initialize_tpu_system(cluster_resolver: Any = None) -> Topology:
@@ -204,6 +196,8 @@ class TPUStrategy(Strategy):
     ```
     """
 
+    _logical: LogicalDevices
+
     def __init__(
         self,
         tpu_cluster_resolver: Any = None,
@@ -291,7 +285,7 @@ class TPUStrategy(Strategy):
         """
         parts = list(partition_dimensions)
         shape = _shape(tensor, "experimental_split_to_logical_devices")
-        count = self._logical_count
+        count = self._logical.per_replica
         if len(shape) != len(parts):
             raise ValueError(
                 "Length of `partition_dimensions` must equal to the rank of "
@@ -350,7 +344,7 @@ class TPUStrategy(Strategy):
                 "`experimental_split_to_logical_devices`, or leave "
                 "`experimental_spmd_xla_partitioning` out."
             )
-        count = self._logical_count
+        count = self._logical.per_replica
         if not 0 <= logical_device_id < count:
             raise ValueError(
                 "`logical_core_id` to assign must be lower then total number of "
@@ -369,20 +363,13 @@ class TPUStrategy(Strategy):
     def _split(self, tensor: Any, parts: Sequence[int]) -> Any:
         return cast(LogicalGroup, self.extended.group).shard_tensor(tensor, parts)
 
-    @property
-    def _logical_count(self) -> int:
-        assert self._logical is not None
-        return self._logical.per_replica
-
     def __repr__(self) -> str:
-        assert self._logical is not None
         devices = list(map(list, self._logical.devices))
         return f"{type(self).__name__}(devices={devices})"
 
     def __reduce__(self):
-        assert self._logical is not None
         layouts = self._logical.layouts
-        per_replica = self._logical_count if self._assignment is None else None
+        per_replica = self._logical.per_replica if self._assignment is None else None
         make = functools.partial(
             type(self),
             devices_per_replica=per_replica,

@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keras_strategy.cluster_resolver import ClusterSpec
+from keras_strategy.cluster_resolver.cluster_spec import split_host_port
 
 on_tensorflow = pytest.mark.skipif(
     keras.backend.backend() != "tensorflow", reason="asks tf.train.ClusterSpec"
@@ -133,3 +134,19 @@ def test_matches_tensorflow(cluster):
             assert ours.job_tasks(job) == theirs.job_tasks(job)
         for index in ours.task_indices(job):
             assert ours.task_address(job, index) == theirs.task_address(job, index)
+
+
+@pytest.mark.parametrize(
+    ("address", "parts"),
+    {
+        "host:80": ("host", "80"),
+        "host": ("host", None),
+        "host:": ("host", ""),
+        "[::1]:80": ("::1", "80"),
+        "[::1]": ("::1", None),
+        "fe80::1": ("fe80::1", None),
+        "": ("", None),
+    }.items(),
+)
+def test_split_host_port_reads_names_and_ipv6(address, parts):
+    assert split_host_port(address) == parts

@@ -2,11 +2,7 @@ import keras
 import pytest
 
 from keras_strategy.cluster_resolver import ClusterSpec
-from keras_strategy.cluster_resolver.cluster_spec import (
-    training_addresses,
-    training_tasks,
-    validate_task,
-)
+from keras_strategy.cluster_resolver.cluster_spec import training_tasks, validate_task
 
 CHIEF = ClusterSpec({"worker": ["b:1", "c:1"], "chief": ["a:1"], "ps": ["d:1"]})
 WORKERS = ClusterSpec({"worker": ["b:1", "c:1"], "evaluator": ["e:1"]})
@@ -14,12 +10,10 @@ WORKERS = ClusterSpec({"worker": ["b:1", "c:1"], "evaluator": ["e:1"]})
 
 def test_chief_is_rank_0():
     assert training_tasks(CHIEF) == [("chief", 0), ("worker", 0), ("worker", 1)]
-    assert training_addresses(CHIEF) == ["a:1", "b:1", "c:1"]
 
 
 def test_worker_0_is_rank_0_without_chief():
     assert training_tasks(WORKERS) == [("worker", 0), ("worker", 1)]
-    assert training_addresses(WORKERS) == ["b:1", "c:1"]
 
 
 def test_ranks_are_dense_where_indices_have_gaps():
