@@ -158,16 +158,13 @@ class Topology:
         """Return the topology as a serialized `TopologyProto`."""
         if self._serialized is None:
             fields = [encode_packed(MESH_SHAPE, self._mesh_shape)]
-            for field, number in (
-                (TASKS, self.num_tasks),
-                (PER_TASK, self.num_tpus_per_task),
-            ):
+            counts = (TASKS, self.num_tasks), (PER_TASK, self.num_tpus_per_task)
+            for field, number in counts:
                 if number:
                     key = encode_varint(field << 3 | NUMBER)
                     fields.append(key + encode_varint(number))
-            fields.append(
-                encode_packed(COORDINATES, self._device_coordinates.flatten())
-            )
+            coordinates = self._device_coordinates.flatten()
+            fields.append(encode_packed(COORDINATES, coordinates))
             self._serialized = b"".join(fields)
         return self._serialized
 

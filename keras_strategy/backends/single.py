@@ -11,7 +11,7 @@ from keras_strategy.core import context
 from keras_strategy.core.context import ReplicaContext
 from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.registry import get_engine
-from keras_strategy.core.step_state import StepState
+from keras_strategy.core.step_state import StepState, draw_alone
 from keras_strategy.core.variable_components import VariableComponent, unwrap_variables
 from keras_strategy.keras_patches.variables_optimizers import byte_count
 from keras_strategy.options import RunOptions
@@ -41,6 +41,7 @@ class SingleReplica:
     """The only replica, so that collectives are identities."""
 
     id = 0
+    draw_once = staticmethod(draw_alone)
 
     def __init__(self, strategy: Strategy, devices: tuple[str, ...]):
         self._strategy = strategy
@@ -64,11 +65,6 @@ class SingleReplica:
 
     def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
         return list(tensors)
-
-    def draw_once(
-        self, what: Any, draw: Callable[[], Any], skip: Callable[[], Any]
-    ) -> Any:
-        return draw()
 
     def write(self, variable: Any, value: Any) -> None:
         variable.assign(value)

@@ -31,10 +31,9 @@ MAX_CHECKSUM_WORKERS = 256
 
 
 class WorkerCollectives(abc.ABC):
-    """Collectives of a cluster's processes, one call at a time.
+    """Collectives of a cluster's processes, which all make the same calls in order.
 
-    All workers make the same calls in the same order, or get a RuntimeError. Messages
-    name calls: `name` is the purpose of the tensors.
+    `name` is the purpose of the tensors, for messages.
     """
 
     def __init__(self, cluster: "Cluster"):
@@ -43,10 +42,7 @@ class WorkerCollectives(abc.ABC):
 
     @abc.abstractmethod
     def sum_all(self, name: str, tensors: Sequence[Any]) -> list[Any]:
-        """Sum tensors over the workers, in one collective.
-
-        Raise ValueError if their shapes or dtypes differ between workers.
-        """
+        """Sum tensors of equal layouts over the workers, in one collective."""
 
     @abc.abstractmethod
     def gather(self, name: str, tensor: Any, axis: int) -> tuple[Any, Any]:
@@ -104,10 +100,7 @@ class WorkerCollectives(abc.ABC):
     def calls_differ_error(
         self, name: str, calls: Sequence[str], layouts: Sequence[Layout], which: str
     ) -> Exception:
-        """Return the error for workers whose calls or layouts differ.
-
-        `which` has words for the sizes that must be equal.
-        """
+        """Return the error for workers whose calls, or `which` sizes, differ."""
         if len(set(calls)) > 1:
             received = self.cluster.format_by_worker(f"`{call}`" for call in calls)
             return WorkersDifferError(
@@ -131,11 +124,9 @@ def call_checksum(kind: str, shape: tuple[int, ...], dtype: Any) -> bytes:
 
 
 def checksum_tail(digest: bytes) -> list[int]:
-    """Return the numbers that detect workers summing different things.
-
-    They are the digest's bytes and their squares. If each sum is the number of workers
-    times the local number, the workers' bytes have variance 0, so all are equal.
-    """
+    """Return the numbers that detect workers summing different things."""
+    # If each sum is the number of workers times the local number, the workers' bytes
+    # have variance 0, so all are equal.
     return [*digest, *(byte * byte for byte in digest)]
 
 

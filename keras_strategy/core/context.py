@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import keras
 from keras import tree
 
+from keras_strategy.core.per_replica_attributes import discard_attribute_changes
+from keras_strategy.core.registry import preserve_random_states
 from keras_strategy.core.step_state import DryRun
 from keras_strategy.core.unsupported_names import UnsupportedName
 from keras_strategy.options import check_communication_options
@@ -107,12 +109,13 @@ def cross_replica_scope(strategy: "Strategy | None") -> Iterator[None]:
 
 @contextlib.contextmanager
 def dry_run_scope() -> Iterator[DryRun]:
-    """Leave all strategies for a dry run, and yield its findings."""
+    """Leave all strategies for a dry run without effects, and yield its findings."""
     dry_run = DryRun()
-    with cross_replica_scope(None):
+    with preserve_random_states(), cross_replica_scope(None):
         before, thread_state.dry_run = thread_state.dry_run, dry_run
         try:
-            yield dry_run
+            with discard_attribute_changes(), keras.StatelessScope():
+                yield dry_run
         finally:
             thread_state.dry_run = before
 

@@ -58,10 +58,9 @@ class DifferingAttribute(PerReplica):
 
 
 class _SetattrHooks:
-    """Patches that intercept attribute assignment while replicas take turns.
+    """Patches that intercept attribute assignment while replicas take turns."""
 
-    They stay installed after a turn, until `end`: the next turn usually begins soon.
-    """
+    # They stay installed after a turn, until `end`: the next one usually begins soon.
 
     def __init__(self):
         self.lock = threading.Lock()  # protects the other attributes

@@ -92,7 +92,7 @@ class ReplicaGroup(Protocol):
         """Mirror variables that were created outside the scope; keep their values."""
 
     def sync_initial_values(self, variables: Sequence[Any]) -> int:
-        """Set new variables to the chief's values, and return how many, from the first.
+        """Set the first new variables to the chief's values, and return how many.
 
         The others are not yet initialised on all workers.
         """
@@ -151,10 +151,9 @@ class ReplicaGroup(Protocol):
         """Concatenate tensors of different devices on the first device."""
 
     def place(self, parts: Sequence[Any], alike: bool | None = None) -> Any:
-        """Copy each replica's array to its device, into a `PerReplica` of tensors.
+        """Copy each replica's array to its device, into a `PerReplica` or one tensor.
 
-        With one replica, return the tensor. The caller may overwrite `parts`. `alike`
-        is True if they have the same shape and dtype; None if unknown.
+        The caller may overwrite `parts`. `alike` is True if their layouts are equal.
         """
 
 
@@ -320,19 +319,12 @@ class Engine(Protocol):
         """
 
     def checkpoints(self, thing: Any, folder: Any, cluster: "Cluster | None") -> Any:
-        """Return a handler for this backend's own kind of checkpoint, or None.
-
-        It has `restore()`, which returns the number of saved steps, and `save(steps)`.
-        """
+        """Return a handler of this backend's checkpoints, as `Checkpoint`, or None."""
 
     def count_operations(
         self, train: Callable[[int], None], steps: int
     ) -> tuple[int, int, int, int]:
-        """Count this backend's operations while `train(steps)` runs.
-
-        These are the collectives, the bytes of one replica in them, the compiled
-        programs, and the copies between host and devices.
-        """
+        """Count the collectives, a replica's bytes in them, programs and copies."""
 
     def compute_and_comm_fractions(
         self, train: Callable[[int], None], steps: int
@@ -343,10 +335,7 @@ class Engine(Protocol):
         """Raise RuntimeError where a loop over data would be compiled and unrolled."""
 
     def connect(self, cluster: "Cluster") -> None:
-        """Connect this backend with those of the other workers, or raise RuntimeError.
-
-        Called before devices are listed, since the local devices may depend on it.
-        """
+        """Connect this backend with other workers', before devices are listed."""
 
     def create_group(
         self,
@@ -357,6 +346,5 @@ class Engine(Protocol):
     ) -> "ReplicaGroup":
         """Create the replicas of `strategy`, one on each of the local devices.
 
-        A backend that chooses its collectives by itself logs that `cross_device_ops`,
-        one of tf.distribute's, has no effect. `cluster` is connected already.
+        A backend that chooses its own collectives logs `cross_device_ops` as unused.
         """

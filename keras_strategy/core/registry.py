@@ -17,11 +17,7 @@ SUPPORTED = ("jax", "torch", "tensorflow")
 
 @functools.cache
 def get_engine() -> Engine:
-    """Return the adapter for `keras.backend.backend()`.
-
-    Raises:
-        UnsupportedBackendError: If that backend cannot train.
-    """
+    """Return the adapter for `keras.backend.backend()`, if that backend can train."""
     name = keras.backend.backend()
     if name not in SUPPORTED:
         raise UnsupportedBackendError(
@@ -34,12 +30,10 @@ def get_engine() -> Engine:
 
 @contextlib.contextmanager
 def preserve_random_states() -> Iterator[None]:
-    """Restore the Python, NumPy and backend generators on exit.
-
-    An unseeded one stays so: with a seed, TensorFlow would shuffle later epochs alike.
-    """
+    """Restore the Python, NumPy and backend generators on exit."""
     engine = get_engine()
     python_state, numpy_state = random.getstate(), np.random.get_state()
+    # An unseeded one stays so: seeded, TensorFlow would shuffle later epochs alike.
     backend_state = engine.random_state(seeded=False)
     try:
         yield

@@ -5,24 +5,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from keras import tree
+
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """The rows of the global batch that a replica works on: numbers or scalar tensors.
-
-    `count` is 1 for a stand-in row.
-    """
+    """A replica's rows of the global batch: numbers or scalar tensors."""
 
     begin: Any
-    count: Any
+    count: Any  # 1 for a stand-in row
     total: Any
 
 
 class BatchRows:
-    """Row counts of one element of a distributed dataset, attached to its values.
+    """Row counts of one element of a distributed dataset, attached to its values."""
 
-    One is made for every element; class attributes avoid a call of `__init__`.
-    """
+    # One is made for every element: class attributes avoid a call of `__init__`.
 
     # Rows of each replica on all workers; None if the values have them.
     counts: tuple[int, ...] | None = None
@@ -39,14 +37,27 @@ def row_ranges(counts: tuple[int, ...]) -> list[RowRange]:
     ]
 
 
+def has_rows(x: Any) -> bool:
+    """Return True for an array with a dimension that may be the batch dimension."""
+    return len(getattr(x, "shape", ())) > 0
+
+
+def map_rows(take: Callable[[Any], Any], structure: Any) -> Any:
+    """Apply a function to the arrays with rows in a structure."""
+    return tree.map_structure(lambda x: take(x) if has_rows(x) else x, structure)
+
+
+def draw_alone(what: Any, draw: Callable[[], Any], skip: Callable[[], Any]) -> Any:
+    """Implement `Replica.draw_once` where no other replica's numbers are copied."""
+    return draw()
+
+
 @dataclass(slots=True)
 class StepState:
-    """State of one replica's step, which `training` and the patches read and write.
-
-    In `strategy.run` the row weight is None, and only `is_applying` is used.
-    """
+    """State of one replica's step, which `training` and the patches read and write."""
 
     # Local rows / global rows, a number or scalar tensor; see training/row_weights.py.
+    # In `strategy.run` it is None, and only `is_applying` is used.
     row_weight: Any = None
     # Mirrored variables without an aggregation that the step assigned, by `id`.
     assigned: dict[int, Any] = field(default_factory=dict)
@@ -98,6 +109,4 @@ class DryRun:
     # Stands in for the replica's `StepState` where its rows are drawn as on one device.
     step: Any = None
 
-    def draw_once(self, what: Any, draw: Callable[[], Any], skip: Any) -> Any:
-        """Call `draw`, as `Replica.draw_once` does on one replica."""
-        return draw()
+    draw_once = staticmethod(draw_alone)

@@ -11,10 +11,7 @@ from keras_strategy.errors import UnsupportedBackendError
 
 
 class UnsupportedName:
-    """Class attribute for a tf.distribute name that does not exist here.
-
-    Reading it raises AttributeError with the reason, so `hasattr` is False.
-    """
+    """Class attribute for a tf.distribute name: reading it raises AttributeError."""
 
     def __init__(self, reason: str):
         self.reason = reason

@@ -1,6 +1,6 @@
-"""Components of a variable, for changes outside the replicas."""
+"""Components of a variable, for changes outside the replicas, and values in scopes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -50,6 +50,21 @@ class VariableComponent(keras.Variable):
 
     def __repr__(self) -> str:
         return f"<VariableComponent of '{self.path}' on {self.device}: {self.value!r}>"
+
+
+class ChildScope(keras.StatelessScope):
+    """StatelessScope that falls back to the enclosing scope, which Keras's do not."""
+
+    def __init__(self, values: Iterable[tuple[Any, Any]], parent: Any, **options: Any):
+        super().__init__(initialize_variables=False, **options)
+        self.parent = parent
+        self.state_mapping.update((id(v), value) for v, value in values)
+
+    def get_current_value(self, variable: Any) -> Any:
+        value = super().get_current_value(variable)
+        if value is None and self.parent is not None:
+            return self.parent.get_current_value(variable)
+        return value
 
 
 def unwrap_variables(result: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Checks that replicas and workers hold equal values of mirrored variables.
+"""Checks that replicas and workers hold equal values, and stop together.
 
 All replicas and workers compute the same values, unless code changes a variable on one
 of them or a device computes wrongly. `fit` compares them after each epoch and before
@@ -15,6 +15,7 @@ from keras_strategy.core.collectives import array_digest
 from keras_strategy.core.registry import get_engine
 from keras_strategy.errors import MirrorError, WorkersDifferError
 from keras_strategy.keras_patches.variables_optimizers import stored_value
+from keras_strategy.training import ownership
 from keras_strategy.training.callbacks import LogFreeCallback
 from keras_strategy.training.sharding import is_sharded
 from keras_strategy.training.variable_sync import is_sync_on_read
@@ -30,10 +31,7 @@ check_each_batch = False
 def check_mirrored_variables(
     strategy: "Strategy", after: str, variables: Iterable[Any] | None = None
 ) -> None:
-    """Compare the components of mirrored variables, by default of all in the strategy.
-
-    `after` names the call that precedes the check, for the message.
-    """
+    """Compare the components of variables, by default of all, after the named call."""
     if strategy.num_replicas_in_sync == 1 or get_engine().is_tracing():
         return
     drifted = []
@@ -104,13 +102,47 @@ class BatchCheck(EpochCheck, LogFreeCallback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Compare all variables of the strategy."""
-        # On JAX, Keras updates the variables only when this is called. The method lost
-        # its prefix in Keras 3.16.
-        for name in ("state_sync", "jax_state_sync"):
-            if hasattr(self.model, name):
-                getattr(self.model, name)()
-                break
+        _ = self.model  # on JAX, this access syncs the variables
         check_mirrored_variables(self._strategy, f"fit, batch {batch}")
+
+
+class SyncTrainingState(keras.callbacks.Callback):
+    """Starts all workers from the chief's state, and stops them together."""
+
+    # It runs after the user's callbacks, as one of them may restore the chief's
+    # variables from a backup that other workers cannot read.
+
+    def __init__(self, strategy: Any):
+        super().__init__()
+        self._strategy, self._cluster = strategy, strategy.extended.cluster
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        model = self.model
+        epochs = self._cluster.exchange("the first epoch", model._initial_epoch)
+        model._initial_epoch = epochs[0]
+        variables = [*model.variables, *model.optimizer.variables]
+        created = [v for v in variables if stored_value(v) is not None]
+        ownership.broadcast_from_chief(self._strategy, created)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        stop = bool(self.model.stop_training)
+        if any(check_same_values(self._strategy, self.model, stop)):
+            self.model.stop_training = True
+
+
+class SyncTrainingStatePerBatch(SyncTrainingState, LogFreeCallback):
+    """Checks after each batch, too, whether a worker wants to stop."""
+
+    # It is a separate class as Keras skips batch hooks that no callback overrides.
+
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        self._trained_model = model  # `self.model` would sync all variables on JAX
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        stop = bool(self._trained_model.stop_training)
+        if any(self._cluster.exchange("whether to stop", stop)):
+            self._trained_model.stop_training = True
 
 
 def check_same_values(
@@ -119,11 +151,7 @@ def check_same_values(
     more: Any = None,
     operation: str = "the end of an epoch",
 ) -> list[Any]:
-    """Compare the variables of a model and its optimizer between workers.
-
-    `operation` says when this happens, for the message. Every worker sends `more`;
-    return that of each worker, by rank.
-    """
+    """Compare a model's variables between workers; return each worker's `more`."""
     cluster = strategy.extended.cluster
     variables, digests = _mirrored_variables(model), []
     for variable in variables:

@@ -52,15 +52,12 @@ _INDICES_PER_REQUEST = 4096
 
 
 class RowsOfArrays:
-    """Batches of arrays of which this worker slices only its local rows.
-
-    `arrays` are Keras's sliceable arrays of `adapter`.
-    """
+    """Batches of arrays of which this worker slices only its local rows."""
 
     def __init__(
         self,
         adapter: Any,
-        arrays: Any,
+        arrays: Any,  # sliceable ones, as Keras makes them of the adapter's
         local_bounds: LocalBoundsFn,
         batches_of: Callable[[Any], Iterable[Any]],
     ):
@@ -112,10 +109,8 @@ class RowsOfArrays:
 
 
 def epoch_of(adapter: Any) -> int | None:
-    """Return the number of epochs a Keras adapter has ended, if that sets the order.
-
-    That is so since Keras 3.16. Older versions draw the order; this returns None.
-    """
+    """Return the number of epochs a Keras adapter has ended, if that sets the order."""
+    # That is so since Keras 3.16. Older versions draw the order.
     return getattr(adapter, "_epoch", None)
 
 
@@ -159,10 +154,9 @@ def read_local_rows(
     local_bounds: LocalBoundsFn,
     batches_of: Callable[[Any], Iterable[Any]],
 ) -> Iterable[LocalRows] | None:
-    """Return this worker's rows of the data of a `fit`, without reading other rows.
+    """Return this worker's rows of a `fit`'s data; None if all rows must be read.
 
-    `batches_of` returns the batches of an adapter as the backend reads them. Return
-    None if single rows cannot be selected before they are read.
+    `batches_of` returns the batches of an adapter as the backend reads them.
     """
     if isinstance(adapter, keras_adapters.ArrayDataAdapter):
         inputs = adapter._inputs
@@ -190,11 +184,7 @@ def _shuffle(adapter: Any, indices: list[int]) -> None:
 def read_ahead(
     iterator: Any, batches: Iterable[Any], scope: Scope = contextlib.nullcontext
 ) -> Iterable[Any]:
-    """Return what a Keras loop reads, prefetched where this has no visible effect.
-
-    `batches` are those of Keras's `iterator`, or values computed from them; they are
-    read in the context `scope`.
-    """
+    """Return what a Keras loop reads, prefetched where this has no visible effect."""
     adapter = iterator.data_adapter
     dataset = getattr(adapter, "py_dataset", None)
     depth = 0
@@ -230,10 +220,7 @@ def _steps_of_epoch(iterator: Any) -> int | None:
 
 
 def prefetch_pauses(iterator: Any, batches: Any) -> Callable[[int], bool]:
-    """Return a function that is True for batch counts after which prefetching pauses.
-
-    The user's Python code could see that more is read.
-    """
+    """Return a function that is True for batch counts at which prefetching pauses."""
     steps = _steps_of_epoch(iterator)
     ahead = isinstance(batches, PrefetchedBatches)
     ahead = ahead or isinstance(iterator.data_adapter, keras_adapters.TFDatasetAdapter)
@@ -292,12 +279,11 @@ def take_class_weight(fit: Any, model: Any, args: list, kwargs: dict) -> None:
 def skip_batches(adapter: Any, count: int) -> Iterator[None]:
     """Context manager that skips `count` batches: a PyDataset creates only one of them.
 
-    Its batches have indices, in the order in which Keras shuffles them. Batches that
-    Keras's threads prefetch are not skipped.
+    Its batches have indices, in the order in which Keras shuffles them.
     """
     if (
         not isinstance(adapter, keras_adapters.PyDatasetAdapter)
-        or adapter.enqueuer is not None
+        or adapter.enqueuer is not None  # Keras's threads prefetch
     ):
         yield
         return
@@ -340,10 +326,7 @@ class _WeightedRows:
 
 
 class _Batches(keras_adapters.GeneratorDataAdapter):
-    """Adapter that lets Keras's loop read the batches of a distributed dataset.
-
-    Every epoch reads `data` from the start.
-    """
+    """Adapter that lets Keras's loop read a distributed dataset, in every epoch."""
 
     def __init__(self, data: splitting.BatchesForKeras):
         self.data = data

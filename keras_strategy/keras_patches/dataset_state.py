@@ -191,11 +191,7 @@ class DataState:
             self._start_state = encode(self._data.state_dict())
 
     def state_at(self, read: int, continues: bool) -> list[Any] | None:
-        """Return the state after `read` batches, after the number that it omits.
-
-        `restore` returns that number: as many batches need not be read again. Return
-        None if the state is unknown.
-        """
+        """Return the state after `read` batches, after the number `restore` returns."""
         if self._is_indexed or (self._has_state_dict and not read):
             return [0, self._start_state if read else encode(self._data.state_dict())]
         states = dict(self._states)

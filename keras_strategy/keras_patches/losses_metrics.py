@@ -1,13 +1,15 @@
 """Patches of Keras losses and metrics on every backend."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import keras
 from keras import ops, tree
 
 from keras_strategy.core.context import DryRun, distributed_replica, thread_state
+from keras_strategy.core.step_state import has_rows
+from keras_strategy.core.variable_components import ChildScope
 from keras_strategy.keras_patches.patch import (
     Patch,
     find_module,
@@ -20,7 +22,7 @@ from keras_strategy.keras_patches.patch import (
 )
 from keras_strategy.training import audit, row_weights
 from keras_strategy.training.audit import is_keras
-from keras_strategy.training.audit_checks import DiscardUpdates, has_rows
+from keras_strategy.training.audit_checks import DiscardUpdates
 from keras_strategy.training.variable_sync import merged_values
 
 keras_losses = find_module("apply_mask reduce_weighted_values", "keras.src.losses.loss")
@@ -248,7 +250,8 @@ def _result_of_all_rows(original: Callable) -> Any:
         replica = in_step()
         if replica is None:
             return original(self, *args, **kwargs)
-        with _AllReplicas(merged_values(replica, self.variables)):
+        merged = merged_values(replica, self.variables)
+        with ChildScope(merged, keras_scopes.get_stateless_scope()):
             return original(self, *args, **kwargs)
 
     return result
@@ -270,24 +273,7 @@ def _audited_update(original: Callable) -> Any:
     return update_state
 
 
-class _AllReplicas(keras.StatelessScope):
-    """Scope in which some variables have their value over all replicas."""
-
-    def __init__(self, values: Iterable[tuple[Any, Any]]):
-        super().__init__(initialize_variables=False)
-        self.parent = keras_scopes.get_stateless_scope()
-        self.state_mapping.update((id(v), value) for v, value in values)
-
-    def get_current_value(self, variable: Any) -> Any:
-        value = super().get_current_value(variable)
-        if value is None and self.parent is not None:
-            return self.parent.get_current_value(variable)
-        return value
-
-
 def step_metrics_result(get_metrics_result: Callable, replica: Any, model: Any) -> Any:
-    """Return `get_metrics_result()` in a step; nothing if the step returns only that.
-
-    In that case it is computed outside of the replicas when it is read.
-    """
+    """Return `get_metrics_result()` in a step; {} if the step returns nothing else."""
+    # In that case it is computed outside of the replicas when it is read.
     return {} if replica.step.logs_are_metrics else get_metrics_result(model)

@@ -146,36 +146,21 @@ class FunctionPatch(Patch):
         setattr(self.owner, self.attribute, replacement)
 
     def _around(self, original: Callable, binds: bool) -> Callable:
-        """Return a wrapper that checks the condition at each call.
-
-        Keras calls some functions hundreds of times per step, so a call to which the
-        patch does not apply costs only the wrapper and the condition. The getter of a
-        property need not bind, and a partial saves a Python call.
-        """
+        """Return a wrapper that checks the condition at each call."""
+        # Keras calls some functions hundreds of times per step. The getter of a
+        # property need not bind, and a partial saves a Python call.
         function, when = self.function, self.condition
         if when is None and not binds:
             return functools.partial(function, original)
         if when is None:
+            return lambda *args, **kwargs: function(original, *args, **kwargs)
+        takes_first = bool(inspect.signature(when).parameters)
 
-            def call_always(*args, **kwargs):
-                return function(original, *args, **kwargs)
-
-            return call_always
-        if not inspect.signature(when).parameters:
-
-            def replacement(*args, **kwargs):
-                found = when()
-                if found is None:
-                    return original(*args, **kwargs)
-                return function(original, found, *args, **kwargs)
-
-        else:
-
-            def replacement(*args, **kwargs):
-                found = when(args[0])
-                if found is None:
-                    return original(*args, **kwargs)
-                return function(original, found, *args, **kwargs)
+        def replacement(*args, **kwargs):
+            found = when(args[0]) if takes_first else when()
+            if found is None:
+                return original(*args, **kwargs)
+            return function(original, found, *args, **kwargs)
 
         return replacement
 
@@ -204,10 +189,8 @@ def hook(
             a patch that passes the others through. None: the attribute is a property.
         when: The condition, evaluated at each call: a function without parameters, or
             of the call's first argument. If it returns None, only the original runs.
-        needed: Evaluated once, before installation: returns True if this Keras needs
-            the patch on this backend. Without it, every Keras does.
-        multi_replica_only: True if the patch does nothing while each strategy has one
-            replica, even if `when` is not marked with `multi_replica_only`.
+        needed: Returns True if this Keras needs the patch; evaluated once.
+        multi_replica_only: As for `Patch`.
         owner_name: The public name of the owner, if its own name is another one.
     """
     attributes = (attribute,) if isinstance(attribute, str) else attribute
@@ -230,9 +213,8 @@ def model_hook(
 ) -> Callable[[_Function], _Function]:
     """Mark the replacement of model methods, in the class that defines them.
 
-    For most methods that is the backend's trainer, which a layer may inherit without
-    being a model. Keras compares a method with its base class's to detect user
-    overrides, so the patch must sit where the method is defined.
+    Mostly that is the backend's trainer, which may also be a base class of a layer.
+    Keras compares a method with its base class's to detect user overrides.
     """
     attributes = (attribute,) if isinstance(attribute, str) else attribute
 
@@ -256,11 +238,7 @@ def keras_changed_error(target: str, what: str) -> KerasVersionError:
 
 
 def find_module(names: str, *modules: str) -> Any:
-    """Return the first module that has all of the (space-separated) names.
-
-    Modules that moved are recognized by what they provide: version numbers say nothing
-    about development versions and forks.
-    """
+    """Return the first module that has all of the (space-separated) names."""
     wanted = names.split()
     missing = wanted
     for module in modules:
@@ -300,11 +278,7 @@ def select_and_check(patches: Iterable[Patch]) -> list[Patch]:
 
 
 def install(patches: Iterable[Patch]) -> None:
-    """Install the patches that this Keras needs, or none if one of them does not fit.
-
-    Patches for several replicas wait for `install_multi_replica_patches`, and cost
-    nothing until then.
-    """
+    """Install the patches that this Keras needs; none if one of them does not fit."""
     for patch in select_and_check(patches):
         if patch.multi_replica_only or hasattr(patch.condition, _MULTI_REPLICA_ONLY):
             _waiting.append(patch)
@@ -312,7 +286,7 @@ def install(patches: Iterable[Patch]) -> None:
             patch.install()
 
 
-_waiting: list[Patch] = []
+_waiting: list[Patch] = []  # for a strategy with several replicas
 
 
 def install_multi_replica_patches() -> None:

@@ -23,11 +23,10 @@ _tracking = find_module(
 
 @dataclass(frozen=True)
 class _Noted(Patch):
-    """Keep what a replica sets on a layer separate per replica until the run ends.
+    """Keep what a replica sets on a layer separate per replica until the run ends."""
 
-    These functions are called very often, so they are replaced only while replicas take
-    turns, and the replacement costs one thread-local lookup outside of a replica.
-    """
+    # These functions are called very often, so they are replaced only while replicas
+    # take turns, and the replacement costs one thread-local lookup otherwise.
 
     owner: Any
     # For each mutating method, a function that wraps the original.

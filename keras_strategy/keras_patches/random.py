@@ -22,10 +22,9 @@ from keras import ops, tree
 
 from keras_strategy.core import context
 from keras_strategy.core.context import DryRun, dry_run_scope
-from keras_strategy.core.per_replica_attributes import discard_attribute_changes
 from keras_strategy.core.protocols import Replica
-from keras_strategy.core.registry import get_engine, preserve_random_states
-from keras_strategy.core.step_state import RowRange
+from keras_strategy.core.registry import get_engine
+from keras_strategy.core.step_state import RowRange, has_rows
 from keras_strategy.keras_patches.layers import is_purely_keras
 from keras_strategy.keras_patches.patch import (
     find_module,
@@ -46,14 +45,17 @@ from keras_strategy.training.random import (
 from keras_strategy.training.random import settings as random_settings
 
 global_state = find_module(
-    "get_global_attribute set_global_attribute", "keras.src.backend.common.global_state"
+    "GLOBAL_STATE_TRACKER get_global_attribute set_global_attribute",
+    "keras.src.backend.common.global_state",
 )
 keras_seeds = find_module(
     "draw_seed global_seed_generator", "keras.src.random.seed_generator"
 )
-# Keras's name for the seed generator of a thread.
+# Access to Keras's global seed generator of this thread, which may be None. Partials
+# save a Python call in each run.
 _SEED = "global_seed_generator"
-
+global_generator = functools.partial(global_state.get_global_attribute, _SEED)
+set_global_generator = functools.partial(global_state.set_global_attribute, _SEED)
 
 _NEXT = "(self, ordered=True)"
 
@@ -77,16 +79,6 @@ def _next(original, replica, self, ordered=True):
     return seed + ops.stack([offset, ops.zeros_like(offset)])
 
 
-def global_generator() -> Any:
-    """Return Keras's global seed generator of this thread, or None."""
-    return global_state.get_global_attribute(_SEED)
-
-
-def set_global_generator(generator: Any) -> None:
-    """Replace Keras's global seed generator of this thread."""
-    global_state.set_global_attribute(_SEED, generator)
-
-
 logger = logging.getLogger("keras_strategy")
 # Thread state of Keras during a layer call.
 _CALL_STATE = ("current_call_ctx", "autocast_scope")
@@ -96,17 +88,11 @@ _CALL_STATE = ("current_call_ctx", "autocast_scope")
 def dry_running() -> Iterator[DryRun]:
     """Context manager for a dry run of a step in the middle of another one.
 
-    It discards assignments, layer attributes and random states. The dry run ends where
-    a variable is created, gradients are applied, or an error is raised, which is
-    ignored because some functions accept only some batch sizes.
+    It ends where a variable is created, gradients are applied, or an error is raised,
+    which is ignored because some functions accept only some batch sizes.
     """
     saved = {name: global_state.get_global_attribute(name) for name in _CALL_STATE}
-    with (
-        preserve_random_states(),
-        dry_run_scope() as dry_run,
-        discard_attribute_changes(),
-        keras.StatelessScope(),
-    ):
+    with dry_run_scope() as dry_run:
         dry_run.draws = []
         try:
             for name in _CALL_STATE:
@@ -117,13 +103,6 @@ def dry_running() -> Iterator[DryRun]:
         finally:
             for name, value in saved.items():
                 global_state.set_global_attribute(name, value)
-
-
-def map_rows(take: Callable[[Any], Any], structure: Any) -> Any:
-    """Apply `take` to the tensors in the arguments of a step."""
-    return keras.tree.map_structure(
-        lambda x: take(x) if len(getattr(x, "shape", ())) > 0 else x, structure
-    )
 
 
 _BACKEND = f"keras.src.backend.{keras.backend.backend()}"
@@ -161,7 +140,7 @@ def _draw_shape(original, replica, shape, *args, **kwargs):
     parameters = {
         key: _find_batch_dim(replica, f"{name} {key}", seed, _dims(ops.shape(value)))
         for key, value in arguments.items()
-        if key != "shape" and len(getattr(value, "shape", ())) > 0
+        if key != "shape" and has_rows(value)
     }
     if batch_dim is None:
         with identical_draws(replica):
@@ -467,7 +446,7 @@ def dry_run_layer(num_rows: int) -> DryRun:
         return DryRun(draws=[])
     layer, arguments = call
     leaves = tree.flatten(arguments)
-    indices = [index for index, leaf in enumerate(leaves) if _has_rows(leaf, rows)]
+    indices = [i for i, x in enumerate(leaves) if has_rows(x) and x.shape[0] == rows]
 
     def call_layer(*tensors):
         for index, tensor in zip(indices, tensors, strict=True):
@@ -480,10 +459,7 @@ def dry_run_layer(num_rows: int) -> DryRun:
 
 
 def _outermost_call(rows: int) -> tuple[Any, Any] | None:
-    """Return the outermost running Keras layer and its arguments.
-
-    Return None if it gets no tensor with the replica's rows.
-    """
+    """Return the outermost running Keras layer that gets `rows`, and its arguments."""
     frame, found = sys._getframe(1), None
     while frame is not None:
         if frame.f_code is _LAYER_CALL:
@@ -495,11 +471,7 @@ def _outermost_call(rows: int) -> tuple[Any, Any] | None:
         return None
     arguments = found["args"], found["kwargs"]
     for leaf in tree.flatten(arguments):
-        # `_has_rows` inlined: this runs in every draw.
+        # `has_rows` inlined: this runs in every draw.
         if len(getattr(leaf, "shape", ())) > 0 and leaf.shape[0] == rows:
             return found["self"], arguments
     return None
-
-
-def _has_rows(leaf: Any, rows: int) -> bool:
-    return len(getattr(leaf, "shape", ())) > 0 and leaf.shape[0] == rows

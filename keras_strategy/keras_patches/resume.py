@@ -112,18 +112,12 @@ EpochIterator: Any = find_module(
 ).EpochIterator
 
 
-class _ThreadState(threading.local):
-    """The backed-up `fit` that reads the next batches in this thread."""
-
-    expected: "_Fit | None" = None
-
-
-_thread_state = _ThreadState()
+_thread_state = threading.local()
 
 
 def _expected_reader() -> "_Fit | None":
     """Return the backed-up `fit` that is about to read an epoch's batches, or None."""
-    return _thread_state.expected
+    return getattr(_thread_state, "expected", None)
 
 
 @hook(EpochIterator, "__iter__", "(self)", when=_expected_reader)
@@ -136,22 +130,14 @@ def _iter(original, fit, self):
 
 @dataclass(frozen=True)
 class _Position:
-    """Position of a training in its data, as JSON values.
+    """Position of a training in its data, as JSON values."""
 
-    Attributes:
-        batch: The batch of the epoch.
-        read: The number of batches read since the pass over the data started.
-        before: The random state at that start.
-        begun: True if the pass started before `before`.
-        now: The random state.
-        orders: `epoch_of` the data's adapter at that start and now.
-    """
-
-    batch: int
-    read: int
-    before: Any
-    begun: bool
-    now: Any
+    batch: int  # of the epoch
+    read: int  # batches since the pass over the data started
+    before: Any  # the random state at that start
+    begun: bool  # the pass started before `before`
+    now: Any  # the random state
+    # `epoch_of` the data's adapter at that start and now.
     orders: Sequence[int | None] = (None, None)
 
 
@@ -223,11 +209,10 @@ def back_up_fit(
 
 
 class _Fit:
-    """A `fit` with backups; see `training.callbacks.ResumableFit`.
+    """A `fit` with backups; see `training.callbacks.ResumableFit`."""
 
-    It is created before `fit` starts, because the backend's shuffle seed is fixed when
-    arrays become a dataset.
-    """
+    # Created before `fit` starts, as the backend's shuffle seed is fixed when arrays
+    # become a dataset.
 
     def __init__(
         self,

@@ -99,17 +99,16 @@ def read_variables(
     variables: Mapping[str, Any],
     spill: Callable[[np.ndarray], np.ndarray],
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return what a file stores of variables; all workers call it.
+    """Return JSON values and, on the chief, arrays for a file; all workers call it.
 
-    These are JSON values, and on the chief the arrays: each variable's value, and every
-    replica's where they differ. `spill` stores sharded values until they are written.
+    `spill` stores sharded values until they are written.
     """
     ownership.broadcast_pending_values()  # needs all workers
     cluster, group = strategy.extended.cluster, strategy.extended.group
     is_writer = cluster is None or cluster.is_chief
     arrays: dict[str, np.ndarray] = {}
     for key, variable in variables.items():
-        if is_sync_on_read(variable):
+        if is_sync_on_read(variable):  # every replica's value, too
             values = np.stack([*map(_numpy, group.components(variable))])
             if group.workers is not None:
                 local_values = ops.convert_to_tensor(values)

@@ -16,17 +16,9 @@ from keras_strategy.keras_patches import consistency as mirror_consistency
 from keras_strategy.keras_patches import data_adapters
 from keras_strategy.keras_patches.patch import hook, in_scope, model_hook
 from keras_strategy.keras_patches.resume import back_up_fit
-from keras_strategy.keras_patches.variables_optimizers import (
-    adopt_variables,
-    stored_value,
-)
+from keras_strategy.keras_patches.variables_optimizers import adopt_variables
 from keras_strategy.training import consistency, ownership
-from keras_strategy.training.callbacks import (
-    LogFreeCallback,
-    SyncTrainingState,
-    SyncTrainingStatePerBatch,
-    prepare_fit_arguments,
-)
+from keras_strategy.training.callbacks import LogFreeCallback, prepare_fit_arguments
 from keras_strategy.training.ownership import strategy_of_model
 
 _SAVING_CALLBACKS = (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)
@@ -77,10 +69,7 @@ def _call_without_logs(methods: list[Callable], batch: int, logs: Any = None) ->
 
 
 def listens(callback: keras.callbacks.Callback, kind: str, time: str = "end") -> bool:
-    """Return True if a callback may handle a batch.
-
-    `kind` is "train", "test" or "predict", `time` the "begin" or "end" of the batch.
-    """
+    """Return True if a callback may handle a batch; see `_select_batch_callbacks`."""
     base_classes: list[type] = [keras.callbacks.Callback]
     names = [f"on_{kind}_batch_{time}"]
     if kind == "train":
@@ -144,10 +133,11 @@ def _call_with_strategy(
         call = _signature(original).bind(model, *args, **kwargs)
     except TypeError:
         return original(model, *args, **kwargs)  # which reports the error
+    backups = contextlib.nullcontext()
     if name == "fit":
-        with back_up_fit(strategy, model, call.arguments):
-            return _call_with_replicas(strategy, is_single, original, model, call)
-    return _call_with_replicas(strategy, is_single, original, model, call)
+        backups = back_up_fit(strategy, model, call.arguments)
+    with backups:
+        return _call_with_replicas(strategy, is_single, original, model, call)
 
 
 def _call_with_replicas(
@@ -195,29 +185,16 @@ def _create_training_sync(
     arguments: dict[str, Any],
     in_step: list[Any],
     acts_alone: bool,
-) -> SyncTrainingState:
+) -> keras.callbacks.Callback:
+    """Check that the workers agree, and return the callback that keeps them in step."""
     cluster = strategy.extended.cluster
     compiled = getattr(model, "_compile_config", None)  # not if the model overrides it
     settings = {} if compiled is None else compiled.config
     signature = consistency.fit_signature(model, settings, arguments, in_step)
-
-    def sync_variables(model):
-        variables = [*model.variables, *model.optimizer.variables]
-        created = [v for v in variables if stored_value(v) is not None]
-        ownership.broadcast_from_chief(strategy, created)
-
-    def set_epoch(model, epoch):
-        model._initial_epoch = epoch
-
     in_batches = any(consistency.check_workers_agree(cluster, signature, acts_alone))
-    sync_class = SyncTrainingStatePerBatch if in_batches else SyncTrainingState
-    return sync_class(
-        cluster,
-        sync_variables,
-        lambda model: model._initial_epoch,
-        set_epoch,
-        functools.partial(mirror_consistency.check_same_values, strategy),
-    )
+    if in_batches:
+        return mirror_consistency.SyncTrainingStatePerBatch(strategy)
+    return mirror_consistency.SyncTrainingState(strategy)
 
 
 @model_hook("_symbolic_build", "(self, iterator=None, data_batch=None)", when=in_scope)

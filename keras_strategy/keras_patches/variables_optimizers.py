@@ -73,10 +73,7 @@ def _assign_add(original, replica, self, value):
 
 
 def variables_of(model: keras.Model, metrics: bool = True) -> dict[str, Any]:
-    """Return the variables of a model, its optimizers and its metrics.
-
-    Their names are equal on all backends.
-    """
+    """Return a model's, its optimizers' and metrics' variables, by portable names."""
     groups: dict[str, Any] = {"model": model.variables}
     for name, value in vars(model).items():
         is_list = isinstance(value, list | tuple)
@@ -186,11 +183,7 @@ def _apply(original, strategy, self, grads, trainable_variables=None):
 
 
 def adopt_variables(strategy: Any, model: keras.Model) -> None:
-    """Mirror what a model uses but what was created outside the scope.
-
-    Examples are an optimizer or metric created before the scope was entered, or a layer
-    of a model that was built elsewhere.
-    """
+    """Mirror what a model uses but what was created outside the scope."""
     adopt(strategy, [*model.variables, *model.metrics_variables])
     with creating_slots():
         # Including the user's own attributes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -40,7 +41,7 @@ _WARM_PREFIXES = (
 )
 
 
-class WarmStarter:
+class WarmStarter(contextlib.AbstractContextManager["WarmStarter"]):
     """Starter of workers that have Keras and the backend already imported.
 
     One process imports them, which takes seconds, and forks itself for each worker.
@@ -94,9 +95,6 @@ class WarmStarter:
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
             )
-
-    def __enter__(self) -> WarmStarter:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -65,7 +65,7 @@ class WorkerTimeout(WorkerFailed):
     """The time limit passed; the message has the Python stacks of running workers."""
 
 
-class WorkerRunner:
+class WorkerRunner(contextlib.AbstractContextManager["WorkerRunner"]):
     """Runner of real worker processes on this machine.
 
     Each worker is a fresh Python interpreter with the environment of a cluster's
@@ -146,9 +146,6 @@ class WorkerRunner:
         self._processes: list[Process] = []
         self._folder: tempfile.TemporaryDirectory | None = None
         self._deadline = 0.0
-
-    def __enter__(self) -> WorkerRunner:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

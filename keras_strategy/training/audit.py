@@ -17,6 +17,7 @@ import keras
 from keras import ops, tree
 
 from keras_strategy.core.context import DryRun
+from keras_strategy.core.step_state import has_rows, map_rows
 from keras_strategy.training import audit_checks
 from keras_strategy.training.audit_checks import (
     GATHER,
@@ -25,7 +26,6 @@ from keras_strategy.training.audit_checks import (
     call_without_effects,
     check_rows,
     check_rows_if_possible,
-    has_rows,
     is_close,
     is_new,
     split_in_halves,
@@ -276,9 +276,7 @@ def _same_rows(
         return x[ops.shape(x)[0] // 2 :]
 
     def repeat(part):
-        return tree.map_structure(
-            lambda x: ops.concatenate([x, x]) if has_rows(x) else x, part
-        )
+        return map_rows(lambda x: ops.concatenate([x, x]), part)
 
     outputs, repeated = row_outputs(batch), row_outputs(batch)
     if not outputs:

@@ -20,9 +20,8 @@ import keras
 from keras import ops, tree
 
 from keras_strategy.core.context import DryRun, distributed_replica, dry_run_scope
-from keras_strategy.core.per_replica_attributes import discard_attribute_changes
 from keras_strategy.core.registry import get_engine, preserve_random_states
-from keras_strategy.core.step_state import RowRange, StepState
+from keras_strategy.core.step_state import RowRange, StepState, has_rows, map_rows
 from keras_strategy.training import random
 from keras_strategy.training.variable_sync import is_sync_on_read
 
@@ -77,12 +76,7 @@ def check_rows_if_possible(
     if not parts:
         return None
     try:
-        with (
-            preserve_random_states(),
-            dry_run_scope() as dry_run,
-            discard_attribute_changes(),
-            keras.StatelessScope(),
-        ):
+        with dry_run_scope() as dry_run:
             dry_run.tests_row_independence = True
             found = check(dry_run, *parts, *args)
     except Exception:
@@ -113,9 +107,7 @@ def split_in_halves(structure: Any) -> tuple[list[Any], Any]:
         second = ops.minimum(half, rows - 1)
 
     def part(begin, end):
-        return tree.map_structure(
-            lambda x: x[begin:end] if has_rows(x) else x, structure
-        )
+        return map_rows(lambda x: x[begin:end], structure)
 
     return [
         part(0, second + half),
@@ -135,11 +127,6 @@ class DiscardUpdates(keras.StatelessScope):
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         """Discard the update."""
-
-
-def has_rows(x: Any) -> bool:
-    """Return True for an array with a dimension that may be the batch dimension."""
-    return len(getattr(x, "shape", ())) > 0
 
 
 def is_close(a: Any, b: Any, tolerance: float) -> Any:
@@ -174,7 +161,7 @@ def step_is_mean_over_rows(
     """Return True if a model's step is a mean over rows, or undecided."""
     if any(layer.compute_dtype in _HALF for layer in layers):
         return True  # rounding errors are too large
-    some = tree.map_structure(lambda x: x[:_ROWS] if has_rows(x) else x, data)
+    some = map_rows(lambda x: x[:_ROWS], data)
     arguments = getattr(model, step), model, layers
     replica = distributed_replica()
     if random.settings.exact and replica is not None and replica.step.rows is not None:

@@ -20,11 +20,7 @@ from keras_strategy.options import TerminationConfig
 
 
 class LogFreeCallback(keras.callbacks.Callback):
-    """Callback that uses the model but not the logs of a batch.
-
-    Keras waits for a step to convert its logs. If all batch callbacks are of this
-    class, they get no logs, and nothing waits.
-    """
+    """Callback that does not use the logs of a batch, for which Keras waits."""
 
 
 class ResumableFit(Protocol):
@@ -298,8 +294,8 @@ def prepare_fit_arguments(
 ) -> None:
     """Adapt the arguments of `fit` and the like to this worker, in place.
 
-    `make_sync_callback` makes the callback that keeps the workers in step, from the
-    callbacks that every worker must have and whether another may decide by local data.
+    `make_sync_callback` gets the callbacks that every worker must have, and True if
+    another one may decide by local data.
     """
     if not cluster.is_chief:
         arguments["verbose"] = 0
@@ -320,49 +316,3 @@ def prepare_fit_arguments(
         given.set_model(arguments["self"])
     else:
         arguments["callbacks"] = items
-
-
-class SyncTrainingState(keras.callbacks.Callback):
-    """Starts all workers from the chief's state, and stops them together."""
-
-    # It runs after the user's callbacks, as one of them may restore the chief's
-    # variables from a backup that other workers cannot read.
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        broadcast_variables: Callable[[keras.Model], None],
-        epoch: Callable[[keras.Model], int | None],
-        set_epoch: Callable[[keras.Model, int | None], None],
-        check_equal_values: Callable[[keras.Model, Any], list[Any]],
-    ):
-        super().__init__()
-        self._cluster = cluster
-        self._broadcast_variables = broadcast_variables
-        self._epoch, self._set_epoch = epoch, set_epoch
-        self._check_equal_values = check_equal_values
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        epochs = self._cluster.exchange("the first epoch", self._epoch(self.model))
-        self._set_epoch(self.model, epochs[0])
-        self._broadcast_variables(self.model)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        stop = bool(self.model.stop_training)
-        if any(self._check_equal_values(self.model, stop)):
-            self.model.stop_training = True
-
-
-class SyncTrainingStatePerBatch(SyncTrainingState, LogFreeCallback):
-    """Checks after each batch, too, whether a worker wants to stop."""
-
-    # It is a separate class as Keras skips batch hooks that no callback overrides.
-
-    def set_model(self, model: keras.Model) -> None:
-        super().set_model(model)
-        self._trained_model = model  # `self.model` would sync all variables on JAX
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        stop = bool(self._trained_model.stop_training)
-        if any(self._cluster.exchange("whether to stop", stop)):
-            self._trained_model.stop_training = True

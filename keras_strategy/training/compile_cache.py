@@ -66,13 +66,13 @@ class FunctionFingerprint:
     """Fingerprint of what a function reads now; it does not keep the function alive.
 
     `key` is equal for functions of equal code that read equal values; mutable objects
-    are equal only if identical. If a value may change undetected, `changeable`
-    describes it, and the key is that of this function's `place` only.
+    are equal only if identical.
     """
 
     def __init__(self, fn: Any, place: Any):
         # A hash and a description of each value, by name.
         self.described: dict[str, tuple[int, str]] = {}
+        # A value that may change undetected: then the key is of this `place` only.
         self.changeable: str | None = None
         # Reads, and containers or dict views, with what to find there by identity.
         self._reads: list[tuple[Callable[[], Any], Any]] = []

@@ -77,13 +77,10 @@ Kind = BatchDim | Dims
 
 
 class BatchDimCache:
-    """Cache of the batch dimensions of a step's draws.
-
-    `repeated` is True if the dry-run function may run several times in a step.
-    """
+    """Cache of the batch dimensions of a step's draws."""
 
     def __init__(self, repeated: bool = False):
-        self._repeated = repeated
+        self._repeated = repeated  # the dry-run function may run again in a step
         # For each key, kinds in the order of the step's draws; None if unclear.
         self._kinds: dict[Any, list[Kind | None]] = {}
         self._dry_runs = 0
@@ -96,10 +93,7 @@ class BatchDimCache:
         rows: int | None,
         dry_run: Callable[[int], DryRun] | None,
     ) -> BatchDim | None:
-        """Return the batch dimension of a draw on a replica of `rows`, or None.
-
-        `number` counts the earlier draws of this key in the step.
-        """
+        """Return the batch dimension of the `number`-th draw of a key, or None."""
         key, dims = drawn.key, drawn.dims
         if rows is None:  # unknown during tracing
             may_have_rows = bool(dims)

@@ -94,11 +94,8 @@ def decode(value: Any) -> Any:
     return array[()] if kind == "number" else array
 
 
-class ArraySpill:
-    """Files of arrays, while it is open, in a folder without another use.
-
-    Leftovers of a killed process are removed. Workers that do not write have no folder.
-    """
+class ArraySpill(contextlib.AbstractContextManager["ArraySpill"]):
+    """Files of arrays in a folder of their own; workers that do not write have none."""
 
     def __init__(self, folder: pathlib.Path | None):
         self._folder, self._count = folder, 0
@@ -115,7 +112,7 @@ class ArraySpill:
         if not array.ndim or array.nbytes < max(MIN_SPILL_BYTES, 1):
             return array
         try:
-            if not self._count:
+            if not self._count:  # remove what a killed process left
                 shutil.rmtree(self._folder, ignore_errors=True)
                 self._folder.mkdir(parents=True)
             file = self._folder / str(self._count)
@@ -131,9 +128,6 @@ class ArraySpill:
         """Raise the first failed write's error, if any."""
         if self._error is not None:
             raise self._error
-
-    def __enter__(self) -> "ArraySpill":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._count, self._error = 0, None

@@ -63,11 +63,7 @@ class ShardSpec:
     def for_shape(
         cls, shape: Sequence[int], replicas: int, logical: Sequence[int] = ()
     ) -> "ShardSpec":
-        """Return the spec with the most shards.
-
-        `logical` has the parts per dimension into which a replica's logical devices
-        split the variable; the replicas split these parts.
-        """
+        """Return the spec with the most shards, each of one of the `logical` parts."""
         sizes, by_factors = list(shape), []
         dimension = dimension_to_shard(shape, replicas)
         if logical:
@@ -155,22 +151,16 @@ def flat_shards_of(variable: Any) -> FlatShards | None:
 
 
 class OptimizerSharding:
-    """Distribution of an optimizer's state over the replicas.
-
-    If its rule is not elementwise, one replica updates each weight and keeps its state.
-    """
+    """Distribution of an optimizer's state over the replicas."""
 
     def __init__(self, replicas: int, elementwise: bool):
-        self.elementwise = elementwise
+        self.elementwise = elementwise  # or one replica updates and keeps each weight
         self.slots: list[Any] = []  # the sharded variables
         self._loads = [0] * replicas
         self._owners: dict[int, tuple[Any, int]] = {}
 
     def shards_for(self, weight: Any, shape: Sequence[int]) -> FlatShards:
-        """Return the shards of a weight, or of its state of another shape.
-
-        All workers must call this in the same order, to get equal results.
-        """
+        """Return the shards of a weight's state; all workers call it in one order."""
         replicas, size = len(self._loads), math.prod(shape)
         if self.elementwise:
             ends = [size * replica // replicas for replica in range(replicas + 1)]
@@ -261,11 +251,7 @@ def _classes(names: str) -> frozenset[type]:
 
 
 class VariableLayouts:
-    """Layouts of variables on a replica's logical devices.
-
-    `layout_map` is a dict from regular expressions for variable paths to parts per
-    dimension, or a `keras.distribution.LayoutMap`. `parts` has those of each entry.
-    """
+    """Layouts of variables on a replica's logical devices: parts per dimension."""
 
     def __init__(self, layout_map: Any, logical: int):
         self.layout_map, self.logical = layout_map, logical

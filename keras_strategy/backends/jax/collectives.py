@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import keras
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -105,10 +104,8 @@ def _sum_fn(everywhere: Any) -> Any:
 class ShardedPerReplica(PerReplica):
     """PerReplica value whose components are the shards of one global array.
 
-    The array concatenates the replicas' tensors along their first dimension, or stacks
-    scalars, so that each shard is a component. Components are created on demand.
-
-    `total` is the sum of the components on every device, if a program returned it.
+    The array concatenates the replicas' tensors by rows, or stacks scalars. `total` is
+    the components' sum on every device, if a program returned it.
     """
 
     def __init__(
@@ -141,10 +138,7 @@ class ShardedPerReplica(PerReplica):
 
 
 class UnevenPerReplica(PerReplica):
-    """PerReplica value whose components differ in shape or dtype on some worker.
-
-    It is created on all workers at once, so they need not compare it.
-    """
+    """PerReplica value that all workers know to differ in shape or dtype on one."""
 
 
 def shapes_and_dtypes(values: Sequence[Any]) -> list[tuple[tuple[int, ...], str]]:
@@ -156,8 +150,6 @@ def shapes_and_dtypes(values: Sequence[Any]) -> list[tuple[tuple[int, ...], str]
 
 def is_array(value: Any) -> bool:
     """Return True if a component is a tensor or a number."""
-    if isinstance(value, keras.Variable):
-        return False
     return isinstance(value, jax.Array | np.ndarray | np.generic | int | float)
 
 

@@ -62,20 +62,16 @@ class Constant:
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A leaf that is an input or output of the program.
+    """A leaf that is an input or output of the program."""
 
-    `split` means that each replica has a component, `scalar` that it is a scalar, and
-    `is_batch` that it is rows of a distributed dataset. `total` is the index of an
-    output's sum among the program's sums over replicas. Compared by identity, which is
-    fast: arguments use the four instances below.
-    """
-
-    split: bool
+    split: bool  # each replica has a component
     scalar: bool = False
-    is_batch: bool = False
+    is_batch: bool = False  # rows of a distributed dataset
+    # The index of an output's sum among the program's sums over replicas.
     total: int | None = None
 
 
+# Arguments use these instances, which are compared by identity: that is fast.
 _REPLICATED = Tensor(split=False)
 _COMPONENTS = Tensor(split=True)
 _BATCH_ROWS = Tensor(split=True, is_batch=True)
@@ -84,16 +80,12 @@ _SCALARS = Tensor(split=True, scalar=True)
 
 @dataclass(slots=True)
 class Arguments:
-    """The arguments of one call: a structure with Constant and Tensor leaves.
-
-    `arrays` are the global arrays of the Tensor leaves. Calls with equal keys can use
-    one program. With `is_global` this worker knows the others' distributed values, such
-    as a program's outputs or a dataset's elements.
-    """
+    """The arguments of one call: a structure with Constant and Tensor leaves."""
 
     structure: Any
-    arrays: list[jax.Array]
-    key: Any
+    arrays: list[jax.Array]  # of the Tensor leaves
+    key: Any  # calls with equal keys can use one program
+    # This worker knows the others' distributed values, which programs or datasets made.
     is_global: bool
 
     def restore(self, tensors: list[Any]) -> tuple[tuple, dict]:
@@ -129,8 +121,7 @@ def flatten_arguments(
 ) -> Arguments:
     """Separate arrays, which are placed on the devices, from constants.
 
-    Python numbers are constants, as in tf.function: a function may use them as a range
-    or a shape. Raise `DifferentReplicas` if the components of a value differ.
+    Raise `DifferentReplicas` if the components of a value differ.
     """
     if not kwargs:
         # Fast path for a dataset's values. The general path dominates a step's cost.
@@ -179,7 +170,8 @@ def _flatten_general(arguments: Any, distribution: ReplicaDistribution) -> Argum
             if all(is_same(c, first) for c in x.values[1:]):
                 return Constant(first)
             raise DifferentReplicas(x)
-        # Python numbers and arrays of objects are left to the trace.
+        # Python numbers are constants, as in tf.function: a function may use them as a
+        # range or a shape. Arrays of objects are left to the trace.
         if isinstance(x, jax.Array) or is_numeric_array(x):
             arrays.append(put(jnp.asarray(x), distribution.everywhere))
             return _REPLICATED
@@ -283,12 +275,9 @@ class Function:
 
 
 class Outputs(NamedTuple):
-    """A function's outputs: a structure with Constant and Tensor leaves, and arrays.
+    """A function's outputs: a structure with Constant and Tensor leaves, and arrays."""
 
-    The program returns the structure, because JAX may trace it again after a change of
-    its settings, and caches each trace.
-    """
-
+    # The program returns it, as JAX may trace again after a change of its settings.
     structure: IdentityKey
     arrays: Sequence[Any]
 

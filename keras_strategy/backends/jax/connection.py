@@ -102,11 +102,8 @@ def _port(cluster: Cluster) -> Iterator[int]:
 
 
 def _bind_gloo_to_loopback() -> None:
-    """Make gloo listen on the loopback interface instead of the host's address.
-
-    JAX has no public setting for this. Without its private modules nothing changes.
-    """
-    try:
+    """Make gloo listen on the loopback interface instead of the host's address."""
+    try:  # JAX has no public setting; without its private modules nothing changes
         from jax._src import distributed, xla_bridge
         from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 

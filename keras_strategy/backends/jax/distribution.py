@@ -45,7 +45,7 @@ logger = logging.getLogger("keras_strategy")
 AXIS = "replica"
 LOGICAL_PREFIX = "logical_"
 # Distributions of several workers, keyed by mesh.
-_by_mesh: weakref.WeakValueDictionary[Any, "ReplicaDistribution"] = (
+by_mesh: weakref.WeakValueDictionary[Any, "ReplicaDistribution"] = (
     weakref.WeakValueDictionary()
 )
 
@@ -60,19 +60,8 @@ class ReplicaDistribution(keras.distribution.DataParallel):
     """Keras distribution that shards batches and replicates variables.
 
     A batch that the devices do not divide is computed as a whole on each of them: the
-    result is the same, and no padding enters a mean.
-
-    `home` is the device that holds the variables between steps, unless every device
-    does. Each worker has as many replicas.
-
-    Attributes:
-        devices: The first device of each of this worker's replicas.
-        replicas: The number of replicas over all workers.
-        mesh: The mesh of the devices of all workers.
-        factors: The same devices, with an axis for each prime factor of `replicas`.
-        everywhere: The sharding of replicated arrays.
-        split: The sharding of arrays that are split along the batch dimension.
-        home: The sharding of variables on the home device, or None.
+    result is the same, and no padding enters a mean. `home` is the device that holds
+    the variables between steps, unless every device does.
     """
 
     def __init__(
@@ -87,6 +76,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         self.workers: Any = None  # the `JaxWorkers`, set by the group
         self._logical = logical
         self._all_devices = [[device_named(d) for d in ds] for ds in logical.devices]
+        # The first device of each of this worker's replicas.
         self.devices = [devices[0] for devices in self._all_devices]
         # The programs of `run` are manual in the replica axis; XLA handles the others.
         self.has_logical_axes = logical.per_replica > 1
@@ -108,24 +98,28 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         sizes = prime_factors(logical.per_replica)
         axes = [f"{LOGICAL_PREFIX}{i}" for i in range(len(sizes))]
         mesh = keras.distribution.DeviceMesh(
-            (self.replicas, *sizes), [AXIS, *axes], list(map(_jax_name, devices))
+            (self.replicas, *sizes),
+            [AXIS, *axes],
+            [f"{d.platform}:{d.id}" for d in devices],  # as Keras looks them up
         )
         # Skip DataParallel's initializer, which supports one axis only.
         init: Any = super(keras.distribution.DataParallel, self).__init__
         init(mesh, AXIS, False)
         self.mesh: jax.sharding.Mesh = mesh.backend_mesh
+        # The same devices, with an axis for each prime factor of `replicas`.
         factors = prime_factors(self.replicas) or [1]
         self.factors = jax.sharding.Mesh(
             self.mesh.devices.reshape(*factors, *sizes),
             (*(f"{AXIS}_{i}" for i in range(len(factors))), *axes),
         )
         if cluster is not None:
-            _by_mesh[self.mesh] = _by_mesh[self.factors] = self
+            by_mesh[self.mesh] = by_mesh[self.factors] = self
 
+        # The shardings of arrays that are replicated, or split by rows.
         self.everywhere = NamedSharding(self.mesh, PartitionSpec())
         self.split = NamedSharding(self.mesh, PartitionSpec(AXIS))
         self._split_after_steps = NamedSharding(self.mesh, PartitionSpec(None, AXIS))
-        self.home = None
+        self.home = None  # or the sharding of variables on the home device
         if home is not None:
             home_mesh = jax.sharding.Mesh([device_named(home)], [AXIS])
             self.home = NamedSharding(home_mesh, PartitionSpec())
@@ -176,13 +170,10 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         return () if parts is None else self._axis_names(parts)
 
     def sharded_dim(self, variable: Any) -> int | None:
-        """Return the dimension along which all replicas shard a variable, or None.
-
-        A variable with fewer shards is gathered before a program of `run` starts.
-        """
-        sharding = self.sharding_of(variable)
-        dims = (i for i, d in enumerate(sharding.spec) if AXIS in _axes_of(d))
-        return next(dims, None)
+        """Return the dimension along which all replicas shard a variable, or None."""
+        # A variable with fewer shards is gathered before a program of `run` starts.
+        spec = self.sharding_of(variable).spec
+        return next((i for i, dim in enumerate(spec) if AXIS in _axes_of(dim)), None)
 
     def sharding_of(self, variable: Any) -> NamedSharding:
         """Return the sharding of a variable in programs."""
@@ -203,8 +194,6 @@ class ReplicaDistribution(keras.distribution.DataParallel):
     def place_batch(self, batch: Any, steps_in_front: bool = False) -> Any:
         """Put a batch on the devices, split along the batch dimension if possible.
 
-        Sparse matrices are replicated, because their entries are in no order of rows.
-
         `batch` may be the `LocalRows` of this worker. With `steps_in_front`, its first
         axis holds the steps that Keras executes at once, the second one the rows.
         """
@@ -218,7 +207,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         for i, leaf in enumerate(leaves):
             if leaf is None:
                 continue
-            if isinstance(leaf, JAXSparse):
+            if isinstance(leaf, JAXSparse):  # its entries are in no order of rows
                 leaves[i] = jax.tree.map(lambda x: put(x, self.everywhere), leaf)
                 continue
             if not hasattr(leaf, "shape"):
@@ -260,11 +249,8 @@ class ReplicaDistribution(keras.distribution.DataParallel):
     def global_array(
         self, shape: tuple[int, ...], sharding: NamedSharding, shards: Sequence[Any]
     ) -> jax.Array:
-        """Return the global array of shards on `devices`.
-
-        `sharding` is `everywhere` or `split`, which logical devices do not divide.
-        """
-        if self.has_logical_axes:
+        """Return the global array of shards on `devices`: `everywhere` or `split`."""
+        if self.has_logical_axes:  # which do not divide those shardings
             shards = [
                 jax.device_put(shard, device)
                 for shard, devices in zip(shards, self._all_devices, strict=True)
@@ -280,12 +266,8 @@ class ReplicaDistribution(keras.distribution.DataParallel):
     def warn_uneven(
         self, batches: Iterable[Any], steps_in_front: bool = False
     ) -> Iterator[Any]:
-        """Yield the batches, and warn if the replicas do not divide their rows.
-
-        An uneven last batch is normal. For `steps_in_front`, see `place_batch`.
-        """
-        previous = 0
-        axis = int(steps_in_front)
+        """Yield the batches; warn if replicas do not divide those before the last."""
+        previous, axis = 0, int(steps_in_front)  # an uneven last batch is normal
         for batch in batches:
             if previous % self.replicas and not self._warned_uneven:
                 self._warned_uneven = True
@@ -329,10 +311,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         return value
 
     def constrain(self, tensor: Any, parts: Sequence[int]) -> Any:
-        """Constrain how logical devices split a tensor, in `parts` per dimension.
-
-        A tensor that is not traced is only checked.
-        """
+        """Constrain how logical devices split a tensor, in `parts` per dimension."""
         if not parts or keras_state.is_symbolic():  # or unknown sizes have stand-ins
             return tensor
         in_replica = context.get_replica_context() is not None
@@ -345,7 +324,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
                     "corresponding value specified by `partition_dimensions` "
                     f"({number}). Received: {size}."
                 )
-        if not isinstance(tensor, Tracer):
+        if not isinstance(tensor, Tracer):  # it is only checked
             return tensor
         first, *others = self._axis_names(parts)
         if in_program():
@@ -368,19 +347,10 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         return [tuple(f"{LOGICAL_PREFIX}{i}" for i in dim) for dim in axes]
 
 
-def _jax_name(device: Any) -> str:
-    return f"{device.platform}:{device.id}"  # as Keras looks it up
-
-
 def _axes_of(dim: Any, prefix: str = "") -> tuple[str, ...]:
     """Return the axes, with a prefix, in an entry of a PartitionSpec."""
     axes = dim if isinstance(dim, tuple) else (dim,)
     return tuple(axis for axis in axes if axis and axis.startswith(prefix))
-
-
-def distribution_of_sharding(sharding: Any) -> ReplicaDistribution:
-    """Return a multi-worker distribution with the sharding's mesh."""
-    return _by_mesh[sharding.mesh]
 
 
 def put(value: Any, sharding: Any) -> Any:

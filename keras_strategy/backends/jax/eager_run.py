@@ -39,7 +39,7 @@ from keras_strategy.core.per_replica_attributes import (
     ReplicaAttributes,
 )
 from keras_strategy.core.protocols import Strategy
-from keras_strategy.core.step_state import StepState, row_ranges
+from keras_strategy.core.step_state import StepState, draw_alone, row_ranges
 from keras_strategy.core.variable_components import unwrap_variables
 from keras_strategy.keras_patches.variables_optimizers import adopt, stored_dtype
 from keras_strategy.training.ownership import check_sync_on_read_owner
@@ -52,15 +52,14 @@ from keras_strategy.values import ReduceOp, is_numeric_array, regroup, select_re
 
 
 class ThreadScope(ReplicaScope):
-    """Scope with one replica's values of variables.
+    """Scope with one replica's values of variables."""
 
-    `initial_values` has the components of variables by their `id`, for all replicas.
-    """
+    replica: "EagerReplica"
 
     def __init__(self, replica: "EagerReplica", initial_values: dict[int, tuple]):
         super().__init__(replica)
         self.written: dict[int, Any] = {}
-        self._replica = replica
+        # The components of variables by their `id`, shared by all replicas.
         self._initial_values = initial_values
 
     def get_current_value(self, variable: Any) -> jax.Array:
@@ -71,9 +70,9 @@ class ThreadScope(ReplicaScope):
             return staged
         components = self._initial_values.get(id(variable))
         if components is None:
-            components = self._replica.read_components(variable)
+            components = self.replica.read_components(variable)
             self._initial_values[id(variable)] = components
-        return components[self._replica.index]
+        return components[self.replica.index]
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         self.written[id(update[0])] = update[0]
@@ -216,11 +215,7 @@ class EagerReplica(ThreadReplica):
         totals = self.exchange("optimizer.apply", tensors, combine)
         return [self.here(t) for t in totals]
 
-    def draw_once(
-        self, what: Any, draw: Callable[[], Any], skip: Callable[[], Any]
-    ) -> Any:
-        return draw()
-
+    draw_once = staticmethod(draw_alone)
     write = staticmethod(keras_state.write)
 
 

@@ -19,26 +19,20 @@ from keras_strategy.backends.threads.patches import current_stateless_scope
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core.context import DryRun
 from keras_strategy.core.protocols import Engine, Strategy
-from keras_strategy.core.variable_components import unwrap_variables
-from keras_strategy.keras_patches.random import dry_running, map_rows
+from keras_strategy.core.step_state import map_rows
+from keras_strategy.core.variable_components import ChildScope, unwrap_variables
+from keras_strategy.keras_patches.random import dry_running
 from keras_strategy.training.cross_device_ops import CrossDeviceOps
 from keras_strategy.values import DistributedValues, raise_not_a_tensor
 
 
-class ChildScope(keras.StatelessScope):
-    """StatelessScope that falls back to the enclosing scope, which Keras's do not."""
+class GradientScope(ChildScope):
+    """Scope of a function whose gradient is computed, and the variables it writes."""
 
-    def __init__(self, mapping: Iterable[tuple[Any, Any]], parent: Any):
-        super().__init__(collect_losses=True, initialize_variables=parent is None)
-        self.parent = parent
+    def __init__(self, values: Iterable[tuple[Any, Any]], parent: Any):
+        # Variables that the function creates are initialized outside of the trace.
+        super().__init__(values, parent, collect_losses=True)
         self.written: dict[int, Any] = {}
-        self.state_mapping.update((id(v), value) for v, value in mapping)
-
-    def get_current_value(self, variable: Any) -> Any:
-        value = super().get_current_value(variable)
-        if value is None and self.parent is not None:
-            return self.parent.get_current_value(variable)
-        return value
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         self.written[id(update[0])] = update[0]
@@ -51,13 +45,12 @@ _protocol.__array__ = raise_not_a_tensor
 
 
 class JaxEngine(Engine):
-    """Implementation of `core.protocols.Engine`.
+    """Implementation of `core.protocols.Engine`."""
 
-    The inherited methods do nothing and return None: JAX supports what they would
-    reject, and lacks what they would return.
-    """
-
+    # The inherited methods return None: JAX supports what they would reject, and lacks
+    # what they would return.
     name = "jax"
+    is_tensor = staticmethod(keras.ops.is_tensor)
 
     def list_devices(self, device_type: str | None = None) -> list[str]:
         return connection.list_devices(device_type)
@@ -71,9 +64,6 @@ class JaxEngine(Engine):
     def device_scope(self, device: str) -> AbstractContextManager[Any]:
         # Given a name, Keras would take a device of the first process.
         return keras.device(connection.device_named(device))
-
-    def is_tensor(self, value: Any) -> bool:
-        return keras.ops.is_tensor(value)
 
     def static_int(self, value: Any) -> int:
         return int(value)
@@ -129,9 +119,7 @@ class JaxEngine(Engine):
 
             def functional(values):
                 nonlocal aux, written
-                # Variables that fn creates are initialized outside of the trace.
-                with ChildScope(zip(variables, values, strict=True), scope) as inner:
-                    inner.initialize_variables = False
+                with GradientScope(zip(variables, values, strict=True), scope) as inner:
                     result = fn(*args, **kwargs)
                     value, aux = result if has_aux else (result, None)
                     value = keras.ops.convert_to_tensor(value)

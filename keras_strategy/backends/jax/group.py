@@ -347,10 +347,7 @@ class JaxReplicaGroup:
 def _reduce_fn(
     is_mean: bool, shape: tuple[int, ...], axes: tuple[int, ...], everywhere: Any
 ) -> Any:
-    """Return the program that reduces components of equal shape.
-
-    `shape` begins with the number of replicas; `axes` are those of a component.
-    """
+    """Return the program that reduces components; `shape` starts with their number."""
     count = shape[0] * num_entries(shape[1:], axes)
 
     def reduce(array):

@@ -16,8 +16,8 @@ from keras_strategy.backends.jax import patches_state as keras_state
 from keras_strategy.backends.jax.distribution import (
     AXIS,
     LOGICAL_PREFIX,
+    by_mesh,
     current_distribution,
-    distribution_of_sharding,
     home_distribution,
     multi_worker_distribution,
     put,
@@ -31,11 +31,7 @@ from keras_strategy.backends.jax.state import (
     forbid_donation,
     gather_variable,
 )
-from keras_strategy.backends.threads.patches import (
-    current_stateless_scope,
-    global_state,
-    keras_seeds,
-)
+from keras_strategy.backends.threads.patches import current_stateless_scope
 from keras_strategy.backends.threads.patches_sharded_update import ShardedUpdateScope
 from keras_strategy.core import context
 from keras_strategy.core.context import distributed_replica
@@ -46,6 +42,11 @@ from keras_strategy.keras_patches.patch import (
     in_scope_of_workers,
     model_hook,
     multi_replica_only,
+)
+from keras_strategy.keras_patches.random import (
+    global_generator,
+    keras_seeds,
+    set_global_generator,
 )
 from keras_strategy.training import ownership
 from keras_strategy.training.ownership import strategy_of_variable
@@ -229,8 +230,7 @@ def _distribute_tensor(original, tensor, layout):
         if not sharding.is_fully_replicated and getattr(
             tensor, "is_fully_addressable", True
         ):  # take the chief's value
-            workers = distribution_of_sharding(sharding).workers
-            (chiefs,) = workers.broadcast_if_different(
+            (chiefs,) = by_mesh[sharding.mesh].workers.broadcast_if_different(
                 "the value of a sharded variable", [tensor]
             )
             tensor = tensor if chiefs is None else chiefs
@@ -327,11 +327,11 @@ def _global_seed_generator(original, distribution):
     become a constant; `run` passes it to the program like any variable.
     """
     if distributed_replica() is not None:
-        generator = global_state.get_global_attribute(keras_state.SEED)
+        generator = global_generator()
         if generator is None:
             with context.cross_replica_scope(None):
                 generator = keras.random.SeedGenerator()
-            global_state.set_global_attribute(keras_state.SEED, generator)
+            set_global_generator(generator)
         return generator
     keras.distribution.set_distribution(None)
     try:
@@ -395,18 +395,14 @@ def _array(original, distribution, self, dtype=None, copy=None):
 
 
 class _ShardsScope(ShardedUpdateScope):
-    """Scope in which an optimizer updates one replica's shards.
-
-    `dims` has the sharded dimension of each variable by its `id`; `gradient_dims` that
-    of each gradient, or None if it is not sharded.
-    """
+    """Scope in which an optimizer updates one replica's shards."""
 
     def __init__(
         self,
         shards: LocalShards,
-        dims: dict[int, int],
+        dims: dict[int, int],  # the sharded dimension of each variable, by its `id`
         variables: Sequence[Any],
-        gradient_dims: Sequence[int | None],
+        gradient_dims: Sequence[int | None],  # None if a gradient is not sharded
     ):
         parent = current_stateless_scope()
         values = {

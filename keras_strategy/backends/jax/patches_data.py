@@ -31,11 +31,7 @@ logger = logging.getLogger("keras_strategy")
 
 
 class GlobalBatches:
-    """Iterator of global batches that are made of each worker's local rows.
-
-    Workers with equally many rows, which their devices divide, put them on their own
-    devices. Otherwise the rows are gathered: an XLA program has one shape everywhere.
-    """
+    """Iterator of global batches that are made of each worker's local rows."""
 
     def __init__(self, batches: Iterable[LocalRows], distribution: ReplicaDistribution):
         self._batches = iter(batches)
@@ -57,6 +53,7 @@ class GlobalBatches:
         assert rows.worker_rows is not None and cluster is not None
         if _is_even(rows, self._distribution):
             return self._distribution.place_batch(rows)
+        # Gather the rows: an XLA program has one shape everywhere.
         if not self._distribution.warned_gathered:
             self._distribution.warned_gathered = True
             logger.warning(
@@ -93,10 +90,7 @@ def _is_even(rows: LocalRows, distribution: ReplicaDistribution) -> bool:
 def local_predictions(
     distribution: ReplicaDistribution, batches: Sequence[LocalRows], predictions: Any
 ) -> Any:
-    """Return the predictions of this worker's rows.
-
-    `predictions` are those of all rows, batch after batch.
-    """
+    """Return this worker's part of the predictions of all rows, batch after batch."""
     total = sum(rows.global_rows for rows in batches)
     if not hasattr(predictions, "shape") or predictions.shape[:1] != (total,):
         raise ValueError(
@@ -186,17 +180,14 @@ def _prefetch_one(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def _local_row_batches(adapter: Any, distribution: Any) -> Any:
-    """Return batches of only this worker's rows, or None.
-
-    Batches that the devices do not divide are read and computed as a whole.
-    """
+    """Return batches of only this worker's rows, or None."""
     if distribution.cluster is None or distribution.replicas == 1:
         return None
     local, replicas = distribution.topology.local_replicas, distribution.replicas
 
     def local_bounds(rows):
         size, uneven = divmod(rows, replicas)
-        if uneven:
+        if uneven:  # every device computes all rows
             return [(0, rows)]
         return [(replica * size, (replica + 1) * size) for replica in local]
 

@@ -6,20 +6,14 @@ from typing import Any
 import jax
 import keras
 
-from keras_strategy.backends.threads.patches import (
-    current_stateless_scope,
-    global_state,
-    keras_seeds,
-)
+from keras_strategy.backends.threads.patches import current_stateless_scope
 from keras_strategy.keras_patches.patch import find_module, keras_changed_error
+from keras_strategy.keras_patches.random import global_generator, keras_seeds
 from keras_strategy.keras_patches.variables_optimizers import stored_value
 
 is_symbolic = find_module(
     "in_symbolic_scope", "keras.src.backend.common.symbolic_scope"
 ).in_symbolic_scope
-
-# The key of the global seed generator in Keras's global state.
-SEED = "global_seed_generator"
 
 
 def synchronize_state(model: keras.Model) -> None:
@@ -77,7 +71,7 @@ def sharding_of(variable: Any) -> Any:
 
 def global_seed() -> Any:
     """Return the state variable of Keras's global seed generator, or None."""
-    generator = global_state.get_global_attribute(SEED)
+    generator = global_generator()
     return None if generator is None else generator.state
 
 

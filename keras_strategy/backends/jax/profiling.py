@@ -31,11 +31,7 @@ _compilations = 0
 def count_operations(
     train: Callable[[int], None], steps: int
 ) -> tuple[int, int, int, int]:
-    """Implement `Engine.count_operations`.
-
-    A copy is counted once for each device that receives a part of an array, and once
-    for each array that the host reads.
-    """
+    """Implement `Engine.count_operations`."""
     counts = _count(train, steps)
     if counts is None:
         # Again without the programs of other models. A program from the disk cache has
@@ -74,6 +70,8 @@ def _count(
     names: dict[Any, str] = {}
     devices = {stats["device_ordinal"] for _, stats in events if "hlo_op" in stats}
     first = min(devices, default=0)  # of this worker's
+    # A copy is counted once for each device that receives a part of an array, and once
+    # for each array that the host reads.
     splits = transfers = 0
     for name, stats in events:
         if name == "DevicePutWithSharding":
@@ -135,11 +133,9 @@ def _profile(
 def _collective_bytes(
     module: str, ops: set[str], devices: int
 ) -> dict[str, int] | None:
-    """Return the bytes that one replica sends in each collective of a program, or None.
-
-    An executable does not report the profiler's program id. Its name, which others may
-    share, and its operations identify the program, if exactly one result fits.
-    """
+    """Return the bytes a replica sends in each collective of a program, or None."""
+    # An executable does not report the profiler's program id. Its name, which others
+    # may share, and its operations identify the program, if exactly one result fits.
     candidates = []
     for executable in jax.devices()[0].client.live_executables():
         text = executable.hlo_modules()[0].to_string()

@@ -21,7 +21,7 @@ from keras_strategy.backends.threads.patches import (
 from keras_strategy.core import context
 from keras_strategy.core.per_replica_attributes import set_on_all_replicas
 from keras_strategy.core.protocols import Strategy
-from keras_strategy.core.step_state import StepState
+from keras_strategy.core.step_state import StepState, draw_alone
 from keras_strategy.training.reduction import cast_for_sum
 from keras_strategy.training.row_weights import apply_row_weight
 from keras_strategy.training.variable_sync import is_sync_on_read, split_assigned_value
@@ -29,21 +29,14 @@ from keras_strategy.values import DistributedValues, Mirrored, PerReplica, Reduc
 
 
 class JaxReplica:
-    """Implementation of `core.protocols.Replica` for all replicas of a program.
-
-    `id` is a traced scalar, and `devices` are those of all replicas. `shards` are the
-    local shards of the trace if the strategy shards optimizer slots.
-    """
+    """Implementation of `core.protocols.Replica` for all replicas of a program."""
 
     def __init__(
-        self,
-        strategy: Strategy,
-        devices: tuple[str, ...],
-        shards: LocalShards | None = None,
+        self, strategy: Strategy, devices: tuple[str, ...], shards: LocalShards | None
     ):
         self._strategy = strategy
-        self.shards = shards
-        self.devices = devices
+        self.shards = shards  # if the strategy shards optimizer slots
+        self.devices = devices  # of all replicas
         self.step = StepState()
         self.is_training = False  # the trace has summed gradients
 
@@ -96,11 +89,7 @@ class JaxReplica:
             return self.shards.all_reduce(tensors)
         return jax.lax.psum(tensors, AXIS)
 
-    def draw_once(
-        self, what: Any, draw: Callable[[], Any], skip: Callable[[], Any]
-    ) -> Any:
-        return draw()
-
+    draw_once = staticmethod(draw_alone)
     write = staticmethod(keras_state.write)
 
 

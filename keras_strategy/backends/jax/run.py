@@ -1,6 +1,7 @@
 """Compiled `run`: one shard_map program for all replicas."""
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -200,16 +201,16 @@ def compile_program(
 
 
 class Runner:
-    """Runner of functions on the replicas of one group.
+    """Runner of functions on the replicas of one group."""
 
-    `run` and `_call` are all of the Python code of a cached step, so they make few
-    calls: tests/speed counts them.
-    """
+    # `run` and `_call` are all of the Python code of a cached step, so they make few
+    # calls: tests/speed counts them.
 
     def __init__(self, strategy: Strategy, distribution: ReplicaDistribution):
         self._strategy = strategy
         self._distribution = distribution
         self._workers = distribution.workers
+        self._compile = functools.partial(compile_program, strategy, distribution)
         self._eager = EagerRunner(strategy, distribution)
         self._functions = CompileCache(Function)
         self._previous: Outputs | None = None
@@ -262,12 +263,10 @@ class Runner:
     def _all_workers_agree(
         self, function: Function, arguments: Arguments | None, inputs: Any
     ) -> bool:
-        """Return True if all workers call the same program.
-
-        Workers compare their arguments before a program is compiled, and later only
-        those that are not `is_global`. If a worker does something else then, the others
-        wait in the program until the watchdog reports where each worker is.
-        """
+        """Return True if all workers call the same program."""
+        # They compare their arguments before a program is compiled, and later only
+        # those that are not `is_global`. If a worker does something else then, the
+        # others wait in the program until the watchdog reports where each worker is.
         if self._workers is None or any(
             isinstance(x, UnevenPerReplica) for x in tree.flatten(inputs)
         ):
@@ -304,13 +303,6 @@ class Runner:
                 "tensors have no values while Python traces it. Use `keras.ops.where` "
                 "or `keras.ops.cond` instead."
             ) from error
-
-    def _compile(
-        self, fn: Callable[..., Any], function: Function, arguments: Arguments
-    ) -> Program:
-        return compile_program(
-            self._strategy, self._distribution, fn, function, arguments
-        )
 
     def _trace_for_variables(
         self, fn: Callable[..., Any], function: Function, inputs: Any
@@ -400,11 +392,9 @@ class Runner:
     def _dispatch(
         self, program: Program, arrays: list[jax.Array]
     ) -> tuple[Outputs, list[jax.Array]]:
-        """Return the outputs and the sums over replicas.
-
-        Under the lock from reading the variables to writing them: otherwise another
-        thread could read arrays that this program donates.
-        """
+        """Return the outputs and the sums over replicas."""
+        # Under the lock from reading the variables to writing them: otherwise another
+        # thread could read arrays that this program donates.
         seed = program.seed_index
         if seed is not None and not keras_state.is_global_seed(program.written[seed]):
             # `keras.utils.set_random_seed` has replaced it.

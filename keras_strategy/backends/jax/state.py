@@ -38,16 +38,12 @@ _no_array: Callable[[], Any] = object
 
 
 class ArrayNote:
-    """Facts about the array that a variable holds.
-
-    `placed` returns the array if it has the sharding that programs need, `donatable` if
-    a program may donate it. They are weak references, which do not match an array that
-    the variable received later.
-    """
+    """Weak references to the array that a variable holds; they match no later one."""
 
     __slots__ = ("donatable", "placed")
 
     def __init__(self):
+        # The array, if a program may donate it; if it has the sharding programs need.
         self.donatable: Callable[[], Any] = _no_array
         self.placed: Callable[[], Any] = _no_array
 
@@ -207,15 +203,12 @@ def partition_specs(dims: Sequence[int | None]) -> list[PartitionSpec]:
 
 
 class LocalShards:
-    """Whole tensors and their local shards in a trace.
-
-    Code that the trace calls sees whole tensors. If it asks for the shard of a gathered
-    tensor, it gets the original shard, and XLA drops the unused all-gather.
-    """
+    """Whole tensors, which code in a trace sees, and their local shards."""
 
     def __init__(self, replicas: int):
         self.replicas = replicas
         # Keyed by the id of the whole tensor, which is kept so that the id stays valid.
+        # If only the original shard is used, XLA drops the all-gather.
         self._gathered: dict[int, tuple[Any, int, Any]] = {}
 
     def gather(self, shard: Any, dim: int | None) -> Any:

@@ -15,8 +15,9 @@ from tensorflow.python.eager import context
 
 from keras_strategy.backends.tensorflow.connection import native_name
 from keras_strategy.backends.tensorflow.random import DRAW_FUNCTIONS
+from keras_strategy.core.step_state import map_rows
 from keras_strategy.devices import canonical_device
-from keras_strategy.keras_patches.random import dry_running, map_rows
+from keras_strategy.keras_patches.random import dry_running
 from keras_strategy.keras_patches.variables_optimizers import stored_value
 from keras_strategy.training.random import EndOfDryRun
 from keras_strategy.training.saving import raise_if_any_failed

@@ -17,7 +17,7 @@ from keras_strategy.backends.tensorflow.tensors import (
 )
 from keras_strategy.core import context
 from keras_strategy.core.per_replica_attributes import ReplicaAttributes
-from keras_strategy.core.step_state import StepState
+from keras_strategy.core.step_state import StepState, draw_alone
 from keras_strategy.keras_patches.variables_optimizers import stored_value
 from keras_strategy.training import row_weights
 from keras_strategy.training.reduction import cast_for_sum
@@ -250,10 +250,7 @@ class TensorFlowReplica:
             return None
         return gradient_shards(optimizer, gradients, self.step.reducing_gradients_of)
 
-    def draw_once(
-        self, what: Any, draw: Callable[[], Any], skip: Callable[[], Any]
-    ) -> Any:
-        return draw()
+    draw_once = staticmethod(draw_alone)
 
     def write(self, variable: Any, value: Any) -> None:
         shares = flat_shards_of(variable)

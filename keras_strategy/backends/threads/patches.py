@@ -15,18 +15,17 @@ from keras_strategy.core.per_replica_attributes import (
     current_attributes,
     set_on_all_replicas,
 )
-from keras_strategy.keras_patches.patch import find_module, hook, multi_replica_only
-
-global_state = find_module(
-    "GLOBAL_STATE_TRACKER get_global_attribute set_global_attribute",
-    "keras.src.backend.common.global_state",
+from keras_strategy.keras_patches.patch import hook, multi_replica_only
+from keras_strategy.keras_patches.random import (
+    global_generator,
+    global_state,
+    keras_seeds,
+    set_global_generator,
 )
-keras_seeds = find_module("global_seed_generator", "keras.src.random.seed_generator")
 
 # --- thread-local settings
 
 _NOT_INHERITED = ("stateless_scope", "current_call_ctx", "distribution")
-_SEED = "global_seed_generator"
 
 
 class ThreadState:
@@ -76,8 +75,8 @@ class ThreadState:
 
 def keep_global_seed_generator(generator: Any) -> None:
     """Set the global seed generator that replicas created, if this thread has none."""
-    if global_state.get_global_attribute(_SEED) is None:
-        global_state.set_global_attribute(_SEED, generator)
+    if global_generator() is None:
+        set_global_generator(generator)
 
 
 @contextlib.contextmanager
@@ -114,10 +113,10 @@ def current_thread_replica() -> Any:
 @hook(keras_seeds, "global_seed_generator", "()", when=current_thread_replica)
 def _global_seed_generator(original, replica):
     """Create the generator once for all replicas, from one seed."""
-    if global_state.get_global_attribute(_SEED) is not None:
+    if global_generator() is not None:
         return original()
     generator = replica.global_seed_generator(original)
-    global_state.set_global_attribute(_SEED, generator)
+    set_global_generator(generator)
     return generator
 
 

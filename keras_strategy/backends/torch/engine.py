@@ -25,8 +25,9 @@ from keras_strategy.backends.torch import (
 from keras_strategy.backends.torch.group import TorchGroup, torch_device
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core.context import DryRun
+from keras_strategy.core.step_state import map_rows
 from keras_strategy.devices import canonical_device
-from keras_strategy.keras_patches.random import dry_running, map_rows
+from keras_strategy.keras_patches.random import dry_running
 from keras_strategy.values import DistributedValues, raise_not_a_tensor
 
 _thread_state = threading.local()
