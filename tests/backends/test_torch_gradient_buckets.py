@@ -1,5 +1,8 @@
-"""Sums in pieces: all workers send them, whatever they come to, or none does."""
+"""Sums in buckets: workers send the same ones, whatever they come to."""
 
+import contextlib
+import hashlib
+import random
 from types import SimpleNamespace
 
 import keras
@@ -10,191 +13,185 @@ if keras.backend.backend() != "torch":
     pytest.skip("for the torch backend", allow_module_level=True)
 
 from keras_strategy.backends.torch.collective_check import (  # noqa: E402
-    BucketedAllReduce,
     CollectiveVerifier,
 )
 from keras_strategy.backends.torch.collectives import TorchWorkers  # noqa: E402
 from keras_strategy.backends.torch.gradient_buckets import (  # noqa: E402
     FlatBufferPool,
 )
-from keras_strategy.core.collectives import CHECKSUM_TAIL, call_checksum  # noqa: E402
+from keras_strategy.core.collectives import (  # noqa: E402
+    CHECKSUM_BYTES,
+    CHECKSUM_TAIL,
+)
 from keras_strategy.core.step_state import StepState  # noqa: E402
-from tests.backends.test_torch_collective_check import WORKERS, of_all  # noqa: E402
-
-SIZE = 5
-
-
-class Pieces(BucketedAllReduce):
-    """Pieces that tell a `Sums` whether all workers would send them."""
-
-    def __init__(self, sums):
-        super().__init__(sums.sizes, "")
-        self.sums = sums
-
-    def agree(self, *args):
-        super().agree(*args)
-        self.sums.pieces = self
-
-    def drop(self):
-        self.sums.pieces = None
-        self.sums.given_up += 1
+from tests.backends.test_torch_collective_check import (  # noqa: E402
+    WORKERS,
+    Done,
+    of_all,
+)
 
 
 class Sums:
-    """One worker's sums of `SIZE` numbers, in pieces where all workers would.
+    """One worker's sums of its number, in buckets, of which some leave early."""
 
-    Args:
-        verifier: What the workers expect of each other.
-        rank: The worker.
-        sizes: The sizes of the pieces that it would send; None for one.
-    """
+    def __init__(self, verifier, rank):
+        self.verifier, self.rank = verifier, rank
 
-    def __init__(self, verifier, rank, sizes=(2, 3)):
-        self.verifier, self.rank, self.sizes = verifier, rank, sizes
-        self.pieces, self.given_up = None, 0
+    def add(self, early=0, sizes=(2, 3), keeps_sent=True):
+        """The sum; None if the workers are in different ones."""
+        digest = _digest(sizes)
+        buffer = torch.full((sum(sizes) + CHECKSUM_TAIL,), torch.nan)
+        self.send(buffer[:-CHECKSUM_TAIL], early, sizes)
 
-    def split(self):
-        """Return the pieces of this worker."""
-        return Pieces(self) if self.sizes else None
+        def fill(index, bucket):
+            bucket.fill_(self.rank + 1.0)
 
-    def send(self, parts):
-        """Sends so many pieces; returns whether they are due."""
-        if self.verifier.pending is None:
-            return False
-        if not self.pieces.sent:
-            self.pieces.begin(torch.empty(self.pieces.buffer_size))
-        for _ in range(parts):
-            size = self.sizes[self.pieces.sent]
-            self.pieces.send([torch.full((size,), self.rank + 1.0)], None)
-        return True
+        if not self.verifier.sum_in_place(digest, buffer, sizes, fill, keeps_sent):
+            return None
+        return buffer[:-CHECKSUM_TAIL].tolist()
 
-    def add(self, early=0):
-        """The sum; some pieces leave before it is asked for."""
-        if self.send(early) and self.send(len(self.sizes) - early):
-            sums = self.verifier.finish_pending()
-            if sums is not None:
-                return torch.cat(sums).tolist()
-        return self.in_one()
+    def send(self, values, early, sizes=(2, 3)):
+        """Sends so many buckets if their sum is due."""
+        if self.verifier.expects(_digest(sizes)):
+            for bucket in values.split(sizes)[:early]:
+                self.verifier.send(bucket.fill_(self.rank + 1.0))
 
-    def in_one(self, size=SIZE):
-        """The sum in one piece; None if the workers are in different ones."""
-        both = torch.full((size + CHECKSUM_TAIL,), float(self.rank + 1))
-        digest = call_checksum("sum", (size,), "float32")
-        same = self.verifier.sum_in_place(digest, both, self.split)
-        return both[:-CHECKSUM_TAIL].tolist() if same else None
+    def other(self, kind="gather", early=0):
+        """Whether all workers are in this operation, some buckets having left."""
+        self.send(torch.empty(5), early)
+        return self.verifier.verify(_digest(kind), torch.device("cpu"))
 
 
-def of_sums(act, sizes=lambda rank: (2, 3), least=0):
+def _digest(what):
+    return hashlib.blake2b(f"{what}".encode(), digest_size=CHECKSUM_BYTES).digest()
+
+
+def of_sums(act):
     """Return each worker's result of `act(sums)`, and the collectives."""
-
-    def with_sums(verifier, rank):
-        verifier = CollectiveVerifier(WORKERS, verifier.all_reduce, least)
-        return act(Sums(verifier, rank, sizes(rank)))
-
-    return of_all(with_sums)
+    return of_all(lambda verifier, rank: act(Sums(verifier, rank)))
 
 
-SUM = [6.0] * SIZE
+SUM = [6.0] * 5
 
 
-def test_buckets_are_sent_when_all_workers_agree():
+def test_buckets_are_sent_when_expected():
     def act(sums):
-        return [sums.add(early) for early in (0, 0, 0, 0, 1, 1, 2)]
+        early = [sums.rank % 2, 0, 1, sums.rank % 2]  # each as it likes
+        return [sums.add(early) for early in (0, 0, *early)]
 
     results, count = of_sums(act)
-    assert results == [[SUM] * 7] * WORKERS
-    # Twice in two collectives, three times in one; after the first sum that comes
-    # again they ask. Then there are two pieces.
-    assert count == 2 + 2 + 1 + 1 + 4 * 2
+    assert results == [[SUM] * 6] * WORKERS
+    # The first two times they compare first.
+    assert count == 2 * 3 + 4 * 2
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        lambda rank: None if rank == 1 else (2, 3),
-        lambda rank: (3, 2) if rank == 1 else (2, 3),
-        lambda rank: None,
-    ],
-    ids=["one would not", "others", "nobody would"],
-)
-def test_disagreement_sends_one_buffer(sizes):
+def test_differing_buckets_are_reported():
     def act(sums):
-        return [sums.in_one() for _ in range(7)], sums.pieces
+        sums.add()
+        return sums.add(sizes=(3, 2) if sums.rank == 1 else (2, 3)), sums.add()
 
-    results, count = of_sums(act, sizes)
-    assert results == [([SUM] * 7, None)] * WORKERS
-    assert count == 2 + 2 + 1 + 5
-
-
-def test_small_gradients_use_one_bucket():
-    def act(sums):
-        return [sums.in_one() for _ in range(7)]
-
-    least = (SIZE + CHECKSUM_TAIL) * 4 + 1
-    assert of_sums(act, least=least) == ([[SUM] * 7] * WORKERS, 2 + 2 + 5)
+    results, _ = of_sums(act)
+    assert results == [(None, SUM)] * WORKERS
 
 
 @pytest.mark.parametrize("early", [0, 1])
 def test_worker_discards_sent_buckets(early):
     def act(sums):
-        found = [sums.add() for _ in range(5)]
-        for _ in range(2):
+        found = [sums.add() for _ in range(3)]
+        for _ in range(3):
             if sums.rank == 1:
-                sums.send(early)
-                found.append(sums.in_one())
+                found.append(sums.add(early, keeps_sent=False))
             else:
                 found.append(sums.add(1))
             found.append(sums.add(1))
-        return found, sums.given_up
+        return found
 
-    results, _ = of_sums(act)
-    assert results == [([SUM] * 9, 0)] * WORKERS
+    results, count = of_sums(act)
+    assert results == [[SUM] * 9] * WORKERS
+    # What is sent in vain, the comparison, and the sum again.
+    assert count == 2 * 3 + 2 + 3 * (5 + 2)
 
 
-def test_buckets_stop_after_three_failures():
+def test_other_operation_discards_sent_buckets():
     def act(sums):
-        given_up = []
-        for in_vain in (2, 2, 3):
-            for _ in range(5):
-                sums.add()
-            found = [sums.in_one() for _ in range(in_vain)]
-            assert found == [SUM] * in_vain
-            given_up.append(sums.given_up)
-        return given_up, sums.pieces
+        found = [sums.add() for _ in range(3)]
+        for _ in range(2):
+            assert sums.other(early=sums.rank % 2)  # as where an epoch ends
+            found += [sums.add() for _ in range(2)]
+        return found
+
+    results, count = of_sums(act)
+    assert results == [[SUM] * 7] * WORKERS
+    assert count == 2 * 3 + 2 + 2 * (2 + 2 * 2) + 1
+
+
+def test_operation_that_comes_twice_is_expected():
+    def act(sums):
+        for _ in range(2):
+            sums.add()
+            sums.add(sizes=(4,))
+        sums.add()
+        return sums.verifier.expects(_digest((4,)))
 
     results, _ = of_sums(act)
-    assert results == [([0, 0, 1], None)] * WORKERS
+    assert results == [True] * WORKERS
 
 
 @pytest.mark.parametrize("early", [0, 1])
-@pytest.mark.parametrize("rank", range(WORKERS))
-def test_differing_worker_is_reported(rank, early):
+@pytest.mark.parametrize("odd", range(WORKERS))
+def test_differing_worker_is_reported(odd, early):
     def act(sums):
-        for _ in range(5):
+        for _ in range(3):
             sums.add()
-        sums.send(early)
-        other = sums.rank == rank
-        if other:
-            noticed = sums.in_one(4) is None
+        if sums.rank == odd:
+            noticed = not sums.other(early=early)
         else:
-            noticed = sums.send(2 - early) and sums.verifier.finish_pending() is None
-            noticed = noticed and sums.in_one() is None
+            noticed = sums.add(early) is None
         return noticed, sums.add(), sums.add(1)
 
     results, _ = of_sums(act)
     assert results == [(True, SUM, SUM)] * WORKERS
 
 
-def test_alternating_steps_use_buckets():
+@pytest.mark.parametrize("seed", range(5))
+def test_random_operations_with_buckets_are_verified(seed):
     def act(sums):
-        found = []
-        for _ in range(6):
-            found.append(sums.add() if sums.verifier.pending else sums.in_one())
-            assert sums.in_one(3) == [6.0] * 3
-        return found
+        shared, own = random.Random(seed), random.Random(f"{seed} {sums.rank}")
+        seen = []
+        for _ in range(200):
+            what = shared.choice(["gather", *[(2, 3)] * 4, (4,)])
+            if shared.random() < 0.1:
+                what = own.choice(["gather", (2, 3), (3, 2)])
+            early, keeps_sent = own.randrange(2), own.random() < 0.9
+            if what == "gather":
+                same = sums.other(early=early)
+            else:
+                total = sums.add(early * (len(what) - 1), what, keeps_sent)
+                same = total is not None
+                assert not same or total == [6.0] * sum(what)
+            seen.append((same, what))
+        return seen
 
-    results, _ = of_sums(act, least=(SIZE + CHECKSUM_TAIL) * 4)
-    assert results == [[SUM] * 6] * WORKERS
+    results, _ = of_sums(act)
+    for step in zip(*results, strict=True):
+        is_one = len({what for _, what in step}) == 1
+        assert [same for same, _ in step] == [is_one] * WORKERS
+
+
+def workers_of(bytes_per_pack, is_local=True, own_step=False):
+    """One worker, whose collectives do nothing."""
+    cluster = SimpleNamespace(
+        rank=0,
+        size=1,
+        is_local=is_local,
+        options=SimpleNamespace(bytes_per_pack=bytes_per_pack),
+        client=SimpleNamespace(track_operation=contextlib.nullcontext),
+    )
+    workers = TorchWorkers(cluster)
+    workers.verifier = CollectiveVerifier(1, lambda *args, **kwargs: Done())
+    step = StepState(row_weight=0.5, logs_are_metrics=not own_step)
+    workers.replica = SimpleNamespace(step=step, buffers=FlatBufferPool())
+    return workers
 
 
 MANY, FEW = 600, 100  # 1.4 MB and 40 kB of float32 in a square
@@ -213,19 +210,29 @@ MANY, FEW = 600, 100  # 1.4 MB and 40 kB of float32 in a square
     ],
 )
 def test_buckets_overlap_backward(most, is_local, own_step, side, leave):
-    options = SimpleNamespace(bytes_per_pack=most)
-    workers = TorchWorkers(
-        SimpleNamespace(rank=0, size=2, options=options, is_local=is_local)
-    )
-    step = StepState(logs_are_metrics=not own_step)
-    workers.replica = SimpleNamespace(step=step, buffers=FlatBufferPool())
-    variables = [keras.Variable(torch.ones(side, side)) for _ in range(2)]
-    sum((v.value * v.value).sum() for v in variables).backward()
-    gradients = [v.value.grad for v in variables]
-    pieces = workers.split_gradients(gradients, variables)
-    assert (pieces is not None) == leave
-    assert pieces is None or list(pieces.sizes) == [side * side] * 2
-    # Of gradients that backward left nowhere, nothing tells when they are there.
-    others = [gradient.clone() for gradient in gradients]
-    assert workers.split_gradients(others, variables) is None
-    assert workers.split_gradients(gradients, None) is None
+    workers = workers_of(most, is_local, own_step)
+    gradients = [torch.ones(side, side) for _ in range(2)]
+    buckets = workers.assign_buckets(gradients, gradients)
+    assert buckets == ([[1], [0]] if leave else [])
+    assert workers.assign_buckets(gradients, None) == []  # of no variables
+
+
+def test_changed_gradients_stop_early_sending():
+    workers = workers_of(64)
+    variables = [keras.Variable(torch.full((5, 5), i + 1.0)) for i in range(3)]
+    sent = []
+    for changes in (False, False, False, True, True, False, True, True, True, False):
+        for variable in variables:
+            variable.value.grad = None
+        sum((v.value * v.value).sum() for v in variables).backward()
+        sent.append(workers.verifier.sent)
+        gradients = [v.value.grad for v in variables]
+        if changes:
+            gradients[2] *= 2.0
+        sums = workers.all_reduce_weighted(
+            gradients, 0.5, workers.replica.buffers, variables
+        )
+        for total, gradient in zip(sums, gradients, strict=True):
+            assert torch.equal(total, gradient * 0.5)
+    # From the third step on they are expected; after three in vain, no more.
+    assert sent == [0, 0, 2, 2, 2, 2, 2, 2, 2, 0]

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 import keras_strategy as ks
-from keras_strategy.backends.torch.collective_check import BucketedAllReduce
 from keras_strategy.backends.torch.gradient_buckets import GradientBuckets
 from tests.distributed.jobs import digits, in_charge, weights
 
@@ -23,24 +22,21 @@ OPTIONS = ks.experimental.CommunicationOptions(bytes_per_pack=64)
 
 @contextlib.contextmanager
 def counted() -> Iterator[dict[str, int]]:
-    """Counts sums in pieces, those in vain, and pieces that left during backward."""
-    seen = {"sums": 0, "in vain": 0, "early": 0}
-    end, rest = BucketedAllReduce.end, GradientBuckets.send_remaining
+    """Counts gradients sent during backward: those that counted, and those in vain."""
+    seen = {"early": 0, "in vain": 0}
+    end = GradientBuckets.end
 
-    def counting_end(self: BucketedAllReduce) -> Any:
-        sums = end(self)
-        seen["sums" if sums is not None else "in vain"] += 1
-        return sums
+    def counting_end(self: GradientBuckets, *args: Any) -> Any:
+        sent = len(self.early)
+        buffer = end(self, *args)
+        seen["early" if buffer is not None else "in vain"] += sent
+        return buffer
 
-    def counting_rest(self: GradientBuckets, *args: Any) -> None:
-        seen["early"] += len(self.early)
-        rest(self, *args)
-
-    BucketedAllReduce.end, GradientBuckets.send_remaining = counting_end, counting_rest
+    GradientBuckets.end = counting_end
     try:
         yield seen
     finally:
-        BucketedAllReduce.end, GradientBuckets.send_remaining = end, rest
+        GradientBuckets.end = end
 
 
 class Stepwise(keras.Model):

@@ -27,12 +27,12 @@ from keras_strategy.backends.jax.state import (
     set_components,
 )
 from keras_strategy.backends.threads.patches import (
+    ReplicaScope,
     ThreadState,
     keep_global_seed_generator,
 )
 from keras_strategy.backends.threads.pool import ReplicaThreads, TurnScheduler
 from keras_strategy.backends.threads.replica import ThreadReplica
-from keras_strategy.backends.threads.scopes import ReplicaScope
 from keras_strategy.core import context
 from keras_strategy.core.per_replica_attributes import (
     GroupAttributes,

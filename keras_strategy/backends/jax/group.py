@@ -41,8 +41,7 @@ from keras_strategy.backends.jax.state import (
     read_components,
     set_components,
 )
-from keras_strategy.backends.threads.patches import current_stateless_scope
-from keras_strategy.backends.threads.scopes import MergedScope
+from keras_strategy.backends.threads.patches import MergedScope, current_stateless_scope
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core.per_replica_attributes import setattr_hooks
 from keras_strategy.core.protocols import Strategy

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 
 from keras_strategy.backends.jax import patches_state as keras_state
 from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution, put
-from keras_strategy.backends.threads.scopes import unbuilt_variable_error
+from keras_strategy.backends.threads.patches import unbuilt_variable_error
 from keras_strategy.training.sharding import dimension_to_shard
 from keras_strategy.training.variable_sync import is_sync_on_read, split_assigned_value
 

@@ -84,6 +84,8 @@ class TensorFlowGroup:
     `cross_device_ops` applies to a single worker; None lets the backend choose.
     """
 
+    update = update_components
+
     def __init__(
         self,
         strategy: "Strategy",
@@ -217,11 +219,6 @@ class TensorFlowGroup:
             if shares is not None:
                 value = local_shard(tf.convert_to_tensor(value), shares, replica)
             component.assign(tf.cast(value, component.dtype))
-
-    def update(
-        self, variable: Any, fn: Callable[..., Any], args: tuple, kwargs: dict
-    ) -> Any:
-        return update_components(self, variable, fn, args, kwargs)
 
     def mirror(self, value: Any) -> Mirrored:
         return Mirrored([get_engine().copy_to(value, name) for name in self.devices])

@@ -7,8 +7,8 @@ import keras
 from keras import tree
 
 from keras_strategy.backends.threads import patches
+from keras_strategy.backends.threads.patches import MergedScope, ReplicaScope
 from keras_strategy.backends.threads.pool import TurnScheduler
-from keras_strategy.backends.threads.scopes import MergedScope, ReplicaScope
 from keras_strategy.core import context
 from keras_strategy.core.context import ReplicaContext
 from keras_strategy.core.per_replica_attributes import (

@@ -1,28 +1,22 @@
 """Collectives between the processes of a cluster, by torch.distributed."""
 
-import datetime
-import functools
-import os
-import socket
-import sys
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+import weakref
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from keras_strategy.backends.torch.collective_check import (
-    CollectiveVerifier,
-    scale_in_place,
-)
+from keras_strategy.backends.torch.collective_check import CollectiveVerifier
 from keras_strategy.backends.torch.gradient_buckets import (
     FIRST_BUCKET_BYTES,
     MAX_BUCKET_BYTES,
     FlatBufferPool,
     GradientBuckets,
+    scale_in_place,
     split_by_bytes,
     unflatten,
+    write_weighted,
 )
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core.collectives import (
@@ -32,7 +26,6 @@ from keras_strategy.core.collectives import (
     operation_kind,
 )
 from keras_strategy.keras_patches.variables_optimizers import stored_value
-from keras_strategy.options import CommunicationImplementation
 from keras_strategy.training.sharding import FlatShards
 
 # The operation that updates variables.
@@ -50,11 +43,14 @@ class TorchWorkers(WorkerCollectives):
         # in Keras's own `train_step`. The user's step may change a gradient by its
         # `data`, which torch does not notice.
         self._bucket_bytes = cluster.options.bytes_per_pack
-        self.verifier = CollectiveVerifier(
-            self.size,
-            # Looked up in each call, since `profiling` replaces it.
-            lambda *args, **kwargs: dist.all_reduce(*args, **kwargs),
-            self._bucket_bytes or FIRST_BUCKET_BYTES,
+        # Looked up in each call, since `profiling` replaces it.
+        all_reduce = lambda *args, **kwargs: dist.all_reduce(*args, **kwargs)  # noqa: E731
+        self.verifier = CollectiveVerifier(self.size, all_reduce)
+        # Workers on the CPUs of one machine would use the cores that compute.
+        self._overlaps_on_cpus = bool(self._bucket_bytes) or not cluster.is_local
+        # Of sums of several buckets, by their checksums, while their variables exist.
+        self._gradients: MutableMapping[bytes, GradientBuckets] = (
+            weakref.WeakValueDictionary()
         )
 
     def sum(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -66,39 +62,33 @@ class TorchWorkers(WorkerCollectives):
         buffer = tensor.new_empty(tensor.numel() + CHECKSUM_TAIL)
         total = buffer[:-CHECKSUM_TAIL].copy_(tensor.reshape(-1))
         with self.track_operation(name):
-            same = self.verifier.sum_in_place(_checksum(name, tensor, shape), buffer)
+            same = self.verifier.sum_in_place(
+                _checksum(name, tensor, shape), buffer, [tensor.numel()]
+            )
         if not same:
             raise self._mismatch(name, tensor, shape)
         return total.view(shape)
 
     def can_overlap(self, gradients: Sequence[torch.Tensor]) -> bool:
         """Return True if gradients of Keras's own step are sent during backward."""
-        # Workers on the CPUs of one machine would use the cores that compute.
-        is_local = self.cluster.is_local
-        return bool(self._bucket_bytes) or not is_local or gradients[0].is_cuda
+        return self._overlaps_on_cpus or gradients[0].is_cuda
 
-    def split_gradients(
+    def assign_buckets(
         self, gradients: Sequence[torch.Tensor], variables: Sequence[Any] | None
-    ) -> GradientBuckets | None:
-        """Return the buckets of gradients, or None if they are not to be split."""
-        if variables is None or self.replica is None:
-            return None
+    ) -> list[list[int]]:
+        """Return the indices of each bucket's gradients, in sending order.
+
+        The list is empty if one bucket has all of them, in their order.
+        """
         max_bytes = self._bucket_bytes
-        if not max_bytes:
-            if not (self.can_overlap(gradients) and self.replica.step.logs_are_metrics):
-                return None
-            max_bytes = MAX_BUCKET_BYTES
-        parameters = [stored_value(variable) for variable in variables]
-        if not all(
-            parameter is not None and parameter.is_leaf and parameter.grad is gradient
-            for parameter, gradient in zip(parameters, gradients, strict=True)
-        ):
-            return None  # no hook reports when they are computed
+        if not max_bytes and self.can_overlap(gradients):
+            max_bytes = MAX_BUCKET_BYTES if self.replica.step.logs_are_metrics else 0
+        if not max_bytes or variables is None or len(variables) != len(gradients):
+            return []
         limits = [min(FIRST_BUCKET_BYTES, max_bytes), max_bytes]
-        buckets: list[list[int]] = dist._compute_bucket_assignment_by_size(  # pyright: ignore
-            parameters, limits
-        )[0][::-1]
-        return GradientBuckets(self, parameters, buckets) if len(buckets) > 1 else None
+        assign: Any = dist._compute_bucket_assignment_by_size  # pyright: ignore
+        buckets = assign(gradients, limits)[0][::-1]
+        return buckets if len(buckets) > 1 else []
 
     def all_reduce_weighted(
         self,
@@ -108,24 +98,42 @@ class TorchWorkers(WorkerCollectives):
         variables: Sequence[Any] | None,
     ) -> list[torch.Tensor]:
         """Sum the workers' weighted tensors: the gradients of variables if given."""
+        buckets = self.assign_buckets(tensors, variables)
+        parts = [[tensors[index] for index in b] for b in buckets] or [tensors]
+        sizes = [sum(map(torch.numel, part)) for part in parts]
+        checksum = _checksum(_APPLY, tensors[0], tuple(sizes))
+        early = self._gradients.get(checksum)
+        buffer = None if early is None else early.end(tensors, weight)
+        keeps_sent = buffer is not None or self.verifier.sent == 0
+        if buffer is None:
+            buffer = buffers.take(sum(sizes) + CHECKSUM_TAIL, tensors[0])
+        flat = buffer[:-CHECKSUM_TAIL]
+
+        def fill(bucket, values):
+            write_weighted(values, parts[bucket], weight)
+
+        if not buckets:  # then nothing is sent early
+            write_weighted(flat, tensors, weight)
         with self.track_operation(_APPLY):
-            if self.verifier.pending is not None:
-                pending = cast(GradientBuckets, self.verifier.pending)
-                sums = pending.weighted_sums(tensors, weight)
-                if sums is not None:
-                    return sums
-            buffer = buffers.concatenate(tensors)
-            flat = buffer[:-CHECKSUM_TAIL]
-            scale_in_place(flat, weight)
-            shape = tuple(flat.shape)
             same = self.verifier.sum_in_place(
-                _checksum(_APPLY, flat, shape),
-                buffer,
-                functools.partial(self.split_gradients, tensors, variables),
+                checksum, buffer, sizes, fill if buckets else None, keeps_sent
             )
         if not same:
-            raise self._mismatch(_APPLY, flat, shape)
-        return unflatten(flat, tensors)
+            raise self._mismatch(_APPLY, tensors[0], tuple(sizes))
+        if not buckets:
+            return unflatten(flat, tensors)
+        assert variables is not None
+        parameters = [stored_value(variable) for variable in variables]
+        if early is None and all(
+            parameter is not None and parameter.is_leaf and parameter.grad is gradient
+            for parameter, gradient in zip(parameters, tensors, strict=True)
+        ):
+            early = GradientBuckets(self, checksum, parameters, buckets)
+            self._gradients[checksum] = early
+        order = [index for bucket in buckets for index in bucket]
+        views = unflatten(flat, [tensors[index] for index in order])
+        sums = dict(zip(order, views, strict=True))
+        return [sums[index] for index in range(len(tensors))]
 
     def reduce_scatter_weighted(
         self,
@@ -174,41 +182,30 @@ class TorchWorkers(WorkerCollectives):
         tensor = tensor.detach()
         others = tuple(tensor.shape[:axis]) + tuple(tensor.shape[axis + 1 :])
         self._verify(name, tensor, others, f" other than axis {axis}")
-        size = torch.tensor([tensor.shape[axis]], device=tensor.device)
-        sizes = [torch.empty_like(size) for _ in range(self.size)]
-        with self.track_operation(name):
-            dist.all_gather(sizes, size)
-        counts = [int(s) for s in sizes]
-        # Move the axis to the front: what is sent is padded to the longest.
         rows = tensor.movedim(axis, 0)
+        size = torch.tensor([len(rows)], device=tensor.device)
+        counts = self.gather_rows(name, size, [1] * self.size).tolist()
         if rows.dtype == torch.bool:
             rows = rows.to(torch.uint8)
-        padded = rows.new_zeros((max(counts), *rows.shape[1:]))
-        padded[: rows.shape[0]] = rows
-        received = [torch.empty_like(padded) for _ in range(self.size)]
-        with self.track_operation(name):
-            dist.all_gather(received, padded)
-        pairs = zip(received, counts, strict=True)
-        joined = torch.cat([part[:count] for part, count in pairs])
+        joined = self.gather_rows(name, rows, counts)
         return joined.to(tensor.dtype).movedim(0, axis), counts
 
-    def gather_updates(
-        self, tensor: torch.Tensor, sizes: Sequence[int]
+    def gather_rows(
+        self, name: str, rows: torch.Tensor, counts: Sequence[int]
     ) -> torch.Tensor:
-        """Join the workers' flat tensors, whose sizes all workers know.
-
-        It verifies nothing: the sum of the gradients has shown that all are here.
-        """
-        longest = max(sizes)
-        sent = tensor
-        if len(sent) < longest:
-            sent = tensor.new_zeros(longest)
-            sent[: len(tensor)] = tensor
-        received = sent.new_empty(longest * self.size)
-        with self.track_operation(_APPLY):
+        """Join the workers' rows, whose numbers all workers know; verify nothing."""
+        longest = max(counts)
+        sent = rows.contiguous()
+        if len(rows) < longest:
+            sent = rows.new_zeros((longest, *rows.shape[1:]))
+            sent[: len(rows)] = rows
+        if sent.numel() == 0:
+            return rows.new_empty((sum(counts), *rows.shape[1:]))
+        received = sent.new_empty((self.size * longest, *rows.shape[1:]))
+        with self.track_operation(name):
             dist.all_gather_into_tensor(received, sent)
-        parts = zip(received.split(longest), sizes, strict=True)
-        return torch.cat([part[:size] for part, size in parts])
+        parts = zip(received.split(longest), counts, strict=True)
+        return torch.cat([part[:count] for part, count in parts])
 
     def broadcast(
         self, name: str, tensors: Sequence[torch.Tensor]
@@ -258,74 +255,3 @@ def map_flattened(
         for index, tensor, part in zip(indices, group, parts, strict=True):
             results[index] = part.view(tensor.shape)
     return results
-
-
-_connected: TorchWorkers | None = None
-
-
-def connect(cluster: Cluster) -> TorchWorkers:
-    """Connect this process with the others of a cluster, once."""
-    global _connected
-    if _connected is None:
-        if not dist.is_initialized():
-            _initialize(cluster)
-        if (dist.get_rank(), dist.get_world_size()) != (cluster.rank, cluster.size):
-            raise RuntimeError(
-                "torch.distributed was initialized for another cluster: it has rank "
-                f"{dist.get_rank()} of {dist.get_world_size()}, but the cluster "
-                f"resolver returns rank {cluster.rank} of {cluster.size}. Let the "
-                "strategy initialize it, or initialize it for the same workers."
-            )
-        _connected = TorchWorkers(cluster)
-    return _connected
-
-
-def _initialize(cluster: Cluster) -> None:
-    timeout = datetime.timedelta(seconds=cluster.client.timeout_seconds + 60)
-    implementation = cluster.options.implementation
-    gpus = torch.cuda.is_available()
-    if implementation is CommunicationImplementation.NCCL and not gpus:
-        raise ValueError(
-            "CommunicationImplementation.NCCL needs GPUs, but torch finds none. Use "
-            "AUTO or RING."
-        )
-    nccl = gpus and implementation is not CommunicationImplementation.RING
-    if cluster.is_local:
-        # By default gloo listens on the interface of the host's name.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    excepthook = sys.excepthook
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if nccl else "gloo",
-        store=_store(cluster, timeout),
-        rank=cluster.rank,
-        world_size=cluster.size,
-        timeout=timeout,
-    )
-    # torch's hook prints the other hooks' output only after they return. Ours ends the
-    # process.
-    sys.excepthook = excepthook
-    # torch aborts the process if its threads outlive it.
-    cluster.client.on_leave(_disconnect)
-
-
-def _store(cluster: Cluster, timeout: datetime.timedelta) -> TCPStore:
-    host, listener = "127.0.0.1", None
-    if cluster.is_chief:
-        address = (host if cluster.is_local else "", 0)
-        listener = socket.create_server(address, backlog=cluster.size + 16)
-    elif not cluster.is_local:
-        host = cluster.addresses[0].rpartition(":")[0].strip("[]")
-    port = None if listener is None else listener.getsockname()[1]
-    return TCPStore(
-        host,
-        int(cluster.exchange("address of torch's store", port)[0]),
-        is_master=cluster.is_chief,
-        master_listen_fd=None if listener is None else listener.detach(),
-        wait_for_workers=False,
-        timeout=timeout,
-    )
-
-
-def _disconnect() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -17,7 +17,7 @@ from keras import tree
 from keras_strategy.backends.threads import patches as thread_patches
 from keras_strategy.backends.threads import patches_sharded_update, patches_sharding
 from keras_strategy.backends.torch import (
-    collectives,
+    connection,
     patches,
     patches_compiled,
     patches_optimizers,
@@ -207,7 +207,7 @@ class TorchEngine:
         return profiling.shares(train, steps)
 
     def connect(self, cluster: Cluster) -> None:
-        collectives.connect(cluster)
+        connection.connect(cluster)
 
     def create_group(
         self,
@@ -219,5 +219,5 @@ class TorchEngine:
         if cross_device_ops is not None:
             cross_device_ops.log_no_effect("torch")
         self._is_in_use = True
-        workers = None if cluster is None else collectives.connect(cluster)
+        workers = None if cluster is None else connection.connect(cluster)
         return TorchGroup(strategy, names, workers)

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch._utils import _unflatten_dense_tensors
 
-from keras_strategy.backends.torch.collective_check import BucketedAllReduce
 from keras_strategy.core.collectives import CHECKSUM_TAIL
 
 if TYPE_CHECKING:
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
 FIRST_BUCKET_BYTES: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # pyright: ignore
 MAX_BUCKET_BYTES = 25 << 20
 _MAX_BUFFERS = 4
+# How often in a row gradients may be changed after they were sent.
+_MAX_STALE = 3
 
 _use_count: Callable[[Any], int] = torch._C._storage_Use_Count  # pyright: ignore
 
@@ -43,13 +44,6 @@ class FlatBufferPool:
     def __init__(self) -> None:
         self._buffers: dict[Any, tuple[torch.Tensor, int]] = {}
 
-    def concatenate(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Join the elements of tensors of one dtype, and `CHECKSUM_TAIL` free ones."""
-        size = sum([tensor.numel() for tensor in tensors])
-        buffer = self.take(size + CHECKSUM_TAIL, tensors[0])
-        torch.cat([tensor.reshape(-1) for tensor in tensors], out=buffer[:size])
-        return buffer
-
     def take(self, size: int, like: torch.Tensor) -> torch.Tensor:
         """Return an uninitialised buffer of a tensor's dtype, on its device."""
         # A tensor made in inference mode can only be written in this mode.
@@ -63,8 +57,21 @@ class FlatBufferPool:
         self._buffers[key] = entry
         return entry[0]
 
-    def clear(self) -> None:
-        self._buffers.clear()
+
+def write_weighted(
+    values: torch.Tensor, tensors: Sequence[torch.Tensor], weight: float | None
+) -> None:
+    """Write the elements of tensors, times a row weight, to a flat buffer."""
+    torch.cat([tensor.reshape(-1) for tensor in tensors], out=values)
+    scale_in_place(values, weight)
+
+
+def scale_in_place(values: torch.Tensor, weight: float | None) -> None:
+    """Multiply by a row weight; 0 selects zeros, so that a NaN cannot leak."""
+    if weight == 0:
+        values.zero_()
+    elif weight is not None:
+        values.mul_(weight)
 
 
 def unflatten(
@@ -92,144 +99,90 @@ def split_by_bytes(tensors: Sequence[torch.Tensor], max_bytes: int) -> Iterator[
         yield slice(begin, len(tensors))
 
 
-class GradientBuckets(BucketedAllReduce):
-    """The gradients of some variables, sent bucket by bucket during backward.
+class GradientBuckets:
+    """The gradients of some variables, of which backward sends complete buckets.
 
-    `buckets` are the indices of each bucket's variables, in sending order.
+    `buckets` are the indices of each bucket's variables, in sending order; `checksum`
+    identifies the sum of them. The variables' hooks keep this object alive.
     """
 
     def __init__(
         self,
         workers: "TorchWorkers",
+        checksum: bytes,
         parameters: Sequence[torch.Tensor],
         buckets: Sequence[Sequence[int]],
     ):
-        self._workers, self._indices = workers, buckets
-        self._kinds = [_kind(parameter) for parameter in parameters]
-        super().__init__(
-            [sum(parameters[i].numel() for i in indices) for indices in buckets],
-            f"{[list(indices) for indices in buckets]} of {self._kinds}",
-        )
+        self._workers, self._checksum, self._buckets = workers, checksum, buckets
+        self._sizes = [sum([parameters[i].numel() for i in b]) for b in buckets]
         # Weak, so that the buckets do not keep the model alive.
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
-        self._bucket_of = {i: b for b, indices in enumerate(buckets) for i in indices}
-        self._hooks: list[Any] = []
-        self._weight: float | None = None
+        for index, parameter in enumerate(parameters):
+            hook = functools.partial(self._on_gradient, index)
+            parameter.register_post_accumulate_grad_hook(hook)
+        self._stale = 0  # how often in a row what was sent did not count
+        self._buffer: Any = None  # of what is sent
         self._reset()
 
     def _reset(self) -> None:
         """Expect the next backward pass."""
-        self._is_ready = bytearray(len(self._parameters))
-        self._missing = [len(indices) for indices in self._indices]
-        # The gradients of each bucket sent during backward, and their versions.
-        self.early: list[tuple[list[torch.Tensor], list[int]]] = []
-        self._is_stopped = False
+        self._ready: set[int] = set()
+        # The gradients sent early, by index, with their versions.
+        self.early: dict[int, tuple[torch.Tensor, int]] = {}
+        self._is_stopped = self._stale >= _MAX_STALE
 
-    def agree(self, verifier: Any, checksum: bytes, like: torch.Tensor) -> None:
-        super().agree(verifier, checksum, like)
-        self._workers.replica.buffers.clear()  # that of the sum in one collective
-        for index, parameter in enumerate(self._parameters):
-            tensor = parameter()
-            assert tensor is not None
-            hook = functools.partial(_report_gradient, weakref.ref(self), index)
-            self._hooks.append(tensor.register_post_accumulate_grad_hook(hook))
-
-    def drop(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self.early = [], []
-
-    def on_gradient(self, index: int) -> None:
+    def _on_gradient(self, index: int, _: torch.Tensor) -> None:
         """Send the buckets that a variable's new gradient has completed.
 
         torch calls it, maybe in another thread.
         """
+        verifier = self._workers.verifier
         if self._workers.replica is None:
             return
-        if self._is_ready[index]:  # a second gradient of this variable
-            if self.sent:
+        if index in self._ready:  # a second gradient of this variable
+            if verifier.sent:
                 self._is_stopped = True
                 return
             self._reset()
-        self._is_ready[index] = 1
-        bucket = self._bucket_of[index]
-        self._missing[bucket] -= 1
-        if self._missing[bucket] == 0:
-            self._send_complete()
-
-    def _send_complete(self) -> None:
-        """Send the next buckets that are complete, except for the last one."""
+        self._ready.add(index)
         while (
-            self.sent < len(self.sizes) - 1
-            and self._missing[self.sent] == 0
-            and not self._is_stopped
-            and self._workers.verifier.pending is self
+            not self._is_stopped
+            and verifier.sent < len(self._buckets) - 1
+            and self._ready.issuperset(self._buckets[verifier.sent])
+            and verifier.expects(self._checksum)
         ):
-            indices = self._indices[self.sent]
-            parameters = [self._parameters[i]() for i in indices]
-            gradients: list[Any] = [p.grad for p in parameters if p is not None]
-            if [_kind(gradient) for gradient in gradients] != [
-                self._kinds[i] for i in indices
-            ]:
-                self._is_stopped = True
-                return
-            if self.sent == 0:
-                self._weight = self._workers.replica.step.row_weight
-            with torch.no_grad():
-                self.send(gradients, self._weight)
-            self.early.append((gradients, [g._version for g in gradients]))
+            self._send_early(self._buckets[verifier.sent])
 
-    def send(self, tensors: Sequence[torch.Tensor], weight: float | None) -> None:
-        if self.sent == 0:
-            buffers = self._workers.replica.buffers
-            self.begin(buffers.take(self.buffer_size, tensors[0]))
-        super().send(tensors, weight)
+    def _send_early(self, indices: Sequence[int]) -> None:
+        replica, bucket = self._workers.replica, self._workers.verifier.sent
+        gradients: Any = [getattr(self._parameters[i](), "grad", None) for i in indices]
+        if any(g is None or g.layout is not torch.strided for g in gradients):
+            self._is_stopped = True
+            return
+        if bucket == 0:
+            self.early, self._weight = {}, replica.step.row_weight
+            size = sum(self._sizes) + CHECKSUM_TAIL
+            self._buffer = replica.buffers.take(size, gradients[0])
+        values = self._buffer[:-CHECKSUM_TAIL].split(self._sizes)[bucket]
+        with torch.no_grad():
+            write_weighted(values, gradients, self._weight)
+        self._workers.verifier.send(values)
+        self.early.update(
+            (i, (g, g._version)) for i, g in zip(indices, gradients, strict=True)
+        )
 
-    def weighted_sums(
+    def end(
         self, gradients: Sequence[torch.Tensor], weight: float | None
-    ) -> list[torch.Tensor] | None:
-        """Return the sums; None if the gradients are to be sent in one collective."""
-        if [_kind(gradient) for gradient in gradients] != self._kinds:
-            return None
-        # Discard what was sent early if it is not the same gradients, unmodified since.
-        if self.sent and weight != self._weight:
-            return None
-        for indices, (tensors, versions) in zip(
-            self._indices, self.early if self.sent else [], strict=False
-        ):
-            for index, tensor, version in zip(indices, tensors, versions, strict=True):
-                if gradients[index] is not tensor or tensor._version != version:
-                    return None
-        self.send_remaining(gradients, weight)
-        sums = self._workers.verifier.finish_pending()
+    ) -> torch.Tensor | None:
+        """Return the buffer of which a part was sent; None if that does not count."""
+        buffer = None
+        if self.early and self._workers.verifier.sent:
+            if weight == self._weight and all(
+                gradients[index] is tensor and tensor._version == version
+                for index, (tensor, version) in self.early.items()
+            ):
+                buffer = self._buffer
+            self._stale = 0 if buffer is not None else self._stale + 1
+        self._buffer = None
         self._reset()
-        if sums is None:
-            return None
-        results: list[Any] = [None] * len(gradients)
-        for indices, flat in zip(self._indices, sums, strict=True):
-            views = unflatten(flat, [gradients[index] for index in indices])
-            for index, view in zip(indices, views, strict=True):
-                results[index] = view
-        return results
-
-    def send_remaining(
-        self, gradients: Sequence[torch.Tensor], weight: float | None
-    ) -> None:
-        """Send the buckets that were not sent during backward."""
-        for indices in self._indices[self.sent :]:
-            self.send([gradients[index] for index in indices], weight)
-
-
-def _report_gradient(
-    buckets: "weakref.ref[GradientBuckets]", index: int, _: torch.Tensor
-) -> None:
-    target = buckets()
-    if target is not None:
-        target.on_gradient(index)
-
-
-def _kind(tensor: Any) -> Any:
-    """Return what a gradient must match to be in a bucket; None if it cannot."""
-    if tensor is None or tensor.layout is not torch.strided:
-        return None
-    return tensor.shape, tensor.dtype, tensor.device.type
+        return buffer

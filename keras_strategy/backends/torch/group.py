@@ -13,13 +13,13 @@ import torch
 
 from keras_strategy.backends.single import arrays_to_tensors
 from keras_strategy.backends.threads.patches import (
+    MergedScope,
     ThreadState,
     current_stateless_scope,
     keep_global_seed_generator,
 )
 from keras_strategy.backends.threads.patches_sharding import shard_adopted_slot
 from keras_strategy.backends.threads.pool import ReplicaThreads, TurnScheduler
-from keras_strategy.backends.threads.scopes import MergedScope
 from keras_strategy.backends.torch.collectives import TorchWorkers
 from keras_strategy.backends.torch.gradient_buckets import FlatBufferPool
 from keras_strategy.backends.torch.replica import (

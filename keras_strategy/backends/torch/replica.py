@@ -15,12 +15,13 @@ import numpy as np
 import torch
 
 from keras_strategy.backends.threads.patches import (
+    WritesInPlace,
     current_stateless_scope,
     current_thread_replica,
+    unbuilt_variable_error,
 )
 from keras_strategy.backends.threads.pool import TurnScheduler
 from keras_strategy.backends.threads.replica import ThreadReplica
-from keras_strategy.backends.threads.scopes import WritesInPlace, unbuilt_variable_error
 from keras_strategy.backends.torch.collectives import map_flattened
 from keras_strategy.backends.torch.state import (
     COMPONENTS,
@@ -121,7 +122,8 @@ class TorchReplica(ThreadReplica):
                 return joined
             local = len(shards)
             by_worker = [sum(sizes[i : i + local]) for i in range(0, len(sizes), local)]
-            return workers.gather_updates(joined, by_worker)
+            # The sum of the gradients has shown that all workers are here.
+            return workers.gather_rows("optimizer.apply", joined, by_worker)
 
         return self.here(self.exchange("optimizer.apply", shard, combine))
 

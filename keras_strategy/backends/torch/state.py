@@ -20,12 +20,10 @@ import keras
 import torch
 
 from keras_strategy.backends.threads.patches import (
-    current_stateless_scope,
-    current_thread_replica,
-)
-from keras_strategy.backends.threads.scopes import (
     MergedScope,
     ReplicaScope,
+    current_stateless_scope,
+    current_thread_replica,
     unbuilt_variable_error,
 )
 from keras_strategy.backends.torch.collectives import TorchWorkers
