@@ -28,6 +28,8 @@ os.environ.setdefault(
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# Nobody reads which lines of Python the operations of a program come from.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 import tools.quick_keras  # noqa: F401, I001 - before all that imports Keras
 import keras
@@ -78,9 +80,8 @@ def part_of(path: pathlib.Path) -> str:
     folder = path.relative_to(TESTS).parts[0]
     if {folder, path.name} & PROCESSES or path.stem.endswith("_workers"):
         return "processes"
-    # With the tests of equality that part would take twice as long as the others.
-    equality = path.name.startswith("test_equality")
-    return "training" if folder == "training" and not equality else "single"
+    # The tests of training are divided between two parts that take about as long.
+    return "training" if folder == "training" and path.name > "test_d" else "single"
 
 
 def pytest_addoption(parser):
@@ -96,6 +97,11 @@ def pytest_ignore_collect(collection_path, config):
     if part and collection_path.is_file() and part_of(collection_path) != part:
         return True
     return None
+
+
+def pytest_sessionfinish():
+    """Leave nothing for pytest, which looks for garbage five times at the end."""
+    gc.freeze()
 
 
 def is_engineless(item):

@@ -155,6 +155,7 @@ print(before == after and apply is keras.optimizers.Optimizer.apply)
 @pytest.mark.parametrize("backend", ["numpy"])
 def test_numpy_backend_is_refused(backend):
     code = """
+import tools.quick_keras
 import keras_strategy as ks
 try:
     ks.MirroredStrategy()

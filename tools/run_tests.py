@@ -37,9 +37,9 @@ PARTS = [
     ("tensorflow", "single"),
     ("torch", "single"),
     ("tensorflow", "processes"),
-    ("jax", "single"),
-    ("torch", "processes"),
     ("jax", "processes"),
+    ("torch", "processes"),
+    ("jax", "single"),
     ("jax", "training"),
     ("torch", "training"),
 ]

@@ -14,7 +14,7 @@ from tests.backends import jax_worker_jobs as jobs
 from tests.distributed.jobs import in_turns
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["2x1", "2x2"])
+@pytest.fixture(scope="module", params=[2, 1], ids=["2x2", "2x1"])
 def results(request, starter):
     """Return the results of two workers with a number of devices."""
     calls = {fn.__name__: (fn, {}) for fn in (jobs.uneven_rows, jobs.merged)}

@@ -106,11 +106,13 @@ def steps(rows: int) -> tuple[Any, Any]:
     return x * (rng.rand(rows, STEPS, 1) > 0.4), rng.randn(rows, STEPS, 1)
 
 
-def masked_steps(*middle: Callable[[], layers.Layer]) -> keras.Model:
+def masked_steps(
+    *middle: Callable[[], layers.Layer], steps: int = STEPS
+) -> keras.Model:
     """Leaves out the steps that are all zero."""
     return keras.Sequential(
         [
-            keras.Input((STEPS, 2)),
+            keras.Input((steps, 2)),
             layers.Masking(),
             layers.Dense(4, use_bias=False),
             *(make() for make in middle),

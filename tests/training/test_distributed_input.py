@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
+from keras_strategy.training.ownership import strategy_of_model
 from tests.equality.compare import largest, scope
+from tests.training.shared import SharedModels
 
 RNG = np.random.RandomState(7)
 X = RNG.randn(21, 4).astype("float32")
@@ -20,14 +22,23 @@ def batches(rows=21):
     return [(X[i : i + BATCH], Y[i : i + BATCH]) for i in range(0, rows, BATCH)]
 
 
+def compiled():
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(1)]
+    )
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    return model
+
+
+@pytest.fixture(scope="module")
+def models():
+    return SharedModels(compiled, (X[:BATCH], Y[:BATCH]))
+
+
 def make(strategy):
     keras.utils.set_random_seed(1)
     with scope(strategy):
-        model = keras.Sequential(
-            [keras.Input((4,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(1)]
-        )
-        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
-    return model
+        return compiled()
 
 
 def loop(strategy, dataset, epochs=2):
@@ -54,8 +65,7 @@ def loop(strategy, dataset, epochs=2):
     return [*model.get_weights(), losses]
 
 
-def fit(strategy, x, epochs=2, **arguments):
-    model = make(strategy)
+def fit(model, x, epochs=2, **arguments):
     history = model.fit(x, epochs=epochs, verbose=0, shuffle=False, **arguments).history
     return [*model.get_weights(), *history.values()]
 
@@ -63,7 +73,7 @@ def fit(strategy, x, epochs=2, **arguments):
 @functools.cache
 def plain_fit(epochs=2):
     """Weights and losses of Keras without a strategy."""
-    return fit(None, X, epochs, y=Y, batch_size=BATCH)
+    return fit(make(None), X, epochs, y=Y, batch_size=BATCH)
 
 
 @functools.cache
@@ -143,13 +153,15 @@ def distributed(strategy, kind):
 
 
 @pytest.mark.parametrize("kind", ["list", "py_dataset", "tf", "function"])
-def test_fit(kind, two):
-    assert largest(plain_fit(), fit(two, distributed(two, kind))) < 2e-5
+def test_fit(kind, two, models):
+    model = models.fresh(two)
+    dataset = distributed(strategy_of_model(model), kind)
+    assert largest(plain_fit(), fit(model, dataset)) < 2e-5
 
 
-def test_validation_evaluate_and_predict(two):
-    dataset = distributed(two, "list")
-    model, plain = make(two), make(None)
+def test_validation_evaluate_and_predict(two, models):
+    model, plain = models.fresh(two), make(None)
+    dataset = distributed(strategy_of_model(model), "list")
     loss = plain.evaluate(X, Y, batch_size=BATCH, verbose=0)
     rows = plain.predict(X, verbose=0)
     assert abs(loss - model.evaluate(dataset, verbose=0)) < 1e-5
@@ -160,17 +172,19 @@ def test_validation_evaluate_and_predict(two):
     assert abs(history["val_loss"][0] - loss) < 1e-5
 
 
-def test_fit_of_generator(two):
-    dataset = two.experimental_distribute_dataset(batch for batch in batches())
-    assert largest(plain_fit(1), fit(two, dataset, epochs=1)) < 2e-5
+def test_fit_of_generator(two, models):
+    model = models.fresh(two)
+    strategy = strategy_of_model(model)
+    dataset = strategy.experimental_distribute_dataset(batch for batch in batches())
+    assert largest(plain_fit(1), fit(model, dataset, epochs=1)) < 2e-5
 
 
 def test_fit_with_one_replica():
     one = ks.OneDeviceStrategy("cpu:0")
     dataset = one.experimental_distribute_dataset(batches())
-    assert largest(plain_fit(1), fit(one, dataset, epochs=1)) < 2e-5
+    assert largest(plain_fit(1), fit(make(one), dataset, epochs=1)) < 2e-5
     dataset = ks.get_strategy().experimental_distribute_dataset(batches())
-    assert largest(plain_fit(1), fit(None, dataset, epochs=1)) < 2e-5
+    assert largest(plain_fit(1), fit(make(None), dataset, epochs=1)) < 2e-5
 
 
 def test_fit_of_foreign_distributed_dataset(mirrored):

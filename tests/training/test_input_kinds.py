@@ -274,11 +274,11 @@ def test_nested_inputs_and_outputs(mirrored):
 
 
 STRUCTURED = {
+    "tf.data": lambda *trees: tf_data(*trees),
     "generator": lambda *trees: (
         keras.tree.map_structure(lambda a, i=i: a[i : i + BATCH], trees)
         for i in range(0, ROWS, BATCH)
     ),
-    "tf.data": lambda *trees: tf_data(*trees),
 }
 
 
