@@ -133,7 +133,9 @@ FAULTS = {
         Fault(
             "it hangs",
             (*ROUNDS[1:], "on_epoch_end"),
-            rf"{{victim}} did not reach `.*` within {TIMEOUT_SECONDS} s; .*time.sleep",
+            # TensorFlow calls a generator in a thread of its own.
+            rf"{{victim}} did not reach `.*` within {TIMEOUT_SECONDS} s; "
+            ".*(time.sleep|iterator_get_next)",
             (EXIT_OTHER_WORKER_FAILED,),
             silent=True,
         ),

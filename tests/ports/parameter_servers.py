@@ -211,6 +211,6 @@ def parameter_server_training(workers):
         return on_one_device()
     if BACKEND == "tensorflow":
         return with_servers(workers)
-    with pytest.raises(ks.errors.UnsupportedBackendError, match="TensorFlow alone"):
+    with pytest.raises(ks.errors.UnsupportedBackendError, match="Only TensorFlow"):
         ks.ParameterServerStrategy(None)
     return with_dask(workers)
