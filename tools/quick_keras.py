@@ -25,7 +25,7 @@ for name in _LEFT_OUT:
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
-    # What it would save, functions that run a few times do not take.
+    # Optimizing a graph takes longer than it saves in functions that run a few times.
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
     # Where autograph converts functions, a fifth of the time goes into finding out what

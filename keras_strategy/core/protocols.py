@@ -92,7 +92,7 @@ class ReplicaGroup(Protocol):
         """Mirror variables that were created outside the scope; keep their values."""
 
     def sync_initial_values(self, variables: Sequence[Any]) -> int:
-        """Set the first new variables to the chief's values, and return how many.
+        """Set new variables, in order, to the chief's values; return how many were set.
 
         The others are not yet initialised on all workers.
         """
@@ -151,9 +151,10 @@ class ReplicaGroup(Protocol):
         """Concatenate tensors of different devices on the first device."""
 
     def place(self, parts: Sequence[Any], alike: bool | None = None) -> Any:
-        """Copy each replica's array to its device, into a `PerReplica` or one tensor.
+        """Copy each replica's array to its device; return a `PerReplica`.
 
-        The caller may overwrite `parts`. `alike` is True if their layouts are equal.
+        With one replica, return the tensor. The caller may overwrite `parts`. `alike`
+        is True if they have the same shape and dtype; None if unknown.
         """
 
 

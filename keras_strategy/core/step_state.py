@@ -21,7 +21,6 @@ class BatchRows:
     """Row counts of one element of a distributed dataset, attached to its values."""
 
     # One is made for every element: class attributes avoid a call of `__init__`.
-
     # Rows of each replica on all workers; None if the values have them.
     counts: tuple[int, ...] | None = None
     # Index of this worker's first replica.

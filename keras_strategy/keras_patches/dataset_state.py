@@ -191,7 +191,7 @@ class DataState:
             self._start_state = encode(self._data.state_dict())
 
     def state_at(self, read: int, continues: bool) -> list[Any] | None:
-        """Return the state after `read` batches, after the number `restore` returns."""
+        """Return `[number, state]` for `restore` after `read` batches, or None."""
         if self._is_indexed or (self._has_state_dict and not read):
             return [0, self._start_state if read else encode(self._data.state_dict())]
         states = dict(self._states)

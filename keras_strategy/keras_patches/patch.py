@@ -147,20 +147,29 @@ class FunctionPatch(Patch):
 
     def _around(self, original: Callable, binds: bool) -> Callable:
         """Return a wrapper that checks the condition at each call."""
-        # Keras calls some functions hundreds of times per step. The getter of a
+        # Keras calls some functions hundreds of times per step, so a call to which the
+        # patch does not apply costs only the wrapper and the condition. The getter of a
         # property need not bind, and a partial saves a Python call.
         function, when = self.function, self.condition
         if when is None and not binds:
             return functools.partial(function, original)
         if when is None:
             return lambda *args, **kwargs: function(original, *args, **kwargs)
-        takes_first = bool(inspect.signature(when).parameters)
+        if inspect.signature(when).parameters:
 
-        def replacement(*args, **kwargs):
-            found = when(args[0]) if takes_first else when()
-            if found is None:
-                return original(*args, **kwargs)
-            return function(original, found, *args, **kwargs)
+            def replacement(*args, **kwargs):
+                found = when(args[0])
+                if found is None:
+                    return original(*args, **kwargs)
+                return function(original, found, *args, **kwargs)
+
+        else:
+
+            def replacement(*args, **kwargs):
+                found = when()
+                if found is None:
+                    return original(*args, **kwargs)
+                return function(original, found, *args, **kwargs)
 
         return replacement
 

@@ -69,7 +69,10 @@ def _call_without_logs(methods: list[Callable], batch: int, logs: Any = None) ->
 
 
 def listens(callback: keras.callbacks.Callback, kind: str, time: str = "end") -> bool:
-    """Return True if a callback may handle a batch; see `_select_batch_callbacks`."""
+    """Return True if a callback may handle a batch.
+
+    `kind` is "train", "test" or "predict", `time` the "begin" or "end" of the batch.
+    """
     base_classes: list[type] = [keras.callbacks.Callback]
     names = [f"on_{kind}_batch_{time}"]
     if kind == "train":

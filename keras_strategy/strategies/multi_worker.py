@@ -9,6 +9,7 @@ import keras
 
 from keras_strategy.cluster.membership import Cluster, join_cluster
 from keras_strategy.cluster_resolver import detect
+from keras_strategy.cluster_resolver.cluster_spec import split_host_port
 from keras_strategy.core.registry import get_engine
 from keras_strategy.data import random
 from keras_strategy.options import (
@@ -146,12 +147,9 @@ class MultiWorkerMirroredStrategy(Strategy):
 
 def _local_devices(devices: tuple[str, ...], workers: Cluster) -> tuple[str, ...]:
     """Return this worker's share of a machine's GPUs, which torch shows to them all."""
-    host = workers.addresses[workers.rank].rpartition(":")[0]
-    neighbours = [
-        rank
-        for rank, address in enumerate(workers.addresses)
-        if host and address.rpartition(":")[0] == host
-    ]
+    hosts = [split_host_port(address)[0] for address in workers.addresses]
+    host = hosts[workers.rank]
+    neighbours = [rank for rank, other in enumerate(hosts) if host and other == host]
     if keras.backend.backend() != "torch" or not neighbours or devices[0] == "cpu:0":
         return devices
     share = len(devices) // len(neighbours)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import os
 import pathlib
 import pickle
@@ -353,7 +354,11 @@ class WorkerRunner(contextlib.AbstractContextManager["WorkerRunner"]):
 def _require_importable(function: Callable[..., Any]) -> None:
     module = getattr(function, "__module__", None)
     qualname = getattr(function, "__qualname__", None)
-    if not module or module == "__main__" or not qualname or "<" in qualname:
+    # Workers find functions by name, so they would not have a method's object.
+    owner = getattr(function, "__self__", None)
+    is_bound = inspect.ismethod(function) and not isinstance(owner, type)
+    is_in_main = not module or module == "__main__"
+    if is_bound or is_in_main or not qualname or "<" in qualname:
         raise ValueError(
             "Argument `function` must be a function at the top level of a module "
             "that workers can import: not a lambda, not a function in a function, "

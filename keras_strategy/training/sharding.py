@@ -63,7 +63,7 @@ class ShardSpec:
     def for_shape(
         cls, shape: Sequence[int], replicas: int, logical: Sequence[int] = ()
     ) -> "ShardSpec":
-        """Return the spec with the most shards, each of one of the `logical` parts."""
+        """Return the spec that splits the `logical` parts into the most shards."""
         sizes, by_factors = list(shape), []
         dimension = dimension_to_shard(shape, replicas)
         if logical:

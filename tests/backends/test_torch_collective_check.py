@@ -150,6 +150,13 @@ def test_differing_worker_is_reported(other, odd):
     assert results == [(True, [6] * 5)] * WORKERS  # and it can go on
 
 
+def assert_differences_noticed(results):
+    """Assert that all workers notice each step in which they differ, and no other."""
+    for step in zip(*results, strict=True):
+        is_same = len({what for _, what in step}) == 1
+        assert [noticed_same for noticed_same, _ in step] == [is_same] * WORKERS
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_random_collective_sequences_are_verified(seed):
     """Sizes are always the same, and a difference is noticed by all."""
@@ -171,6 +178,4 @@ def test_random_collective_sequences_are_verified(seed):
         return seen
 
     results, _ = of_all(act)
-    for step in zip(*results, strict=True):
-        alike = len({size for _, size in step}) == 1
-        assert [same for same, _ in step] == [alike] * WORKERS
+    assert_differences_noticed(results)

@@ -74,7 +74,7 @@ class Program:
         wait_until(lambda: len(list(self.folder.glob("started*"))) == count, FOR_EVER)
 
     def does(self, fault: str) -> bool:
-        """Whether this is the worker of this fault, which is no sudden one."""
+        """Return True in the worker that has this planted fault."""
         if not (self.here and self.planted.fault == fault):
             return False
         self.note()
@@ -154,7 +154,7 @@ SUDDEN: dict[str, Callable[[Program], object]] = {
     "segmentation fault": lambda program: ctypes.string_at(0),
     "abort": lambda program: os.abort(),
     "its connection is cut": _cut,
-    "it sends what is no message": _no_message,
+    "it sends an invalid message": _no_message,
 }
 
 
@@ -162,17 +162,17 @@ def _raise(error: BaseException) -> None:
     raise error
 
 
-def _stranger(program: Program) -> None:
-    """Somebody says this and that, and somebody nothing."""
+def _connect_as_foreign_program(program: Program) -> None:
+    """Connect to the coordinator many times, and send nothing or an invalid message."""
     address = ("127.0.0.1", int(os.environ["KERAS_STRATEGY_PORT"]))
-    idle = []
-    said = b"", b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 70_000, b'{"type": 1}\n'
-    for what in said * 20:
+    connections = []
+    messages = b"", b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 70_000, b'{"type": 1}\n'
+    for message in messages * 20:
         with contextlib.suppress(OSError):
-            stranger = socket.create_connection(address, 1)
-            idle.append(stranger)
-            stranger.sendall(what)
-    program.kept = idle
+            connection = socket.create_connection(address, 1)
+            connections.append(connection)
+            connection.sendall(message)
+    program.kept = connections
 
 
 # Of what the program does itself, what it does each time.
@@ -185,7 +185,7 @@ IN_THE_PROGRAM: dict[str, Callable[[Program], object]] = {
     "it hangs": lambda program: time.sleep(FOR_EVER),
     "it never comes": lambda program: time.sleep(FOR_EVER),
     "it ends early": lambda program: sys.exit(0),
-    "a stranger comes": _stranger,
+    "a foreign program connects": _connect_as_foreign_program,
 }
 
 
@@ -320,8 +320,10 @@ def fit(program: Program, own: str = "", **arguments: Any) -> None:
     elif "x" not in arguments:
         arguments |= {"x": x, "y": y}
         arguments["batch_size"] = 4 if does("another batch size") else 8
+    # The only fault after which training is to end as usual.
+    ends = program.planted.fault == "a foreign program connects"
     model.fit(
-        epochs=1 if program.planted.fault == "a stranger comes" else 1_000_000,
+        epochs=1 if ends else 1_000_000,
         verbose=0,
         callbacks=callbacks,
         **arguments,

@@ -111,7 +111,7 @@ FAULTS = {
             (EXIT_OTHER_WORKER_FAILED,),
         ),
         Fault(
-            "it sends what is no message",
+            "it sends an invalid message",
             ROUNDS[1:],
             "{victim} sent a message that cannot be understood",
             (EXIT_OTHER_WORKER_FAILED,),
@@ -155,7 +155,7 @@ FAULTS = {
             (69,),
             silent=True,
         ),
-        Fault("a stranger comes", ("start",), "", (0,), (0,)),
+        Fault("a foreign program connects", ("start",), "", (0,), (0,)),
         Fault(
             "a callback of its own waits for all",
             ("fit",),

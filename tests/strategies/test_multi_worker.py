@@ -6,12 +6,14 @@ What several workers do together is in tests/distributed.
 import builtins
 import json
 import types
+from typing import Any
 
 import keras
 import numpy as np
 import pytest
 
 import keras_strategy as ks
+from keras_strategy.strategies import multi_worker
 
 TWO = {"worker": ["127.0.0.1:2222", "127.0.0.1:2223"]}
 
@@ -107,3 +109,18 @@ def test_communication_options():
     nccl = ks.experimental.CommunicationImplementation.NCCL
     assert options.implementation is nccl
     assert options == ks.experimental.CommunicationOptions(implementation=nccl)
+
+
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="others share no GPUs")
+@pytest.mark.parametrize(
+    ("addresses", "share"),
+    [
+        (["node1", "node1"], ("gpu:2", "gpu:3")),  # the port is set elsewhere
+        (["[::1]:80", "[::1]:81"], ("gpu:2", "gpu:3")),
+        (["fe80::1", "fe80::2"], ("gpu:0", "gpu:1", "gpu:2", "gpu:3")),
+    ],
+)
+def test_workers_share_a_machines_gpus(addresses, share):
+    workers: Any = types.SimpleNamespace(addresses=addresses, rank=1)
+    devices = tuple(f"gpu:{index}" for index in range(4))
+    assert multi_worker._local_devices(devices, workers) == share

@@ -20,7 +20,7 @@ def environment(*names: str) -> dict:
 
 
 class Decorated:
-    """What a decorator returns that wraps a function in an object."""
+    """Callable object in which a decorator wraps a function."""
 
     def __init__(self, function):
         functools.update_wrapper(self, function)

@@ -267,6 +267,8 @@ def test_bad_arguments_are_refused(runner, tmp_path):
         WorkerRunner(timeout_seconds=0)
     with pytest.raises(ValueError, match="at the top level of a module"):
         runner.run(lambda: None)
+    with pytest.raises(ValueError, match="at the top level of a module"):
+        runner.run(functions.Decorated(functions.nested).__call__)
     with pytest.raises(FileNotFoundError, match="missing.py"):
         runner.start(tmp_path / "missing.py")
     with pytest.raises(ValueError, match="no keyword arguments"):

@@ -138,7 +138,7 @@ class ShardedPerReplica(PerReplica):
 
 
 class UnevenPerReplica(PerReplica):
-    """PerReplica value that all workers know to differ in shape or dtype on one."""
+    """PerReplica value whose layouts differ on some worker, as all workers know."""
 
 
 def shapes_and_dtypes(values: Sequence[Any]) -> list[tuple[tuple[int, ...], str]]:

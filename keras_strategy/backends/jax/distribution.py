@@ -165,6 +165,8 @@ class ReplicaDistribution(keras.distribution.DataParallel):
             return ()
         if isinstance(weight_layout, NamedSharding):  # which an optimizer slot shares
             axes = [_axes_of(dim, LOGICAL_PREFIX) for dim in weight_layout.spec]
+            if not any(axes):
+                return ()
             return axes + [()] * (len(variable.shape) - len(axes))
         parts = layouts.partitions_of(variable)
         return () if parts is None else self._axis_names(parts)

@@ -43,8 +43,9 @@ class ArrayNote:
     __slots__ = ("donatable", "placed")
 
     def __init__(self):
-        # The array, if a program may donate it; if it has the sharding programs need.
+        # The array, if a program may donate it.
         self.donatable: Callable[[], Any] = _no_array
+        # The array, if it has the sharding that programs need.
         self.placed: Callable[[], Any] = _no_array
 
 
