@@ -9,6 +9,8 @@ from keras_strategy import (
     experimental,
     tpu,
 )
+from keras_strategy.audit.report import AuditReport
+from keras_strategy.audit.verify import verify, verify_run
 from keras_strategy.core.context import (
     ReplicaContext,
     experimental_set_strategy,
@@ -55,6 +57,7 @@ ParameterServerStrategy: Any  # tf.distribute's
 Server: Any
 
 __all__ = [
+    "AuditReport",
     "CrossDeviceOps",
     "DistributedDataset",
     "DistributedIterator",
@@ -98,6 +101,8 @@ __all__ = [
     "scale_regularization_loss",
     "tpu",
     "value_and_grad",
+    "verify",
+    "verify_run",
     "visualize",
     "weight_by_rows",
 ]

@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+from keras_strategy.audit import first_step as _audit
 from keras_strategy.core.registry import get_engine
 from keras_strategy.keras_patches import consistency
 from keras_strategy.training import random
@@ -84,6 +85,39 @@ def check_mirrored(enabled: bool = True) -> None:
     """
     _require_bool(enabled)
     consistency.check_each_batch = enabled
+
+
+def audit(mode: str = "warn") -> None:
+    """Choose what `fit`, `evaluate` and `predict` do where replicas differ.
+
+    On torch and TensorFlow, each replica computes on its rows, which equals one device
+    if rows are independent of each other, losses are means, and so on. Where some part
+    of a model, loss, metric, optimizer or step is not Keras's own, the first step is
+    therefore audited on a few rows, see `keras_strategy.verify`: at the cost of three
+    steps on them. On JAX those loops are one program over all rows.
+
+    Args:
+        mode: `"warn"`, the default, logs a warning that names the place and the fix;
+            `"raise"` raises `RuntimeError` instead; `"off"` does not audit.
+
+    Raises:
+        ValueError: If `mode` is unknown.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    ks.config.audit("raise")
+    ks.config.audit("warn")
+    ```
+    """
+    if mode not in _audit.MODES:
+        raise ValueError(
+            f"Argument `mode` must be one of {', '.join(map(repr, _audit.MODES))}. "
+            f"Received: mode={mode!r}"
+        )
+    _audit.mode = mode
 
 
 def exact_random(enabled: bool = True) -> None:

@@ -38,6 +38,7 @@ thread_state = _ThreadState()
 _global_scope: list[Any] = []  # at most one (strategy, entered scope)
 _default: "Strategy | None" = None
 _make_default: "Callable[[], Strategy] | None" = None
+_is_in_layer: Callable[[], bool] = bool  # False until registered
 
 
 # Without `functools.cache`, which torch.compile would trace through.
@@ -54,6 +55,12 @@ def register_default_strategy(make: Callable[[], "Strategy"]) -> None:
     """Register what creates the default strategy on first use."""
     global _make_default
     _make_default = make
+
+
+def register_layer_check(is_in_layer: Callable[[], bool]) -> None:
+    """Register what returns True while this thread calls a Keras layer."""
+    global _is_in_layer
+    _is_in_layer = is_in_layer
 
 
 def current_scope() -> "Strategy | None":
@@ -175,7 +182,10 @@ def has_strategy() -> bool:
 def get_replica_context() -> "ReplicaContext | None":
     """Return the context of the running replica; None in cross-replica context.
 
-    Outside every scope, it is that of the default strategy's only replica.
+    Outside every scope, it is that of the default strategy's only replica. So it is in
+    a layer that is called in cross-replica context, which gets the rows of all
+    replicas: when a functional model is made, and in the steps of `fit` on JAX. A layer
+    can call `all_gather` and `all_reduce` without knowing where it is.
 
     Example:
 
@@ -187,11 +197,11 @@ def get_replica_context() -> "ReplicaContext | None":
         assert ks.get_replica_context() is None
     ```
     """
-    if thread_state.dry_run is not None:
-        thread_state.dry_run.depends_on_replicas = True
-    if current_scope() is None:
+    if thread_state.replica is not None or thread_state.is_merging:
+        return thread_state.replica
+    if current_scope() is None or _is_in_layer():
         return default_strategy().extended.group.context
-    return thread_state.replica
+    return None
 
 
 def in_cross_replica_context() -> bool:
@@ -271,6 +281,19 @@ def require_cross_replica(strategy: "Strategy", method: str) -> None:
             f"Mixing different strategies: `{method}` of {strategy!r} was called "
             f"inside the scope of {current!r}. Leave that scope first."
         )
+
+
+def gather_rows(replica: "Replica", x: Any, axis: int) -> Any:
+    """Gather a tensor's rows of all replicas along `axis`."""
+    weight = replica.step.row_weight
+    if weight is not None and not (isinstance(weight, float) and weight > 0.0):
+        # A replica without rows computes on placeholder rows.
+        shape = keras.ops.shape(x)
+        axis %= len(shape)
+        is_empty = isinstance(weight, float)
+        count = 0 if is_empty else keras.ops.where(weight > 0, shape[axis], 0)
+        x = x[(slice(None),) * axis + (slice(0, count),)]
+    return replica.all_gather(x, axis)
 
 
 class ReplicaContext:
@@ -374,6 +397,9 @@ class ReplicaContext:
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """Concatenate the replicas' values; every replica gets the result.
 
+        Differentiable, as `all_reduce` is. In `fit`, `evaluate` and `predict` a replica
+        without rows of the batch contributes none.
+
         Args:
             value: A structure of tensors of rank 1 or more. Sizes may differ between
                 replicas along `axis`, except in a program that JAX compiled.
@@ -397,7 +423,7 @@ class ReplicaContext:
                     "`all_gather` joins values of rank 1 or more along one of their "
                     f"dimensions. Received: axis={axis!r} and a value of shape {shape}"
                 )
-        return tree.map_structure(lambda x: self._replica.all_gather(x, axis), value)
+        return tree.map_structure(lambda x: gather_rows(self._replica, x, axis), value)
 
     def merge_call(
         self,

@@ -133,6 +133,16 @@ class _Attribute:
             vars(self.owner)[self.name] = value
 
 
+class _Trainable(_Attribute):
+    """`trainable` of a variable, which may set an attribute of its tensor, too."""
+
+    def read(self) -> Any:
+        return self.owner.trainable
+
+    def write(self, value: Any) -> None:
+        self.owner.trainable = bool(value)
+
+
 class _Contents:
     """Contents of a list, dict or set that Keras made of an attribute's value."""
 
@@ -165,6 +175,14 @@ class _Contents:
                 kind.__setitem__(self.owner, key, part)
 
 
+def _find_place(owner: Any, name: str | None) -> _Attribute | _Contents:
+    if name is None:
+        return _Contents(owner)
+    return (_Trainable if isinstance(owner, keras.Variable) else _Attribute)(
+        owner, name
+    )
+
+
 class ReplicaAttributes:
     """Attributes that one replica sets on layers during a run."""
 
@@ -180,7 +198,7 @@ class ReplicaAttributes:
         if isinstance(value, _SHARED):
             self.swapped.pop(key, None)
         elif key not in self.swapped and id(layer) not in self.new_layers:
-            place = _Attribute(layer, name)
+            place = _find_place(layer, name)
             self.swapped[key] = place, place.read()
 
     def change(self, container: Any, values: Sequence[Any]) -> None:
@@ -260,10 +278,8 @@ class GroupAttributes:
             owner = reference()
             if owner is None:
                 continue
-            if name is None:
-                key, place = id(owner), _Contents(owner)
-            else:
-                key, place = (id(owner), name), _Attribute(owner, name)
+            key = id(owner) if name is None else (id(owner), name)
+            place = _find_place(owner, name)
             value = place.read()
             if isinstance(value, DifferingAttribute):  # not overwritten since
                 for replica, local in zip(replicas, value.values, strict=True):

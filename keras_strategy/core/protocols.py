@@ -6,7 +6,7 @@ what cannot be written once for all backends.
 """
 # pyright: reportReturnType=false
 
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -153,8 +153,7 @@ class ReplicaGroup(Protocol):
     def place(self, parts: Sequence[Any], alike: bool | None = None) -> Any:
         """Copy each replica's array to its device; return a `PerReplica`.
 
-        With one replica, return the tensor. The caller may overwrite `parts`. `alike`
-        is True if they have the same shape and dtype; None if unknown.
+        The caller may overwrite `parts`. `alike` is True if their layouts are equal.
         """
 
 
@@ -212,6 +211,51 @@ class Replica(Protocol):
         """Set only this replica's component of `variable`."""
 
 
+class AuditAdapter(Protocol):
+    """Access to a backend's own state, and to a model's steps, for an audit."""
+
+    # True if gradients, losses and calls can be recorded.
+    records_steps: bool
+
+    def first_rows(self, x: Any, rows: int) -> Any:
+        """Return the first rows of an array or tensor, or all if there are fewer."""
+
+    def host_copy(self, x: Any) -> Any:
+        """Return a copy of a tensor as a NumPy array; None if it has no value."""
+
+    def tensor_restorer(self, x: Any) -> Callable[[], None] | None:
+        """Return a function that restores the contents of a mutable tensor, or None."""
+
+    def module_tensors(self, x: Any) -> Sequence[Any]:
+        """Return the mutable tensors of a module of the backend's own, if it is one."""
+
+    def stored_tensors(self, variable: Any) -> Sequence[Any]:
+        """Return the backend's objects that store a Keras variable."""
+
+    def gradient_restorers(self, variable: Any) -> list[Callable[[], None]]:
+        """Return functions that restore gradients kept beside a Keras variable."""
+
+    def preserve_generators(self) -> AbstractContextManager[Any]:
+        """Context manager that restores the backend's other random generators."""
+
+    def seed(self, number: int) -> None:
+        """Seed the backend's random generators."""
+
+    def run_on_device(
+        self, strategy: Any, fn: Callable[[], Any], variables: Sequence[Any]
+    ) -> tuple[Any, list[Any] | None]:
+        """Call `fn` as on one device, without a strategy.
+
+        Return its result, and arrays of the variables afterwards if these themselves do
+        not have the values.
+        """
+
+    def step_functions(
+        self, model: Any, kind: str, strategy: Any
+    ) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+        """Return a model's step on replicas and on one device, functions of a batch."""
+
+
 class Engine(Protocol):
     """One backend: its devices, gradients and replica groups."""
 
@@ -263,15 +307,9 @@ class Engine(Protocol):
     ) -> "DryRun":
         """Dry-run a function as one device would, with `rows` rows in each tensor."""
 
-    def gradient_variable_copies(
-        self, variables: Sequence[Any], layers: Iterable[Any]
-    ) -> AbstractContextManager[list[tuple[Any, Any]]]:
-        """Context manager around a dry-run step of which only the gradients are used.
-
-        It undoes what the step writes to the backend's own tensors on `layers`, or
-        raises where it cannot. Where a backend would write gradients to the variables,
-        it yields pairs of a variable and a copy of its value; otherwise an empty list.
-        """
+    @property
+    def audit(self) -> "AuditAdapter":
+        """Access to the backend for `keras_strategy.audit`."""
 
     def copy_to(self, value: Any, device: str) -> Any:
         """Copy a tensor to `device`, unless it is there or a program decides it."""

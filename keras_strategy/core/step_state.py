@@ -84,28 +84,14 @@ class StepState:
     dry_run: Callable[[int], Any] | None = None
     # A draw is for all rows or for none.
     is_drawing: bool = False
-    # Called in the first step of a loop with a function that returns a condition, and
-    # one that warns if it is false; None if nothing is tested. See training/audit.py.
-    warn_unless: Callable[[Callable[[], Any], Callable[[], None]], None] | None = None
 
 
 @dataclass
 class DryRun:
     """Findings of a dry run of a function, called as on one device."""
 
-    # The function, or a rule of ours without a dry run, depends on the other replicas.
-    depends_on_replicas: bool = False
-    drew_random: bool = False
-    # Fraction of all rows that it is called with.
-    row_fraction: float = 1.0
     # Its draws, in the dry run of a step.
     draws: list[Any] | None = None
-    # Gradients that optimizers get, but do not apply; None to end at the first one.
-    gradients: list[Any] | None = None
     is_drawing: bool = False
-    # Keras's own layers are known to be row-independent, and are skipped.
-    tests_row_independence: bool = False
-    # Stands in for the replica's `StepState` where its rows are drawn as on one device.
-    step: Any = None
 
     draw_once = staticmethod(draw_alone)

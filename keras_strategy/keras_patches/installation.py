@@ -13,6 +13,7 @@ from keras_strategy.keras_patches import (
     random,
     resume,
     saving,
+    session,
     trainer,
     variables_optimizers,
 )
@@ -46,7 +47,7 @@ def _install_once() -> None:
 def all_patches() -> list[Patch]:
     """Return the patches of this process: the common ones, then the backend's."""
     modules = (trainer, saving, layers, variables_optimizers, losses_metrics)
-    modules += (data_adapters, resume, random, per_replica_attributes)
+    modules += (data_adapters, resume, random, per_replica_attributes, session)
     this_module = sys.modules[__name__]
     return patches_in(*modules, *get_engine().patch_modules(), this_module)
 
@@ -67,11 +68,16 @@ def _make_function(original, strategy, self, force=False):
     if step is before:
         return result
 
+    what = f"{kind} step of the model '{self.name}'"
+    cluster = strategy.extended.cluster
+    first_steps = [functools.partial(run_first_step, step, what, cluster)]
+
     @functools.wraps(step)
     def first(*args):
-        setattr(self, name, step)
-        what = f"{kind} step of the model '{self.name}'"
-        return run_first_step(step, what, strategy.extended.cluster, *args)
+        # Not if the user has wrapped it; the wrapper calls it in each step.
+        if getattr(self, name) is first:
+            setattr(self, name, step)
+        return (first_steps.pop() if first_steps else step)(*args)
 
     setattr(self, name, first)
     return first if result is step else result

@@ -1,8 +1,9 @@
 """Patches of Keras layers on every backend."""
 
-import logging
+import contextlib
+import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -10,6 +11,7 @@ from keras import ops
 
 from keras_strategy.core import context
 from keras_strategy.core.per_replica_attributes import current_turn
+from keras_strategy.core.step_recorder import active_recorder
 from keras_strategy.keras_patches.patch import (
     Patch,
     find_module,
@@ -20,11 +22,13 @@ from keras_strategy.keras_patches.patch import (
 )
 from keras_strategy.options import GLOBAL
 from keras_strategy.training import reduction, variable_sync
-from keras_strategy.training.audit import has_no_external_state
+from keras_strategy.training.row_weights import call_on_global_batch
+from keras_strategy.training.train_step import has_torch_modules
 
+keras_state = find_module(
+    "get_global_attribute", "keras.src.backend.common.global_state"
+)
 keras_functional = find_module("Functional", "keras.src.models.functional")
-logger = logging.getLogger("keras_strategy")
-_warned_layers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @hook(keras.Layer, "__new__", "(cls, *args, **kwargs)")
@@ -73,28 +77,25 @@ def _batch_normalization(original, strategy, self, *args, synchronized=False, **
     self.synchronized = True
 
 
-def _in_scope_or_dry_run() -> Any:
-    """Return the strategy of the current scope, or the current dry run, or None."""
-    return context.current_scope() or context.thread_state.dry_run
+def _in_scope_or_trial() -> Any:
+    """Return the strategy in scope, the dry run or the recorder of a step, or None."""
+    trial = context.thread_state.dry_run or active_recorder()
+    return context.current_scope() or trial
 
 
 @hook(
     keras.layers.BatchNormalization,
     "_moments",
     "(self, inputs, mask)",
-    when=_in_scope_or_dry_run,
+    when=_in_scope_or_trial,
 )
 def _moments(original, strategy, self, inputs, mask):
     """Compute global batch statistics where the layer or strategy asks for them.
 
     That is by the layer's `synchronized` or the strategy's `batch_statistics`. Outside
     of replicas (one device, a dry run, JAX's global program) all rows are present.
-    While row independence is checked, the layer uses its moving statistics, which no
-    row changes.
     """
-    replica, dry_run = context.distributed_replica(), context.thread_state.dry_run
-    if dry_run is not None and dry_run.tests_row_independence:
-        return self.moving_mean, self.moving_variance
+    replica = context.distributed_replica()
     if replica is not None:
         variable_sync.declare_if_central(self)  # it assigns its moving statistics next
     axes = self._reduction_axes
@@ -133,30 +134,12 @@ def _rnn_call(original, replica, self, *args, **kwargs):
 # --- losses of layers
 
 
-@hook(keras.Layer, "add_loss", "(self, loss)", when=in_step)
-def _add_loss(original, replica, self, loss):
-    """Warn once per layer that `add_loss` values are treated as means over rows.
-
-    The optimizer weights a replica's loss by its rows, which is right for a mean. The
-    value does not show if it is a sum.
-    """
-    if self not in _warned_layers:
-        _warned_layers.add(self)
-        logger.warning(
-            "The layer '%s' calls `add_loss`: its value is treated as a mean over the "
-            "rows of a batch (`ops.mean`). A sum over rows (`ops.sum`) gives a "
-            "different loss on several replicas than on one device: divide it by "
-            "the number of rows, `ops.shape(x)[0]`.",
-            self.name,
-        )
-    return original(self, loss)
-
-
 class _ActivityRegularizer(Patch):
-    """Make the activity losses of all replicas add up to those of one device.
+    """Compute a layer's activity loss from the outputs of all replicas.
 
-    Since 3.14 Keras divides them by the rows. The optimizer weights a replica's loss by
-    its rows, which is right for a mean over rows but scales down a sum.
+    The optimizer weights a replica's loss by its rows. Since 3.14 Keras divides it by
+    these rows before. So the sums that Keras's own regularizers return add up; before,
+    they must be divided by the weight. Any other function gets the gathered outputs.
     """
 
     attribute = "activity_regularizer"
@@ -166,34 +149,27 @@ class _ActivityRegularizer(Patch):
     def target(self) -> str:
         return f"Layer.{self.attribute}"
 
-    def is_needed(self) -> bool:
-        """Return True if Keras sums activity losses over rows."""
-        # No attribute of a class shows it, so measure it on two rows.
-        layer = keras.layers.Identity(activity_regularizer=ops.sum, name="two_rows")
-        layer(ops.ones((2, 1)))
-        return float(layer.losses[0]) == 2.0
-
     def check(self) -> None:
         if hasattr(keras.Layer, self.attribute):
             raise keras_changed_error(self.target, "became a property")
 
     def install(self) -> None:
         """Replace the attribute by a property."""
-        name = self.attribute
+        name, divides = self.attribute, _divides_by_rows()
 
         def read(layer):
-            if name not in vars(layer):
+            if name not in layer.__dict__:  # torch.compile cannot trace `vars`
                 raise AttributeError(f"{type(layer).__name__} has no {name} yet")
-            regularizer, replica = vars(layer)[name], in_step()
-            if regularizer is None or replica is None:
+            regularizer = layer.__dict__[name]
+            if regularizer is None:
+                return None
+            replica = in_step()
+            is_sum = type(regularizer) in _SUMS
+            if replica is None or (is_sum and divides):
                 return regularizer
-
-            def unweighted(outputs):
-                loss = regularizer(outputs)
-                weight = ops.cast(replica.step.row_weight, loss.dtype)
-                return ops.divide_no_nan(loss, weight)
-
-            return unweighted
+            return functools.partial(
+                _activity_loss, replica, regularizer, is_sum, divides
+            )
 
         def write(layer, regularizer):
             vars(layer)[name] = regularizer
@@ -201,10 +177,40 @@ class _ActivityRegularizer(Patch):
         setattr(keras.Layer, name, property(read, write))
 
 
+_SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
+
+
+def _divides_by_rows() -> bool:
+    """Return True if Keras divides activity losses by the number of rows."""
+    # No attribute of a class shows it, so measure it on two rows.
+    layer = keras.layers.Identity(activity_regularizer=ops.sum, name="two_rows")
+    layer(ops.ones((2, 1)))
+    return float(layer.losses[0]) == 1.0
+
+
+def _activity_loss(replica, regularizer, is_sum, divides, outputs):
+    weight = replica.step.row_weight
+    if is_sum:
+        loss = regularizer(outputs)
+        return ops.divide_no_nan(loss, ops.cast(weight, loss.dtype))
+    loss = call_on_global_batch(replica, regularizer, outputs)
+    if not divides or len(outputs.shape) == 0:
+        return loss
+    # Keras divides by the local rows, which are weight * all rows.
+    return loss * ops.cast(weight, loss.dtype)
+
+
 _activity_regularizer = _ActivityRegularizer()
 
 
 # --- private state of Keras
+
+
+def _is_in_layer() -> bool:
+    return keras_state.get_global_attribute("current_call_ctx") is not None
+
+
+context.register_layer_check(_is_in_layer)
 
 
 def all_layers(model: keras.Layer) -> list[Any]:
@@ -234,31 +240,23 @@ def is_purely_keras(layer: Any) -> bool:
     if is_pure is None:
         layers = all_layers(layer)
         is_pure = all(type(inner) in _keras_layers for inner in layers)
-        is_pure = _pure_layers[layer] = is_pure and has_no_external_state(layers)
+        is_pure = _pure_layers[layer] = is_pure and not has_torch_modules(layers)
     return is_pure
 
 
-def user_code(model: keras.Model, kind: str) -> dict[str, str]:
-    """Return the user-written parts of a model that `training.audit` checks.
-
-    `kind` is "train", "test" or "predict"; the last has no loss. The keys are methods'
-    names, the values names of the parts in warnings.
-    """
-    cls, layers, parts = type(model), all_layers(model), {}
-    if not has_no_external_state(layers):
-        return parts
-    others = {other.__name__ for other in {*map(type, layers)} - _keras_layers}
-    if cls.call not in [keras_class.call for keras_class in _KERAS_MODELS]:
-        parts["call"] = f"`{cls.__name__}.call`"
-    elif others and cls.call is not keras.Model.call:  # which raises
-        parts["call"] = f"the model '{model.name}', with {', '.join(sorted(others))},"
-    if cls.compute_loss is not keras.Model.compute_loss and kind != "predict":
-        parts["compute_loss"] = f"`{cls.__name__}.compute_loss`"
-    step = f"{kind}_step"
-    has_own_step = getattr(cls, step) is not getattr(keras.Model, step)
-    if has_own_step:
-        parts[step] = f"`{cls.__name__}.{step}`"
-    has_own_metrics = cls.compute_metrics is not keras.Model.compute_metrics
-    if has_own_metrics and not has_own_step and kind != "predict":
-        parts["compute_metrics"] = f"`{cls.__name__}.compute_metrics`"
-    return parts
+@contextlib.contextmanager
+def compute_in_float32(layers: Iterable[keras.Layer]) -> Iterator[None]:
+    """Context manager in which layers of half precision compute in float32."""
+    full = keras.dtype_policies.DTypePolicy("float32")
+    before = {
+        layer: layer.dtype_policy
+        for layer in layers
+        if layer.compute_dtype in ("float16", "bfloat16")
+    }
+    for layer in before:
+        vars(layer)["_dtype_policy"] = full  # the setter refuses some changes
+    try:
+        yield
+    finally:
+        for layer, policy in before.items():
+            vars(layer)["_dtype_policy"] = policy

@@ -1,28 +1,22 @@
 """Patches of Keras losses and metrics on every backend."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import keras
 from keras import ops, tree
 
-from keras_strategy.core.context import DryRun, distributed_replica, thread_state
-from keras_strategy.core.step_state import has_rows
+from keras_strategy.core.context import distributed_replica
 from keras_strategy.core.variable_components import ChildScope
 from keras_strategy.keras_patches.patch import (
-    Patch,
+    SubclassPatch,
     find_module,
     hook,
     in_distributed_scope,
-    in_replica_or_dry_run,
+    in_replica,
     in_step,
-    keras_changed_error,
-    multi_replica_only,
 )
-from keras_strategy.training import audit, row_weights
-from keras_strategy.training.audit import is_keras
-from keras_strategy.training.audit_checks import DiscardUpdates
+from keras_strategy.training import row_weights
 from keras_strategy.training.variable_sync import merged_values
 
 keras_losses = find_module("apply_mask reduce_weighted_values", "keras.src.losses.loss")
@@ -35,13 +29,12 @@ keras_compiled = find_module(
 keras_scopes = find_module(
     "get_stateless_scope", "keras.src.backend.common.stateless_scope"
 )
-_METRIC_CONTAINERS = (keras_compiled.CompileMetrics, keras_compiled.MetricsList)
 
 
 _CALL = "(self, y_true, y_pred, sample_weight=None)"
 
 
-@hook(keras.losses.Loss, "__call__", _CALL, when=in_replica_or_dry_run)
+@hook(keras.losses.Loss, "__call__", _CALL, when=in_replica)
 def _call(original, replica, self, y_true, y_pred, sample_weight=None):
     """Divide a replica's loss by the denominator of the global batch.
 
@@ -51,8 +44,6 @@ def _call(original, replica, self, y_true, y_pred, sample_weight=None):
     rows and returns a value per row.
     """
     inputs = y_true, y_pred, sample_weight
-    if isinstance(replica, DryRun):
-        return _dry_run_loss(replica, original, self, *inputs)
     step = replica.step
     if step.has_all_rows:
         return original(self, *inputs)
@@ -66,26 +57,9 @@ def _call(original, replica, self, y_true, y_pred, sample_weight=None):
         )
         values = self.call(true, pred)
         if len(ops.shape(values)) > 0 or step.row_weight is None:
-            if step.warn_unless is not None:
-                function = vars(self).get("fn", type(self))
-                if not (is_keras(function) and is_keras(type(self))):
-                    audit.audit_loss(step.warn_unless, self, true, pred)
             masks = [mask, keras_masking.get_keras_mask(values)]
             return _reduce_loss(self, replica, values, sample_weight, masks)
     return _call_on_global_batch(replica, original, self, *inputs)
-
-
-def _dry_run_loss(dry_run, original, loss, y_true, y_pred, sample_weight):
-    """Return the loss of some rows, as a replica would compute it."""
-    inputs = tree.map_structure(ops.convert_to_tensor, (y_true, y_pred))
-    if _is_circle(loss) or len(ops.shape(loss.call(*inputs))) == 0:
-        dry_run.depends_on_replicas = True  # computed on the global batch
-    masked = keras_masking.get_keras_mask(y_pred) is not None
-    weighted = sample_weight is not None and loss.reduction == "mean_with_sample_weight"
-    if weighted or (masked and loss.reduction != "sum"):
-        dry_run.depends_on_replicas = True  # divided by the global denominator
-    value = original(loss, y_true, y_pred, sample_weight)
-    return value / dry_run.row_fraction if loss.reduction == "sum" else value
 
 
 def _is_circle(loss: keras.losses.Loss) -> bool:
@@ -121,17 +95,14 @@ class _GlobalBatchLoss:
 
 def _call_on_global_batch(replica, call, loss, y_true, y_pred, sample_weight):
     """Call a loss's `__call__` on the gathered global batch."""
-    mask = keras_masking.get_keras_mask(y_pred)
-    y_true, y_pred, sample_weight, mask = row_weights.gather_global_batch(
-        replica, (y_true, y_pred, sample_weight, mask)
-    )
-    if mask is not None:
-        keras_masking.set_keras_mask(y_pred, mask)
-    replica.step.has_all_rows = True
-    try:
+
+    def call_loss(y_true, y_pred, sample_weight, mask):
+        if mask is not None:
+            keras_masking.set_keras_mask(y_pred, mask)
         return call(loss, y_true, y_pred, sample_weight)
-    finally:
-        replica.step.has_all_rows = False
+
+    inputs = y_true, y_pred, sample_weight, keras_masking.get_keras_mask(y_pred)
+    return row_weights.call_on_global_batch(replica, call_loss, *inputs)
 
 
 def _reduce_loss(loss, replica, values, sample_weight, masks):
@@ -157,20 +128,10 @@ def _reduce_loss(loss, replica, values, sample_weight, masks):
     return row_weights.reduce_values(replica, values, sample_weight, loss.reduction)
 
 
-@multi_replica_only
-def _in_step_or_dry_run() -> Any:
-    """Return the running replica in a step, or the dry run of a step, or None."""
-    dry_run = thread_state.dry_run
-    if dry_run is not None:
-        return None if dry_run.gradients is None else dry_run
-    replica = distributed_replica()  # `in_step` inlined
-    return None if replica is None or replica.step.row_weight is None else replica
-
-
 _UPDATE = "(self, values, sample_weight=None)"
 
 
-@hook(keras.metrics.Mean, "update_state", _UPDATE, when=_in_step_or_dry_run)
+@hook(keras.metrics.Mean, "update_state", _UPDATE, when=in_step)
 def _update_state(original, replica, self, values, sample_weight=None):
     """Count a scalar for the rows of this replica.
 
@@ -181,68 +142,8 @@ def _update_state(original, replica, self, values, sample_weight=None):
         and not isinstance(values, keras.KerasTensor)
         and len(getattr(values, "shape", ())) == 0  # a Python number has none
     ):
-        is_dry_run = isinstance(replica, DryRun)
-        sample_weight = replica.row_fraction if is_dry_run else replica.step.row_weight
+        sample_weight = replica.step.row_weight
     return original(self, values, sample_weight)
-
-
-class _Results(Patch):
-    """Compute a metric's result in a step from the rows of all replicas.
-
-    The step then returns one device's values, under any key and in any formula. Each
-    metric class, including the user's, has its own `result`. The patch also checks that
-    the updates of the user's metrics add up over replicas, see `training.audit`.
-    """
-
-    multi_replica_only = True
-
-    @property
-    def target(self) -> str:
-        return "Metric.result"
-
-    def check(self) -> None:
-        for name in ("result", "update_state"):
-            if name not in vars(keras.metrics.Metric):
-                raise keras_changed_error(f"Metric.{name}", "is gone")
-
-    def install(self) -> None:
-        """Patch all existing metric classes."""
-        classes = [keras.metrics.Metric]
-        while classes:
-            cls = classes.pop()
-            replace_methods(cls)
-            classes += cls.__subclasses__()
-
-
-_results = _Results()
-
-
-@hook(
-    keras.metrics.Metric,
-    "__init__",
-    "(self, dtype=None, name=None)",
-    multi_replica_only=True,
-)
-def _init(original, self, *args, **kwargs):
-    """Patch metric classes that were defined after installation."""
-    for cls in type(self).__mro__:
-        if issubclass(cls, keras.metrics.Metric):
-            replace_methods(cls)
-    original(self, *args, **kwargs)
-
-
-def replace_methods(cls: type) -> None:
-    """Patch `result`, and `update_state` if it may call the user's code."""
-    is_keras_class = is_keras(cls) or issubclass(cls, _METRIC_CONTAINERS)
-    wrappers = {"result": _result_of_all_rows}
-    if cls is keras.metrics.MeanMetricWrapper or not is_keras_class:
-        wrappers["update_state"] = _audited_update
-    for name, wrap in wrappers.items():
-        original = vars(cls).get(name)
-        if callable(original) and not hasattr(original, "_ks_original"):
-            replacement: Any = functools.wraps(original)(wrap(original))
-            replacement._ks_original = original
-            setattr(cls, name, replacement)
 
 
 def _result_of_all_rows(original: Callable) -> Any:
@@ -257,20 +158,18 @@ def _result_of_all_rows(original: Callable) -> Any:
     return result
 
 
-def _audited_update(original: Callable) -> Any:
-    def update_state(self, *args, **kwargs):
-        replica = _in_step_or_dry_run()
-        if isinstance(replica, DryRun):
-            if any(map(has_rows, tree.flatten((args, kwargs)))):
-                with DiscardUpdates():  # checked separately
-                    return original(self, *args, **kwargs)
-        elif replica is not None and replica.step.warn_unless is not None:
-            wraps = type(self) is keras.metrics.MeanMetricWrapper
-            if not is_keras(self._fn if wraps else type(self)):
-                audit.audit_metric(replica.step.warn_unless, self, args, kwargs)
-        return original(self, *args, **kwargs)
+class _Results(SubclassPatch):
+    """Compute a metric's result in a step from the rows of all replicas.
 
-    return update_state
+    The step then returns one device's values, under any key and in any formula. Each
+    metric class, including the user's, has its own `result`.
+    """
+
+    owner = keras.metrics.Metric
+    wrappers = {"result": _result_of_all_rows}
+
+
+_results = _Results()
 
 
 def step_metrics_result(get_metrics_result: Callable, replica: Any, model: Any) -> Any:

@@ -11,6 +11,7 @@ and all modules that ever had them, and returns the one that this Keras has.
 import functools
 import importlib
 import inspect
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import ModuleType
@@ -172,6 +173,67 @@ class FunctionPatch(Patch):
                 return function(original, found, *args, **kwargs)
 
         return replacement
+
+
+class SubclassPatch(Patch):
+    """Patch of methods of a Keras class and of all its subclasses, also the user's.
+
+    A method that overrides Keras's runs before or instead of it. Classes that are
+    defined after installation are patched when they are first instantiated.
+    """
+
+    multi_replica_only = True
+    owner: Any
+    # The function that wraps each method, by the method's name.
+    wrappers: dict[str, Callable[[Callable], Callable]]
+    _replacements: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @property
+    def target(self) -> str:
+        return f"{self.owner.__name__}.{next(iter(self.wrappers))}"
+
+    def check(self) -> None:
+        for name in ("__init__", *self.wrappers):
+            if not callable(getattr(self.owner, name, None)):
+                raise keras_changed_error(f"{self.owner.__name__}.{name}", "is gone")
+
+    def is_wrapped(self, cls: type, name: str) -> bool:
+        """Return True if the method that `cls` defines or inherits is wrapped."""
+        return True
+
+    def install(self) -> None:
+        original = self.owner.__init__
+
+        @functools.wraps(original)
+        def initialize(instance, *args, **kwargs):
+            for cls in reversed(type(instance).__mro__):
+                if issubclass(cls, self.owner):
+                    self._wrap_methods(cls)
+            original(instance, *args, **kwargs)
+
+        initialize.__signature__ = inspect.signature(original)  # pyright: ignore
+        self.owner.__init__ = initialize
+        classes = [self.owner]
+        while classes:
+            cls = classes.pop()
+            self._wrap_methods(cls)
+            classes += cls.__subclasses__()
+
+    def _wrap_methods(self, cls: type) -> None:
+        for name, wrap in self.wrappers.items():
+            definer = next(base for base in cls.__mro__ if name in vars(base))
+            # What a mixin defines is wrapped in the class that inherits it.
+            if definer is not cls and issubclass(definer, self.owner):
+                continue
+            original = vars(definer)[name]
+            if (
+                callable(original)
+                and original not in self._replacements
+                and self.is_wrapped(cls, name)
+            ):
+                replacement = functools.wraps(original)(wrap(original))
+                self._replacements.add(replacement)
+                setattr(cls, name, replacement)
 
 
 def hook(

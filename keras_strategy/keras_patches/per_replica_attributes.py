@@ -30,7 +30,7 @@ class _Noted(Patch):
 
     owner: Any
     # For each mutating method, a function that wraps the original.
-    methods: dict[str, Callable[[Callable], Callable]]
+    methods: dict[str, Callable[[Any], Any]]
     condition: Callable[..., Any] | None = current_attributes
 
     @property
@@ -50,7 +50,7 @@ class _Noted(Patch):
         def put():
             for name, around in self.methods.items():
                 original = inspect.getattr_static(self.owner, name)
-                replacement = functools.wraps(original)(around(original))
+                replacement = around(original)
                 before[name] = vars(self.owner).get(name, ABSENT), replacement
                 setattr(self.owner, name, replacement)
 
@@ -67,10 +67,16 @@ class _Noted(Patch):
 
 
 def _setting(original: Callable) -> Callable:
+    @functools.wraps(original)
     def replacement(self, name, value):
         own = current_turn.attributes
         # Keras sets some to the same value in every call of a layer.
         if own is not None and vars(self).get(name, ABSENT) is not value:
+            setter = getattr(getattr(type(self), name, None), "fset", None)
+            if setter is not None:
+                # TensorFlow's layers would not call it for the value that they have,
+                # but a turn's end does not restore what else it set.
+                return setter(self, value)
             own.set(self, name, value)
         return original(self, name, value)
 
@@ -78,6 +84,7 @@ def _setting(original: Callable) -> Callable:
 
 
 def _deleting(original: Callable) -> Callable:
+    @functools.wraps(original)
     def replacement(self, name):
         own = current_turn.attributes
         if own is not None:
@@ -88,6 +95,7 @@ def _deleting(original: Callable) -> Callable:
 
 
 def _changing(original: Callable) -> Callable:
+    @functools.wraps(original)
     def replacement(self, *args, **kwargs):
         own = current_turn.attributes
         # Keras often clears empty lists.
@@ -98,6 +106,16 @@ def _changing(original: Callable) -> Callable:
     return replacement
 
 
+def _setting_trainable(original: property) -> property:
+    def set_trainable(self, value):
+        own = current_turn.attributes
+        if own is not None:
+            own.set(self, "trainable", value)
+        original.__set__(self, value)
+
+    return original.setter(set_trainable)
+
+
 def _container(kind: Any, methods: str) -> _Noted:
     return _Noted(kind, dict.fromkeys(methods.split(), _changing))
 
@@ -105,6 +123,8 @@ def _container(kind: Any, methods: str) -> _Noted:
 _DICT = "update setdefault pop popitem clear __setitem__ __delitem__ __ior__"
 
 _layer = _Noted(keras.Layer, {"__setattr__": _setting, "__delattr__": _deleting})
+# A layer's `trainable` sets that of its variables.
+_variable = _Noted(keras.Variable, {"trainable": _setting_trainable})
 _list = _container(
     _tracking.TrackedList,
     "append extend insert remove pop clear reverse sort"

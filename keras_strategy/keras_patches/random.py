@@ -38,11 +38,11 @@ from keras_strategy.training.random import (
     BatchDimCache,
     RandomDraw,
     draw_key,
-    gather_rows,
     global_shape,
     local_slice,
 )
 from keras_strategy.training.random import settings as random_settings
+from keras_strategy.training.row_weights import gather_global_batch
 
 global_state = find_module(
     "GLOBAL_STATE_TRACKER get_global_attribute set_global_attribute",
@@ -68,10 +68,7 @@ def _next(original, replica, self, ordered=True):
     """
     variable_sync.declare_if_central(self)  # it assigns its state
     seed = original(self, ordered)
-    if isinstance(replica, DryRun):
-        replica.drew_random = True
-        return seed
-    if replica.step.is_drawing:
+    if isinstance(replica, DryRun) or replica.step.is_drawing:
         return seed  # identical on all replicas
     # A large prime keeps the replicas' seeds apart from each other and from
     # those of other generators, which users number 0, 1, 2...
@@ -91,7 +88,7 @@ def dry_running() -> Iterator[DryRun]:
     It ends where a variable is created, gradients are applied, or an error is raised,
     which is ignored because some functions accept only some batch sizes.
     """
-    saved = {name: global_state.get_global_attribute(name) for name in _CALL_STATE}
+    restore_call_state = call_state_restorer()
     with dry_run_scope() as dry_run:
         dry_run.draws = []
         try:
@@ -101,8 +98,23 @@ def dry_running() -> Iterator[DryRun]:
         except Exception:
             logger.debug("The dry run of a step ended.", exc_info=True)
         finally:
-            for name, value in saved.items():
-                global_state.set_global_attribute(name, value)
+            restore_call_state()
+
+
+def call_state_restorer() -> Callable[[], None]:
+    """Return a function that restores Keras's thread state as it is now."""
+    saved = {name: global_state.get_global_attribute(name) for name in _CALL_STATE}
+    names: Any = global_state.get_global_attribute("object_name_uids")
+    counts = dict(names or {})
+
+    def restore():
+        for name, value in saved.items():
+            global_state.set_global_attribute(name, value)
+        if names is not None:
+            names.clear()
+            names.update(counts)
+
+    return restore
 
 
 _BACKEND = f"keras.src.backend.{keras.backend.backend()}"
@@ -148,7 +160,7 @@ def _draw_shape(original, replica, shape, *args, **kwargs):
     for key, parameter_dim in parameters.items():
         if parameter_dim is not None:
             value = ops.convert_to_tensor(arguments[key])
-            arguments[key] = gather_rows(replica, value, parameter_dim.axis)
+            arguments[key] = context.gather_rows(replica, value, parameter_dim.axis)
     if not parameters:
         numbers = _draw_local(replica, batch_dim, name, {**arguments, "shape": dims})
         if numbers is not None:
@@ -170,8 +182,6 @@ def _dropout(original, replica, inputs, rate, noise_shape=None, seed=None):
         return original(inputs, rate, noise_shape, seed)
     inputs = ops.convert_to_tensor(inputs)
     dims = _dims(ops.shape(inputs))
-    if _tests_row_independence() and noise_shape is None:
-        noise_shape = dims  # torch then uses the seed, so draws repeat
     if noise_shape is not None:
         pairs = zip(dims, noise_shape, strict=True)
         dims = [dim if noise is None else noise for dim, noise in pairs]
@@ -214,7 +224,7 @@ def _categorical(original, replica, logits, num_samples, *args, **kwargs):
     if batch_dim is None or batch_dim.axis > 0:
         with identical_draws(replica):
             return original(logits, num_samples, *args, **kwargs)
-    logits = gather_rows(replica, logits, 0)
+    logits = context.gather_rows(replica, logits, 0)
     with identical_draws(replica):
         numbers = original(logits, num_samples, *args, **kwargs)
     return local_slice(numbers, batch_dim, replica.step.rows)
@@ -227,8 +237,6 @@ def _shuffle(original, replica, x, axis=0, seed=None):
     Shuffled rows may be indices, whose meaning is unknown.
     """
     x = ops.convert_to_tensor(x)
-    if _tests_row_independence():
-        replica.depends_on_replicas = True  # it warns when the rows are known
     batch_dim = _find_batch_dim(replica, "shuffle", seed, _dims(ops.shape(x)))
     if batch_dim is None:
         with identical_draws(replica):
@@ -236,15 +244,9 @@ def _shuffle(original, replica, x, axis=0, seed=None):
     if batch_dim.axis == axis % len(x.shape):
         replica.step.draws.for_current_layer(replica.step.rows).warn_shuffled_rows(seed)
         return original(x, axis, seed)
-    x = gather_rows(replica, x, batch_dim.axis)
+    x = context.gather_rows(replica, x, batch_dim.axis)
     with identical_draws(replica):
         return local_slice(original(x, axis, seed), batch_dim, replica.step.rows)
-
-
-def _tests_row_independence() -> bool:
-    """Return True while `training.audit` checks row independence."""
-    dry_run = context.thread_state.dry_run
-    return dry_run is not None and dry_run.tests_row_independence
 
 
 @contextlib.contextmanager
@@ -290,9 +292,9 @@ def _draw_local(
 def _dims(shape: Any) -> list[Any]:
     if isinstance(shape, int):
         return [shape]
-    if isinstance(shape, Sequence):
-        return list(shape)
-    return [shape[axis] for axis in range(shape.shape[0])]
+    if hasattr(shape, "shape"):  # a tensor, which has no length while it is traced
+        return [shape[axis] for axis in range(shape.shape[0])]
+    return list(shape)
 
 
 def _find_batch_dim(
@@ -307,11 +309,9 @@ def _find_batch_dim(
     key = draw_key(name, seed, len(dims))
     drawn = RandomDraw(key, tuple(number(dim) for dim in dims), order)
     if isinstance(replica, DryRun):
-        replica.drew_random = True  # also from an integer seed
         if replica.draws is not None:
             replica.draws.append(drawn)
-        if replica.step is None:
-            return None
+        return None
     step = replica.step
     cache = step.draws.for_current_layer(step.rows)
     count = step.draw_counts.get((cache, drawn.key), 0)
@@ -336,7 +336,7 @@ def _mix_rows(original, replica, self, data, training=True):
     if not training:
         with identical_draws(replica):  # the result is unused
             return original(self, data, training=training)
-    data = _gather_rows(replica, data)
+    data = gather_global_batch(replica, data)
     with identical_draws(replica):
         return _local_slices(replica, original(self, data, training=training))
 
@@ -354,7 +354,7 @@ def _aug_mix(original, replica, self, data, training=True):
     restore_state = replica.merge_call(
         lambda strategy: functools.partial(random.setstate, random.getstate()), (), {}
     )
-    data = _gather_rows(replica, data)
+    data = gather_global_batch(replica, data)
     restore_state()
     with identical_draws(replica):
         return _local_slices(replica, original(self, data, training=training))
@@ -370,7 +370,7 @@ def _equalize(original, replica, self, images, *args, **kwargs):
     """Compute one histogram from all rows."""
     if isinstance(replica, DryRun) or len(ops.shape(images)) < 4:
         return original(self, images, *args, **kwargs)
-    images = _gather_rows(replica, images)
+    images = gather_global_batch(replica, images)
     return _local_slices(replica, original(self, images, *args, **kwargs))
 
 
@@ -386,7 +386,7 @@ def _elastic_transform(original, replica, images, *args, **kwargs):
     images = ops.convert_to_tensor(images)
     if isinstance(replica, DryRun) or len(images.shape) < 4:
         return original(images, *args, **kwargs)
-    images = _gather_rows(replica, images)
+    images = gather_global_batch(replica, images)
     with identical_draws(replica):
         transformed = replica.draw_once(
             "elastic_transform",
@@ -397,12 +397,6 @@ def _elastic_transform(original, replica, images, *args, **kwargs):
         # Keras returns one row if TensorFlow does not know the batch size.
         return transformed
     return _local_slices(replica, transformed)
-
-
-def _gather_rows(replica: Any, structure: Any) -> Any:
-    return tree.map_structure(
-        lambda x: gather_rows(replica, ops.convert_to_tensor(x), 0), structure
-    )
 
 
 def _local_slices(replica: Any, structure: Any) -> Any:

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -20,6 +20,7 @@ from keras_strategy.keras_patches.variables_optimizers import adopt_variables
 from keras_strategy.training import consistency, ownership
 from keras_strategy.training.callbacks import LogFreeCallback, prepare_fit_arguments
 from keras_strategy.training.ownership import strategy_of_model
+from keras_strategy.training.train_step import report_differing_rows
 
 _SAVING_CALLBACKS = (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)
 # A Keras method that ignores a batch and its logs.
@@ -69,10 +70,7 @@ def _call_without_logs(methods: list[Callable], batch: int, logs: Any = None) ->
 
 
 def listens(callback: keras.callbacks.Callback, kind: str, time: str = "end") -> bool:
-    """Return True if a callback may handle a batch.
-
-    `kind` is "train", "test" or "predict", `time` the "begin" or "end" of the batch.
-    """
+    """Return True if a callback may handle a batch; see `_select_batch_callbacks`."""
     base_classes: list[type] = [keras.callbacks.Callback]
     names = [f"on_{kind}_batch_{time}"]
     if kind == "train":
@@ -200,11 +198,37 @@ def _create_training_sync(
     return mirror_consistency.SyncTrainingState(strategy)
 
 
+def build_from_batch(model: keras.Model, batch: Any) -> None:
+    """Build a model, its optimizer, losses and metrics for a batch of arrays."""
+    model._symbolic_build(data_batch=batch)
+
+
+def build_compiled_metrics(model: keras.Model, batch: Any) -> None:
+    """Build the metrics of a model that was compiled again in `fit`."""
+    metrics = model._compile_metrics
+    if metrics is not None and not metrics.built:
+        build_from_batch(model, batch)
+
+
 @model_hook("_symbolic_build", "(self, iterator=None, data_batch=None)", when=in_scope)
 def _symbolic_build(original, strategy, self, iterator=None, data_batch=None):
     """Adopt metrics from outside the scope when `fit` builds the model."""
-    with prefetch_disabled(), data_adapters.building(iterator):
-        result = original(self, iterator, data_batch)
+    batches = [] if data_batch is None else [data_batch]
+    recorded = None if iterator is None else _recorded(iterator, batches)
+    with (
+        prefetch_disabled(),
+        data_adapters.building(iterator),
+        report_differing_rows(batches),
+    ):
+        result = original(self, recorded, data_batch)
     adopt_variables(strategy, self)
     ownership.broadcast_pending_values()
     return result
+
+
+def _recorded(iterator: Any, batches: list[Any]) -> Iterator[tuple[int, int, list]]:
+    """Yield what Keras's iterator does, and append the first batch of each step."""
+    for begin, end, data in iterator:
+        step = data if isinstance(data, list | tuple) else [next(data)]
+        batches.append(step[0])
+        yield begin, end, list(step)

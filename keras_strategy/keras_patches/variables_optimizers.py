@@ -1,7 +1,7 @@
 """Patches of `keras.Variable` and optimizers, and access to their private state."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -10,11 +10,12 @@ import numpy as np
 from keras import ops
 
 from keras_strategy.core import context
+from keras_strategy.core.step_recorder import active_recorder
 from keras_strategy.keras_patches.patch import (
+    SubclassPatch,
     before_apply,
     hook,
     in_distributed_scope,
-    multi_replica_only,
 )
 from keras_strategy.training import variable_sync
 from keras_strategy.training.ownership import set_owner, strategy_of_variable
@@ -36,9 +37,7 @@ _assign_as_is = keras.Variable.assign
 def _init(original, self, *args, **kwargs):
     """Record the scope in which a variable is created as its strategy."""
     dry_run = context.thread_state.dry_run
-    if dry_run is not None and (
-        dry_run.tests_row_independence or dry_run.draws is not None
-    ):
+    if dry_run is not None and dry_run.draws is not None:
         raise EndOfDryRun("a variable is created")
     original(self, *args, **kwargs)
     strategy = context.current_scope()
@@ -117,59 +116,47 @@ def initialize(variable: Any, value: Any) -> None:
         variable._shape = shape
 
 
-_APPLY = "(self, grads, trainable_variables=None)"
-
-
-@multi_replica_only
-def _in_distributed_scope_or_dry_run() -> Any:
-    """Return the strategy of several replicas in scope, or the dry run, or None."""
-    return in_distributed_scope() or context.thread_state.dry_run
-
-
-_WHEN = _in_distributed_scope_or_dry_run
-
-
-@hook(keras.optimizers.Optimizer, "apply", _APPLY, when=_WHEN)
-@hook(keras.optimizers.LossScaleOptimizer, "apply", _APPLY, when=_WHEN)
-def _apply(original, strategy, self, grads, trainable_variables=None):
-    """Sum the gradients over the replicas once, before Keras's own code uses them.
-
-    Keras then clips, accumulates, scales and applies equal inputs on every replica. The
-    outermost optimizer sums: LossScaleOptimizer calls another one.
-    """
-    if isinstance(strategy, context.DryRun):
-        if strategy.gradients is not None:
-            strategy.gradients += grads
-            return None
+def _sum_and_apply(
+    optimizer: Any,
+    grads: Sequence[Any],
+    variables: Sequence[Any] | None,
+    apply: Callable[[Sequence[Any]], Any],
+) -> Any:
+    """Call `apply` with the sums of the gradients, unless they are summed already."""
+    dry_run, strategy = context.thread_state.dry_run, in_distributed_scope()
+    if strategy is None and dry_run is not None:
         raise EndOfDryRun("gradients are applied")
-    replica = context.distributed_replica()
-    if replica is None:
+    if strategy is None and (recorder := active_recorder()) is not None:
+        recorder.add(optimizer, list(grads), variables)
+        return None
+    replica: Any = context.distributed_replica()
+    if strategy is not None and replica is None:
         strategy.extended.group.check_cross_replica_apply()
-    if replica is None or replica.step.is_applying:
-        return original(self, grads, trainable_variables)
-    grads = list(grads)
-    if trainable_variables is not None:
-        trainable_variables = list(trainable_variables)
-    if not self.built and trainable_variables is not None:
+    if strategy is None or replica is None or replica.step.is_applying:
+        return apply(grads)
+    recorder = active_recorder(strategy)
+    if recorder is not None:
+        sums = iter(_sum_gradients(strategy, replica, grads))
+        sums = [None if grad is None else next(sums) for grad in grads]
+        if replica.index == 0:
+            recorder.add(optimizer, sums, variables)
+        return None
+    if not optimizer.built and variables is not None:
 
         def build():
-            if not self.built:
-                self.build(trainable_variables)
-                self.built = True
+            if not optimizer.built:
+                optimizer.build(variables)
+                optimizer.built = True
 
         replica.once(build)
     present = [grad for grad in grads if grad is not None]
     step = replica.step
-    step.optimizer, step.reducing_gradients_of = self, trainable_variables
-    if trainable_variables is not None and len(present) < len(grads):
-        pairs = zip(grads, trainable_variables, strict=False)  # Keras checks the count
+    step.optimizer, step.reducing_gradients_of = optimizer, variables
+    if variables is not None and len(present) < len(grads):
+        pairs = zip(grads, variables, strict=False)  # Keras checks the count
         step.reducing_gradients_of = [v for grad, v in pairs if grad is not None]
-    weight, reducer = step.row_weight, strategy.extended.custom_reducer
     try:
-        if reducer is None:
-            summed = list(replica.weighted_sum(present, weight))
-        else:
-            summed = list(reducer.weighted_sum(replica, present, weight))
+        summed = _sum_gradients(strategy, replica, present)
     finally:
         step.optimizer = step.reducing_gradients_of = None
     if len(summed) < len(grads):
@@ -177,9 +164,66 @@ def _apply(original, strategy, self, grads, trainable_variables=None):
         summed = [None if grad is None else next(rest) for grad in grads]
     step.is_applying = True
     try:
-        return original(self, summed, trainable_variables)
+        return apply(summed)
     finally:
         step.is_applying = False
+
+
+def _sum_gradients(strategy: Any, replica: Any, grads: Sequence[Any]) -> list[Any]:
+    """Sum those that are not None over the replicas, weighted by rows."""
+    present = [grad for grad in grads if grad is not None]
+    weight, reducer = replica.step.row_weight, strategy.extended.custom_reducer
+    if reducer is None:
+        return list(replica.weighted_sum(present, weight))
+    return list(reducer.weighted_sum(replica, present, weight))
+
+
+def _apply_sums(original: Callable) -> Callable:
+    def apply(self, grads, *args, **kwargs):
+        grads = list(grads)
+        variables = args[0] if args else kwargs.get("trainable_variables")
+        if variables is not None:
+            variables = list(variables)
+            if args:
+                args = (variables, *args[1:])
+            else:
+                kwargs["trainable_variables"] = variables
+
+        def apply(grads):
+            return original(self, grads, *args, **kwargs)
+
+        return _sum_and_apply(self, grads, variables, apply)
+
+    return apply
+
+
+def _apply_pairs_of_sums(original: Callable) -> Callable:
+    def apply_gradients(self, grads_and_vars, *args, **kwargs):
+        pairs = list(grads_and_vars)
+        variables = [variable for _, variable in pairs]
+
+        def apply(grads):
+            pairs = list(zip(grads, variables, strict=True))
+            return original(self, pairs, *args, **kwargs)
+
+        return _sum_and_apply(self, [grad for grad, _ in pairs], variables, apply)
+
+    return apply_gradients
+
+
+class _Apply(SubclassPatch):
+    """Sum the gradients over the replicas once, before an optimizer uses them.
+
+    Keras's code and the user's then clip, accumulate, scale and apply equal inputs on
+    every replica. The outermost call sums: an `apply` of the user's calls Keras's, and
+    LossScaleOptimizer calls another optimizer.
+    """
+
+    owner = keras.optimizers.Optimizer
+    wrappers = {"apply": _apply_sums, "apply_gradients": _apply_pairs_of_sums}
+
+
+_apply = _Apply()
 
 
 def adopt_variables(strategy: Any, model: keras.Model) -> None:

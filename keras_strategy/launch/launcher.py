@@ -45,39 +45,18 @@ _COLOURS = (36, 33, 35, 32, 34, 31)
 
 @dataclasses.dataclass(frozen=True)
 class Launcher:
-    """Launcher of a command in several workers of this machine.
-
-    Attributes:
-        command: The program and its arguments.
-        workers: The number of workers.
-        devices_per_worker: The logical CPU devices of each worker; None keeps the
-            backend's own.
-        max_restarts: How often to restart all workers when one failed or was preempted.
-        grace_seconds: How long a worker may take to end when it is asked to.
-
-    Example:
-
-    ```python
-    import sys
-
-    from keras_strategy.launch.launcher import Launcher
-
-    status = Launcher((sys.executable, "-c", "exit(3)"), workers=1).run()
-    assert status == 3
-    ```
-    """
+    """Launcher of a command in several workers of this machine."""
 
     command: tuple[str, ...]
     workers: int
+    # Logical CPU devices; None keeps the backend's own.
     devices_per_worker: int | None = None
     max_restarts: int = 0
+    # How long a worker may take to end when it is asked to.
     grace_seconds: float = 30.0
 
     def run(self) -> int:
-        """Run the command to its end in the main thread; return its exit code.
-
-        That is 0, or the code of the worker that failed first; 130 after SIGINT.
-        """
+        """Run the command in the main thread; return the first failure's code, or 0."""
         with ReceivedSignals() as signals:
             restarts = failures = 0
             while True:

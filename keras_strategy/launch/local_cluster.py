@@ -36,30 +36,14 @@ _reservations: collections.deque[socket.socket] = collections.deque()
 
 @dataclasses.dataclass(frozen=True)
 class LocalCluster:
-    """Addresses of workers on this machine, and their shared secret.
-
-    Attributes:
-        ports: The port of each worker, by rank.
-        rendezvous_port: The port of worker 0's coordinator.
-        chief: If True, the first worker is the task "chief".
-        devices_per_worker: The logical CPU devices of each worker; None keeps the
-            backend's own.
-        secret: The secret by which the workers recognise each other.
-
-    Example:
-
-    ```python
-    from keras_strategy.launch.local_cluster import LocalCluster
-
-    cluster = LocalCluster((12345, 12346), 12347)
-    assert "127.0.0.1:12346" in cluster.variables(0)["TF_CONFIG"]
-    assert cluster.name(1) == "worker 1"
-    ```
-    """
+    """Addresses of workers on this machine, by rank, and their shared secret."""
 
     ports: tuple[int, ...]
+    # The port of worker 0's coordinator.
     rendezvous_port: int
+    # True if the first worker is the task "chief".
     chief: bool = False
+    # Logical CPU devices; None keeps the backend's own.
     devices_per_worker: int | None = None
     secret: str = dataclasses.field(
         default_factory=lambda: secrets.token_hex(32), repr=False
@@ -114,12 +98,9 @@ def shared_variables() -> dict[str, str]:
 
 
 def thread_limits(workers: int) -> dict[str, str]:
-    """Return the environment variables that share this machine's cores among workers.
-
-    Torch's and NumPy's threads spin while they wait for work. If each worker had one
-    per core, the workers would slow each other down a hundredfold. A single worker
-    keeps its defaults.
-    """
+    """Return the environment variables that share the machine's cores among workers."""
+    # Torch's and NumPy's threads spin while they wait for work: with one per core in
+    # each worker, the workers would slow each other down a hundredfold.
     if workers == 1:
         return {}
     return {"OMP_NUM_THREADS": str(max(1, available_cores() // workers))}
@@ -133,20 +114,9 @@ def available_cores() -> int:
 
 
 def free_ports(count: int, among: range | None = None) -> list[int]:
-    """Find free ports.
-
-    They are below the range from which the system assigns ports to connections, so only
-    a server can take one before it is used. On Linux other programs that call this do
-    not find them either, while this process lives and has not found many more.
-
-    Example:
-
-    ```python
-    from keras_strategy.launch.local_cluster import free_ports
-
-    assert len(set(free_ports(3))) == 3
-    ```
-    """
+    """Find free ports, which on Linux other callers of this function do not find."""
+    # The system assigns higher ports to connections, so only a server can take one of
+    # these before it is used.
     candidates = among or range(_LOWEST_PORT, _first_ephemeral_port())
     ports: list[int] = []
     # All stay open until the last is found, so that none is found twice.

@@ -21,11 +21,7 @@ _START = [sys.executable, "-I", "-S", str(_STARTER)]
 
 
 class Process(abc.ABC):
-    """Process in its own group, however it was started.
-
-    Args:
-        name: Its name in messages, such as `"worker 1"`.
-    """
+    """Process in its own group, with a name for messages, however it was started."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -47,10 +43,7 @@ class Process(abc.ABC):
         """Send a signal to the group of a process that was not seen to end."""
 
     def poll(self) -> int | None:
-        """Return the exit status, or minus the signal; None while the process runs.
-
-        Processes that it has left in its group are killed.
-        """
+        """Return the exit status, or minus the signal; None while the process runs."""
         if self._status is None:
             self._status = self._ended()
             if self._status is not None:
@@ -75,24 +68,10 @@ class Process(abc.ABC):
 
 
 class WorkerProcess(Process):
-    """Process that runs a command and dies with the process that started it.
+    """Process that runs a command and dies with the process that started it."""
 
-    On Linux the kernel kills it when the *thread* that started it ends: start workers
-    from a thread that outlives them, such as the main one.
-
-    Example:
-
-    ```python
-    import os
-    import sys
-
-    from keras_strategy.launch.processes import WorkerProcess
-
-    worker = WorkerProcess("worker 0", [sys.executable, "-c", "exit(3)"], os.environ)
-    assert worker.wait() == 3
-    ```
-    """
-
+    # On Linux the kernel kills it when the *thread* that started it ends: start workers
+    # from a thread that outlives them, such as the main one.
     def __init__(
         self,
         name: str,
@@ -194,11 +173,7 @@ class ProcessWatch:
     def until_all_ended(
         self, meanwhile: Callable[[], None], on_failure: Callable[[int], None]
     ) -> None:
-        """Call `meanwhile`, which waits, until all processes have ended.
-
-        `on_failure` gets the status of the first failure, and again if that one was
-        caused by another process, which ended later.
-        """
+        """Call `meanwhile`, which waits, until all processes have ended."""
         self.running = set(range(len(self._processes)))
         while self.running:
             meanwhile()
@@ -207,6 +182,7 @@ class ProcessWatch:
                 if status is None:
                     continue
                 self.running.discard(rank)
+                # The process that caused the first failure may end after it.
                 if status != 0 and (self.failed is None or self._is_cause(status)):
                     self.failed = rank
                     on_failure(status)
@@ -228,10 +204,7 @@ class ProcessWatch:
 
 
 class ReceivedSignals:
-    """Context manager that records signals instead of dying of them.
-
-    For the main thread. A SIGHUP that is ignored (by nohup) stays ignored.
-    """
+    """Context manager of the main thread that records signals, and survives them."""
 
     def __init__(self) -> None:
         self.all: list[int] = []
@@ -239,6 +212,7 @@ class ReceivedSignals:
 
     def __enter__(self) -> "ReceivedSignals":
         for number in _FORWARDED_SIGNALS:
+            # Ignored by nohup.
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue
             self._previous[number] = signal.signal(number, self._record)

@@ -20,11 +20,11 @@ from keras_strategy.options import (
     InputContext,
     InputOptions,
     RunOptions,
-    check_call,
     check_run_options,
 )
 from keras_strategy.strategies.inspect import Reports
 from keras_strategy.training import ownership, saving
+from keras_strategy.training.foreign_calls import check_function
 from keras_strategy.training.reduction import check_same_dtype
 from keras_strategy.values import (
     DistributedValues,
@@ -219,7 +219,7 @@ class Strategy(Reports):
         assert int(strategy.experimental_local_results(doubled)[0]) == 0
         ```
         """
-        check_call(fn, args)
+        check_function(fn, args)
         options = check_run_options(options)
         context.require_cross_replica(self, "run")
         if ownership.pending_values:

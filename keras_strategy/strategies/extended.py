@@ -63,6 +63,7 @@ class StrategyExtended:
         logical = container_strategy.logical_devices
         is_single = self.num_replicas == 1 and logical is None
         installation.install_for(1 if is_single else max(2, self.num_replicas))
+        self.runs = 0  # calls of `run`
         # By id, since variables have no `==`.
         self.variables: weakref.WeakValueDictionary[int, keras.Variable] = (
             weakref.WeakValueDictionary()

@@ -23,7 +23,7 @@ import keras
 from keras import ops
 
 from keras_strategy.core.context import DryRun
-from keras_strategy.core.protocols import Replica
+from keras_strategy.core.step_recorder import is_recording
 from keras_strategy.core.step_state import RowRange
 from keras_strategy.training.reduction import may_be_same
 
@@ -157,7 +157,7 @@ class BatchDimCache:
         )
 
     def _warn(self, key: Any, message: str, *args: Any) -> None:
-        if key in self._warned:
+        if key in self._warned or is_recording():  # the step itself follows
             return
         self._warned.add(key)
         frame, drawing = sys._getframe(1), "The step"
@@ -221,15 +221,3 @@ def local_slice(numbers: Any, batch_dim: BatchDim, rows: RowRange) -> Any:
         return ops.slice(numbers, start, shape)
     end = begin + count
     return numbers[(slice(None),) * batch_dim.axis + (slice(begin, end),)]
-
-
-def gather_rows(replica: Replica, x: Any, axis: int) -> Any:
-    """Gather a tensor's rows of all replicas along `axis`."""
-    weight = replica.step.row_weight
-    if weight is not None and not (isinstance(weight, float) and weight > 0.0):
-        # A replica without rows computes on placeholder rows.
-        size = ops.shape(x)[axis]
-        is_empty = isinstance(weight, float)
-        count = 0 if is_empty else ops.where(weight > 0, size, 0)
-        x = x[(slice(None),) * axis + (slice(0, count),)]
-    return replica.all_gather(x, axis)

@@ -27,7 +27,6 @@ from keras import ops, tree
 from keras_strategy.core import context
 from keras_strategy.core.protocols import Replica
 from keras_strategy.core.registry import get_engine
-from keras_strategy.training.random import gather_rows
 from keras_strategy.values import ReduceOp
 
 
@@ -112,9 +111,19 @@ def gather_global_batch(replica: Replica, structure: Any) -> Any:
         if x is None:
             return None
         x = ops.convert_to_tensor(x)
-        return x if len(x.shape) == 0 else gather_rows(replica, x, 0)
+        return x if len(x.shape) == 0 else context.gather_rows(replica, x, 0)
 
     return tree.map_structure(gather, structure)
+
+
+def call_on_global_batch(replica: Replica, fn: Callable[..., Any], *inputs: Any) -> Any:
+    """Call a function with the rows of all replicas, which are differentiable."""
+    inputs = gather_global_batch(replica, inputs)
+    replica.step.has_all_rows = True
+    try:
+        return fn(*inputs)
+    finally:
+        replica.step.has_all_rows = False
 
 
 def _count(values: Any, dtype: Any) -> Any:

@@ -21,6 +21,7 @@ from keras_strategy.cluster import watchdog
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.cluster.rendezvous import save_timeout_seconds
 from keras_strategy.errors import WorkerFailedError
+from keras_strategy.training.foreign_calls import add_backend_hint
 
 _Result = TypeVar("_Result")
 _overrides: ContextVar[dict[int, Any] | None] = ContextVar("overrides", default=None)
@@ -55,7 +56,11 @@ def run_first_step(
 ) -> Any:
     first = f"The first {what}, which builds and compiles what later ones use,"
     with warn_if_slow(first, cluster):
-        return step(*args)
+        try:
+            return step(*args)
+        except Exception as error:
+            add_backend_hint(error)
+            raise
 
 
 @contextlib.contextmanager

@@ -4,8 +4,10 @@ Keras's loop keeps epochs, callbacks and logs. Its function for a batch becomes
 `strategy.run` of the model's step, followed by a merge of the results.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -14,7 +16,6 @@ from keras import ops, tree
 from keras_strategy.core.context import DryRun, distributed_replica
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.step_state import BatchRows, RowRange, StepState
-from keras_strategy.training.audit import RowAudit, has_no_external_state
 from keras_strategy.training.random import BatchDimCache, settings
 from keras_strategy.training.reduction import is_float
 from keras_strategy.training.row_weights import apply_row_weight
@@ -94,10 +95,29 @@ def traced_run_state(
     return traced_step_state(rows, draws, call, local, places)
 
 
-LOCAL_BATCH_HINT = (
+def has_torch_modules(layers: Iterable[Any]) -> bool:
+    """Return True if some layers wrap torch modules, which have state of their own."""
+    wrapper = keras.layers.TorchModuleWrapper
+    return any(isinstance(layer, wrapper) for layer in layers)
+
+
+_LOCAL_BATCH_HINT = (
     "A replica gets its part of a batch, which is split along the first dimension of "
     "its arrays. If that is not the batch dimension, move the batch dimension there."
 )
+_SHAPE_WORDS = re.compile(r"shape|dimension|\bdims?\b|\brank\b|size of tensor|\baxis\b")
+
+
+def add_shape_hint(error: Exception, data: Any = None) -> None:
+    """Add a note on local batches to an error that shapes may have caused."""
+    # Keras appends the arguments of a layer to each of its errors.
+    text, _, _ = str(error).lower().partition("arguments received by")
+    is_other = isinstance(error, KeyError | NameError | AttributeError)
+    if is_other or not _SHAPE_WORDS.search(text):
+        return
+    shapes = [str(getattr(x, "shape", None)) for x in tree.flatten(data)]
+    known = "" if data is None else f" The arrays had the shapes {shapes}."
+    error.add_note(_LOCAL_BATCH_HINT + known)
 
 
 def make_weighted_step(
@@ -105,7 +125,6 @@ def make_weighted_step(
     logs_are_metrics: bool,
     layers: Callable[[], Sequence[Any]],
     require: Callable[[Any, str], None],
-    audit: RowAudit,
     rows_to_predict: Callable[[Any], Any] | None = None,
 ) -> Callable[[Any, Any, RowRange | None], Any]:
     """Return a model's step as `fn(data, weight, rows)` for a replica.
@@ -116,8 +135,8 @@ def make_weighted_step(
     draws = BatchDimCache()
 
     def dry_run(data, num_rows):
-        if not has_no_external_state(layers()):
-            return DryRun(draws=[])
+        if has_torch_modules(layers()):
+            return DryRun(draws=[])  # their state cannot be restored in a dry run
         return get_engine().dry_run(step, (data,), {}, num_rows)
 
     def replica_step(data, weight, rows):
@@ -129,19 +148,15 @@ def make_weighted_step(
             rows=rows,
             draws=draws,
             dry_run=functools.partial(dry_run, data),
-            warn_unless=audit.warner_for(replica),
         )
         try:
-            if replica.step.warn_unless is not None:
-                audit.audit_model(data, layers())
             outputs = step(data)
             sync_state(replica, layers, require)
             if rows_to_predict is not None:
                 _check_output_rows(outputs, data, rows_to_predict, require)
             return outputs
         except Exception as error:
-            shapes = [str(getattr(x, "shape", None)) for x in tree.flatten(data)]
-            error.add_note(f"{LOCAL_BATCH_HINT} The arrays had the shapes {shapes}.")
+            add_shape_hint(error, data)
             raise
         finally:
             replica.step = StepState()
@@ -196,12 +211,30 @@ def count_array_rows(arrays: Sequence[Any]) -> int:
         )
     rows = {shape[0] for shape in shapes}
     if len(rows) > 1:
-        raise ValueError(
-            "The arrays of a batch must have the same number of rows, their first "
-            f"dimension. Received arrays of the shapes {shapes}. If these are single "
-            "rows, batch them first, for example with `dataset.batch(batch_size)`."
-        )
+        raise differing_rows_error(shapes)
     return rows.pop()
+
+
+def differing_rows_error(shapes: Sequence[tuple[int, ...]]) -> ValueError:
+    return ValueError(
+        "The arrays of a batch must have the same number of rows, their first "
+        f"dimension. Received arrays of the shapes {list(shapes)}. If these are single "
+        "rows, batch them first, for example with `dataset.batch(batch_size)`."
+    )
+
+
+@contextlib.contextmanager
+def report_differing_rows(batches: Sequence[Any]) -> Iterator[None]:
+    """Raise `differing_rows_error` for an error while one of `batches` is used."""
+    try:
+        yield
+    except (ValueError, TypeError, RuntimeError) as error:
+        for batch in batches:
+            leaves = [leaf for leaf in tree.flatten(batch) if hasattr(leaf, "shape")]
+            shapes = [tuple(leaf.shape) for leaf in leaves]
+            if len({shape[:1] for shape in shapes}) > 1:
+                raise differing_rows_error(shapes) from error
+        raise
 
 
 def average_logs(logs: Any, weights: Sequence[Any]) -> Any:

@@ -345,6 +345,108 @@ def test_branch_taken_by_one_replica(two):
     assert "must take the same branches" in caught.value.__notes__[-1]
 
 
+class Skipping(keras.Model):
+    """Applies gradients in each second step, in a branch."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x) - y) ** 2)
+        variables = self.trainable_variables
+        gradients = tape.gradient(loss, [v.value for v in variables])
+        self.steps.assign_add(1)
+        apply = self.optimizer.apply
+        tf.cond(self.steps % 2 == 1, lambda: apply(gradients, variables), lambda: None)
+        return {"loss": loss}
+
+
+def skipping():
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((4,))
+    model = Skipping(inputs, keras.layers.Dense(1)(inputs))
+    model.steps = keras.Variable(0, dtype="int32", trainable=False)
+    model.compile(keras.optimizers.Adam(0.1))
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def test_apply_in_branch(two):
+    x = np.random.RandomState(0).randn(13, 4).astype("float32")
+    weights = []
+    for scope in (contextlib.nullcontext(), two.scope()):
+        with scope:
+            model = skipping()
+        before = model.get_weights()
+        model.fit(x, x[:, :1], batch_size=4, shuffle=False, epochs=2, verbose=0)
+        assert int(model.optimizer.iterations) == 4
+        weights.append(model.get_weights())
+    assert all(np.any(a != b) for a, b in zip(before, weights[1], strict=True))
+    for one, many in zip(*weights, strict=True):
+        np.testing.assert_allclose(one, many, atol=2e-5)
+
+
+def weight_and_optimizer(strategy):
+    with strategy.scope():
+        weight = keras.Variable(1.0)
+        sgd = keras.optimizers.SGD(1.0)
+        sgd.build([weight])
+    return weight, sgd
+
+
+def test_apply_in_branch_of_autograph(two):
+    weight, sgd = weight_and_optimizer(two)
+
+    def step(applies):
+        gradient = tf.ones(())
+        if applies:
+            sgd.apply([gradient], [weight])
+
+    @tf.function
+    def program(applies):
+        two.run(step, (applies,))
+
+    program(tf.constant(True))
+    program(tf.constant(False))
+    assert float(weight) == -1.0  # the sum of two replicas' gradients
+
+
+def test_apply_in_branch_of_one_replica_is_refused(two):
+    weight, sgd = weight_and_optimizer(two)
+
+    def step(applies):
+        gradient = tf.ones(())
+        tf.cond(applies, lambda: sgd.apply([gradient], [weight]), lambda: None)
+
+    two.run(step, (per_replica(tf.constant(True), tf.constant(True)),))
+    assert float(weight) == -1.0
+    with pytest.raises(
+        ValueError, match=r"not equal on all replicas.*test_tensorflow.py:\d"
+    ):
+        two.run(step, (per_replica(tf.constant(True), tf.constant(False)),))
+    assert float(weight) == -1.0
+
+
+def test_gradients_of_branch_are_refused(two):
+    weight, sgd = weight_and_optimizer(two)
+
+    def branch(x):
+        tf.cond(x > 0, lambda: sgd.apply([x * 2], [weight]), lambda: None)
+
+    def loop(x):
+        def body(x):
+            sgd.apply([x], [weight])
+            return (x * 2,)
+
+        tf.while_loop(lambda x: x < 3, body, (x,))
+
+    for step in (branch, loop):
+        with pytest.raises(
+            RuntimeError, match="Compute the gradients and the condition"
+        ):
+            two.run(step, (per_replica(tf.ones(()), tf.ones(())),))
+    assert float(weight) == 1.0
+
+
 def test_tape_in_cross_replica_context_is_refused(two):
     with two.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])

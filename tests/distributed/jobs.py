@@ -127,6 +127,38 @@ def batch_statistics(alone: bool = False) -> list[np.ndarray]:
     return weights(model)
 
 
+class Clips(keras.optimizers.Adam):
+    """Changes the gradients of all rows before it applies them."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """Clips them."""
+        clipped = [keras.ops.clip(gradient, -0.05, 0.05) for gradient in grads]
+        super().apply(clipped, trainable_variables)
+
+
+def users_functions(alone: bool = False) -> list[np.ndarray]:
+    """Calls functions of a user's own with what all replicas have."""
+
+    def scaled(x):
+        context: Any = ks.get_replica_context()
+        return x / keras.ops.max(keras.ops.abs(context.all_gather(x, axis=0)))
+
+    keras.utils.set_random_seed(17)
+    _, scope = in_charge(alone)
+    with scope:
+        model = keras.Sequential(
+            [
+                keras.Input((6,)),
+                keras.layers.Dense(8, scaled, activity_regularizer=keras.ops.mean),
+                keras.layers.Dense(3),
+            ]
+        )
+        model.compile(Clips(0.01), "mse")
+    x, _ = digits(9)
+    model.fit(x, x[:, :3], batch_size=4, epochs=2, verbose=0)
+    return weights(model)
+
+
 def collectives() -> dict:
     """What replicas on different workers tell each other."""
     strategy = ks.MultiWorkerMirroredStrategy()

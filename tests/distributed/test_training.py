@@ -48,6 +48,7 @@ CALLS: dict[str, dict] = {
     "custom_loop": {"rate": 0.0 if keras.backend.backend() == "tensorflow" else 0.3},
     "epochs_of_different_length": {},
     "different_batches": {},
+    "users_functions": {},
 }
 
 
@@ -58,7 +59,7 @@ def results(in_turns):
     return in_turns(**calls)[0]
 
 
-@pytest.mark.parametrize("name", ["batch_statistics", "custom_loop"])
+@pytest.mark.parametrize("name", ["batch_statistics", "custom_loop", "users_functions"])
 def test_all_entry_points_equal_one_device(name, results):
     expected = getattr(jobs, name)(alone=True, **CALLS[name])
     for result in results[name]:

@@ -39,6 +39,7 @@ _OWN = (
     "::test_layer_attributes_are_per_replica"
 )
 
+_CLEAR = "tests/training/test_changes_during_fit.py::test_clear_session_in_scope"
 _LONG = "tests/training/test_slow_operations.py::test_slow_first_step_is_logged"
 
 NEEDED_BY = {
@@ -139,17 +140,23 @@ NEEDED_BY = {
         "torch",
         f"{_RUN}::test_custom_training_step",
     ),
-    "keras_patches.variables_optimizers LossScaleOptimizer.apply": (
-        "jax",
-        f"{_JAX}::test_loss_scaling_in_run",
-    ),
     "keras_patches.losses_metrics keras.src.trainers.compile_utils.get_loss": (
         "torch",
         f"{_LOSSES}::test_loss_with_custom_call_equals_one_device",
     ),
-    "keras_patches.layers Layer.add_loss": (
+    "keras_patches.layers Layer.activity_regularizer": (
         "torch",
-        f"{_LOSSES}::test_add_loss_is_row_weighted",
+        f"{_LOSSES}::test_activity_regularizers_equal_one_device",
+    ),
+    "keras_patches.session keras.backend.clear_session": ("jax", _CLEAR),
+    "keras_patches.session keras.utils.clear_session": ("jax", _CLEAR),
+    "backends.tensorflow.patches tensorflow._api.v2.compat.v1.reset_default_graph": (
+        "tensorflow",
+        _CLEAR,
+    ),
+    "backends.tensorflow.patches tensorflow.python.ops.cond_v2.cond_v2": (
+        "tensorflow",
+        f"{_TF}::test_apply_in_branch_of_one_replica_is_refused",
     ),
     "backends.tensorflow.patches tensorflow._api.v2.nn.compute_average_loss": (
         "tensorflow",
@@ -168,15 +175,16 @@ NEEDED_BY = {
         "torch",
         f"{_DERIVED}::test_custom_step_logs",
     ),
-    "keras_patches.losses_metrics Metric.__init__": (
-        "torch",
-        f"{_DERIVED}::test_logs_derived_from_results",
-    ),
     "keras_patches.random SeedGenerator.next": (
         "torch",
         f"{_RANDOM}::test_replicas_draw_different_numbers",
     ),
     "keras_patches.per_replica_attributes Layer.__setattr__": ("torch", _OWN),
+    "keras_patches.per_replica_attributes Variable.trainable": (
+        "torch",
+        "tests/training/test_per_replica_attributes.py"
+        "::test_replicas_find_variables_trainable[eager]",
+    ),
     "keras_patches.per_replica_attributes TrackedList.append": ("torch", _OWN),
     "keras_patches.per_replica_attributes TrackedDict.update": ("torch", _OWN),
     "keras_patches.per_replica_attributes TrackedOrderedDict.update": (

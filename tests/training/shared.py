@@ -18,6 +18,11 @@ def alone(make: Callable[[], keras.Model], x: Any, y: Any, **options: Any) -> Tr
     return train(None, make, x, y, eagerly=eagerly, **options)
 
 
+def logged(caplog: Any) -> list[str]:
+    """What this package logged, without what TensorFlow did."""
+    return [r.getMessage() for r in caplog.records if r.name == "keras_strategy"]
+
+
 class SharedModels:
     """One model per strategy: what an engine compiles for it, it compiles once.
 

@@ -253,9 +253,6 @@ def test_same_result_as_one_device_or_clearer_error(name, good, survivor):
 
 
 def test_differing_row_counts_are_named(two):
-    """Where the shapes are known before the step; a JAX program says so itself."""
-    if JAX:
-        pytest.skip("JAX's own error names the shapes")
     with two.scope():
         model = compiled()
     model.train_on_batch(*GOOD)  # else Keras notices first, while it builds the model

@@ -4,8 +4,8 @@ import keras
 from keras import layers, ops
 
 from tests.equality import models
-from tests.equality.compare import assert_equal, train
-from tests.training.shared import alone
+from tests.equality.compare import assert_equal, scope, train
+from tests.training.shared import alone, logged
 
 BACKEND = keras.backend.backend()
 # By batches of 8 the last one has a row for the first replica alone.
@@ -31,36 +31,78 @@ def test_loss_with_custom_call_equals_one_device(mirrored):
     assert_equal(one, train(mirrored(3), make, X, Y, predicted=0))
 
 
-class Summing(layers.Layer):
-    def __init__(self, name, mean):
-        super().__init__(name=name)
+class Adding(layers.Layer):
+    """Adds a sum or a mean, of which a callback changes the weight."""
+
+    def __init__(self, mean):
+        super().__init__()
         self.mean = mean
+        self.weight = self.add_weight((), "ones", trainable=False)
 
     def call(self, x):
+        noise = keras.random.normal(ops.shape(x), seed=1)
         rows = ops.cast(ops.shape(x)[0], x.dtype) if self.mean else 8.0
-        self.add_loss(ops.sum(x) / rows)
+        self.add_loss(self.weight * ops.sum(x) / rows)
+        return x + 0.0 * noise
+
+
+def test_added_sum_warns(two, caplog):
+    def trained(strategy, mean):
+        def make():
+            return models.compiled(models.mlp(lambda: Adding(mean)))
+
+        def anneal(epoch, logs):
+            model.layers[1].weight.assign(0.5)
+
+        with scope(strategy):
+            keras.utils.set_random_seed(1)
+            model = make()
+        callbacks = [keras.callbacks.LambdaCallback(on_epoch_end=anneal)]
+        return train(strategy, lambda: model, X, Y, predicted=0, callbacks=callbacks)
+
+    assert_equal(trained(None, True), trained(two, True))
+    assert not logged(caplog)
+    one, many = trained(None, False), trained(two, False)
+    if BACKEND == "jax":
+        assert_equal(one, many)
+        assert not logged(caplog)
+        return
+    (message,) = logged(caplog)
+    assert "what layers pass to `add_loss`, is not a mean" in message
+    assert "Divide a sum by the number of rows" in message
+
+
+class Spread(keras.regularizers.Regularizer):
+    """Compares rows."""
+
+    def __call__(self, x):
+        return 0.1 * ops.max(x) - 0.1 * ops.min(x)
+
+
+class Own(layers.Layer):
+    def call(self, x):
         return x
 
 
-def warned(caplog):
-    return [r.getMessage() for r in caplog.records if "add_loss" in r.getMessage()]
+def test_activity_regularizers_equal_one_device(mirrored, caplog):
+    def make():
+        regularized = (
+            lambda: layers.Dense(
+                6, activity_regularizer=keras.regularizers.L1L2(0.1, 0.1)
+            ),
+            lambda: layers.Dense(
+                5, activity_regularizer=lambda x: 3 * ops.mean(ops.abs(x))
+            ),
+            lambda: layers.ActivityRegularization(l2=0.1),
+            lambda: Own(activity_regularizer=Spread()),
+        )
+        return models.compiled(models.mlp(*regularized))
 
-
-def test_add_loss_is_row_weighted(two, caplog):
-    def trained(strategy, mean):
-        def make():
-            return models.compiled(models.mlp(lambda: Summing("summing", mean)))
-
-        return train(strategy, make, X, Y)
-
-    one = trained(None, False)
-    assert not warned(caplog)
-    many = trained(two, False)
-    if BACKEND == "jax":
-        assert_equal(one, many)
-        assert not warned(caplog)
-        return
-    (message,) = warned(caplog)
-    assert "'summing'" in message and "divide" in message
-    # What it says to do.
-    assert_equal(trained(None, True), trained(two, True))
+    options = {
+        "sample_weight": models.weights_of(17),
+        "validation_data": (X[:11], Y[:11]),
+    }
+    one = alone(make, X, Y, **options)
+    assert_equal(one, train(mirrored(3), make, X, Y, **options))
+    # On JAX a warning says that 3 replicas compute batches of 8 rows slowly.
+    assert BACKEND == "jax" or not logged(caplog)

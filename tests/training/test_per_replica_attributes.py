@@ -8,7 +8,7 @@ import pytest
 from keras import ops
 
 import keras_strategy as ks
-from tests.equality.compare import largest, scope
+from tests.equality.compare import assert_equal, largest, scope, train
 
 BACKEND = keras.backend.backend()
 RANDOM = np.random.RandomState(3)
@@ -161,3 +161,100 @@ def test_failed_run_restores_attributes(two):
     with pytest.raises(ArithmeticError, match="boom"):
         two.run(fail, options=EAGER)
     assert (layer.kept, layer.list, hasattr(layer, "new")) == (1, [1], False)
+
+
+class Alternating(keras.Model):
+    """Trains its first layer, then its last, as the two halves of a GAN."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = keras.layers.Dense(3, activation="tanh")
+        self.last = keras.layers.Dense(1)
+
+    def build(self, shape):
+        self.first.build(shape)
+        self.last.build((None, 3))
+
+    def call(self, x):
+        return self.last(self.first(x))
+
+    def train_step(self, data):
+        x, y = data
+        for trained, frozen in ((self.first, self.last), (self.last, self.first)):
+            trained.trainable, frozen.trainable = True, False
+            loss, gradients = ks.value_and_grad(
+                lambda: ops.mean(ops.square(self(x) - y)), self.trainable_variables
+            )()
+            self.optimizer.apply(gradients, self.trainable_variables)
+        self.last.trainable = False
+        return {"loss": loss}
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="its train_step is given the variables")
+def test_trainable_is_switched_in_train_step(mirrored):
+    def make():
+        model = Alternating()
+        model.build((None, 4))
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9))
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    one = train(None, make, X, Y, predicted=0)
+    many = train(mirrored(3), make, X, Y, predicted=0)
+    assert_equal(one, many)
+    assert len(many.model.trainable_variables) == 0
+
+
+@pytest.mark.parametrize("options", [None, EAGER], ids=["compiled", "eager"])
+def test_replicas_find_variables_trainable(options, two):
+    with two.scope():
+        layer = keras.layers.Dense(1)
+        layer.build((None, 2))
+        bias = keras.Variable(0.0)
+    found = []
+
+    def freeze():
+        found.append([len(layer.trainable_variables), bias.trainable])
+        layer.trainable = bias.trainable = False
+        found.append([len(layer.trainable_variables) + 2, not bias.trainable])
+
+    two.run(freeze, options=options)
+    assert all(seen == [2, True] for seen in found)
+    assert not (layer.kernel.trainable or layer.trainable or bias.trainable)
+
+
+class Settings:
+    rate = 1.0
+
+
+class Rated(keras.layers.Layer):
+    """A layer with a property that sets an attribute of another object."""
+
+    def __init__(self):
+        super().__init__()
+        self.settings = Settings()
+        self.rate = Settings.rate
+
+    @property
+    def rate(self):
+        return self._rate
+
+    @rate.setter
+    def rate(self, value):
+        self._rate = self.settings.rate = value
+
+
+@pytest.mark.parametrize("options", [None, EAGER], ids=["compiled", "eager"])
+def test_setter_of_property_is_called(options, two):
+    with two.scope():
+        layer = Rated()
+    found = []
+
+    def change():
+        layer.rate = Settings.rate
+        found.append(layer.settings.rate)
+        layer.rate = 2.0
+
+    two.run(change, options=options)
+    assert set(found) == {1.0}
+    assert layer.rate == layer.settings.rate == 2.0

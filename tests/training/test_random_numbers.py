@@ -92,6 +92,28 @@ def test_every_random_function(two):
     assert_one_devices(two, lambda: compiled(Draws(every_function)))
 
 
+def functions_of_shapes(x, seeds):
+    """On TensorFlow these shapes are no sequences."""
+    random, shape = keras.random, seeds.state.shape
+    return sum(
+        ops.mean(ops.cast(numbers, "float32"))
+        for numbers in (
+            random.normal(shape, seed=seeds),
+            random.normal(x.shape[1:], seed=seeds),
+            random.uniform(shape, seed=5),
+            random.truncated_normal(shape, seed=seeds),
+            random.randint(shape, 0, 5, seed=seeds),
+            random.gamma(shape, 2.0, seed=seeds),
+            random.beta(shape, 2.0, 3.0, seed=seeds),
+            random.binomial(shape, 5.0, 0.5, seed=seeds),
+        )
+    )
+
+
+def test_shape_of_tensor_or_variable_is_drawn(two):
+    assert_one_devices(two, lambda: compiled(Draws(functions_of_shapes)))
+
+
 def test_keras_layers(mirrored, caplog):
     """On three replicas, of which one has no more than a row of the last batch."""
 

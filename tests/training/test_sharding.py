@@ -381,7 +381,7 @@ def test_files_hold_full_variables(shard, tmp_path):
                 np.testing.assert_array_equal(a, b)
         for a, b in zip(loaded.optimizer.variables, state, strict=True):
             np.testing.assert_array_equal(a.numpy(), b)
-        loaded.fit(x, y, batch_size=BATCH, verbose=0)
+    loaded.fit(x, y, batch_size=BATCH, verbose=0)
     # Of 4 slots of 436 bytes, a third but for 4 bytes of each.
     assert other.memory_report(loaded).slots[0] < 4 * (144 + 4) + 17
 

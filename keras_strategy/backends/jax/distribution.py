@@ -88,6 +88,8 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         # of two programs may starve each other of threads.
         self.synchronous = cluster is not None and self.devices[0].platform == "cpu"
         self._warned_uneven = self.warned_gathered = False
+        # The shapes of the last batch whose arrays differ in rows.
+        self.differing_shapes: list[tuple[int, ...]] | None = None
 
         devices = [
             device_named(name, None if cluster is None else rank)
@@ -206,6 +208,9 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         leaves = keras.tree.flatten(batch)
         split = self._split_after_steps if steps_in_front else self.split
         axis, replicas = int(steps_in_front), self.replicas
+        shapes = [leaf.shape for leaf in leaves if hasattr(leaf, "shape")]
+        if len({shape[axis : axis + 1] for shape in shapes}) > 1:
+            self.differing_shapes = shapes
         for i, leaf in enumerate(leaves):
             if leaf is None:
                 continue
@@ -316,7 +321,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         """Constrain how logical devices split a tensor, in `parts` per dimension."""
         if not parts or keras_state.is_symbolic():  # or unknown sizes have stand-ins
             return tensor
-        in_replica = context.get_replica_context() is not None
+        in_replica = context.current_replica() is not None
         # In the global program of `fit`, the rows of all replicas come first.
         in_fit = keras.distribution.distribution() is self and not in_replica
         for i, (size, number) in enumerate(zip(tensor.shape, parts, strict=True)):

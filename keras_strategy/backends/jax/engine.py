@@ -1,6 +1,5 @@
 """JAX backend: devices, gradients and replica groups."""
 
-import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -85,10 +84,11 @@ class JaxEngine(Engine):
             jax.eval_shape(traced)  # shapes are enough
         return result
 
-    def gradient_variable_copies(
-        self, variables: Sequence[Any], layers: Iterable[Any]
-    ) -> AbstractContextManager[list[tuple[Any, Any]]]:
-        return contextlib.nullcontext([])
+    @property
+    def audit(self) -> ModuleType:
+        from keras_strategy.backends.jax import audit
+
+        return audit
 
     def copy_to(self, value: Any, device: str) -> Any:
         target = connection.device_named(device)

@@ -62,6 +62,7 @@ from keras_strategy.training.reduction import (
     normalize_axes,
     num_entries,
 )
+from keras_strategy.training.train_step import differing_rows_error
 from keras_strategy.values import DistributedValues, Mirrored, PerReplica, ReduceOp
 
 
@@ -129,13 +130,17 @@ class JaxReplicaGroup:
         if method == "predict_on_batch":
             # Keras does not distribute this batch.
             arguments["x"] = self.distribution.place_batch(arguments["x"])
+        self.distribution.differing_shapes = None
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             if method in ("evaluate", "predict"):
                 # Keras takes the values out of the variables during the loop. Only
                 # `fit` restores them after an exception.
                 keras_state.synchronize_state(model)
+            shapes = self.distribution.differing_shapes
+            if shapes is not None and isinstance(error, ValueError | TypeError):
+                raise differing_rows_error(shapes) from error
             raise
 
     def check_cross_replica_apply(self) -> None:

@@ -37,7 +37,7 @@ from keras_strategy.training.compile_cache import (
     IdentityKey,
     warn_many_programs,
 )
-from keras_strategy.training.train_step import LOCAL_BATCH_HINT, find_batch_rows
+from keras_strategy.training.train_step import add_shape_hint, find_batch_rows
 from keras_strategy.values import DistributedValues, Mirrored, PerReplica, value_key
 
 if TYPE_CHECKING:
@@ -268,11 +268,16 @@ _MARKER = "keras_strategy refuses this, for reason number"
 _messages: list[str] = []
 
 
-def require(condition: Any, message: str) -> None:
-    """Assert a scalar tensor, which `reraise_failed_checks` reports."""
+def require(condition: Any, message: str, numbers: Any = ()) -> Any:
+    """Return an assertion of a scalar tensor, which `reraise_failed_checks` reports.
+
+    The message ends with `numbers`, a vector.
+    """
     if message not in _messages:
         _messages.append(message)
-    tf.debugging.Assert(condition, [f"{_MARKER} {_messages.index(message)}."])
+    marker = f"{_MARKER} {_messages.index(message)}:"
+    data = [marker, tf.cast(numbers, tf.int64), message]
+    return tf.debugging.Assert(condition, data, summarize=100)
 
 
 @contextlib.contextmanager
@@ -281,44 +286,13 @@ def reraise_failed_checks() -> Iterator[None]:
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
-        found = re.search(rf"{_MARKER} (\d+)", str(error))
+        found = re.search(rf"{_MARKER} (\d+):\W*([\d ]*)", str(error))
         if found is None:
-            error.add_note(LOCAL_BATCH_HINT)
+            add_shape_hint(error)
             raise
-        refusal = ValueError(_messages[int(found[1])])
+        refusal = ValueError(f"{_messages[int(found[1])]} {found[2]}".rstrip())
         refusal.add_note(
             "TensorFlow writes variables in place: what the step assigned before this "
             "error stays assigned."
         )
         raise refusal from None
-
-
-class FirstStepCheck:
-    """Checks that a program makes in its first execution only."""
-
-    def __init__(self, call_outside: Callable[..., Any]):
-        self._call_outside = call_outside
-        self._is_first: Any = None
-
-    def warn_unless(self, holds: Callable[[], Any], warn: Callable[[], None]) -> None:
-        """Call `warn` unless `holds()`, a boolean or a scalar tensor, is true."""
-
-        def call_warn():
-            tf.py_function(warn, [], [])
-            return True
-
-        def check():
-            return tf.cond(tf.cast(holds(), "bool"), lambda: True, call_warn)
-
-        if tf.executing_eagerly():
-            check()
-            return
-        if self._is_first is None:
-            self._is_first = self._call_outside(
-                lambda: tf.Variable(tf.constant(True), trainable=False), in_scope=False
-            )
-        tf.cond(self._is_first.read_value(), check, lambda: True)
-
-    def end(self) -> None:
-        if self._is_first is not None:
-            self._is_first.assign(False)

@@ -5,7 +5,7 @@ import json
 import operator
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -135,14 +135,11 @@ class TensorFlowEngine:
             fn(*args, **kwargs)
         return trial
 
-    def gradient_variable_copies(
-        self, variables: Sequence[Any], layers: Iterable[Any]
-    ) -> contextlib.AbstractContextManager[list[tuple[Any, Any]]]:
-        for layer in layers:
-            for x in vars(layer).values():
-                if isinstance(x, tf.Variable | tf.random.Generator):
-                    raise EndOfDryRun(f"{layer.name} has a TensorFlow variable")
-        return contextlib.nullcontext([])
+    @property
+    def audit(self) -> ModuleType:
+        from keras_strategy.backends.tensorflow import audit
+
+        return audit
 
     def copy_to(self, value: Any, device: str) -> Any:
         with tf.device(native_name(device)):

@@ -231,7 +231,7 @@ class TensorFlowGroup:
         options: "RunOptions",
         scope: Callable[[], AbstractContextManager[Any]],
     ) -> Any:
-        with scope():
+        with scope(), reraise_failed_checks():
             if options.compile is False:
                 with self.collective_scope("strategy.run"):
                     return self.call(fn, args, kwargs)

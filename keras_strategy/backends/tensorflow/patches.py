@@ -6,16 +6,20 @@ single device does. This includes optimizers, which in Keras's TensorFlow code r
 inside their update.
 """
 
+import functools
 import logging
 import operator
+import sys
 from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.python.ops import cond_v2
 
 from keras_strategy.backends.tensorflow.training import (
     MappedBatches,
     TrainingStrategy,
+    audit_first_call,
     make_traceable,
     remove_optionals,
     sync_workers,
@@ -278,9 +282,13 @@ def _make_function(original, strategy, self, force=False):
     previous = getattr(self, attribute)
     original(self, force)
     function = getattr(self, attribute)
-    if strategy.extended.cluster is not None and function is not previous:
-        function = sync_workers(function, strategy.extended.group, self, kind)
-        setattr(self, attribute, function)
+    if function is previous:
+        return
+    group: Any = strategy.extended.group
+    if strategy.extended.cluster is not None:
+        function = sync_workers(function, group, self, kind)
+    scope = functools.partial(group.collective_scope, f"the audit of `{kind}_step`")
+    setattr(self, attribute, audit_first_call(function, strategy, self, kind, scope))
 
 
 @model_hook("get_metrics_result", "(self)", when=in_step)
@@ -365,6 +373,36 @@ def _present(leaf: Any) -> Any:
         return leaf.values[0]
     # Native tf.distribute has no public name for the spec of a distributed value.
     return getattr(leaf, "_value_specs", (leaf,))[0]
+
+
+# --- control flow
+
+
+_LIBRARIES = ("tensorflow.", "keras.", "keras_strategy.")
+
+
+@hook(cond_v2, "cond_v2", ("pred",), when=in_replica)
+def _cond(original, replica, pred, *args, **kwargs):
+    """Record the condition of the branches, which must be equal on all replicas."""
+    frame = sys._getframe()
+    while frame.f_back and str(frame.f_globals.get("__name__")).startswith(_LIBRARIES):
+        frame = frame.f_back
+    replica.conditions.append((pred, f"{frame.f_code.co_filename}:{frame.f_lineno}"))
+    try:
+        return original(pred, *args, **kwargs)
+    finally:
+        replica.conditions.pop()
+
+
+# --- the session
+
+
+@hook(tf.compat.v1, "reset_default_graph", "()", when=in_distributed_scope)
+def _reset_default_graph(original, strategy):
+    """Keep the default graph, which `clear_session` replaces.
+
+    Native tf.distribute lists the open scopes there, and nothing else is in it.
+    """
 
 
 # --- random numbers

@@ -1,7 +1,8 @@
 """One replica while a function runs on it, in a thread of native tf.distribute."""
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import tensorflow as tf
 from keras import tree
 
 from keras_strategy.backends.tensorflow.collectives import TensorFlowWorkers, Verify
+from keras_strategy.backends.tensorflow.compile_cache import require
 from keras_strategy.backends.tensorflow.tensors import (
     check_same_layout,
     concat_values,
@@ -35,6 +37,13 @@ if TYPE_CHECKING:
 
 # The attribute of a gradient that holds the replica's shard of its sum.
 SHARD = "_ks_shard"
+
+
+_CONDITIONS_DIFFER = (
+    "`{name}` was called in a branch whose condition is not equal on all replicas: the "
+    "tensor '{condition}', at {place}. Make it equal, for example by "
+    "`keras_strategy.get_replica_context().all_reduce` of what it depends on."
+)
 
 
 @dataclass
@@ -115,6 +124,9 @@ class TensorFlowReplica:
         # A scalar tensor: if it is false, writes keep the old value. None: always
         # write. It replaces a tf.cond, in which replicas cannot run collectives.
         self.write_condition: Any = None
+        # The conditions of the branches that are traced, with their file and line.
+        self.conditions: list[tuple[Any, str]] = []
+        self._graph = tf.compat.v1.get_default_graph()
         self.step = StepState()
         self._native = tf.distribute.get_replica_context()
         # TensorFlow gives a constant tensor while it traces.
@@ -125,6 +137,8 @@ class TensorFlowReplica:
         native_merge_call = self._native.merge_call
 
         def merge_call(*args, **kwargs):
+            if not self._is_in_step_graph():
+                raise self._in_branch_error("merge_call")
             attributes.swap_out()  # the replica's turn ends here
             result = native_merge_call(*args, **kwargs)
             attributes.swap_in()
@@ -132,7 +146,53 @@ class TensorFlowReplica:
 
         self._native.merge_call = merge_call
 
+    @contextlib.contextmanager
+    def _outside_branches(self, name: str, tensors: Sequence[Any]) -> Iterator[None]:
+        """Leave the branch of a `tf.cond`, in which replicas cannot communicate.
+
+        What is computed here is computed in any case, and before the condition.
+        """
+        if self._is_in_step_graph():
+            yield
+            return
+        used = tf.nest.flatten([*tensors, *self.conditions], expand_composites=True)
+        if any(isinstance(x, tf.Tensor) and not self._is_of_step(x) for x in used):
+            raise self._in_branch_error(name)
+        replicas = self.group.topology.num_replicas
+        with self._graph.as_default():
+            checks = []
+            for condition, place in self.conditions:
+                true = self._sum([tf.cast(tf.cast(condition, "bool"), "int32")], name)
+                is_equal = (true[0] == 0) | (true[0] == replicas)
+                message = _CONDITIONS_DIFFER.format(
+                    name=name, condition=condition.name, place=place
+                )
+                checks.append(require(is_equal, message))
+            with tf.control_dependencies(checks):
+                yield
+
+    def _in_branch_error(self, name: str) -> RuntimeError:
+        places = [place for _, place in self.conditions] or ["of a loop"]
+        return RuntimeError(
+            f"`{name}` was called in a branch ({', '.join(places)}), with tensors that "
+            "are computed in it. Replicas exchange values outside of `tf.cond`, "
+            "`tf.while_loop` and Python's `if` and `while` on tensors. Compute the "
+            f"gradients and the condition before the branch, and call `{name}` in it; "
+            "or call it in each step, with gradients times the condition."
+        )
+
+    def _is_in_step_graph(self) -> bool:
+        return tf.compat.v1.get_default_graph() is self._graph
+
+    def _is_of_step(self, tensor: Any) -> bool:
+        is_eager = isinstance(tensor, tf.__internal__.EagerTensor)
+        return is_eager or tensor.graph is self._graph
+
     def all_reduce(self, reduce_op: ReduceOp, value: Any) -> Any:
+        with self._outside_branches("all_reduce", [value]):
+            return self._all_reduce(reduce_op, value)
+
+    def _all_reduce(self, reduce_op: ReduceOp, value: Any) -> Any:
         if isinstance(value, tf.IndexedSlices):
             total = self._sum([value], "all_reduce")[0]
         else:
@@ -205,6 +265,10 @@ class TensorFlowReplica:
         return seeds.replicas
 
     def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
+        with self._outside_branches("optimizer.apply", [*tensors, weight]):
+            return self._weighted_sum(tensors, weight)
+
+    def _weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
         terms: list[Any] = []
         for tensor in tensors:
             if isinstance(tensor, tf.IndexedSlices):

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_strategy.backends.tensorflow.compile_cache import require
 from keras_strategy.training.reduction import check_same_dtype
 from keras_strategy.training.train_step import count_rows
 
@@ -107,13 +108,21 @@ def rows_of_tensor(value: Any) -> Any:
 def common_rows(leaves: Sequence[Any]) -> Any:
     """Return the rows of a batch as a tensor, after a check that all arrays agree."""
     if all(leaf.shape.rank and leaf.shape[0] is not None for leaf in leaves):
-        count_rows(leaves)
+        try:
+            count_rows(leaves)
+        except ValueError as error:
+            # AutoGraph would put its own traceback before the message.
+            setattr(error, "ag_pass_through", True)  # noqa: B010
+            raise
         return rows_of_tensor(leaves[0])
-    rows, *others = [rows_of_tensor(leaf) for leaf in leaves]
-    message = "The arrays of a batch must have the same number of rows."
-    checks = [tf.debugging.assert_equal(rows, other, message) for other in others]
-    with tf.control_dependencies(checks):
-        return tf.identity(rows)  # nothing is computed from the batch before
+    rows = tf.stack([rows_of_tensor(leaf) for leaf in leaves])
+    is_equal = tf.reduce_all(rows == rows[0])
+    message = (
+        "The arrays of a batch must have the same number of rows. Received arrays with "
+        "these numbers of rows:"
+    )
+    with tf.control_dependencies([require(is_equal, message, rows)]):
+        return tf.identity(rows[0])  # nothing is computed from the batch before
 
 
 def slice_rows(value: Any, bounds: tuple[Any, Any]) -> Any:

@@ -13,7 +13,6 @@ Python, one for each call, after all workers have reported that they have one.
 import functools
 import itertools
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -22,8 +21,9 @@ import keras
 import tensorflow as tf
 from keras import tree
 
+from keras_strategy.audit.first_step import FirstStepAudit
 from keras_strategy.backends.tensorflow.collectives import Verify, gather_over_workers
-from keras_strategy.backends.tensorflow.compile_cache import FirstStepCheck, require
+from keras_strategy.backends.tensorflow.compile_cache import require
 from keras_strategy.backends.tensorflow.group import TensorFlowGroup
 from keras_strategy.backends.tensorflow.tensors import (
     common_rows,
@@ -32,8 +32,7 @@ from keras_strategy.backends.tensorflow.tensors import (
 )
 from keras_strategy.core.step_state import RowRange
 from keras_strategy.data.local_rows import LocalRows
-from keras_strategy.keras_patches.layers import all_layers, seed_generators, user_code
-from keras_strategy.training.audit import RowAudit
+from keras_strategy.keras_patches.layers import all_layers, seed_generators
 from keras_strategy.training.row_weights import split_rows
 from keras_strategy.training.train_step import (
     average_logs,
@@ -48,11 +47,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("keras_strategy")
-
-# Programs do not keep the variables that they use alive.
-_first_step_checks: weakref.WeakKeyDictionary[Any, list[FirstStepCheck]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 class TrainingStrategy:
@@ -80,15 +74,11 @@ class TrainingStrategy:
         kinds = {model.train_step: "train", model.test_step: "test"}
         kind = kinds.get(step, "predict")
         has_metrics = returns_only_metrics(model, kind)
-        check = FirstStepCheck(group.call_outside)
-        if not tf.executing_eagerly():
-            _first_step_checks.setdefault(model, []).append(check)
         replica_step = make_weighted_step(
             step,
             has_metrics,
             functools.partial(all_layers, model),
             require,
-            RowAudit(model, user_code(model, kind), kind == "train", check.warn_unless),
             rows_of_tensor if kind == "predict" else None,
         )
         outputs = group.call(
@@ -96,7 +86,6 @@ class TrainingStrategy:
             (PerReplica(shards), PerReplica(weights), PerReplica(row_ranges)),
             {},
         )
-        check.end()
         if has_metrics:
             if workers is None:
                 return model.get_metrics_result()  # from the states on all replicas
@@ -212,6 +201,9 @@ _RANDOM_WARNING = (
 )
 
 
+_LOOPS = {"train": "fit", "test": "evaluate", "predict": "predict"}
+
+
 class MappedBatches:
     """Batches to each of which a function is applied.
 
@@ -274,6 +266,47 @@ class TensorLocalRows(LocalRows):
         return cls(batch, bounds, global_rows, worker_rows=worker_rows)
 
 
+def audit_first_call(
+    function: Callable[[Any], Any],
+    strategy: "Strategy",
+    model: keras.Model,
+    kind: str,
+    scope: Callable[[], Any],
+) -> Callable[[Any], Any]:
+    """Wrap a function of `fit`, `evaluate` or `predict` in the audit of its first step.
+
+    The audit reads the batches of the first call, and the function gets them again.
+    """
+    audit = FirstStepAudit(model, kind, strategy, scope)
+
+    def run_steps(batches):
+        if audit.is_done or not audit.is_due():
+            return function(batches)
+        if kind == "predict":  # which gets a list
+            audit.run(remove_optionals(batches[0]))
+            return function(batches)
+        first = list(itertools.islice(batches, model.steps_per_execution))
+        if first:
+            audit.run(remove_optionals(first[0]))
+        return function(_make_iterator(first, batches))
+
+    return run_steps
+
+
+def _make_iterator(batches: list[Any], read_from: Any) -> Any:
+    """Return an iterator of batches for which a program need not be traced again."""
+    spec = getattr(read_from, "element_spec", None)
+    if not isinstance(read_from, tf.data.Iterator) or spec is None:
+        return iter(batches)
+    try:
+        again = tf.data.Dataset.from_generator(
+            lambda: iter(batches), output_signature=spec
+        )
+        return iter(again)
+    except (TypeError, ValueError):
+        return iter(batches)  # for example a structure with None
+
+
 def sync_workers(
     function: Callable[[Any], Any],
     group: TensorFlowGroup,
@@ -285,7 +318,7 @@ def sync_workers(
     has_warned = False
 
     def predict(batches):
-        with group.collective_scope("predict"):
+        with group.collective_scope(_LOOPS[kind]):
             return function(batches)
 
     def run_steps(iterator):
@@ -304,7 +337,7 @@ def sync_workers(
             raise
         others = itertools.islice(batches, model.steps_per_execution - 1)
         for batch in itertools.chain([first], others):
-            with group.collective_scope("fit" if kind == "train" else "evaluate"):
+            with group.collective_scope(_LOOPS[kind]):
                 outputs = function(iter([batch]))
         return outputs
 

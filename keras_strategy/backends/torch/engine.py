@@ -4,9 +4,8 @@ torch has one CPU device with all cores. A logical CPU is a name for one more th
 it: replicas on several of them share the cores.
 """
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -112,26 +111,11 @@ class TorchEngine:
             fn(*args, **kwargs)
         return result
 
-    @contextlib.contextmanager
-    def gradient_variable_copies(
-        self, variables: Sequence[Any], layers: Iterable[Any]
-    ) -> Iterator[list[tuple[Any, Any]]]:
-        saved = [
-            (x, x._version, x.detach().clone())
-            for layer in layers
-            for x in (*vars(layer).values(), *layer.buffers(recurse=False))
-            if isinstance(x, torch.Tensor)
-        ]
-        try:
-            with torch.enable_grad():
-                yield [
-                    (variable, variable.value.detach().clone().requires_grad_())
-                    for variable in variables
-                ]
-        finally:
-            for x, version, copy in saved:
-                if x._version != version:
-                    x.data.copy_(copy)
+    @property
+    def audit(self) -> ModuleType:
+        from keras_strategy.backends.torch import audit
+
+        return audit
 
     def copy_to(self, value: Any, device: str) -> torch.Tensor:
         target = torch_device(device)

@@ -6,7 +6,7 @@ worker, reads them.
 
 import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,13 @@ import keras
 import torch
 from keras import tree
 
+from keras_strategy.audit.first_step import FirstStepAudit
 from keras_strategy.backends.torch.compilation import CompiledModel
 from keras_strategy.core.step_state import RowRange
 from keras_strategy.data.local_rows import LocalRows, local_bounds_fn
-from keras_strategy.keras_patches.layers import all_layers, user_code
-from keras_strategy.keras_patches.trainer import listens
+from keras_strategy.keras_patches.layers import all_layers
+from keras_strategy.keras_patches.trainer import build_compiled_metrics, listens
 from keras_strategy.training import train_step as rules
-from keras_strategy.training.audit import RowAudit
 from keras_strategy.training.callbacks import LogFreeCallback
 from keras_strategy.training.train_step import count_array_rows
 from keras_strategy.values import (
@@ -55,19 +55,18 @@ class BatchFunction:
     """
 
     def __init__(self, model: keras.Model, kind: str, strategy: Any):
+        self._audit = FirstStepAudit(model, kind, strategy)
         self._model, self._kind, self._strategy = model, kind, strategy
         self._group = strategy.extended.group
         self._returns_metrics = rules.returns_only_metrics(model, kind)
-        is_training = kind == "train"
-        self._audit = RowAudit(model, user_code(model, kind), is_training, _warn_unless)
         self._weighted_step = rules.make_weighted_step(
             getattr(model, f"{kind}_step"),
             self._returns_metrics,
             lambda: all_layers(model),
             _check,
-            self._audit,
             (lambda tensor: tensor.shape[0]) if kind == "predict" else None,
         )
+        self._is_first = True
         self._compiled: Any = contextlib.nullcontext()
         if model.jit_compile and not model.run_eagerly:
             self._compiled = CompiledModel(model, strategy)
@@ -79,14 +78,19 @@ class BatchFunction:
         self._metric_names: set[str] | None = None  # set when logs were merged
 
     def __call__(self, batches: Sequence[Any]) -> Any:
+        if self._is_first:
+            self._is_first = False
+            build_compiled_metrics(self._model, _arrays_of(batches[0]))
+        if not self._audit.is_done and self._audit.is_due():
+            self._audit.run(batches[0])
         with self._compiled:
-            outputs = [self._run_batch(batch) for batch in batches]
-        self._audit.active = False
+            outputs = [self.run_batch(batch) for batch in batches]
         if self._kind == "predict" and len(outputs) > 1:
             return tree.map_structure(lambda *parts: torch.cat(parts), *outputs)
         return outputs[-1]
 
-    def _run_batch(self, batch: Any) -> Any:
+    def run_batch(self, batch: Any) -> Any:
+        """Run the step on a global batch; return merged logs, or predictions."""
         local_batches = _split(batch, self._strategy)
         weights = [local.weight for local in local_batches]
         args = (PerReplica(local_batches),)
@@ -94,7 +98,7 @@ class BatchFunction:
             return self._merge_logs(self._strategy.run(self._step, args=args), weights)
         with torch.no_grad():
             if self._kind == "predict":
-                self._build(batch.batch if isinstance(batch, LocalRows) else batch)
+                self._build(_arrays_of(batch))
             outputs = self._strategy.run(self._step, args=args)
             if self._kind == "test":
                 return self._merge_logs(outputs, weights)
@@ -109,11 +113,13 @@ class BatchFunction:
 
     def _merge_logs(self, logs: Any, weights: list[float]) -> Any:
         model, names, workers = self._model, self._metric_names, self._group.workers
+        # A function of the user's around this one may read them, too.
+        is_wrapped = getattr(model, f"{self._kind}_function") is not self
+        is_read = self.logs_are_read or is_wrapped
         with torch.no_grad():
             if self._returns_metrics:
-                is_read = self.logs_are_read
                 return model.get_metrics_result() if is_read else _UnreadLogs(model)
-            if not self.logs_are_read and isinstance(logs, dict) and names == set(logs):
+            if not is_read and isinstance(logs, dict) and names == set(logs):
                 return select_replica(logs, 0, len(weights))
             if names is None:
                 self._metric_names = set(model.get_metrics_result())
@@ -192,6 +198,10 @@ class LogReaderDetector(keras.callbacks.Callback):
         function.logs_are_read = are_read
 
 
+def _arrays_of(batch: Any) -> Any:
+    return batch.batch if isinstance(batch, LocalRows) else batch
+
+
 @dataclass(frozen=True)
 class _LocalBatch:
     """The local batch of a replica; a leaf for Keras's trees."""
@@ -209,7 +219,7 @@ def _split(batch: Any, strategy: Any) -> list[_LocalBatch]:
     not accept a batch of 0 rows.
     """
     local = batch if isinstance(batch, LocalRows) else None
-    batch = batch if local is None else local.batch
+    batch = _arrays_of(batch)
     arrays: list[Any] = []
     map_leaves(arrays.append, batch)
     rows = count_array_rows(arrays)
@@ -243,11 +253,3 @@ def _split(batch: Any, strategy: Any) -> list[_LocalBatch]:
 def _check(condition: Any, message: str) -> None:
     if not condition:
         raise ValueError(message)
-
-
-def _warn_unless(holds: Callable[[], Any], warn: Callable[[], None]) -> None:
-    # The step afterwards draws the same random numbers.
-    cuda = range(torch.cuda.device_count())
-    with torch.random.fork_rng(cuda), torch.no_grad():
-        if not holds():
-            warn()

@@ -260,27 +260,27 @@ CASES = {
     "a loss of all rows": (None, {"loss": lambda: root}),
     "a call that compares": ("Centered.call", {"model": Centered}),
     "a layer that compares": (
-        "with Centering",
+        "(Centering)",
         {"model": lambda: models.mlp(lambda: Centering())},
     ),
     "a layer that compares to the first row": (
-        "with ComparedTo",
+        "(ComparedTo)",
         {"model": lambda: models.mlp(lambda: ComparedTo(0))},
     ),
     "a layer that compares to the last row": (
-        "with ComparedTo",
+        "(ComparedTo)",
         {"model": lambda: models.mlp(lambda: ComparedTo(-1))},
     ),
     "a layer that numbers rows": (
-        "with Numbered",
+        "(Numbered)",
         {"model": lambda: models.mlp(lambda: Numbered())},
     ),
     "a layer that compares in training": (
-        "with Mixing",
+        "(Mixing)",
         {"model": lambda: models.mlp(lambda: Mixing())},
     ),
     "a layer that draws and compares": (
-        "with Mixing",
+        "(Mixing)",
         {"model": lambda: models.mlp(lambda: Mixing(0.2))},
     ),
     "batch normalization": (None, {"model": Normalized}),
@@ -288,12 +288,12 @@ CASES = {
     "a call that gathers": (None, {"model": CenteredOfAll}),
     "a call": (None, {"model": Plain}),
     "a call that draws": (None, {"model": Noisy}),
-    "a call that draws by itself": (None, {"model": NoisyByTheEngine}),
+    "a call that draws by itself": ("draws random", {"model": NoisyByTheEngine}),
     "compute_loss that sums": ("Summed.compute_loss", {"model": Summed}),
     "compute_loss": (None, {"model": Meant}),
     "compute_loss that draws": (None, {"model": NoisyLoss}),
     "logs of a mean": (None, {"model": Logged}),
-    "logs of a maximum": ("LoggedMaximum.compute_metrics", {"model": LoggedMaximum}),
+    "logs of a maximum": ("the log 'other'", {"model": LoggedMaximum}),
     "a loss of all rows in compute_loss": (None, {"model": Kept, "loss": lambda: root}),
     "a loss that sums in compute_loss": (None, {"model": Kept, "loss": lambda: SUM}),
 }
@@ -320,6 +320,8 @@ def test_row_dependence_warns(name, parts, two, caplog):
         return
     (message,) = warnings_of(caplog)
     assert name in message
+    if parts.get("model") is NoisyByTheEngine:
+        return  # torch may draw the same numbers, by chance
     with pytest.raises(AssertionError):  # it is not warned of what is exact
         assert_equal(one, many)
 
@@ -519,7 +521,7 @@ def test_row_comparing_predictions_and_python_metrics_warn(two, caplog):
 
     one, many = (train(strategy, make, X, Y) for strategy in (None, two))
     metric, predictions = warnings_of(caplog)
-    assert "'calls' has no variables" in metric
+    assert "the metric 'calls'" in metric
     assert "`Sorted.predict_step`" in predictions
     assert abs(one.predictions - many.predictions).max() > 1e-3
     assert one.logs["calls of epoch 0"] != many.logs["calls of epoch 0"]
@@ -542,7 +544,8 @@ def test_non_mean_gradients_warn(warned, parts, two, caplog):
             assert float(ops.max(many.model.rows)) == 12
         return
     (message,) = warnings_of(caplog)
-    assert "`Stepping.train_step` applies" in message
+    places = "`Stepping.train_step`", "the log 'largest'", "the weights of the layer"
+    assert any(place in message for place in places)
     # A number that is none is a ValueError.
     with pytest.raises((AssertionError, ValueError)):
         assert_equal(one, many)
@@ -613,7 +616,7 @@ def test_test_step_is_checked(warned, number, metric, two, caplog):
     assert same is not warned  # it is not warned of what is exact
     found = warnings_of(caplog)
     assert len(found) == warned
-    assert not warned or "`WithATest.test_step`" in found[0]
+    assert not warned or "'number'" in found[0] or "'of_scalars'" in found[0]
 
 
 @pytest.mark.skipif(BACKEND == "jax", reason="nothing is tried there")

@@ -1,0 +1,1 @@
+"""Comparison of a step on several replicas with the same step on one device."""

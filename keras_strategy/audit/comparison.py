@@ -1,0 +1,227 @@
+"""Comparison of what replicas and one device have computed in a step."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_strategy.audit.recorder import Call, CallRecorder, Side, host_copy
+from keras_strategy.audit.report import ComparedValue
+from keras_strategy.audit.user_code import find_user_code
+
+# Tolerances relative to the largest entry. Exact programs differ by 1e-5 at most, since
+# their sums have another order; logs and losses by 3e-7.
+TOLERANCES = {"output": 1e-4, "loss": 1e-4, "log": 1e-4, "prediction": 1e-4}
+TOLERANCES |= {"gradient": 1e-3, "state": 1e-3}
+# Gradients are compared relative to this fraction of the step's largest one, at least.
+_SMALL_GRADIENT = 1e-2
+# Numbers smaller than this are compared absolutely.
+_SMALL_NUMBER = 1e-2
+
+
+def difference(a: Any, b: Any, scale: float = 0.0) -> float:
+    """Return the largest difference relative to the largest entry, or to `scale`."""
+    a, b = np.asarray(a), np.asarray(b)
+    if a.shape != b.shape:
+        return float("inf")
+    if a.dtype.kind in "OSU" or b.dtype.kind in "OSU":
+        return float(not (a == b).all())
+    a, b = (x if x.dtype.kind == "c" else x.astype("float64") for x in (a, b))
+    with np.errstate(all="ignore"):
+        apart = np.where((a == b) | ((a != a) & (b != b)), 0.0, np.abs(a - b))
+        largest = float(np.max(apart, initial=0.0))
+        sizes = np.abs(b)[np.isfinite(b)]
+    if largest == 0:
+        return 0.0
+    size = max(float(np.max(sizes, initial=0.0)), scale)
+    # Not a number where the other has one.
+    return largest / size if np.isfinite(largest) and size > 0 else float("inf")
+
+
+def compare_losses(
+    replicas: CallRecorder, device: CallRecorder
+) -> Iterator[ComparedValue]:
+    """Compare the values of `compute_loss`, as means of the local rows'."""
+    sides = [side for index, side in replicas.sides.items() if index >= 0]
+    if not sides:  # on one device, too
+        sides = list(replicas.sides.values())
+    elif sum(s.weight for s in sides) < 1 - 1e-6:
+        return  # the other workers have the other rows
+    for number, loss in enumerate(device.sides.get(-1, Side()).losses):
+        if sides and all(number < len(side.losses) for side in sides):
+            parts = (side.losses[number] * np.float64(side.weight) for side in sides)
+            apart = difference(sum(parts), loss, _SMALL_NUMBER)
+            name = "the loss" if number == 0 else f"loss {number + 1} of the step"
+            yield ComparedValue("loss", name, apart, TOLERANCES["loss"])
+
+
+def compare_gradients(
+    replicas: CallRecorder, device: CallRecorder
+) -> Iterator[ComparedValue]:
+    """Compare the gradients of each call of `optimizer.apply`."""
+    counts = len(replicas.applied), len(device.applied)
+    if counts[0] != counts[1]:
+        what = f"gradients applied {counts[0]} times, on one device {counts[1]} times"
+        yield ComparedValue("gradient", what, float("inf"), TOLERANCES["gradient"])
+    for ours, theirs in zip(replicas.applied, device.applied, strict=False):
+        ours_, theirs_ = (list(map(_gradient, x.gradients)) for x in (ours, theirs))
+        sizes = (np.max(np.abs(x), initial=0) for x in theirs_ if x is not None)
+        largest = float(max(sizes, default=0))
+        scale = _SMALL_GRADIENT * largest if np.isfinite(largest) else 0.0
+        for number, (a, b) in enumerate(zip(ours_, theirs_, strict=False)):
+            if a is None and b is None:
+                continue
+            absent = a is None or b is None
+            apart = float("inf") if absent else difference(a, b, scale)
+            named = (theirs.variables or [])[number : number + 1]
+            name = named[0].path if named else f"gradient {number}"
+            yield ComparedValue("gradient", name, apart, TOLERANCES["gradient"])
+
+
+def _gradient(x: Any) -> np.ndarray | None:
+    return None if x is None else host_copy(ops.convert_to_tensor(x))
+
+
+def compare_states(
+    variables: Sequence[Any],
+    before: Sequence[np.ndarray | None],
+    replicas: Sequence[np.ndarray | None],
+    device: Sequence[np.ndarray | None],
+    skip: Sequence[Any] = (),
+) -> Iterator[ComparedValue]:
+    """Compare how a step has changed variables."""
+    skipped = {id(variable) for variable in skip}
+    for variable, old, ours, theirs in zip(
+        variables, before, replicas, device, strict=True
+    ):
+        if old is None or ours is None or theirs is None or id(variable) in skipped:
+            continue
+        if theirs.dtype.kind in "iub":
+            apart = float(not np.array_equal(ours, theirs))
+        else:
+            old, ours, theirs = (x.astype("float64") for x in (old, ours, theirs))
+            # A change by rounding alone has no size of its own.
+            sizes = np.abs(theirs)[np.isfinite(theirs)]
+            scale = 1e-4 * float(np.max(sizes, initial=0.0))
+            with np.errstate(invalid="ignore"):
+                apart = difference(ours - old, theirs - old, scale)
+        yield ComparedValue("state", variable.path, apart, TOLERANCES["state"])
+
+
+def compare_outputs(
+    kind: str, ours: dict[str, Any], theirs: dict[str, Any]
+) -> Iterator[ComparedValue]:
+    """Compare logs or predictions by name."""
+    kind = "prediction" if kind == "predict" else "log"
+    for name, value in theirs.items():
+        apart = float("inf")
+        if isinstance(ours.get(name), list):
+            forms = _joined_forms(ours[name])
+            apart = min(difference(form, value, _SMALL_NUMBER) for form in forms)
+        elif name in ours:
+            apart = difference(ours[name], value, _SMALL_NUMBER)
+        yield ComparedValue(kind, name, apart, TOLERANCES[kind])
+
+
+def _joined_forms(parts: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
+    """Yield what the replicas' results may stand for."""
+    if len({part.shape for part in parts}) == 1:
+        yield sum(parts[1:], parts[0])
+        yield np.mean(parts, axis=0)
+        if all(np.array_equal(parts[0], part) for part in parts[1:]):
+            yield parts[0]
+    if parts[0].ndim > 0:
+        yield np.concatenate(parts)
+
+
+def find_first_difference(
+    replicas: CallRecorder, device: CallRecorder
+) -> tuple[Call | None, Any]:
+    """Return the first call whose result differs, and in whose code its input did.
+
+    Calls are in the order in which they end, so inner ones come first. If the inputs of
+    a call differ already, they came to in the code of the object that called it, or of
+    one further out: that object is the second value, or None.
+    """
+    calls = device.sides.get(-1, Side()).calls
+    sides = [side for index, side in replicas.sides.items() if index >= 0]
+    theirs = [{(id(c.callee), c.number): c for c in side.calls} for side in sides]
+
+    def differs(call: Call, part: str) -> bool:
+        for number, whole in enumerate(getattr(call, part)):
+            found = [calls.get((id(call.callee), call.number)) for calls in theirs]
+            values = [getattr(c, part)[number : number + 1] for c in found if c]
+            if whole is None or not values or len(values) < len(sides):
+                continue
+            parts = [value[0] if value else None for value in values]
+            present = [part for part in parts if part is not None]
+            if len(present) == len(sides) and _parts_differ(present, whole, sides):
+                return True
+        return False
+
+    for call in calls:
+        if not differs(call, "outputs"):
+            continue
+        origin = call.caller if differs(call, "inputs") else None
+        while origin is not None:
+            outer = next((c for c in calls if c.callee is origin), None)
+            if outer is None or outer.caller is None or not differs(outer, "inputs"):
+                break
+            origin = outer.caller
+        return call, origin
+    return None, None
+
+
+def _parts_differ(
+    parts: Sequence[np.ndarray], whole: np.ndarray, sides: Sequence[Side]
+) -> bool:
+    """Return True if the replicas' parts of an array are not those of one device's."""
+    tolerance, pairs = TOLERANCES["output"], []
+    for part, side in zip(parts, sides, strict=True):
+        if side.rows is None or part.ndim != whole.ndim:
+            return False
+        if side.weight == 0:
+            continue
+        begin, count, total = side.rows.begin, side.rows.count, side.rows.total
+        for axis, size in enumerate(part.shape):
+            all_size = whole.shape[axis]
+            per_row = all_size // total
+            rest = part.shape[:axis] + part.shape[axis + 1 :]
+            others = whole.shape[:axis] + whole.shape[axis + 1 :]
+            sizes = per_row * count, per_row * total
+            if per_row and (size, all_size) == sizes and rest == others:
+                end = (begin + count) * per_row
+                local = whole.take(range(begin * per_row, end), axis)
+                pairs.append((part, local))
+                break
+        else:
+            if part.shape != whole.shape:
+                return False
+            pairs.append((part, whole))
+    scale = (
+        float(np.max(np.abs(whole), initial=0.0)) if whole.dtype.kind in "fiu" else 0
+    )
+    if not any(difference(a, b, scale) > tolerance for a, b in pairs):
+        return False
+    if whole.ndim > 0:
+        return True
+    # One number may be a mean over rows.
+    mean = sum(p * side.weight for p, side in zip(parts, sides, strict=True))
+    return difference(mean, whole) > tolerance
+
+
+def find_metric(objects: Sequence[Any], path: str) -> Any:
+    """Return the innermost metric that has the variable of a path, or None."""
+    metrics = [
+        part
+        for part in objects
+        if isinstance(part, keras.metrics.Metric)
+        and any(variable.path == path for variable in part.variables)
+    ]
+
+    def order(metric):  # Keras's containers of metrics have these variables, too
+        return find_user_code([metric]) is None, len(metric.variables)
+
+    return min(metrics, key=order, default=None)

@@ -1,0 +1,222 @@
+"""Snapshot of all state that a step can change, to restore it after an audit.
+
+State is found by walking from the model: variables, tensors of the backend, NumPy
+arrays, and the attributes and containers of layers, models and users' objects. What a
+step changes elsewhere cannot be restored: globals, iterators that it advances, files.
+"""
+
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_strategy.core.registry import get_engine
+from keras_strategy.keras_patches.random import call_state_restorer
+from keras_strategy.keras_patches.variables_optimizers import stored_value
+from keras_strategy.training.sharding import is_sharded
+from keras_strategy.training.variable_sync import is_sync_on_read
+from keras_strategy.values import DistributedValues
+
+_KERAS_PARTS = (
+    keras.Layer,
+    keras.metrics.Metric,
+    keras.losses.Loss,
+    keras.optimizers.Optimizer,
+    keras.random.SeedGenerator,
+)
+_CONTAINERS = (list, dict, set)
+# Objects of these packages and kinds are not walked into.
+_LIBRARIES = {"keras", "keras_strategy", "torch", "tensorflow", "jax", "numpy"}
+_NO_STATE = (
+    *(str, bytes, int, float, complex, bool, type(None), type, range),
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType),
+    *(types.ModuleType, DistributedValues),
+)
+_ABSENT = object()
+
+
+class Snapshot:
+    """The state that can be reached from some objects.
+
+    Attributes:
+        variables: The initialized Keras variables.
+        objects: The layers, metrics, losses, optimizers and users' objects.
+    """
+
+    def __init__(self, strategy: Any, roots: Iterable[Any]):
+        self._group = strategy.extended.group
+        self.variables: list[Any] = []
+        self.objects: list[Any] = []
+        others: list[Any] = []
+        for found in _walk(list(roots)):
+            if isinstance(found, keras.Variable):
+                if stored_value(found) is not None:
+                    self.variables.append(found)
+            else:
+                others.append(found)
+                if isinstance(found, _KERAS_PARTS) or _is_users(found):
+                    self.objects.append(found)
+        adapter = get_engine().audit
+        self._restorers: list[Callable[[], None]] = []
+        for variable in self.variables:
+            self._restorers += self._variable_restorers(variable)
+        owned = {id(x) for v in self.variables for x in adapter.stored_tensors(v)}
+        for other in others:
+            restorer = _restorer(other)
+            if restorer is None and id(other) not in owned:
+                restorer = adapter.tensor_restorer(other)
+            if restorer is not None:
+                self._restorers.append(restorer)
+        self._restorers.append(call_state_restorer())
+
+    def _variable_restorers(self, variable: Any) -> list[Callable[[], None]]:
+        group = self._group
+        if is_sharded(variable):
+            return []  # of an optimizer, which applies no gradients meanwhile
+        values = [_to_numpy(x) for x in group.components(variable)]
+        first, *rest = values
+        if not is_sync_on_read(variable) and all(_equal(first, x) for x in rest):
+            values = [first] * len(values)  # keeps one copy
+
+        trainable = variable.trainable
+
+        def restore():
+            if variable.trainable != trainable:
+                variable.trainable = trainable
+            current = group.components(variable)
+            if not all(map(_equal, map(_to_numpy, current), values)):
+                dtype = variable.dtype
+                parts = [ops.convert_to_tensor(value, dtype) for value in values]
+                group.assign_components(variable, parts)
+
+        return [restore, *get_engine().audit.gradient_restorers(variable)]
+
+    def values(self) -> list[np.ndarray | None]:
+        """Return the variables' values as one device has them; None without one."""
+        return [
+            None
+            if is_sharded(variable)
+            or (is_sync_on_read(variable) and variable.aggregation == "none")
+            else _to_numpy(variable.value)
+            for variable in self.variables
+        ]
+
+    def differing_components(self) -> list[Any]:
+        """Return the mirrored variables whose components differ."""
+        found = []
+        for variable in self.variables:
+            if not (is_sync_on_read(variable) or is_sharded(variable)):
+                first, *rest = map(_to_numpy, self._group.components(variable))
+                if not all(_equal(first, x) for x in rest):
+                    found.append(variable)
+        return found
+
+    def restore(self) -> None:
+        """Set all state to what it was."""
+        for restore in self._restorers:
+            restore()
+
+
+def find_objects(roots: list[Any]) -> list[Any]:
+    """Return the layers, metrics, losses, optimizers and users' objects."""
+    found = _walk(roots)
+    return [x for x in found if isinstance(x, _KERAS_PARTS) or _is_users(x)]
+
+
+def _walk(roots: list[Any]) -> Iterator[Any]:
+    """Yield all objects with state that can be reached, each once."""
+    seen: set[int] = set()
+    stack = list(reversed(roots))
+    while stack:
+        x = stack.pop()
+        if isinstance(x, _NO_STATE) or id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, tuple | frozenset):
+            stack += x
+            continue
+        if isinstance(x, list | set):
+            stack += x
+        elif isinstance(x, dict):
+            stack += x.values()
+        elif isinstance(x, keras.Variable | np.ndarray):
+            pass
+        elif isinstance(x, _KERAS_PARTS) or _is_users(x):
+            stack += vars(x).values()
+        elif tensors := get_engine().audit.module_tensors(x):
+            stack += tensors
+            continue
+        elif get_engine().audit.tensor_restorer(x) is None:
+            continue
+        yield x
+
+
+def _is_users(x: Any) -> bool:
+    """Return True for an object of a class that the user wrote."""
+    package = type(x).__module__.partition(".")[0]
+    is_library = package in _LIBRARIES or package in sys.stdlib_module_names
+    return hasattr(x, "__dict__") and not is_library
+
+
+def _restorer(x: Any) -> Callable[[], None] | None:
+    """Return a function that restores an array, a container or an object."""
+    if isinstance(x, np.ndarray):
+        copy = x.copy()
+        return lambda: None if _equal(x, copy) else np.copyto(x, copy)
+    for kind in _CONTAINERS:
+        if isinstance(x, kind):
+            return _container_restorer(x, kind)
+    if not hasattr(x, "__dict__") or get_engine().is_tensor(x):
+        return None
+    attributes = dict(vars(x))
+
+    def restore():
+        current = vars(x)
+        for name in current.keys() - attributes.keys():
+            del current[name]
+        for name, value in attributes.items():
+            # Not `setattr`, which may have effects elsewhere.
+            if current.get(name, _ABSENT) is not value:
+                current[name] = value
+
+    return restore
+
+
+def _container_restorer(x: Any, kind: Any) -> Callable[[], None]:
+    contents = kind(x)
+
+    def restore():
+        # Keras's tracked containers refuse some changes of their own.
+        if kind is dict:
+            changed = [*x] != [*contents] or any(x[k] is not contents[k] for k in x)
+        elif kind is list:
+            changed = len(x) != len(contents) or any(map(_is_not, x, contents))
+        else:
+            changed = x != contents
+        if changed:
+            kind.clear(x)
+            if kind is list:
+                list.extend(x, contents)
+            else:
+                kind.update(x, contents)  # pyright: ignore[reportAttributeAccessIssue]
+
+    return restore
+
+
+def _is_not(a: Any, b: Any) -> bool:
+    return a is not b
+
+
+def _to_numpy(x: Any) -> np.ndarray:
+    return get_engine().audit.host_copy(ops.convert_to_tensor(x))
+
+
+def _equal(a: np.ndarray, b: np.ndarray) -> bool:
+    """Return True if two arrays are equal, and NaN where the other is."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return bool(np.all((a == b) | ((a != a) & (b != b))))

@@ -1,0 +1,313 @@
+"""Audit of a step: run it on several replicas and on one device, and compare.
+
+Both start from the same state with the same few rows, and all state is restored. This
+knows no kinds of user code: whatever differs in gradients, changes of variables, logs
+and predictions is found. Then the outputs of all calls are recorded to name the first
+that differs. Three causes are not findings: other numbers by rounding, which steps can
+make large, so a step on slightly changed weights must differ less; half precision,
+which the audit replaces by float32; and local batch statistics, which are declared.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_strategy.audit import comparison
+from keras_strategy.audit.recorder import CallRecorder, host_copy
+from keras_strategy.audit.report import AuditReport, ComparedValue
+from keras_strategy.audit.snapshot import Snapshot
+from keras_strategy.audit.user_code import find_user_code
+from keras_strategy.core.registry import get_engine, preserve_random_states
+from keras_strategy.core.step_recorder import recording_replicas, recording_thread
+from keras_strategy.keras_patches.layers import compute_in_float32
+from keras_strategy.keras_patches.random import global_generator, set_global_generator
+from keras_strategy.options import GLOBAL
+from keras_strategy.training.random import settings
+
+logger = logging.getLogger("keras_strategy")
+
+# Rows for each replica; one more makes them uneven.
+ROWS_PER_REPLICA = 3
+# Relative changes of weights that stand for rounding, and how often they are drawn.
+_NUDGE, _NUDGES = 3e-7, 3
+
+Step = Callable[[], dict[str, Any]]
+"""Runs a step and returns its logs or predictions by name, as NumPy arrays."""
+
+
+class StepAudit:
+    """The audit of one step.
+
+    `on_replicas` and `on_device` run the step; `roots` are the objects whose state it
+    may change. `kind` is "train", "test", "predict" or "run".
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        kind: str,
+        on_replicas: Step,
+        on_device: Step,
+        model: Any,
+        roots: Sequence[Any],
+    ):
+        self._strategy, self._kind, self._model = strategy, kind, model
+        self._on_replicas, self._on_device = on_replicas, on_device
+        # Unseeded draws must be equal in both steps.
+        self._callers_generator = global_generator()
+        self._generator = self._callers_generator or keras.random.SeedGenerator(1)
+        self._snapshot = Snapshot(strategy, [*roots, self._generator])
+        self._before = self._snapshot.values()
+        layers = [x for x in self._snapshot.objects if isinstance(x, keras.Layer)]
+        self._is_half = any(x.compute_dtype in ("float16", "bfloat16") for x in layers)
+
+    def run(self, report: AuditReport) -> None:
+        """Fill a report."""
+        # First, because an error in it is the same on all workers.
+        device = self._run(self._on_device)
+        replicas = self._run(self._on_replicas)
+        report.values += self._compare(replicas, device)
+        if self._agree(report.differs):
+            self._widen_by_rounding(report, device)
+        if self._agree(report.differs):
+            self._locate(report)
+
+    def _agree(self, differs: bool) -> bool:
+        """Return True if a worker has found a difference: all run further steps."""
+        cluster = self._strategy.extended.cluster
+        return differs if cluster is None else any(cluster.exchange("audit", differs))
+
+    def _run(self, step: Step, records_calls: bool = False) -> "_Result":
+        recorder, snapshot = CallRecorder(records_calls), self._snapshot
+        is_on_device = step is not self._on_replicas
+        try:
+            with (
+                preserve_random_states(),
+                get_engine().audit.preserve_generators(),
+                _without_declared_differences(self._strategy, snapshot.objects),
+                recorder.installed(self._model, snapshot.objects),
+            ):
+                set_global_generator(self._generator)
+                if is_on_device:
+                    outputs, values = self._run_on_device(step, recorder)
+                    differing = []
+                else:
+                    outputs, values = self._run_on_replicas(step, recorder), None
+                    differing = snapshot.differing_components()
+            state = snapshot.values() if values is None else values
+            return _Result(recorder, outputs, state, differing)
+        finally:
+            set_global_generator(self._callers_generator)
+            snapshot.restore()
+
+    def _run_on_replicas(self, step: Step, recorder: CallRecorder) -> Any:
+        if not get_engine().audit.records_steps:
+            return step()
+        with recording_replicas(self._strategy, recorder):
+            return step()
+
+    def _run_on_device(self, step: Step, recorder: CallRecorder) -> Any:
+        adapter, variables = get_engine().audit, self._snapshot.variables
+        if adapter.records_steps:
+            step = recording_thread(recorder)(step)
+        return adapter.run_on_device(self._strategy, step, variables)
+
+    def _compare(self, replicas: "_Result", device: "_Result") -> list[ComparedValue]:
+        variables = self._snapshot.variables
+        states = replicas.state, device.state
+        skip = self._metric_variables() if self._kind == "run" else ()
+        tolerance = comparison.TOLERANCES["state"]
+        values = [
+            *comparison.compare_losses(replicas.recorder, device.recorder),
+            *comparison.compare_gradients(replicas.recorder, device.recorder),
+            *comparison.compare_states(variables, self._before, *states, skip),
+            *(
+                ComparedValue("state", f"{v.path} on each replica", math.inf, tolerance)
+                for v in replicas.differing
+            ),
+            *comparison.compare_outputs(self._kind, replicas.outputs, device.outputs),
+        ]
+        return _tolerate_half(values) if self._is_half else values
+
+    def _metric_variables(self) -> list[Any]:
+        """Return variables of metrics, of which in `run` only the result counts."""
+        metrics = (x for x in self._snapshot.objects if isinstance(x, keras.Metric))
+        return [variable for metric in metrics for variable in metric.variables]
+
+    def _widen_by_rounding(self, report: AuditReport, device: "_Result") -> None:
+        """Raise the tolerances of values that rounding changes as much."""
+        generator = np.random.default_rng(0)
+
+        def nudge():
+            for variable in self._snapshot.variables:
+                if variable.trainable and "float" in variable.dtype:
+                    value = host_copy(variable)
+                    noise = _NUDGE * generator.standard_normal(value.shape)
+                    variable.assign((value * (1 + noise)).astype(value.dtype))
+            return self._on_device()
+
+        largest: dict[tuple[str, str], float] = {}
+        try:
+            again = self._compare(self._run(self._on_device_again), device)
+            if any(value.differs for value in again):
+                return  # it does not repeat, so noise says nothing
+            for _ in range(_NUDGES):
+                for value in self._compare(self._run(nudge), device):
+                    key = value.kind, value.name
+                    largest[key] = max(largest.get(key, 0.0), value.difference)
+        except Exception:
+            logger.debug("A step with nudged weights failed.", exc_info=True)
+            return
+        for number, value in enumerate(report.values):
+            noise = largest.get((value.kind, value.name), 0.0)
+            if value.differs and noise > max(value.tolerance, value.difference / 10):
+                report.values[number] = ComparedValue(
+                    value.kind, value.name, value.difference, 10 * noise
+                )
+
+    def _on_device_again(self) -> dict[str, Any]:
+        return self._on_device()
+
+    def _locate(self, report: AuditReport) -> None:
+        """Name what differs first."""
+        kinds = {value.kind for value in report.values if value.differs}
+        try:
+            replicas = self._run(self._on_replicas, records_calls=True)
+            device = self._run(self._on_device, records_calls=True)
+        except Exception:
+            logger.debug("A recorded step failed.", exc_info=True)
+            return
+        call, origin = comparison.find_first_difference(
+            replicas.recorder, device.recorder
+        )
+        if call is not None:
+            callee = _describe(call.callee)
+            if origin is not None:
+                report.place, report.cause = f"the code of {_describe(origin)}", "call"
+            elif find_user_code([call.callee]) is None:
+                # It keeps rows apart, and its inputs are equal.
+                report.place, report.cause = f"the weights of {callee}", "state"
+            else:
+                report.place, report.cause = callee, "call"
+            if self._draws_by_itself(call, device):
+                report.cause = "random"
+        elif "loss" in kinds:
+            report.cause, report.place = "loss", self._method("compute_loss")
+        elif "gradient" in kinds:
+            is_run = self._kind == "run"
+            report.cause = "gradient in run" if is_run else "gradient"
+            report.place = f"the gradients of {self._method(f'{self._kind}_step')}"
+        elif "state" in kinds:
+            worst = report.largest("state")
+            assert worst is not None
+            owner = comparison.find_metric(self._snapshot.objects, worst.name)
+            report.cause = "state" if owner is None else "metric"
+            report.place = (
+                f"the variable '{worst.name}'"
+                if owner is None
+                else f"the metric '{owner.name}'"
+            )
+        elif "prediction" in kinds:
+            report.cause, report.place = "prediction", self._method("predict_step")
+        elif "log" in kinds:
+            worst = report.largest("log")
+            assert worst is not None
+            report.cause, report.place = "log", f"the log '{worst.name}'"
+            names = [
+                x.name for x in self._snapshot.objects if isinstance(x, keras.Metric)
+            ]
+            if worst.name in names:
+                report.cause, report.place = "metric", f"the metric '{worst.name}'"
+
+    def _method(self, name: str) -> str:
+        if self._model is None:
+            return "the function"
+        return f"`{type(self._model).__name__}.{name}`"
+
+    def _draws_by_itself(self, call: Any, device: "_Result") -> bool:
+        """Return True if a call's result changes with the process's generators."""
+
+        def reseeded():
+            random.seed(12345)
+            np.random.seed(12345)
+            get_engine().audit.seed(12345)
+            return self._on_device()
+
+        try:
+            other = self._run(reseeded, records_calls=True)
+        except Exception:
+            return False
+        results = [
+            [c.outputs for c in x.recorder.sides[-1].calls if c.callee is call.callee]
+            for x in (device, other)
+        ]
+        return any(
+            a is not None
+            and b is not None
+            and comparison.difference(a, b) > comparison.TOLERANCES["output"]
+            for outputs in zip(*results, strict=False)
+            for a, b in zip(*outputs, strict=False)
+        )
+
+
+class _Result:
+    """Results of a step."""
+
+    def __init__(
+        self,
+        recorder: CallRecorder,
+        outputs: dict[str, Any],
+        state: list[Any],
+        differing: list[Any],
+    ):
+        self.recorder, self.outputs = recorder, outputs
+        self.state, self.differing = state, differing
+
+
+def _tolerate_half(values: list[ComparedValue]) -> list[ComparedValue]:
+    """Return values with the tolerances of half precision, which some code still has.
+
+    Without gradients that overflow: on one side, a scaled one of float16 may.
+    """
+    return [
+        dataclasses.replace(value, tolerance=10 * value.tolerance)
+        if value.kind in ("gradient", "state")
+        else value
+        for value in values
+        if value.kind != "gradient" or math.isfinite(value.difference)
+    ]
+
+
+def _describe(part: Any) -> str:
+    kind = "operation"
+    if isinstance(part, keras.Model):
+        return f"`{type(part).__name__}.call`"
+    if isinstance(part, keras.Layer):
+        kind = "layer"
+    elif isinstance(part, keras.losses.Loss):
+        kind = "loss"
+    return f"the {kind} '{part.name}' ({type(part).__name__})"
+
+
+@contextlib.contextmanager
+def _without_declared_differences(
+    strategy: Any, objects: Sequence[Any]
+) -> Iterator[None]:
+    """Compute batch statistics of all rows, one device's random draws, and float32."""
+    with contextlib.ExitStack() as stack:
+        for target, name, value in (
+            (strategy, "_batch_statistics", GLOBAL),
+            (settings, "exact", True),
+        ):
+            stack.callback(setattr, target, name, getattr(target, name))
+            setattr(target, name, value)
+        layers = [x for x in objects if isinstance(x, keras.Layer)]
+        stack.enter_context(compute_in_float32(layers))
+        yield

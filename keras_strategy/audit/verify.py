@@ -1,0 +1,317 @@
+"""Audits of a model's step and of a function of `strategy.run`."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops, tree
+
+from keras_strategy.audit.recorder import host_copy
+from keras_strategy.audit.report import AuditReport
+from keras_strategy.audit.snapshot import find_objects
+from keras_strategy.audit.step import ROWS_PER_REPLICA, StepAudit
+from keras_strategy.core.registry import get_engine
+from keras_strategy.keras_patches.trainer import build_from_batch
+from keras_strategy.options import RunOptions
+from keras_strategy.training.ownership import strategy_of_model
+from keras_strategy.training.train_step import count_rows
+from keras_strategy.values import DistributedValues, PerReplica, map_leaves
+
+_KINDS = ("train", "test", "predict")
+
+
+def verify(
+    model: keras.Model,
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    kind: str = "train",
+) -> AuditReport:
+    """Compare a model's step on its strategy's replicas with that of one device.
+
+    Both steps start from the same state and compute the same rows: 3 for each replica
+    and one more, so that the replicas have uneven numbers of rows. Compared are the
+    loss, the gradients that optimizers receive, the changes of all variables, and the
+    logs or predictions. Afterwards all variables, the attributes of layers and models,
+    and the random generators are as before. What the step changes elsewhere is not
+    restored: globals, iterators that it advances, files, what it prints.
+
+    Gradients are not applied. Local batch statistics, which a strategy without
+    `batch_statistics="global"` computes, and half precision are replaced by global ones
+    and float32. A branch that these rows do not take is not seen.
+
+    Args:
+        model: A compiled model of a strategy with several replicas. It is built from
+            the batch if it is not built.
+        x: The inputs: an array, or a structure of arrays, with the batch dimension
+            first. At least one row; further rows than needed are ignored.
+        y: The targets, as `x`; None for none.
+        sample_weight: The sample weights, as `x`; None for none.
+        kind: The step: `"train"`, `"test"` or `"predict"`.
+
+    Returns:
+        An `AuditReport`; `print` shows it as a table.
+
+    Raises:
+        ValueError: If `kind` is unknown, or the model has no strategy of several
+            replicas, or the arrays have no rows or different numbers of rows.
+
+    Example:
+
+    ```python
+    import keras
+    import keras_strategy as ks
+    import numpy as np
+
+    with ks.MirroredStrategy().scope():  # of several devices
+        inputs = keras.Input((4,))
+        centered = inputs - keras.ops.mean(inputs, axis=0, keepdims=True)
+        model = keras.Model(inputs, keras.layers.Dense(1)(centered))
+        model.compile("sgd", "mse")
+    report = ks.verify(model, np.eye(8, 4), np.ones((8, 1)))
+    if keras.backend.backend() != "jax":  # where `fit` computes all rows in one program
+        assert report.differs and "mean" in report.place
+    ```
+    """
+    if kind not in _KINDS:
+        raise ValueError(
+            f"Argument `kind` must be one of {', '.join(map(repr, _KINDS))}. "
+            f"Received: kind={kind!r}"
+        )
+    strategy = strategy_of_model(model)
+    if (
+        strategy is None
+        or strategy.num_replicas_in_sync == 1
+        or strategy.extended.cluster is not None
+    ):
+        raise ValueError(
+            "`verify` compares several replicas of one process with one device. "
+            f"Received: a model of {strategy!r}. Create it in the scope of a "
+            "`MirroredStrategy` with several devices."
+        )
+    parts = (x,) if kind == "predict" else (x, y, sample_weight)
+    while parts[-1] is None and len(parts) > 1:
+        parts = parts[:-1]
+    batch = tree.map_structure(
+        lambda leaf: None if leaf is None else np.asarray(leaf), parts
+    )
+    if count_rows(batch) == 0:
+        raise ValueError(
+            "`verify` needs at least one row. Received arrays without rows."
+        )
+    with strategy.scope():
+        build_from_batch(model, batch)
+        report = audit_step(model, kind, strategy, batch)
+    assert report is not None  # there is one process
+    return report
+
+
+def verify_run(
+    strategy: Any,
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    objects: Sequence[Any] | None = None,
+) -> AuditReport:
+    """Compare `strategy.run(fn, args)` with one call of `fn` on one device.
+
+    The call on one device has the rows of all replicas. Compared are the gradients that
+    optimizers receive (which `optimizer.apply` sums over the replicas, so `fn` has to
+    divide its loss by the global batch size), the changes of variables, the results of
+    metrics, and what `fn` returns: the replicas' sum, mean or concatenation, or each
+    of them, whichever is closest. All state is restored, see `verify`. On JAX gradients
+    are applied, and what differs is not located.
+
+    Args:
+        strategy: A strategy with several replicas in one process.
+        fn: The function.
+        args: Its positional arguments: global batches, arrays or structures of arrays
+            with the batch dimension first, or distributed values, such as an element of
+            a distributed dataset. Of arrays, 3 rows for each replica are used.
+        kwargs: Its keyword arguments, as `args`.
+        objects: The models, metrics, optimizers and variables that `fn` uses; by
+            default those that it names.
+
+    Returns:
+        An `AuditReport`; `print` shows it as a table.
+
+    Raises:
+        ValueError: If the strategy has one replica or several workers, or the arrays
+            have fewer rows than there are replicas.
+
+    Example:
+
+    ```python
+    import keras
+    import keras_strategy as ks
+    import numpy as np
+
+    strategy = ks.MirroredStrategy()  # of several devices
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+
+    def step(x, y):
+        loss, gradients = ks.value_and_grad(
+            lambda: ks.compute_average_loss(keras.ops.square(y - model(x))[:, 0]),
+            model.trainable_variables,
+        )()
+        optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    x, y = np.eye(8, 4, dtype="float32"), np.ones((8, 1), "float32")
+    report = ks.verify_run(strategy, step, (x, y))
+    assert not report.differs, report
+    ```
+    """
+    if strategy.num_replicas_in_sync == 1 or strategy.extended.cluster is not None:
+        raise ValueError(
+            "`verify_run` compares several replicas of one process with one device. "
+            f"Received: strategy={strategy!r}"
+        )
+    given = tuple(args), dict(kwargs or {})
+    leaves = [_join_rows(strategy, leaf) for leaf in tree.flatten(given)]
+    places = [place for place, leaf in enumerate(leaves) if _has_rows(leaf)]
+    replicas = strategy.num_replicas_in_sync
+    rows = count_rows([leaves[place] for place in places]) if places else 0
+    rows = min(ROWS_PER_REPLICA, rows // replicas) * replicas
+    if places and rows == 0:
+        raise ValueError(
+            "`verify_run` needs a row for each replica in each array. Received "
+            f"arrays with fewer rows than {replicas} replicas."
+        )
+    few = tuple(np.asarray(leaves[place])[:rows] for place in places)
+
+    def with_rows(values):
+        replaced = dict(zip(places, values, strict=True))
+        found = [replaced.get(place, leaf) for place, leaf in enumerate(leaves)]
+        return tree.pack_sequence_as(given, found)
+
+    roots = _find_named_objects(fn) if objects is None else list(objects)
+    # Without those of `compile` that are not built yet.
+    built = [x for x in find_objects(roots) if getattr(x, "built", True)]
+    metrics = [x for x in built if isinstance(x, keras.metrics.Metric)]
+
+    def with_metrics(outputs):
+        results = {f"{metric.name}.result()": metric.result() for metric in metrics}
+        return to_arrays(results) | to_arrays({"output": outputs})
+
+    def run_on_replicas():
+        local = ()
+        if places:
+            (local,) = strategy.experimental_distribute_dataset([few])
+        options = RunOptions(compile=False)
+        local_args, local_kwargs = with_rows(local)
+        return with_metrics(strategy.run(fn, local_args, local_kwargs, options))
+
+    def run_on_device():
+        all_args, all_kwargs = with_rows([ops.convert_to_tensor(x) for x in few])
+        return with_metrics(fn(*all_args, **all_kwargs))
+
+    report = AuditReport(f"`run` of `{getattr(fn, '__name__', type(fn).__name__)}`")
+    StepAudit(strategy, "run", run_on_replicas, run_on_device, None, roots).run(report)
+    return report
+
+
+def _has_rows(leaf: Any) -> bool:
+    return len(getattr(leaf, "shape", ())) > 0
+
+
+def _join_rows(strategy: Any, leaf: Any) -> Any:
+    return strategy.gather(leaf, 0) if isinstance(leaf, DistributedValues) else leaf
+
+
+def _find_named_objects(fn: Callable[..., Any]) -> list[Any]:
+    """Return the objects that a function names, and that of a method."""
+    fn = inspect.unwrap(getattr(fn, "python_function", fn))
+    found = [getattr(fn, "__self__", None)]
+    function = getattr(fn, "__func__", fn)
+    if inspect.isfunction(function):
+        named = inspect.getclosurevars(function)
+        found += [*named.nonlocals.values(), *named.globals.values()]
+    return found
+
+
+def audit_step(model: Any, kind: str, strategy: Any, batch: Any) -> AuditReport | None:
+    """Audit a step of a built model on the first rows of a batch.
+
+    Return None if a replica would have no row.
+    """
+    few = take_first_rows(batch, strategy)
+    if few is None:
+        return None
+    local, all_rows = few
+    on_replicas, on_device = get_engine().audit.step_functions(model, kind, strategy)
+    report = AuditReport(f"The {_NAMES[kind]} step of the model '{model.name}'")
+    StepAudit(
+        strategy,
+        kind,
+        lambda: to_arrays(on_replicas(local)),
+        lambda: to_arrays(on_device(all_rows)),
+        model,
+        [model],
+    ).run(report)
+    return report
+
+
+_NAMES = {"train": "training", "test": "evaluation", "predict": "prediction"}
+
+
+def take_first_rows(batch: Any, strategy: Any) -> tuple[Any, Any] | None:
+    """Return the first rows for the local replicas, and those of all replicas.
+
+    Uneven if possible. None if some worker has fewer rows than replicas.
+    """
+    replicas, cluster = strategy.num_replicas_in_sync, strategy.extended.cluster
+    if cluster is None:
+        few = _slice_rows(batch, ROWS_PER_REPLICA * replicas + 1)
+        return few, few
+    local = strategy.extended.topology.local_replicas
+    available = batch.bounds[-1][1] - batch.bounds[0][0]
+    counts = cluster.exchange("audit: rows", available // len(local))
+    each = min(ROWS_PER_REPLICA, *counts)
+    if each == 0:
+        return None
+    rows = _slice_rows(batch.batch, each * len(local))
+    bounds = [(each * index, each * (index + 1)) for index in local]
+    own = None if batch.worker_rows is None else [each * len(local)] * len(counts)
+    few = type(batch)(
+        rows, bounds, each * replicas, worker_rows=None if own is None else tuple(own)
+    )
+
+    def gather(x):
+        if x is None:
+            return None
+        parts = [x[i * each : (i + 1) * each] for i in range(len(local))]
+        return strategy.gather(PerReplica(parts), axis=0)
+
+    return few, map_leaves(gather, rows)
+
+
+def _slice_rows(batch: Any, rows: int) -> Any:
+    def slice_leaf(x):
+        if len(getattr(x, "shape", ())) == 0:
+            return x
+        return get_engine().audit.first_rows(x, rows)
+
+    return map_leaves(slice_leaf, batch)
+
+
+def to_arrays(outputs: Any) -> dict[str, Any]:
+    """Return outputs by name, as NumPy arrays; of distributed values a list of them."""
+    found = {}
+    for path, leaf in tree.flatten_with_path(outputs):
+        name = "/".join(map(str, path)) or "output"
+        if isinstance(leaf, DistributedValues):
+            found[name] = list(map(_to_array, leaf.values))
+        elif leaf is not None:
+            found[name] = _to_array(leaf)
+    return found
+
+
+def _to_array(leaf: Any) -> np.ndarray:
+    array = host_copy(leaf)
+    return np.asarray(leaf) if array is None else array

@@ -1,0 +1,120 @@
+"""Audits ordinary models, none of which may raise an alarm.
+
+    python -m tests.audit.ordinary_models [--replicas 2,3,8] [--only NAME]
+
+The models are the rows of the equality table, and some large ones of
+`keras.applications`; each in float32 and in mixed precision.
+"""
+
+import argparse
+import functools
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+import keras_strategy as ks
+from keras_strategy.audit.verify import AuditReport, verify
+from tests.equality.__main__ import mirrored
+from tests.equality.cases import Case, all_cases
+
+POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
+BACKEND = keras.backend.backend()
+# Small inputs, and a width that trains in seconds.
+LARGE: dict[str, Callable[[], keras.Model]] = {
+    name: functools.partial(
+        getattr(keras.applications, name), weights=None, classes=10, **options
+    )
+    for name, options in {
+        "MobileNetV2": {"input_shape": (32, 32, 3), "alpha": 0.35},
+        "MobileNetV3Small": {"input_shape": (32, 32, 3), "alpha": 0.75},
+        "EfficientNetB0": {"input_shape": (32, 32, 3)},
+        "ConvNeXtTiny": {"input_shape": (32, 32, 3)},
+        "DenseNet121": {"input_shape": (32, 32, 3)},
+        "ResNet50V2": {"input_shape": (32, 32, 3)},
+    }.items()
+}
+
+
+def audit(case: Case, replicas: int, policy: str) -> AuditReport:
+    """Audit a row of the equality table on its first batch."""
+    previous = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    keras.utils.set_random_seed(1)
+    try:
+        with mirrored(case, replicas).scope():
+            model = case.make()
+        rows = max(3 * replicas + 1, 21)
+        x, y = case.data(rows)
+        fit = case.fit(rows)
+        return verify(model, x, y, fit.get("sample_weight"))
+    finally:
+        keras.config.set_dtype_policy(previous)
+
+
+def audit_large(name: str, replicas: int, policy: str) -> AuditReport:
+    """Audit a model of `keras.applications` on random images."""
+    previous = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    keras.utils.set_random_seed(1)
+    try:
+        devices = [f"cpu:{index}" for index in range(replicas)]
+        with ks.MirroredStrategy(devices).scope():
+            model = LARGE[name]()
+            model.compile("adam", "sparse_categorical_crossentropy")
+        rng, rows = np.random.RandomState(0), 3 * replicas + 1
+        images = rng.uniform(0, 255, (rows, 32, 32, 3)).astype("float32")
+        return verify(model, images, rng.randint(0, 10, rows))
+    finally:
+        keras.config.set_dtype_policy(previous)
+
+
+def tables(only: str) -> Iterator[tuple[str, Callable[[int, str], AuditReport]]]:
+    """Yield the name of each model, and the function that audits it."""
+    for case in all_cases():
+        if BACKEND not in case.not_on and only in case.name:
+            yield case.name, functools.partial(audit, case)
+    for name in LARGE:
+        if only in name:
+            yield name, functools.partial(audit_large, name)
+
+
+def main() -> int:
+    """Print the alarms; return 1 if there are some."""
+    parser = argparse.ArgumentParser(prog="python -m tests.audit.ordinary_models")
+    parser.add_argument("--replicas", default="2,3,8")
+    parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--only", default="", help="models whose name contains this")
+    parser.add_argument("--stride", type=int, default=1, help="every how many models")
+    options = parser.parse_args()
+    counts = [int(text) for text in options.replicas.split(",")]
+    ks.config.set_logical_devices("cpu", max(counts))
+    logging.getLogger("keras_strategy").setLevel(logging.ERROR)
+    results: dict[str, int] = {}
+    start = time.perf_counter()
+    for name, run in list(tables(options.only))[:: options.stride]:
+        for replicas in counts:
+            for policy in options.policies.split(","):
+                result = _result(run, replicas, policy)
+                kind = result.split(":")[0]
+                results[kind] = results.get(kind, 0) + 1
+                if kind != "equal":
+                    print(f"{name}, N = {replicas}, {policy}: {result}", flush=True)
+    print(results, f"{time.perf_counter() - start:.0f} s")
+    return 1 if results.keys() - {"equal"} else 0
+
+
+def _result(run: Callable[[int, str], AuditReport], replicas: int, policy: str) -> Any:
+    try:
+        report = run(replicas, policy)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return f"alarm: {report.message}" if report.differs else "equal"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

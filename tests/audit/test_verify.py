@@ -1,0 +1,154 @@
+"""`verify` and `verify_run` find what differs, name it, and leave no trace."""
+
+import random
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import keras_strategy as ks
+from tests.equality import models
+
+BACKEND = keras.backend.backend()
+X, Y = models.regression(19)
+
+
+def halve_largest(x):
+    """An activation that compares the rows of the batch."""
+    return x / (1 + ops.max(ops.abs(x)))
+
+
+class Counting(keras.layers.Layer):
+    """Counts its calls in Python and in a variable, and draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.seen, self.table = 0, [], {}
+        self.seed = keras.random.SeedGenerator(1)
+        self.count = self.add_weight(
+            shape=(), trainable=False, aggregation="only_first_replica"
+        )
+
+    def call(self, x):
+        self.calls += 1
+        self.seen.append(1)
+        self.table["calls"] = self.calls
+        self.count.assign(self.count + 1)
+        return x + keras.random.normal(ops.shape(x), seed=self.seed)
+
+
+def compiled(*layers):
+    model = keras.Sequential(
+        [keras.Input((4,)), *layers, keras.layers.Dense(1, name="last")]
+    )
+    model.compile("adam", "mse", metrics=["mae"])
+    return model
+
+
+def test_equal_step_and_its_table(two):
+    with two.scope():
+        model = compiled(keras.layers.BatchNormalization(), keras.layers.Dropout(0.5))
+    for kind in ("train", "test", "predict"):
+        report = ks.verify(model, X, Y, kind=kind)
+        assert not report.differs and report.advice == ""
+        assert "equals one device's" in str(report)
+        assert "<table>" in report._repr_html_()
+        assert {"train": "loss", "test": "loss", "predict": "output"}[kind] in {
+            value.name for value in report.values
+        }
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="fit has all rows")
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_place_of_difference(replicas):
+    with ks.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]).scope():
+        inputs = keras.Input((4,))
+        centered = inputs - ops.mean(inputs, axis=0, keepdims=True)
+        functional = keras.Model(inputs, keras.layers.Dense(1)(centered))
+        functional.compile("sgd", "mse")
+        activated = compiled(keras.layers.Dense(3, activation=halve_largest, name="d"))
+    report = ks.verify(functional, X, Y)
+    assert report.differs and report.cause == "call" and "(Mean)" in report.place
+    assert "all_gather" in report.advice and report.place in report.message
+    assert ks.verify(activated, X, Y).place == "the layer 'd' (Dense)"
+    # Of one row for each replica, too.
+    assert ks.verify(activated, X[:replicas], Y[:replicas]).differs
+
+
+def test_state_is_restored(two):
+    with two.scope():
+        layer = Counting()
+        model = compiled(layer)
+    model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
+    variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+
+    def state():
+        arrays = [ops.convert_to_numpy(variable.value) for variable in variables]
+        python = layer.calls, list(layer.seen), dict(layer.table)
+        generators = random.getstate(), np.random.get_state()[1].tolist()
+        return arrays, python, generators
+
+    before = state()
+    for kind in ("train", "test", "predict"):
+        ks.verify(model, X, Y, kind=kind)
+    arrays, *others = state()
+    assert others == list(before[1:])
+    for ours, expected in zip(arrays, before[0], strict=True):
+        np.testing.assert_array_equal(ours, expected)
+
+
+def test_run_is_compared(two):
+    with two.scope():
+        model = compiled()
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+        metric = keras.metrics.Mean(name="error")
+        total = keras.Variable(np.zeros((4,), "float32"), name="total")
+
+    def train(reduce, clip=None):
+        def step(x, y):
+            def loss_fn():
+                error = ops.square(y - model(x))[:, 0]
+                metric.update_state(error)
+                return reduce(error)
+
+            variables = model.trainable_variables
+            loss, gradients = ks.value_and_grad(loss_fn, variables)()
+            if clip is not None:
+                gradients = [ops.clip(g, -clip, clip) for g in gradients]
+            optimizer.apply(gradients, variables)
+            return loss
+
+        return step
+
+    def assign(x):
+        total.assign(total + ops.mean(x, axis=0))
+
+    objects = [model, optimizer, metric]
+    weights = model.get_weights()
+    good = ks.verify_run(two, train(ks.compute_average_loss), (X, Y), objects=objects)
+    assert not good.differs, good
+    assert ks.verify_run(two, train(ops.mean), (X, Y), objects=objects).differs
+    clipped = train(ks.compute_average_loss, 0.01)
+    assert ks.verify_run(two, clipped, (X, Y), objects=objects).differs
+    assert "'total" in ks.verify_run(two, assign, (X,)).place
+    for ours, expected in zip(model.get_weights(), weights, strict=True):
+        np.testing.assert_array_equal(ours, expected)
+
+
+def test_bad_arguments(two):
+    with two.scope():
+        model = compiled()
+    with pytest.raises(ValueError, match="kind='fit'"):
+        ks.verify(model, X, Y, kind="fit")
+    with pytest.raises(ValueError, match="at least one row"):
+        ks.verify(model, X[:0], Y[:0])
+    with pytest.raises(ValueError, match="several replicas of one process"):
+        ks.verify(compiled(), X, Y)
+    with pytest.raises(ValueError, match="several replicas of one process"):
+        ks.verify_run(ks.OneDeviceStrategy("cpu:0"), lambda x: x, (X,))
+    with pytest.raises(ValueError, match="fewer rows than 2 replicas"):
+        ks.verify_run(two, lambda x: x, (X[:1],))
+    with pytest.raises(ValueError, match="mode='loud'"):
+        ks.config.audit("loud")

@@ -1,0 +1,58 @@
+"""Jobs of workers whose first step is audited."""
+
+import logging
+
+import keras
+import numpy as np
+from keras import ops
+
+import keras_strategy as ks
+
+
+class Centering(keras.layers.Layer):
+    """Subtracts the mean of the batch."""
+
+    def call(self, x):
+        return x - ops.mean(x, axis=0, keepdims=True)
+
+
+class Halving(keras.layers.Layer):
+    def call(self, x):
+        return x / 2
+
+
+class _Messages(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def emit(self, record):
+        self.found.append(record.getMessage())
+
+
+def fit(alone=False, mode="warn"):
+    """Fit a model that compares rows, and one that does not."""
+    messages = _Messages()
+    logging.getLogger("keras_strategy").addHandler(messages)
+    x = np.random.RandomState(0).randn(22, 4).astype("float32")
+    strategy = None if alone else ks.MultiWorkerMirroredStrategy()
+    result = {}
+    ks.config.audit(mode)
+    try:
+        for layer in (Halving, Centering):
+            keras.utils.set_random_seed(1)
+            with keras.name_scope("model") if alone else strategy.scope():
+                model = keras.Sequential(
+                    [keras.Input((4,)), layer(), keras.layers.Dense(1)]
+                )
+                model.compile("adam", "mse")
+            try:
+                model.fit(x, x[:, :1], batch_size=8, epochs=2, verbose=0)
+            except RuntimeError as error:
+                result[f"{layer.__name__} error"] = str(error)
+            result[layer.__name__] = model.get_weights()
+    finally:
+        ks.config.audit("warn")
+        logging.getLogger("keras_strategy").removeHandler(messages)
+    result["messages"] = [m for m in messages.found if "one device's" in m]
+    return result

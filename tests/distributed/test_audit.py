@@ -1,0 +1,27 @@
+"""The first step of several workers is audited on some rows of each."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_strategy.testing import WorkerRunner
+from tests.distributed import audit_jobs
+
+pytestmark = pytest.mark.skipif(
+    keras.backend.backend() == "jax", reason="a step is one program there"
+)
+
+
+@pytest.mark.parametrize("count, devices", [(2, 1), (2, 2)])
+def test_finding_is_reported_once_by_the_chief(count, devices, starter):
+    with WorkerRunner(count, devices, timeout_seconds=300, starter=starter) as runner:
+        warned = runner.run(audit_jobs.fit)
+        raised = runner.run(audit_jobs.fit, mode="raise")
+    alone = audit_jobs.fit(alone=True)
+    (message,) = warned[0]["messages"]
+    assert "(Centering)" in message
+    assert all(not result["messages"] for result in warned[1:])
+    for result in warned:
+        for mine, one in zip(result["Halving"], alone["Halving"], strict=True):
+            np.testing.assert_allclose(mine, one, rtol=1e-5, atol=1e-6)
+    assert all("(Centering)" in result["Centering error"] for result in raised)

@@ -1,0 +1,156 @@
+"""Optimizers of a user's own, which change the gradients before Keras's code runs."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import keras_strategy as ks
+from tests.equality import models
+from tests.equality.compare import assert_equal, train
+from tests.training.shared import alone, logged
+from tests.training.test_custom_train_steps import OwnSteps
+
+SGD: Any = keras.optimizers.SGD
+Optimizer: Any = keras.optimizers.Optimizer
+# By batches of 8 the last one has a row for the first replica alone.
+X, Y = models.regression(17)
+
+
+def clipped(gradients):
+    return [ops.clip(gradient, -0.05, 0.05) for gradient in gradients]
+
+
+class Clips:
+    """A mixin, which is no optimizer itself."""
+
+    def apply(self, grads, trainable_variables=None):
+        super().apply(clipped(grads), trainable_variables)  # pyright: ignore
+
+
+MixedIn: Any = type("MixedIn", (Clips, SGD), {})
+
+
+class ClipsPairs(SGD):
+    """On TensorFlow, `fit` calls it."""
+
+    def apply_gradients(self, grads_and_vars):
+        gradients, variables = zip(*grads_and_vars, strict=True)
+        return super().apply_gradients(zip(clipped(gradients), variables, strict=True))
+
+
+class ClipsInside(SGD):
+    """Overrides what Keras calls with gradients that are summed already."""
+
+    def _backend_apply_gradients(self, grads, trainable_variables):
+        super()._backend_apply_gradients(clipped(grads), trainable_variables)
+
+
+class Signs(Optimizer):
+    def update_step(self, gradient, variable, learning_rate):
+        step = ops.cast(learning_rate, variable.dtype) * ops.tanh(gradient * 10)
+        self.assign_sub(variable, step)
+
+
+class Normalizes(Optimizer):
+    """Wraps another optimizer, and keeps a number of the gradients."""
+
+    def __init__(self, inner):
+        super().__init__(learning_rate=1.0)
+        self.inner = inner
+
+    def build(self, variables):
+        self.norm = self.add_variable((), name="norm")
+        self.inner.build(variables)
+        super().build(variables)
+
+    @property
+    def variables(self):
+        return self._variables + self.inner.variables
+
+    def apply(self, grads, trainable_variables=None):
+        if not self.built:
+            self.build(trainable_variables)
+        squares = [ops.sum(ops.square(gradient)) for gradient in grads]
+        norm = ops.sqrt(sum(squares[1:], squares[0]))
+        self.norm.assign(0.9 * self.norm + 0.1 * norm)
+        self.inner.apply([g / (1 + 10 * norm) for g in grads], trainable_variables)
+        self._iterations.assign_add(1)
+
+
+OPTIMIZERS = {
+    "apply": lambda: MixedIn(0.1, momentum=0.9),
+    "_backend_apply_gradients": lambda: ClipsInside(0.1),
+    "update_step": lambda: Signs(0.1),
+    "wrapper": lambda: Normalizes(keras.optimizers.Adam(0.1)),
+    "apply_gradients": lambda: ClipsPairs(0.1),
+    "accumulation": lambda: MixedIn(
+        0.1, gradient_accumulation_steps=2, global_clipnorm=0.1
+    ),
+    "loss scale": lambda: keras.optimizers.LossScaleOptimizer(
+        MixedIn(0.1), initial_scale=4.0
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fit_with_custom_optimizer_equals_one_device(name, mirrored):
+    def make():
+        return models.compiled(optimizer=OPTIMIZERS[name]())
+
+    one = alone(make, X, Y, predicted=0)
+    assert_equal(one, train(mirrored(3), make, X, Y, predicted=0, eagerly=True))
+
+
+def test_custom_optimizer_in_custom_step_is_not_warned_of(two, caplog):
+    def make():
+        model = OwnSteps()
+        model.compile(MixedIn(0.1), "mse")
+        return model
+
+    one = alone(make, X, Y, predicted=0)
+    assert_equal(one, train(two, make, X, Y, predicted=0))
+    assert not logged(caplog)
+
+
+@pytest.mark.parametrize("name", ["apply", "wrapper"])
+def test_sharded_custom_optimizer_equals_one_device(name):
+    def make():
+        return models.compiled(optimizer=OPTIMIZERS[name]())
+
+    many = ks.MirroredStrategy(["cpu:0", "cpu:1"], shard="optimizer")
+    one = alone(make, X[:16], Y[:16], predicted=0)
+    assert_equal(one, train(many, make, X[:16], Y[:16], predicted=0))
+
+
+# Keras's own loss scaling on JAX works in a trainer alone.
+@pytest.mark.parametrize(
+    "name",
+    ["apply_gradients", "apply", "wrapper", "accumulation"]
+    + ["loss scale"] * (keras.backend.backend() != "jax"),
+)
+def test_custom_optimizer_in_run_equals_one_device(name, mirrored):
+    def trained(strategy):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model, optimizer = models.mlp(), OPTIMIZERS[name]()
+            optimizer.build(model.trainable_variables)
+        variables = model.trainable_variables
+
+        def step(x, y):
+            def loss():
+                return ks.compute_average_loss(ops.mean((model(x) - y) ** 2, -1))
+
+            _, gradients = ks.value_and_grad(loss, variables)()
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+        batches = [(X[:6], Y[:6]), (X[6:11], Y[6:11])]
+        for batch in strategy.experimental_distribute_dataset(batches):
+            strategy.run(step, args=batch)
+        return [v.numpy() for v in (*model.variables, *optimizer.variables)]
+
+    one, many = trained(ks.OneDeviceStrategy("cpu:0")), trained(mirrored(3))
+    for a, b in zip(one, many, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
